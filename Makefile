@@ -1,0 +1,34 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(STAMP) ## Decode three prompts plainly and speculatively, side by side
+	@$(BIN)/jetspec compare --max-tokens 96 \
+		"Write a Python function that checks whether a number is prime, then call it for 1 to 5." \
+		"Repeat the numbers from one to thirty in words, separated by commas." \
+		"Why is the sky blue? Answer in three sentences."
+
+test: lint ## Run every check and every test that needs no GPU
+	@$(BIN)/pytest -m "not gpu"
+
+lint: $(STAMP) ## Check style, types and layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+clean: ## Delete the environment and everything that was generated
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find jetspec tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@

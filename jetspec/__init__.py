@@ -1,0 +1,44 @@
+"""Tree-speculative decoding: the target model's own text, several tokens per forward pass.
+
+    from jetspec import LLM
+    print(LLM().generate("Why is the sky blue?")[0].text)
+
+The public names load on first use, so importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jetspec.config import EngineConfig, TreeConfig
+    from jetspec.engine.llm import LLM
+    from jetspec.models.draft_head import DraftHead
+    from jetspec.models.head_format import load_head
+    from jetspec.types import Completion, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "DraftHead", "EngineConfig", "SamplingParams", "TreeConfig", "load_head"]
+
+_HOME = {
+    "LLM": "jetspec.engine.llm",
+    "Completion": "jetspec.types",
+    "DraftHead": "jetspec.models.draft_head",
+    "EngineConfig": "jetspec.config",
+    "SamplingParams": "jetspec.types",
+    "TreeConfig": "jetspec.config",
+    "load_head": "jetspec.models.head_format",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,89 @@
+"""Every setting, as frozen dataclasses. Checked once, here; trusted everywhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Expand = Literal["optimal", "paper"]
+Score = Literal["accum_logp", "entropy", "hybrid"]
+DrafterName = Literal["head", "ngram", "none"]
+
+MAX_BUDGET = 1024
+MAX_WIDTH = 64
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """The shape of the draft tree. `budget=1` is plain decoding, `width=1` is a chain."""
+
+    budget: int = 64
+    """Most nodes in the tree, the anchor included."""
+    width: int = 8
+    """Most children of one node."""
+    depth: int | None = None
+    """Longest path below the anchor. None: as deep as the drafter reaches."""
+    expand: Expand = "optimal"
+    """`optimal` keeps the best nodes; `paper` keeps all children of the best nodes (algorithm 1)."""
+    score: Score = "accum_logp"
+    """What a path is ranked by: log-probability, entropy of its depths, or both."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy in the `hybrid` score."""
+    shortlist: int = 128
+    """Tokens per depth that an edge term may re-rank. 0: the whole vocabulary."""
+
+    def __post_init__(self) -> None:
+        _in_range("budget", self.budget, 1, MAX_BUDGET)
+        _in_range("width", self.width, 1, MAX_WIDTH)
+        if self.depth is not None:
+            _in_range("depth", self.depth, 1, 255)
+        _one_of("expand", self.expand, ("optimal", "paper"))
+        _one_of("score", self.score, ("accum_logp", "entropy", "hybrid"))
+        if self.entropy_weight < 0:
+            raise ValueError(f"entropy_weight is {self.entropy_weight}; it must be 0 or more")
+        if self.entropy_weight and self.score != "hybrid":
+            raise ValueError(f"entropy_weight only counts in the hybrid score, not in {self.score}")
+        if self.shortlist and self.shortlist < self.width:
+            raise ValueError(f"shortlist {self.shortlist} is narrower than width {self.width}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine spends memory and time. None of it changes the text."""
+
+    max_batch: int = 8
+    """Requests decoded together; more wait in the queue."""
+    max_len: int | None = None
+    """Longest sequence, prompt included. None: the model's own context."""
+    page_size: int = 16
+    """Positions per page of the KV cache."""
+    num_pages: int | None = None
+    """Pages in the pool. None: enough for every row of the batch to reach `max_len`, up to `cache_gb`."""
+    cache_gb: float | None = None
+    """Most memory that the KV cache takes when `num_pages` is not given. None: 2 on a CPU, most of what is free
+    on a GPU."""
+    prefill_chunk: int = 512
+    """Prompt tokens processed in one step."""
+    prefix_cache: bool = True
+    """Reuse the pages of prompts that start alike."""
+
+    def __post_init__(self) -> None:
+        _in_range("max_batch", self.max_batch, 1, 4096)
+        _in_range("page_size", self.page_size, 1, 1024)
+        _in_range("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        if self.max_len is not None:
+            _in_range("max_len", self.max_len, 2, 1 << 24)
+        if self.num_pages is not None:
+            _in_range("num_pages", self.num_pages, 1, 1 << 31)
+        if self.cache_gb is not None and self.cache_gb <= 0:
+            raise ValueError(f"cache_gb is {self.cache_gb}; it must be positive")
+
+
+def _in_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must be between {low} and {high}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")

@@ -1,0 +1,213 @@
+"""Who guesses: the head, the text itself, or nobody. All of them hand the round a tree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetspec import ops
+from jetspec.config import TreeConfig
+from jetspec.engine.kv_cache import KVCache
+from jetspec.models.decoder import Decoder
+from jetspec.models.draft_head import DraftHead
+from jetspec.tree import Candidates, DraftTree, EdgeFactors, build_tree, pack_bits
+from jetspec.types import Request, RowSampling
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """The batch at the start of a round."""
+
+    row_B: Tensor
+    """Rows of the page table."""
+    anchor_B: Tensor
+    sampling: RowSampling
+    requests: list[Request]
+
+
+class Drafter(Protocol):
+    """Two stages of the round, and what they need from the rest."""
+
+    tap_layers: tuple[int, ...]
+    """Target layers whose states it wants to observe."""
+    lookahead: int
+    """Positions past the cached ones that a round may write."""
+
+    def draft(self, state: RoundState) -> Any:
+        """Guess what follows each anchor."""
+
+    def build(self, state: RoundState, drafted: Any) -> DraftTree:
+        """Make a tree of the guesses."""
+
+    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor) -> None:
+        """See the tapped states of tokens that were committed."""
+
+
+class NoDrafter:
+    """Plain decoding: the tree is the anchor."""
+
+    tap_layers: tuple[int, ...] = ()
+    lookahead = 1
+
+    def draft(self, state: RoundState) -> None:
+        return None
+
+    def build(self, state: RoundState, drafted: None) -> DraftTree:
+        return DraftTree.root(state.anchor_B)
+
+    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor) -> None:
+        raise AssertionError("nothing is tapped")
+
+
+class HeadDrafter:
+    """The draft head."""
+
+    def __init__(self, head: DraftHead, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
+        config = head.head_config
+        self.head, self.target, self.cache, self.tree = head, target, cache, tree
+        self.depth = min(tree.depth or config.depth, config.depth)
+        self.tap_layers = config.tap_layers
+        self.lookahead = max(tree.budget, config.block_size, self.depth + 1)
+        self.slot_1S = torch.arange(config.block_size, device=cache.device)[None]
+        self.clique_1SW: Tensor | None = None
+        if not config.causal:
+            S = config.block_size
+            self.clique_1SW = pack_bits(torch.ones(1, S, S, dtype=torch.bool, device=cache.device))
+
+    def draft(self, state: RoundState) -> Candidates:
+        assert self.cache.head is not None
+        token_BS = self.head.block_tokens(state.anchor_B)
+        visible = None if self.clique_1SW is None else self.clique_1SW.expand(len(token_BS), -1, -1)
+        block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), visible)
+        hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, : self.depth]
+        return self.candidates(hidden_BDM, state.sampling)
+
+    def candidates(self, hidden_BDM: Tensor, sampling: RowSampling) -> Candidates:
+        """The tree is drafted from the distribution that will be sampled: with the request's temperature."""
+        B, D, _ = hidden_BDM.shape
+        logits_BDV = self.target.logits(hidden_BDM.flatten(0, 1)).unflatten(0, (B, D)).float()
+        heat_B11 = torch.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)[:, None, None]
+        if sampling.any_sampled:
+            logits_BDV = logits_BDV / heat_B11
+        entropy_BD = None
+        if self.tree.score != "accum_logp":
+            entropy_BD = torch.distributions.Categorical(logits=logits_BDV).entropy()
+        V, edge = logits_BDV.shape[-1], None
+        count = min(self.tree.width, V)
+        if self.head.edge is not None:
+            count = min(self.tree.shortlist or V, V)
+            gate_BDR = self.head.edge.gates(hidden_BDM).float() / heat_B11
+            edge = EdgeFactors(gate_BDR, self.head.edge.predecessor, self.head.edge.successor)
+        return Candidates(*ops.topk_logprob(logits_BDV, count), entropy_BD, edge)
+
+    def build(self, state: RoundState, drafted: Candidates) -> DraftTree:
+        return build_tree(state.anchor_B, drafted, self.tree, self.depth)
+
+    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor) -> None:
+        assert self.cache.head is not None
+        self.head.observe(tap_TX, position_T, slot_T, self.cache.head.layers)
+
+
+@dataclass
+class Continuation:
+    """Node of the tree of matches: how much weight of matches passes through a token."""
+
+    token: int
+    parent: int
+    depth: int
+    weight: float = 0.0
+    children: dict[int, int] = field(default_factory=dict)
+
+
+class NgramDrafter:
+    """Prompt lookup: text that followed earlier occurrences of the last few tokens, merged into a tree.
+
+    A match of n tokens weighs 4^n, so a long match outweighs many short ones. Weight can only fall along a path,
+    so the heaviest nodes form a tree.
+    """
+
+    tap_layers: tuple[int, ...] = ()
+    min_match = 2
+    max_match = 8
+    max_matches = 32
+    max_depth = 15
+
+    def __init__(self, tree: TreeConfig) -> None:
+        self.tree = tree
+        self.depth = tree.depth or self.max_depth
+        self.lookahead = tree.budget
+
+    def draft(self, state: RoundState) -> list[list[Continuation]]:
+        return [self.continuations(request.tokens) for request in state.requests]
+
+    def continuations(self, tokens: list[int]) -> list[Continuation]:
+        """The tree of the best matches, long before short and late before early; node 0 is the anchor."""
+        length = match_lengths(np.asarray(tokens), self.max_match)
+        ends = np.flatnonzero(length >= self.min_match)[::-1]
+        ends = ends[np.argsort(-length[ends], kind="stable")][: self.max_matches]
+        nodes = [Continuation(tokens[-1], 0, 0)]
+        for end in ends.tolist():
+            weight, node = 4.0 ** int(length[end]), 0
+            nodes[0].weight += weight
+            for token in tokens[end + 1 : end + 1 + self.depth]:
+                child = nodes[node].children.get(token)
+                if child is None:
+                    child = nodes[node].children[token] = len(nodes)
+                    nodes.append(Continuation(token, node, nodes[node].depth + 1))
+                nodes[child].weight += weight
+                node = child
+        return nodes
+
+    def build(self, state: RoundState, drafted: list[list[Continuation]]) -> DraftTree:
+        kept = [self.heaviest(nodes) for nodes in drafted]
+        N = max(len(nodes) for nodes in kept)
+        token = torch.zeros(len(kept), N, dtype=torch.int64)
+        parent = torch.arange(N).repeat(len(kept), 1)
+        score = torch.zeros(len(kept), N)
+        for row, nodes in enumerate(kept):
+            token[row, : len(nodes)] = torch.tensor([node.token for node in nodes])
+            parent[row, : len(nodes)] = torch.tensor([node.parent for node in nodes])
+            for i, node in enumerate(nodes[1:], 1):
+                score[row, i] = math.log(node.weight / nodes[0].weight)
+        device = state.anchor_B.device
+        size_B = torch.tensor([len(nodes) for nodes in kept], device=device)
+        deepest = max(node.depth for nodes in kept for node in nodes)
+        return DraftTree.from_parents(token.to(device), parent.to(device), size_B, deepest, score.to(device))
+
+    def heaviest(self, nodes: list[Continuation]) -> list[Continuation]:
+        """At most `budget` nodes and `width` children each, parents first."""
+        allowed = {0}
+        for node in nodes:
+            best = sorted(node.children.values(), key=lambda child: -nodes[child].weight)
+            allowed.update(best[: self.tree.width])
+        order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].weight, nodes[i].depth, i))
+        place: dict[int, int] = {}
+        kept = []
+        for i in order:
+            if len(kept) == self.tree.budget:
+                break
+            if i in allowed and (i == 0 or nodes[i].parent in place):
+                place[i] = len(kept)
+                kept.append(nodes[i])
+        return [Continuation(n.token, place[n.parent], n.depth, n.weight) for n in kept]
+
+    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor) -> None:
+        raise AssertionError("nothing is tapped")
+
+
+def match_lengths(text: np.ndarray, longest: int) -> np.ndarray:
+    """For each earlier position, how many tokens ending there equal the last tokens of the text (up to `longest`)."""
+    earlier = len(text) - 1
+    length = np.zeros(earlier, dtype=np.int64)
+    matching = np.ones(earlier, dtype=bool)
+    for back in range(min(longest, earlier)):
+        shifted = np.zeros(earlier, dtype=bool)
+        shifted[back:] = text[: earlier - back] == text[-1 - back]
+        matching &= shifted
+        length += matching
+    return length

@@ -1,0 +1,217 @@
+"""The engine: requests in, updates out. A step is a chunk of prefill, if any is due, and a round."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.engine.detokenize import Decode, TextStream
+from jetspec.engine.drafter import Drafter, HeadDrafter, NgramDrafter, NoDrafter, RoundState
+from jetspec.engine.kv_cache import KVCache, page_bytes
+from jetspec.engine.round import Round, RoundResult
+from jetspec.engine.scheduler import Scheduler
+from jetspec.models.decoder import Decoder
+from jetspec.models.draft_head import DraftHead
+from jetspec.types import Completion, FinishReason, Request, RoundTrace, RowSampling, SamplingParams, Update
+
+CPU_CACHE_GB = 2.0
+GPU_CACHE_FRAC = 0.8
+
+
+class Engine:
+    """Continuous batching of speculative rounds over one target.
+
+    Requests join and leave between rounds. `decode` turns token ids into text; without it updates carry none.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        head: DraftHead | None = None,
+        *,
+        drafter: DrafterName,
+        tree: TreeConfig,
+        config: EngineConfig,
+        eos_tokens: frozenset[int] = frozenset(),
+        decode: Decode | None = None,
+    ) -> None:
+        self.target, self.eos_tokens = target, eos_tokens
+        self.decode: Decode = decode or (lambda tokens: "")
+        self.device = target.embedding.device
+        if drafter == "head" and head is None:
+            raise ValueError("the drafter is `head` but no head was given; give one or choose ngram or none")
+        head = head if drafter == "head" else None
+        wanted = min(config.max_len or target.config.max_len, target.config.max_len)
+        reach = max(tree.budget, head.head_config.block_size + 1 if head else 1)
+        self.cache = self._make_cache(head, config, wanted + reach)
+        self.drafter = self._make_drafter(drafter, head, tree)
+        # A request alone must always find room, or it could wait for ever.
+        self.max_len = min(wanted, self.cache.pool.num_pages * config.page_size - self.drafter.lookahead)
+        self.round = Round(target, self.drafter, self.cache)
+        self.scheduler = Scheduler(self.cache, self.drafter.lookahead, config.prefill_chunk)
+        self.requests: dict[int, Request] = {}
+        self.texts: dict[int, TextStream] = {}
+        self.clock: Callable[[], float] = time.perf_counter
+        self.decode_began: dict[int, float] = {}
+        self.next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, tokens: Sequence[int], sampling: SamplingParams, *, trace: bool = False) -> int:
+        """Queue a prompt; the returned id names it in the updates."""
+        self._check(tokens)
+        seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, want_trace=trace)
+        request.stats.prompt_tokens = len(tokens)
+        self.next_id += 1
+        self.requests[request.id] = request
+        self.texts[request.id] = TextStream(self.decode, sampling.stop)
+        self.scheduler.add(request)
+        return request.id
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a request and free its pages. One that is gone already is no error."""
+        if request_id in self.requests:
+            self._remove(self.requests[request_id])
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """Run one prefill chunk and one round; return what became visible."""
+        self._prefill(self.scheduler.next_chunks())
+        batch = self.scheduler.next_batch()
+        if not batch:
+            return []
+        now = self.clock()
+        for request in batch:
+            self.decode_began.setdefault(request.id, now)
+        state = RoundState(
+            row_B=torch.tensor([request.row for request in batch], device=self.device),
+            anchor_B=torch.tensor([request.tokens[-1] for request in batch], device=self.device),
+            sampling=RowSampling.of([r.sampling for r in batch], [r.seed for r in batch], self.device),
+            requests=batch,
+        )
+        return self._publish(batch, self.round(state))
+
+    def _prefill(self, chunks: list[tuple[Request, int]]) -> None:
+        if not chunks:
+            return
+        began = self.clock()
+        batch = self.cache.place_chunks(chunks)
+        out = self.target(batch, self.cache.target.layers, self.drafter.tap_layers)
+        if out.tap_TX is not None:
+            self.drafter.observe(out.tap_TX, batch.position_T, batch.slot_T)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        for request, count in chunks:
+            self.cache.advance(request, count)
+            request.stats.prefill_s += self.clock() - began
+
+    def _publish(self, batch: list[Request], result: RoundResult) -> list[Update]:
+        lengths, tokens = result.verdict.length_B.tolist(), result.token_BD1.tolist()
+        now = self.clock()
+        updates = []
+        for i, request in enumerate(batch):
+            trace = self._trace(result, i) if request.want_trace else None
+            request.num_cached += lengths[i] + 1
+            kept = self._append(request, tokens[i][: lengths[i] + 1])
+            request.stats.accepted_lengths.append(len(kept) - 1)
+            request.stats.decode_s = now - self.decode_began[request.id]
+            updates.append(self._update(request, kept, trace))
+        return updates
+
+    def _append(self, request: Request, tokens: list[int]) -> list[int]:
+        """Add committed tokens up to the first that ends the text; what a plain decoder would have written."""
+        text, sampling = self.texts[request.id], request.sampling
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            request.tokens.append(token)
+            request.finish_reason = self._finish_reason(request, token, text.push(token), sampling)
+            if request.finish_reason:
+                break
+        return kept
+
+    def _finish_reason(
+        self, request: Request, token: int, stopped: bool, sampling: SamplingParams
+    ) -> FinishReason | None:
+        if stopped or (token in self.eos_tokens and not sampling.ignore_eos):
+            return "stop"
+        if len(request.tokens) - request.prompt_len >= sampling.max_tokens or len(request.tokens) >= self.max_len:
+            return "length"
+        return None
+
+    def _update(self, request: Request, kept: list[int], trace: RoundTrace | None) -> Update:
+        text = self.texts[request.id]
+        if request.finish_reason is None:
+            return Update(request.id, kept, text.take(), trace=trace)
+        last = text.finish()
+        written = request.tokens[request.prompt_len :]
+        completion = Completion(text.text, written, request.finish_reason, request.stats)
+        self._remove(request)
+        return Update(request.id, kept, last, completion, trace)
+
+    def _remove(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        del self.requests[request.id], self.texts[request.id]
+        self.decode_began.pop(request.id, None)
+
+    def _trace(self, result: RoundResult, row: int) -> RoundTrace:
+        tree, verdict = result.tree, result.verdict
+        size, length = int(tree.size_B[row]), int(verdict.length_B[row])
+        scores = tree.score_BN[row, :size].tolist() if tree.score_BN is not None else [0.0] * size
+        return RoundTrace(
+            tokens=tree.token_BN[row, :size].tolist(),
+            parents=tree.parent_BN[row, :size].tolist(),
+            scores=scores,
+            path=verdict.path_BD1[row, : length + 1].tolist(),
+            bonus=int(verdict.bonus_B[row]),
+        )
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(tokens) >= self.max_len:
+            raise ValueError(f"the prompt has {len(tokens)} tokens, but the context holds {self.max_len} with the answer")
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.target.config.vocab_size:
+            raise ValueError(f"token id {low if low < 0 else high} is not in the vocabulary")
+
+    def _make_drafter(self, name: DrafterName, head: DraftHead | None, tree: TreeConfig) -> Drafter:
+        if name == "none" or tree.budget == 1:
+            return NoDrafter()
+        if name == "ngram":
+            return NgramDrafter(tree)
+        assert head is not None
+        return HeadDrafter(head, self.target, self.cache, tree)
+
+    def _make_cache(self, head: DraftHead | None, config: EngineConfig, row_len: int) -> KVCache:
+        models = [self.target.config] + ([head.config] if head else [])
+        dtype = self.target.embedding.dtype
+        num_pages = config.num_pages
+        if num_pages is None:
+            affordable = self._cache_bytes(config) // page_bytes(models, config.page_size, dtype)
+            num_pages = max(1, min(config.max_batch * -(-row_len // config.page_size), affordable))
+        return KVCache(
+            self.target.config,
+            head.config if head else None,
+            num_rows=config.max_batch,
+            row_len=row_len,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            dtype=dtype,
+            device=self.device,
+            prefix_cache=config.prefix_cache,
+        )
+
+    def _cache_bytes(self, config: EngineConfig) -> int:
+        if config.cache_gb is not None:
+            return int(config.cache_gb * 2**30)
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0] * GPU_CACHE_FRAC)
+        return int(CPU_CACHE_GB * 2**30)

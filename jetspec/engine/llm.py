@@ -1,0 +1,178 @@
+"""Text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.engine.engine import Engine
+from jetspec.models.draft_head import DraftHead
+from jetspec.models.head_format import load_head
+from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.models.tokenizer import Tokenizer
+from jetspec.models.weights import Target, load_target
+from jetspec.types import Completion, SamplingParams, Update
+
+Prompt = str | Sequence[int]
+Messages = Sequence[dict[str, str]]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+CPU_BUDGET = 16
+"""On a CPU every node costs time, so the tree is small unless asked for."""
+
+
+class LLM:
+    """A target model, with something that guesses ahead of it.
+
+        llm = LLM()                                     # SmolLM2-135M-Instruct
+        print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
+
+    The output is the target's own, whatever guesses: exactly so in float32, up to near ties in 16 bits.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        head: str | Path | None = None,
+        *,
+        drafter: DrafterName | None = None,
+        tree: TreeConfig | None = None,
+        engine: EngineConfig | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+    ) -> None:
+        """`drafter` None means the head if there is one, else `ngram`. `dtype` auto is float32 on a CPU, bfloat16
+        on a GPU; `device` auto is the GPU if there is one."""
+        place = choose_device(device)
+        target = load_target(model, choose_dtype(dtype, place), place)
+        loaded = None
+        if head is not None and drafter in (None, "head"):
+            loaded = load_head(head, target.decoder.config, dtype=target.decoder.embedding.dtype, device=place)
+        self._start(target, loaded, drafter, tree, engine or EngineConfig())
+
+    def _start(
+        self,
+        target: Target,
+        head: DraftHead | None,
+        drafter: DrafterName | None,
+        tree: TreeConfig | None,
+        config: EngineConfig,
+    ) -> None:
+        self.target, self.head, self.config = target, head, config
+        self.drafter: DrafterName = drafter or ("head" if head else "ngram")
+        on_cpu = target.decoder.embedding.device.type == "cpu"
+        self.tree = tree or (TreeConfig(budget=CPU_BUDGET) if on_cpu else TreeConfig())
+        reach = head.head_config.depth if head else None
+        if self.drafter == "head" and reach and self.tree.depth and self.tree.depth > reach:
+            raise ValueError(f"depth is {self.tree.depth}, but this head drafts {reach} positions")
+        self.engine = Engine(
+            target.decoder,
+            head,
+            drafter=self.drafter,
+            tree=self.tree,
+            config=config,
+            eos_tokens=target.eos_tokens,
+            decode=self.tokenizer.decode,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.target.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        return self.target.name
+
+    def with_drafter(self, drafter: DrafterName, tree: TreeConfig | None = None) -> LLM:
+        """Another LLM over the same weights: plain and speculative from one load."""
+        other = object.__new__(type(self))
+        other._start(self.target, self.head, drafter, tree or self.tree, self.config)
+        return other
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Continue raw prompts (text, or token ids), in order, as one batch."""
+        many: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        params = self._params(sampling, len(many))
+        encoded = [self._encode(prompt) for prompt in many]
+        ids: list[int] = []
+        done: dict[int, Completion] = {}
+        try:
+            for tokens, param in zip(encoded, params, strict=True):
+                ids.append(self.engine.add(tokens, param))
+            with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar:
+                while len(done) < len(ids):
+                    for update in self.engine.step():
+                        if update.completion:
+                            done[update.request_id] = update.completion
+                            bar.update()
+        finally:
+            for request_id in ids:
+                self.engine.cancel(request_id)
+        return [done[request_id] for request_id in ids]
+
+    def chat(self, messages: Messages, sampling: SamplingParams | None = None) -> Completion:
+        """Answer a conversation through the model's chat template."""
+        return self.generate([self.tokenizer.encode_chat(messages)], sampling)[0]
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, trace: bool = False
+    ) -> Iterator[Update]:
+        """One update per round; the last one carries the completion. `trace` adds each round's tree."""
+        request_id = self.engine.add(self._encode(prompt), sampling or SamplingParams(), trace=trace)
+        try:
+            while self.engine.has_work:
+                for update in self.engine.step():
+                    if update.request_id == request_id:
+                        yield update
+                        if update.completion:
+                            return
+        finally:
+            self.engine.cancel(request_id)
+
+    def stream_chat(
+        self, messages: Messages, sampling: SamplingParams | None = None, *, trace: bool = False
+    ) -> Iterator[Update]:
+        """`stream` for a conversation."""
+        return self.stream(self.tokenizer.encode_chat(messages), sampling, trace=trace)
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+
+    @staticmethod
+    def _params(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if sampling is None or isinstance(sampling, SamplingParams):
+            return [sampling or SamplingParams()] * count
+        if len(sampling) != count:
+            raise ValueError(f"{count} prompts but {len(sampling)} sampling settings")
+        return list(sampling)
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but no GPU is usable here; use cpu")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,57 @@
+"""The method: draft, build, verify, accept, commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from jetspec.engine.drafter import Drafter, RoundState
+from jetspec.engine.kv_cache import KVCache
+from jetspec.models.decoder import Decoder, Hidden
+from jetspec.tree import Acceptance, DraftTree, accept, accepted_tokens
+from jetspec.types import TreeBatch
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round committed: row b of `token_BD1` holds `length_B[b]` draft tokens and the bonus."""
+
+    tree: DraftTree
+    verdict: Acceptance
+    token_BD1: Tensor
+
+
+class Round:
+    """One speculative round for a batch of requests.
+
+    Before and after it, for every request: the cache of the target, and that of the head, hold all committed
+    tokens but the last, which is the anchor.
+    """
+
+    def __init__(self, target: Decoder, drafter: Drafter, cache: KVCache) -> None:
+        self.target, self.drafter, self.cache = target, drafter, cache
+
+    def __call__(self, state: RoundState) -> RoundResult:
+        drafted = self.drafter.draft(state)
+        tree = self.drafter.build(state, drafted)
+        batch = self.cache.place(state.row_B, tree.token_BN, tree.depth_BN, tree.ancestor_BNW)
+        out, logits_BNV = self.verify(batch, tree)
+        verdict = accept(tree, logits_BNV, state.sampling, batch.layout.cached_len_B)
+        self.commit(state, batch, out, verdict)
+        return RoundResult(tree, verdict, accepted_tokens(tree, verdict))
+
+    def verify(self, batch: TreeBatch, tree: DraftTree) -> tuple[Hidden, Tensor]:
+        """The target's distribution after every node, from one pass over the tree."""
+        out = self.target(batch, self.cache.target.layers, self.drafter.tap_layers)
+        return out, self.target.logits(out.hidden_TM).unflatten(0, tree.token_BN.shape)
+
+    def commit(self, state: RoundState, batch: TreeBatch, out: Hidden, verdict: Acceptance) -> None:
+        """Keep the accepted path's K/V, and show its tapped states to the drafter."""
+        self.cache.compact(state.row_B, batch, verdict)
+        if out.tap_TX is not None:
+            B, D1 = verdict.path_BD1.shape
+            tap_BNX = out.tap_TX.unflatten(0, (B, -1))
+            tap_BD1X = tap_BNX.gather(1, verdict.path_BD1[..., None].expand(-1, -1, tap_BNX.shape[-1]))
+            position, slot = self.cache.path_slots(batch, D1)
+            self.drafter.observe(tap_BD1X.flatten(0, 1), position.flatten(), slot.flatten())

@@ -1,0 +1,273 @@
+"""One decoder for every family: a table of numbers and switches (families.py) makes it llama, mistral or qwen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from jetspec import ops
+from jetspec.types import KVPages, TreeBatch
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q, k, v) of the in-flight tokens -> attention output. Where keys are stored and who sees whom is the caller's."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary frequencies. `kind` names how a model was stretched beyond `original_len`."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    divisors: tuple[float, ...] = ()
+    """One number per pair that its frequency is divided by, for models whose files list them. Empty: none."""
+
+    def inv_freq(self, head_dim: int) -> Tensor:
+        """Angle per position for each of the head_dim / 2 pairs."""
+        base = self.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+        if self.divisors:
+            base = base / torch.tensor(self.divisors)
+        if self.kind == "linear":
+            return base / self.factor
+        if self.kind == "llama3":
+            return self._llama3(base)
+        if self.kind == "yarn":
+            return self._yarn(base, head_dim)
+        return base
+
+    @property
+    def scale(self) -> float:
+        """Factor on cos and sin."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def _llama3(self, base: Tensor) -> Tensor:
+        """Slow waves are stretched, fast ones kept, those between blended."""
+        turns = self.original_len * base / (2 * math.pi)
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blend = blend.clamp(0, 1)
+        return (1 - blend) * base / self.factor + blend * base
+
+    def _yarn(self, base: Tensor, head_dim: int) -> Tensor:
+        def pair(turns: float) -> float:
+            """The pair that makes so many turns over the original length."""
+            return head_dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = max(math.floor(pair(self.beta_fast)), 0), min(math.ceil(pair(self.beta_slow)), head_dim - 1)
+        ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+        return base / self.factor * ramp + base * (1 - ramp)
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A router and its experts."""
+
+    num_experts: int
+    num_chosen: int
+    inner_size: int
+    normalize: bool
+    """Whether the weights of the chosen experts are scaled to sum to 1."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything about a decoder but its weights."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inner_size: int
+    max_len: int
+    norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied_embedding: bool = False
+    windows: tuple[int | None, ...] = ()
+    """Sliding window per layer. Empty: none has one."""
+    moe: MoEConfig | None = None
+    moe_layers: tuple[int, ...] = ()
+    """Layers whose MLP is a mixture of experts."""
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a forward leaves: the states that `logits` reads, and the tapped layers side by side."""
+
+    hidden_TM: Tensor
+    tap_TX: Tensor | None
+
+
+class Linear(nn.Module):
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention around an `Attend`. Leading dimensions are free: (..., M) in, (..., M) out."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        c = config
+        self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.qkv = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.qkv_bias)
+        self.out = Linear(c.num_heads * c.head_dim, c.hidden_size, c.out_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), -2)
+        if self.q_norm is None or self.k_norm is None:
+            q, k = ops.rotate(qk, rope).split((self.num_heads, self.num_kv_heads), -2)
+        else:
+            q, k = qk.split((self.num_heads, self.num_kv_heads), -2)
+            q, k = ops.rotate(self.q_norm(q), rope), ops.rotate(self.k_norm(k), rope)
+        return self.out(attend(q, k, v).flatten(-2))
+
+    def context(self, c: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """K and V of rows that are only looked at: no queries, no MLP, no input norm."""
+        first = self.num_heads * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
+        kv = ops.linear(c, self.qkv.weight[first:], bias).unflatten(-1, (-1, self.head_dim))
+        k, v = kv.split(self.num_kv_heads, -2)
+        return ops.rotate(k if self.k_norm is None else self.k_norm(k), rope), v
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.hidden_size, 2 * config.inner_size, config.mlp_bias)
+        self.down = Linear(config.inner_size, config.hidden_size, config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+class MoE(nn.Module):
+    """A router sends each token to its best experts."""
+
+    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Linear(hidden_size, config.num_experts)
+        self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.inner_size, hidden_size))
+        self.down = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.inner_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        weight, expert = self.router(flat).softmax(-1, dtype=torch.float32).topk(self.config.num_chosen, -1)
+        if self.config.normalize:
+            weight = weight / weight.sum(-1, keepdim=True)
+        return ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        sparse = config.moe is not None and layer in config.moe_layers
+        self.mlp = MoE(config.hidden_size, config.moe) if sparse and config.moe else MLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rope, attend)
+        return x + self.mlp(self.post_norm(x))
+
+
+class DecoderStack(nn.Module):
+    """Layers with their rotary positions: the body of a target and of a head."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        with torch.device("cpu"):  # real numbers even while the weights are on the meta device: nothing loads it
+            self.register_buffer("inv_freq", config.rope.inv_freq(config.head_dim), persistent=False)
+
+    def rope(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.rope(position, self.inv_freq, self.config.rope.scale, self.norm.weight.dtype)
+
+    def paged(self, batch: TreeBatch, cache: Sequence[KVPages]) -> list[Attend]:
+        """How each layer attends when K and V live in pages: store the new ones, then look at all."""
+        plan = ops.plan_attention(batch)
+        scale = self.config.head_dim**-0.5
+
+        def attend(pages: KVPages, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            ops.store_kv(pages, k, v, batch.slot_T)
+            return ops.tree_attention(q, pages, plan, scale, window)
+
+        return [partial(attend, pages, self.config.window(i)) for i, pages in enumerate(cache)]
+
+
+class Decoder(DecoderStack):
+    """A target model: token ids in, hidden states and taps out, K and V in pages."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.lm_head = nn.Parameter(torch.empty_like(self.embedding))
+        if config.tied_embedding:
+            self.lm_head = self.embedding
+
+    def embed(self, token: Tensor) -> Tensor:
+        return nn.functional.embedding(token, self.embedding)
+
+    def forward(self, batch: TreeBatch, cache: Sequence[KVPages], tap_layers: tuple[int, ...] = ()) -> Hidden:
+        """One pass over the in-flight tokens. A tap is the output of a layer, before the final norm."""
+        x, rope, taps = self.embed(batch.token_T), self.rope(batch.position_T), {}
+        for i, (layer, attend) in enumerate(zip(self.layers, self.paged(batch, cache), strict=True)):
+            x = layer(x, rope, attend)
+            if i in tap_layers:
+                taps[i] = x
+        tap_TX = torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None
+        return Hidden(self.norm(x), tap_TX)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return ops.linear(hidden, self.lm_head)

@@ -1,0 +1,212 @@
+"""The draft head: one pass over [anchor, MASK, .., MASK] gives a distribution for each of the next positions.
+
+It owns neither embedding nor output matrix: both are the target's. Context reaches it as K and V computed from
+the target's tapped hidden states, which the target computed anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from jetspec import ops
+from jetspec.models.decoder import Attend, DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm
+from jetspec.tree import pack_bits
+from jetspec.types import KVPages, TreeBatch
+
+
+@dataclass(frozen=True)
+class EdgeConfig:
+    """The edge term: logits of a child gain E2 (E1[parent] * (gate_bias + G h))."""
+
+    rank: int = 128
+    gate: bool = True
+    gate_bias: float = 1.0
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Everything about a head but its weights."""
+
+    layers: DecoderConfig
+    """Shape of the head's own layers; `vocab_size` is the target's."""
+    tap_layers: tuple[int, ...]
+    """Target layers it reads: outputs, counted from 0."""
+    mask_token: int
+    block_size: int = 16
+    causal: bool = True
+    """Whether a slot of the block sees only those before it. False: all of them (DFlash)."""
+    causal_windows: bool = False
+    """Whether layers with a sliding window are causal even if the others are not (DFlash heads with windows)."""
+    shifted: bool = False
+    """Slot k predicts position k + 1 instead of its own."""
+    target_hidden_size: int | None = None
+    """Set when the target's hidden size is not the head's: an adapter maps each tap."""
+    num_target_layers: int | None = None
+    edge: EdgeConfig | None = None
+
+    @property
+    def depth(self) -> int:
+        """Positions drafted in one pass."""
+        return self.block_size if self.shifted else self.block_size - 1
+
+    @property
+    def causal_layers(self) -> tuple[bool, ...]:
+        """Per layer, whether a slot sees only those before it."""
+        windowed = (self.layers.window(i) is not None for i in range(self.layers.num_layers))
+        return tuple(self.causal or (self.causal_windows and w) for w in windowed)
+
+    @property
+    def tap_size(self) -> int:
+        return (self.target_hidden_size or self.layers.hidden_size) * len(self.tap_layers)
+
+
+def default_tap_layers(num_taps: int, num_target_layers: int) -> tuple[int, ...]:
+    """Spread evenly from the second layer to the fourth from the end."""
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+
+
+class EdgeTerm(nn.Module):
+    """How likely one token follows another here: two codebooks and a gate that reads the slot's state."""
+
+    def __init__(self, config: EdgeConfig, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.gate_bias = config.gate_bias
+        self.predecessor = nn.Parameter(torch.empty(vocab_size, config.rank))
+        self.successor = nn.Parameter(torch.empty(vocab_size, config.rank))
+        self.gate = Linear(hidden_size, config.rank) if config.gate else None
+
+    def gates(self, hidden: Tensor) -> Tensor:
+        """gate_bias + G h, (..., rank)."""
+        if self.gate is None:
+            return hidden.new_full((*hidden.shape[:-1], self.predecessor.shape[1]), self.gate_bias)
+        return self.gate_bias + self.gate(hidden)
+
+    def forward(self, hidden: Tensor, parent: Tensor) -> Tensor:
+        """The term for every child: (..., V) for states (..., M) and parent tokens (...)."""
+        return ops.linear(self.predecessor[parent] * self.gates(hidden), self.successor)
+
+
+class Embedder(Protocol):
+    """What a head borrows from the target."""
+
+    def embed(self, token: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class DraftHead(DecoderStack):
+    """Decoder layers whose context is the target's."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config.layers)
+        self.head_config = config
+        size = config.layers.hidden_size
+        self.fc = Linear(len(config.tap_layers) * size, size)
+        self.hidden_norm = RMSNorm(size, config.layers.norm_eps)
+        self.adapter = Linear(config.target_hidden_size, size) if config.target_hidden_size else None
+        self.edge = EdgeTerm(config.edge, config.layers.vocab_size, size) if config.edge else None
+
+    def init_weights(self, seed: int = 0) -> DraftHead:
+        """Fresh weights. The edge term starts at zero, so that training starts from the plain head."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        if self.edge is not None:
+            nn.init.zeros_(self.edge.successor)
+            if self.edge.gate is not None:
+                nn.init.zeros_(self.edge.gate.weight)
+        return self
+
+    def fuse(self, tap: Tensor) -> Tensor:
+        """Tapped states side by side (..., X) -> one context row each (..., M)."""
+        if self.adapter is not None:
+            tap = self.adapter(tap.unflatten(-1, (len(self.head_config.tap_layers), -1))).flatten(-2)
+        return self.hidden_norm(self.fc(tap))
+
+    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor, cache: Sequence[KVPages]) -> None:
+        """Extend the context with newly committed tokens."""
+        for pages, (k, v) in zip(cache, self.context(tap_TX, position_T), strict=True):
+            ops.store_kv(pages, k, v, slot_T)
+
+    def context(self, tap: Tensor, position: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """K and V of context rows for every layer: the layers look at the same rows and never change them."""
+        row, rope = self.fuse(tap), self.rope(position)
+        return [cast(DecoderLayer, layer).attention.context(row, rope) for layer in self.layers]
+
+    def propose(self, block: TreeBatch, target: Embedder, cache: Sequence[KVPages]) -> Tensor:
+        """States for depths 1..D, (B, D, M), of blocks [anchor, MASK, ..] placed behind the context.
+
+        Who sees whom in a block is the head's to know: the batch's own mask is not looked at. The block's K and V
+        are written past the context's end, where the next rows overwrite them.
+        """
+        x, rope = target.embed(block.token_T), self.rope(block.position_T)
+        for layer, attend in zip(self.layers, self._attend_block(block, cache), strict=True):
+            x = layer(x, rope, attend)
+        return self.predicting(self.norm(x).unflatten(0, (-1, self.head_config.block_size)))
+
+    def _attend_block(self, block: TreeBatch, cache: Sequence[KVPages]) -> list[Attend]:
+        """A causal layer attends the block as a chain, any other as a clique."""
+        causal_layers = self.head_config.causal_layers
+        seen = {c: None if c else self._clique(block) for c in set(causal_layers)}
+        kinds = {c: self.paged(replace(block, ancestor_BNW=bits), cache) for c, bits in seen.items()}
+        return [kinds[c][i] for i, c in enumerate(causal_layers)]
+
+    def _clique(self, block: TreeBatch) -> Tensor:
+        """The mask under which all slots of a block see each other."""
+        rows, size = len(block.layout.cached_len_B), self.head_config.block_size
+        return pack_bits(torch.ones(rows, size, size, dtype=torch.bool, device=block.token_T.device))
+
+    def block_tokens(self, anchor_B: Tensor) -> Tensor:
+        """[anchor, MASK, .., MASK] per request, (B, block size)."""
+        token = anchor_B.new_full((len(anchor_B), self.head_config.block_size), self.head_config.mask_token)
+        token[:, 0] = anchor_B
+        return token
+
+    def predicting(self, slots: Tensor) -> Tensor:
+        """Of a block's slots (.., block size, M), those that predict depths 1..D."""
+        return slots if self.head_config.shifted else slots[..., 1:, :]
+
+    def forward_blocks(
+        self, block: Tensor, block_position: Tensor, tap: Tensor, tap_position: Tensor, visible: Tensor
+    ) -> Tensor:
+        """The same pass without a cache, for training: blocks of embeddings over one sequence of context rows.
+
+        `block` is (R, M) with all blocks' slots in a row, `tap` (T, X), `visible` (R, T + R): what each slot sees
+        of the context rows, then of the slots, where no window narrows it. Returns every slot's state (R, M).
+        """
+        x, rope = block, self.rope(block_position)
+        for i, (layer, (k, v)) in enumerate(zip(self.layers, self.context(tap, tap_position), strict=True)):
+            seen = self._in_window(visible, i, block_position, tap_position)
+            x = layer(x, rope, partial(_attend_dense, k, v, seen))
+        return self.norm(x)
+
+    def _in_window(self, visible: Tensor, layer: int, block_position: Tensor, tap_position: Tensor) -> Tensor:
+        window = self.config.window(layer)
+        if window is None:
+            return visible
+        key_position, slot_position = torch.cat((tap_position, block_position)), block_position[:, None]
+        visible = visible & (key_position > slot_position - window)
+        return visible & (key_position <= slot_position) if self.head_config.causal_windows else visible
+
+
+def _attend_dense(k_context: Tensor, v_context: Tensor, visible: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of slots over context rows, then slots, all (rows, heads, E)."""
+    k, v = torch.cat((k_context, k)), torch.cat((v_context, v))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def make_head(config: HeadConfig, seed: int = 0, **changes: object) -> DraftHead:
+    """A head with fresh weights."""
+    return DraftHead(replace(config, **changes)).init_weights(seed)  # type: ignore[arg-type]

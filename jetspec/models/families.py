@@ -1,0 +1,403 @@
+"""What tells one model family from another, in two tables: how its config is read and how its weights are called.
+
+A config comes with a download, so every number in it is checked here and trusted afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from jetspec.models.decoder import DecoderConfig, MoEConfig, RopeConfig
+
+Layout = Literal["hf", "gguf"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table. The switches of `DecoderConfig` that a config file does not spell out."""
+
+    architecture: str
+    """Its name in GGUF files."""
+    biases: Literal["none", "asked", "qkv"] = "none"
+    """Whether attention has biases: never, where `attention_bias` says so, always on q, k and v."""
+    mlp_biases: bool = False
+    """Whether `mlp_bias` counts."""
+    qk_norm: bool = False
+    windows: Literal["none", "all", "switched", "layers"] = "none"
+    """Who has a sliding window: nobody, all layers, all if `use_sliding_window`, and then perhaps only some."""
+    head_dim: int | None = None
+    """Head size of configs that do not name it. None: hidden size / heads."""
+    sparse: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("llama", biases="asked", mlp_biases=True),
+    "mistral": Family("llama", windows="all"),
+    "qwen2": Family("qwen2", biases="qkv", windows="layers"),
+    "qwen3": Family("qwen3", biases="asked", qk_norm=True, windows="layers", head_dim=128),
+    "qwen3_moe": Family("qwen3moe", biases="asked", qk_norm=True, windows="switched", sparse=True),
+}
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored tensor and its name in either layout. Ours are made of one or more, stacked along the rows."""
+
+    hf: str
+    gguf: str
+    is_rotated: bool = False
+    """Whether its rows are turned by positions: llama.cpp stores those of llama models in another order."""
+
+
+TOP: dict[str, tuple[Part, ...]] = {
+    "embedding": (Part("model.embed_tokens", "token_embd"),),
+    "norm": (Part("model.norm", "output_norm"),),
+    "lm_head": (Part("lm_head", "output"),),
+}
+LAYER: dict[str, tuple[Part, ...]] = {
+    "input_norm": (Part("input_layernorm", "attn_norm"),),
+    "attention.qkv": (
+        Part("self_attn.q_proj", "attn_q", is_rotated=True),
+        Part("self_attn.k_proj", "attn_k", is_rotated=True),
+        Part("self_attn.v_proj", "attn_v"),
+    ),
+    "attention.out": (Part("self_attn.o_proj", "attn_output"),),
+    "attention.q_norm": (Part("self_attn.q_norm", "attn_q_norm"),),
+    "attention.k_norm": (Part("self_attn.k_norm", "attn_k_norm"),),
+    "post_norm": (Part("post_attention_layernorm", "ffn_norm"),),
+    "mlp.gate_up": (Part("mlp.gate_proj", "ffn_gate"), Part("mlp.up_proj", "ffn_up")),
+    "mlp.down": (Part("mlp.down_proj", "ffn_down"),),
+    "mlp.router": (Part("mlp.gate", "ffn_gate_inp"),),
+}
+EXPERTS: dict[str, tuple[Part, ...]] = {
+    "mlp.gate_up": (Part("mlp.experts.{e}.gate_proj", "ffn_gate_exps"), Part("mlp.experts.{e}.up_proj", "ffn_up_exps")),
+    "mlp.down": (Part("mlp.experts.{e}.down_proj", "ffn_down_exps"),),
+}
+STACKED_EXPERTS = {"mlp.gate_up": "mlp.experts.gate_up_proj", "mlp.down": "mlp.experts.down_proj"}
+"""Names in folders that store all experts of a layer as one tensor, shaped as ours."""
+
+
+def parts_of(name: str, is_expert: bool) -> Iterator[Part]:
+    """Full names of the stored tensors behind one of our parameters. Those of single experts keep an `{e}`."""
+    module, leaf = (name[:-5], ".bias") if name.endswith(".bias") else (name.removesuffix(".weight"), ".weight")
+    if module in TOP:
+        yield from (Part(part.hf + leaf, part.gguf + leaf) for part in TOP[module])
+        return
+    _, layer, inner = module.split(".", 2)
+    for part in (EXPERTS if is_expert else LAYER)[inner]:
+        yield Part(f"model.layers.{layer}.{part.hf}{leaf}", f"blk.{layer}.{part.gguf}{leaf}", part.is_rotated)
+
+
+def stacked_experts_name(name: str) -> str:
+    _, layer, inner = name.split(".", 2)
+    return f"model.layers.{layer}.{STACKED_EXPERTS[inner]}"
+
+
+class GGUFHeader(Protocol):
+    """What a config needs of a GGUF file."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    def __contains__(self, name: str) -> bool: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str, out: Tensor) -> None: ...
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The contents of a `config.json` -> DecoderConfig."""
+    name = raw.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(f"model family {name!r} is not supported; choose one of {', '.join(FAMILIES)}")
+    if raw.get("quantization_config"):
+        raise ValueError("quantised safetensors are not supported; use the original model or a GGUF file")
+    family, c = FAMILIES[name], Fields(raw)
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"activation {raw['hidden_act']!r} is not supported; the families use silu")
+    hidden_size, num_heads = c.size("hidden_size"), c.size("num_attention_heads")
+    num_layers = c.integer("num_hidden_layers", 1, MAX_LAYERS)
+    asked_bias = family.biases == "asked" and c.flag("attention_bias")
+    moe = _moe_from_hf(c) if family.sparse else None
+    return check_config(
+        DecoderConfig(
+            family=name,
+            vocab_size=c.integer("vocab_size", 1, MAX_VOCAB),
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=c.size("num_key_value_heads", num_heads),
+            head_dim=_head_dim(c, "head_dim", family.head_dim, hidden_size, num_heads),
+            inner_size=c.size("intermediate_size"),
+            max_len=c.integer("max_position_embeddings", 1, MAX_LEN),
+            norm_eps=c.real("rms_norm_eps", 0, 1, 1e-6),
+            rope=rope_from_hf(raw),
+            qkv_bias=family.biases == "qkv" or asked_bias,
+            out_bias=asked_bias,
+            mlp_bias=family.mlp_biases and c.flag("mlp_bias"),
+            qk_norm=family.qk_norm,
+            tied_embedding=c.flag("tie_word_embeddings"),
+            windows=windows_from_hf(family.windows, raw, num_layers),
+            moe=moe,
+            moe_layers=_moe_layers(c, raw, num_layers) if moe else (),
+        )
+    )
+
+
+def config_from_gguf(file: GGUFHeader) -> DecoderConfig:
+    """The header of a GGUF file -> DecoderConfig."""
+    architecture = file.metadata.get("general.architecture")
+    names = {family.architecture: name for name, family in reversed(FAMILIES.items())}
+    if architecture not in names:
+        raise ValueError(f"GGUF architecture {architecture!r} is not supported; choose one of {', '.join(names)}")
+    family, c = FAMILIES[names[architecture]], Fields(file.metadata, prefix=f"{architecture}.")
+    if not family.sparse and c.integer("expert_count", 0, MAX_SIZE, 0):
+        raise ValueError(f"mixtures of experts are not supported in GGUF architecture {architecture}")
+    if "token_embd.weight" not in file:
+        raise ValueError("tensor token_embd.weight is missing")
+    hidden_size, num_heads = c.size("embedding_length"), c.size("attention.head_count")
+    num_layers = c.integer("block_count", 1, MAX_LAYERS)
+    head_dim = _head_dim(c, "attention.key_length", None, hidden_size, num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if c.size(key, head_dim) != head_dim:
+            raise ValueError(f"{architecture}.{key} differs from the head size {head_dim}; that is not supported")
+    moe_layers = tuple(i for i in range(num_layers) if family.sparse and f"blk.{i}.ffn_gate_inp.weight" in file)
+    return check_config(
+        DecoderConfig(
+            family=names[architecture],
+            vocab_size=file.shape("token_embd.weight")[0],
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=c.size("attention.head_count_kv", num_heads),
+            head_dim=head_dim,
+            inner_size=c.size("feed_forward_length"),
+            max_len=c.integer("context_length", 1, MAX_LEN),
+            norm_eps=c.real("attention.layer_norm_rms_epsilon", 0, 1),
+            rope=replace(_rope_from_gguf(c), divisors=_divisors(file, head_dim)),
+            qkv_bias="blk.0.attn_q.bias" in file,
+            out_bias="blk.0.attn_output.bias" in file,
+            mlp_bias="blk.0.ffn_down.bias" in file,
+            qk_norm=family.qk_norm,
+            tied_embedding="output.weight" not in file,
+            moe=_moe_from_gguf(c) if moe_layers else None,
+            moe_layers=moe_layers,
+        )
+    )
+
+
+def dtype_from_hf(raw: Mapping[str, Any]) -> torch.dtype:
+    """The dtype a folder says its model is meant to run in."""
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    return known.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.bfloat16)
+
+
+def rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
+    """Both spellings: `rope_parameters` with everything, or `rope_theta` beside `rope_scaling`."""
+    nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(nested, Mapping):
+        raise ValueError("rope_parameters is not a table")
+    outer, c = Fields(raw), Fields(nested)
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    _check_kind(kind)
+    max_len = outer.integer("max_position_embeddings", 1, MAX_LEN)
+    if c.real("partial_rotary_factor", 0, 1, outer.real("partial_rotary_factor", 0, 1, 1.0)) != 1:
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    theta = c.real("rope_theta", 1, 1e12, outer.real("rope_theta", 1, 1e12, 10_000.0))
+    if kind == "default":
+        return RopeConfig(theta)
+    if not c.flag("truncate", True):
+        raise ValueError("yarn without truncation is not supported")
+    inside = c.integer("original_max_position_embeddings", 1, MAX_LEN, max_len)
+    original_len = outer.integer("original_max_position_embeddings", 1, MAX_LEN, inside)
+    factor = c.real("factor", 1e-3, 1e6, max_len / original_len if kind == "yarn" else None)
+    return _checked_rope(
+        RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=factor,
+            original_len=original_len,
+            low_freq_factor=c.real("low_freq_factor", 0, 1e6, 1.0),
+            high_freq_factor=c.real("high_freq_factor", 0, 1e6, 4.0),
+            beta_fast=c.real("beta_fast", 0, 1e6, 32.0),
+            beta_slow=c.real("beta_slow", 0, 1e6, 1.0),
+            attention_factor=_attention_factor(c, factor),
+        )
+    )
+
+
+def windows_from_hf(rule: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Sliding window per layer, empty where none has one."""
+    c = Fields(raw)
+    switched_on = rule == "all" or (rule in ("switched", "layers") and c.flag("use_sliding_window"))
+    if not switched_on or raw.get("sliding_window", 4096) is None:
+        return ()
+    window = c.integer("sliding_window", 1, MAX_LEN, 4096)
+    if rule != "layers":
+        return (window,) * num_layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = c.integer("max_window_layers", 0, MAX_LAYERS, 28)
+        return tuple(window if i >= first else None for i in range(num_layers))
+    allowed = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in allowed for kind in kinds):
+        raise ValueError(f"layer_types must name one of {', '.join(allowed)} for each of {num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+MAX_LAYERS, MAX_SIZE, MAX_VOCAB, MAX_LEN, MAX_EXPERTS = 1024, 1 << 20, 1 << 24, 1 << 30, 4096
+
+
+def check_config(config: DecoderConfig) -> DecoderConfig:
+    """What must hold between the numbers. Each alone was checked as it was read."""
+    c = config
+    if c.num_heads % c.num_kv_heads:
+        raise ValueError(f"{c.num_heads} heads cannot share {c.num_kv_heads} key/value heads evenly")
+    if c.head_dim % 2:
+        raise ValueError(f"head size {c.head_dim} is odd; rotary positions turn pairs")
+    if c.num_heads * c.head_dim > MAX_SIZE or c.vocab_size > MAX_VOCAB:
+        raise ValueError("the config describes a model larger than any")
+    if c.moe and c.moe.num_chosen > c.moe.num_experts:
+        raise ValueError(f"{c.moe.num_chosen} experts per token, but only {c.moe.num_experts} exist")
+    return config
+
+
+class Fields:
+    """Checked reads from a table that someone else wrote. A default of None means: required."""
+
+    def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
+        self.raw, self.prefix = raw, prefix
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{self.prefix}{key} is {_short(value)}; it must be a whole number from {low} to {high}")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        return self.integer(key, 1, MAX_SIZE, default)
+
+    def real(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"{self.prefix}{key} is {_short(value)}; it must be a number from {low} to {high}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.prefix}{key} is {_short(value)}; it must be true or false")
+        return value
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.raw.get(self.prefix + key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ValueError(f"{self.prefix}{key} is missing from the model's config")
+        return value
+
+
+def _moe_from_hf(c: Fields) -> MoEConfig:
+    key = "num_experts" if "num_experts" in c.raw else "num_local_experts"
+    return MoEConfig(
+        num_experts=c.integer(key, 1, MAX_EXPERTS),
+        num_chosen=c.integer("num_experts_per_tok", 1, MAX_EXPERTS),
+        inner_size=c.size("moe_intermediate_size"),
+        normalize=c.flag("norm_topk_prob"),
+    )
+
+
+def _moe_layers(c: Fields, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    step, dense = c.integer("decoder_sparse_step", 1, MAX_LAYERS, 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ValueError("mlp_only_layers is not a list")
+    return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+
+
+def _moe_from_gguf(c: Fields) -> MoEConfig:
+    return MoEConfig(
+        num_experts=c.integer("expert_count", 1, MAX_EXPERTS),
+        num_chosen=c.integer("expert_used_count", 1, MAX_EXPERTS),
+        inner_size=c.size("expert_feed_forward_length"),
+        normalize=True,  # the format has no key for it, and every published qwen3_moe model does
+    )
+
+
+def _rope_from_gguf(c: Fields) -> RopeConfig:
+    theta = c.real("rope.freq_base", 1, 1e12, 10_000.0)
+    kind = c.raw.get(f"{c.prefix}rope.scaling.type", "none")
+    if kind == "none":
+        return RopeConfig(theta)
+    _check_kind(kind, ("linear", "yarn"))
+    factor = c.real("rope.scaling.factor", 1e-3, 1e6)
+    if kind == "linear":
+        return RopeConfig(theta, kind, factor)
+    return _checked_rope(
+        RopeConfig(
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_len=c.integer("rope.scaling.original_context_length", 1, MAX_LEN),
+            beta_fast=c.real("rope.scaling.yarn_beta_fast", 0, 1e6, 32.0),
+            beta_slow=c.real("rope.scaling.yarn_beta_slow", 0, 1e6, 1.0),
+            attention_factor=c.real("rope.scaling.attn_factor", 0, 1e6, 1.0) * _stretch(factor),
+        )
+    )
+
+
+def _checked_rope(rope: RopeConfig) -> RopeConfig:
+    if rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise ValueError("rope low_freq_factor must be below high_freq_factor")
+    if rope.kind == "yarn" and (rope.theta <= 1 or min(rope.beta_fast, rope.beta_slow) <= 0):
+        raise ValueError("yarn needs rope_theta above 1 and positive beta_fast and beta_slow")
+    return rope
+
+
+def _attention_factor(c: Fields, factor: float) -> float | None:
+    """Yarn's factor on cos and sin where a config changes it."""
+    if c.raw.get("attention_factor") is not None:
+        return c.real("attention_factor", 0, 1e6)
+    mscale, all_dim = c.real("mscale", 0, 1e6, 0.0), c.real("mscale_all_dim", 0, 1e6, 0.0)
+    return _stretch(factor, mscale) / _stretch(factor, all_dim) if mscale and all_dim else None
+
+
+def _stretch(factor: float, weight: float = 1.0) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _divisors(file: GGUFHeader, head_dim: int) -> tuple[float, ...]:
+    """Llama 3 stretches each frequency by its own factor; converters store the factors as a tensor."""
+    if "rope_freqs.weight" not in file:
+        return ()
+    if file.shape("rope_freqs.weight") != (head_dim // 2,):
+        raise ValueError(f"tensor rope_freqs.weight has not one number for each of {head_dim // 2} frequencies")
+    divisors = torch.empty(head_dim // 2)
+    file.read("rope_freqs.weight", divisors)
+    if not (divisors.isfinite() & (divisors > 0)).all():
+        raise ValueError("tensor rope_freqs.weight has a number that is not positive")
+    return tuple(divisors.tolist())
+
+
+def _check_kind(kind: object, known: tuple[str, ...] = ROPE_KINDS) -> None:
+    if kind not in known:
+        raise ValueError(f"rope kind {_short(kind)} is not supported; choose one of {', '.join(known)}")
+
+
+def _head_dim(c: Fields, key: str, default: int | None, hidden_size: int, num_heads: int) -> int:
+    if default or c.raw.get(c.prefix + key) is not None:
+        return c.size(key, default)
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden size {hidden_size} is not divisible by {num_heads} heads")
+    return hidden_size // num_heads
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

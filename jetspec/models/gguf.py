@@ -1,0 +1,247 @@
+"""GGUF files, read strictly.
+
+A model file is data from a stranger. Every count, length and offset is checked against the size of the file before
+anything is allocated for it, so that a damaged or hostile file costs one clear error and no memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX_NAME = 1 << 16
+MAX_DIMS = 4
+CHUNK = 1 << 17
+"""Numbers dequantised at a time: whole blocks of every type, few enough to stay in the processor's cache."""
+
+STRING, ARRAY, BOOL = 8, 9, 7
+SCALARS: dict[int, str] = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    BOOL: "<u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """How numbers are stored: so many bytes for a block of so many."""
+
+    name: str
+    block: int
+    bytes: int
+
+
+TENSOR_TYPES: dict[int, TensorType] = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    30: TensorType("BF16", 1, 2),
+}
+PLAIN: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies. `shape` is in torch's order, the contiguous dimension last."""
+
+    shape: tuple[int, ...]
+    type: TensorType
+    offset: int
+    """From the start of the data section."""
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) // self.type.block * self.type.bytes
+
+
+class GGUFFile:
+    """Metadata and tensors of one file. The file stays mapped while this object lives; tensors are read on demand."""
+
+    layout: Literal["gguf"] = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: cannot be read ({error})") from error
+        cursor = _Cursor(self._data, path)
+        if cursor.take(4) != b"GGUF":
+            raise cursor.error("is not a GGUF file")
+        version = cursor.scalar("<u4")
+        if version not in (2, 3):
+            raise cursor.error(f"has GGUF version {version}; 2 and 3 can be read")
+        num_tensors = cursor.count(least_bytes=32, what="tensors")
+        num_keys = cursor.count(least_bytes=13, what="metadata keys")
+        self.metadata: dict[str, Any] = cursor.table(num_keys, cursor.value)
+        self.tensors: dict[str, TensorInfo] = cursor.table(num_tensors, cursor.tensor_info)
+        self._data_start = self._check_places(cursor)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def read(self, name: str, out: Tensor) -> None:
+        """Dequantise a tensor into `out`, which has its shape and any floating dtype."""
+        info = self.tensors[name]
+        flat = (out if out.is_contiguous() else torch.empty(info.shape, dtype=out.dtype)).view(-1)
+        place = self._data_start + info.offset
+        for start in range(0, len(flat), CHUNK):
+            count = min(CHUNK, len(flat) - start)
+            num_bytes = count // info.type.block * info.type.bytes
+            flat[start : start + count] = _decode(np.frombuffer(self._data, np.uint8, num_bytes, place), info.type)
+            place += num_bytes
+        if not out.is_contiguous():
+            out.copy_(flat.view(info.shape))
+
+    def _check_places(self, cursor: _Cursor) -> int:
+        """Every tensor lies inside the file, aligned, and none on top of another."""
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise cursor.error(f"has alignment {alignment}, which is no power of two")
+        start = -(-cursor.place // alignment) * alignment
+        end = 0
+        for name, info in sorted(self.tensors.items(), key=lambda item: item[1].offset):
+            if info.offset % alignment:
+                raise cursor.error(f"has tensor {name} at an unaligned place")
+            if info.offset < end:
+                raise cursor.error(f"has tensor {name} on top of another")
+            end = info.offset + info.num_bytes
+            if start + end > cursor.size:
+                raise cursor.error(f"ends inside tensor {name}; the download may be incomplete")
+        return start
+
+
+class _Cursor:
+    """Reads forward through the header; never past the end."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.size, self.place = data, path, len(data), 0
+
+    def error(self, what: str) -> ValueError:
+        return ValueError(f"{self.path} {what}")
+
+    def advance(self, num_bytes: int) -> int:
+        """Claim the next bytes and return where they begin."""
+        start = self.place
+        if num_bytes > self.size - start:
+            raise self.error("ends inside its header; the download may be incomplete")
+        self.place = start + num_bytes
+        return start
+
+    def take(self, num_bytes: int) -> bytes:
+        start = self.advance(num_bytes)
+        return self.data[start : start + num_bytes]
+
+    def scalar(self, dtype: str) -> Any:
+        width = int(dtype[2])
+        return np.frombuffer(self.data, dtype, 1, self.advance(width)).item()
+
+    def integer(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def count(self, least_bytes: int, what: str) -> int:
+        """A number of things that take at least so many bytes each."""
+        count = self.integer(8)
+        if count * least_bytes > self.size - self.place:
+            raise self.error(f"claims {count} {what}, more than fit into it")
+        return count
+
+    def string(self, longest: int | None = None) -> str:
+        length = self.integer(8)
+        if longest is not None and length > longest:
+            raise self.error(f"has a name of {length} bytes")
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError as error:
+            raise self.error(f"has a text that is not UTF-8, near byte {self.place}") from error
+
+    def table(self, count: int, read: Callable[[], Any]) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        for _ in range(count):
+            name = self.string(longest=MAX_NAME)
+            if name in entries:
+                raise self.error(f"has {name} twice")
+            entries[name] = read()
+        return entries
+
+    def value(self) -> Any:
+        kind = self.integer(4)
+        return self.array() if kind == ARRAY else self.single(kind)
+
+    def single(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind not in SCALARS:
+            raise self.error(f"has a value of unknown type {kind}")
+        value = self.scalar(SCALARS[kind])
+        return bool(value) if kind == BOOL else value
+
+    def array(self) -> list[Any]:
+        kind = self.integer(4)
+        if kind == STRING:
+            return [self.string() for _ in range(self.count(least_bytes=8, what="texts"))]
+        if kind not in SCALARS:
+            raise self.error(f"has an array of unsupported type {kind}")
+        dtype = SCALARS[kind]
+        count = self.count(least_bytes=int(dtype[2]), what="numbers")
+        return np.frombuffer(self.data, dtype, count, self.advance(count * int(dtype[2]))).tolist()
+
+    def tensor_info(self) -> TensorInfo:
+        num_dims = self.integer(4)
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise self.error(f"has a tensor with {num_dims} dimensions")
+        shape = tuple(self.integer(8) for _ in range(num_dims))[::-1]
+        kind, offset = self.integer(4), self.integer(8)
+        if kind not in TENSOR_TYPES:
+            raise self.error(f"stores tensors as {_type_name(kind)}; {_supported()} can be read")
+        tensor_type = TENSOR_TYPES[kind]
+        if min(shape) < 1 or shape[-1] % tensor_type.block or prod(shape) > 8 * self.size:
+            raise self.error(f"has a tensor with impossible dimensions {shape}")
+        return TensorInfo(shape, tensor_type, offset)
+
+
+def _decode(raw: np.ndarray, tensor_type: TensorType) -> Tensor:
+    """Stored bytes -> numbers."""
+    if tensor_type.name in PLAIN:
+        return torch.from_numpy(raw.copy()).view(PLAIN[tensor_type.name])
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(raw[None], GGMLQuantizationType[tensor_type.name])[0])
+
+
+def _type_name(kind: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name if kind in set(GGMLQuantizationType) else f"type {kind}"
+
+
+def _supported() -> str:
+    return ", ".join(tensor_type.name for tensor_type in TENSOR_TYPES.values())

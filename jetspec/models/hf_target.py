@@ -1,0 +1,101 @@
+"""A transformers model as a target with a dense cache, batch 1. The one file that knows transformers' cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+MASKED_ATTENTION = ("eager", "sdpa")
+
+
+class HFTarget:
+    """Any causal language model of transformers that keeps one K and V row per token in every layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config(decoder=True)
+        if config._attn_implementation not in MASKED_ATTENTION:
+            raise ValueError(
+                f"attention {config._attn_implementation!r} takes no tree mask; "
+                f"load the model with attn_implementation={MASKED_ATTENTION[1]!r}"
+            )
+        self.model = model.eval()
+        self.device = model.device
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.layer_kinds = _layer_kinds(config, self.window)
+        self._taps: list[Tensor] = []
+        for layer in _decoder_layers(model, config.num_hidden_layers):
+            layer.register_forward_hook(self._tap)
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache. Windowed layers keep every row as well: a tree may return to any of them."""
+        return DynamicCache()
+
+    def cached_len(self, cache: DynamicCache) -> int:
+        return cache.get_seq_length()
+
+    def select(self, cache: DynamicCache, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, in every layer."""
+        for layer in cache.layers:
+            assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+            layer.keys, layer.values = layer.keys[:, :, rows], layer.values[:, :, rows]
+
+    @torch.inference_mode()
+    def forward(
+        self, token_T: Tensor, position_T: Tensor, visible: Tensor, cache: DynamicCache
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One pass over T tokens, whose K and V are appended to the cache.
+
+        `visible` is (T, cached + T), true where a token sees a key; windows narrow it further. Returns logits (T, V)
+        and the output of every layer (T, M), counted from 0. A hook reads the outputs, because the last entry of
+        transformers' own list of hidden states is taken behind the final norm.
+        """
+        self._taps.clear()
+        out = self.model(
+            input_ids=token_T[None],
+            position_ids=position_T[None],
+            attention_mask=self._masks(position_T, visible),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return out.logits[0], list(self._taps)
+
+    def embed(self, token: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(token)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(hidden)
+
+    def _masks(self, position_T: Tensor, visible: Tensor) -> Tensor | dict[str, Tensor]:
+        """What to add to the scores, (1, 1, T, keys); one mask per kind where a model mixes them."""
+        masks = {kind: self._mask(kind, position_T, visible)[None, None] for kind in self.layer_kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _mask(self, kind: str, position_T: Tensor, visible: Tensor) -> Tensor:
+        if kind == "sliding_attention":
+            assert self.window is not None
+            cached = visible.shape[1] - len(position_T)
+            key_position = torch.cat((torch.arange(cached, device=self.device), position_T))
+            visible = visible & (key_position > position_T[:, None] - self.window)
+        zero = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
+        return zero.masked_fill_(~visible, torch.finfo(zero.dtype).min)
+
+    def _tap(self, layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        self._taps.append(hidden[0])
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
+    lists = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
+    return next(layers for layers in lists if len(layers) == num_layers)
+
+
+def _layer_kinds(config: object, window: int | None) -> set[str]:
+    """The kinds of attention in the model: full, sliding or both."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"the model has layers of kind {', '.join(sorted(unknown))}, which cannot verify a tree")
+    return kinds

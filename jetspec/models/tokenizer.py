@@ -1,0 +1,329 @@
+"""Text to token ids and back, and chats to text.
+
+The work is done by the `tokenizers` library. A tokenizer comes from a folder's `tokenizer.json` or is rebuilt from
+the vocabulary inside a GGUF file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+Message = Mapping[str, Any]
+
+CHAT_VARIABLES = ("tools", "documents", "enable_thinking", "date_string")
+"""What a caller may hand to a chat template beside the messages."""
+
+CONTROL, USER_DEFINED = 3, 4
+END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "</s>")
+"""Control tokens that end a turn or a text in the families we know."""
+
+
+class Tokenizer:
+    """One model's vocabulary. Only control tokens are special; their text is recognised wherever it occurs."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        chat_template: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+        eos_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        self._backend = backend
+        self._named = dict(named_tokens or {})
+        self.chat_template = chat_template
+        self.eos_tokens = eos_tokens | {
+            id for id in [backend.token_to_id(self._named.get("eos_token", ""))] if id is not None
+        }
+        self._is_byte_level = "ByteLevel" in json.dumps(json.loads(backend.decoder.__getstate__()))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read `tokenizer.json` and, where present, `tokenizer_config.json` and `chat_template.jinja`."""
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            raise ValueError(f"{folder}: tokenizer.json is missing")
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises the bare class
+            raise ValueError(f"{file}: is not a valid tokenizer ({error})") from error
+        backend.no_padding()
+        backend.no_truncation()
+        config = _json_table(folder / "tokenizer_config.json")
+        return cls(backend, _folder_template(folder, config), _named_tokens(config))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """Rebuild the tokenizer that a GGUF file describes."""
+        return _GGUFVocabulary(metadata).tokenizer()
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to one below this."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def bos_token(self) -> int | None:
+        return self._backend.token_to_id(self._named["bos_token"]) if "bos_token" in self._named else None
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        """`add_special` adds what the model wants around a plain text, such as a first token."""
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        except TypeError:
+            raise ValueError("the text holds half of a surrogate pair, which is not valid Unicode") from None
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def token_text(self, id: int) -> str:
+        """One token as one printable line; bytes that are no character alone are shown in hex."""
+        token = self._backend.id_to_token(id)
+        if token is None:
+            return f"<{id}>"
+        text = _from_bytes(token) if self._is_byte_level else token.replace("▁", " ")
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The text that the model's chat template makes of a conversation."""
+        unknown = set(variables) - set(CHAT_VARIABLES)
+        if unknown:
+            raise ValueError(f"chat templates take {', '.join(CHAT_VARIABLES)}, not {', '.join(sorted(unknown))}")
+        if self.chat_template is None:
+            raise ValueError("this model has no chat template; use --raw to give it plain text")
+        return _render(
+            self.chat_template,
+            self._named | variables | {"messages": messages, "add_generation_prompt": add_generation_prompt},
+        )
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation. The template already wrote the first token, so none is added."""
+        return self.encode(self.chat(messages, **variables))
+
+
+def _render(template: str, variables: Mapping[str, Any]) -> str:
+    """Templates come with the model: they run sandboxed, and see the conversation and three harmless functions."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals = {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "range": environment.globals["range"],
+        "namespace": environment.globals["namespace"],
+        "dict": dict,
+    }
+    try:
+        return environment.from_string(template).render(**variables)
+    except Exception as error:  # a template can fail in any way a program can
+        raise ValueError(f"the chat template failed: {error or type(error).__name__}") from error
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """Plain JSON; jinja's own filter escapes for HTML."""
+    options = {"ensure_ascii": False} | options
+    return json.dumps(value, indent=indent, **options)
+
+
+def _json_table(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the like; each is a text or a table with a text inside."""
+    named = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(key)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            named[key] = text
+    return named
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level vocabularies write for each byte -> the byte."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(moved)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def _from_bytes(token: str) -> str:
+    if any(c not in BYTE_OF for c in token):
+        return token
+    return bytes(BYTE_OF[c] for c in token).decode("utf-8", errors="backslashreplace")
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "default": (GPT2,),
+    "gpt-2": (GPT2,),
+    "smollm": (r"\p{N}", GPT2),
+    "starcoder": (r"\p{N}", GPT2),
+    "llama-bpe": (LLAMA3,),
+    "llama3": (LLAMA3,),
+    "llama-v3": (LLAMA3,),
+    "qwen2": (QWEN2,),
+    "tekken": (TEKKEN,),
+}
+"""How each kind of byte-level vocabulary cuts text before merging: expressions applied one after the other."""
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Kinds that take a word found in the vocabulary as it is, without merging."""
+
+
+NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""What chat templates call the tokens that GGUF names `tokenizer.ggml.*_token_id`."""
+
+
+class _GGUFVocabulary:
+    """The tokenizer section of GGUF metadata."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self.tokens: list[str] = self._list("tokens", str)
+        if len(set(self.tokens)) != len(self.tokens) or not self.tokens:
+            raise ValueError("the GGUF vocabulary is empty or has a token twice")
+        self.types: list[int] = self._list("token_type", int) or [1] * len(self.tokens)
+        self.id_of = {token: id for id, token in enumerate(self.tokens)}
+        if len(self.types) != len(self.tokens):
+            raise ValueError("the GGUF vocabulary has not one type per token")
+
+    def tokenizer(self) -> Tokenizer:
+        kind = self._get("model")
+        if kind == "gpt2":
+            backend, adds_bos = self._byte_level(), self._get("pre") in WHOLE_WORDS
+        elif kind == "llama":
+            backend, adds_bos = self._sentencepiece(), True
+        else:
+            raise ValueError(f"GGUF tokenizer model {kind!r} is not supported; choose one of gpt2, llama")
+        self._add_tokens(backend)
+        named = {key: self.tokens[id] for key, name in NAMES.items() if (id := self._token(name)) is not None}
+        if "bos_token" in named and self._get("add_bos_token", adds_bos):
+            bos = {"id": "BOS", "ids": [self._token("bos")], "tokens": [named["bos_token"]]}
+            backend.post_processor = processors.TemplateProcessing(single=["BOS:0", "$A:0"], special_tokens=[bos])
+        template = self._metadata.get("tokenizer.chat_template")
+        return Tokenizer(backend, template if isinstance(template, str) else None, named, self._eos_tokens())
+
+    def _byte_level(self) -> Backend:
+        pre = self._get("pre", "default")
+        if pre not in PRE_TOKENIZERS:
+            raise ValueError(f"GGUF pre-tokenizer {pre!r} is not supported; choose one of {', '.join(PRE_TOKENIZERS)}")
+        merges = [tuple(merge.split(" ", 1)) for merge in self._list("merges", str)]
+        model = _bpe(self.id_of, merges, ignore_merges=pre in WHOLE_WORDS)
+        backend = Backend(model)
+        if pre == "qwen2":
+            backend.normalizer = normalizers.NFC()
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+        backend.decoder = decoders.ByteLevel()
+        return backend
+
+    def _sentencepiece(self) -> Backend:
+        unknown = self._token("unknown")
+        backend = Backend(
+            _bpe(
+                self.id_of,
+                self._merges_from_scores(),
+                unk_token=None if unknown is None else self.tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        adds_space = self._get("add_space_prefix", True)
+        prepend = [normalizers.Prepend("▁")] if adds_space else []
+        backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+        strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        return backend
+
+    def _merges_from_scores(self) -> list[tuple[str, str]]:
+        """SentencePiece joins the pair whose union scores best; listed by that score, its pairs are ordinary merges."""
+        scores = self._list("scores", float)
+        if len(scores) != len(self.tokens):
+            raise ValueError("the GGUF vocabulary has not one score per token")
+        merges = []
+        for id, token in enumerate(self.tokens):
+            if self.types[id] != 1:
+                continue
+            for cut in range(1, len(token)):
+                left, right = self.id_of.get(token[:cut]), self.id_of.get(token[cut:])
+                if left is not None and right is not None:
+                    merges.append((-scores[id], id, left, right))
+        return [(self.tokens[left], self.tokens[right]) for _, _, left, right in sorted(merges)]
+
+    def _add_tokens(self, backend: Backend) -> None:
+        for kind, is_special in ((CONTROL, True), (USER_DEFINED, False)):
+            texts = [token for token, type in zip(self.tokens, self.types, strict=True) if type == kind]
+            added = [AddedToken(text, normalized=False, special=is_special) for text in texts if text]
+            (backend.add_special_tokens if is_special else backend.add_tokens)(added)
+
+    def _eos_tokens(self) -> frozenset[int]:
+        declared = {self._token(name) for name in ("eos", "eot", "eom")}
+        by_text = {self.id_of[text] for text in END_TEXTS if text in self.id_of and self._is_control(text)}
+        return frozenset(id for id in declared if id is not None) | by_text
+
+    def _is_control(self, text: str) -> bool:
+        return self.types[self.id_of[text]] == CONTROL
+
+    def _token(self, name: str) -> int | None:
+        id = self._get(f"{name}_token_id")
+        return id if isinstance(id, int) and 0 <= id < len(self.tokens) else None
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def _list(self, key: str, kind: type) -> list[Any]:
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
+            raise ValueError(f"tokenizer.ggml.{key} is not a list of {kind.__name__}")
+        return value
+
+
+def _bpe(vocab: dict[str, int], merges: list[Any], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocab, merges, **options)
+    except Exception as error:  # the library raises the bare class
+        raise ValueError(f"the GGUF vocabulary and its merges do not fit together ({error})") from error

@@ -1,0 +1,23 @@
+"""The operations a model is made of. Each file states one contract and its plain torch reference, which is the
+CPU path, the oracle of any kernel for it, and the documentation; a Triton kernel `x_triton.py` sits beside `x.py`."""
+
+from jetspec.ops.kv_write import compact_kv, store_kv
+from jetspec.ops.linear import linear
+from jetspec.ops.moe import mixture
+from jetspec.ops.norm_rope import rms_norm, rope, rotate
+from jetspec.ops.topk_logprob import topk_logprob
+from jetspec.ops.tree_attention import AttentionPlan, plan_attention, tree_attention
+
+__all__ = [
+    "AttentionPlan",
+    "compact_kv",
+    "linear",
+    "mixture",
+    "plan_attention",
+    "rms_norm",
+    "rope",
+    "rotate",
+    "store_kv",
+    "topk_logprob",
+    "tree_attention",
+]

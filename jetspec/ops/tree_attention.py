@@ -1,0 +1,117 @@
+"""Attention of in-flight tokens over their request's cached prefix and their own ancestors.
+
+One operation serves every forward: a prefill chunk is a chain, a plain step a tree of one node, the head's block
+a chain (or, bidirectional, a clique), a draft a tree. What depends on the batch alone is planned once per forward
+and shared by all layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetspec.types import KVPages, TreeBatch
+
+
+@dataclass(frozen=True)
+class RequestGroup:
+    """Requests with equally many queries (Q), padded to the same number of keys (J)."""
+
+    queries: slice | Tensor
+    """Their tokens in the batch."""
+    keys: slice | Tensor
+    """Slots of their keys, (requests, J), prefix first, then the in-flight tokens. A slice: one request's, in place."""
+    seen: Tensor
+    """(requests, Q, J): prefix and ancestors, no padding."""
+    query_position: Tensor
+    key_position: Tensor
+
+    def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> Tensor | None:
+        """What to add to the scores, (requests, 1, repeat * Q, J), or None for nothing."""
+        seen = self.seen
+        if window is not None:
+            seen = seen & (self.key_position[:, None] > self.query_position[:, :, None] - window)
+        if bool(seen.all()):
+            return None
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+        return mask.repeat(1, repeat, 1)[:, None]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    groups: list[RequestGroup]
+    masks: dict[tuple[int | None, int, torch.dtype], list[Tensor | None]] = field(default_factory=dict)
+
+    def masks_for(self, window: int | None, repeat: int, dtype: torch.dtype) -> list[Tensor | None]:
+        """The groups' masks, each repeated for the query heads that share a key head."""
+        key = (window, repeat, dtype)
+        if key not in self.masks:
+            self.masks[key] = [group.mask(window, repeat, dtype) for group in self.groups]
+        return self.masks[key]
+
+
+def plan_attention(batch: TreeBatch) -> AttentionPlan:
+    starts = batch.layout.query_start_B1.tolist()
+    rows_of = defaultdict(list)
+    for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        rows_of[end - start].append(row)
+    return AttentionPlan([_plan_group(batch, rows, count) for count, rows in rows_of.items()])
+
+
+def tree_attention(q_THE: Tensor, pages: KVPages, plan: AttentionPlan, scale: float, window: int | None) -> Tensor:
+    """softmax(scale * q k + mask) v per request; `pages` already hold the in-flight K and V.
+
+    A query at position p sees keys at positions above p - window. The query heads that share a key head are
+    laid side by side as extra queries of it.
+    """
+    (_, H, E), G = q_THE.shape, pages.k.shape[2]
+    out = torch.empty_like(q_THE)
+    k_all, v_all = pages.k.flatten(0, 1), pages.v.flatten(0, 1)
+    masks = plan.masks_for(window, H // G, q_THE.dtype)
+    for group, mask in zip(plan.groups, masks, strict=True):
+        requests, count, _ = group.seen.shape
+        q = q_THE[group.queries].view(requests, count, G, H // G, E)
+        folded = q.permute(0, 2, 3, 1, 4).reshape(requests, G, -1, E)
+        k = k_all[group.keys].view(requests, -1, G, E).transpose(1, 2)
+        v = v_all[group.keys].view(requests, -1, G, E).transpose(1, 2)
+        o = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+        out[group.queries] = o.view(requests, G, H // G, count, E).permute(0, 3, 1, 2, 4).reshape(-1, H, E)
+    return out
+
+
+def _plan_group(batch: TreeBatch, rows: list[int], count: int) -> RequestGroup:
+    layout, device = batch.layout, batch.token_T.device
+    row = torch.tensor(rows, device=device)
+    token = layout.query_start_B1[row, None] + torch.arange(count, device=device)
+    position, cached = batch.position_T[token], layout.cached_len_B[row, None]
+    index = torch.arange(int(cached.max()) + count, device=device)
+    slot = layout.page_BP[row[:, None], index // layout.page_size] * layout.page_size + index % layout.page_size
+
+    node = (index - cached).clamp(0, count - 1)
+    in_flight = index >= cached
+    visible = _visible(batch.ancestor_BNW, row, count).expand(len(rows), -1, -1)
+    ancestor = visible.gather(2, node[:, None].expand(-1, count, -1))
+    seen = (ancestor | ~in_flight[:, None]) & (index < cached + count)[:, None]
+    key_position = torch.where(in_flight, position.gather(1, node), index)
+    return RequestGroup(_as_slice(token.flatten()), _as_slice(slot.flatten()), seen, position, key_position)
+
+
+def _visible(ancestor_BNW: Tensor | None, row: Tensor, count: int) -> Tensor:
+    """Which in-flight tokens see which: a chain, or what the bits say."""
+    if ancestor_BNW is None:
+        return torch.ones(1, count, count, dtype=torch.bool, device=row.device).tril_()
+    bit = torch.arange(count, device=row.device)
+    words = ancestor_BNW[row, :count][:, :, bit // 32]
+    return (words >> (bit % 32).to(words.dtype)) & 1 != 0
+
+
+def _as_slice(index: Tensor) -> slice | Tensor:
+    """Neighbours are read in place; others are gathered."""
+    first, last = int(index[0]), int(index[-1])
+    if last - first == len(index) - 1 and bool((index.diff() == 1).all()):
+        return slice(first, last + 1)
+    return index

@@ -1,0 +1,1 @@
+"""What the commands show: one module per command, on top of what they share in `screen`."""

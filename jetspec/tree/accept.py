@@ -1,0 +1,62 @@
+"""Which path of a tree the target keeps.
+
+Every committed token is the target's own choice after its own prefix, greedy or sampled; the tree only decides how
+many of these choices one forward can serve. So the output follows the target exactly, whatever the head proposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetspec.tree.draft_tree import DraftTree
+from jetspec.tree.sample import choose_token
+from jetspec.types import RowSampling
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Outcome of a round: the path kept and the token the target adds after it."""
+
+    path_BD1: Tensor
+    """Node indices, anchor first, padded with the last accepted node. D is the tree's `max_depth`."""
+    length_B: Tensor
+    """Draft tokens kept, 0 to D."""
+    bonus_B: Tensor
+    """The target's own next token: the next anchor."""
+
+
+def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
+    """Follow the target: at each node take its choice, go to the child that carries it, stop when none does.
+
+    The anchor sits at position `cached_len_B`, so the choice after a node of depth d is for `cached_len_B + d + 1`.
+    """
+    row_B = torch.arange(len(cached_len_B), device=cached_len_B.device)
+    node_B = length_B = bonus_B = torch.zeros_like(row_B)
+    walking_B = torch.ones_like(row_B, dtype=torch.bool)
+    path = []
+    for depth in range(tree.max_depth + 1):
+        path.append(node_B)
+        choice_B = choose_token(logits_BNV[row_B, node_B], sampling, cached_len_B + depth + 1)
+        bonus_B = torch.where(walking_B, choice_B, bonus_B)
+        # Padding has depth 0 and so is nobody's child here.
+        child_BN = (tree.parent_BN == node_B[:, None]) & (tree.token_BN == choice_B[:, None])
+        child_BN &= tree.depth_BN == depth + 1
+        walking_B = walking_B & child_BN.any(1)
+        node_B = torch.where(walking_B, child_BN.int().argmax(1), node_B)
+        length_B = length_B + walking_B
+        # On a CPU a look at the result is free and saves the deeper choices; on a GPU it would be a host sync.
+        if logits_BNV.device.type == "cpu" and not walking_B.any():
+            break
+    path += [node_B] * (tree.max_depth + 1 - len(path))
+    return Acceptance(torch.stack(path, dim=1), length_B, bonus_B)
+
+
+def accepted_tokens(tree: DraftTree, acceptance: Acceptance) -> Tensor:
+    """The committed tokens, (B, D + 1): the path's draft tokens, then the bonus, repeated to the end of the row."""
+    draft_BD = tree.token_BN.gather(1, acceptance.path_BD1[:, 1:])
+    bonus_B1 = acceptance.bonus_B[:, None]
+    step_D1 = torch.arange(acceptance.path_BD1.shape[1], device=bonus_B1.device)
+    return torch.where(step_D1 < acceptance.length_B[:, None], torch.cat((draft_BD, bonus_B1), dim=1), bonus_B1)

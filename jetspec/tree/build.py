@@ -1,0 +1,230 @@
+"""From what a head proposes to the tree the target will check.
+
+`build_tree` works level by level on the device; `build_tree_reference` is the textbook search with a heap. Both give
+the same tree to the last bit, because both follow one total order of nodes: higher score, then smaller depth, then
+better parent, then better rank among its siblings.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetspec.config import TreeConfig
+from jetspec.tree.draft_tree import DraftTree
+
+
+@dataclass(frozen=True)
+class EdgeFactors:
+    """A low-rank term by which a child depends on its actual parent: edge(y, c) = <E1[y] * gate, E2[c]>, rank R."""
+
+    gate_BDR: Tensor
+    """g0 + G h_d, divided by the temperature of the draft."""
+    predecessor_VR: Tensor
+    """E1: a vector for the token we come from."""
+    successor_VR: Tensor
+    """E2: a vector for the token we go to."""
+
+    def score(self, depth: int, parent_BW: Tensor, token_BC: Tensor) -> Tensor:
+        """edge(y, c) for every parent y and shortlisted token c, (B, W, C) float32."""
+        gated_BWR = self.predecessor_VR[parent_BW].float() * self.gate_BDR[:, depth - 1, None].float()
+        return gated_BWR @ self.successor_VR[token_BC].float().mT
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a head proposes: per depth the C best tokens, best first, with full-vocabulary log-probabilities (float32).
+
+    Depth d, counted from 1, is row d - 1. A log-probability of -inf marks an absent candidate; its token may be any
+    valid id.
+    """
+
+    token_BDC: Tensor
+    logprob_BDC: Tensor
+    entropy_BD: Tensor | None = None
+    edge: EdgeFactors | None = None
+
+    def children(self, depth: int, parent_BW: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The K = min(width, C) best tokens at `depth` for each parent token at `depth - 1`: token_BWK, logprob_BWK.
+
+        Without edges all parents share one list. With them each parent re-ranks the shortlist, which keeps its mass:
+        log q(c|y) = z_c - logsumexp(z) + logsumexp(logprob) with z = logprob + edge, sums over the shortlist.
+        """
+        token_BC, logprob_BC = self.token_BDC[:, depth - 1], self.logprob_BDC[:, depth - 1]
+        num_parents = parent_BW.shape[1]
+        token_BWC = token_BC[:, None].expand(-1, num_parents, -1)
+        logprob_BWC = logprob_BC[:, None].expand(-1, num_parents, -1)
+        if self.edge is None:
+            return token_BWC[..., :width], logprob_BWC[..., :width]
+
+        z_BWC = logprob_BWC + self.edge.score(depth, parent_BW, token_BC)
+        # One call for both sums: equal rows give equal bits, so an edge of 0 changes nothing. The clamp keeps a depth
+        # without candidates at -inf instead of NaN.
+        mass_2BW = torch.stack((logprob_BWC, z_BWC)).logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
+        ranked_BWC, order_BWC = (z_BWC - (mass_2BW[1] - mass_2BW[0])[..., None]).sort(descending=True, stable=True)
+        return token_BWC.gather(-1, order_BWC[..., :width]), ranked_BWC[..., :width]
+
+
+def build_tree(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:
+    """Spend `config.budget` nodes on the best paths of at most `depth` tokens. Fixed shapes, no host sync.
+
+    `optimal` takes the nodes of highest score. `paper` adds all children of a node when it is popped: that is to take
+    the nodes whose *parents* have the highest score, family by family. So a node's merit is its own score or its
+    parent's, and the rest is shared. Merit never rises along a path, hence the best nodes contain their parents, and
+    since they hold at least one node of every level above, at most `budget - d` of them lie at depth d: keeping that
+    many per level loses nothing.
+
+    Nodes come out by depth; inside a level best first (`optimal`) or family by family (`paper`).
+    """
+    max_depth = min(depth, config.budget - 1)
+    zero_B1 = torch.zeros_like(anchor_B)[:, None]
+    levels = [_Level(anchor_B[:, None], zero_B1, zero_B1.float(), zero_B1.float())]
+    first = 0  # number of the level's first node, all levels counted through
+    for d in range(1, max_depth + 1):
+        parents = levels[-1]
+        levels.append(_next_level(parents, first, candidates, config, d))
+        first += parents.token_BW.shape[1]
+    return _best_nodes(levels, config.budget, max_depth)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Nodes of one depth, best merit first. Absent ones are last, with merit and score -inf."""
+
+    token_BW: Tensor
+    parent_BW: Tensor
+    """Number of the parent, all levels counted through."""
+    score_BW: Tensor
+    merit_BW: Tensor
+
+
+def _next_level(parents: _Level, first: int, candidates: Candidates, config: TreeConfig, depth: int) -> _Level:
+    """The children worth keeping. Laid out by parent, then rank, a stable sort by merit respects the order of nodes."""
+    token_BWK, logprob_BWK = candidates.children(depth, parents.token_BW, config.width)
+    above_BW1 = parents.score_BW[..., None]
+    score_BWK = above_BW1 + _increment(logprob_BWK, candidates.entropy_BD, config, depth)
+    merit_BWK = score_BWK
+    if config.expand == "paper":
+        merit_BWK = torch.where(score_BWK > -torch.inf, above_BW1, score_BWK)
+    merit_BX, index_BX = _best_first(merit_BWK.flatten(1), config.budget - depth)
+    return _Level(
+        token_BW=token_BWK.flatten(1).gather(1, index_BX),
+        parent_BW=first + index_BX // token_BWK.shape[-1],
+        score_BW=score_BWK.flatten(1).gather(1, index_BX),
+        merit_BW=merit_BX,
+    )
+
+
+def _increment(logprob_BWK: Tensor, entropy_BD: Tensor | None, config: TreeConfig, depth: int) -> Tensor:
+    """What a node adds to its parent's score; never above 0, so that rounding cannot lift a child over its parent.
+
+    The entropy score is summed along the path as well. That is our reading of the paper's entropy-guided score: the
+    entropy of a node's depth alone could rise along a path, and best nodes would then lack their parents.
+    """
+    if config.score == "accum_logp":
+        return logprob_BWK.clamp(max=0)
+    if entropy_BD is None:
+        raise ValueError(f"score {config.score!r} needs entropies, which this drafter does not give; use accum_logp")
+    entropy_B11 = entropy_BD[:, depth - 1, None, None]
+    if config.score == "hybrid":
+        return (logprob_BWK - config.entropy_weight * entropy_B11).clamp(max=0)
+    return torch.where(logprob_BWK > -torch.inf, -entropy_B11, logprob_BWK).clamp(max=0)
+
+
+def _best_nodes(levels: list[_Level], budget: int, max_depth: int) -> DraftTree:
+    """The nodes of highest merit over all levels. The levels are joined in order, so of equals the shallower wins."""
+    merit_BX = torch.cat([level.merit_BW for level in levels], dim=1)
+    absent = merit_BX.shape[1]
+    merit_BN, number_BN = _best_first(merit_BX, budget)
+    present_BN = merit_BN > -torch.inf
+    number_BN = torch.where(present_BN, number_BN, absent).sort(dim=1).values
+    index_BN = number_BN.clamp(max=absent - 1)
+
+    def pick(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, dim=1).gather(1, index_BN)
+
+    return DraftTree.from_parents(
+        token_BN=pick([level.token_BW for level in levels]),
+        parent_BN=torch.searchsorted(number_BN, pick([level.parent_BW for level in levels])),
+        size_B=present_BN.sum(1),
+        max_depth=max_depth,
+        score_BN=pick([level.score_BW for level in levels]),
+    )
+
+
+def _best_first(value_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest values and their places; the earlier of equals first, which topk does not promise."""
+    value_BX, index_BX = value_BX.sort(dim=1, descending=True, stable=True)
+    return value_BX[:, :count], index_BX[:, :count]
+
+
+class _Node(NamedTuple):
+    """Compared field by field, as tuples are, the smaller node is the better one: this is the order of nodes."""
+
+    cost: float
+    """Minus the score."""
+    depth: int
+    parent: _Node | None
+    rank: int
+    token: int
+
+
+def build_tree_reference(
+    anchor: int,
+    children: Callable[[int, int], tuple[list[int], list[float]]],
+    config: TreeConfig,
+    depth: int,
+    entropy: list[float] | None = None,
+) -> DraftTree:
+    """The same tree for one request by best-first search with a heap. Slow and obvious; the oracle.
+
+    `children(depth, parent_token)` lists tokens and log-probabilities, best first; `entropy[d - 1]` belongs to depth d.
+    """
+
+    def step(logprob: float, d: int) -> np.float32:
+        if config.score == "accum_logp":
+            return np.float32(logprob)
+        assert entropy is not None
+        if config.score == "hybrid":
+            return np.float32(logprob) - np.float32(config.entropy_weight) * np.float32(entropy[d - 1])
+        return -np.float32(entropy[d - 1])
+
+    def family(node: _Node) -> list[_Node]:
+        if node.depth == depth:
+            return []
+        d = node.depth + 1
+        tokens, logprobs = children(d, node.token)
+        return [
+            _Node(-float(np.float32(-node.cost) + min(step(logprob, d), np.float32(0))), d, node, rank, token)
+            for rank, (token, logprob) in enumerate(zip(tokens[: config.width], logprobs, strict=False))
+            if logprob > -np.inf
+        ]
+
+    root = _Node(0.0, 0, None, 0, anchor)
+    heap = [root]
+    tree = [root] if config.expand == "paper" else []
+    while heap and len(tree) < config.budget:
+        node = heapq.heappop(heap)
+        found = family(node)
+        for child in found:
+            heapq.heappush(heap, child)
+        tree += found[: config.budget - len(tree)] if config.expand == "paper" else [node]
+
+    if config.expand == "paper":
+        tree.sort(key=lambda node: (node.depth, node.parent, node.rank))
+    else:
+        tree.sort(key=lambda node: (node.depth, node))
+    place = {node: i for i, node in enumerate(tree)}
+    return DraftTree.from_parents(
+        token_BN=torch.tensor([[node.token for node in tree]]),
+        parent_BN=torch.tensor([[place[node.parent or root] for node in tree]]),
+        size_B=torch.tensor([len(tree)]),
+        max_depth=min(depth, config.budget - 1),
+        score_BN=torch.tensor([[-node.cost for node in tree]], dtype=torch.float32),
+    )

@@ -1,0 +1,162 @@
+"""DraftTree: a batch of token trees in parent-pointer form, with ancestor bitmasks for attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORD = 32
+"""Bits per word of an ancestor mask."""
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A batch of token trees, padded to N nodes, parent before child.
+
+    Node 0 is the anchor. Rows past `size_B` are padding: token 0, depth 0, their parent is themselves. They see
+    only themselves (a softmax over no keys is NaN) and no real node sees them.
+    """
+
+    token_BN: Tensor
+    parent_BN: Tensor
+    """int64; the root is its own parent."""
+    depth_BN: Tensor
+    """int64; the root has depth 0."""
+    ancestor_BNW: Tensor
+    """int32 words; bit j of row i: node i may attend node j, itself included."""
+    size_B: Tensor
+    max_depth: int
+    """Bound on the depth, known without looking at the tensors."""
+    score_BN: Tensor | None = None
+    """float32; what the draft ranks a node by, summed along its path. -inf on padding."""
+
+    @classmethod
+    def from_parents(
+        cls, token_BN: Tensor, parent_BN: Tensor, size_B: Tensor, max_depth: int, score_BN: Tensor | None = None
+    ) -> DraftTree:
+        """Depths and ancestors by pointer doubling: each step looks twice as far up. No host sync.
+
+        Whatever the rows past `size_B` hold becomes padding.
+        """
+        num_nodes = token_BN.shape[1]
+        node_N = torch.arange(num_nodes, device=token_BN.device)
+        real_BN = node_N < size_B[:, None]
+        parent_BN = torch.where(real_BN, parent_BN, node_N)
+
+        own_NW = pack_bits(torch.eye(num_nodes, dtype=torch.bool, device=token_BN.device))
+        jump_BN, depth_BN = parent_BN, (parent_BN != node_N).long()
+        ancestor_BNW = own_NW | own_NW[parent_BN]
+        for _ in range(max(max_depth - 1, 0).bit_length()):
+            depth_BN = depth_BN + depth_BN.gather(1, jump_BN)
+            ancestor_BNW = ancestor_BNW | _rows(ancestor_BNW, jump_BN)
+            jump_BN = jump_BN.gather(1, jump_BN)
+
+        token_BN = torch.where(real_BN, token_BN, 0)
+        if score_BN is not None:
+            score_BN = torch.where(real_BN, score_BN, -torch.inf)
+        return cls(token_BN, parent_BN, depth_BN, ancestor_BNW, size_B, max_depth, score_BN)
+
+    @classmethod
+    def root(cls, anchor_B: Tensor) -> DraftTree:
+        """The anchor alone: a round with this tree is a plain decoding step."""
+        return cls.chain(anchor_B[:, None])
+
+    @classmethod
+    def chain(cls, token_BN: Tensor) -> DraftTree:
+        """The degenerate tree: each token's parent is the one before."""
+        batch, num_nodes = token_BN.shape
+        parent_N = torch.arange(-1, num_nodes - 1, device=token_BN.device).clamp(min=0)
+        size_B = torch.full((batch,), num_nodes, device=token_BN.device)
+        return cls.from_parents(token_BN, parent_N.expand(batch, -1), size_B, num_nodes - 1)
+
+    def visible_BNN(self) -> Tensor:
+        """The mask as booleans: entry (i, j) says whether node i may attend node j."""
+        return unpack_bits(self.ancestor_BNW, self.token_BN.shape[1])
+
+    def validate(self) -> None:
+        """Assert every invariant of the class. For tests and debugging: it looks at the tensors."""
+        num_nodes = self.token_BN.shape[1]
+        node_N = torch.arange(num_nodes, device=self.token_BN.device)
+        real_BN = node_N < self.size_B[:, None]
+        child_BN = real_BN & (node_N > 0)
+        parent_BN = self.parent_BN
+
+        assert ((self.size_B >= 1) & (self.size_B <= num_nodes)).all(), "size out of range"
+        assert torch.where(child_BN, (parent_BN >= 0) & (parent_BN < node_N), parent_BN == node_N).all(), (
+            "a parent must come before its child; root and padding are their own"
+        )
+        above_BN = self.depth_BN.gather(1, parent_BN)
+        assert (self.depth_BN == torch.where(child_BN, above_BN + 1, 0)).all(), "depth is not the parent's plus one"
+        assert (self.depth_BN <= self.max_depth).all(), "deeper than max_depth"
+
+        own_NW = pack_bits(torch.eye(num_nodes, dtype=torch.bool, device=self.token_BN.device))
+        inherited_BNW = torch.where(child_BN[..., None], _rows(self.ancestor_BNW, parent_BN), 0)
+        assert self.ancestor_BNW.dtype == torch.int32
+        assert (self.ancestor_BNW == inherited_BNW | own_NW).all(), "mask is not the parent's row plus the own bit"
+
+        twin_BNN = (parent_BN[:, :, None] == parent_BN[:, None]) & (self.token_BN[:, :, None] == self.token_BN[:, None])
+        both_BNN = child_BN[:, :, None] & child_BN[:, None] & (node_N[:, None] < node_N)
+        assert not (twin_BNN & both_BNN).any(), "siblings carry the same token"
+        if self.score_BN is not None:
+            rises_BN = self.score_BN > self.score_BN.gather(1, parent_BN)
+            assert not (rises_BN & child_BN).any(), "a child outranks its parent"
+
+    def show(
+        self, decode: Callable[[int], str] | None = None, row: int = 0, path: Collection[int] | None = None
+    ) -> str:
+        """Drawing of one tree of the batch, with scores; the nodes of `path` are marked."""
+        size = int(self.size_B[row])
+        scores = None if self.score_BN is None else self.score_BN[row, :size].tolist()
+        return draw(self.token_BN[row, :size].tolist(), self.parent_BN[row, :size].tolist(), scores, path or (), decode)
+
+
+def pack_bits(visible_BNN: Tensor) -> Tensor:
+    """Booleans (..., N) to int32 words (..., ceil(N / 32)); bit j of the row is entry j."""
+    num_bits = visible_BNN.shape[-1]
+    padded = torch.nn.functional.pad(visible_BNN.long(), (0, -num_bits % WORD))
+    bit = torch.arange(WORD, device=visible_BNN.device)
+    value = torch.where(bit == WORD - 1, -1, 1) << bit  # the last bit of a word is its sign
+    return (padded.unflatten(-1, (-1, WORD)) * value).sum(-1).to(torch.int32)
+
+
+def unpack_bits(word_BNW: Tensor, num_bits: int) -> Tensor:
+    """The inverse of `pack_bits`: int32 words to booleans (..., num_bits)."""
+    bit = torch.arange(WORD, dtype=torch.int32, device=word_BNW.device)
+    return (word_BNW[..., None] >> bit & 1).flatten(-2)[..., :num_bits].bool()
+
+
+def draw(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    scores: Sequence[float] | None = None,
+    path: Collection[int] = (),
+    decode: Callable[[int], str] | None = None,
+) -> str:
+    """A tree as text, one node per line: token, score, and a mark on the nodes of `path`."""
+    children: list[list[int]] = [[] for _ in tokens]
+    for node in range(1, len(tokens)):
+        children[parents[node]].append(node)
+
+    def label(node: int) -> str:
+        name = repr(decode(tokens[node])) if decode else str(tokens[node])
+        score = "" if scores is None else f"  {scores[node]:.2f}"
+        return f"{name}{score}{'  ✓' if node in path else ''}"
+
+    lines = [label(0)]
+
+    def descend(node: int, indent: str) -> None:
+        for child in children[node]:
+            is_last = child == children[node][-1]
+            lines.append(f"{indent}{'└─ ' if is_last else '├─ '}{label(child)}")
+            descend(child, indent + ("   " if is_last else "│  "))
+
+    descend(0, "")
+    return "\n".join(lines)
+
+
+def _rows(x_BNW: Tensor, index_BN: Tensor) -> Tensor:
+    """Row index_BN[b, i] of x_BNW[b], for every i."""
+    return x_BNW.gather(1, index_BN[..., None].expand(-1, -1, x_BNW.shape[-1]))

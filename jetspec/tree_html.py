@@ -1,0 +1,203 @@
+"""Draft trees as one standalone HTML page: inline SVG and CSS, light and dark, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from jetspec.types import RoundTrace
+
+ROW, BOX, GAP, PAD = 26, 20, 34, 8
+"""Pixels: row height, box height, space between columns, margin."""
+CHAR = 7.3
+"""Width of a character of the 12 px monospaced font."""
+
+
+@dataclass(frozen=True)
+class DrawnRound:
+    """A round and the text that became visible with it."""
+
+    trace: RoundTrace
+    text: str
+
+
+def children_of(trace: RoundTrace) -> list[list[int]]:
+    """Children of every node, in node order, which is best first among siblings."""
+    children: list[list[int]] = [[] for _ in trace.tokens]
+    for node, parent in enumerate(trace.parents[1:], start=1):
+        children[parent].append(node)
+    return children
+
+
+def logprob(trace: RoundTrace, node: int) -> float:
+    """Log-probability of one node after its parent; the trace holds sums along the path."""
+    return trace.scores[node] - trace.scores[trace.parents[node]]
+
+
+def label(text: str) -> str:
+    """A token in quotes, with its spaces and line breaks visible."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def write_page(path: Path, prompt: str, rounds: Sequence[DrawnRound], token_text: Callable[[int], str]) -> None:
+    """Write the page beside its final name first: no reader, and no failure, ever leaves half of it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(page(prompt, rounds, token_text), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def page(prompt: str, rounds: Sequence[DrawnRound], token_text: Callable[[int], str]) -> str:
+    """The whole document: the prompt, the text with a shade per round, and a picture of every tree."""
+    text = "".join(
+        f'<a href="#round-{n}" class="shade{n % 2}">{escape(r.text)}</a>' for n, r in enumerate(rounds, start=1)
+    )
+    sections = "\n".join(_section(n, r.trace, token_text) for n, r in enumerate(rounds, start=1))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Draft trees</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>Draft trees</h1>
+<p class="prompt">{escape(prompt)}</p>
+<p class="text">{text}</p>
+<p class="legend"><span class="key kept"></span>accepted <span class="key dropped"></span>rejected
+<span class="key bonus"></span>the target's own token. Numbers are log-probabilities after the parent;
+the thicker a line, the more probable. Hold the pointer over a node for its path.</p>
+{sections}
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A node placed on the page; `y` is its middle."""
+
+    text: str
+    x: float
+    y: float
+    width: float
+
+
+def _section(number: int, trace: RoundTrace, token_text: Callable[[int], str]) -> str:
+    accepted = len(trace.path) - 1
+    return (
+        f'<section id="round-{number}"><h2>Round {number}</h2>'
+        f"<p>{len(trace.tokens)} nodes, {accepted} accepted + 1</p>"
+        f'<div class="picture">{_picture(trace, token_text)}</div></section>'
+    )
+
+
+def _picture(trace: RoundTrace, token_text: Callable[[int], str]) -> str:
+    """The tree from left to right, a column per depth. The target's own token is drawn as one more node."""
+    nodes = len(trace.tokens)
+    tokens, parents = [*trace.tokens, trace.bonus], [*trace.parents, trace.path[-1]]
+    numbers = ["", *(f" {logprob(trace, node):.2f}" for node in range(1, nodes)), ""]
+    labels = [label(token_text(token)) + number for token, number in zip(tokens, numbers, strict=True)]
+    on_path = {*trace.path, nodes}
+    boxes = _place(parents, labels, on_path)
+    kinds = ["bonus" if n == nodes else "kept" if n in on_path else "dropped" for n in range(nodes + 1)]
+    weights = [1.0, *(math.exp(min(logprob(trace, node), 0.0)) for node in range(1, nodes)), 1.0]
+    # The path is drawn last, over the lines it crosses.
+    order = sorted(range(1, nodes + 1), key=lambda node: node in on_path)
+    lines = [_line(boxes[parents[n]], boxes[n], kinds[n], weights[n]) for n in order]
+    titles = ["anchor", *(_title(trace, node, token_text) for node in range(1, nodes)), "the target's own token"]
+    drawn = [_node(box, kind, title) for box, kind, title in zip(boxes, kinds, titles, strict=True)]
+    width = max(box.x + box.width for box in boxes) + PAD
+    height = max(box.y for box in boxes) + ROW / 2 + PAD
+    return f'<svg width="{width:.0f}" height="{height:.0f}" role="img">{"".join(lines)}{"".join(drawn)}</svg>'
+
+
+def _place(parents: list[int], labels: list[str], on_path: set[int]) -> list[_Box]:
+    """Columns as wide as their widest label; a parent level with its first child; the accepted path on the top row."""
+    depths = [0] * len(parents)
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+    widths = [len(text) * CHAR + 2 * PAD for text in labels]
+    columns = [max(w for w, d in zip(widths, depths, strict=True) if d == depth) for depth in range(max(depths) + 1)]
+    left = [PAD + sum(columns[:depth]) + GAP * depth for depth in range(len(columns))]
+    rows = _rows(parents, on_path)
+    return [
+        _Box(text, left[depth], PAD + ROW * (row + 0.5), width)
+        for text, depth, row, width in zip(labels, depths, rows, widths, strict=True)
+    ]
+
+
+def _rows(parents: list[int], on_path: set[int]) -> list[int]:
+    """Row of every node: a depth-first walk, the path first, that takes a new row whenever it turns back."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node in sorted(range(1, len(parents)), key=lambda node: node not in on_path):
+        children[parents[node]].append(node)
+    rows, last_row, stack = [0] * len(parents), 0, [(0, True)]
+    while stack:
+        node, is_first = stack.pop()
+        last_row += not is_first
+        rows[node] = last_row
+        stack.extend((child, rank == 0) for rank, child in reversed(list(enumerate(children[node]))))
+    return rows
+
+
+def _line(parent: _Box, child: _Box, kind: str, weight: float) -> str:
+    start, end = parent.x + parent.width, child.x
+    middle = (start + end) / 2
+    curve = (
+        f"M{start:.0f} {parent.y:.0f}C{middle:.0f} {parent.y:.0f} {middle:.0f} {child.y:.0f} {end:.0f} {child.y:.0f}"
+    )
+    return f'<path class="{kind}" d="{curve}" stroke-width="{1 + 3 * weight:.1f}"/>'
+
+
+def _node(box: _Box, kind: str, title: str) -> str:
+    return (
+        f'<g class="{kind}"><title>{escape(title)}</title>'
+        f'<rect x="{box.x:.0f}" y="{box.y - BOX / 2:.0f}" width="{box.width:.0f}" height="{BOX}" rx="5"/>'
+        f'<text x="{box.x + PAD:.0f}" y="{box.y + 4:.0f}" xml:space="preserve">{escape(box.text)}</text></g>'
+    )
+
+
+def _title(trace: RoundTrace, node: int, token_text: Callable[[int], str]) -> str:
+    """The path to a node, as text, and its log-probability."""
+    path, at = [], node
+    while at:
+        path.append(token_text(trace.tokens[at]))
+        at = trace.parents[at]
+    return f"{label(''.join(reversed(path)))}  Σ {trace.scores[node]:.2f}"
+
+
+STYLE = """
+:root { color-scheme: light dark; --page: #ffffff; --ink: #1f2328; --faint: #6b7280; --card: #f6f8fa; --edge: #d0d7de;
+  --kept: #1a7f37; --kept-fill: #dafbe1; --bonus: #9a6700; --bonus-fill: #fff8c5; --shade: #0969da; }
+@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e6edf3; --faint: #8b949e; --card: #161b22;
+  --edge: #30363d; --kept: #3fb950; --kept-fill: #12331c; --bonus: #d29922; --bonus-fill: #3a2d0c; --shade: #58a6ff; } }
+body { margin: 2rem auto; max-width: 80rem; padding: 0 1.5rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 0; display: inline-block; }
+section { margin: 1.5rem 0; } section p { display: inline-block; margin: 0 0 0 .8rem; color: var(--faint); }
+.prompt { color: var(--faint); white-space: pre-wrap; border-left: 3px solid var(--edge); padding-left: .8rem; }
+.text { white-space: pre-wrap; } .text a { color: inherit; text-decoration: none; }
+.text a.shade0 { color: var(--shade); } .text a:hover { text-decoration: underline; }
+.legend { color: var(--faint); font-size: .9rem; }
+.key { display: inline-block; width: 1.4em; height: .8em; border-radius: 4px; border: 1.5px solid var(--edge);
+  margin: 0 .3em 0 .8em; }
+.key.kept { border-color: var(--kept); background: var(--kept-fill); }
+.key.bonus { border-color: var(--bonus); background: var(--bonus-fill); border-style: dashed; }
+.picture { overflow-x: auto; background: var(--card); border: 1px solid var(--edge); border-radius: 8px;
+  margin-top: .5rem; }
+svg { display: block; } svg text { font: 12px ui-monospace, monospace; fill: var(--ink); }
+svg path { fill: none; stroke: var(--edge); } svg rect { fill: var(--page); stroke: var(--edge); stroke-width: 1.5; }
+svg g.dropped text { fill: var(--faint); }
+svg path.kept { stroke: var(--kept); } svg g.kept rect { stroke: var(--kept); fill: var(--kept-fill); }
+svg path.bonus { stroke: var(--bonus); } svg path.bonus, svg g.bonus rect { stroke-dasharray: 4 3; }
+svg g.bonus rect { stroke: var(--bonus); fill: var(--bonus-fill); }
+"""

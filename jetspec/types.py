@@ -1,0 +1,229 @@
+"""The types that layers share. Host-side ones hold no tensors; tensor ones hold nothing else.
+
+Shape suffixes, for the whole package: B requests, N nodes per tree (padded), D draft depth, K width,
+C shortlist, T tokens flattened, H query heads, G key/value heads, E head size, M model size, X width of the
+concatenated taps, V vocabulary, L layers, P pages per request, S page size, W words of an ancestor bitmask.
+A digit adds to the letter before it: BD1 is (B, D + 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a user may ask of one completion. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep only the k most probable tokens. 0: off."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this fraction of the best one."""
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not part of it."""
+    ignore_eos: bool = False
+    seed: int | None = None
+    """The same seed gives the same text, whatever the tree. None: a fresh one per request."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 100:
+            raise ValueError(f"temperature is {self.temperature}; it must be between 0 and 100")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be between 0 and 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if any(not s for s in self.stop):
+            raise ValueError("a stop string is empty")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
+
+
+@dataclass
+class RoundStats:
+    """What one request cost. `completion_tokens == rounds + sum(accepted_lengths)` always holds:
+    the last round counts only what was kept of it."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    accepted_lengths: list[int] = field(default_factory=list)
+    """Draft tokens kept, per round."""
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accepted_lengths)
+
+    @property
+    def completion_tokens(self) -> int:
+        return self.rounds + sum(self.accepted_lengths)
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.completion_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.completion_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "rounds": self.rounds,
+            "tokens_per_round": self.tokens_per_round,
+            "accepted_lengths": list(self.accepted_lengths),
+            "prefill_s": self.prefill_s,
+            "decode_s": self.decode_s,
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Finished output. `token_ids` ends with the end token when the model wrote one; `text` never shows it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: RoundStats
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """One round as it happened, on the host, for drawing. Node 0 is the anchor."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    """Cumulative log-probability of each node under the draft."""
+    path: list[int]
+    """Accepted nodes, anchor first."""
+    bonus: int
+    """The target's own token after the path."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became visible of a request in one round."""
+
+    request_id: int
+    token_ids: list[int]
+    text: str
+    """New text. Empty while a character or a possible stop string is incomplete."""
+    completion: Completion | None = None
+    """Set on the last update."""
+    trace: RoundTrace | None = None
+    """Set when the request asked for traces."""
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass
+class Request:
+    """One sequence being decoded.
+
+    The last token is the anchor: known, not yet cached, root of the next tree. A request is ready to decode
+    once the cache holds every token but the anchor, so a prompt of P tokens needs P - 1 of them prefilled.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    """`sampling.seed`, or the one drawn in its place."""
+    state: RequestState = RequestState.WAITING
+    row: int = -1
+    """Row of the page table while admitted."""
+    num_cached: int = 0
+    """Tokens in the cache, of target and head alike."""
+    want_trace: bool = False
+    stats: RoundStats = field(default_factory=RoundStats)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_cached == len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class KVPages:
+    """One layer's K and V storage, (pages, S, G, E) each. A pool is a tuple of these."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where the requests of a forward live: request b owns tokens query_start_B1[b] to query_start_B1[b + 1]."""
+
+    page_BP: Tensor
+    cached_len_B: Tensor
+    query_start_B1: Tensor
+    page_size: int
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Tokens placed for one forward: a tree says which tokens, this says where they live.
+
+    `slot_T` is the place in storage (page * S + offset), `position_T` the place in the sequence. Siblings share
+    a position, never a slot. `ancestor_BNW` None means a chain: each token sees those before it.
+    """
+
+    token_T: Tensor
+    position_T: Tensor
+    slot_T: Tensor
+    layout: BatchLayout
+    ancestor_BNW: Tensor | None
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """SamplingParams of a batch as tensors, one row per request. The two flags spare work that no row needs."""
+
+    temperature_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    min_p_B: Tensor
+    seed_B: Tensor
+    any_sampled: bool
+    any_filtered: bool
+
+    @classmethod
+    def of(cls, params: list[SamplingParams], seeds: list[int], device: torch.device | str) -> RowSampling:
+        def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            temperature_B=column([p.temperature for p in params], torch.float32),
+            top_k_B=column([p.top_k for p in params], torch.int64),
+            top_p_B=column([p.top_p for p in params], torch.float32),
+            min_p_B=column([p.min_p for p in params], torch.float32),
+            seed_B=column(seeds, torch.int64),
+            any_sampled=any(p.temperature > 0 for p in params),
+            any_filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
+        )

@@ -1,0 +1,71 @@
+"""Prompt lookup: the tree of matches."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetspec.config import TreeConfig
+from jetspec.engine.drafter import NgramDrafter, RoundState, match_lengths
+from jetspec.types import Request, RowSampling, SamplingParams
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def state(rows: list[list[int]]) -> RoundState:
+    params = SamplingParams()
+    requests = [Request(i, tokens, len(tokens), params, 0) for i, tokens in enumerate(rows)]
+    sampling = RowSampling.of([params] * len(rows), [0] * len(rows), "cpu")
+    return RoundState(torch.arange(len(rows)), torch.tensor([t[-1] for t in rows]), sampling, requests)
+
+
+@given(texts, st.integers(1, 5))
+def test_match_lengths(tokens: list[int], longest: int) -> None:
+    def naive(end: int) -> int:
+        length = 0
+        while length < min(longest, end + 1) and tokens[end - length] == tokens[-1 - length]:
+            length += 1
+        return length
+
+    expected = [naive(end) for end in range(len(tokens) - 1)]
+    assert match_lengths(np.asarray(tokens), longest).tolist() == expected
+
+
+@settings(deadline=None)
+@given(st.lists(texts, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 3), st.integers(1, 6))
+def test_every_path_of_the_tree_followed_these_tokens_before(
+    rows: list[list[int]], budget: int, width: int, depth: int
+) -> None:
+    drafter = NgramDrafter(TreeConfig(budget=budget, width=width, depth=depth))
+    batch = state(rows)
+    tree = drafter.build(batch, drafter.draft(batch))
+    tree.validate()
+    for row, tokens in enumerate(rows):
+        size = int(tree.size_B[row])
+        assert size <= budget and int(tree.depth_BN[row].max()) <= depth
+        parents = tree.parent_BN[row, 1:size].tolist()
+        assert all(parents.count(p) <= width for p in parents)
+        for node in range(1, size):
+            path, at = [], node
+            while at:
+                path.insert(0, int(tree.token_BN[row, at]))
+                at = int(tree.parent_BN[row, at])
+            needle = tokens[-2:] + path
+            starts = range(len(tokens) - len(needle) + 1)
+            assert any(tokens[i : i + len(needle)] == needle for i in starts)
+
+
+def test_a_long_match_outranks_a_recent_short_one() -> None:
+    tokens = [1, 2, 3, 4, 9, 0, 3, 4, 8, 0, 1, 2, 3, 4]
+    drafter = NgramDrafter(TreeConfig(budget=2, width=1))
+    batch = state([tokens])
+    tree = drafter.build(batch, drafter.draft(batch))
+    assert tree.token_BN.tolist() == [[4, 9]]
+
+
+def test_nothing_to_repeat_means_a_plain_step() -> None:
+    drafter = NgramDrafter(TreeConfig(budget=16))
+    batch = state([[1, 2, 3, 4, 5]])
+    assert drafter.build(batch, drafter.draft(batch)).token_BN.tolist() == [[5]]

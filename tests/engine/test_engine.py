@@ -1,0 +1,237 @@
+"""The engine writes what the target writes: token for token, whatever guesses and however memory is cut up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.types import SamplingParams
+from tests.engine.tiny import VOCAB, Script, make_engine, plain, run, tiny_decoder, tiny_head, use
+
+TARGET = tiny_decoder()
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10, [11, 12, 13], [5, 4] * 6 + [30], [40, 41, 42, 43]]
+GREEDY = SamplingParams(max_tokens=30)
+SAMPLED = SamplingParams(max_tokens=30, temperature=0.9, top_p=0.95, top_k=30, min_p=0.01, seed=11)
+TRUTH = {id(s): plain(TARGET, PROMPTS, s) for s in (GREEDY, SAMPLED)}
+
+
+def truth(sampling: SamplingParams) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(p): t for p, t in zip(PROMPTS, TRUTH[id(sampling)], strict=True)}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("budget", [1, 2, 8, 40])
+@pytest.mark.parametrize("who", ["ngram", "head", "bidirectional", "edge"])
+def test_output_is_the_targets_own(who: str, budget: int, batch: int, sampling: SamplingParams) -> None:
+    head = None if who == "ngram" else tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
+    tree = TreeConfig(budget=budget, width=4)
+    config = EngineConfig(page_size=4, max_batch=batch)
+    engine = make_engine(TARGET, "ngram" if who == "ngram" else "head", head, tree, config)
+    assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0], ids=["wrong", "half", "echo"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_scattered_paths_are_committed_exactly(right: float, batch: int, sampling: SamplingParams) -> None:
+    engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=batch))
+    use(engine, Script(truth(sampling), right, budget=20))
+    done = run(engine, PROMPTS, sampling)
+    assert [c.token_ids for c in done] == TRUTH[id(sampling)]
+    longest = max(max(c.stats.accepted_lengths) for c in done)
+    assert longest == 6 if right == 1 else longest < 6 or right > 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    page_size=st.integers(1, 9),
+    chunk=st.integers(1, 12),
+    batch=st.integers(1, 6),
+    spare_pages=st.integers(0, 30),
+    prefix_cache=st.booleans(),
+    right=st.sampled_from([0.3, 0.9]),
+)
+def test_memory_layout_never_shows(
+    page_size: int, chunk: int, batch: int, spare_pages: int, prefix_cache: bool, right: float
+) -> None:
+    """Any page size, chunk, batch and shortage of pages, preemption included: same text, and every page comes back."""
+    longest = max(len(p) for p in PROMPTS) + GREEDY.max_tokens + 20
+    config = EngineConfig(
+        page_size=page_size,
+        prefill_chunk=chunk,
+        max_batch=batch,
+        num_pages=-(-longest // page_size) + spare_pages,
+        prefix_cache=prefix_cache,
+        max_len=200,
+    )
+    engine = use(make_engine(TARGET, config=config), Script(truth(GREEDY), right, budget=12))
+    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+    pool = engine.cache.pool
+    assert pool.num_available == pool.num_pages and not any(pool.users)
+    assert sorted(engine.cache.free_rows) == list(range(batch))
+
+
+def test_preemption_happens_and_is_invisible() -> None:
+    config = EngineConfig(page_size=4, num_pages=24, max_batch=6)
+    engine = use(make_engine(TARGET, config=config), Script(truth(GREEDY), 0.5, budget=8))
+    preempted = []
+    original = engine.scheduler.preempt
+    engine.scheduler.preempt = lambda request: (preempted.append(request.id), original(request))  # type: ignore[assignment,func-returns-value]
+    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+    assert preempted
+
+
+@pytest.mark.parametrize("who", ["none", "head"])
+def test_prefix_cache_hits_change_nothing_but_the_work(who: str) -> None:
+    head = tiny_head(TARGET, edge=True) if who == "head" else None
+    shared = [7, 8, 9, 10] * 5
+    prompts = [[*shared, 1, 2], [*shared, 3], shared, [*shared, 1, 2, 4]]
+    engine = make_engine(TARGET, who, head, config=EngineConfig(page_size=4, max_batch=1))  # type: ignore[arg-type]
+    cold = make_engine(TARGET, who, head, config=EngineConfig(page_size=4, max_batch=1, prefix_cache=False))  # type: ignore[arg-type]
+    warm_done, cold_done = run(engine, prompts, GREEDY), run(cold, prompts, GREEDY)
+    assert [c.token_ids for c in warm_done] == [c.token_ids for c in cold_done]
+    assert [c.stats.accepted_lengths for c in warm_done] == [c.stats.accepted_lengths for c in cold_done]
+    assert [c.stats.cached_tokens for c in warm_done] == [0, 20, 16, 20]
+    assert [c.stats.cached_tokens for c in cold_done] == [0, 0, 0, 0]
+
+
+def test_end_token_inside_a_path_ends_the_text() -> None:
+    expected = TRUTH[id(GREEDY)][0]
+    eos = expected[9]
+    cut = expected[: expected.index(eos) + 1]
+    for right in (0.0, 1.0):
+        engine = use(make_engine(TARGET, eos_tokens=frozenset({eos})), Script(truth(GREEDY), right, budget=12))
+        done = run(engine, PROMPTS[:1], GREEDY)[0]
+        assert (done.token_ids, done.finish_reason) == (cut, "stop")
+    ignoring = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine = make_engine(TARGET, eos_tokens=frozenset({eos}))
+    assert run(engine, PROMPTS[:1], ignoring)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("limit", [1, 4, 7])
+def test_max_tokens_cuts_inside_a_path(limit: int) -> None:
+    engine = use(make_engine(TARGET), Script(truth(GREEDY), 1.0, budget=12))
+    done = run(engine, PROMPTS[:1], SamplingParams(max_tokens=limit))[0]
+    assert (done.token_ids, done.finish_reason) == (TRUTH[id(GREEDY)][0][:limit], "length")
+
+
+@pytest.mark.parametrize("who", ["none", "ngram", "head"])
+def test_the_context_is_filled_to_its_last_position(who: str) -> None:
+    head = tiny_head(TARGET) if who == "head" else None
+    engine = make_engine(TARGET, who, head, config=EngineConfig(max_len=24, page_size=5))  # type: ignore[arg-type]
+    done = run(engine, PROMPTS[:1], SamplingParams(max_tokens=99))[0]
+    assert (done.token_ids, done.finish_reason) == (TRUTH[id(GREEDY)][0][: 24 - 7], "length")
+
+
+def letters(tokens: object) -> str:
+    return "".join(chr(ord("0") + t) for t in tokens)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_stop_strings_end_the_text_where_a_plain_decoder_would(right: float) -> None:
+    expected = TRUTH[id(GREEDY)][3]
+    text = letters(expected)
+    stop = text[8:11]
+    end = text.find(stop)
+    engine = use(make_engine(TARGET, decode=letters), Script(truth(GREEDY), right, budget=12))
+    streamed: list[str] = []
+    sampling = SamplingParams(max_tokens=30, stop=("no such text", stop))
+    done = run(engine, [PROMPTS[3]], sampling, lambda _, updates: streamed.extend(u.text for u in updates))[0]
+    assert (done.text, done.finish_reason) == (text[:end], "stop")
+    assert done.token_ids == expected[: end + 3]
+    assert "".join(streamed) == done.text
+
+
+def test_statistics_add_up() -> None:
+    engine = use(make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=2)), Script(truth(GREEDY), 0.7, 10))
+    for prompt, done in zip(PROMPTS, run(engine, PROMPTS, GREEDY), strict=True):
+        stats = done.stats
+        assert stats.completion_tokens == len(done.token_ids) == stats.rounds + sum(stats.accepted_lengths)
+        assert stats.prompt_tokens == len(prompt)
+        assert stats.tokens_per_round == pytest.approx(len(done.token_ids) / stats.rounds)
+        assert stats.decode_s > 0
+
+
+def test_a_cancelled_request_leaves_no_trace_and_no_page() -> None:
+    engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=2))
+    ids = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+    for _ in range(3):
+        engine.step()
+    engine.cancel(ids[0])
+    engine.cancel(ids[-1])
+    engine.cancel(ids[0])
+    done = {}
+    while engine.has_work:
+        done.update({u.request_id: u.completion for u in engine.step() if u.completion})
+    assert sorted(done) == ids[1:-1]
+    assert [done[i].token_ids for i in ids[1:-1]] == TRUTH[id(GREEDY)][1:-1]
+    assert engine.cache.pool.num_available == engine.cache.pool.num_pages
+    assert not (engine.requests or engine.texts or engine.decode_began)
+
+
+def test_requests_join_between_rounds() -> None:
+    engine = use(make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=4)), Script(truth(GREEDY), 0.5, 10))
+    waiting, done = list(enumerate(PROMPTS)), {}
+    names = {}
+    while waiting or engine.has_work:
+        if waiting:
+            index, prompt = waiting.pop(0)
+            names[engine.add(prompt, GREEDY)] = index
+        done.update({names[u.request_id]: u.completion for u in engine.step() if u.completion})
+    assert [done[i].token_ids for i in range(len(PROMPTS))] == TRUTH[id(GREEDY)]
+
+
+def test_a_mixed_batch_gives_each_request_its_own_sampling() -> None:
+    params = [GREEDY if i % 2 else SAMPLED for i in range(len(PROMPTS))]
+    done = run(make_engine(TARGET, "head", tiny_head(TARGET)), PROMPTS, params)
+    expected = [TRUTH[id(param)][i] for i, param in enumerate(params)]
+    assert [c.token_ids for c in done] == expected
+
+
+def test_traces_tell_what_happened() -> None:
+    engine = make_engine(TARGET, "head", tiny_head(TARGET), TreeConfig(budget=12, width=3))
+    engine.add(PROMPTS[0], GREEDY, trace=True)
+    written: list[int] = []
+    while engine.has_work:
+        for update in engine.step():
+            trace = update.trace
+            assert trace is not None and len(trace.tokens) == 12 == len(trace.parents) == len(trace.scores)
+            for above, below in zip(trace.path, trace.path[1:], strict=False):
+                assert trace.parents[below] == above
+            written += [trace.tokens[node] for node in trace.path[1:]] + [trace.bonus]
+    assert written[:30] == TRUTH[id(GREEDY)][0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "empty"), ([1] * 256, "256 tokens"), ([VOCAB], "vocabulary"), ([-1], "vocabulary")],
+)
+def test_bad_prompts_are_refused_in_one_line(prompt: list[int], message: str) -> None:
+    engine = make_engine(TARGET)
+    with pytest.raises(ValueError, match=message) as caught:
+        engine.add(prompt, GREEDY)
+    assert "\n" not in str(caught.value)
+    assert not engine.has_work
+
+
+def test_a_small_pool_shortens_the_context_instead_of_hanging() -> None:
+    engine = make_engine(TARGET, config=EngineConfig(page_size=4, num_pages=5))
+    assert engine.max_len == 5 * 4 - 1
+    done = run(engine, [PROMPTS[0]], SamplingParams(max_tokens=99))[0]
+    assert (len(done.token_ids), done.finish_reason) == (19 - 7, "length")
+
+
+def test_head_drafter_needs_a_head() -> None:
+    with pytest.raises(ValueError, match="no head"):
+        make_engine(TARGET, "head")
+
+
+def test_float64_agrees() -> None:
+    """The engine takes whatever precision the target has."""
+    target = tiny_decoder().to(torch.float64)
+    done = run(make_engine(target, "ngram"), PROMPTS[:2], GREEDY)
+    assert all(len(c.token_ids) == 30 for c in done)

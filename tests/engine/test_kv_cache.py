@@ -1,0 +1,84 @@
+"""Pages are handed out once, come back, and are recalled only for exactly the tokens they hold."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jetspec.engine.kv_cache import PagePool
+
+PAGE = 2
+tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+
+
+class Pages(RuleBasedStateMachine):
+    """A pool against a model that writes down what each page holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(8, PAGE)
+        self.held: list[tuple[list[int], list[int]]] = []
+        self.content: dict[int, tuple[int, ...]] = {}
+
+    @rule(tokens=tokens_strategy)
+    def start(self, tokens: list[int]) -> None:
+        known = self.pool.recall(tokens)
+        for i, page in enumerate(known):
+            assert self.content[page] == tuple(tokens[: (i + 1) * PAGE])
+        missing = -(-len(tokens) // PAGE) - len(known)
+        before = self.pool.num_available
+        fresh = self.pool.allocate(missing)
+        if fresh is None:
+            assert before < missing
+            self.pool.release(known)
+            return
+        assert len(fresh) == missing
+        used = {page for _, pages in self.held for page in pages}
+        assert not used & set(fresh) and len(set(fresh)) == len(fresh)
+        pages = known + fresh
+        for i in range(len(known), len(pages)):
+            self.content[pages[i]] = tuple(tokens[: (i + 1) * PAGE])
+        self.held.append((tokens, pages))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99), remember=st.booleans())
+    def finish(self, which: int, remember: bool) -> None:
+        tokens, pages = self.held.pop(which % len(self.held))
+        if remember:
+            self.pool.remember(tokens, pages)
+        self.pool.release(pages)
+
+    @invariant()
+    def every_page_is_somewhere(self) -> None:
+        used = {page for _, pages in self.held for page in pages}
+        free, unused = set(self.pool.free_pages), set(self.pool.unused)
+        assert not (free & unused or free & used or unused & used)
+        assert free | unused | used == set(range(8))
+        assert self.pool.num_available == 8 - len(used)
+
+
+Pages.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPages = Pages.TestCase
+
+
+def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning() -> None:
+    pool = PagePool(4, 1)
+    first, second = pool.allocate(2), pool.allocate(2)
+    assert first is not None and second is not None
+    pool.remember([1, 2], first)
+    pool.remember([3, 4], second)
+    pool.release(first)
+    pool.release(second)
+    assert pool.allocate(1) == [first[1]]
+    assert pool.recall([1, 2]) == [first[0]]
+    assert pool.recall([3, 4]) == second
+
+
+def test_without_memory_nothing_is_recalled() -> None:
+    pool = PagePool(4, 1, remember=False)
+    pages = pool.allocate(2)
+    assert pages is not None
+    pool.remember([1, 2], pages)
+    pool.release(pages)
+    assert pool.recall([1, 2]) == []

@@ -1,0 +1,111 @@
+"""Between rounds the cache holds what a fresh pass over the committed tokens would put there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.engine import Engine
+from jetspec.engine.kv_cache import KVCache
+from jetspec.types import KVPages, Request, SamplingParams, Update
+from tests.engine.tiny import Script, make_engine, plain, run, tiny_decoder, tiny_head, use
+
+TARGET = tiny_decoder()
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10]
+GREEDY = SamplingParams(max_tokens=25)
+TRUTH = plain(TARGET, PROMPTS, GREEDY)
+
+
+def rows(cache: KVCache, pages: KVPages, request: Request) -> torch.Tensor:
+    """K and V of a request, in order of position."""
+    index = torch.tensor(cache.pages_of[request.row])
+    both = torch.stack((pages.k[index], pages.v[index]))
+    return both.flatten(1, 2)[:, : request.num_cached]
+
+
+def fresh_rows(engine: Engine, request: Request) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same from a new engine that prefills the committed tokens in one piece."""
+    head = getattr(engine.drafter, "head", None)
+    name = "head" if head else "none"
+    other = make_engine(engine.target, name, head, config=EngineConfig(page_size=64))  # type: ignore[arg-type]
+    other.add(request.tokens, GREEDY)
+    other._prefill(other.scheduler.next_chunks())
+    twin = next(iter(other.requests.values()))
+    target = [rows(other.cache, pages, twin) for pages in other.cache.target.layers]
+    return target, [rows(other.cache, pages, twin) for pages in other.cache.head.layers] if other.cache.head else []
+
+
+def check_cache(engine: Engine, updates: list[Update]) -> None:
+    for request in engine.scheduler.running:
+        if not request.is_prefilled:
+            continue
+        assert request.num_cached == len(request.tokens) - 1 == int(engine.cache.length_R[request.row])
+        with torch.inference_mode():
+            target, head = fresh_rows(engine, request)
+        for pages, expected in zip(engine.cache.target.layers, target, strict=True):
+            torch.testing.assert_close(rows(engine.cache, pages, request), expected, atol=1e-4, rtol=1e-4)
+        for pages, expected in zip(engine.cache.head.layers if engine.cache.head else (), head, strict=True):
+            torch.testing.assert_close(rows(engine.cache, pages, request), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("who", ["causal", "bidirectional", "edge"])
+def test_cache_of_target_and_head_equals_a_fresh_pass(who: str) -> None:
+    head = tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
+    engine = make_engine(TARGET, "head", head, TreeConfig(budget=30, width=5), EngineConfig(page_size=4, prefill_chunk=5))
+    run(engine, PROMPTS, GREEDY, check_cache)
+
+
+@pytest.mark.parametrize("right", [0.5, 1.0])
+def test_cache_equals_a_fresh_pass_after_long_scattered_paths(right: float) -> None:
+    truth = {tuple(p): t for p, t in zip(PROMPTS, TRUTH, strict=True)}
+    engine = use(make_engine(TARGET, config=EngineConfig(page_size=4)), Script(truth, right, budget=16))
+    run(engine, PROMPTS, GREEDY, check_cache)
+
+
+def broken_compaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def advance_only(self: KVCache, row_B, batch, verdict) -> None:  # type: ignore[no-untyped-def]
+        self.length_R.index_add_(0, row_B, verdict.length_B + 1)
+
+    monkeypatch.setattr(KVCache, "compact", advance_only)
+
+
+def broken_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = KVCache.place
+
+    def by_index(self: KVCache, row_B, token_BN, depth_BN, ancestor):  # type: ignore[no-untyped-def]
+        return place(self, row_B, token_BN, torch.arange(token_BN.shape[1]).expand_as(token_BN), ancestor)
+
+    monkeypatch.setattr(KVCache, "place", by_index)
+
+
+def broken_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = KVCache.place
+    monkeypatch.setattr(KVCache, "place", lambda self, row, token, depth, _: place(self, row, token, depth, None))
+
+
+@pytest.mark.parametrize("damage", [broken_compaction, broken_positions, broken_mask])
+def test_the_lossless_test_can_fail(damage, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Each part of verification is needed: without it the text is no longer the target's."""
+    truth = {tuple(p): t for p, t in zip(PROMPTS, TRUTH, strict=True)}
+    damage(monkeypatch)
+    engine = use(make_engine(TARGET), Script(truth, 0.9, budget=16))
+    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] != TRUTH
+
+
+def test_rows_behind_the_length_are_never_read() -> None:
+    """Block rows, rejected nodes and padding lie behind the cached length. Poison there changes nothing."""
+    head = tiny_head(TARGET, edge=True)
+    engine = make_engine(TARGET, "head", head, TreeConfig(budget=12, width=4), EngineConfig(page_size=4))
+
+    def poison(engine: Engine, updates: list[Update]) -> None:
+        assert engine.cache.head is not None
+        for request in engine.scheduler.running:
+            pages = torch.tensor(engine.cache.pages_of[request.row])
+            position = torch.arange(request.num_cached, len(pages) * 4)
+            for pool in (engine.cache.target, engine.cache.head):
+                for layer in pool.layers:
+                    layer.k[pages[position // 4], position % 4] = 1e6
+                    layer.v[pages[position // 4], position % 4] = 1e6
+
+    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY, poison)] == TRUTH

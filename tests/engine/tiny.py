@@ -1,0 +1,134 @@
+"""Small models and scripted drafters for the engine's tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.engine.drafter import RoundState
+from jetspec.engine.engine import Engine
+from jetspec.models.decoder import Decoder, DecoderConfig
+from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
+from jetspec.tree import DraftTree
+from jetspec.types import Completion, SamplingParams, Update
+
+VOCAB = 48
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+def tiny_decoder(vocab: int = VOCAB, layers: int = 3, seed: int = 1, spread: float = 0.3) -> Decoder:
+    config = DecoderConfig("llama", vocab, 32, layers, 4, 2, 8, 64, max_len=256, windows=())
+    return randomize(Decoder(config), seed, spread)
+
+
+def tiny_head(target: Decoder, *, seed: int = 3, edge: bool = False, causal: bool = True, block: int = 6) -> DraftHead:
+    layers = DecoderConfig("qwen3", target.config.vocab_size, 32, 2, 4, 2, 8, 64, max_len=256, qk_norm=True)
+    taps = (0, target.config.num_layers - 2)
+    term = EdgeConfig(rank=8) if edge else None
+    config = HeadConfig(layers, taps, mask_token=2, block_size=block, causal=causal, edge=term)
+    return randomize(DraftHead(config), seed, 0.3)
+
+
+def randomize(module: M, seed: int, spread: float) -> M:
+    generator = torch.Generator().manual_seed(seed)
+    module.eval().requires_grad_(False)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    return module
+
+
+class Script:
+    """A drafter that knows what the target will write and gets a share of it right.
+
+    Each tree holds the coming tokens as far as they are right, among wrong siblings and cousins, in an order that
+    scatters the true path, so that verification and compaction have something to do.
+    """
+
+    tap_layers: tuple[int, ...] = ()
+
+    def __init__(self, truth: dict[tuple[int, ...], list[int]], right: float, budget: int, seed: int = 0) -> None:
+        self.truth, self.right, self.lookahead = truth, right, budget
+        self.random = random.Random(seed)
+
+    def draft(self, state: RoundState) -> list[list[int]]:
+        coming = []
+        for request in state.requests:
+            prompt = tuple(request.tokens[: request.prompt_len])
+            written = len(request.tokens) - request.prompt_len
+            depth = min(6, self.lookahead - 1)
+            rest = self.truth[prompt][written : written + depth]
+            coming.append([t if self.random.random() < self.right else (t + 1) % VOCAB for t in rest])
+        return coming
+
+    def build(self, state: RoundState, drafted: list[list[int]]) -> DraftTree:
+        N = self.lookahead
+        token = torch.zeros(len(drafted), N, dtype=torch.int64)
+        parent = torch.arange(N).repeat(len(drafted), 1)
+        size = []
+        for row, path in enumerate(drafted):
+            nodes = self.scatter(path, N)
+            size.append(len(nodes))
+            for i, (t, p) in enumerate(nodes):
+                token[row, i], parent[row, i] = (int(state.anchor_B[row]) if i == 0 else t), p
+        return DraftTree.from_parents(token, parent, torch.tensor(size), max_depth=6)
+
+    def scatter(self, path: list[int], budget: int) -> list[tuple[int, int]]:
+        nodes, tip = [(0, 0)], 0
+        for t in path:
+            left = budget - len(nodes)
+            if left == 0:
+                break
+            family = [(t + k) % VOCAB for k in range(1, 1 + self.random.randint(0, min(2, left - 1)))]
+            family.insert(self.random.randint(0, len(family)), t)
+            first = len(nodes)
+            nodes += [(token, tip) for token in family]
+            tip = first + family.index(t)
+        return nodes
+
+    def observe(self, *_: torch.Tensor) -> None:
+        raise AssertionError("nothing is tapped")
+
+
+def use(engine: Engine, drafter: Script) -> Engine:
+    engine.drafter = engine.round.drafter = drafter
+    engine.scheduler.lookahead = drafter.lookahead
+    return engine
+
+
+def make_engine(
+    target: Decoder,
+    drafter: DrafterName = "none",
+    head: DraftHead | None = None,
+    tree: TreeConfig | None = None,
+    config: EngineConfig | None = None,
+    **options: object,
+) -> Engine:
+    tree = tree or TreeConfig(budget=8, width=4)
+    return Engine(target, head, drafter=drafter, tree=tree, config=config or EngineConfig(page_size=4), **options)  # type: ignore[arg-type]
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    watch: Callable[[Engine, list[Update]], None] = lambda engine, updates: None,
+) -> list[Completion]:
+    params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    ids = [engine.add(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+    done: dict[int, Completion] = {}
+    while engine.has_work:
+        updates = engine.step()
+        watch(engine, updates)
+        done.update({u.request_id: u.completion for u in updates if u.completion})
+    return [done[i] for i in ids]
+
+
+def plain(target: Decoder, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+    """What the target writes alone, by the simplest route: a fresh engine per prompt, one node per round."""
+    return [run(make_engine(target), [prompt], sampling)[0].token_ids for prompt in prompts]

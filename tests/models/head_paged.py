@@ -1,0 +1,104 @@
+"""Small heads, a stand-in for the target, and pages to run heads on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from jetspec.models.decoder import DecoderConfig, RopeConfig
+from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
+from jetspec.types import BatchLayout, KVPages, TreeBatch
+
+VOCAB, HIDDEN, WINDOW = 37, 16, 3
+
+LAYERS = DecoderConfig(
+    family="qwen3",
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    inner_size=24,
+    max_len=128,
+    rope=RopeConfig(theta=1000.0),
+    qk_norm=True,
+)
+WINDOWED = replace(LAYERS, windows=(WINDOW, None, WINDOW))
+CAUSAL = HeadConfig(LAYERS, tap_layers=(1, 2), mask_token=36, block_size=5, num_target_layers=6)
+
+HEADS = {
+    "causal": CAUSAL,
+    "bidirectional": replace(CAUSAL, causal=False),
+    "windowed": replace(CAUSAL, layers=WINDOWED),
+    "windowed_bidirectional": replace(CAUSAL, layers=WINDOWED, causal=False),
+    "windowed_mixed": replace(CAUSAL, layers=WINDOWED, causal=False, causal_windows=True),
+    "adapter": replace(CAUSAL, target_hidden_size=10),
+    "shifted": replace(CAUSAL, shifted=True),
+    "biased": replace(CAUSAL, layers=replace(LAYERS, qkv_bias=True, out_bias=True)),
+    "edge": replace(CAUSAL, edge=EdgeConfig(rank=6)),
+    "edge_without_gate": replace(CAUSAL, edge=EdgeConfig(rank=6, gate=False, gate_bias=0.5)),
+    "edge_all_gate": replace(CAUSAL, edge=EdgeConfig(rank=6, gate_bias=0.0), causal=False),
+}
+
+
+def random_head(config: HeadConfig, seed: int = 0) -> DraftHead:
+    """Weights large enough that every one of them shows in the output; nothing is zero or one."""
+    head, generator = DraftHead(config), torch.Generator().manual_seed(seed)
+    for parameter in head.parameters():
+        parameter.data.normal_(0.6 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
+    return head.requires_grad_(False).eval()
+
+
+class Embedder:
+    """What a head borrows from a target, made of random numbers."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.matrix = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+    def embed(self, token: Tensor) -> Tensor:
+        return self.matrix[token]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.matrix.T
+
+
+class HeadPages:
+    """A head's cache for several requests. Pages are scattered and start as NaN: what was not written shows."""
+
+    def __init__(self, head: DraftHead, num_rows: int, page_size: int = 4, pages_per_row: int = 8) -> None:
+        c, num_pages = head.config, num_rows * pages_per_row
+        self.head, self.page_size = head, page_size
+        shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
+        self.layers = [KVPages(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in head.layers]
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(2))
+        self.page_BP = order.view(num_rows, pages_per_row)
+        self.lens = [0] * num_rows
+
+    def slots(self, row: int, position: Tensor) -> Tensor:
+        return self.page_BP[row, position // self.page_size] * self.page_size + position % self.page_size
+
+    def observe(self, row: int, tap: Tensor) -> None:
+        position = self.lens[row] + torch.arange(len(tap))
+        self.head.observe(tap, position, self.slots(row, position), self.layers)
+        self.lens[row] += len(tap)
+
+    def propose(self, token_BS: Tensor, target: Embedder) -> Tensor:
+        """Of blocks behind each request's context."""
+        rows, size = token_BS.shape
+        position_BS = torch.tensor(self.lens)[:, None] + torch.arange(size)
+        slot_BS = torch.stack([self.slots(row, position) for row, position in enumerate(position_BS)])
+        starts = torch.arange(rows + 1) * size
+        layout = BatchLayout(self.page_BP, torch.tensor(self.lens), starts, self.page_size)
+        block = TreeBatch(token_BS.flatten(), position_BS.flatten(), slot_BS.flatten(), layout, None)
+        return self.head.propose(block, target, self.layers)
+
+
+def propose_densely(head: DraftHead, token_S: Tensor, tap: Tensor, target: Embedder) -> Tensor:
+    """The same block recomputed from all taps, without a cache: every slot's state."""
+    position = torch.arange(len(tap) + len(token_S))
+    context, slots = position.tensor_split([len(tap)])
+    visible = position <= slots[:, None] if head.head_config.causal else torch.ones(len(slots), len(position)).bool()
+    return head.forward_blocks(target.embed(token_S), slots, tap, context, visible)

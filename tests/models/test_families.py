@@ -1,0 +1,216 @@
+"""Configs: old and new spellings mean the same, and nonsense is one clear error."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from jetspec.models.decoder import Decoder, RopeConfig
+from jetspec.models.families import FAMILIES, config_from_hf, dtype_from_hf, parts_of, rope_from_hf
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+LLAMA = QWEN3 | {"model_type": "llama"}
+MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+def new_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers 5 writes."""
+    config = dict(config)
+    scaling = dict(config.pop("rope_scaling", None) or {})
+    kind = scaling.pop("type", None) or scaling.pop("rope_type", "default")
+    config["rope_parameters"] = {"rope_type": kind, "rope_theta": config.pop("rope_theta"), **scaling}
+    return config
+
+
+SCALINGS: list[dict[str, Any] | None] = [
+    None,
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "mscale": 0.7, "mscale_all_dim": 1.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "attention_factor": 1.5},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 512},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_both_rope_spellings_equal_transformers(scaling: dict[str, Any] | None) -> None:
+    old = LLAMA | {"head_dim": 64, "rope_scaling": scaling}
+    new = new_spelling(old)
+    assert config_from_hf(old).rope == config_from_hf(new).rope
+    theirs = AutoConfig.for_model(**new)
+    rope, kind = config_from_hf(new).rope, new["rope_parameters"]["rope_type"]
+    if kind == "default":
+        assert rope == RopeConfig(1e6)
+        return
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
+    torch.testing.assert_close(rope.inv_freq(64), inv_freq, atol=1e-9, rtol=1e-5)
+    assert rope.scale == pytest.approx(scale)
+
+
+def test_defaults_of_what_a_config_leaves_out() -> None:
+    bare = {key: value for key, value in LLAMA.items() if key not in ("head_dim", "num_key_value_heads", "rope_theta")}
+    config = config_from_hf(bare)
+    assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 4, 10_000.0)
+    assert config_from_hf({**QWEN3, "head_dim": None}).head_dim == 128
+
+
+def test_head_size_need_not_divide_the_hidden_size() -> None:
+    assert config_from_hf(QWEN3 | {"hidden_size": 30, "head_dim": 8}).head_dim == 8
+    with pytest.raises(ValueError, match="not divisible"):
+        config_from_hf(LLAMA | {"hidden_size": 30, "head_dim": None})
+
+
+def test_biases() -> None:
+    qwen2 = config_from_hf(QWEN3 | {"model_type": "qwen2", "attention_bias": False})
+    assert (qwen2.qkv_bias, qwen2.out_bias, qwen2.mlp_bias) == (True, False, False)
+    llama = config_from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True})
+    assert (llama.qkv_bias, llama.out_bias, llama.mlp_bias) == (True, True, True)
+    mistral = config_from_hf(LLAMA | {"model_type": "mistral", "attention_bias": True, "mlp_bias": True})
+    assert (mistral.qkv_bias, mistral.out_bias, mistral.mlp_bias) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 9, "use_sliding_window": False}, ()),
+        ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}, (None, None, 9, 9)),
+        ({"sliding_window": None, "use_sliding_window": True}, ()),
+        ({"model_type": "llama", "sliding_window": 9, "use_sliding_window": True}, ()),
+        ({"model_type": "mistral", "sliding_window": 9}, (9,) * 4),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        (
+            {"sliding_window": 9, "use_sliding_window": True, "layer_types": ["sliding_attention"] + 3 * ["full_attention"]},
+            (9, None, None, None),
+        ),
+    ],
+)  # fmt: skip
+def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert config_from_hf(QWEN3 | changes).windows == windows
+
+
+def test_sparse_layers() -> None:
+    assert config_from_hf(MOE).moe_layers == (0, 1, 2, 3)
+    assert config_from_hf(MOE | {"decoder_sparse_step": 2}).moe_layers == (1, 3)
+    assert config_from_hf(MOE | {"mlp_only_layers": [0, 2]}).moe_layers == (1, 3)
+    other = {("num_local_experts" if key == "num_experts" else key): value for key, value in MOE.items()}
+    assert config_from_hf(other) == config_from_hf(MOE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "choose one of llama, mistral, qwen2, qwen3, qwen3_moe"),
+        ({"model_type": None}, "choose one of"),
+        ({"model_type": ["llama"]}, "choose one of"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "choose one of default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
+        ({"rope_scaling": "yarn"}, "not a table"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}}, "below"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"rope_theta": -1}, "rope_theta is -1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "GGUF"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"hidden_size": -32}, "hidden_size is -32"),
+        ({"hidden_size": 32.0}, "whole number"),
+        ({"hidden_size": "32"}, "whole number"),
+        ({"hidden_size": True}, "whole number"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": 1 << 40}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "evenly"),
+        ({"num_attention_heads": 1 << 18, "num_key_value_heads": 1 << 18}, "larger than any"),
+        ({"head_dim": 7}, "odd"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, "true or false"),
+        ({"layer_types": ["full_attention"], "use_sliding_window": True}, "each of 4 layers"),
+        ({"layer_types": [[]] * 4, "use_sliding_window": True}, "each of 4 layers"),
+    ],
+)
+def test_nonsense(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(QWEN3 | changes)
+
+
+def test_more_experts_chosen_than_there_are() -> None:
+    with pytest.raises(ValueError, match="only 8 exist"):
+        config_from_hf(MOE | {"num_experts_per_tok": 9})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*MOE, "rope_scaling", "rope_parameters", "layer_types", "sliding_window",
+                                        "use_sliding_window", "mlp_only_layers", "dtype"]), JSON, max_size=3))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_any_config_is_read_or_refused(changes: dict[str, Any]) -> None:
+    raw = MOE | changes
+    try:
+        config = config_from_hf(raw)
+    except ValueError as error:
+        assert "\n" not in str(error)
+    else:
+        assert config.num_heads % config.num_kv_heads == 0
+        assert len(config.windows) in (0, config.num_layers)
+
+
+@pytest.mark.parametrize(
+    ("raw", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"dtype": "bfloat16", "torch_dtype": "float16"}, torch.bfloat16),
+        ({}, torch.bfloat16),
+        ({"dtype": 7}, torch.bfloat16),
+    ],
+)
+def test_dtype(raw: dict[str, Any], dtype: torch.dtype) -> None:
+    assert dtype_from_hf(raw) == dtype
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_stored_names(family: str) -> None:
+    config = config_from_hf(MOE | {"model_type": family, "attention_bias": True, "mlp_bias": True})
+    with torch.device("meta"):
+        decoder = Decoder(dataclasses.replace(config, moe_layers=config.moe_layers[1:]))
+    for layout in ("hf", "gguf"):
+        names = [
+            getattr(part, layout) for name, p in decoder.named_parameters() for part in parts_of(name, p.dim() == 3)
+        ]
+        assert len(names) == len(set(names)) and all(names)
+
+
+def test_original_length_defaults_to_the_context() -> None:
+    raw = QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 2.0}}
+    assert rope_from_hf(raw).original_len == 4096

@@ -1,0 +1,311 @@
+"""The GGUF reader: every tensor type, the models it makes, and files that are damaged or hostile."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from jetspec.models.gguf import CHUNK, TENSOR_TYPES, GGUFFile
+from jetspec.models.weights import load_decoder, open_model
+from tests.models.gguf_files import LLAMA, write_gguf
+from tests.models.paged import run_decoder
+from tests.models.test_decoder import make_model, run_model
+
+HF_TO_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+
+
+def raw_blocks(kind: Type, rows: int, width: int) -> np.ndarray:
+    """Bytes of a quantised tensor. Small exponents keep every half-precision scale finite."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(0).integers(0, 256, (rows, width // block * size), dtype=np.uint8)
+    return np.where((raw & 0x7C) == 0x7C, raw & 0x3F, raw).astype(np.uint8)
+
+
+@pytest.mark.parametrize("number", TENSOR_TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_type_equals_the_gguf_package(number: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    kind = Type(number)
+    assert (TENSOR_TYPES[number].block, TENSOR_TYPES[number].bytes) == gguf.GGML_QUANT_SIZES[kind]
+    rows, width = 3, CHUNK // 2 + 256  # more than one chunk, ending inside one
+    blocks = raw_blocks(kind, rows, width)
+    if kind in (Type.F32, Type.F16):
+        blocks = np.random.default_rng(0).normal(size=(rows, width)).astype(kind.name.replace("F", "float"))
+    path = write_gguf(tmp_path / "a.gguf", {"x": blocks}, types={"x": kind})
+    file = GGUFFile(path)
+    assert file.shape("x") == (rows, width)
+    out = torch.empty(rows, width, dtype=dtype)
+    file.read("x", out)
+    wanted = torch.from_numpy(gguf.dequantize(blocks, kind)).to(dtype)
+    torch.testing.assert_close(out, wanted, atol=0, rtol=0, equal_nan=True)
+
+
+def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", {"x": np.zeros((2, 84), np.uint8)}, types={"x": Type.Q2_K})
+    with pytest.raises(ValueError, match="Q2_K"):
+        GGUFFile(path)
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k of llama models."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def to_gguf(model: PreTrainedModel, permuted: bool) -> dict[str, np.ndarray]:
+    """A transformers model as llama.cpp's converter would name and order it."""
+    tensors = {}
+    for name, value in model.state_dict().items():
+        module, leaf = name.rsplit(".", 1)
+        if ".experts" in name:
+            continue
+        layer = ""
+        if module.startswith("model.layers."):
+            _, _, index, module = module.split(".", 3)
+            layer = f"blk.{index}."
+        array = value.numpy().copy()
+        if permuted and module in ("self_attn.q_proj", "self_attn.k_proj"):
+            array = permute(array, 4 if module.endswith("q_proj") else 2)
+        tensors[f"{layer}{HF_TO_GGUF[module]}.{leaf}"] = array
+    for index, block in enumerate(model.model.layers):
+        if hasattr(block.mlp, "experts"):
+            gate, up = (half.numpy().copy() for half in block.mlp.experts.gate_up_proj.detach().chunk(2, 1))
+            tensors[f"blk.{index}.ffn_gate_exps.weight"] = gate
+            tensors[f"blk.{index}.ffn_up_exps.weight"] = up
+            tensors[f"blk.{index}.ffn_down_exps.weight"] = block.mlp.experts.down_proj.detach().numpy().copy()
+    return tensors
+
+
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", "llama", {}, {}),
+    "llama biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "llama tied": ("llama", "llama", {"tie_word_embeddings": True}, {}),
+    "mistral": ("mistral", "llama", {"sliding_window": None, "head_dim": 16}, {"attention.key_length": 16}),
+    "qwen2": ("qwen2", "qwen2", {}, {}),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 16}, {"attention.key_length": 16, "attention.value_length": 16}),
+    "qwen3moe": (
+        "qwen3_moe",
+        "qwen3moe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+        {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 24},
+    ),
+    "linear": (
+        "llama",
+        "llama",
+        {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 3.0}},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0},
+    ),
+    "yarn": (
+        "qwen3",
+        "qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_theta": 10_000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16
+            },
+        },
+        {
+            "attention.key_length": 16, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+        },
+    ),
+}  # fmt: skip
+
+
+def assert_same(path: Path, model: PreTrainedModel) -> None:
+    tokens = torch.randint(0, 61, (23,), generator=torch.Generator().manual_seed(7)).tolist()
+    logits, taps = run_decoder(load_decoder(path), tokens, (0, 1))
+    wanted_logits, wanted_taps = run_model(model, tokens, (0, 1))
+    torch.testing.assert_close(taps, wanted_taps, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, wanted_logits, atol=1e-4, rtol=1e-4)
+
+
+def make_pair(case: str) -> tuple[PreTrainedModel, dict[str, np.ndarray], dict[str, Any], str]:
+    family, architecture, changes, fields = MODELS[case]
+    size = {"num_hidden_layers": 2, "intermediate_size": 64, "rms_norm_eps": 1e-6}
+    model = make_model(family, size | changes)
+    tensors = to_gguf(model, permuted=architecture == "llama")
+    if model.config.tie_word_embeddings:
+        del tensors["output.weight"]
+    return model, tensors, LLAMA | fields, architecture
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_gguf_equals_the_model_it_was_made_from(case: str, tmp_path: Path) -> None:
+    model, tensors, fields, architecture = make_pair(case)
+    path = write_gguf(tmp_path / "a.gguf", tensors, fields, architecture)
+    assert_same(path, model)
+
+
+def test_rope_factors_of_llama3(tmp_path: Path) -> None:
+    """Converters store llama 3's stretched frequencies as divisors of the plain ones."""
+    parameters = {"rope_theta": 10_000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                  "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+    model = make_model("llama", {"num_hidden_layers": 2, "intermediate_size": 64, "rope_parameters": parameters})
+    plain = 10_000.0 ** (-torch.arange(0, 8, 2) / 8)
+    divisors = (plain / model.model.rotary_emb.inv_freq).numpy()
+    assert divisors.max() > 2
+    path = write_gguf(tmp_path / "a.gguf", to_gguf(model, permuted=True) | {"rope_freqs.weight": divisors})
+    assert_same(path, model)
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    _, tensors, fields, architecture = make_pair("llama")
+    extra = {"tokenizer.ggml.tokens": ["a", "b"], "general.alignment": 32, "some.flag": True}
+    path = tmp_path_factory.mktemp("intact") / "a.gguf"
+    return write_gguf(path, tensors, fields, architecture, extra=extra).read_bytes()
+
+
+def assert_only_value_errors(path: Path, data: bytes) -> None:
+    """Either the file is read, or one clear error; never much more memory than the file."""
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        open_model(path)
+        load_decoder(path)
+    except ValueError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 64 * len(data) + (1 << 22)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_truncated_files(data: st.DataObject, intact: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    end = data.draw(st.integers(0, len(intact) - 1))
+    path = tmp_path_factory.getbasetemp() / "cut.gguf"
+    path.write_bytes(intact[:end])
+    with pytest.raises(ValueError, match=r"cut\.gguf"):
+        GGUFFile(path)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_corrupted_files(data: st.DataObject, intact: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    damaged = bytearray(intact)
+    end_of_header = len(intact) - sum(tensor.nbytes for tensor in make_pair("llama")[1].values())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, end_of_header))
+        width = data.draw(st.sampled_from([1, 4, 8]))
+        damaged[place : place + width] = data.draw(st.binary(min_size=width, max_size=width))
+    assert_only_value_errors(tmp_path_factory.getbasetemp() / "bad.gguf", bytes(damaged))
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_random_bytes(tmp_path_factory: pytest.TempPathFactory, tail: bytes) -> None:
+    data = b"GGUF" + struct.pack("<I", 3) + tail
+    assert_only_value_errors(tmp_path_factory.getbasetemp() / "noise.gguf", data)
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def header(tensors: list[bytes], fields: list[bytes], version: int = 3, magic: bytes = b"GGUF") -> bytes:
+    start = magic + struct.pack("<IQQ", version, len(tensors), len(fields))
+    return start + b"".join(fields) + b"".join(tensors)
+
+
+def tensor(name: bytes, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims) + struct.pack("<IQ", kind, offset)
+
+
+def alignment(value: int) -> bytes:
+    return text(b"general.alignment") + struct.pack("<II", 4, value)
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "cannot be read"),
+    "magic": (header([], [], magic=b"GGML"), "not a GGUF file"),
+    "version": (header([], [], version=1), "version 1"),
+    "big endian": (header([], [], version=3 << 24), "version"),
+    "many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "more than fit"),
+    "many keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "more than fit"),
+    "long name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 40) + bytes(40), "name of"),
+    "long text": (header([], [text(b"k") + struct.pack("<IQ", 8, 1 << 62)]), "ends inside"),
+    "long array": (header([], [text(b"k") + struct.pack("<IIQ", 9, 4, 1 << 62)]), "more than fit"),
+    "long text array": (header([], [text(b"k") + struct.pack("<IIQ", 9, 8, 1 << 62)]), "more than fit"),
+    "nested array": (header([], [text(b"k") + struct.pack("<IIQ", 9, 9, 1) + bytes(16)]), "unsupported type 9"),
+    "value type": (header([], [text(b"k") + struct.pack("<IQ", 99, 0)]), "unknown type 99"),
+    "not text": (header([], [text(b"\xff\xfe") + struct.pack("<II", 4, 0)]), "not UTF-8"),
+    "same key": (header([], [alignment(32)] * 2), "twice"),
+    "same tensor": (header([tensor(b"x", [8])] * 2, []) + bytes(256), "twice"),
+    "no dimensions": (header([tensor(b"x", []) + bytes(32)], []), "0 dimensions"),
+    "many dimensions": (header([tensor(b"x", [1] * 5)], []), "5 dimensions"),
+    "zero dimension": (header([tensor(b"x", [8, 0])], []), "impossible"),
+    "huge dimensions": (header([tensor(b"x", [1 << 62, 1 << 62])], []), "impossible"),
+    "partial block": (header([tensor(b"x", [33], kind=8)], []) + bytes(256), "impossible"),
+    "removed type": (header([tensor(b"x", [32], kind=4)], []) + bytes(256), "stores tensors as"),
+    "alignment": (header([], [alignment(33)]), "alignment"),
+    "no alignment": (header([], [alignment(0)]), "alignment"),
+    "unaligned": (header([tensor(b"x", [8], offset=4)], []) + bytes(256), "unaligned"),
+    "far away": (header([tensor(b"x", [8], offset=1 << 40)], []) + bytes(256), "ends inside tensor x"),
+    "overlap": (header([tensor(b"x", [16]), tensor(b"y", [8], offset=32)], []) + bytes(512), "on top of another"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_files(case: str, tmp_path: Path) -> None:
+    data, message = HOSTILE[case]
+    path = tmp_path / "a.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        GGUFFile(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_count": 3}, r"tensor blk\.2\.attn_norm\.weight is missing"),
+        ({"embedding_length": 64}, "has shape"),
+        ({"block_count": 4_000_000}, "block_count"),
+        ({"attention.head_count": 0}, "head_count"),
+        ({"attention.head_count": "four"}, "head_count"),
+        ({"attention.head_count_kv": 3}, "evenly"),
+        ({"attention.key_length": 7}, "odd"),
+        ({"rope.dimension_count": 4}, "rope.dimension_count"),
+        ({"rope.scaling.type": "longrope"}, "longrope"),
+        ({"expert_count": 8}, "mixtures"),
+    ],
+)
+def test_header_and_tensors_disagree(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    _, tensors, intact_fields, _ = make_pair("llama")
+    path = write_gguf(tmp_path / "a.gguf", tensors, intact_fields | fields)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(path)
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", {}, {}, "mamba")
+    with pytest.raises(ValueError, match="'mamba' is not supported; choose one of"):
+        load_decoder(path)

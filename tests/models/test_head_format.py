@@ -1,0 +1,468 @@
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jetspec.models.decoder import DecoderConfig, RopeConfig
+from jetspec.models.draft_head import HeadConfig
+from jetspec.models.head_format import check_fits, describe_head, load_head, save_head
+from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
+
+Json = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+each_head = pytest.mark.parametrize("config", HEADS.values(), ids=HEADS.keys())
+TARGET = DecoderConfig(
+    "llama",
+    vocab_size=37,
+    hidden_size=16,
+    num_layers=6,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    inner_size=20,
+    max_len=64,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_head(random_head(CAUSAL), tmp_path / "head", torch.float32)
+    return tmp_path / "head"
+
+
+def edit_config(folder: Path, change: Callable[[Json], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        load_head(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@each_head
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_written_is_read_back(config: HeadConfig, dtype: torch.dtype, tmp_path: Path) -> None:
+    head = random_head(config)
+    save_head(head, tmp_path / "head", dtype)
+    back = load_head(tmp_path / "head")
+    assert back.head_config == config
+    assert back.state_dict().keys() == head.state_dict().keys()
+    for name, value in head.state_dict().items():
+        assert back.state_dict()[name].dtype == dtype
+        assert torch.equal(back.state_dict()[name], value.to(dtype)), name
+    assert torch.equal(back.inv_freq, head.inv_freq)
+    assert not back.training and not any(parameter.requires_grad for parameter in back.parameters())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(5e5, "linear", 2.0, original_len=128),
+        RopeConfig(5e5, "llama3", 8.0, 64, low_freq_factor=1.5, high_freq_factor=3.0),
+        RopeConfig(5e5, "yarn", 4.0, 32, beta_fast=16.0, beta_slow=2.0),
+        RopeConfig(5e5, "yarn", 4.0, 32, attention_factor=1.25),
+    ],
+    ids=lambda rope: rope.kind,
+)
+def test_stretched_rope_is_read_back(rope: RopeConfig, tmp_path: Path) -> None:
+    config = replace(CAUSAL, layers=replace(LAYERS, rope=rope))
+    save_head(random_head(config), tmp_path / "head")
+    assert load_head(tmp_path / "head").head_config == config
+
+
+def test_written_folder_is_the_published_layout(tmp_path: Path) -> None:
+    save_head(random_head(replace(HEADS["edge"], target_hidden_size=10)), tmp_path / "head")
+    assert {path.name for path in tmp_path.iterdir()} == {"head"}
+    assert {path.name for path in (tmp_path / "head").iterdir()} == {"config.json", "model.safetensors"}
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    expected = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "vocab_size": 37,
+        "rope_theta": 1000.0,
+        "rope_scaling": None,
+        "layer_types": ["full_attention"] * 3,
+        "tie_word_embeddings": False,
+        "num_target_layers": 6,
+        "dtype": "bfloat16",
+        "block_size": 5,
+        "is_causal": True,
+    }
+    assert expected.items() <= config.items()
+    assert config["dflash_config"] == {
+        "target_layer_ids": [1, 2],
+        "mask_token_id": 36,
+        "target_hidden_size": 10,
+        "causal_head": True,
+        "causal": True,
+        "edge": {"rank": 6, "gate": True, "gate_bias": 1.0},
+    }
+    shapes = {name: list(value.shape) for name, value in load_file(tmp_path / "head" / "model.safetensors").items()}
+    layer = {
+        "input_layernorm.weight": [16],
+        "post_attention_layernorm.weight": [16],
+        "self_attn.q_proj.weight": [32, 16],
+        "self_attn.k_proj.weight": [16, 16],
+        "self_attn.v_proj.weight": [16, 16],
+        "self_attn.o_proj.weight": [16, 32],
+        "self_attn.q_norm.weight": [8],
+        "self_attn.k_norm.weight": [8],
+        "mlp.gate_proj.weight": [24, 16],
+        "mlp.up_proj.weight": [24, 16],
+        "mlp.down_proj.weight": [16, 24],
+    }
+    assert shapes == {
+        "fc.weight": [16, 32],
+        "hidden_norm.weight": [16],
+        "norm.weight": [16],
+        "hidden_dim_adapter.proj.weight": [16, 10],
+        "edge.predecessor.weight": [37, 6],
+        "edge.successor.weight": [37, 6],
+        "edge.gate.weight": [6, 16],
+    } | {f"layers.{i}.{name}": shape for i in range(3) for name, shape in layer.items()}
+
+
+def stack(tensors: Tensors, parts: tuple[str, ...], name: str) -> Tensors:
+    for i in range(3):
+        pieces = [tensors.pop(f"layers.{i}.{part}.weight") for part in parts]
+        tensors[f"layers.{i}.{name}.weight"] = torch.cat(pieces)
+    return tensors
+
+
+def rename(tensors: Tensors, old: str, new: str) -> Tensors:
+    return {new if name == old else name: value for name, value in tensors.items()}
+
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
+    "prefix": lambda t: {f"model.{name}": value for name, value in t.items()},
+    "encoder": lambda t: rename(
+        rename(t, "fc.weight", "encoder.fc.weight"), "hidden_norm.weight", "encoder.output_norm_enc.weight"
+    ),
+    "stacked_qkv": lambda t: stack(t, QKV, "self_attn.qkv_proj"),
+    "stacked_mlp": lambda t: stack(t, ("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
+    "borrowed": lambda t: t | {"embed_tokens.weight": torch.ones(37, 16), "lm_head.weight": torch.ones(37, 16)},
+    "borrowed_with_prefix": lambda t: t | {"model.embed_tokens.weight": torch.ones(37, 16)},
+}
+
+
+@pytest.mark.parametrize("change", SPELLINGS.values(), ids=SPELLINGS.keys())
+def test_every_spelling_of_the_tensors_is_read(change: Callable[[Tensors], Tensors], folder: Path) -> None:
+    edit_tensors(folder, change)
+    back, head = load_head(folder), random_head(CAUSAL)
+    assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
+
+
+def test_shards_are_read(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[::2]}, folder / "model-00001-of-00002.safetensors")
+    save_file({name: tensors[name] for name in names[1::2]}, folder / "model-00002-of-00002.safetensors")
+    assert torch.equal(load_head(folder).fc.weight, random_head(CAUSAL).fc.weight)
+
+
+def move_into(config: Json, key: str, section: str) -> None:
+    config[section] = {**(config[section] or {}), key: config.pop(key)}
+
+
+def new_rope(config: Json) -> None:
+    del config["rope_scaling"]
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+
+
+CONFIG_SPELLINGS: dict[str, Callable[[Json], object]] = {
+    "new_rope": new_rope,
+    "block_size_inside": lambda c: move_into(c, "block_size", "dflash_config"),
+    "other_architecture": lambda c: c.update(architectures=["Qwen3DFlashDraftModel"]),
+    "equal_target_size": lambda c: c["dflash_config"].update(target_hidden_size=16),
+    "unknown_code": lambda c: c.update(auto_map={"AutoModel": "evil.Model"}),
+    "no_layer_types": lambda c: c.pop("layer_types"),
+    "not_shifted": lambda c: c["dflash_config"].update(sample_from_anchor=False),
+}
+
+
+@pytest.mark.parametrize("change", CONFIG_SPELLINGS.values(), ids=CONFIG_SPELLINGS.keys())
+def test_every_spelling_of_the_config_is_read(change: Callable[[Json], object], folder: Path) -> None:
+    edit_config(folder, change)
+    assert load_head(folder).head_config == CAUSAL
+
+
+def test_missing_taps_follow_the_rule(folder: Path) -> None:
+    def change(config: Json) -> None:
+        del config["dflash_config"]["target_layer_ids"]
+        config["num_target_layers"] = 36
+
+    edit_config(folder, change)
+    edit_tensors(folder, lambda t: t | {"fc.weight": torch.ones(16, 48)})
+    assert load_head(folder).head_config.tap_layers == (1, 17, 33)
+    edit_config(folder, lambda c: c.pop("num_target_layers"))
+    assert "target_layer_ids" in refusal(folder)
+
+
+def set_flags(config: Json, flags: dict[str, bool]) -> None:
+    for place in (config, config["dflash_config"]):
+        for key in ("causal_head", "causal", "is_causal"):
+            place.pop(key, None)
+    for key, value in flags.items():
+        section, _, name = key.rpartition(".")
+        (config[section] if section else config)[name] = value
+
+
+CAUSAL_FLAGS = ["dflash_config.causal_head", "dflash_config.causal", "is_causal"]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(flags=st.dictionaries(st.sampled_from(CAUSAL_FLAGS), st.booleans()))
+def test_causal_flag_in_any_spelling(flags: dict[str, bool], folder: Path) -> None:
+    edit_config(folder, lambda c: set_flags(c, flags))
+    if len(set(flags.values())) > 1:
+        message = refusal(folder)
+        assert "contradictory" in message and all(key in message for key in flags)
+    else:
+        assert load_head(folder).head_config.causal is any(flags.values())
+
+
+@pytest.mark.parametrize("flags", [{}, {"is_causal": False}, {"is_causal": True}])
+def test_windows_are_causal_where_no_flag_speaks(flags: dict[str, bool], tmp_path: Path) -> None:
+    save_head(random_head(HEADS["windowed"]), tmp_path / "head")
+    edit_config(tmp_path / "head", lambda c: set_flags(c, flags))
+    config = load_head(tmp_path / "head").head_config
+    expected = (True, False, True) if not flags else (flags["is_causal"],) * 3
+    assert config.causal_layers == expected
+
+
+@pytest.mark.parametrize("switch", [True, False, None])
+def test_layer_types_say_who_has_a_window(switch: bool | None, tmp_path: Path) -> None:
+    save_head(random_head(HEADS["windowed"]), tmp_path / "head")
+    edit_config(tmp_path / "head", lambda c: c.update(use_sliding_window=switch))
+    assert load_head(tmp_path / "head").head_config == HEADS["windowed"]
+
+
+@pytest.mark.parametrize("key", ["shift_label", "draft_shift", "sample_from_anchor"])
+@pytest.mark.parametrize("section", ["", "dflash_config"])
+def test_shifted_flag_in_any_spelling(key: str, section: str, folder: Path) -> None:
+    edit_config(folder, lambda c: (c[section] if section else c).update({key: True}))
+    config = load_head(folder).head_config
+    assert config.shifted and config.depth == 5
+
+
+def test_contradictory_shift_is_refused(folder: Path) -> None:
+    edit_config(folder, lambda c: c["dflash_config"].update(shift_label=True, draft_shift=False))
+    assert "contradictory" in refusal(folder)
+
+
+FOREIGN: dict[str, Json] = {
+    "DFlash2": {"architectures": ["DFlash2DraftModel"]},
+    "DFlash2 ": {"dflash_config": {"selector_rank": 256, "mask_token_id": 1}},
+    "DSpark": {"architectures": ["Qwen3DSparkModel"]},
+    "DSpark ": {"architectures": ["DSparkDraftModel"], "markov_rank": 256},
+    "Domino": {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+    "speculators (dflash)": {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]},
+    "speculators (eagle3)": {"speculators_model_type": "eagle3"},
+    "EAGLE-3": {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_heads_are_refused_by_name(name: str, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(FOREIGN[name]))
+    message = refusal(folder)
+    assert name.strip() in message and "cannot run yet" in message
+    assert describe_head(folder) == {"format": name.strip(), "problem": message}
+
+
+def gguf_file(path: Path, architecture: str) -> Path:
+    def string(text: str) -> bytes:
+        return struct.pack("<Q", len(text)) + text.encode()
+
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    path.write_bytes(
+        (header + string("general.architecture") + struct.pack("<I", 8) + string(architecture)).ljust(128, b"\0")
+    )
+    return path
+
+
+def test_gguf_head_is_refused_and_gguf_target_is_no_head(tmp_path: Path) -> None:
+    file = gguf_file(tmp_path / "head.gguf", "dflash")
+    assert "GGUF" in refusal(file)
+    assert (describe_head(file) or {})["format"] == "GGUF (dflash)"
+    assert describe_head(gguf_file(tmp_path / "target.gguf", "llama")) is None
+
+
+def test_other_folders_are_no_heads(tmp_path: Path) -> None:
+    assert describe_head(tmp_path) is None
+    assert "not a draft head" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    assert describe_head(tmp_path) is None
+    assert "not a draft head" in refusal(tmp_path)
+
+
+NONSENSE: dict[str, Callable[[Json], object]] = {
+    "num_hidden_layers": lambda c: c.update(num_hidden_layers=-1),
+    "hidden_size": lambda c: c.update(hidden_size=10**12),
+    "vocab_size": lambda c: c.update(vocab_size="many"),
+    "head_dim": lambda c: c.update(head_dim=True),
+    "rope_theta": lambda c: c.pop("rope_theta"),
+    "block_size": lambda c: c.update(block_size=1),
+    "mask_token_id": lambda c: c["dflash_config"].update(mask_token_id=37),
+    "target_layer_ids": lambda c: c["dflash_config"].update(target_layer_ids=[1, -2]),
+    "dflash_config": lambda c: c.update(dflash_config=[1]),
+    "layer_types": lambda c: c.update(layer_types=["full_attention", "sliding_attention"], sliding_window=8),
+    "sliding_window": lambda c: c.update(layer_types=["sliding_attention"] * 3),
+    "sliding_attention": lambda c: c.update(layer_types=["chunked_attention"] * 3, sliding_window=8),
+    "rank": lambda c: c["dflash_config"].update(edge={"rank": 0}),
+    "gate": lambda c: c["dflash_config"].update(edge={"rank": 4, "gate": 1}),
+    "use_swa": lambda c: c["dflash_config"].update(use_swa=True),
+    "silu": lambda c: c.update(hidden_act="gelu"),
+    "yarnish": lambda c: c.update(rope_scaling={"rope_type": "yarnish", "factor": 2}),
+    "key/value": lambda c: c.update(num_key_value_heads=3),
+    "is_causal": lambda c: set_flags(c, {"is_causal": "yes"}),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("key", NONSENSE)
+def test_nonsense_in_the_config_is_named(key: str, folder: Path) -> None:
+    edit_config(folder, NONSENSE[key])
+    assert key in refusal(folder)
+
+
+DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "missing": (
+        lambda t: {k: v for k, v in t.items() if k != "layers.1.self_attn.k_proj.weight"},
+        "1.self_attn.k_proj",
+    ),
+    "unknown": (lambda t: t | {"layers.0.attention_conv.base_kernel": torch.ones(2)}, "attention_conv.base_kernel"),
+    "another_layer": (lambda t: t | {"layers.3.mlp.up_proj.weight": torch.ones(24, 16)}, "layers.3.mlp.up_proj"),
+    "shape": (lambda t: t | {"fc.weight": torch.ones(16, 48)}, "fc.weight has shape (16, 48)"),
+    "part_shape": (lambda t: t | {"layers.2.mlp.gate_proj.weight": torch.ones(23, 16)}, "layers.2.mlp.gate_proj"),
+    "dtype": (lambda t: t | {"norm.weight": torch.ones(16, dtype=torch.int32)}, "norm.weight is stored as I32"),
+    "twice": (lambda t: t | {"model.norm.weight": torch.ones(16)}, "norm.weight is stored twice"),
+    "edge": (lambda t: t | {"edge.gate.weight": torch.ones(6, 16)}, "edge.gate.weight"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_tensors_that_do_not_match_the_config_are_named(name: str, folder: Path) -> None:
+    change, words = DAMAGE[name]
+    edit_tensors(folder, change)
+    message = refusal(folder)
+    assert words in message and str(folder) in message
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_are_refused(data: st.DataObject, folder: Path) -> None:
+    file = folder / data.draw(st.sampled_from(["model.safetensors", "config.json"]))
+    whole = file.read_bytes()
+    try:
+        file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 2))])
+        refusal(folder)
+    finally:
+        file.write_bytes(whole)
+
+
+def test_pickles_are_never_opened(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "never opened" in refusal(folder)
+
+
+@each_head
+def test_description_tells_what_the_head_is(config: HeadConfig, tmp_path: Path) -> None:
+    head = random_head(config)
+    save_head(head, tmp_path / "head")
+    facts = describe_head(tmp_path / "head")
+    assert facts is not None and "problem" not in facts
+    assert facts["format"].startswith("JetSpec" if config.causal else "DFlash")
+    assert facts["format"].endswith("edges") is (config.edge is not None)
+    assert facts["parameters"] == sum(parameter.numel() for parameter in head.parameters())
+    assert facts["depth"] == config.depth
+    json.dumps(facts)
+
+
+def test_head_fits_its_target(folder: Path) -> None:
+    assert check_fits(CAUSAL, TARGET) == []
+    assert load_head(folder, TARGET, dtype=torch.bfloat16).fc.weight.dtype == torch.bfloat16
+
+
+MISFITS: dict[str, tuple[HeadConfig, DecoderConfig]] = {
+    "hidden size": (CAUSAL, replace(TARGET, hidden_size=32)),
+    "vocabulary": (CAUSAL, replace(TARGET, vocab_size=50)),
+    "made for 6 layers": (CAUSAL, replace(TARGET, num_layers=7)),
+    "taps layer 2": (replace(CAUSAL, num_target_layers=None), replace(TARGET, num_layers=2)),
+    "mask token": (CAUSAL, replace(TARGET, vocab_size=36)),
+    "states of size 10": (HEADS["adapter"], TARGET),
+}
+
+
+@pytest.mark.parametrize("words", MISFITS)
+def test_misfit_is_said_in_words(words: str) -> None:
+    assert any(words in problem for problem in check_fits(*MISFITS[words]))
+
+
+def test_head_for_another_model_is_refused_with_all_reasons(folder: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        load_head(folder, replace(TARGET, hidden_size=32, vocab_size=30, num_layers=2))
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(words in message for words in ("hidden size", "vocabulary", "made for 6", "taps layer", "mask token"))
+
+
+def test_saving_replaces_a_head_and_nothing_else(folder: Path) -> None:
+    head = random_head(CAUSAL, seed=5)
+    save_head(head, folder, torch.float32)
+    assert torch.equal(load_head(folder).fc.weight, head.fc.weight)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"notes\.txt"):
+        save_head(head, folder)
+    assert (folder / "notes.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match="is a file"):
+        save_head(head, folder / "notes.txt")
+
+
+def test_failed_save_leaves_the_old_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr("jetspec.models.head_format.save_file", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_head(random_head(CAUSAL, seed=5), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_the_format_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    two_windows = replace(CAUSAL, layers=replace(LAYERS, windows=(2, 3, None)))
+    with pytest.raises(ValueError, match="single size"):
+        save_head(random_head(two_windows), tmp_path / "head")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,275 @@
+"""Text to tokens and back: folders, rebuilt GGUF vocabularies, chat templates that misbehave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from jetspec.models.tokenizer import BYTE_OF, PRE_TOKENIZERS, Tokenizer
+
+TEXTS = ["low lower lowest new newer newest wide 2024 12 345,678", "def f(x):\n    return x + 1\n\n\n", "naïve café 你好 🙂"]
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+USER = [{"role": "user", "content": "hi"}]
+
+
+def train_backend() -> Backend:
+    """A real byte-level BPE, learned from a few lines."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "</s>", "<|a|>"], initial_alphabet=alphabet)
+    backend.train_from_iterator(TEXTS * 4, trainer)
+    return backend
+
+
+BACKEND = train_backend()
+
+
+def gguf_metadata(pre: str = "gpt-2", **changes: Any) -> dict[str, Any]:
+    model = json.loads(BACKEND.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    metadata = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [3 if token in ("<s>", "</s>", "<|a|>") else 1 for token in tokens],
+        "merges": [" ".join(merge) for merge in model["merges"]],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    named = {f"tokenizer.ggml.{key}": value for key, value in (metadata | changes).items() if value is not None}
+    return named | {"tokenizer.chat_template": PLAIN}
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", "h", "e", "l", "o", "w", "he", "ll", "llo", "hello", "▁hello", "▁w", "lo", "▁lo", "▁low"]
+    metadata = {
+        "model": "llama",
+        "tokens": pieces + words,
+        "scores": [0.0] * len(pieces) + [-float(i) for i in range(len(words))],
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in (metadata | changes).items()}
+
+
+def write_folder(folder: Path, config: dict[str, Any], template: str | None = None) -> Path:
+    BACKEND.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@given(st.text())
+@settings(max_examples=60, deadline=None)
+def test_round_trip(text: str) -> None:
+    for pre in PRE_TOKENIZERS.keys() - {"qwen2"}:  # that one normalises
+        tokenizer = GGUF[pre]
+        assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
+
+
+GGUF = {pre: Tokenizer.from_gguf(gguf_metadata(pre)) for pre in PRE_TOKENIZERS}
+
+
+@given(st.text())
+@settings(max_examples=60, deadline=None)
+def test_gguf_equals_the_tokenizer_it_was_made_from(text: str) -> None:
+    assert GGUF["gpt-2"].encode(text) == BACKEND.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["I", "'m", " 2024", ",", " ok", "\n\n", "\n", "x"]),
+        ("smollm", ["I", "'m", " ", "2", "0", "2", "4", ",", " ok", "\n\n", "\n", "x"]),
+        ("llama-bpe", ["I", "'m", " ", "202", "4", ",", " ok", "\n\n\n", "x"]),
+        ("qwen2", ["I", "'m", " ", "2", "0", "2", "4", ",", " ok", "\n\n\n", "x"]),
+        ("tekken", ["I", "'m", " ", "2", "0", "2", "4", ",", " ok", "\n\n\n", "x"]),
+    ],
+)
+def test_words_before_merging(pre: str, pieces: list[str]) -> None:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
+    cut = pre_tokenizers.Sequence(splits).pre_tokenize_str("I'm 2024, ok\n\n\nx")
+    assert [piece for piece, _ in cut] == pieces
+
+
+def test_text_that_is_not_unicode() -> None:
+    with pytest.raises(ValueError, match="surrogate"):
+        GGUF["gpt-2"].encode("\ud800")
+
+
+def test_control_tokens_are_special() -> None:
+    tokenizer = GGUF["gpt-2"]
+    ids = tokenizer.encode("low<|a|></s>")
+    assert ids[-2:] == [2, 1]
+    assert tokenizer.decode(ids) == "low"
+    assert tokenizer.decode(ids, skip_special=False) == "low<|a|></s>"
+
+
+def test_user_defined_tokens_are_whole_but_not_special() -> None:
+    metadata = gguf_metadata()
+    metadata["tokenizer.ggml.token_type"] = [4 if type == 3 else type for type in metadata["tokenizer.ggml.token_type"]]
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.decode(tokenizer.encode("low<|a|>")) == "low<|a|>"
+    assert tokenizer.encode("low<|a|>")[-1] == 2
+
+
+@pytest.mark.parametrize(("pre", "wish", "first"), [
+    ("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False),
+])  # fmt: skip
+def test_first_token(pre: str, wish: bool | None, first: bool) -> None:
+    tokenizer = Tokenizer.from_gguf(gguf_metadata(pre, add_bos_token=wish))
+    assert tokenizer.bos_token == 0
+    assert (tokenizer.encode("low", add_special=True)[0] == 0) is first
+    assert tokenizer.encode("low")[0] != 0
+
+
+def test_chat_adds_no_second_first_token() -> None:
+    metadata = gguf_metadata(add_bos_token=True) | {"tokenizer.chat_template": "{{ bos_token }}" + PLAIN}
+    assert Tokenizer.from_gguf(metadata).encode_chat(USER).count(0) == 1
+
+
+def test_end_tokens_of_gguf() -> None:
+    assert GGUF["gpt-2"].eos_tokens == {1}
+    assert Tokenizer.from_gguf(gguf_metadata(eot_token_id=2)).eos_tokens == {1, 2}
+    assert Tokenizer.from_gguf(gguf_metadata(eos_token_id=None)).eos_tokens == {1}  # </s> by its text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pre": "martian"}, "martian"),
+        ({"model": "rwkv"}, "rwkv"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "twice"),
+        ({"tokens": []}, "empty"),
+        ({"tokens": [1, 2]}, "list of str"),
+        ({"token_type": [1]}, "type per token"),
+        ({"merges": ["no such"]}, "fit together"),
+        ({"merges": ["unsplit"]}, "fit together"),
+    ],
+)
+def test_damaged_vocabulary(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_gguf(gguf_metadata(**changes))
+
+
+def test_sentencepiece_merges_by_score() -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
+    tokens = sentencepiece_metadata()["tokenizer.ggml.tokens"]
+    assert [tokens[id] for id in tokenizer.encode("hello low")] == ["▁hello", "▁low"]
+    assert [tokens[id] for id in tokenizer.encode("é")] == ["▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.encode("hello", add_special=True)[0] == 1
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="▁"), min_size=1))
+@settings(max_examples=60, deadline=None)
+def test_sentencepiece_round_trip(text: str) -> None:
+    assert SENTENCEPIECE.decode(SENTENCEPIECE.encode(text), skip_special=False) == text
+
+
+SENTENCEPIECE = Tokenizer.from_gguf(sentencepiece_metadata())
+
+
+def test_sentencepiece_needs_scores() -> None:
+    with pytest.raises(ValueError, match="score per token"):
+        Tokenizer.from_gguf(sentencepiece_metadata(scores=[0.0]))
+
+
+def test_token_text_is_one_printable_line() -> None:
+    for tokenizer in (GGUF["gpt-2"], SENTENCEPIECE):
+        assert all(tokenizer.token_text(id).isprintable() for id in range(tokenizer.vocab_size))
+    newline, half = BACKEND.token_to_id("Ċ"), BACKEND.token_to_id("Ã")
+    assert GGUF["gpt-2"].token_text(newline) == r"\n"
+    assert GGUF["gpt-2"].token_text(half) == r"\xc3"
+    assert GGUF["gpt-2"].token_text(10_000) == "<10000>"
+    assert SENTENCEPIECE.token_text(SENTENCEPIECE.encode("hello")[0]) == " hello"
+
+
+def test_byte_alphabet_is_the_librarys() -> None:
+    assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(BYTE_OF.values()) == list(range(256))
+
+
+def test_folder(tmp_path: Path) -> None:
+    config = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "chat_template": PLAIN}
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, config))
+    assert tokenizer.encode("low lower") == BACKEND.encode("low lower").ids
+    assert (tokenizer.bos_token, tokenizer.eos_tokens, tokenizer.vocab_size) == (0, {1}, BACKEND.get_vocab_size())
+    assert tokenizer.chat(USER) == "<|user|>hi<|a|>"
+    assert tokenizer.chat(USER, add_generation_prompt=False) == "<|user|>hi"
+
+
+def test_template_file_wins_over_config(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, {"chat_template": "old"}, template="new"))
+    assert tokenizer.chat(USER) == "new"
+
+
+def test_list_of_templates(tmp_path: Path) -> None:
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert Tokenizer.from_folder(write_folder(tmp_path, {"chat_template": templates})).chat(USER) == "plain"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "BPE"}}'])
+def test_damaged_folder(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="not a valid tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_folder_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tokenizer.json is missing"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def with_template(template: str | None) -> Tokenizer:
+    return Tokenizer(BACKEND, template, {"bos_token": "<s>"})
+
+
+def test_no_template() -> None:
+    with pytest.raises(ValueError, match="--raw"):
+        with_template(None).chat(USER)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].missing.field }}",
+        "{{ 1 / 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(10000000000) %}{% endfor %}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ open('/etc/passwd') }}",
+    ],
+)
+def test_template_that_misbehaves(template: str) -> None:
+    with pytest.raises(ValueError, match="chat template failed"):
+        with_template(template).chat(USER)
+
+
+def test_template_tools() -> None:
+    assert with_template("{{ messages | tojson }}").chat([{"role": "é<"}]) == '[{"role": "é<"}]'
+    assert with_template("{{ strftime_now('%Y') | length }}").chat(USER) == "4"
+    loop = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    assert with_template(loop).chat(USER) == "01"
+    assert with_template("{{ enable_thinking }}").chat(USER, enable_thinking=False) == "False"
+    with pytest.raises(ValueError, match="not colour"):
+        with_template("x").chat(USER, colour="red")

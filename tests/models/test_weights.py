@@ -1,0 +1,218 @@
+"""Folders of safetensors: what is refused and how, and what a loaded decoder is like."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jetspec.models.describe import describe, fits
+from jetspec.models.weights import INDEX, load_decoder, load_target, random_decoder
+from tests.models.paged import run_decoder
+from tests.models.test_decoder import make_model
+from tests.models.test_tokenizer import BACKEND, write_folder
+
+
+def save_model(folder: Path, family: str = "llama", shards: bool = False, **changes: Any) -> Path:
+    make_model(family, changes).save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
+    return folder
+
+
+def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file) | {name.replace("__", "."): value for name, value in changes.items()}
+    save_file({name: value for name, value in tensors.items() if value is not None}, file)
+
+
+def test_a_loaded_decoder_is_ready_to_run(tmp_path: Path) -> None:
+    decoder = load_decoder(save_model(tmp_path, tie_word_embeddings=True))
+    assert not decoder.training
+    assert not any(parameter.requires_grad for parameter in decoder.parameters())
+    assert decoder.lm_head is decoder.embedding
+    assert not any(tensor.is_meta for tensor in [*decoder.parameters(), *decoder.buffers()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    decoder = load_decoder(save_model(tmp_path), dtype)
+    assert {parameter.dtype for parameter in decoder.parameters()} == {dtype}
+    assert decoder.inv_freq.dtype == torch.float32
+    exact = load_decoder(tmp_path)
+    assert {parameter.dtype for parameter in exact.parameters()} == {torch.float32}
+    torch.testing.assert_close(decoder.embedding, exact.embedding.to(dtype), atol=0, rtol=0)
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    """Folders that keep all experts of a layer in one tensor load like those that do not."""
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = make_model("qwen3_moe", sizes)
+    model.save_pretrained(tmp_path)
+    separate = load_decoder(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.0.mlp.experts.2.up_proj.weight" in stored
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    stacked = load_decoder(tmp_path)
+    for (name, ours), theirs in zip(stacked.named_parameters(), separate.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    edit_tensors(save_model(tmp_path), model__norm__weight=None)
+    with pytest.raises(ValueError, match=r"tensor model\.norm\.weight is missing"):
+        load_decoder(tmp_path)
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    edit_tensors(save_model(tmp_path), model__norm__weight=torch.zeros(31))
+    with pytest.raises(ValueError, match=r"tensor model\.norm\.weight has shape \(31,\); its config asks for \(32,\)"):
+        load_decoder(tmp_path)
+
+
+def test_wrong_type(tmp_path: Path) -> None:
+    edit_tensors(save_model(tmp_path), model__norm__weight=torch.zeros(32, dtype=torch.int32))
+    with pytest.raises(ValueError, match="stored as I32; F32, F16, BF16 can be read"):
+        load_decoder(tmp_path)
+
+
+def test_a_huge_config_allocates_nothing(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    edit_config(tmp_path, vocab_size=1 << 24, hidden_size=1 << 20, head_dim=8)
+    with pytest.raises(ValueError, match="has shape"):
+        load_decoder(tmp_path)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("kept", [0, 7, 200, -1])
+def test_truncated_file(kept: int, tmp_path: Path) -> None:
+    file = save_model(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read"):
+        load_decoder(tmp_path)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    shard = sorted(save_model(tmp_path, shards=True).glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"shard {shard.name} is missing"):
+        load_decoder(tmp_path)
+
+
+def test_truncated_shard(tmp_path: Path) -> None:
+    shard = sorted(save_model(tmp_path, shards=True).glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=f"{shard.name}: cannot be read"):
+        load_decoder(tmp_path)
+
+
+def test_index_names_the_wrong_shard(tmp_path: Path) -> None:
+    index = save_model(tmp_path, shards=True) / INDEX
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = content["weight_map"]["model.embed_tokens.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"tensor model\.norm\.weight is missing, though the index names it"):
+        load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/tmp/a.safetensors", "a\\b.safetensors", "x.bin", "", 7])
+def test_index_stays_in_its_folder(name: Any, tmp_path: Path) -> None:
+    index = save_model(tmp_path / "model", shards=True) / INDEX
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="not a safetensors file of this folder"):
+        load_decoder(tmp_path / "model")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 100_000])
+def test_damaged_index(content: str, tmp_path: Path) -> None:
+    (save_model(tmp_path, shards=True) / INDEX).write_text(content)
+    with pytest.raises(ValueError, match=r"index\.json"):
+        load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "\ud800".encode("utf-8", "surrogatepass")])
+def test_damaged_config(content: str | bytes, tmp_path: Path) -> None:
+    file = save_model(tmp_path) / "config.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_decoder(tmp_path)
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        load_decoder(tmp_path)
+
+
+class Trap:
+    """Writes a file when unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
+def test_pickles_are_never_opened(name: str, tmp_path: Path) -> None:
+    (save_model(tmp_path) / "model.safetensors").unlink()
+    (tmp_path / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(ValueError, match="pickle"):
+            load_decoder(source)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    edit_config(tmp_path, auto_map={"AutoModelForCausalLM": "trap.Model"})
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+    load_decoder(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_target_of_a_folder(tmp_path: Path) -> None:
+    size = BACKEND.get_vocab_size()
+    save_model(tmp_path, vocab_size=size, eos_token_id=7)
+    write_folder(tmp_path, {"eos_token": "</s>", "bos_token": "<s>"})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9, size + 5, "x"]}))
+    target = load_target(tmp_path)
+    assert target.eos_tokens == {1, 7, 8, 9}
+    assert (target.path, target.name) == (tmp_path, tmp_path.name)
+    logits, _ = run_decoder(target.decoder, target.tokenizer.encode("low lower"))
+    assert logits.isfinite().all()
+
+
+def test_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
+    write_folder(save_model(tmp_path), {})
+    with pytest.raises(ValueError, match="the model only 61"):
+        load_target(tmp_path)
+
+
+def test_describe(tmp_path: Path) -> None:
+    size = BACKEND.get_vocab_size()
+    write_folder(save_model(tmp_path, vocab_size=size), {"eos_token": "</s>", "chat_template": "x"})
+    told = describe(tmp_path)
+    assert (told["kind"], told["format"], told["family"]) == ("target", "safetensors", "llama")
+    assert told["parameters"] == sum(parameter.numel() for parameter in load_decoder(tmp_path).parameters())
+    assert (told["layers"], told["vocab_size"], told["chat_template"]) == (3, size, True)
+    assert fits(told, told) == ["a target and a head are needed, not a target and a target"]
+    json.dumps(told)
+
+
+def test_random_decoder_depends_on_its_seed_alone(tmp_path: Path) -> None:
+    config = load_decoder(save_model(tmp_path)).config
+    one, same, other = (random_decoder(config, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.embedding, same.embedding)
+    assert not torch.equal(one.embedding, other.embedding)
+    assert run_decoder(one, [1, 2, 3])[0].isfinite().all()

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from jetspec.config import TreeConfig
+from jetspec.models.decoder import DecoderConfig
+from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, make_head
+from jetspec.models.hf_target import HFTarget
+from jetspec.reference import accept, commit, generate_reference, prefill, verify
+from jetspec.tree import DraftTree, build_tree_reference
+from jetspec.types import RowSampling, SamplingParams
+
+VOCAB, HIDDEN, NUM_LAYERS = 23, 16, 4
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedModel], object]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=5)),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=2),
+    ),
+}
+HEAD = HeadConfig(
+    DecoderConfig("qwen3", VOCAB, HIDDEN, 2, 4, 2, 4, 24, 128, qk_norm=True),
+    tap_layers=(0, 2, 3),
+    mask_token=22,
+    block_size=6,
+)
+TREES = {
+    "plain": TreeConfig(budget=1),
+    "chain": TreeConfig(width=1, budget=6),
+    "tree": TreeConfig(width=3, budget=16),
+    "shallow": TreeConfig(width=8, budget=32, depth=2),
+    "paper": TreeConfig(width=2, budget=12, expand="paper"),
+    "hybrid": TreeConfig(width=3, budget=12, score="hybrid", entropy_weight=0.3),
+    "entropy": TreeConfig(width=3, budget=12, score="entropy"),
+    "wider_than_vocabulary": TreeConfig(width=40, budget=60),
+}
+HEADS = {
+    "causal": HEAD,
+    "bidirectional": replace(HEAD, causal=False),
+    "edge": replace(HEAD, edge=EdgeConfig(rank=5)),
+    "shifted": replace(HEAD, shifted=True),
+    "windowed": replace(HEAD, layers=replace(HEAD.layers, windows=(3, None))),
+}
+
+
+def make_target(family: str) -> HFTarget:
+    torch.manual_seed(0)
+    model_class, config = FAMILIES[family]
+    model = model_class(config)
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    head.weight.data = nn.functional.normalize(head.weight.data, dim=-1)
+    return HFTarget(model)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> Iterator[HFTarget]:
+    yield make_target(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> HFTarget:
+    return make_target("llama")
+
+
+def greedy(target: HFTarget, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
+    """What transformers itself writes."""
+    ids = torch.tensor([prompt])
+    out = target.model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, eos_token_id=eos
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def random_head(config: HeadConfig, seed: int = 0) -> DraftHead:
+    head = make_head(config, seed)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)), alpha=0.2)
+    return head.requires_grad_(False)
+
+
+class EchoHead(DraftHead):
+    """Knows the text. Its states point at the output rows of the tokens to come, some at wrong ones."""
+
+    def __init__(self, target: HFTarget, text: list[int], wrong_depth: int | None = None) -> None:
+        super().__init__(HEAD)
+        self.text, self.wrong_depth = torch.tensor(text + [0] * HEAD.block_size), wrong_depth
+        self.output = target.model.get_output_embeddings().weight.detach()
+
+    def forward_blocks(
+        self, block: Tensor, block_position: Tensor, tap: Tensor, tap_position: Tensor, visible: Tensor
+    ) -> Tensor:
+        assert len(tap) == block_position[0], "the context ends right before the anchor"
+        token = self.text[block_position]
+        if self.wrong_depth is not None:
+            token[self.wrong_depth] = (token[self.wrong_depth] + 1) % VOCAB
+        return 20 * self.output[token]
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+def test_greedy_text_is_the_targets_own(tree: TreeConfig, target: HFTarget) -> None:
+    tokens, accepted = generate_reference(target, random_head(HEAD), PROMPT, 20, tree)
+    assert tokens == greedy(target, PROMPT, 20)
+    assert len(tokens) == len(accepted) + sum(accepted)
+
+
+@pytest.mark.parametrize("config", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_head_leaves_the_text_alone(config: HeadConfig, seed: int, llama: HFTarget) -> None:
+    tokens, _ = generate_reference(llama, random_head(config, seed), PROMPT, 24, TREES["tree"])
+    assert tokens == greedy(llama, PROMPT, 24)
+
+
+def test_without_a_head_every_round_writes_one_token(llama: HFTarget) -> None:
+    tokens, accepted = generate_reference(llama, None, PROMPT, 9, TREES["tree"])
+    assert tokens == greedy(llama, PROMPT, 9)
+    assert accepted == [0] * 9
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "paper"])
+def test_head_that_knows_the_text_is_accepted_whole(name: str, target: HFTarget) -> None:
+    text = greedy(target, PROMPT, 30)
+    tree = TREES[name]
+    tokens, accepted = generate_reference(target, EchoHead(target, PROMPT + text), PROMPT, 24, tree)
+    assert tokens == text[:24]
+    assert accepted == [5, 5, 5, 5], "depth 5 and the target's own token, in every round from the first"
+
+
+@pytest.mark.parametrize("wrong_depth", [1, 3, 5])
+def test_chain_is_accepted_up_to_its_first_error(wrong_depth: int, llama: HFTarget) -> None:
+    text = greedy(llama, PROMPT, 40)
+    head = EchoHead(llama, PROMPT + text, wrong_depth)
+    tokens, accepted = generate_reference(llama, head, PROMPT, 3 * wrong_depth, TREES["chain"])
+    assert tokens == text[: 3 * wrong_depth]
+    assert accepted == [wrong_depth - 1] * 3
+
+
+@pytest.mark.parametrize("head_name", ["echo", "random", "none"])
+def test_end_token_and_length_cut_a_round(head_name: str, llama: HFTarget) -> None:
+    text = greedy(llama, PROMPT, 30)
+    heads = {"echo": EchoHead(llama, PROMPT + text), "random": random_head(HEAD), "none": None}
+    for length in (1, 4, 7):
+        tokens, accepted = generate_reference(llama, heads[head_name], PROMPT, length, TREES["tree"])
+        assert tokens == text[:length] and len(tokens) == len(accepted) + sum(accepted)
+    eos = text[3]
+    expected = text[: text.index(eos) + 1]
+    tokens, accepted = generate_reference(llama, heads[head_name], PROMPT, 30, TREES["tree"], eos={eos})
+    assert tokens == expected == greedy(llama, PROMPT, 30, eos)
+    assert len(tokens) == len(accepted) + sum(accepted)
+    unending = SamplingParams(ignore_eos=True)
+    assert generate_reference(llama, heads[head_name], PROMPT, 30, TREES["tree"], unending, {eos})[0] == text
+
+
+def test_prompt_of_one_token(llama: HFTarget) -> None:
+    for head in (random_head(HEAD), None):
+        assert generate_reference(llama, head, [7], 12, TREES["tree"])[0] == greedy(llama, [7], 12)
+
+
+def test_empty_prompt_is_refused(llama: HFTarget) -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        generate_reference(llama, None, [], 4, TREES["tree"])
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.05}])
+def test_seed_fixes_the_text_whatever_the_tree(filters: dict[str, float], llama: HFTarget) -> None:
+    texts = set()
+    for seed in (11, 12):
+        sampling = SamplingParams(temperature=1.3, seed=seed, **filters)  # type: ignore[arg-type]
+        plain, _ = generate_reference(llama, None, PROMPT, 20, TREES["plain"], sampling)
+        texts.add(tuple(plain))
+        for config in HEADS.values():
+            for tree in (TREES["chain"], TREES["tree"], TREES["paper"]):
+                assert generate_reference(llama, random_head(config), PROMPT, 20, tree, sampling)[0] == plain
+    assert len(texts) == 2, "seeds differ"
+
+
+def test_sampled_text_is_accepted_from_a_head_that_knows_it(llama: HFTarget) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    text, _ = generate_reference(llama, None, PROMPT, 30, TREES["plain"], sampling)
+    _, accepted = generate_reference(llama, EchoHead(llama, PROMPT + text), PROMPT, 18, TREES["chain"], sampling)
+    assert accepted == [5, 5, 5]
+
+
+def test_cache_and_taps_after_rounds_equal_a_fresh_pass(target: HFTarget) -> None:
+    """Length is that of the text without its anchor, K, V and taps are those of a pass over these tokens."""
+    head, tokens, cache = random_head(HEAD), list(PROMPT), target.new_cache()
+    tap = prefill(target, head, tokens[:-1], cache)
+    greedily = RowSampling.of([SamplingParams()], [0], "cpu")
+    right = greedy(target, PROMPT, 40)
+    for round_ in range(4):
+        done = len(tokens) - len(PROMPT)
+        tree = side_branches(tokens[-1], right[done : done + 1 + round_])
+        logits, new_tap = verify(target, head, tree, cache)
+        path, bonus = accept(tree, logits, len(tokens), greedily)
+        assert len(path) == 2 + round_
+        tap = commit(target, path, cache, tap, new_tap)
+        tokens += [*tree.token_BN[0, path[1:]].tolist(), bonus]
+        fresh = target.new_cache()
+        fresh_tap = prefill(target, head, tokens[:-1], fresh)
+        assert target.cached_len(cache) == len(tokens) - 1 == len(tap)
+        torch.testing.assert_close(tap, fresh_tap, atol=1e-5, rtol=1e-4)
+        for (k, v), (fresh_k, fresh_v) in zip(rows(cache), rows(fresh), strict=True):
+            torch.testing.assert_close(k, fresh_k, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(v, fresh_v, atol=1e-5, rtol=1e-4)
+
+
+def side_branches(anchor: int, right: list[int]) -> DraftTree:
+    """A tree whose accepted path lies behind wrong siblings at every depth."""
+
+    def children(depth: int, parent: int) -> tuple[list[int], list[float]]:
+        wrong = (right[depth - 1] + 1) % VOCAB
+        return [wrong, right[depth - 1]], [-0.1, -0.2]
+
+    return build_tree_reference(anchor, children, TreeConfig(width=2, budget=200), len(right))
+
+
+def rows(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[union-attr, misc]
+
+
+def test_taps_are_layer_outputs_before_the_final_norm(target: HFTarget) -> None:
+    position = torch.arange(len(PROMPT))
+    _, taps = target.forward(torch.tensor(PROMPT), position, position <= position[:, None], target.new_cache())
+    out = target.model(torch.tensor([PROMPT]), output_hidden_states=True)
+    assert len(taps) == NUM_LAYERS
+    for layer, tap in enumerate(taps[:-1]):
+        torch.testing.assert_close(tap, out.hidden_states[layer + 1][0], atol=1e-5, rtol=1e-5)
+    last = target.model.get_decoder().norm(taps[-1])  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(last, out.hidden_states[-1][0], atol=1e-5, rtol=1e-5)
+
+
+def test_models_that_cannot_verify_trees_are_refused() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation"):
+        HFTarget(model)
+    other = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    other.config.layer_types = ["linear_attention"] * NUM_LAYERS
+    with pytest.raises(ValueError, match="linear_attention"):
+        HFTarget(other)

@@ -1,0 +1,191 @@
+"""Whatever the tree, what is committed is the target's own text: the same tokens greedily, the same law sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jetspec.config import TreeConfig
+from jetspec.tree import Acceptance, Candidates, DraftTree, accept, accepted_tokens, build_tree
+from jetspec.types import RowSampling, SamplingParams
+
+VOCAB = 5
+Draft = Callable[[Tensor, int], DraftTree]
+Accept = Callable[[DraftTree, Tensor, RowSampling, Tensor], Acceptance]
+
+
+def sampling_rows(batch: int, params: SamplingParams) -> RowSampling:
+    return RowSampling.of([params] * batch, list(range(batch)), "cpu")
+
+
+def random_candidates(seed: int, batch: int, depth: int, device: torch.device | str = "cpu") -> Candidates:
+    rng = torch.Generator().manual_seed(seed)
+    logprob_BDV = torch.randn(batch, depth, VOCAB, generator=rng).log_softmax(-1)
+    logprob_BDC, token_BDC = logprob_BDV.sort(-1, descending=True)
+    cut_BDC = torch.rand(logprob_BDC.shape, generator=rng) < 0.3
+    return Candidates(token_BDC.to(device), logprob_BDC.masked_fill(cut_BDC, -torch.inf).to(device))
+
+
+def walk(tree: DraftTree, choices: list[int], row: int) -> tuple[list[int], int]:
+    """The path of one row, node by node, and its bonus. `choices[node]` is the target's token after that node."""
+    path = [0]
+    while True:
+        found = [
+            node
+            for node in range(1, int(tree.size_B[row]))
+            if tree.parent_BN[row, node] == path[-1] and tree.token_BN[row, node] == choices[path[-1]]
+        ]
+        if not found:
+            return path, choices[path[-1]]
+        path += found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.integers(1, VOCAB))
+def test_greedy_equals_the_naive_walk(seed: int, batch: int, depth: int, budget: int, width: int) -> None:
+    config = TreeConfig(budget=budget, width=width)
+    tree = build_tree(torch.zeros(batch, dtype=torch.long), random_candidates(seed, batch, depth), config, depth)
+    logits_BNV = torch.randn(*tree.token_BN.shape, VOCAB, generator=torch.Generator().manual_seed(seed + 1))
+    out = accept(tree, logits_BNV, sampling_rows(batch, SamplingParams()), torch.full((batch,), 9))
+    token_BD1 = accepted_tokens(tree, out)
+    assert out.path_BD1.shape == token_BD1.shape == (batch, tree.max_depth + 1)
+    for row in range(batch):
+        path, bonus = walk(tree, logits_BNV[row].argmax(-1).tolist(), row)
+        padding = tree.max_depth + 1 - len(path)
+        assert out.path_BD1[row].tolist() == path + path[-1:] * padding
+        assert (int(out.length_B[row]), int(out.bonus_B[row])) == (len(path) - 1, bonus)
+        drafts = tree.token_BN[row, path[1:]].tolist()
+        assert token_BD1[row].tolist() == drafts + [bonus] * (padding + 1)
+
+
+def test_padding_is_never_a_child() -> None:
+    """Padding carries token 0, the very token the target wants everywhere."""
+    padded = DraftTree.from_parents(torch.tensor([[3, 1, 0, 0]]), torch.zeros(1, 4).long(), torch.tensor([2]), 1)
+    logits_BNV = torch.zeros(1, 4, VOCAB)
+    logits_BNV[..., 0] = 1
+    out = accept(padded, logits_BNV, sampling_rows(1, SamplingParams()), torch.tensor([0]))
+    assert out.length_B.tolist() == [0] and out.bonus_B.tolist() == [0]
+
+
+def test_nothing_looks_at_the_values() -> None:
+    """Meta tensors have shapes and no values: a host sync on one raises. Only the CPU may look."""
+    tree = random_tree(torch.zeros(2, dtype=torch.long, device="meta"), 0)
+    logits_BNV = torch.empty(*tree.token_BN.shape, VOCAB, device="meta")
+    sampling = RowSampling.of([SamplingParams(1.0, top_p=0.9)] * 2, [0, 1], "meta")
+    out = accept(tree, logits_BNV, sampling, torch.zeros(2, dtype=torch.long, device="meta"))
+    assert out.path_BD1.shape == (2, tree.max_depth + 1)
+
+
+# ---- decoding with a table for a target ----
+
+
+def target_table(seed: int = 0) -> Tensor:
+    """Logits of the next token given the last two, mild enough that every triple of tokens occurs often."""
+    return 1.3 * torch.rand(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def decode(table_VVV: Tensor, draft: Draft, sampling: RowSampling, num_tokens: int, accept_: Accept = accept) -> Tensor:
+    """Tokens that rounds of draft, verify, accept commit after the prompt (0, 0), one row per request."""
+    batch = len(sampling.seed_B)
+    text_BT = torch.zeros(batch, 2, dtype=torch.long)
+    cached_len_B = torch.ones(batch, dtype=torch.long)
+    for turn in range(num_tokens):
+        last_B1 = cached_len_B[:, None]
+        anchor_B1, before_B1 = text_BT.gather(1, last_B1), text_BT.gather(1, last_B1 - 1)
+        tree = draft(anchor_B1[:, 0], turn)
+        parent_token_BN = tree.token_BN.gather(1, tree.parent_BN)
+        parent_token_BN[:, :1] = before_B1
+        out = accept_(tree, table_VVV[parent_token_BN, tree.token_BN], sampling, cached_len_B)
+        new_BD1 = accepted_tokens(tree, out)
+        text_BT = torch.cat((text_BT, torch.zeros_like(new_BD1)), dim=1)
+        text_BT.scatter_(1, last_B1 + 1 + torch.arange(new_BD1.shape[1]), new_BD1)
+        cached_len_B = cached_len_B + out.length_B + 1
+    return text_BT[:, 2 : 2 + num_tokens]
+
+
+def root_only(anchor_B: Tensor, turn: int) -> DraftTree:
+    return DraftTree.root(anchor_B)
+
+
+def chain(anchor_B: Tensor, turn: int) -> DraftTree:
+    return DraftTree.chain(torch.stack((anchor_B, anchor_B, (anchor_B + 1) % VOCAB, anchor_B), dim=1))
+
+
+def random_tree(anchor_B: Tensor, turn: int) -> DraftTree:
+    candidates = random_candidates(turn, len(anchor_B), 3, anchor_B.device)
+    return build_tree(anchor_B, candidates, TreeConfig(budget=9, width=3), 3)
+
+
+def full_tree(anchor_B: Tensor, turn: int) -> DraftTree:
+    """Every continuation of two tokens: each round commits three."""
+    token_BDC = torch.arange(VOCAB).expand(len(anchor_B), 2, -1)
+    even = Candidates(token_BDC, torch.full(token_BDC.shape, -1.0))
+    return build_tree(anchor_B, even, TreeConfig(budget=1 + VOCAB + VOCAB**2, width=VOCAB), 2)
+
+
+def unlikely_tree(anchor_B: Tensor, turn: int) -> DraftTree:
+    """Adversarial: below the anchor only the token that the target likes least."""
+    worst_B = target_table()[0, anchor_B].argmin(-1)
+    return DraftTree.chain(torch.stack((anchor_B, worst_B), dim=1))
+
+
+drafts = pytest.mark.parametrize("draft", [root_only, chain, random_tree, full_tree, unlikely_tree])
+
+
+def chi_square_excess(token_BT: Tensor, prob_X: Tensor) -> float:
+    """How far the counts of whole rows lie from the law, in standard deviations (Wilson and Hilferty, 1931)."""
+    length = token_BT.shape[1]
+    cell_B = (token_BT * VOCAB ** torch.arange(length)).sum(1)
+    expected_X = prob_X * len(token_BT)
+    assert expected_X.min() > 10
+    statistic = ((cell_B.bincount(minlength=len(prob_X)) - expected_X) ** 2 / expected_X).sum()
+    spread = 2 / (9 * (len(prob_X) - 1))
+    return float(((statistic / (len(prob_X) - 1)) ** (1 / 3) - (1 - spread)) / spread**0.5)
+
+
+def law_of_three(table_VVV: Tensor) -> Tensor:
+    """Joint probability of the first three tokens, the first one varying fastest."""
+    p = table_VVV.softmax(-1)
+    return torch.einsum("a,ab,abc->cba", p[0, 0], p[0], p).flatten()
+
+
+@drafts
+def test_sampled_tokens_follow_the_target(draft: Draft) -> None:
+    sampling = sampling_rows(24_000, SamplingParams(temperature=1.0))
+    token_BT = decode(target_table(), draft, sampling, 3)
+    assert chi_square_excess(token_BT, law_of_three(target_table())) < 4
+
+
+def first_child(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
+    """Broken on purpose: always keeps the anchor's first child."""
+    kept_B = torch.ones_like(cached_len_B)
+    path_BD1 = torch.stack((0 * kept_B, *[kept_B] * tree.max_depth), dim=1)
+    return Acceptance(path_BD1, kept_B, accept(tree, logits_BNV, sampling, cached_len_B).bonus_B)
+
+
+@pytest.mark.parametrize("draft", [chain, full_tree, unlikely_tree])
+def test_a_broken_acceptance_is_found(draft: Draft) -> None:
+    sampling = sampling_rows(24_000, SamplingParams(temperature=1.0))
+    token_BT = decode(target_table(), draft, sampling, 3, first_child)
+    assert chi_square_excess(token_BT, law_of_three(target_table())) > 10
+
+
+@drafts
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.8), SamplingParams(1.5, top_k=4, top_p=0.9)])
+def test_the_tree_does_not_change_the_text(draft: Draft, params: SamplingParams) -> None:
+    sampling = sampling_rows(64, params)
+    plain_BT = decode(target_table(1), root_only, sampling, 24)
+    assert torch.equal(decode(target_table(1), draft, sampling, 24), plain_BT)
+
+
+def test_a_full_tree_commits_several_tokens() -> None:
+    """The walk must go as deep as the tree allows, else the tests above would hold for a walk that never moves."""
+    tree = full_tree(torch.zeros(50, dtype=torch.long), 0)
+    logits_BNV = torch.zeros(*tree.token_BN.shape, VOCAB)
+    out = accept(tree, logits_BNV, sampling_rows(50, SamplingParams(1.0)), torch.arange(50))
+    assert out.length_B.tolist() == [2] * 50

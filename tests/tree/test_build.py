@@ -1,0 +1,242 @@
+"""The device builder gives the heap's tree, and the heap's tree is the best one."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jetspec.config import Expand, Score, TreeConfig
+from jetspec.tree import Candidates, DraftTree, EdgeFactors, build_tree, build_tree_reference
+
+VOCAB = 6
+
+seeds = st.integers(0, 10**6)
+sizes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, VOCAB))
+"""Requests, depth, shortlist."""
+configs = st.builds(
+    lambda score, **kw: TreeConfig(score=score, entropy_weight=0.3 if score == "hybrid" else 0.0, **kw),
+    budget=st.one_of(st.integers(1, 24), st.just(400)),
+    width=st.integers(1, VOCAB + 1),
+    expand=st.sampled_from(get_args(Expand)),
+    score=st.sampled_from(get_args(Score)),
+)
+logprob_configs = configs.filter(lambda config: config.score == "accum_logp")
+
+
+@dataclass(frozen=True)
+class LookupCandidates(Candidates):
+    """Candidates that depend on the parent through a table: `token_BDC` is not read."""
+
+    token_BDVC: Tensor = field(kw_only=True)
+    logprob_BDVC: Tensor = field(kw_only=True)
+
+    def children(self, depth: int, parent_BW: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        row_B1 = torch.arange(len(parent_BW))[:, None]
+        token_BWC = self.token_BDVC[row_B1, depth - 1, parent_BW]
+        return token_BWC[..., :width], self.logprob_BDVC[row_B1, depth - 1, parent_BW][..., :width]
+
+
+def random_candidates(seed: int, batch: int, depth: int, shortlist: int, ties: bool, own: bool) -> Candidates:
+    """Distinct tokens, falling log-probabilities, some absent. `ties`: few distinct values. `own`: per parent."""
+    rng = torch.Generator().manual_seed(seed)
+    shape = (batch, depth, VOCAB, VOCAB)
+    token = torch.rand(shape, generator=rng).argsort(-1)[..., :shortlist]
+    logprob = (2 * torch.randn(shape, generator=rng)).log_softmax(-1)
+    if ties:
+        logprob = (logprob / 2).round() / 2
+    absent = torch.rand(shape, generator=rng) < 0.15 * (seed % 3)
+    logprob = logprob.masked_fill(absent, -torch.inf).sort(-1, descending=True).values[..., :shortlist]
+    entropy = torch.rand(batch, depth, generator=rng)
+    if ties:
+        entropy = (entropy * 2).round() / 2
+    shared = Candidates(token[:, :, 0], logprob[:, :, 0], entropy)
+    if not own:
+        return shared
+    return LookupCandidates(shared.token_BDC, shared.logprob_BDC, entropy, token_BDVC=token, logprob_BDVC=logprob)
+
+
+def one_request(candidates: Candidates, row: int) -> Candidates:
+    mine: dict[str, Any] = {k: v[row : row + 1] for k, v in vars(candidates).items() if isinstance(v, Tensor)}
+    return replace(candidates, **mine)
+
+
+def heap_tree(anchor: int, candidates: Candidates, config: TreeConfig, depth: int, row: int = 0) -> DraftTree:
+    mine = one_request(candidates, row)
+
+    def children(d: int, parent: int) -> tuple[list[int], list[float]]:
+        token_BWK, logprob_BWK = mine.children(d, torch.tensor([[parent]]), config.width)
+        return token_BWK[0, 0].tolist(), logprob_BWK[0, 0].tolist()
+
+    entropy = None if mine.entropy_BD is None else mine.entropy_BD[0].tolist()
+    return build_tree_reference(anchor, children, config, depth, entropy)
+
+
+def assert_same(tree: DraftTree, row: int, other: DraftTree, other_row: int = 0) -> None:
+    """Equal nodes, bit by bit; paddings may differ in length."""
+    size = int(tree.size_B[row])
+    assert size == other.size_B[other_row]
+    for name in ("token_BN", "parent_BN", "depth_BN", "score_BN"):
+        assert torch.equal(getattr(tree, name)[row, :size], getattr(other, name)[other_row, :size]), name
+
+
+@settings(max_examples=300, deadline=None)
+@given(seeds, configs, sizes, st.booleans(), st.booleans())
+def test_device_and_heap_agree(
+    seed: int, config: TreeConfig, size: tuple[int, int, int], ties: bool, own: bool
+) -> None:
+    batch, depth, _ = size
+    candidates = random_candidates(seed, *size, ties, own)
+    anchor_B = torch.arange(batch)
+    tree = build_tree(anchor_B, candidates, config, depth)
+    tree.validate()
+    assert tree.token_BN.shape[1] <= config.budget
+    for row in range(batch):
+        assert_same(tree, row, heap_tree(row, candidates, config, depth, row))
+        assert_same(tree, row, build_tree(anchor_B[row : row + 1], one_request(candidates, row), config, depth))
+
+
+@pytest.mark.parametrize("expand", get_args(Expand))
+@pytest.mark.parametrize(
+    ("budget", "width", "depth", "num_nodes"),
+    [
+        (1, 3, 4, 1),
+        (2, 3, 4, 2),
+        (2, 1, 1, 2),
+        (9, 1, 4, 5),
+        (3, 1, 4, 3),
+        (400, 3, 3, 40),
+        (400, 3, 1, 4),
+        (7, 6, 3, 7),
+    ],
+)
+def test_no_needless_padding(expand: Expand, budget: int, width: int, depth: int, num_nodes: int) -> None:
+    candidates = random_candidates(0, 2, depth, VOCAB, ties=False, own=False)
+    tree = build_tree(torch.tensor([1, 2]), candidates, TreeConfig(budget=budget, width=width, expand=expand), depth)
+    tree.validate()
+    assert tree.token_BN.shape == (2, num_nodes) and tree.size_B.tolist() == [num_nodes] * 2
+    if width == 1:
+        assert torch.equal(tree.parent_BN[0], torch.arange(-1, num_nodes - 1).clamp(min=0))
+
+
+def test_budget_1_asks_for_no_candidates() -> None:
+    empty = Candidates(torch.empty(2, 0, 0, dtype=torch.long), torch.empty(2, 0, 0))
+    tree = build_tree(torch.tensor([3, 4]), empty, TreeConfig(budget=1), 15)
+    assert tree.token_BN.tolist() == [[3], [4]] and tree.max_depth == 0
+
+
+def closed_subsets(tree: DraftTree, count: int) -> list[tuple[int, ...]]:
+    """All sets of `count` nodes with the root that hold the parents of their nodes."""
+    parents = tree.parent_BN[0].tolist()
+    subsets = (({0} | set(rest)) for rest in itertools.combinations(range(1, len(parents)), count - 1))
+    return [tuple(nodes) for nodes in subsets if all(parents[node] in nodes for node in nodes)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds, st.integers(2, 8), st.booleans())
+def test_optimal_keeps_the_most_probability(seed: int, budget: int, own: bool) -> None:
+    candidates = random_candidates(3 * seed, 1, 3, 2, ties=False, own=own)
+    anchor_B = torch.tensor([0])
+    everything = build_tree(anchor_B, candidates, TreeConfig(budget=15, width=2), 3)
+    tree = build_tree(anchor_B, candidates, TreeConfig(budget=budget, width=2), 3)
+    assert everything.score_BN is not None and tree.score_BN is not None
+    prob_N = everything.score_BN[0].exp()
+    best = max(float(prob_N[list(nodes)].sum()) for nodes in closed_subsets(everything, budget))
+    assert float(tree.score_BN.exp().sum()) == pytest.approx(best, rel=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds, st.integers(2, 40), st.integers(1, VOCAB))
+def test_paper_expands_few_nodes(seed: int, budget: int, width: int) -> None:
+    candidates = random_candidates(3 * seed, 1, 8, VOCAB, ties=False, own=False)
+    tree = build_tree(torch.tensor([0]), candidates, TreeConfig(budget=budget, width=width, expand="paper"), 8)
+    expanded = -(-(budget - 1) // width)
+    assert tree.depth_BN.max() <= expanded
+    assert len(tree.parent_BN[0, 1:].unique()) <= expanded
+
+
+def test_entropy_scores_need_entropies() -> None:
+    candidates = replace(random_candidates(0, 1, 2, 3, ties=False, own=False), entropy_BD=None)
+    with pytest.raises(ValueError, match="accum_logp"):
+        build_tree(torch.tensor([0]), candidates, TreeConfig(score="entropy"), 2)
+
+
+# ---- edges ----
+
+
+def edge_candidates(seed: int, batch: int, depth: int, shortlist: int, scale: float = 1.0) -> tuple[Candidates, Tensor]:
+    """Candidates with an edge term, and the head's full logits they come from."""
+    rng = torch.Generator().manual_seed(seed)
+    logits_BDV = 2 * torch.randn(batch, depth, VOCAB, generator=rng)
+    logprob_BDC, token_BDC = logits_BDV.log_softmax(-1).topk(shortlist)
+    gate_BDR = torch.randn(batch, depth, 4, generator=rng)
+    predecessor_VR, successor_VR = torch.randn(2, VOCAB, 4, generator=rng)
+    edge = EdgeFactors(gate_BDR, predecessor_VR, scale * successor_VR)
+    return Candidates(token_BDC, logprob_BDC, None, edge), logits_BDV
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds, st.integers(1, VOCAB))
+def test_the_whole_vocabulary_as_shortlist_is_exact(seed: int, width: int) -> None:
+    candidates, logits_BDV = edge_candidates(seed, 2, 3, VOCAB)
+    assert candidates.edge is not None
+    parent_BW = torch.tensor([[0, 3, 5], [1, 1, 2]])
+    for d in (1, 2, 3):
+        token_BWK, logprob_BWK = candidates.children(d, parent_BW, width)
+        gated_BWR = candidates.edge.predecessor_VR[parent_BW] * candidates.edge.gate_BDR[:, d - 1, None]
+        exact_BWV = (logits_BDV[:, d - 1, None] + gated_BWR @ candidates.edge.successor_VR.T).log_softmax(-1)
+        torch.testing.assert_close(logprob_BWK, exact_BWV.topk(width).values, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(logprob_BWK, exact_BWV.gather(-1, token_BWK), atol=2e-5, rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds, st.integers(1, VOCAB))
+def test_rescoring_keeps_the_mass_of_the_shortlist(seed: int, shortlist: int) -> None:
+    candidates, _ = edge_candidates(seed, 2, 1, shortlist)
+    token_BWK, logprob_BWK = candidates.children(1, torch.tensor([[0, 3], [1, 2]]), shortlist)
+    mass_B1 = candidates.logprob_BDC[:, 0].exp().sum(-1, keepdim=True)
+    torch.testing.assert_close(logprob_BWK.exp().sum(-1), mass_B1.expand(2, 2))
+    assert torch.equal(token_BWK.sort(-1).values, candidates.token_BDC[:, :1].sort(-1).values.expand_as(token_BWK))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds, logprob_configs, sizes)
+def test_a_zero_edge_gives_the_plain_tree(seed: int, config: TreeConfig, size: tuple[int, int, int]) -> None:
+    batch, depth, _ = size
+    candidates, _ = edge_candidates(seed, *size, scale=0.0)
+    tree = build_tree(torch.arange(batch), candidates, config, depth)
+    plain = build_tree(torch.arange(batch), replace(candidates, edge=None), config, depth)
+    for row in range(batch):
+        assert_same(tree, row, plain, row)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds, logprob_configs, sizes)
+def test_edge_trees_are_trees(seed: int, config: TreeConfig, size: tuple[int, int, int]) -> None:
+    batch, depth, _ = size
+    candidates, _ = edge_candidates(seed, *size)
+    absent_BDC = torch.rand(candidates.logprob_BDC.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+    logprob_BDC = candidates.logprob_BDC.masked_fill(absent_BDC, -torch.inf)
+    tree = build_tree(torch.arange(batch), replace(candidates, logprob_BDC=logprob_BDC), config, depth)
+    tree.validate()
+    assert tree.score_BN is not None and not tree.score_BN.isnan().any()
+
+
+@pytest.mark.parametrize("expand", get_args(Expand))
+def test_nothing_looks_at_the_values(expand: Expand) -> None:
+    """Meta tensors have shapes and no values: a host sync on one raises."""
+    candidates, _ = edge_candidates(0, 2, 4, 5)
+    assert candidates.edge is not None
+    shapes = Candidates(
+        token_BDC=candidates.token_BDC.to("meta"),
+        logprob_BDC=candidates.logprob_BDC.to("meta"),
+        edge=EdgeFactors(**{k: v.to("meta") for k, v in vars(candidates.edge).items()}),
+    )
+    tree = build_tree(torch.arange(2, device="meta"), shapes, TreeConfig(budget=12, width=3, expand=expand), 4)
+    assert tree.token_BN.shape == (2, 12)
