@@ -10,10 +10,7 @@ help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(STAMP) ## Decode three prompts plainly and speculatively, side by side
-	@$(BIN)/jetspec compare --max-tokens 96 \
-		"Write a Python function that checks whether a number is prime, then call it for 1 to 5." \
-		"Repeat the numbers from one to thirty in words, separated by commas." \
-		"Why is the sky blue? Answer in three sentences."
+	@$(BIN)/jetspec compare --max-tokens 96
 
 test: lint ## Run every check and every test that needs no GPU
 	@$(BIN)/pytest -m "not gpu"

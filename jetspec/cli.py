@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -70,20 +70,21 @@ def _drop_stdout() -> None:
 def spread(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take dataclasses of options. Typer knows flat parameters only, so it sees the fields."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    inner = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
     flat: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        group = groups.get(parameter.name)
-        source = inspect.signature(group, eval_str=True).parameters.values() if group else [parameter]
-        flat += [p.replace(annotation=p.annotation if group else hints[p.name], kind=p.KEYWORD_ONLY) for p in source]
+    for name, parameter in inspect.signature(command).parameters.items():
+        flat += inner[name].values() if name in groups else [parameter.replace(annotation=hints[name])]
 
     def run(**given: Any) -> None:
-        made = {name: group(**{f.name: given.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        made = {name: group(**{key: given.pop(key) for key in inner[name]}) for name, group in groups.items()}
         command(**given, **made)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
+    )
     return run
 
 

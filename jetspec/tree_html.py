@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -10,12 +9,14 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from rich.cells import cell_len
+
 from jetspec.types import RoundTrace
 
 ROW, BOX, GAP, PAD = 26, 20, 34, 8
 """Pixels: row height, box height, space between columns, margin."""
 CHAR = 7.3
-"""Width of a character of the 12 px monospaced font."""
+"""Width of one column of the 12 px monospaced font; wide characters take two."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,14 @@ def logprob(trace: RoundTrace, node: int) -> float:
 
 
 def label(text: str) -> str:
-    """A token in quotes, with its spaces and line breaks visible."""
-    return json.dumps(text, ensure_ascii=False)
+    """A token in quotes, so that its spaces can be seen."""
+    return f'"{text}"'
+
+
+def count_nodes(trace: RoundTrace) -> str:
+    """`16 nodes, 3 accepted + 1`: the one is the target's own token."""
+    size = len(trace.tokens)
+    return f"{size} node{'s' * (size > 1)}, {len(trace.path) - 1} accepted + 1"
 
 
 def write_page(path: Path, prompt: str, rounds: Sequence[DrawnRound], token_text: Callable[[int], str]) -> None:
@@ -92,10 +99,8 @@ class _Box:
 
 
 def _section(number: int, trace: RoundTrace, token_text: Callable[[int], str]) -> str:
-    accepted = len(trace.path) - 1
     return (
-        f'<section id="round-{number}"><h2>Round {number}</h2>'
-        f"<p>{len(trace.tokens)} nodes, {accepted} accepted + 1</p>"
+        f'<section id="round-{number}"><h2>Round {number}</h2><p>{count_nodes(trace)}</p>'
         f'<div class="picture">{_picture(trace, token_text)}</div></section>'
     )
 
@@ -125,7 +130,7 @@ def _place(parents: list[int], labels: list[str], on_path: set[int]) -> list[_Bo
     depths = [0] * len(parents)
     for node in range(1, len(parents)):
         depths[node] = depths[parents[node]] + 1
-    widths = [len(text) * CHAR + 2 * PAD for text in labels]
+    widths = [cell_len(text) * CHAR + 2 * PAD for text in labels]
     columns = [max(w for w, d in zip(widths, depths, strict=True) if d == depth) for depth in range(max(depths) + 1)]
     left = [PAD + sum(columns[:depth]) + GAP * depth for depth in range(len(columns))]
     rows = _rows(parents, on_path)
@@ -176,10 +181,11 @@ def _title(trace: RoundTrace, node: int, token_text: Callable[[int], str]) -> st
 
 
 STYLE = """
-:root { color-scheme: light dark; --page: #ffffff; --ink: #1f2328; --faint: #6b7280; --card: #f6f8fa; --edge: #d0d7de;
-  --kept: #1a7f37; --kept-fill: #dafbe1; --bonus: #9a6700; --bonus-fill: #fff8c5; --shade: #0969da; }
-@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e6edf3; --faint: #8b949e; --card: #161b22;
-  --edge: #30363d; --kept: #3fb950; --kept-fill: #12331c; --bonus: #d29922; --bonus-fill: #3a2d0c; --shade: #58a6ff; } }
+:root { color-scheme: light dark; --page: #ffffff; --card: #f6f8fa; --ink: #1f2328; --faint: #6b7280; --edge: #d0d7de;
+  --line: #c3cbd4; --shade: #0969da; --kept: #1a7f37; --kept-fill: #dafbe1; --bonus: #9a6700; --bonus-fill: #fff8c5; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #0d1117; --card: #161b22; --ink: #e6edf3; --faint: #8b949e; --edge: #30363d; --line: #4d5561;
+    --shade: #58a6ff; --kept: #3fb950; --kept-fill: #12331c; --bonus: #d29922; --bonus-fill: #3a2d0c; } }
 body { margin: 2rem auto; max-width: 80rem; padding: 0 1.5rem; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 0; display: inline-block; }
@@ -195,7 +201,7 @@ section { margin: 1.5rem 0; } section p { display: inline-block; margin: 0 0 0 .
 .picture { overflow-x: auto; background: var(--card); border: 1px solid var(--edge); border-radius: 8px;
   margin-top: .5rem; }
 svg { display: block; } svg text { font: 12px ui-monospace, monospace; fill: var(--ink); }
-svg path { fill: none; stroke: var(--edge); } svg rect { fill: var(--page); stroke: var(--edge); stroke-width: 1.5; }
+svg path { fill: none; stroke: var(--line); } svg rect { fill: var(--page); stroke: var(--line); stroke-width: 1.5; }
 svg g.dropped text { fill: var(--faint); }
 svg path.kept { stroke: var(--kept); } svg g.kept rect { stroke: var(--kept); fill: var(--kept-fill); }
 svg path.bonus { stroke: var(--bonus); } svg path.bonus, svg g.bonus rect { stroke-dasharray: 4 3; }

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from jetspec.types import RowSampling, SamplingParams
 
 VOCAB, HIDDEN, NUM_LAYERS = 23, 16, 4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "num_hidden_layers": NUM_LAYERS,
@@ -36,12 +37,12 @@ SHAPE = {
     "head_dim": 4,
     "intermediate_size": 32,
     "max_position_embeddings": 128,
-    "initializer_range": 0.3,
+    "initializer_range": 0.6,
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
 }
-FAMILIES: dict[str, tuple[type[PreTrainedModel], object]] = {
+FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
     "mistral": (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=5)),
     "qwen3": (
@@ -75,12 +76,13 @@ HEADS = {
 
 
 def make_target(family: str) -> HFTarget:
-    torch.manual_seed(0)
+    """A random model that writes lively text: a token alone suggests its neighbour, the context often overrules it."""
+    torch.manual_seed(1)
     model_class, config = FAMILIES[family]
-    model = model_class(config)
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear)
-    head.weight.data = nn.functional.normalize(head.weight.data, dim=-1)
+    model: Any = model_class(config)
+    direction = nn.functional.normalize(model.model.embed_tokens.weight.data, dim=-1)
+    model.model.embed_tokens.weight.data = 8 * direction
+    model.lm_head.weight.data = direction.roll(1, 0).contiguous()
     return HFTarget(model)
 
 
@@ -96,11 +98,15 @@ def llama() -> HFTarget:
 
 def greedy(target: HFTarget, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
     """What transformers itself writes."""
-    ids = torch.tensor([prompt])
-    out = target.model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, eos_token_id=eos
-    )
+    ids, model = torch.tensor([prompt]), cast(Any, target.model)
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, eos_token_id=eos)
     return out[0, len(prompt) :].tolist()
+
+
+def test_the_text_is_worth_comparing(target: HFTarget) -> None:
+    text = greedy(target, PROMPT, 40)
+    assert len(set(text)) >= 8
 
 
 def random_head(config: HeadConfig, seed: int = 0) -> DraftHead:
@@ -116,7 +122,7 @@ class EchoHead(DraftHead):
     def __init__(self, target: HFTarget, text: list[int], wrong_depth: int | None = None) -> None:
         super().__init__(HEAD)
         self.text, self.wrong_depth = torch.tensor(text + [0] * HEAD.block_size), wrong_depth
-        self.output = target.model.get_output_embeddings().weight.detach()
+        self.output: Tensor = cast(Any, target.model).lm_head.weight.detach()
 
     def forward_blocks(
         self, block: Tensor, block_position: Tensor, tap: Tensor, tap_position: Tensor, visible: Tensor
@@ -199,9 +205,9 @@ def test_seed_fixes_the_text_whatever_the_tree(filters: dict[str, float], llama:
         sampling = SamplingParams(temperature=1.3, seed=seed, **filters)  # type: ignore[arg-type]
         plain, _ = generate_reference(llama, None, PROMPT, 20, TREES["plain"], sampling)
         texts.add(tuple(plain))
-        for config in HEADS.values():
-            for tree in (TREES["chain"], TREES["tree"], TREES["paper"]):
-                assert generate_reference(llama, random_head(config), PROMPT, 20, tree, sampling)[0] == plain
+        for config, tree in ((HEAD, "chain"), (HEAD, "tree"), (HEADS["edge"], "tree"), (HEADS["edge"], "paper")):
+            tokens, _ = generate_reference(llama, random_head(config), PROMPT, 20, TREES[tree], sampling)
+            assert tokens == plain
     assert len(texts) == 2, "seeds differ"
 
 
@@ -229,10 +235,10 @@ def test_cache_and_taps_after_rounds_equal_a_fresh_pass(target: HFTarget) -> Non
         fresh = target.new_cache()
         fresh_tap = prefill(target, head, tokens[:-1], fresh)
         assert target.cached_len(cache) == len(tokens) - 1 == len(tap)
-        torch.testing.assert_close(tap, fresh_tap, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(tap, fresh_tap, atol=1e-3, rtol=1e-3)
         for (k, v), (fresh_k, fresh_v) in zip(rows(cache), rows(fresh), strict=True):
-            torch.testing.assert_close(k, fresh_k, atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(v, fresh_v, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(k, fresh_k, atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(v, fresh_v, atol=1e-3, rtol=1e-3)
 
 
 def side_branches(anchor: int, right: list[int]) -> DraftTree:
@@ -246,7 +252,7 @@ def side_branches(anchor: int, right: list[int]) -> DraftTree:
 
 
 def rows(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[union-attr, misc]
+    return [(layer.keys, layer.values) for layer in cast(Any, cache.layers)]
 
 
 def test_taps_are_layer_outputs_before_the_final_norm(target: HFTarget) -> None:
@@ -256,7 +262,7 @@ def test_taps_are_layer_outputs_before_the_final_norm(target: HFTarget) -> None:
     assert len(taps) == NUM_LAYERS
     for layer, tap in enumerate(taps[:-1]):
         torch.testing.assert_close(tap, out.hidden_states[layer + 1][0], atol=1e-5, rtol=1e-5)
-    last = target.model.get_decoder().norm(taps[-1])  # type: ignore[operator, union-attr]
+    last = cast(Any, target.model).model.norm(taps[-1])
     torch.testing.assert_close(last, out.hidden_states[-1][0], atol=1e-5, rtol=1e-5)
 
 

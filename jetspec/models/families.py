@@ -17,6 +17,8 @@ from jetspec.models.decoder import DecoderConfig, MoEConfig, RopeConfig
 
 Layout = Literal["hf", "gguf"]
 
+MAX_LAYERS, MAX_SIZE, MAX_VOCAB, MAX_LEN, MAX_EXPERTS = 1024, 1 << 20, 1 << 24, 1 << 30, 4096
+
 
 @dataclass(frozen=True)
 class Family:
@@ -30,7 +32,8 @@ class Family:
     """Whether `mlp_bias` counts."""
     qk_norm: bool = False
     windows: Literal["none", "all", "switched", "layers"] = "none"
-    """Who has a sliding window: nobody, all layers, all if `use_sliding_window`, and then perhaps only some."""
+    """Which layers have a sliding window: none, all, all where `use_sliding_window` says so, or then those that
+    `layer_types` or `max_window_layers` picks."""
     head_dim: int | None = None
     """Head size of configs that do not name it. None: hidden size / heads."""
     sparse: bool = False
@@ -113,14 +116,14 @@ class GGUFHeader(Protocol):
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """The contents of a `config.json` -> DecoderConfig."""
-    name = raw.get("model_type")
+    name = str(raw.get("model_type"))
     if name not in FAMILIES:
-        raise ValueError(f"model family {name!r} is not supported; choose one of {', '.join(FAMILIES)}")
+        raise ValueError(f"model family {_short(name)} is not supported; choose one of {', '.join(FAMILIES)}")
     if raw.get("quantization_config"):
         raise ValueError("quantised safetensors are not supported; use the original model or a GGUF file")
     family, c = FAMILIES[name], Fields(raw)
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"activation {raw['hidden_act']!r} is not supported; the families use silu")
+        raise ValueError(f"activation {_short(raw['hidden_act'])} is not supported; the families use silu")
     hidden_size, num_heads = c.size("hidden_size"), c.size("num_attention_heads")
     num_layers = c.integer("num_hidden_layers", 1, MAX_LAYERS)
     asked_bias = family.biases == "asked" and c.flag("attention_bias")
@@ -152,10 +155,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def config_from_gguf(file: GGUFHeader) -> DecoderConfig:
     """The header of a GGUF file -> DecoderConfig."""
-    architecture = file.metadata.get("general.architecture")
+    architecture = str(file.metadata.get("general.architecture"))
     names = {family.architecture: name for name, family in reversed(FAMILIES.items())}
     if architecture not in names:
-        raise ValueError(f"GGUF architecture {architecture!r} is not supported; choose one of {', '.join(names)}")
+        raise ValueError(f"GGUF architecture {_short(architecture)} is not supported; choose one of {', '.join(names)}")
     family, c = FAMILIES[names[architecture]], Fields(file.metadata, prefix=f"{architecture}.")
     if not family.sparse and c.integer("expert_count", 0, MAX_SIZE, 0):
         raise ValueError(f"mixtures of experts are not supported in GGUF architecture {architecture}")
@@ -249,9 +252,6 @@ def windows_from_hf(rule: str, raw: Mapping[str, Any], num_layers: int) -> tuple
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in allowed for kind in kinds):
         raise ValueError(f"layer_types must name one of {', '.join(allowed)} for each of {num_layers} layers")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-MAX_LAYERS, MAX_SIZE, MAX_VOCAB, MAX_LEN, MAX_EXPERTS = 1024, 1 << 20, 1 << 24, 1 << 30, 4096
 
 
 def check_config(config: DecoderConfig) -> DecoderConfig:

@@ -110,14 +110,15 @@ class GGUFFile:
     def read(self, name: str, out: Tensor) -> None:
         """Dequantise a tensor into `out`, which has its shape and any floating dtype."""
         info = self.tensors[name]
-        flat = (out if out.is_contiguous() else torch.empty(info.shape, dtype=out.dtype)).view(-1)
+        is_direct = out.is_contiguous() and out.device.type == "cpu"
+        flat = (out if is_direct else torch.empty(info.shape, dtype=out.dtype)).view(-1)
         place = self._data_start + info.offset
         for start in range(0, len(flat), CHUNK):
             count = min(CHUNK, len(flat) - start)
             num_bytes = count // info.type.block * info.type.bytes
             flat[start : start + count] = _decode(np.frombuffer(self._data, np.uint8, num_bytes, place), info.type)
             place += num_bytes
-        if not out.is_contiguous():
+        if not is_direct:
             out.copy_(flat.view(info.shape))
 
     def _check_places(self, cursor: _Cursor) -> int:

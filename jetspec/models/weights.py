@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -77,11 +78,13 @@ def load_decoder(source: str | Path, dtype: DType = "auto", device: torch.device
 
 def load_tokenizer(model: OpenModel) -> tuple[Tokenizer, frozenset[int]]:
     """A model's tokenizer, and every token that ends a text according to any of its files."""
-    if isinstance(model.tensors, GGUFFile):
-        tokenizer = Tokenizer.from_gguf(model.tensors.metadata)
-        return tokenizer, tokenizer.eos_tokens
-    tokenizer = Tokenizer.from_folder(model.tensors.path)
-    return tokenizer, tokenizer.eos_tokens | declared_eos(model.tensors.path)
+    path = model.tensors.path
+    with _naming(path):
+        if isinstance(model.tensors, GGUFFile):
+            tokenizer = Tokenizer.from_gguf(model.tensors.metadata)
+            return tokenizer, tokenizer.eos_tokens
+        tokenizer = Tokenizer.from_folder(path)
+        return tokenizer, tokenizer.eos_tokens | declared_eos(path)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class OpenModel:
 
 def open_model(path: Path) -> OpenModel:
     """Read a model's config and find its tensors. `path` is a folder of safetensors or a GGUF file."""
-    try:
+    with _naming(path):
         if path.is_dir():
             raw = read_json(path / "config.json")
             return OpenModel(config_from_hf(raw), SafetensorsFolder(path), dtype_from_hf(raw))
@@ -104,9 +107,17 @@ def open_model(path: Path) -> OpenModel:
             raise ValueError("pickle files can run code and are never opened; use safetensors or GGUF")
         file = GGUFFile(path)
         return OpenModel(config_from_gguf(file), file, torch.bfloat16)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors inside say which model they are about."""
+    try:
+        yield
     except ValueError as error:
-        message = str(error)
-        raise ValueError(message if message.startswith(str(path)) else f"{path}: {message}") from error
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _fill(model: OpenModel, dtype: DType, device: torch.device) -> Decoder:

@@ -99,7 +99,7 @@ def _lines() -> Iterator[str]:
 
 
 def _report(answers: list[RoundStats]) -> str:
-    """The last answer, all answers, and how often a round kept how many draft tokens."""
+    """What the last answer and all of them cost, and how many draft tokens the rounds kept."""
     if not answers:
         return "No answer yet."
     total = RoundStats(
@@ -109,7 +109,12 @@ def _report(answers: list[RoundStats]) -> str:
         prefill_s=sum(s.prefill_s for s in answers),
         decode_s=sum(s.decode_s for s in answers),
     )
-    lines = [f"last answer  {statistics(answers[-1])}", f"all {len(answers)}  {statistics(total)}", "accepted lengths"]
+    lines = [
+        f"last answer  {statistics(answers[-1])}",
+        f"all answers  {statistics(total)}",
+        f"prompts      {total.prompt_tokens} tokens, {total.cached_tokens} of them cached",
+        "accepted lengths, and how often",
+    ]
     counts = Counter(total.accepted_lengths)
     most = max(counts.values())
     for length in range(max(counts) + 1):

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from jetspec.engine.llm import LLM
 
 DEMO_PROMPTS = (
-    "Write a Python function that checks whether a number is prime, then call it for 1 to 5.",
-    "Repeat the numbers from one to thirty in words, separated by commas.",
+    "Rewrite this in the past tense: The boy walks to the school. The boy opens the door. The boy sits down and opens"
+    " the book. The boy reads the book.",
+    "List ten animals and say of each where it lives.",
     "Why is the sky blue? Answer in three sentences.",
 )
+"""Much to copy, some repetition, and none."""
 
 NARROW = 72
 """Below this many columns the panels stand one above the other."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.text import Text
 
 from jetspec.terminal.screen import err, out
-from jetspec.tree_html import DrawnRound, children_of, label, logprob, write_page
+from jetspec.tree_html import DrawnRound, children_of, count_nodes, label, logprob, write_page
 from jetspec.types import RoundTrace, Update
 
 KEPT, DROPPED, BONUS = "●", "○", "◆"
@@ -32,9 +32,8 @@ def draw_trees(prompt: str, updates: Iterable[Update], token_text: TokenText, ht
 
 def round_text(trace: RoundTrace, number: int, token_text: TokenText) -> Text:
     """A headline and the tree below it."""
-    accepted = len(trace.path) - 1
-    headline = f"round {number}: {len(trace.tokens)} nodes, {accepted} accepted + 1"
-    return Text("\n").join([Text(headline, style="bold"), *_tree_lines(trace, token_text)])
+    headline = Text(f"round {number}: {count_nodes(trace)}", style="bold")
+    return Text("\n").join([headline, *_tree_lines(trace, token_text)])
 
 
 def _tree_lines(trace: RoundTrace, token_text: TokenText) -> Iterator[Text]:

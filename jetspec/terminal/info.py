@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.box import SIMPLE
@@ -41,17 +42,20 @@ def _table(description: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=SIMPLE)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in description.items():
-        table.add_row(_words(name), Text(_text(value)))
+    for name, value in _rows(description):
+        table.add_row(name, Text(value))
     return table
 
 
 def _lines(description: dict[str, Any]) -> Text:
-    return Text("".join(f"{_words(name)}: {_text(value)}\n" for name, value in description.items()))
+    return Text("".join(f"{name}: {value}\n" for name, value in _rows(description)))
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _rows(description: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What there is, in words. None means that a thing has no such part, so there is nothing to show."""
+    for name, value in description.items():
+        if value is not None:
+            yield name.replace("_", " "), _text(value)
 
 
 def _text(value: Any) -> str:
@@ -60,7 +64,7 @@ def _text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, dict):
-        return ", ".join(f"{_words(key)} {_text(item)}" for key, item in value.items())
+        return ", ".join(f"{key}: {_text(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(_text(item) for item in value)
-    return "-" if value is None else str(value)
+    return str(value)

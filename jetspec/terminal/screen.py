@@ -59,8 +59,8 @@ def last(updates: Iterator[Update], seen: Callable[[Update], None] = lambda upda
 
 def statistics(stats: RoundStats) -> str:
     return (
-        f"{stats.completion_tokens} tokens in {stats.rounds} rounds · {stats.tokens_per_round:.2f} tokens per round"
-        f" · {stats.tokens_per_s:.1f} tokens/s · prompt {stats.prompt_tokens} tokens, {stats.cached_tokens} cached"
+        f"{stats.completion_tokens} tokens · {stats.rounds} rounds · {stats.tokens_per_round:.2f} tokens per round"
+        f" · {stats.tokens_per_s:.1f} tokens/s"
     )
 
 

@@ -66,13 +66,13 @@ class Embedder:
 
 
 class HeadPages:
-    """A head's cache for several requests. Pages are scattered and start as NaN: what was not written shows."""
+    """A head's cache for several requests. Pages are scattered and start absurd: whoever looks at them shows it."""
 
     def __init__(self, head: DraftHead, num_rows: int, page_size: int = 4, pages_per_row: int = 8) -> None:
         c, num_pages = head.config, num_rows * pages_per_row
         self.head, self.page_size = head, page_size
         shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
-        self.layers = [KVPages(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in head.layers]
+        self.layers = [KVPages(torch.full(shape, 1e3), torch.full(shape, 1e3)) for _ in head.layers]
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(2))
         self.page_BP = order.view(num_rows, pages_per_row)
         self.lens = [0] * num_rows

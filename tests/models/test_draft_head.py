@@ -127,9 +127,10 @@ def test_window_hides_old_context(position: int) -> None:
     assert (difference.abs().amax(-1) > 1e-4).tolist() == seen.tolist()
 
 
-def test_context_needs_no_input_norm_and_is_shared_by_layers() -> None:
+@pytest.mark.parametrize("name", ["causal", "biased"])
+def test_context_needs_no_input_norm_and_is_shared_by_layers(name: str) -> None:
     """K = rope(k_norm(W_k c)), V = W_v c with c = hidden_norm(fc(taps)), in every layer."""
-    head = random_head(CAUSAL)
+    head = random_head(HEADS[name])
     c, taps, position = head.config, random_taps(head, 4), torch.arange(3, 7)
     fused = taps @ head.fc.weight.T
     row = fused / (fused.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * head.hidden_norm.weight
@@ -137,12 +138,13 @@ def test_context_needs_no_input_norm_and_is_shared_by_layers() -> None:
     for layer, (k, v) in zip(head.layers, head.context(taps, position), strict=True):
         weight = dict(layer.named_parameters())
         _, w_k, w_v = weight["attention.qkv.weight"].split([32, 16, 16])
-        raw = (row @ w_k.T).view(4, 2, 8)
+        _, b_k, b_v = weight.get("attention.qkv.bias", torch.zeros(64)).split([32, 16, 16])
+        raw = (row @ w_k.T + b_k).view(4, 2, 8)
         normed = raw / (raw.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * weight["attention.k_norm.weight"]
         low, high = normed.chunk(2, -1)
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         assert_close(k, torch.cat((low * cos - high * sin, high * cos + low * sin), -1))
-        assert_close(v, (row @ w_v.T).view(4, 2, 8))
+        assert_close(v, (row @ w_v.T + b_v).view(4, 2, 8))
 
 
 def test_adapter_maps_each_tap_before_they_are_joined() -> None:

@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from jetspec.models.describe import describe
 from jetspec.models.gguf import CHUNK, TENSOR_TYPES, GGUFFile
-from jetspec.models.weights import load_decoder, open_model
+from jetspec.models.weights import load_decoder, load_target, open_model
 from tests.models.gguf_files import LLAMA, write_gguf
 from tests.models.paged import run_decoder
 from tests.models.test_decoder import make_model, run_model
+from tests.models.test_tokenizer import gguf_metadata
 
 HF_TO_GGUF = {
     "model.embed_tokens": "token_embd",
@@ -93,12 +95,12 @@ def to_gguf(model: PreTrainedModel, permuted: bool) -> dict[str, np.ndarray]:
         if permuted and module in ("self_attn.q_proj", "self_attn.k_proj"):
             array = permute(array, 4 if module.endswith("q_proj") else 2)
         tensors[f"{layer}{HF_TO_GGUF[module]}.{leaf}"] = array
-    for index, block in enumerate(model.model.layers):
+    for i, block in enumerate(model.model.layers):
         if hasattr(block.mlp, "experts"):
             gate, up = (half.numpy().copy() for half in block.mlp.experts.gate_up_proj.detach().chunk(2, 1))
-            tensors[f"blk.{index}.ffn_gate_exps.weight"] = gate
-            tensors[f"blk.{index}.ffn_up_exps.weight"] = up
-            tensors[f"blk.{index}.ffn_down_exps.weight"] = block.mlp.experts.down_proj.detach().numpy().copy()
+            tensors[f"blk.{i}.ffn_gate_exps.weight"] = gate
+            tensors[f"blk.{i}.ffn_up_exps.weight"] = up
+            tensors[f"blk.{i}.ffn_down_exps.weight"] = block.mlp.experts.down_proj.detach().numpy().copy()
     return tensors
 
 
@@ -309,3 +311,21 @@ def test_unknown_architecture(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", {}, {}, "mamba")
     with pytest.raises(ValueError, match="'mamba' is not supported; choose one of"):
         load_decoder(path)
+
+
+def test_target_of_a_file(tmp_path: Path) -> None:
+    vocabulary = gguf_metadata()
+    tokens = vocabulary["tokenizer.ggml.tokens"]
+    model = make_model("llama", {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": len(tokens)})
+    path = write_gguf(tmp_path / "a.gguf", to_gguf(model, permuted=True), extra=vocabulary)
+    target = load_target(path)
+    assert target.eos_tokens == {1}
+    assert target.tokenizer.decode(target.tokenizer.encode("low lower")) == "low lower"
+    assert describe(path)["stored_as"] == {"F32": len(GGUFFile(path).tensors)}
+
+
+def test_file_without_tokenizer(tmp_path: Path) -> None:
+    _, tensors, fields, _ = make_pair("llama")
+    path = write_gguf(tmp_path / "a.gguf", tensors, fields)
+    with pytest.raises(ValueError, match=r"a\.gguf: the GGUF vocabulary is empty"):
+        load_target(path)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -449,12 +450,23 @@ def test_saving_replaces_a_head_and_nothing_else(folder: Path) -> None:
         save_head(head, folder / "notes.txt")
 
 
-def test_failed_save_leaves_the_old_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["write", "swap"])
+def test_failed_save_leaves_the_old_head(step: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_file = os.replace
+
     def fail(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
+    def fail_to_swap(source: Path, destination: Path) -> None:
+        if source.name.endswith(".new"):
+            fail()
+        replace_file(source, destination)
+
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr("jetspec.models.head_format.save_file", fail)
+    if step == "write":
+        monkeypatch.setattr("jetspec.models.head_format.save_file", fail)
+    else:
+        monkeypatch.setattr("jetspec.models.head_format.os.replace", fail_to_swap)
     with pytest.raises(OSError, match="no space"):
         save_head(random_head(CAUSAL, seed=5), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -1,0 +1,90 @@
+"""Results that can be traced: what was run, on what, with which versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("jetspec", "torch", "triton", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
+
+
+def make_record(results: dict[str, Any], commit: str | None = None) -> dict[str, Any]:
+    """Results under a head that says where they come from.
+
+    `commit` is for runs on a copy of the source without its history; otherwise git is asked.
+    """
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit or current_commit(),
+        "hardware": hardware(),
+        "versions": {"python": platform.python_version(), **package_versions()},
+        **results,
+    }
+
+
+def write_record(path: Path, results: dict[str, Any], commit: str | None = None) -> None:
+    """Write a record as JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(make_record(results, commit), indent=1) + "\n"
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def current_commit() -> str | None:
+    """The commit of the source, marked when files differ from it; None outside a checkout."""
+
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
+        return f"{commit} with changes" if changed else commit
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def hardware() -> dict[str, Any]:
+    found: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def package_versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

