@@ -11,6 +11,9 @@ import argparse
 import json
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -36,22 +39,26 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 6])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="settings checked at the same time")
     parser.add_argument("--commit", help="commit of the source, where git cannot tell")
     parser.add_argument("--out", type=Path, required=True, help="where the record goes")
     args = parser.parse_args()
 
-    target = load_target(args.model, torch.float32, torch.device(args.device))
+    target = loaded(args.model, args.device)
     texts = draw_prompts(args.data, args.prompts)
     prompts = [target.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
     expected = transformers_greedy(args.model, prompts, args.tokens, args.device, target.eos_tokens)
-    runs = [
-        check(target, prompts, expected, args.tokens, drafter, budget, batch, prefix_cache)
+    settings = [
+        (drafter, budget, batch, prefix_cache)
         for drafter in ("none", "ngram", "head", "edge head")
         for budget in args.budgets
         if (budget == 1) == (drafter == "none")
         for batch in args.batches
         for prefix_cache in (True, False)
     ]
+    job = partial(check, args.model, args.device, prompts, expected, args.tokens)
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        runs = list(pool.map(job, settings))
     different = sum(run["different"] for run in runs)
     results = {"model": target.name, "prompts": len(prompts), "tokens": args.tokens, "dtype": "float32"}
     write_record(args.out, {**results, "different": different, "runs": runs}, args.commit)
@@ -101,23 +108,30 @@ def random_head(target: Decoder, edge: bool) -> DraftHead:
     return head.requires_grad_(False).to(target.embedding.device)
 
 
+@cache
+def loaded(model: str, device: str) -> Target:
+    """The target of a worker process."""
+    return load_target(model, torch.float32, torch.device(device))
+
+
 def check(
-    target: Target,
+    model: str,
+    device: str,
     prompts: list[list[int]],
     expected: list[list[int]],
     tokens: int,
-    drafter: str,
-    budget: int,
-    batch: int,
-    prefix_cache: bool,
+    setting: tuple[str, int, int, bool],
 ) -> dict[str, object]:
+    """Decode all prompts in one setting and count those that differ."""
+    drafter, budget, batch, prefix_cache = setting
+    target = loaded(model, device)
     head = random_head(target.decoder, drafter == "edge head") if drafter.endswith("head") else None
     engine = Engine(
         target.decoder,
         head,
         drafter="head" if head else drafter,  # type: ignore[arg-type]
         tree=TreeConfig(budget=budget),
-        config=EngineConfig(max_batch=batch, prefix_cache=prefix_cache, max_len=2048),
+        config=EngineConfig(max_batch=batch, prefix_cache=prefix_cache, max_len=2048, cache_gb=4),
         eos_tokens=target.eos_tokens,
     )
     began = time.perf_counter()

@@ -15,7 +15,7 @@ from jetspec.config import TreeConfig
 from jetspec.engine.kv_cache import KVCache
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
-from jetspec.tree import Candidates, DraftTree, EdgeFactors, build_tree, pack_bits
+from jetspec.tree import Candidates, DraftTree, EdgeFactors, build_tree
 from jetspec.types import Request, RowSampling
 
 
@@ -74,16 +74,11 @@ class HeadDrafter:
         self.tap_layers = config.tap_layers
         self.lookahead = max(tree.budget, config.block_size, self.depth + 1)
         self.slot_1S = torch.arange(config.block_size, device=cache.device)[None]
-        self.clique_1SW: Tensor | None = None
-        if not config.causal:
-            S = config.block_size
-            self.clique_1SW = pack_bits(torch.ones(1, S, S, dtype=torch.bool, device=cache.device))
 
     def draft(self, state: RoundState) -> Candidates:
         assert self.cache.head is not None
         token_BS = self.head.block_tokens(state.anchor_B)
-        visible = None if self.clique_1SW is None else self.clique_1SW.expand(len(token_BS), -1, -1)
-        block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), visible)
+        block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), None)
         hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, : self.depth]
         return self.candidates(hidden_BDM, state.sampling)
 
@@ -187,7 +182,7 @@ class NgramDrafter:
             allowed.update(best[: self.tree.width])
         order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].weight, nodes[i].depth, i))
         place: dict[int, int] = {}
-        kept = []
+        kept: list[Continuation] = []
         for i in order:
             if len(kept) == self.tree.budget:
                 break

@@ -177,7 +177,9 @@ class Engine:
         if not tokens:
             raise ValueError("the prompt is empty: give at least one token")
         if len(tokens) >= self.max_len:
-            raise ValueError(f"the prompt has {len(tokens)} tokens, but the context holds {self.max_len} with the answer")
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens, but the context holds {self.max_len} with the answer"
+            )
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self.target.config.vocab_size:
             raise ValueError(f"token id {low if low < 0 else high} is not in the vocabulary")

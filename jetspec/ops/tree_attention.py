@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ class AttentionPlan:
 def plan_attention(batch: TreeBatch) -> AttentionPlan:
     starts = batch.layout.query_start_B1.tolist()
     rows_of = defaultdict(list)
-    for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (start, end) in enumerate(pairwise(starts)):
         rows_of[end - start].append(row)
     return AttentionPlan([_plan_group(batch, rows, count) for count, rows in rows_of.items()])
 

@@ -12,7 +12,7 @@ import jetspec.engine.round as round_module
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
-from jetspec.tree import Acceptance, DraftTree
+from jetspec.tree import Acceptance, DraftTree, accept
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_head
 
@@ -24,7 +24,7 @@ TARGET = tiny_decoder(vocab=VOCAB, layers=2, spread=0.25)
 def probabilities(target: Decoder, temperature: float) -> torch.Tensor:
     """The law of the next LENGTH tokens, (V, V, V), from plain forward passes."""
     law = torch.ones(1)
-    prefixes = [[]]
+    prefixes: list[list[int]] = [[]]
     for _ in range(LENGTH):
         rows = torch.stack([next_token_law(target, PROMPT + prefix, temperature) for prefix in prefixes])
         law = (law[:, None] * rows).flatten()
@@ -65,7 +65,7 @@ def test_joint_distribution_of_three_tokens(make) -> None:  # type: ignore[no-un
 
 def test_a_biased_acceptance_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moving on to the first child one time in ten, whatever the target drew, is enough to fail."""
-    honest = round_module.accept
+    honest = accept
 
     def biased(tree: DraftTree, logits_BNV, sampling, cached_len_B) -> Acceptance:  # type: ignore[no-untyped-def]
         verdict = honest(tree, logits_BNV, sampling, cached_len_B)

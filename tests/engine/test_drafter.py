@@ -48,7 +48,8 @@ def test_every_path_of_the_tree_followed_these_tokens_before(
         parents = tree.parent_BN[row, 1:size].tolist()
         assert all(parents.count(p) <= width for p in parents)
         for node in range(1, size):
-            path, at = [], node
+            path: list[int] = []
+            at = node
             while at:
                 path.insert(0, int(tree.token_BN[row, at]))
                 at = int(tree.parent_BN[row, at])

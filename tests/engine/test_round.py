@@ -52,7 +52,9 @@ def check_cache(engine: Engine, updates: list[Update]) -> None:
 @pytest.mark.parametrize("who", ["causal", "bidirectional", "edge"])
 def test_cache_of_target_and_head_equals_a_fresh_pass(who: str) -> None:
     head = tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
-    engine = make_engine(TARGET, "head", head, TreeConfig(budget=30, width=5), EngineConfig(page_size=4, prefill_chunk=5))
+    engine = make_engine(
+        TARGET, "head", head, TreeConfig(budget=30, width=5), EngineConfig(page_size=4, prefill_chunk=5)
+    )
     run(engine, PROMPTS, GREEDY, check_cache)
 
 
