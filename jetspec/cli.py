@@ -100,7 +100,7 @@ class ModelOptions:
         str, _option("Target: a name, folder or GGUF file.", "--model", "-m", panel="Model", metavar="NAME")
     ] = "smollm2-135m-instruct"
     head: Annotated[str | None, _option("Draft head: a name or folder.", panel="Model", metavar="NAME")] = None
-    drafter: Annotated[DrafterName | None, _option("Default: the head, if any.", panel="Model")] = None
+    drafter: Annotated[DrafterName | None, _option("Who guesses; by default the head.", panel="Model")] = None
     dtype: Annotated[DtypeName, _option("float32, bfloat16, float16.", panel="Model", metavar="TYPE")] = "auto"
     device: Annotated[str, _option("cpu or cuda.", panel="Model", metavar="NAME")] = "auto"
     budget: Annotated[int | None, _option("Most nodes in a tree, the anchor included.", panel="Tree")] = None

@@ -25,7 +25,7 @@ def make_record(results: dict[str, Any], commit: str | None = None) -> dict[str,
     `commit` is for runs on a copy of the source without its history; otherwise git is asked.
     """
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *(shown(word) for word in sys.argv)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or current_commit(),
         "hardware": hardware(),
@@ -47,6 +47,11 @@ def write_record(path: Path, results: dict[str, Any], commit: str | None = None)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def shown(word: str) -> str:
+    """A word of a command line; of an absolute path only the name, since the rest is one machine's affair."""
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 def current_commit() -> str | None:

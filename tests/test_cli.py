@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -24,8 +25,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from jetspec.cli import SamplingOptions, app
+import jetspec
+from jetspec.cli import ModelOptions, SamplingOptions, app
 from jetspec.config import TreeConfig
+from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.terminal.chat import Chat
 from jetspec.terminal.compare import compare
 from jetspec.terminal.draw import BONUS, KEPT, round_text
@@ -33,6 +36,7 @@ from jetspec.terminal.screen import printable
 from jetspec.tree_html import DrawnRound, _place, page, write_page
 from jetspec.types import Completion, RoundStats, RoundTrace, SamplingParams, Update
 
+ROOT = Path(__file__).parent.parent
 WORDS = ["The", " sky", " is", " blue", " because", " air", " scatters", " light", ".\n"]
 ANSWER = "".join(WORDS)
 JSON_FIELDS = {"text", "token_ids", "finish_reason", "stats"}
@@ -76,8 +80,11 @@ class FakeLLM:
         self.trees.append(tree)
         return type(self)(drafter=drafter, tree=tree or self.tree)
 
-    def generate(self, prompt: str, sampling: SamplingParams) -> list[Completion]:
+    def generate(self, prompt: Any, sampling: SamplingParams) -> list[Completion]:
         return [update.completion for update in self.stream(prompt, sampling) if update.completion]
+
+    def chat(self, messages: Any, sampling: SamplingParams) -> Completion:
+        return self.generate(messages, sampling)[0]
 
     def stream_chat(
         self, messages: Sequence[dict[str, str]], sampling: SamplingParams, *, trace: bool = False
@@ -126,7 +133,7 @@ def test_importing_is_instant(code: str) -> None:
 
 
 def test_version_and_help() -> None:
-    assert run("--version").stdout == "jetspec 0.1.0\n"
+    assert run("--version").stdout == f"jetspec {version('jetspec')}\n"
     for command in ("generate", "compare", "chat", "tree", "info"):
         assert command in run("--help").stdout
         assert "Examples:" in run(command, "--help").stdout
@@ -136,6 +143,23 @@ def test_sampling_defaults_are_the_librarys() -> None:
     assert SamplingOptions().params() == SamplingParams()
     asked = {f.name for f in fields(SamplingOptions)}
     assert asked == {f.name for f in fields(SamplingParams)} - {"ignore_eos"}
+
+
+def test_default_model_is_the_librarys() -> None:
+    assert ModelOptions().model == DEFAULT_MODEL
+
+
+def test_public_names_resolve() -> None:
+    assert [name for name in jetspec.__all__ if getattr(jetspec, name).__name__ != name] == []
+    with pytest.raises(AttributeError):
+        jetspec.nonsense  # noqa: B018
+
+
+def test_readme_example_runs(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jetspec, "LLM", fake, raising=False)
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(code, {})
+    assert fake.asked[-1] == "Once upon a time"
 
 
 # -- generate
@@ -231,10 +255,9 @@ def run_process(args: str, **options: Any) -> subprocess.Popen[str]:
         from jetspec.cli import main
         main()
     """
-    root = Path(__file__).parent.parent
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], text=True, cwd=root, stderr=subprocess.PIPE, **options
-    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.Popen(command, text=True, cwd=ROOT, env=buffered, stderr=subprocess.PIPE, **options)
 
 
 def test_full_disk_is_one_line() -> None:
@@ -245,14 +268,17 @@ def test_full_disk_is_one_line() -> None:
     assert stderr.splitlines()[-1] == "jetspec: error: No space left on device"
 
 
-def test_broken_pipe_is_quiet_and_interrupt_is_clean() -> None:
-    process = run_process("generate Why?", stdout=subprocess.PIPE)
+@pytest.mark.parametrize("command", ["generate", "tree"])
+def test_broken_pipe_is_quiet(command: str) -> None:
+    process = run_process(f"{command} Why?", stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
     process.stdout.close()
     assert process.wait(timeout=60) == 141
-    assert process.stderr.read().splitlines() == ["Loading smollm2-135m-instruct ..."]
+    assert process.stderr.read().splitlines() == [f"Loading {DEFAULT_MODEL} ..."]
 
+
+def test_interrupt_is_clean() -> None:
     process = run_process("generate Why?", stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(1)
@@ -303,7 +329,7 @@ def test_compare_refuses_plain_against_plain(fake: type[FakeLLM]) -> None:
 
 @pytest.mark.parametrize("width", [30, 100])
 def test_compare_live(width: int) -> None:
-    """Every row fits the terminal, panels stand side by side where there is room, and the outcome stays visible."""
+    """Rows fit the terminal, those of panels with room for an echoed ^C; two panels a row where there is room."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, height=20, color_system=None)
     plain, speculative = FakeLLM(drafter="none"), FakeLLM()
@@ -316,6 +342,7 @@ def test_compare_live(width: int) -> None:
     assert [r.identical for r in results] == [True, True]
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).replace("\r", "\n")
     assert max(map(len, screen.splitlines())) <= width
+    assert max(len(line) for line in screen.splitlines() if line.startswith("│")) <= width - 2
     assert any(line.count("╭") == (2 if width == 100 else 1) for line in screen.splitlines())
     assert "identical: yes" in " ".join(screen.split()) and "How [not]?" in screen
 
@@ -326,7 +353,12 @@ def test_compare_live(width: int) -> None:
 def test_chat_keeps_the_conversation_until_reset(fake: type[FakeLLM]) -> None:
     result = run("chat", stdin="Why?\n/stats\nHow?\n/reset\n/nonsense\n/help\nWho?\n/exit\nnever\n")
     assert result.exit_code == 0
-    assert result.stdout.count("scatters") == 3
+    assert [[message["content"] for message in asked] for asked in fake.asked] == [
+        ["Why?"],
+        ["Why?", ANSWER, "How?"],
+        ["Who?"],
+    ]
+    assert result.stdout.count(ANSWER) == 3
     assert "9 tokens · 3 rounds" in result.stdout and "There is no command /nonsense" in result.stdout
 
 
@@ -457,3 +489,16 @@ def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("info", "model", "--head", "head", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["problems"] == problems
+
+
+# -- for real
+
+
+@pytest.mark.model
+def test_default_model_decodes_alike_both_ways() -> None:
+    result = run("compare", "Say it three times: one two three four five six seven.", "--max-tokens", "24", "--json")
+    assert result.exit_code == 0
+    value = json.loads(result.stdout)
+    [comparison] = value["results"]
+    assert value["drafter"] == "ngram" and comparison["identical"]
+    assert comparison["speculative"]["stats"]["rounds"] < comparison["plain"]["stats"]["rounds"]

@@ -20,7 +20,8 @@ HELP = """\
 /stats  what the answers cost so far
 /help   this list
 /exit   leave (or Ctrl-D)
-Ctrl-C stops an answer. Each change of shade in an answer is a new round: one forward pass of the target."""
+Ctrl-C stops an answer. Where the shade changes, a new round begins:
+one forward pass of the target for everything in one shade."""
 
 BAR_WIDTH = 40
 
@@ -36,7 +37,9 @@ class Chat:
         self.answers: list[RoundStats] = []
 
     def run(self) -> None:
-        self.console.print(f"[bold]{self.llm.model_name}[/], drafter {self.llm.drafter}. /help lists the commands.")
+        self.console.print(
+            f"{self.llm.model_name}, drafter {self.llm.drafter}. /help lists the commands.", markup=False
+        )
         for line in _lines():
             if line == "/exit":
                 return
@@ -75,7 +78,9 @@ class Chat:
                 self.console.out(printable(update.text), style=shade(index), end="")
                 if update.completion:
                     self.answers.append(update.completion.stats)
-                if interrupted():
+                    if update.completion.finish_reason == "length":
+                        self.console.out(" (cut at the limit)", style="dim", end="")
+                elif interrupted():
                     self.console.out(" (stopped)", style="dim", end="")
                     break
         self.console.out("\n")

@@ -135,20 +135,21 @@ def compare_drafters(llm: LLM, prompts: Sequence[str], stream: Callable[[LLM, st
 
 def compare(plain: Decode, speculative: Decode, prompts: Sequence[str], console: Console | None) -> list[Comparison]:
     """Decode every prompt both ways, plain first. A terminal shows it live, another console afterwards, None never."""
-    show = _quietly if console is None else _live if console.is_terminal else _in_lines
+    if console is None:
+        return [_quietly(plain, speculative, prompt) for prompt in prompts]
+    show = _live if console.is_terminal else _in_lines
     results = [show(plain, speculative, prompt, console) for prompt in prompts]
-    if console and len(results) > 1:
+    if len(results) > 1:
         console.print(_table(results) if console.is_terminal else f"all prompts: {_line(results)}")
     return results
 
 
-def _quietly(plain: Decode, speculative: Decode, prompt: str, console: Console | None) -> Comparison:
+def _quietly(plain: Decode, speculative: Decode, prompt: str) -> Comparison:
     return Comparison(prompt, last(plain(prompt)), last(speculative(prompt)))
 
 
-def _in_lines(plain: Decode, speculative: Decode, prompt: str, console: Console | None) -> Comparison:
-    result = _quietly(plain, speculative, prompt, console)
-    assert console is not None
+def _in_lines(plain: Decode, speculative: Decode, prompt: str, console: Console) -> Comparison:
+    result = _quietly(plain, speculative, prompt)
     sides = {"text": result.plain} if result.identical else {"plain": result.plain, "speculative": result.speculative}
     console.out(f"prompt: {prompt}")
     for name, completion in sides.items():
@@ -157,8 +158,7 @@ def _in_lines(plain: Decode, speculative: Decode, prompt: str, console: Console 
     return result
 
 
-def _live(plain: Decode, speculative: Decode, prompt: str, console: Console | None) -> Comparison:
-    assert console is not None
+def _live(plain: Decode, speculative: Decode, prompt: str, console: Console) -> Comparison:
     console.print(Rule(Text(prompt, style="bold", no_wrap=True, overflow="ellipsis"), align="left", style="dim"))
     left, right = _Side("plain"), _Side("speculative")
     # Drawn between rounds, in this thread: a drawing thread would take time from the round it runs beside.
@@ -174,11 +174,9 @@ def _live(plain: Decode, speculative: Decode, prompt: str, console: Console | No
 
         result = Comparison(prompt, last(plain(prompt), follow(left)), last(speculative(prompt), follow(right)))
     console.print(_panels(console, left, right))
-    mark = "bold green" if result.identical else "bold red"
     _, _, per_round, ratio = _columns([result])
-    console.print(
-        Text.assemble(f"speedup {ratio} · {per_round} tokens per round · ", (result.verdict, mark)), end="\n\n"
-    )
+    verdict = Text(result.verdict, style="bold green" if result.identical else "bold red")
+    console.print(f"speedup {ratio} · {per_round} tokens per round ·", verdict, end="\n\n")
     return result
 
 
@@ -239,7 +237,8 @@ class _Side:
 def _panels(console: Console, left: _Side, right: _Side, rows: int | None = None) -> RenderableType:
     """Both sides beside each other and equally high, or one above the other where columns are few."""
     is_narrow = console.width < NARROW
-    width = console.width if is_narrow else console.width // 2
+    room = console.width - 2  # the terminal echoes ^C behind the last line; a full line would make it scroll
+    width = room if is_narrow else room // 2
     texts = [side.lines(console, width) for side in (left, right)]
     height = max(1, *map(len, texts)) + 2
     if rows is not None:
@@ -281,7 +280,7 @@ def _table(results: Sequence[Comparison]) -> Table:
     for head, foot in zip(heads, total, strict=True):
         table.add_column(head, footer=foot, justify="right")
     for result in results:
-        table.add_row(Text(result.prompt), *_columns([result]), _yes_no(result.identical))
+        table.add_row(Text(" ".join(result.prompt.split())), *_columns([result]), _yes_no(result.identical))
     return table
 
 

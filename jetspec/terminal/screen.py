@@ -18,12 +18,22 @@ SHADES = ("default", "cyan")
 _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
+class Screen(Console):
+    """A console that leaves lines as they are, and a broken pipe to the command line."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def out() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    return Screen()
 
 
 def err() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Screen(stderr=True)
 
 
 @contextmanager
