@@ -13,7 +13,7 @@ demo: $(STAMP) ## Decode three prompts plainly and speculatively, side by side
 	@$(BIN)/jetspec compare --max-tokens 96
 
 test: lint ## Run every check and every test that needs no GPU
-	@$(BIN)/pytest -m "not gpu"
+	@$(BIN)/pytest -m "not gpu" --numprocesses auto
 
 lint: $(STAMP) ## Check style, types and layers
 	@$(BIN)/ruff check .

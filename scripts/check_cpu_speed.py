@@ -2,7 +2,7 @@
 
 All three are timed in turns in the same process, so that they share whatever else the machine does. Writes a record.
 
-    python scripts/check_cpu_speed.py --out docs/results/cpu_speed.json
+    python -m scripts.check_cpu_speed --out docs/results/cpu_speed.json
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.drafter import RoundState
@@ -24,6 +23,7 @@ from jetspec.models.weights import load_target
 from jetspec.record import write_record
 from jetspec.tree import DraftTree
 from jetspec.types import SamplingParams
+from scripts.check_lossless import open_transformers
 
 PROMPT = "Explain in a few sentences how a bicycle stays upright while it is moving."
 
@@ -60,8 +60,7 @@ def main() -> None:
 
     target = load_target(args.model, torch.float32, torch.device("cpu"))
     prompt = target.tokenizer.encode_chat([{"role": "user", "content": PROMPT}])
-    path = resolve(args.model)
-    other = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    other = open_transformers(resolve(args.model))
 
     def engine(budget: int) -> Engine:
         config = EngineConfig(max_batch=1, max_len=1024, prefix_cache=False)

@@ -2,7 +2,7 @@
 
 Every drafter, budget, batch size and prefix-cache setting must write the same tokens. Writes a record.
 
-    python scripts/check_lossless.py --data ../shared/data/eval --out docs/results/lossless.json
+    python -m scripts.check_lossless --data ../shared/data/eval --out docs/results/lossless.json
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
@@ -59,7 +60,7 @@ def main() -> None:
     job = partial(check, args.model, args.device, prompts, expected, args.tokens)
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         runs = list(pool.map(job, settings))
-    different = sum(run["different"] for run in runs)
+    different = sum(int(run["different"]) for run in runs)
     results = {"model": target.name, "prompts": len(prompts), "tokens": args.tokens, "dtype": "float32"}
     write_record(args.out, {**results, "different": different, "runs": runs}, args.commit)
     print(json.dumps({"runs": len(runs), "different": different}))
@@ -74,12 +75,16 @@ def draw_prompts(folder: Path, count: int) -> list[str]:
     return random.Random(0).sample(short, count)
 
 
+def open_transformers(path: Path) -> PreTrainedModel:
+    """The same weights in `transformers`, float32."""
+    folder, extra = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **extra).eval()
+
+
 def transformers_greedy(
     model: str, prompts: list[list[int]], tokens: int, device: str, eos: frozenset[int]
 ) -> list[list[int]]:
-    path = resolve(model)
-    source = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-    other = AutoModelForCausalLM.from_pretrained(source[0], dtype=torch.float32, **source[1]).to(device).eval()
+    other = open_transformers(resolve(model)).to(device)  # type: ignore[arg-type]
     written = []
     for prompt in tqdm(prompts, desc="transformers"):
         ids = torch.tensor([prompt], device=device)
@@ -121,7 +126,7 @@ def check(
     expected: list[list[int]],
     tokens: int,
     setting: tuple[str, int, int, bool],
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Decode all prompts in one setting and count those that differ."""
     drafter, budget, batch, prefix_cache = setting
     target = loaded(model, device)
