@@ -69,19 +69,22 @@ def tree_attention(q_THE: Tensor, pages: KVPages, plan: AttentionPlan, scale: fl
     A query at position p sees keys at positions above p - window. The query heads that share a key head are
     laid side by side as extra queries of it.
     """
-    (_, H, E), G = q_THE.shape, pages.k.shape[2]
+    masks = plan.masks_for(window, q_THE.shape[1] // pages.k.shape[2], q_THE.dtype)
+    if len(plan.groups) == 1:
+        return _attend_group(q_THE, pages, plan.groups[0], masks[0], scale)
     out = torch.empty_like(q_THE)
-    k_all, v_all = pages.k.flatten(0, 1), pages.v.flatten(0, 1)
-    masks = plan.masks_for(window, H // G, q_THE.dtype)
     for group, mask in zip(plan.groups, masks, strict=True):
-        requests, count, _ = group.seen.shape
-        q = q_THE[group.queries].view(requests, count, G, H // G, E)
-        folded = q.permute(0, 2, 3, 1, 4).reshape(requests, G, -1, E)
-        k = k_all[group.keys].view(requests, -1, G, E).transpose(1, 2)
-        v = v_all[group.keys].view(requests, -1, G, E).transpose(1, 2)
-        o = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
-        out[group.queries] = o.view(requests, G, H // G, count, E).permute(0, 3, 1, 2, 4).reshape(-1, H, E)
+        out[group.queries] = _attend_group(q_THE[group.queries], pages, group, mask, scale)
     return out
+
+
+def _attend_group(q_THE: Tensor, pages: KVPages, group: RequestGroup, mask: Tensor | None, scale: float) -> Tensor:
+    (_, H, E), G, (requests, count, _) = q_THE.shape, pages.k.shape[2], group.seen.shape
+    q = q_THE.view(requests, count, G, H // G, E).permute(0, 2, 3, 1, 4).reshape(requests, G, -1, E)
+    k = pages.k.flatten(0, 1)[group.keys].view(requests, -1, G, E).transpose(1, 2)
+    v = pages.v.flatten(0, 1)[group.keys].view(requests, -1, G, E).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.view(requests, G, H // G, count, E).permute(0, 3, 1, 2, 4).reshape(-1, H, E)
 
 
 def _plan_group(batch: TreeBatch, rows: list[int], count: int) -> RequestGroup:
