@@ -8,13 +8,14 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from jetspec.files import write_whole
 
 PACKAGES = ("jetspec", "torch", "triton", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
 
@@ -37,16 +38,7 @@ def make_record(results: dict[str, Any], commit: str | None = None) -> dict[str,
 def write_record(path: Path, results: dict[str, Any], commit: str | None = None) -> None:
     """Write a record as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(make_record(results, commit), indent=1) + "\n"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_whole(path, json.dumps(make_record(results, commit), indent=1) + "\n")
 
 
 def shown(word: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from rich.cells import cell_len
 
+from jetspec.files import write_whole
 from jetspec.types import RoundTrace
 
 ROW, BOX, GAP, PAD = 26, 20, 34, 8
@@ -52,13 +52,8 @@ def count_nodes(trace: RoundTrace) -> str:
 
 
 def write_page(path: Path, prompt: str, rounds: Sequence[DrawnRound], token_text: Callable[[int], str]) -> None:
-    """Write the page beside its final name first: no reader, and no failure, ever leaves half of it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(page(prompt, rounds, token_text), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write the page, whole or not at all."""
+    write_whole(path, page(prompt, rounds, token_text))
 
 
 def page(prompt: str, rounds: Sequence[DrawnRound], token_text: Callable[[int], str]) -> str:

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetspec import ops
 from jetspec.config import TreeConfig
 from jetspec.engine.kv_cache import KVCache
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
-from jetspec.tree import Candidates, DraftTree, EdgeFactors, build_tree
+from jetspec.tree import Candidates, DraftTree, build_tree
 from jetspec.types import Request, RowSampling
 
 
@@ -80,25 +79,14 @@ class HeadDrafter:
         token_BS = self.head.block_tokens(state.anchor_B)
         block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), None)
         hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, : self.depth]
-        return self.candidates(hidden_BDM, state.sampling)
+        return self.head.candidates(hidden_BDM, self.target, self.tree, self.heat(state.sampling))
 
-    def candidates(self, hidden_BDM: Tensor, sampling: RowSampling) -> Candidates:
+    @staticmethod
+    def heat(sampling: RowSampling) -> Tensor | None:
         """The tree is drafted from the distribution that will be sampled: with the request's temperature."""
-        B, D, _ = hidden_BDM.shape
-        logits_BDV = self.target.logits(hidden_BDM.flatten(0, 1)).unflatten(0, (B, D)).float()
-        heat_B11 = torch.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)[:, None, None]
-        if sampling.any_sampled:
-            logits_BDV = logits_BDV / heat_B11
-        entropy_BD = None
-        if self.tree.score != "accum_logp":
-            entropy_BD = torch.distributions.Categorical(logits=logits_BDV).entropy()
-        V, edge = logits_BDV.shape[-1], None
-        count = min(self.tree.width, V)
-        if self.head.edge is not None:
-            count = min(self.tree.shortlist or V, V)
-            gate_BDR = self.head.edge.gates(hidden_BDM).float() / heat_B11
-            edge = EdgeFactors(gate_BDR, self.head.edge.predecessor, self.head.edge.successor)
-        return Candidates(*ops.topk_logprob(logits_BDV, count), entropy_BD, edge)
+        if not sampling.any_sampled:
+            return None
+        return torch.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
 
     def build(self, state: RoundState, drafted: Candidates) -> DraftTree:
         return build_tree(state.anchor_B, drafted, self.tree, self.depth)

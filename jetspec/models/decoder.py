@@ -246,6 +246,14 @@ class DecoderStack(nn.Module):
         return [partial(attend, pages, self.config.window(i)) for i, pages in enumerate(cache)]
 
 
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Attention without pages: (.., queries, H, E) over (.., keys, G, E) where `visible` (.., queries, keys) says so."""
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    repeat = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat_interleave(repeat, -3), v.repeat_interleave(repeat, -3)
+    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible.unsqueeze(-3)).transpose(-3, -2)
+
+
 class Decoder(DecoderStack):
     """A target model: token ids in, hidden states and taps out, K and V in pages."""
 
@@ -269,5 +277,21 @@ class Decoder(DecoderStack):
         tap_TX = torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None
         return Hidden(self.norm(x), tap_TX)
 
+    def forward_dense(self, token: Tensor, position: Tensor, visible: Tensor, tap_layers: tuple[int, ...]) -> Hidden:
+        """The same pass without a cache, for training: (.., T) tokens that see each other as `visible` (.., T, T) says."""
+        x, rope, taps = self.embed(token), self.rope(position), {}
+        for i, layer in enumerate(self.layers):
+            window, seen = self.config.window(i), visible
+            if window is not None:
+                seen = visible & (position[..., None, :] > position[..., None] - window)
+            x = layer(x, rope, partial(_attend_seen, seen))
+            if i in tap_layers:
+                taps[i] = x
+        return Hidden(self.norm(x), torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return ops.linear(hidden, self.lm_head)
+
+
+def _attend_seen(visible: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend_dense(q, k, v, visible)

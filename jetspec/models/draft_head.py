@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from jetspec import ops
-from jetspec.models.decoder import Attend, DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm
-from jetspec.tree import pack_bits
+from jetspec.config import TreeConfig
+from jetspec.models.decoder import Attend, DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm, attend_dense
+from jetspec.tree import Candidates, EdgeFactors, pack_bits
 from jetspec.types import KVPages, TreeBatch
 
 
@@ -176,13 +177,32 @@ class DraftHead(DecoderStack):
         """Of a block's slots (.., block size, M), those that predict depths 1..D."""
         return slots if self.head_config.shifted else slots[..., 1:, :]
 
+    def candidates(
+        self, hidden_BDM: Tensor, target: Embedder, tree: TreeConfig, heat_B: Tensor | None = None
+    ) -> Candidates:
+        """What the states of depths 1..D offer to a tree. `heat_B` are the temperatures to draft with; None: 1."""
+        logits_BDV = target.logits(hidden_BDM.flatten(0, 1)).unflatten(0, hidden_BDM.shape[:2]).float()
+        if heat_B is not None:
+            logits_BDV = logits_BDV / heat_B[:, None, None]
+        entropy_BD = None
+        if tree.score != "accum_logp":
+            entropy_BD = torch.distributions.Categorical(logits=logits_BDV).entropy()
+        V, count, edge = logits_BDV.shape[-1], tree.width, None
+        if self.edge is not None:
+            count = tree.shortlist or V
+            gate_BDR = self.edge.gates(hidden_BDM).float()
+            if heat_B is not None:
+                gate_BDR = gate_BDR / heat_B[:, None, None]
+            edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
+        return Candidates(*ops.topk_logprob(logits_BDV, min(count, V)), entropy_BD, edge)
+
     def forward_blocks(
         self, block: Tensor, block_position: Tensor, tap: Tensor, tap_position: Tensor, visible: Tensor
     ) -> Tensor:
-        """The same pass without a cache, for training: blocks of embeddings over one sequence of context rows.
+        """The same pass without a cache, for training: blocks of embeddings over sequences of context rows.
 
-        `block` is (R, M) with all blocks' slots in a row, `tap` (T, X), `visible` (R, T + R): what each slot sees
-        of the context rows, then of the slots, where no window narrows it. Returns every slot's state (R, M).
+        `block` is (.., Q, M) with all blocks' slots in a row, `tap` (.., T, X), `visible` (.., Q, T + Q): what each
+        slot sees of the context rows, then of the slots, where no window narrows it. Returns every slot's state.
         """
         x, rope = block, self.rope(block_position)
         for i, (layer, (k, v)) in enumerate(zip(self.layers, self.context(tap, tap_position), strict=True)):
@@ -194,17 +214,16 @@ class DraftHead(DecoderStack):
         window = self.config.window(layer)
         if window is None:
             return visible
-        key_position, slot_position = torch.cat((tap_position, block_position)), block_position[:, None]
+        key_position = torch.cat((tap_position, block_position), -1)[..., None, :]
+        slot_position = block_position[..., None]
         visible = visible & (key_position > slot_position - window)
         return visible & (key_position <= slot_position) if self.head_config.causal_windows else visible
 
 
 def _attend_dense(k_context: Tensor, v_context: Tensor, visible: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of slots over context rows, then slots, all (rows, heads, E)."""
-    k, v = torch.cat((k_context, k)), torch.cat((v_context, v))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    """Attention of slots over context rows, then slots, all (.., rows, heads, E)."""
+    k, v = torch.cat((k_context, k), -3), torch.cat((v_context, v), -3)
+    return attend_dense(q, k, v, visible)
 
 
 def make_head(config: HeadConfig, seed: int = 0, **changes: object) -> DraftHead:

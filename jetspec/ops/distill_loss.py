@@ -1,0 +1,211 @@
+"""The distillation loss of drafted positions, computed together with the output matrix.
+
+Logits are the largest tensors of training: a few thousand positions over a vocabulary of 152k take gigabytes, twice
+with the teacher's. So rows go through in chunks. Within a chunk the gradient overwrites the student's logits and is
+multiplied back to the states at once, which leaves backward nothing to do but scale.
+
+R counts rows, one per drafted position; Q is the rank of the edge term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Kind = Literal["forward_kl", "reverse_kl", "sft"]
+Implementation = Literal["auto", "reference", "triton"]
+
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Loss, hit and label probability, (R,) each."""
+ScoreRows = Callable[[Tensor, Tensor | None, Tensor, Tensor, Kind, float, bool], Rows]
+"""What `distill_loss_reference` states and a kernel may do faster."""
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class DistillLoss:
+    """A row of weight 0 is skipped: its numbers and its gradients are 0."""
+
+    loss_sum: Tensor
+    """Sum of weight * loss over the rows: what to differentiate. The caller divides by the sum of the weights, once
+    micro-batches and devices are added up."""
+    loss_R: Tensor
+    hit_R: Tensor
+    """Whether the student's best token is the label. Of equally good tokens the lowest is the best."""
+    label_prob_R: Tensor
+    """q(label), at the temperature of the loss."""
+
+
+def distill_loss(
+    hidden_RM: Tensor,
+    teacher_RM: Tensor | None,
+    lm_head_VM: Tensor,
+    label_R: Tensor,
+    weight_R: Tensor,
+    *,
+    kind: Kind = "forward_kl",
+    temperature: float = 1.0,
+    edge_RQ: Tensor | None = None,
+    successor_VQ: Tensor | None = None,
+    chunk: int = 4096,
+    implementation: Implementation = "auto",
+) -> DistillLoss:
+    """How far the student's distribution q is from the teacher's p, or from the label, row by row.
+
+        z = lm_head hidden (+ successor edge)     q = softmax(z / T)
+        u = lm_head teacher                       p = softmax(u / T)
+
+        forward_kl   T^2 * sum p (log p - log q)
+        reverse_kl   T^2 * sum q (log q - log p)
+        sft          -log q(label), with T = 1 and no teacher
+
+    Gradients reach `hidden`, `edge` and `successor`; everything else is constant. The logits of at most `chunk` rows
+    exist at a time, in autocast's dtype where it is on and otherwise in that of `hidden`; losses and probabilities
+    are fp32 or wider. Every label is a token id, also where the weight is 0.
+    """
+    assert kind == "sft" or teacher_RM is not None
+    assert (edge_RQ is None) == (successor_VQ is None)
+    lesson = _Lesson(
+        teacher_RM=None if kind == "sft" else teacher_RM,
+        lm_head_VM=lm_head_VM,
+        label_R=label_R,
+        weight_R=weight_R,
+        kind=kind,
+        temperature=1.0 if kind == "sft" else temperature,
+        chunk=chunk,
+        score_rows=_pick(implementation, hidden_RM.device),
+    )
+    student = (hidden_RM, edge_RQ, successor_VQ)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student):
+        return DistillLoss(*_DistillLoss.apply(*student, lesson))
+    with torch.no_grad():
+        rows, _ = _score(*student, lesson, wanted=(False, False, False))
+        return DistillLoss(_weighted_sum(rows, weight_R), *rows)
+
+
+def label_prob(
+    hidden_RM: Tensor,
+    lm_head_VM: Tensor,
+    label_R: Tensor,
+    *,
+    edge_RQ: Tensor | None = None,
+    successor_VQ: Tensor | None = None,
+    chunk: int = 4096,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """q(label) per row at temperature 1, without gradient: for weights that depend on it."""
+    weight_R = torch.ones(len(label_R), device=label_R.device)
+    with torch.no_grad():
+        return distill_loss(
+            hidden_RM,
+            None,
+            lm_head_VM,
+            label_R,
+            weight_R,
+            kind="sft",
+            edge_RQ=edge_RQ,
+            successor_VQ=successor_VQ,
+            chunk=chunk,
+            implementation=implementation,
+        ).label_prob_R
+
+
+def distill_loss_reference(
+    z_RV: Tensor,
+    u_RV: Tensor | None,
+    label_R: Tensor,
+    weight_R: Tensor,
+    kind: Kind,
+    temperature: float,
+    want_grad: bool,
+) -> Rows:
+    """Score rows of logits. With `want_grad`, `z_RV` becomes d(weight * loss) / dz.
+
+    The divergence is a function of z / T and is multiplied by T^2, so its slope is multiplied by T.
+    """
+    skipped_R = weight_R == 0
+    log_q = _log_softmax(z_RV, temperature)
+    label_logprob_R = log_q.gather(1, label_R[:, None])[:, 0]
+    hit_R = (z_RV.argmax(-1) == label_R) & ~skipped_R
+    if u_RV is None:
+        loss_R, slope = -label_logprob_R, log_q.exp()
+        slope[torch.arange(len(label_R), device=label_R.device), label_R] -= 1
+    else:
+        diverge = _forward_kl if kind == "forward_kl" else _reverse_kl
+        loss_R, slope = diverge(_log_softmax(u_RV, temperature), log_q)
+    if want_grad:
+        z_RV.copy_((weight_R * temperature)[:, None] * slope).masked_fill_(skipped_R[:, None], 0)
+    loss_R = temperature**2 * loss_R.masked_fill(skipped_R, 0)
+    return loss_R, hit_R, label_logprob_R.exp().masked_fill(skipped_R, 0)
+
+
+def _log_softmax(logits_RV: Tensor, temperature: float) -> Tensor:
+    return torch.log_softmax(logits_RV.to(_at_least_fp32(logits_RV)) / temperature, -1)
+
+
+def _forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    p = log_p.exp()
+    return (p * (log_p - log_q)).sum(-1), log_q.exp() - p
+
+
+def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    q, gap = log_q.exp(), log_q - log_p
+    loss_R = (q * gap).sum(-1)
+    return loss_R, q * (gap - loss_R[:, None])
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """What a student learns from, and how: all that gets no gradient."""
+
+    teacher_RM: Tensor | None
+    lm_head_VM: Tensor
+    label_R: Tensor
+    weight_R: Tensor
+    kind: Kind
+    temperature: float
+    chunk: int
+    score_rows: ScoreRows
+
+
+class _DistillLoss(torch.autograd.Function):
+    """Gradients are computed forward, while the logits exist; a loss is linear in what comes back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RM: Tensor, edge_RQ: Tensor | None, successor_VQ: Tensor | None, lesson: _Lesson
+    ) -> tuple[Tensor, ...]:
+        rows, grads = _score(hidden_RM, edge_RQ, successor_VQ, lesson, wanted=ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(*rows)
+        return _weighted_sum(rows, lesson.weight_R), *rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_sum: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return *(None if grad is None else grad_sum * grad for grad in ctx.saved_tensors), None
+
+
+def _score(
+    hidden_RM: Tensor,
+    edge_RQ: Tensor | None,
+    successor_VQ: Tensor | None,
+    lesson: _Lesson,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Rows, list[Tensor | None]]:
+    """All rows, and the gradient of the weighted sum for those of hidden, edge and successor that are wanted."""
+    wide = _at_least_fp32(hidden_RM)
+    loss_R, prob_R = hidden_RM.new_empty(2, len(hidden_RM), dtype=wide)
+    hit_R = torch.empty_like(lesson.label_R, dtype=torch.bool)
+    ...
+
+
+def _weighted_sum(rows: Rows, weight_R: Tensor) -> Tensor:
+    return (weight_R * rows[0]).sum()

@@ -1,0 +1,185 @@
+"""A training recipe: what a YAML file says, checked to the last key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The head to train. What is None follows the target."""
+
+    num_layers: int = 5
+    block_size: int = 16
+    causal: bool = True
+    """False: all slots of a block see each other (DFlash)."""
+    tap_layers: tuple[int, ...] | None = None
+    mask_token: int | None = None
+    """An id that never occurs in text. None: the last one of the vocabulary."""
+    inner_size: int | None = None
+    edge_rank: int = 0
+    """Rank of the edge term. 0: none."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What a draft is measured by."""
+
+    kind: Literal["forward_kl", "reverse_kl", "sft"] = "forward_kl"
+    temperature: float = 1.0
+    gamma: float | None = None
+    """Position k weighs exp(-(k - 1) / gamma). None: all weigh the same."""
+    dpace: float | None = None
+    """D-PACE smoothing, 0.5 in its paper: weigh a position by the accepted prefix at stake. None: off."""
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None and self.gamma <= 0:
+            raise ValueError(f"loss.gamma is {self.gamma}; it must be positive, or null for no weighting")
+        if self.dpace is not None and not 0 <= self.dpace < 1:
+            raise ValueError(f"loss.dpace is {self.dpace}; it must be at least 0 and below 1, or null")
+        if self.gamma is not None and self.dpace is not None:
+            raise ValueError("loss.gamma and loss.dpace both weigh positions; choose one")
+        if self.temperature <= 0:
+            raise ValueError(f"loss.temperature is {self.temperature}; it must be positive")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` for the matrices of the layers, with AdamW for everything else."""
+    lr: float = 6e-4
+    muon_lr: float = 0.02
+    warmup_frac: float = 0.04
+    final_lr_frac: float = 0.05
+    """Share of the learning rate that is left at the end of the cosine."""
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run. A step takes `rows` packed rows of `row_len` tokens on every device, `accumulate` times."""
+
+    data: tuple[str, ...]
+    """JSONL files that `jetspec data regenerate` wrote."""
+    out: str
+    """Folder for checkpoints, log and the finished head."""
+    model: str = "smollm2-135m-instruct"
+    start: str | None = None
+    """A head to start from instead of fresh weights."""
+    train_only_edge: bool = False
+    """Freeze the rest of the head."""
+    head: HeadShape = field(default_factory=HeadShape)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    steps: int = 1000
+    rows: int = 8
+    row_len: int = 1024
+    anchors: int = 64
+    """Blocks per packed row."""
+    accumulate: int = 1
+    validation_rows: int = 16
+    """Packed rows kept out of training."""
+    seed: int = 0
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the target and of the head's products; the head's own weights are float32."""
+    log_every: int = 10
+    validate_every: int = 500
+    save_every: int = 500
+    keep: int = 2
+    """Checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "row_len", "anchors", "accumulate", "log_every", "validate_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.row_len <= self.head.block_size:
+            raise ValueError(f"row_len {self.row_len} cannot hold a block of {self.head.block_size}")
+        if self.train_only_edge and not self.head.edge_rank:
+            raise ValueError("train_only_edge needs an edge term: set head.edge_rank")
+
+
+def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
+    """A recipe file with `key.key=value` overrides on top."""
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must be a mapping of settings")
+    for override in overrides:
+        apply_override(raw, override)
+    return from_dict(TrainConfig, raw, "")
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals:
+        raise ValueError(f"{override!r} is not of the form key.key=value")
+    *folders, last = name.split(".")
+    for folder in folders:
+        raw = raw.setdefault(folder, {})
+        if not isinstance(raw, dict):
+            raise ValueError(f"{name!r}: {folder} is not a group of settings")
+    raw[last] = yaml.safe_load(text)
+
+
+def from_dict(cls: type[Any], raw: dict[str, Any], where: str) -> Any:
+    """A dataclass from a mapping. An unknown key is an error that names the nearest known one."""
+    hints = typing.get_type_hints(cls)
+    for key in raw:
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(hints)}"
+            raise ValueError(f"unknown setting {where}{key}{hint}")
+    values = {key: convert(hints[key], value, where + key) for key, value in raw.items()}
+    missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and not has_default(f)]
+    if missing:
+        raise ValueError(f"the recipe lacks {', '.join(where + name for name in missing)}")
+    return cls(**values)
+
+
+def has_default(item: dataclasses.Field[Any]) -> bool:
+    return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
+
+
+def convert(hint: Any, value: Any, where: str) -> Any:
+    """A YAML value as the type that a field declares, or a ValueError that says what was expected."""
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be a group of settings")
+        return from_dict(hint, value, where + ".")  # type: ignore[arg-type]
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in choices:
+            return None
+        return convert(next(c for c in choices if c is not type(None)), value, where)
+    if origin is Literal:
+        if value not in choices:
+            raise ValueError(f"{where} is {value!r}; choose one of {', '.join(map(str, choices))}")
+        return value
+    if origin is tuple:
+        items = value if isinstance(value, list) else [value]
+        if choices[-1] is not Ellipsis and len(items) != len(choices):
+            raise ValueError(f"{where} must have {len(choices)} values")
+        return tuple(convert(choices[0], item, where) for item in items)
+    if hint is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML reads 1e-3 as text
+        except ValueError:
+            pass
+    if type(value) is hint:
+        return value
+    raise ValueError(f"{where} is {value!r}; expected {getattr(hint, '__name__', hint)}")

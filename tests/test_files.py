@@ -1,0 +1,32 @@
+"""Files appear whole, and only ordinary ones are replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from jetspec.files import write_whole
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    write_whole(file, "before")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(file, "half a character: \ud800")
+    assert file.read_text() == "before"
+    write_whole(file, "after")
+    assert file.read_text() == "after" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe, heard = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = Thread(target=lambda: heard.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_whole(pipe, "through the pipe")
+    assert pipe.is_fifo(), "the pipe was replaced by a file"
+    reader.join(timeout=10)
+    assert heard == ["through the pipe"]

@@ -1,0 +1,158 @@
+"""A training pass over packed blocks is the decoding pass at each anchor: no shift, no leak, no neighbour."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetspec.config import EngineConfig
+from jetspec.models.decoder import Decoder
+from jetspec.models.draft_head import DraftHead
+from jetspec.train.blocks import Blocks, causal_documents, choose_anchors, lay_out
+from jetspec.train.data import Document, PackedBatch, PackedData
+from jetspec.types import SamplingParams
+from tests.engine.tiny import make_engine, tiny_decoder, tiny_head
+
+TARGET = tiny_decoder()
+
+
+def documents(seed: int = 0) -> list[Document]:
+    generator = np.random.default_rng(seed)
+    made = []
+    for size, prompt in ((14, 4), (11, 3), (17, 9)):
+        written = np.arange(size) >= prompt
+        made.append(Document(generator.integers(4, 40, size), written))
+    return made
+
+
+def packed(row_len: int = 32) -> PackedBatch:
+    data = PackedData(documents(), row_len, seed=0)
+    return data.batch(0, data.rows_per_pass)
+
+
+def trained_states(target: Decoder, head: DraftHead, batch: PackedBatch, blocks: Blocks) -> torch.Tensor:
+    seen = target.forward_dense(batch.token_RT, batch.position_RT, causal_documents(batch), head.head_config.tap_layers)
+    assert seen.tap_TX is not None
+    states = head.forward_blocks(
+        target.embed(blocks.token_RQ), blocks.position_RQ, seen.tap_TX, batch.position_RT, blocks.visible_RQK
+    )
+    R, A, _ = blocks.valid_RAD.shape
+    return head.predicting(states.view(R, A, -1, states.shape[-1]))
+
+
+def decoded_states(target: Decoder, head: DraftHead, tokens: list[int]) -> torch.Tensor:
+    """What the engine's head sees when the last of `tokens` is the anchor."""
+    engine = make_engine(target, "head", head, config=EngineConfig(page_size=4, prefill_chunk=5))
+    engine.add(tokens, SamplingParams())
+    request = next(iter(engine.requests.values()))
+    while not request.is_prefilled or request.row < 0:
+        engine._prefill(engine.scheduler.next_chunks())
+    anchor = torch.tensor([tokens[-1]])
+    slots = torch.arange(head.head_config.block_size)[None]
+    block = engine.cache.place(torch.tensor([request.row]), head.block_tokens(anchor), slots, None)
+    assert engine.cache.head is not None
+    return head.propose(block, target, engine.cache.head.layers)[0]
+
+
+def variant(name: str) -> DraftHead:
+    return tiny_head(TARGET, edge=name == "edge", causal=name != "bidirectional")
+
+
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "edge"])
+@torch.inference_mode()
+def test_training_equals_decoding_at_every_anchor(name: str) -> None:
+    head, batch = variant(name), packed()
+    anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
+    blocks = lay_out(batch, anchors, valid, head.head_config)
+    states = trained_states(TARGET, head, batch, blocks)
+    assert int(valid.sum()) == sum(int(d.written.sum()) for d in documents())
+    for row, block in valid.nonzero().tolist():
+        at = int(anchors[row, block])
+        start = at - int(batch.position_RT[row, at])
+        expected = decoded_states(TARGET, head, batch.token_RT[row, start : at + 1].tolist())
+        torch.testing.assert_close(states[row, block], expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_labels_sources_and_weights() -> None:
+    head, batch = tiny_head(TARGET), packed()
+    anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
+    blocks = lay_out(batch, anchors, valid, head.head_config)
+    for row, block in valid.nonzero().tolist():
+        at = int(anchors[row, block])
+        document = batch.document_RT[row]
+        for k in range(1, head.head_config.depth + 1):
+            inside = at + k < 32 and bool(document[at + k] == document[at]) and bool(batch.written_RT[row, at + k])
+            assert bool(blocks.valid_RAD[row, block, k - 1]) == inside
+            if inside:
+                assert int(blocks.label_RAD[row, block, k - 1]) == int(batch.token_RT[row, at + k])
+                assert int(blocks.source_RAD[row, block, k - 1]) == at + k - 1
+    assert not blocks.valid_RAD[~valid].any()
+
+
+def leak_future(blocks: Blocks, anchors: torch.Tensor, size: int) -> Blocks:
+    """The anchor's own row becomes visible."""
+    visible = blocks.visible_RQK.clone()
+    rows = torch.arange(len(anchors))[:, None, None]
+    slots = torch.arange(visible.shape[1]).view(1, anchors.shape[1], size)
+    visible[rows, slots, anchors[..., None]] = True
+    return Blocks(**{**vars(blocks), "visible_RQK": visible})
+
+
+def share_blocks(blocks: Blocks, anchors: torch.Tensor, size: int) -> Blocks:
+    """Blocks see each other."""
+    visible = blocks.visible_RQK.clone()
+    visible[:, :, -visible.shape[1] :] = True
+    return Blocks(**{**vars(blocks), "visible_RQK": visible})
+
+
+def shift_positions(blocks: Blocks, anchors: torch.Tensor, size: int) -> Blocks:
+    return Blocks(**{**vars(blocks), "position_RQ": blocks.position_RQ + 1})
+
+
+@pytest.mark.parametrize("damage", [leak_future, share_blocks, shift_positions])
+@torch.inference_mode()
+def test_the_comparison_finds_planted_bugs(damage) -> None:  # type: ignore[no-untyped-def]
+    head, batch = tiny_head(TARGET), packed()
+    anchors, valid = choose_anchors(batch, 6, torch.Generator().manual_seed(0))
+    blocks = lay_out(batch, anchors, valid, head.head_config)
+    good = trained_states(TARGET, head, batch, blocks)
+    bad = trained_states(TARGET, head, batch, damage(blocks, anchors, head.head_config.block_size))
+    assert (good - bad)[valid].abs().amax((-1, -2)).min() > 1e-3
+
+
+@torch.inference_mode()
+def test_taps_off_by_one_are_found() -> None:
+    head, batch = tiny_head(TARGET), packed()
+    seen = TARGET.forward_dense(batch.token_RT, batch.position_RT, causal_documents(batch), (0, 1))
+    shifted = TARGET.forward_dense(batch.token_RT, batch.position_RT, causal_documents(batch), (1, 2))
+    assert seen.tap_TX is not None and shifted.tap_TX is not None
+    assert (head.fuse(seen.tap_TX) - head.fuse(shifted.tap_TX)).abs().max() > 1e-3
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 99), st.integers(1, 12))
+def test_anchors_are_distinct_sorted_and_before_written_tokens(seed: int, count: int) -> None:
+    batch = packed()
+    anchors, valid = choose_anchors(batch, count, torch.Generator().manual_seed(seed))
+    for row in range(len(anchors)):
+        chosen = anchors[row, valid[row]].tolist()
+        assert chosen == sorted(set(chosen))
+        assert all(bool(batch.written_RT[row, a + 1]) for a in chosen)
+        assert all(bool(batch.document_RT[row, a] == batch.document_RT[row, a + 1]) for a in chosen)
+
+
+@torch.inference_mode()
+def test_dense_target_equals_each_document_alone() -> None:
+    batch = packed()
+    seen = TARGET.forward_dense(batch.token_RT, batch.position_RT, causal_documents(batch), (1,))
+    for row in range(len(batch.token_RT)):
+        for document in range(int(batch.document_RT[row].max()) + 1):
+            inside = batch.document_RT[row] == document
+            token = batch.token_RT[row, inside]
+            causal = torch.ones(len(token), len(token), dtype=torch.bool).tril()
+            alone = TARGET.forward_dense(token[None], torch.arange(len(token))[None], causal[None], (1,))
+            torch.testing.assert_close(seen.hidden_TM[row, inside], alone.hidden_TM[0], atol=1e-5, rtol=1e-5)

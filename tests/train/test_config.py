@@ -1,0 +1,60 @@
+"""Recipes are strict: what is not understood is an error that helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jetspec.train.config import TrainConfig, load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def recipe(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("data: [a.jsonl]\nout: runs/x\n" + text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_repository_is_valid(path: Path) -> None:
+    assert isinstance(load_recipe(path), TrainConfig)
+
+
+def test_overrides_reach_into_groups(tmp_path: Path) -> None:
+    config = load_recipe(recipe(tmp_path, "steps: 5\n"), ("optimizer.lr=1e-3", "head.tap_layers=[1, 2]", "steps=7"))
+    assert (config.optimizer.lr, config.head.tap_layers, config.steps) == (1e-3, (1, 2), 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 5\n", "unknown setting stepz; did you mean steps?"),
+        ("optimizer: {learning: 1}\n", "unknown setting optimizer.learning"),
+        ("loss: {kind: l2}\n", "loss.kind is 'l2'; choose one of forward_kl"),
+        ("steps: many\n", "steps is 'many'; expected int"),
+        ("steps: true\n", "steps is True; expected int"),
+        ("steps: 0\n", "steps is 0"),
+        ("loss: {gamma: 0}\n", "loss.gamma is 0.0; it must be positive, or null"),
+        ("loss: 3\n", "loss must be a group"),
+        ("optimizer: {betas: [0.9]}\n", "optimizer.betas must have 2 values"),
+        ("train_only_edge: true\n", "needs an edge term"),
+        ("a: [\n", "not valid YAML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_recipe(recipe(tmp_path, text))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_settings_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("steps: 3\n")
+    with pytest.raises(ValueError, match="lacks data, out"):
+        load_recipe(path)
+    with pytest.raises(ValueError, match="cannot read"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(ValueError, match="key.key=value"):
+        load_recipe(path, ("steps",))

@@ -1,0 +1,88 @@
+"""Packing loses nothing, mixes nothing, and is the same whenever it is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetspec.train.data import Document, PackedData, read_documents
+
+sizes = st.lists(st.integers(2, 12), min_size=1, max_size=20)
+
+
+def numbered(lengths: list[int]) -> list[Document]:
+    """Documents whose tokens tell which one they are."""
+    return [Document(np.full(n, i), np.arange(n) > 0) for i, n in enumerate(lengths)]
+
+
+@settings(deadline=None)
+@given(sizes, st.integers(12, 30), st.integers(0, 5))
+def test_every_pass_holds_every_document_once_and_whole(lengths: list[int], row_len: int, seed: int) -> None:
+    data = PackedData(numbered(lengths), row_len, seed)
+    first = 0
+    for number in range(3):
+        count = len(data._pass(number))
+        batch = data.batch(first, count)
+        first += count
+        seen = {}
+        for row in range(count):
+            document = batch.document_RT[row].numpy()
+            for i in range(document.max() + 1):
+                inside = document == i
+                token = batch.token_RT[row].numpy()[inside]
+                assert len(set(token.tolist())) == 1 and token[0] not in seen
+                seen[token[0]] = inside.sum()
+                assert batch.position_RT[row].numpy()[inside].tolist() == list(range(inside.sum()))
+                assert batch.written_RT[row].numpy()[inside].tolist() == [j > 0 for j in range(inside.sum())]
+            assert not batch.written_RT[row].numpy()[document < 0].any()
+        assert seen == dict(enumerate(lengths))
+
+
+@given(sizes, st.integers(0, 40))
+def test_a_row_does_not_depend_on_what_was_asked_before(lengths: list[int], number: int) -> None:
+    one, other = PackedData(numbered(lengths), 12, 7), PackedData(numbered(lengths), 12, 7)
+    for i in range(number):
+        other.row(i)
+    assert all(np.array_equal(a, b) for a, b in zip(one.row(number), other.row(number), strict=True))
+
+
+def test_files_are_read_and_long_rows_cut(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [
+        {"token_ids": [1, 2, 3, 4, 5, 6], "spans": [[2, 6]]},
+        {"token_ids": [1, 2, 3, 4, 5, 6], "spans": [[5, 6]]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (document,) = read_documents([path], max_len=4, vocab_size=10)
+    assert document.tokens.tolist() == [1, 2, 3, 4] and document.written.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not a row"),
+        ('{"token_ids": [1, 2]}', "not a row"),
+        ('{"token_ids": [1, 99], "spans": [[0, 1]]}', "vocabulary"),
+        ('{"token_ids": [1, 2], "spans": [[1, 5]]}', "outside"),
+        ('{"token_ids": [1.5, 2], "spans": [[1, 2]]}', "whole numbers"),
+    ],
+)
+def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"token_ids": [1, 2], "spans": [[1, 2]]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message) as caught:
+        read_documents([path], 10, 50)
+    assert "a.jsonl:2" in str(caught.value)
+
+
+def test_no_data_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read"):
+        read_documents([tmp_path / "none.jsonl"], 10, 50)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no row"):
+        read_documents([tmp_path / "empty.jsonl"], 10, 50)
