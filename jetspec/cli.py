@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -17,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from jetspec import __version__
-from jetspec.config import DrafterName, TreeConfig
+from jetspec.config import DrafterName, EngineConfig, Expand, TreeConfig
 
 if TYPE_CHECKING:
     from jetspec.engine.llm import LLM
@@ -43,8 +44,9 @@ class OneLineErrors(TyperGroup):
         except BrokenPipeError:
             _drop_stdout()
             raise typer.Exit(BROKEN_PIPE) from None
-        except (ValueError, OSError) as error:
-            if ctx.params["debug"]:
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            if ctx.params["debug"] or (isinstance(error, RuntimeError) and not is_memory):
                 raise
             print(f"jetspec: error: {_one_line(error)}", file=sys.stderr)
             _drop_stdout()
@@ -52,7 +54,7 @@ class OneLineErrors(TyperGroup):
 
 
 def _one_line(error: Exception) -> str:
-    text = str(error)
+    text = str(error) or "out of memory"
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(text.split())
@@ -148,12 +150,17 @@ AsJson = Annotated[bool, _option("Print one JSON object instead.", "--json")]
 
 def _read(prompt: str | None) -> str:
     """The prompt given, or what is piped in."""
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise typer.BadParameter("give one, or pipe it in", param_hint="PROMPT")
-    text = sys.stdin.read() if prompt is None else prompt
-    if not text.strip():
+    return _check(sys.stdin.read() if prompt is None else prompt)
+
+
+def _check(prompt: str) -> str:
+    if not prompt.strip():
         raise ValueError("the prompt is empty")
-    return text
+    if any("\ud800" <= c <= "\udfff" for c in prompt):  # what Python makes of bytes that it cannot decode
+        raise ValueError("the prompt is not text in UTF-8")
+    return prompt
 
 
 def _stream(llm: LLM, prompt: str, *, sampling: SamplingParams, chat: bool, trace: bool = False) -> Iterator[Update]:
@@ -229,11 +236,11 @@ def compare(
 
     Shows both speeds and whether the texts are identical. Exit status 1: they differ, greedy in float32.
     """
-    sampling = asked.params()
+    given, sampling = tuple(map(_check, prompts or ())), asked.params()
     from jetspec.terminal.compare import DEMO_PROMPTS, compare_drafters, same_seed
 
     stream = partial(_stream, sampling=same_seed(sampling), chat=chat)
-    report = compare_drafters(options.load(), tuple(prompts or DEMO_PROMPTS), stream, as_json)
+    report = compare_drafters(options.load(), given or DEMO_PROMPTS, stream, as_json)
     if not report.identical and report.is_exact and sampling.temperature == 0:
         raise typer.Exit(NEGATIVE)
 
@@ -302,7 +309,144 @@ def info(
         raise typer.Exit(NEGATIVE)
 
 
+EVAL_BUDGETS = "chain,16,32,64,128,256"
+
+EvalData = Annotated[Path, _option("Folder with a file of questions per task: TASK.jsonl.", metavar="FOLDER")]
+EvalTasks = Annotated[str | None, _option("Some of its tasks; all when left out.", metavar="A,B,..")]
+EvalBudgets = Annotated[str, _option("Trees to measure: chain, or numbers of nodes.", metavar="A,B,..")]
+EvalOut = Annotated[
+    Path | None, _option("Write a record; answers are kept beside it for other heads.", "--out", metavar="FILE")
+]
+
+
+@app.command(
+    "eval-head",
+    epilog=_examples(
+        "jetspec eval-head --head heads/mine --data-dir data/eval --tasks gsm8k,mbpp --out results/mine.json",
+        "jetspec eval-head --head heads/mine --data-dir data/eval --limit 10 --budgets chain,64 --no-real --json",
+    ),
+)
+def eval_head(
+    data_dir: EvalData,
+    model: Annotated[str, _option("Target: a name, folder or GGUF file.", "--model", "-m", metavar="NAME")] = (
+        "smollm2-135m-instruct"
+    ),
+    head: Annotated[str | None, _option("Draft head: a name or folder.", metavar="NAME")] = None,
+    tasks: EvalTasks = None,
+    limit: Annotated[int, typer.Option(min=1, help="Conversations per task.")] = 80,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 256,
+    budgets: EvalBudgets = EVAL_BUDGETS,
+    width: Annotated[int, _option("Most children of one node.")] = 8,
+    expand: Annotated[Expand, _option("The best nodes, or all children of the best nodes.")] = "optimal",
+    real: Annotated[bool, _option("Decode, too, or only score the target's text.", "--real/--no-real")] = True,
+    batch: Annotated[int, _option("Conversations decoded together.")] = 32,
+    dtype: Annotated[DtypeName, _option("float32, bfloat16, float16.", metavar="TYPE")] = "auto",
+    device: Annotated[str, _option("cpu or cuda.", metavar="NAME")] = "auto",
+    out: EvalOut = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how many tokens a round commits with a head.
+
+    The target answers the questions greedily; the head is scored on these answers at every position, then decodes.
+    """
+    shape, engine = TreeConfig(width=width, expand=expand), EngineConfig(max_batch=batch)
+    from jetspec.terminal.eval_head import EvalPlan
+    from jetspec.terminal.eval_head import eval_head as run_eval
+    from jetspec.terminal.screen import working
+    from jetspec.train.answers import find_tasks
+
+    files = find_tasks(data_dir, tasks.split(",") if tasks else None)
+    plan = EvalPlan(head, files, limit, max_tokens, tuple(budgets.split(",")), shape, real, out)
+    with working(f"Loading {model}"):
+        from jetspec.engine.llm import LLM
+
+        llm = LLM(model, head, engine=engine, dtype=dtype, device=device)
+    run_eval(llm, plan, as_json)
+
+
+@app.command(
+    epilog=_examples(
+        "jetspec train recipes/debug.yaml --dry-run",
+        "jetspec train recipes/smollm2_135m.yaml --set optimizer.lr=3e-4 --set out=runs/other",
+        "torchrun --nproc-per-node 8 -m jetspec train recipes/qwen3_8b.yaml",
+    )
+)
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file of settings.", metavar="RECIPE")],
+    set_: Annotated[list[str] | None, _option("Change a setting; repeatable.", "--set", metavar="KEY=VALUE")] = None,
+    fresh: Annotated[bool, _option("Start over instead of going on from the last checkpoint.", "--fresh")] = False,
+    dry_run: Annotated[bool, _option("Say what would happen and how long it takes.", "--dry-run")] = False,
+) -> None:
+    """Train a draft head for a target, from its own answers.
+
+    Stop it at any time: the same command goes on from the last checkpoint.
+    """
+    from jetspec.terminal.train import train_recipe
+
+    train_recipe(recipe, set_ or (), fresh=fresh, dry_run=dry_run)
+
+
+data_app = typer.Typer(no_args_is_help=True)
+app.add_typer(data_app, name="data", help="Make training data.")
+
+DataPaths = Annotated[
+    list[Path] | None,
+    _option("Prompts: a .jsonl or .jsonl.gz file, or a folder of them; repeatable.", "--data", metavar="PATH"),
+]
+Shard = Annotated[str, _option("Only part I of N, I from 0, for several machines.", metavar="I/N")]
+
+
+@data_app.command(
+    epilog=_examples(
+        "jetspec data regenerate --data prompts.jsonl --out rows.jsonl",
+        "jetspec data regenerate --data data/train --out rows.jsonl --jobs 4 --on-bad skip",
+        "jetspec data regenerate --data data/train --out rows.jsonl --dry-run",
+    )
+)
+def regenerate(
+    out: Annotated[Path, _option("Rows are appended here; run again to go on after a stop.", metavar="FILE")],
+    data: DataPaths = None,
+    hf_dataset: Annotated[str | None, _option("Prompts: a Hugging Face dataset.", metavar="NAME")] = None,
+    split: Annotated[str, _option("Split of that dataset.", metavar="NAME")] = "train",
+    model: Annotated[str, _option("Target: a name, folder or GGUF file.", "--model", "-m", metavar="NAME")] = (
+        "smollm2-135m-instruct"
+    ),
+    responses: Annotated[Literal["target", "corpus"], _option("Who answers: the target, or the data.")] = "target",
+    max_tokens: Annotated[int, _option("Most tokens per answer.", "--max-tokens", "-n")] = 512,
+    temperature: Annotated[float, _option("0 is greedy.", "--temperature", "-t")] = 0.0,
+    top_p: Annotated[float, _option("Keep the best up to this mass.")] = 1.0,
+    seed: Annotated[int, _option("Same seed, same rows.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts.")] = None,
+    shard: Shard = "0/1",
+    on_bad: Annotated[Literal["stop", "skip"], _option("What a prompt that cannot be used does.")] = "stop",
+    batch: Annotated[int | None, _option("Answers written together; by default 8, on a GPU 512.")] = None,
+    max_len: Annotated[int | None, _option("Longest conversation; by default the model's context.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per GPU.")] = None,
+    dtype: Annotated[DtypeName, _option("float32, bfloat16, float16.", metavar="TYPE")] = "auto",
+    device: Annotated[str, _option("cpu, cuda (all GPUs) or one such as cuda:1.", metavar="NAME")] = "auto",
+    dry_run: Annotated[bool, _option("Count, and say what would happen.", "--dry-run")] = False,
+) -> None:
+    """Let the target answer prompts.
+
+    Each line of the data has `turns`, a list of user messages, or a chat under `messages`. Each row of the output has
+    the tokens of a whole conversation and the spans that the target wrote.
+    """
+    if not data and not hf_dataset:
+        raise typer.BadParameter("give --data, or --hf-dataset", param_hint="--data")
+    from jetspec.terminal.regenerate import Machines, regenerate_data
+    from jetspec.train.prompts import PromptData, parse_shard
+    from jetspec.train.regenerate import RegenerateConfig
+
+    prompts = PromptData(tuple(data or ()), hf_dataset, split, limit, parse_shard(shard), responses)
+    config = RegenerateConfig(model, responses, max_tokens, temperature, top_p, seed)
+    machines = Machines(device, jobs, dtype, batch, max_len)
+    regenerate_data(out, prompts, config, machines, on_bad=on_bad, dry_run=dry_run)
+
+
 def main() -> None:
+    # Python has None for a stream that was closed before it started; what is written there is for nobody.
+    sys.stdout = sys.stdout or StringIO()
+    sys.stderr = sys.stderr or StringIO()
     app(prog_name="jetspec")
 
 

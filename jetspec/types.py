@@ -160,6 +160,8 @@ class Request:
     num_cached: int = 0
     """Tokens in the cache, of target and head alike."""
     want_trace: bool = False
+    quiet: bool = False
+    """Only the completion is wanted: no updates before it, and no text."""
     stats: RoundStats = field(default_factory=RoundStats)
     finish_reason: FinishReason | None = None
 

@@ -193,6 +193,17 @@ def test_empty_prompt_is_refused(fake: type[FakeLLM]) -> None:
     assert (result.exit_code, result.stderr) == (2, "jetspec: error: the prompt is empty\n")
 
 
+@pytest.mark.parametrize("command", ["generate", "compare", "tree"])
+@pytest.mark.parametrize(
+    ("prompt", "line"), [(" ", "the prompt is empty"), ("caf\udce9", "the prompt is not text in UTF-8")]
+)
+def test_what_is_no_prompt_is_refused_before_the_load(
+    fake: type[FakeLLM], command: str, prompt: str, line: str
+) -> None:
+    result = run(command, prompt)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"jetspec: error: {line}\n")
+
+
 def test_tree_options_change_only_what_they_name(fake: type[FakeLLM]) -> None:
     run("generate", "Why?")
     run("generate", "Why?", "--width", "3")
@@ -239,6 +250,16 @@ def test_exit_statuses(fake: type[FakeLLM], failure: BaseException, status: int,
     assert line in result.stderr and "Traceback" not in result.stderr
 
 
+def test_a_refused_prompt_leaves_stdout_empty(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: FakeLLM, *args: Any, **kwargs: Any) -> Iterator[Update]:
+        raise ValueError("the prompt is too long")
+        yield
+
+    monkeypatch.setattr(fake, "stream", refuse)
+    result = run("generate", "Why?")
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
 def run_process(args: str, **options: Any) -> subprocess.Popen[str]:
     """The real command in a process of its own, with the fake LLM."""
     code = f"""
@@ -266,6 +287,13 @@ def test_full_disk_is_one_line() -> None:
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
     assert stderr.splitlines()[-1] == "jetspec: error: No space left on device"
+
+
+@pytest.mark.parametrize(("args", "stream", "status"), [("generate Why?", 1, 0), ("generate", 0, 2)])
+def test_a_closed_stream_is_no_crash(args: str, stream: int, status: int) -> None:
+    process = run_process(args, preexec_fn=lambda: os.close(stream))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == status and "Traceback" not in stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "tree"])

@@ -16,16 +16,24 @@ from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.scheduler import Scheduler
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
-from jetspec.types import Completion, FinishReason, Request, RoundTrace, RowSampling, SamplingParams, Update
+from jetspec.types import Completion, Request, RoundTrace, RowSampling, SamplingParams, Update
 
 CPU_CACHE_GB = 2.0
 GPU_CACHE_FRAC = 0.8
 
 
+def check_drafter(drafter: DrafterName, head: DraftHead | None, tree: TreeConfig) -> None:
+    """Settings that do not go together are refused, not ignored."""
+    if drafter == "head" and head is None:
+        raise ValueError("the drafter is `head` but no head was given; give one or choose ngram or none")
+    if drafter == "ngram" and (tree.expand, tree.score) != ("optimal", "accum_logp"):
+        raise ValueError("expand and score are for trees of a head; the ngram drafter ranks by matches alone")
+
+
 class Engine:
     """Continuous batching of speculative rounds over one target.
 
-    Requests join and leave between rounds. `decode` turns token ids into text; without it updates carry none.
+    Requests join and leave between rounds. `decode` turns token ids into text; without it there is none.
     """
 
     def __init__(
@@ -40,10 +48,9 @@ class Engine:
         decode: Decode | None = None,
     ) -> None:
         self.target, self.eos_tokens = target, eos_tokens
-        self.decode: Decode = decode or (lambda tokens: "")
+        self.decode = decode
         self.device = target.embedding.device
-        if drafter == "head" and head is None:
-            raise ValueError("the drafter is `head` but no head was given; give one or choose ngram or none")
+        check_drafter(drafter, head, tree)
         head = head if drafter == "head" else None
         wanted = min(config.max_len or target.config.max_len, target.config.max_len)
         reach = max(tree.budget, head.head_config.block_size + 1 if head else 1)
@@ -51,6 +58,9 @@ class Engine:
         self.drafter = self._make_drafter(drafter, head, tree)
         # A request alone must always find room, or it could wait for ever.
         self.max_len = min(wanted, self.cache.pool.num_pages * config.page_size - self.drafter.lookahead)
+        if self.max_len < 2:
+            pages = self.cache.pool.num_pages
+            raise ValueError(f"a cache of {pages} pages cannot hold a tree of {tree.budget} nodes; give it more memory")
         self.round = Round(target, self.drafter, self.cache)
         self.scheduler = Scheduler(self.cache, self.drafter.lookahead, config.prefill_chunk)
         self.requests: dict[int, Request] = {}
@@ -58,20 +68,22 @@ class Engine:
         self.clock: Callable[[], float] = time.perf_counter
         self.decode_began: dict[int, float] = {}
         self.next_id = 0
+        self._line_up([])
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, tokens: Sequence[int], sampling: SamplingParams, *, trace: bool = False) -> int:
-        """Queue a prompt; the returned id names it in the updates."""
+    def add(self, tokens: Sequence[int], sampling: SamplingParams, *, trace: bool = False, quiet: bool = False) -> int:
+        """Queue a prompt; the returned id names it in the updates. A quiet one gets only its last update."""
         self._check(tokens)
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
-        request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, want_trace=trace)
+        request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, want_trace=trace, quiet=quiet)
         request.stats.prompt_tokens = len(tokens)
         self.next_id += 1
         self.requests[request.id] = request
-        self.texts[request.id] = TextStream(self.decode, sampling.stop)
+        if self.decode and (sampling.stop or not quiet):
+            self.texts[request.id] = TextStream(self.decode, sampling.stop)
         self.scheduler.add(request)
         return request.id
 
@@ -85,18 +97,21 @@ class Engine:
         """Run one prefill chunk and one round; return what became visible."""
         self._prefill(self.scheduler.next_chunks())
         batch = self.scheduler.next_batch()
+        if batch != self.batch:
+            self._line_up(batch)
         if not batch:
             return []
+        anchor_B = torch.tensor([request.tokens[-1] for request in batch], device=self.device)
+        return self._publish(batch, self.round(RoundState(self.row_B, anchor_B, self.sampling, batch)))
+
+    def _line_up(self, batch: list[Request]) -> None:
+        """Make what stays the same from round to round while nobody joins or leaves."""
+        self.batch = batch
+        self.row_B = torch.tensor([request.row for request in batch], device=self.device)
+        self.sampling = RowSampling.of([r.sampling for r in batch], [r.seed for r in batch], self.device)
         now = self.clock()
         for request in batch:
             self.decode_began.setdefault(request.id, now)
-        state = RoundState(
-            row_B=torch.tensor([request.row for request in batch], device=self.device),
-            anchor_B=torch.tensor([request.tokens[-1] for request in batch], device=self.device),
-            sampling=RowSampling.of([r.sampling for r in batch], [r.seed for r in batch], self.device),
-            requests=batch,
-        )
-        return self._publish(batch, self.round(state))
 
     def _prefill(self, chunks: list[tuple[Request, int]]) -> None:
         if not chunks:
@@ -121,44 +136,43 @@ class Engine:
             request.num_cached += lengths[i] + 1
             kept = self._append(request, tokens[i][: lengths[i] + 1])
             request.stats.accepted_lengths.append(len(kept) - 1)
-            request.stats.decode_s = now - self.decode_began[request.id]
-            updates.append(self._update(request, kept, trace))
+            if request.finish_reason:
+                updates.append(self._finish(request, kept, trace, now))
+            elif not request.quiet:
+                text = self.texts.get(request.id)
+                updates.append(Update(request.id, kept, text.take() if text else "", trace=trace))
         return updates
 
     def _append(self, request: Request, tokens: list[int]) -> list[int]:
         """Add committed tokens up to the first that ends the text; what a plain decoder would have written."""
-        text, sampling = self.texts[request.id], request.sampling
-        kept: list[int] = []
-        for token in tokens:
-            kept.append(token)
+        text, sampling = self.texts.get(request.id), request.sampling
+        longest = min(request.prompt_len + sampling.max_tokens, self.max_len)
+        for count, token in enumerate(tokens, 1):
             request.tokens.append(token)
-            request.finish_reason = self._finish_reason(request, token, text.push(token), sampling)
-            if request.finish_reason:
-                break
-        return kept
+            stopped = text is not None and text.push(token)
+            if stopped or (token in self.eos_tokens and not sampling.ignore_eos):
+                request.finish_reason = "stop"
+            elif len(request.tokens) >= longest:
+                request.finish_reason = "length"
+            else:
+                continue
+            return tokens[:count]
+        return tokens
 
-    def _finish_reason(
-        self, request: Request, token: int, stopped: bool, sampling: SamplingParams
-    ) -> FinishReason | None:
-        if stopped or (token in self.eos_tokens and not sampling.ignore_eos):
-            return "stop"
-        if len(request.tokens) - request.prompt_len >= sampling.max_tokens or len(request.tokens) >= self.max_len:
-            return "length"
-        return None
-
-    def _update(self, request: Request, kept: list[int], trace: RoundTrace | None) -> Update:
-        text = self.texts[request.id]
-        if request.finish_reason is None:
-            return Update(request.id, kept, text.take(), trace=trace)
-        last = text.finish()
+    def _finish(self, request: Request, kept: list[int], trace: RoundTrace | None, now: float) -> Update:
+        assert request.finish_reason
+        text = self.texts.get(request.id)
+        last = text.finish() if text else ""
+        request.stats.decode_s = now - self.decode_began[request.id]
         written = request.tokens[request.prompt_len :]
-        completion = Completion(text.text, written, request.finish_reason, request.stats)
+        completion = Completion(text.text if text else "", written, request.finish_reason, request.stats)
         self._remove(request)
         return Update(request.id, kept, last, completion, trace)
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
-        del self.requests[request.id], self.texts[request.id]
+        del self.requests[request.id]
+        self.texts.pop(request.id, None)
         self.decode_began.pop(request.id, None)
 
     def _trace(self, result: RoundResult, row: int) -> RoundTrace:
@@ -199,6 +213,7 @@ class Engine:
         if num_pages is None:
             affordable = self._cache_bytes(config) // page_bytes(models, config.page_size, dtype)
             num_pages = max(1, min(config.max_batch * -(-row_len // config.page_size), affordable))
+        row_len = min(row_len, num_pages * config.page_size)
         return KVCache(
             self.target.config,
             head.config if head else None,

@@ -140,6 +140,9 @@ class KVCache:
         self.pool = PagePool(num_pages, page_size, prefix_cache)
         self.page_RP = torch.zeros(num_rows, -(-row_len // page_size), dtype=torch.int64, device=device)
         self.length_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        # Entries of the two tables that changed on the host; written all at once before the next forward.
+        self.new_pages: dict[tuple[int, int], int] = {}
+        self.new_lengths: dict[int, int] = {}
         self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
         self.free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -158,17 +161,17 @@ class KVCache:
             return False
         request.row = self.free_rows.pop()
         request.num_cached = len(pages) * self.page_size
-        self.length_R[request.row] = request.num_cached
+        self.new_lengths[request.row] = request.num_cached
         self.pages_of[request.row] = []
         self._append(request.row, pages + fresh)
         return True
 
     def reserve(self, request: Request, tokens_ahead: int) -> bool:
         """Make room for the next positions of an admitted request, or say no."""
-        missing = self.pages_for(request.num_cached + tokens_ahead) - len(self.pages_of[request.row])
-        if missing <= 0:
+        needed, held = request.num_cached + tokens_ahead, len(self.pages_of[request.row])
+        if needed <= held * self.page_size:
             return True
-        pages = self.pool.allocate(missing)
+        pages = self.pool.allocate(self.pages_for(needed) - held)
         if pages is None:
             return False
         self._append(request.row, pages)
@@ -188,6 +191,7 @@ class KVCache:
 
     def place(self, row_B: Tensor, token_BN: Tensor, depth_BN: Tensor, ancestor_BNW: Tensor | None) -> TreeBatch:
         """Node j of each tree goes to position length + depth_j and to the slot of position length + j."""
+        self._write_tables()
         B, N = token_BN.shape
         length_B, page_BP = self.length_R[row_B], self.page_RP[row_B]
         index_BN = length_B[:, None] + torch.arange(N, device=self.device)
@@ -199,18 +203,24 @@ class KVCache:
 
     def place_chunks(self, chunks: Sequence[tuple[Request, int]]) -> TreeBatch:
         """The next tokens of some prompts, ragged, one behind the other."""
-        token, position, slot, starts = [], [], [], [0]
+        self._write_tables()
+        token: list[int] = []
+        position: list[int] = []
+        row: list[int] = []
+        starts = [0]
         for request, count in chunks:
-            first = request.num_cached
-            index = torch.arange(first, first + count, device=self.device)
-            token.append(torch.tensor(request.tokens[first : first + count], device=self.device))
-            position.append(index)
-            slot.append(self._slot(self.page_RP[request.row, None], index[None])[0])
-            starts.append(starts[-1] + count)
+            first, end = request.num_cached, request.num_cached + count
+            token += request.tokens[first:end]
+            position += range(first, end)
+            row += [request.row] * count
+            starts.append(len(token))
+        token_T, position_T, row_T = torch.tensor([token, position, row], device=self.device)
+        page_T = self.page_RP[row_T, position_T // self.page_size]
+        slot_T = page_T * self.page_size + position_T % self.page_size
         row_B = torch.tensor([request.row for request, _ in chunks], device=self.device)
         start_B1 = torch.tensor(starts, device=self.device)
         layout = BatchLayout(self.page_RP[row_B], self.length_R[row_B], start_B1, self.page_size)
-        return TreeBatch(torch.cat(token), torch.cat(position), torch.cat(slot), layout, None)
+        return TreeBatch(token_T, position_T, slot_T, layout, None)
 
     def path_slots(self, batch: TreeBatch, num: int) -> tuple[Tensor, Tensor]:
         """Positions and slots that the accepted path of each request ends up in, (B, num)."""
@@ -234,13 +244,23 @@ class KVCache:
     def advance(self, request: Request, count: int) -> None:
         """Count tokens that a prefill chunk has stored."""
         request.num_cached += count
-        self.length_R[request.row] = request.num_cached
+        self.new_lengths[request.row] = request.num_cached
 
     def _append(self, row: int, pages: list[int]) -> None:
         held = self.pages_of[row]
-        if pages:
-            self.page_RP[row, len(held) : len(held) + len(pages)] = torch.tensor(pages, device=self.device)
+        self.new_pages.update({(row, place): page for place, page in enumerate(pages, len(held))})
         held.extend(pages)
+
+    def _write_tables(self) -> None:
+        if self.new_pages:
+            entries = [(row, place, page) for (row, place), page in self.new_pages.items()]
+            row, place, page = torch.tensor(entries, device=self.device).unbind(1)
+            self.page_RP[row, place] = page
+            self.new_pages.clear()
+        if self.new_lengths:
+            row, length = torch.tensor(list(self.new_lengths.items()), device=self.device).unbind(1)
+            self.length_R[row] = length
+            self.new_lengths.clear()
 
     def _slot(self, page_BP: Tensor, index_BN: Tensor) -> Tensor:
         return page_BP.gather(1, index_BN // self.page_size) * self.page_size + index_BN % self.page_size

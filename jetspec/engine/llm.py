@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
-from jetspec.engine.engine import Engine
+from jetspec.engine.engine import Engine, check_drafter
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head
 from jetspec.models.hub import DEFAULT_MODEL
@@ -19,6 +22,7 @@ from jetspec.types import Completion, SamplingParams, Update
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, str]]
+K = TypeVar("K")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -64,19 +68,25 @@ class LLM:
         config: EngineConfig,
     ) -> None:
         self.target, self.head, self.config = target, head, config
+        self._kept: list[Update] = []
         self.drafter: DrafterName = drafter or ("head" if head else "ngram")
         on_cpu = target.decoder.embedding.device.type == "cpu"
         self.tree = tree or (TreeConfig(budget=CPU_BUDGET) if on_cpu else TreeConfig())
         reach = head.head_config.depth if head else None
         if self.drafter == "head" and reach and self.tree.depth and self.tree.depth > reach:
             raise ValueError(f"depth is {self.tree.depth}, but this head drafts {reach} positions")
-        self.engine = Engine(
-            target.decoder,
-            head,
+        check_drafter(self.drafter, head, self.tree)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Made when it is first needed, because it takes the memory of the cache."""
+        return Engine(
+            self.target.decoder,
+            self.head,
             drafter=self.drafter,
             tree=self.tree,
-            config=config,
-            eos_tokens=target.eos_tokens,
+            config=self.config,
+            eos_tokens=self.target.eos_tokens,
             decode=self.tokenizer.decode,
         )
 
@@ -87,6 +97,11 @@ class LLM:
     @property
     def model_name(self) -> str:
         return self.target.name
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for an answer."""
+        return self.engine.max_len - 1
 
     def with_drafter(self, drafter: DrafterName, tree: TreeConfig | None = None) -> LLM:
         """Another LLM over the same weights: plain and speculative from one load."""
@@ -112,14 +127,36 @@ class LLM:
                 ids.append(self.engine.add(tokens, param))
             with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar:
                 while len(done) < len(ids):
-                    for update in self.engine.step():
+                    for update in self._updates(ids):
                         if update.completion:
                             done[update.request_id] = update.completion
                             bar.update()
         finally:
-            for request_id in ids:
-                self.engine.cancel(request_id)
+            self._drop(ids)
         return [done[request_id] for request_id in ids]
+
+    def complete(
+        self, prompts: Iterable[tuple[K, Sequence[int], SamplingParams] | None]
+    ) -> Iterator[tuple[K, Completion]]:
+        """Continue token ids, in the order in which they finish and without text; for any number of prompts.
+
+        Prompts are pulled as the engine needs them. An iterable that has none now, but will once it has seen an
+        answer, yields None in place of one.
+        """
+        source = iter(prompts)
+        keys: dict[int, K] = {}
+        try:
+            while True:
+                while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
+                    key, tokens, sampling = prompt
+                    keys[self.engine.add(tokens, sampling, quiet=True)] = key
+                if not keys:
+                    return
+                for update in self._updates(keys):
+                    if update.completion:
+                        yield keys.pop(update.request_id), update.completion
+        finally:
+            self._drop(keys)
 
     def chat(self, messages: Messages, sampling: SamplingParams | None = None) -> Completion:
         """Answer a conversation through the model's chat template."""
@@ -131,20 +168,34 @@ class LLM:
         """One update per round; the last one carries the completion. `trace` adds each round's tree."""
         request_id = self.engine.add(self._encode(prompt), sampling or SamplingParams(), trace=trace)
         try:
-            while self.engine.has_work:
-                for update in self.engine.step():
-                    if update.request_id == request_id:
-                        yield update
-                        if update.completion:
-                            return
+            while True:
+                for update in self._updates([request_id]):
+                    yield update
+                    if update.completion:
+                        return
         finally:
-            self.engine.cancel(request_id)
+            self._drop([request_id])
 
     def stream_chat(
         self, messages: Messages, sampling: SamplingParams | None = None, *, trace: bool = False
     ) -> Iterator[Update]:
         """`stream` for a conversation."""
         return self.stream(self.tokenizer.encode_chat(messages), sampling, trace=trace)
+
+    def _updates(self, ids: Collection[int]) -> list[Update]:
+        """What is new of these requests. A step serves all that run: what it brings others is kept for them."""
+        if not any(update.request_id in ids for update in self._kept):
+            assert self.engine.has_work, "a request that is followed ends with its completion"
+            self._kept += self.engine.step()
+        new = [update for update in self._kept if update.request_id in ids]
+        self._kept = [update for update in self._kept if update.request_id not in ids]
+        return new
+
+    def _drop(self, ids: Collection[int]) -> None:
+        """Be done with requests, whether they are or not."""
+        for request_id in ids:
+            self.engine.cancel(request_id)
+        self._kept = [update for update in self._kept if update.request_id not in ids]
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
@@ -161,12 +212,11 @@ class LLM:
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {name!r}; use auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but no GPU is usable here; use cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"unknown device {name!r}; use auto, cpu or cuda")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name}, but no such GPU is usable here; use cpu")
     return device
 
 

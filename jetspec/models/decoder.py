@@ -247,11 +247,12 @@ class DecoderStack(nn.Module):
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Attention without pages: (.., queries, H, E) over (.., keys, G, E) where `visible` (.., queries, keys) says so."""
-    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    repeat = q.shape[-3] // k.shape[-3]
-    k, v = k.repeat_interleave(repeat, -3), v.repeat_interleave(repeat, -3)
-    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible.unsqueeze(-3)).transpose(-3, -2)
+    """Attention without pages: (.., queries, H, E) over (.., keys, G, E), as `visible` (.., queries, keys) allows."""
+    flat = q.dim() == 3
+    q, k, v = (x.transpose(-3, -2)[None] if flat else x.transpose(-3, -2) for x in (q, k, v))
+    mask = visible.unsqueeze(-3)
+    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(-3, -2)
+    return out[0] if flat else out
 
 
 class Decoder(DecoderStack):
@@ -269,29 +270,25 @@ class Decoder(DecoderStack):
 
     def forward(self, batch: TreeBatch, cache: Sequence[KVPages], tap_layers: tuple[int, ...] = ()) -> Hidden:
         """One pass over the in-flight tokens. A tap is the output of a layer, before the final norm."""
-        x, rope, taps = self.embed(batch.token_T), self.rope(batch.position_T), {}
-        for i, (layer, attend) in enumerate(zip(self.layers, self.paged(batch, cache), strict=True)):
-            x = layer(x, rope, attend)
-            if i in tap_layers:
-                taps[i] = x
-        tap_TX = torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None
-        return Hidden(self.norm(x), tap_TX)
+        return self._run(batch.token_T, batch.position_T, self.paged(batch, cache), tap_layers)
 
     def forward_dense(self, token: Tensor, position: Tensor, visible: Tensor, tap_layers: tuple[int, ...]) -> Hidden:
-        """The same pass without a cache, for training: (.., T) tokens that see each other as `visible` (.., T, T) says."""
-        x, rope, taps = self.embed(token), self.rope(position), {}
-        for i, layer in enumerate(self.layers):
+        """The same without a cache, for training: tokens (.., T) that see each other as `visible` (.., T, T) says."""
+        attends: list[Attend] = []
+        for i in range(self.config.num_layers):
             window, seen = self.config.window(i), visible
             if window is not None:
                 seen = visible & (position[..., None, :] > position[..., None] - window)
-            x = layer(x, rope, partial(_attend_seen, seen))
-            if i in tap_layers:
-                taps[i] = x
-        return Hidden(self.norm(x), torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None)
+            attends.append(partial(attend_dense, visible=seen))
+        return self._run(token, position, attends, tap_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return ops.linear(hidden, self.lm_head)
 
-
-def _attend_seen(visible: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend_dense(q, k, v, visible)
+    def _run(self, token: Tensor, position: Tensor, attends: list[Attend], tap_layers: tuple[int, ...]) -> Hidden:
+        x, rope, taps = self.embed(token), self.rope(position), {}
+        for i, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
+            x = layer(x, rope, attend)
+            if i in tap_layers:
+                taps[i] = x
+        return Hidden(self.norm(x), torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None)

@@ -223,8 +223,10 @@ class _Cursor:
         if kind not in TENSOR_TYPES:
             raise self.error(f"stores tensors as {_type_name(kind)}; {_supported()} can be read")
         tensor_type = TENSOR_TYPES[kind]
-        if min(shape) < 1 or shape[-1] % tensor_type.block or prod(shape) > 8 * self.size:
+        if min(shape) < 1 or shape[-1] % tensor_type.block:
             raise self.error(f"has a tensor with impossible dimensions {shape}")
+        if prod(shape) // tensor_type.block * tensor_type.bytes > self.size:
+            raise self.error(f"is smaller than a tensor of it, {shape}; the download may be incomplete")
         return TensorInfo(shape, tensor_type, offset)
 
 

@@ -29,7 +29,9 @@ from jetspec.models.weights import DType, read_json
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
 MAX_BLOCK = 256
-STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+SCALE = "_scale"
+"""A matrix stored as int8 has a second tensor of this ending: a factor per row."""
 
 # The spellings of a flag: some inside dflash_config, some beside it.
 CAUSAL = ("dflash_config.causal_head", "dflash_config.causal", "is_causal")
@@ -58,7 +60,7 @@ def load_head(
     dtype: DType = "auto",
     device: torch.device | str = "cpu",
 ) -> DraftHead:
-    """A head from a folder or a Hugging Face id, for inference. `auto` is the dtype of the file.
+    """A head from a folder or a Hugging Face id, for inference. `auto` is the dtype of the file, float32 for int8.
 
     With a target given, the head must fit it.
     """
@@ -74,6 +76,8 @@ def load_head(
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     stored_dtype = tensors.dtype("fc.weight") if dtype == "auto" else dtype
+    if stored_dtype == torch.int8:
+        stored_dtype = torch.float32
     state = {}
     for name, parameter in head.named_parameters():
         state[name] = torch.empty(parameter.shape, dtype=stored_dtype, device=device)
@@ -85,6 +89,7 @@ def load_head(
 def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a head in the published layout. The folder appears complete or not at all.
 
+    `dtype` int8 stores each row of a matrix as 8-bit numbers with a factor: half the size, for JetSpec alone to read.
     It replaces an older head; a folder that holds anything else is not touched.
     """
     folder = Path(folder).absolute()
@@ -397,9 +402,12 @@ class _Tensors:
         wanted = {piece.name: tuple(piece.out.shape) for piece in pieces}
         if missing := [name for name in wanted if name not in self.files]:
             raise ValueError(f"tensors are missing: {_some(missing)}")
-        if unknown := [name for name in self.files if name not in wanted]:
+        scales = {name + SCALE for name in wanted if self.dtype(name) == torch.int8}
+        if missing := [name for name in scales if name not in self.files]:
+            raise ValueError(f"tensors are missing: {_some(missing)}")
+        if unknown := [name for name in self.files if name not in wanted and name not in scales]:
             raise ValueError(f"tensors are not part of the config: {_some(unknown)}")
-        for name, shape in wanted.items():
+        for name, shape in {**wanted, **{name: (wanted[name.removesuffix(SCALE)][0], 1) for name in scales}}.items():
             self.dtype(name)
             if self.shape(name) != shape:
                 raise ValueError(f"tensor {name} has shape {self.shape(name)}; the config asks for {shape}")
@@ -407,8 +415,14 @@ class _Tensors:
     def read(self, name: str, config: HeadConfig, out: Tensor) -> None:
         """Fill one of our parameters."""
         for piece in self.pieces(name, config.layers, out):
-            file, stored = self.files[piece.name]
-            piece.out.copy_(file.get_tensor(stored))
+            value = self.tensor(piece.name)
+            if value.dtype == torch.int8:
+                value = value.float() * self.tensor(piece.name + SCALE).float()
+            piece.out.copy_(value)
+
+    def tensor(self, name: str) -> Tensor:
+        file, stored = self.files[name]
+        return file.get_tensor(stored)
 
     def pieces(self, name: str, c: DecoderConfig, out: Tensor) -> Iterator[_Piece]:
         """Where the stored tensors go: rows of ours, which some writers stack as we do."""
@@ -426,8 +440,20 @@ def _published_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, Tensor]
     for name, parameter in head.named_parameters():
         stored = dict(_stored_parts(name, head.config))
         parts = parameter.detach().split([rows or len(parameter) for rows in stored.values()])
-        out |= {key: part.to("cpu", dtype, copy=True) for key, part in zip(stored, parts, strict=True)}
+        for key, part in zip(stored, parts, strict=True):
+            if dtype == torch.int8:
+                out |= _as_int8(key, part.to("cpu", torch.float32))
+            else:
+                out[key] = part.to("cpu", dtype, copy=True)
     return out
+
+
+def _as_int8(name: str, value: Tensor) -> dict[str, Tensor]:
+    """Rows as multiples of a 127th of their largest entry; norms stay as they are."""
+    if value.dim() == 1:
+        return {name: value.clone()}
+    scale = (value.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
+    return {name: (value / scale).round().to(torch.int8), name + SCALE: scale}
 
 
 def _some(names: list[str]) -> str:

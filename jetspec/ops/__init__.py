@@ -1,6 +1,7 @@
 """The operations a model is made of. Each file states one contract and its plain torch reference, which is the
 CPU path, the oracle of any kernel for it, and the documentation; a Triton kernel `x_triton.py` sits beside `x.py`."""
 
+from jetspec.ops.distill_loss import DistillLoss, distill_loss, label_prob
 from jetspec.ops.kv_write import compact_kv, store_kv
 from jetspec.ops.linear import linear
 from jetspec.ops.moe import mixture
@@ -10,7 +11,10 @@ from jetspec.ops.tree_attention import AttentionPlan, plan_attention, tree_atten
 
 __all__ = [
     "AttentionPlan",
+    "DistillLoss",
     "compact_kv",
+    "distill_loss",
+    "label_prob",
     "linear",
     "mixture",
     "plan_attention",

@@ -9,8 +9,8 @@ R counts rows, one per drafted position; Q is the rank of the edge term.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ Rows = tuple[Tensor, Tensor, Tensor]
 """Loss, hit and label probability, (R,) each."""
 ScoreRows = Callable[[Tensor, Tensor | None, Tensor, Tensor, Kind, float, bool], Rows]
 """What `distill_loss_reference` states and a kernel may do faster."""
+Student = tuple[Tensor, Tensor | None, Tensor | None]
+"""Hidden, edge and successor."""
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -54,7 +56,7 @@ def distill_loss(
     temperature: float = 1.0,
     edge_RQ: Tensor | None = None,
     successor_VQ: Tensor | None = None,
-    chunk: int = 4096,
+    chunk: int = 1024,
     implementation: Implementation = "auto",
 ) -> DistillLoss:
     """How far the student's distribution q is from the teacher's p, or from the label, row by row.
@@ -86,8 +88,7 @@ def distill_loss(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student):
         return DistillLoss(*_DistillLoss.apply(*student, lesson))
     with torch.no_grad():
-        rows, _ = _score(*student, lesson, wanted=(False, False, False))
-        return DistillLoss(_weighted_sum(rows, weight_R), *rows)
+        return DistillLoss(*_score(student, (None, None, None), lesson))
 
 
 def label_prob(
@@ -97,7 +98,7 @@ def label_prob(
     *,
     edge_RQ: Tensor | None = None,
     successor_VQ: Tensor | None = None,
-    chunk: int = 4096,
+    chunk: int = 1024,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """q(label) per row at temperature 1, without gradient: for weights that depend on it."""
@@ -141,7 +142,7 @@ def distill_loss_reference(
         diverge = _forward_kl if kind == "forward_kl" else _reverse_kl
         loss_R, slope = diverge(_log_softmax(u_RV, temperature), log_q)
     if want_grad:
-        z_RV.copy_((weight_R * temperature)[:, None] * slope).masked_fill_(skipped_R[:, None], 0)
+        z_RV.copy_(weight_R[:, None] * (temperature * slope)).masked_fill_(skipped_R[:, None], 0)
     loss_R = temperature**2 * loss_R.masked_fill(skipped_R, 0)
     return loss_R, hit_R, label_logprob_R.exp().masked_fill(skipped_R, 0)
 
@@ -175,17 +176,30 @@ class _Lesson:
     score_rows: ScoreRows
 
 
+@dataclass(frozen=True)
+class _Product:
+    """One x w^T of those that add up to the student's logits, and where its gradients go, if anywhere."""
+
+    x: Tensor
+    w: Tensor
+    dx: Tensor | None
+    dw: Tensor | None
+
+
 class _DistillLoss(torch.autograd.Function):
-    """Gradients are computed forward, while the logits exist; a loss is linear in what comes back."""
+    """Gradients are made in forward, while the logits exist. The loss is a scalar, so backward scales them."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden_RM: Tensor, edge_RQ: Tensor | None, successor_VQ: Tensor | None, lesson: _Lesson
     ) -> tuple[Tensor, ...]:
-        rows, grads = _score(hidden_RM, edge_RQ, successor_VQ, lesson, wanted=ctx.needs_input_grad[:3])
+        student = (hidden_RM, edge_RQ, successor_VQ)
+        wanted = zip(student, ctx.needs_input_grad[:3], strict=True)
+        grads = [torch.zeros_like(x, dtype=_at_least_fp32(x)) if x is not None and want else None for x, want in wanted]
+        loss_sum, *rows = _score(student, grads, lesson)
         ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(*rows)
-        return _weighted_sum(rows, lesson.weight_R), *rows
+        return loss_sum, *rows
 
     @staticmethod
     @once_differentiable
@@ -193,19 +207,57 @@ class _DistillLoss(torch.autograd.Function):
         return *(None if grad is None else grad_sum * grad for grad in ctx.saved_tensors), None
 
 
-def _score(
-    hidden_RM: Tensor,
-    edge_RQ: Tensor | None,
-    successor_VQ: Tensor | None,
-    lesson: _Lesson,
-    wanted: tuple[bool, bool, bool],
-) -> tuple[Rows, list[Tensor | None]]:
-    """All rows, and the gradient of the weighted sum for those of hidden, edge and successor that are wanted."""
-    wide = _at_least_fp32(hidden_RM)
-    loss_R, prob_R = hidden_RM.new_empty(2, len(hidden_RM), dtype=wide)
-    hit_R = torch.empty_like(lesson.label_R, dtype=torch.bool)
-    ...
+def _score(student: Student, grads: Sequence[Tensor | None], lesson: _Lesson) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weighted sum, then `Rows`. Fills those of the student's gradients that are not None."""
+    (hidden, edge, successor), (d_hidden, d_edge, d_successor) = student, grads
+    dtype = _compute_dtype(hidden)
+    lesson = replace(lesson, lm_head_VM=lesson.lm_head_VM.to(dtype))
+    products = [_Product(hidden, lesson.lm_head_VM, d_hidden, None)]
+    if edge is not None and successor is not None:
+        products.append(_Product(edge, successor.to(dtype), d_edge, d_successor))
+
+    loss_R = torch.empty(len(hidden), dtype=_at_least_fp32(hidden), device=hidden.device)
+    hit_R, label_prob_R = torch.empty_like(loss_R, dtype=torch.bool), torch.empty_like(loss_R)
+    for start in range(0, len(hidden), lesson.chunk):
+        rows = slice(start, start + lesson.chunk)
+        loss_R[rows], hit_R[rows], label_prob_R[rows] = _score_chunk(rows, products, lesson)
+    return (lesson.weight_R * loss_R).sum(), loss_R, hit_R, label_prob_R
 
 
-def _weighted_sum(rows: Rows, weight_R: Tensor) -> Tensor:
-    return (weight_R * rows[0]).sum()
+def _score_chunk(rows: slice, products: list[_Product], lesson: _Lesson) -> Rows:
+    """A function of its own, so that the logits of a chunk are gone before those of the next are made."""
+    dtype = lesson.lm_head_VM.dtype
+    xs = [product.x[rows].to(dtype) for product in products]
+    z_RV = xs[0] @ products[0].w.T
+    for x, product in zip(xs[1:], products[1:], strict=True):
+        z_RV.addmm_(x, product.w.T)
+    u_RV = None if lesson.teacher_RM is None else lesson.teacher_RM[rows].to(dtype) @ lesson.lm_head_VM.T
+
+    want_grad = any(product.dx is not None or product.dw is not None for product in products)
+    label_R, weight_R = lesson.label_R[rows], lesson.weight_R[rows]
+    scores = lesson.score_rows(z_RV, u_RV, label_R, weight_R, lesson.kind, lesson.temperature, want_grad)
+    for x, product in zip(xs, products, strict=True):
+        if product.dx is not None:
+            product.dx[rows] = z_RV @ product.w
+        if product.dw is not None:
+            product.dw.add_(z_RV.T @ x)
+    return scores
+
+
+def _pick(implementation: Implementation, device: torch.device) -> ScoreRows:
+    if implementation == "auto":
+        implementation = "triton" if HAS_TRITON and device.type == "cuda" else "reference"
+    if implementation == "reference":
+        return distill_loss_reference
+    from jetspec.ops.distill_loss_triton import distill_loss_triton
+
+    return distill_loss_triton
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _at_least_fp32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

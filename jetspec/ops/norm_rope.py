@@ -9,7 +9,7 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension. The statistics are in fp32 whatever the dtype."""
-    if x.dtype == torch.float32:
+    if x.dtype == weight.dtype:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight

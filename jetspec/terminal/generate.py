@@ -32,13 +32,17 @@ def write_completion(updates: Iterator[Update]) -> None:
 def write_text(updates: Iterator[Update]) -> None:
     """Stream the text as it appears. A terminal gets it without control characters, a file gets it unchanged."""
     clean = printable if sys.stdout.isatty() else str
+    has_begun = False
 
     def show(update: Update) -> None:
+        nonlocal has_begun
+        has_begun = True
         sys.stdout.write(clean(update.text))
         sys.stdout.flush()
 
     try:
         completion = last(updates, show)
     finally:
-        sys.stdout.write("\n")
+        if has_begun:
+            sys.stdout.write("\n")
     err().print(statistics(completion.stats), style="dim")

@@ -49,7 +49,9 @@ def load_checkpoint(path: Path, head: nn.Module, optimizers: list[torch.optim.Op
     try:
         tensors, raw = load_file(path / "state.safetensors"), json.loads((path / "state.json").read_text())
     except Exception as error:
-        raise ValueError(f"the checkpoint {path} is damaged ({error}); delete it to go on from the one before") from error
+        raise ValueError(
+            f"the checkpoint {path} is damaged ({error}); delete it to go on from the one before"
+        ) from error
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             parameter.copy_(tensors[f"head.{name}"])

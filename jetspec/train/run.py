@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,9 @@ def make_trainer(config: TrainConfig, target: Decoder, score: Score | None = Non
     documents = read_documents(config.data, config.row_len, target.config.vocab_size)
     validation = None
     if config.validation_rows:
+        # Drawn from everywhere: files list short answers first, because those were finished first.
+        order = np.random.default_rng(config.seed).permutation(len(documents))
+        documents = [documents[i] for i in order.tolist()]
         held_out = max(1, min(len(documents) // 10, config.validation_rows * 4))
         packed = PackedData(documents[:held_out], config.row_len, config.seed)
         validation = packed.batch(0, min(config.validation_rows, packed.rows_per_pass))

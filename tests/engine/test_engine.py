@@ -235,3 +235,19 @@ def test_float64_agrees() -> None:
     target = tiny_decoder().to(torch.float64)
     done = run(make_engine(target, "ngram"), PROMPTS[:2], GREEDY)
     assert all(len(c.token_ids) == 30 for c in done)
+
+
+def test_a_cache_too_small_for_one_tree_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot hold a tree of 40 nodes"):
+        make_engine(TARGET, "ngram", tree=TreeConfig(budget=40), config=EngineConfig(page_size=4, num_pages=5))
+
+
+@pytest.mark.parametrize("tree", [TreeConfig(expand="paper"), TreeConfig(score="entropy")])
+def test_settings_that_a_drafter_cannot_honour_are_refused(tree: TreeConfig) -> None:
+    with pytest.raises(ValueError, match="expand and score"):
+        make_engine(TARGET, "ngram", tree=tree)
+
+
+def test_the_page_table_is_no_wider_than_the_pool() -> None:
+    engine = make_engine(TARGET, config=EngineConfig(page_size=4, num_pages=6))
+    assert engine.cache.page_RP.shape[1] == 6

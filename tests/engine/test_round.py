@@ -37,7 +37,7 @@ def fresh_rows(engine: Engine, request: Request) -> tuple[list[torch.Tensor], li
 
 
 def check_cache(engine: Engine, updates: list[Update]) -> None:
-    for request in engine.scheduler.running:
+    for request in engine.scheduler.running.values():
         if not request.is_prefilled:
             continue
         assert request.num_cached == len(request.tokens) - 1 == int(engine.cache.length_R[request.row])
@@ -102,7 +102,7 @@ def test_rows_behind_the_length_are_never_read() -> None:
 
     def poison(engine: Engine, updates: list[Update]) -> None:
         assert engine.cache.head is not None
-        for request in engine.scheduler.running:
+        for request in engine.scheduler.running.values():
             pages = torch.tensor(engine.cache.pages_of[request.row])
             position = torch.arange(request.num_cached, len(pages) * 4)
             for pool in (engine.cache.target, engine.cache.head):

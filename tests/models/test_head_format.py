@@ -478,3 +478,26 @@ def test_what_the_format_cannot_hold_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="single size"):
         save_head(random_head(two_windows), tmp_path / "head")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_int8_keeps_rows_to_half_a_step_and_is_half_the_size(tmp_path: Path) -> None:
+    head = random_head(HEADS["edge"])
+    save_head(head, tmp_path / "wide")
+    save_head(head, tmp_path / "narrow", dtype=torch.int8)
+    again = load_head(tmp_path / "narrow")
+    for (name, value), (_, stored) in zip(head.named_parameters(), again.named_parameters(), strict=True):
+        step = value.detach().abs().amax(-1, keepdim=True) / 127
+        assert ((stored - value.detach()).abs() <= 0.51 * step + 1e-7).all(), name
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("narrow", "wide")]
+    assert sizes[0] < sizes[1]
+
+
+def test_int8_without_its_factors_is_refused(tmp_path: Path) -> None:
+    head = random_head(HEADS["edge"])
+    save_head(head, tmp_path / "head", dtype=torch.int8)
+    path = tmp_path / "head" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["fc.weight_scale"]
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"missing: fc\.weight_scale"):
+        load_head(tmp_path / "head")

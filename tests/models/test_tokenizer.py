@@ -236,6 +236,12 @@ def test_damaged_folder(tmp_path: Path, content: str) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+def test_folder_whose_tokenizer_has_no_decoder(tmp_path: Path) -> None:
+    Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert (tokenizer.token_text(1), tokenizer.decode([1])) == ("b", "b")
+
+
 def test_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json is missing"):
         Tokenizer.from_folder(tmp_path)

@@ -1,0 +1,5 @@
+"""`python -m jetspec` is the command line."""
+
+from jetspec.cli import main
+
+main()

@@ -1,0 +1,71 @@
+"""`jetspec data regenerate`: the engine as what answers, in one process or several."""
+
+from __future__ import annotations
+
+import multiprocessing
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from jetspec.config import EngineConfig
+from jetspec.engine.llm import LLM
+from jetspec.terminal.screen import working
+from jetspec.train.prompts import PromptData
+from jetspec.train.regenerate import OnBad, RegenerateConfig, load_corpus, places, plan, regenerate, write_rows
+from jetspec.train.workers import Answer
+
+CPU_BATCH, GPU_BATCH = 8, 512
+SHARED_FRAC = 0.7
+"""Share of a GPU's memory that the caches of several processes on it may take together."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where and how the target runs. None of it changes the rows, but for near ties in 16 bits."""
+
+    device: str = "auto"
+    jobs: int | None = None
+    dtype: str = "auto"
+    batch: int | None = None
+    max_len: int | None = None
+
+    def engine(self, place: str) -> EngineConfig:
+        """Large chunks of prompts: nobody waits for a single answer."""
+        usual = CPU_BATCH if place == "cpu" else GPU_BATCH
+        batch = usual if self.batch is None else self.batch
+        return EngineConfig(max_batch=batch, max_len=self.max_len, prefill_chunk=max(512, 16 * batch))
+
+
+def regenerate_data(
+    out: Path, data: PromptData, config: RegenerateConfig, machines: Machines, *, on_bad: OnBad, dry_run: bool
+) -> None:
+    config.sampling("")  # a bad setting is refused before anything is read
+    where = places(machines.device, machines.jobs)
+    if config.responses == "corpus":
+        where = ["cpu"]
+        starts = [partial(load_corpus, config.model, machines.max_len)]
+    else:
+        starts = [
+            partial(load_answerer, config, machines.engine(place), machines.dtype, place, where.count(place))
+            for place in where
+        ]
+    if dry_run:
+        print(plan(out, data, config, where, on_bad))
+    else:
+        print(write_rows(out, data, config, starts, on_bad).summary(out))
+
+
+def load_answerer(config: RegenerateConfig, engine: EngineConfig, dtype: str, device: str, sharing: int) -> Answer:
+    """Load the target. `sharing` is the number of processes on the same device."""
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+        if sharing > 1:
+            memory = torch.cuda.get_device_properties(device).total_memory
+            engine = replace(engine, cache_gb=SHARED_FRAC * memory / 2**30 / sharing)
+    is_worker = multiprocessing.parent_process() is not None
+    with nullcontext() if is_worker else working(f"Loading {config.model}"):
+        llm = LLM(config.model, drafter="none", engine=engine, dtype=dtype, device=device)
+    return partial(regenerate, llm, config)

@@ -1,0 +1,107 @@
+"""`jetspec train`: a recipe, the run it asks for, and how its checkpoints decode."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.engine import Engine
+from jetspec.engine.llm import choose_device, choose_dtype
+from jetspec.models.draft_head import DraftHead
+from jetspec.models.weights import Target, load_target
+from jetspec.terminal.screen import err, working
+from jetspec.train.config import TrainConfig, load_recipe
+from jetspec.train.data import PackedBatch
+from jetspec.train.run import join_processes, make_trainer
+from jetspec.train.trainer import Trainer
+from jetspec.types import SamplingParams
+
+SCORED_PROMPTS, SCORED_TOKENS = 8, 64
+
+
+def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> None:
+    """Train, going on from the last checkpoint unless a fresh start is asked for."""
+    config = load_recipe(path, tuple(overrides))
+    device = join_processes() or choose_device(config.device)
+    with working(f"Loading {config.model}"):
+        target = load_target(config.model, choose_dtype(config.dtype, device), device)
+    trainer = make_trainer(config, target.decoder)
+    if trainer.validation is not None:
+        prompts = prompts_of(trainer.validation, SCORED_PROMPTS)
+        trainer.score = lambda head: score_head(target, head, prompts)
+    step = 0 if fresh else trainer.resume()
+    if trainer.rank == 0:
+        show_plan(config, trainer, step)
+    if dry_run:
+        show_time(config, trainer)
+        return
+    trainer.run()
+    if trainer.rank == 0:
+        err().print(f"The head is in {Path(config.out) / 'head'}")
+
+
+def prompts_of(validation: PackedBatch, count: int) -> list[list[int]]:
+    """What stands before the first written token, of the first documents kept out of training."""
+    found: list[list[int]] = []
+    for row in range(len(validation.token_RT)):
+        document, written = validation.document_RT[row], validation.written_RT[row]
+        for number in range(int(document.max()) + 1):
+            inside = document == number
+            first = int(written[inside].long().argmax())
+            found.append(validation.token_RT[row][inside][: max(first, 1)].tolist())
+    return found[:count]
+
+
+def score_head(target: Target, head: DraftHead, prompts: list[list[int]]) -> dict[str, float]:
+    """Tokens per round of a chain and of a tree when the engine really decodes with this head."""
+    frozen = copy.deepcopy(head).to(target.decoder.embedding.dtype).requires_grad_(False).eval()
+    depth = head.head_config.depth
+    trees = {"chain": TreeConfig(budget=depth + 1, width=1), "tree_64": TreeConfig(budget=64)}
+    scores = {}
+    for name, tree in trees.items():
+        config = EngineConfig(max_batch=len(prompts), max_len=1024 + SCORED_TOKENS, cache_gb=1)
+        engine = Engine(target.decoder, frozen, drafter="head", tree=tree, config=config, eos_tokens=target.eos_tokens)
+        for prompt in prompts:
+            engine.add(prompt[-1024:], SamplingParams(max_tokens=SCORED_TOKENS))
+        tokens = rounds = 0
+        while engine.has_work:
+            for update in engine.step():
+                tokens, rounds = tokens + len(update.token_ids), rounds + 1
+        scores[name] = tokens / rounds
+    return scores
+
+
+def show_plan(config: TrainConfig, trainer: Trainer, step: int) -> None:
+    """What is about to happen, before it does."""
+    size = sum(p.numel() for p in trainer.parameters)
+    tokens = sum(len(document.tokens) for document in trainer.data.documents)
+    rows = config.rows * config.accumulate * trainer.world
+    table = Table(show_header=False, box=None)
+    table.add_row("target", config.model)
+    table.add_row("data", f"{len(trainer.data.documents):,} conversations, {tokens:,} tokens")
+    table.add_row("trained", f"{size:,} weights of a {'causal' if config.head.causal else 'bidirectional'} head")
+    table.add_row("step", f"{rows} rows of {config.row_len} tokens, {config.anchors} blocks each")
+    table.add_row(
+        "steps", f"{config.steps:,}, {config.steps * rows / trainer.data.rows_per_pass:.1f} passes over the data"
+    )
+    table.add_row("starts at", f"step {step}" if step else "the beginning")
+    table.add_row("writes to", config.out)
+    err().print(table)
+
+
+def show_time(config: TrainConfig, trainer: Trainer) -> None:
+    """How long it would take, from three steps whose result is thrown away."""
+    trainer.train_step()
+    began = time.perf_counter()
+    trainer.train_step()
+    trainer.train_step()
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = (time.perf_counter() - began) / 2
+    err().print(f"{seconds:.2f} s per step, {seconds * config.steps / 3600:.1f} hours in all. Nothing was written.")

@@ -1,0 +1,366 @@
+"""Prompts -> conversations in which the target wrote the answers, as rows of token ids.
+
+A row is one line of JSON: `token_ids` is the whole conversation, `spans` are the parts [start, end) that the target
+wrote, end tokens included, and `finish` says how each of them ended. A row depends on its prompt and the settings
+alone (in 16 bits up to near ties, which the batch may tip), not on order, shard or number of processes.
+
+One process reads the prompts and writes the rows; others only answer. So a run has one output file, and a run that was
+killed goes on from what the file holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from tqdm import tqdm
+
+from jetspec.models.hub import resolve
+from jetspec.models.tokenizer import Tokenizer
+from jetspec.models.weights import load_tokenizer, open_model
+from jetspec.record import shown, write_record
+from jetspec.train.prompts import BadPrompt, Prompt, PromptData, Responses, stable_hash
+from jetspec.train.rows import Row, RowFile, finished_ids
+from jetspec.train.workers import Answer, Results, answer_in_processes
+from jetspec.types import Completion, SamplingParams
+
+OnBad = Literal["stop", "skip"]
+
+SAMPLED_PROMPTS = 200
+"""Prompts that a dry run encodes to estimate the rest."""
+PLACEHOLDER = "\ue000"
+"""Stands for an answer in a rendered conversation: a private character that no template touches."""
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    """What decides the rows, beside the prompts."""
+
+    model: str
+    responses: Responses = "target"
+    max_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def sampling(self, id: str) -> SamplingParams:
+        """Every prompt has its own seed, so nothing else about the run matters."""
+        seed = stable_hash(f"{self.seed}/{id}") >> 1
+        return SamplingParams(self.temperature, self.top_p, max_tokens=self.max_tokens, seed=seed)
+
+
+class Answerer(Protocol):
+    """What writes the answers, such as an `LLM`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def max_prompt_tokens(self) -> int: ...
+
+    def complete(
+        self, prompts: Iterable[tuple[Conversation, Sequence[int], SamplingParams] | None]
+    ) -> Iterator[tuple[Conversation, Completion]]: ...
+
+
+# -- answering
+
+
+class Conversation:
+    """A prompt on its way to a row."""
+
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
+        self.prompt, self.tokenizer = prompt, tokenizer
+        opening = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        self.messages = [*opening, _user(prompt.turns[0])]
+        self.token_ids = tokenizer.encode_chat(self.messages)
+        self.spans: list[tuple[int, int]] = []
+        self.finish: list[str] = []
+
+    @property
+    def has_next_turn(self) -> bool:
+        return len(self.spans) < len(self.prompt.turns)
+
+    @property
+    def row(self) -> Row:
+        return Row(self.prompt.id, self.token_ids, self.spans, self.finish)
+
+    def answer(self, token_ids: Sequence[int], finish: str) -> None:
+        start = len(self.token_ids)
+        self.token_ids = [*self.token_ids, *token_ids]
+        self.spans.append((start, len(self.token_ids)))
+        self.finish.append(finish)
+
+    def with_next_turn(self) -> list[int]:
+        """The tokens to continue after the next user message.
+
+        What the target wrote stays as it is, token by token; encoding its text again could cut it up differently.
+        """
+        self.messages += [_assistant(PLACEHOLDER), _user(self.prompt.turns[len(self.spans)])]
+        glue = self.tokenizer.encode(after_answer(self.tokenizer, self.messages, True))
+        has_end = bool(glue) and self.token_ids[-1] == glue[0]
+        return self.token_ids + glue[has_end:]
+
+
+def after_answer(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    """What the chat template writes behind the last answer."""
+    text = tokenizer.chat(messages, add_generation_prompt)
+    _, found, rest = text.rpartition(PLACEHOLDER)
+    if not found:
+        raise ValueError("the chat template leaves out earlier answers")
+    return rest
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def regenerate(answerer: Answerer, config: RegenerateConfig, prompts: Iterator[Prompt]) -> Results:
+    """Let the target answer every turn. A conversation that fills the context ends there."""
+    require_template(answerer.tokenizer)
+    ready: deque[Conversation] = deque()
+    bad: deque[BadPrompt] = deque()
+    under_way = 0
+
+    def questions() -> Iterator[tuple[Conversation, Sequence[int], SamplingParams] | None]:
+        nonlocal under_way
+        for prompt in prompts:
+            while ready:
+                yield ask(ready.popleft())
+            conversation = start_conversation(prompt, answerer.tokenizer, answerer.max_prompt_tokens)
+            if isinstance(conversation, BadPrompt):
+                bad.append(conversation)
+            else:
+                under_way += 1
+                yield ask(conversation)
+        while under_way:
+            yield ask(ready.popleft()) if ready else None
+
+    def ask(conversation: Conversation) -> tuple[Conversation, Sequence[int], SamplingParams]:
+        return conversation, conversation.token_ids, config.sampling(conversation.prompt.id)
+
+    for conversation, completion in answerer.complete(questions()):
+        conversation.answer(completion.token_ids, completion.finish_reason)
+        if conversation.has_next_turn:
+            token_ids = conversation.with_next_turn()
+            if len(token_ids) <= answerer.max_prompt_tokens:
+                conversation.token_ids = token_ids
+                ready.append(conversation)
+                continue
+        under_way -= 1
+        yield conversation.row
+        while bad:
+            yield bad.popleft()
+    yield from bad
+
+
+def require_template(tokenizer: Tokenizer) -> None:
+    if tokenizer.chat_template is None:
+        raise ValueError("this model has no chat template, so it cannot answer turns; choose a chat model")
+
+
+def start_conversation(prompt: Prompt, tokenizer: Tokenizer, max_prompt_tokens: int) -> Conversation | BadPrompt:
+    try:
+        conversation = Conversation(prompt, tokenizer)
+    except ValueError as error:
+        return BadPrompt(prompt.where, f"cannot be encoded: {error}")
+    if (count := len(conversation.token_ids)) > max_prompt_tokens:
+        return BadPrompt(prompt.where, f"is longer than the context ({count} tokens, {max_prompt_tokens} fit)")
+    return conversation
+
+
+def from_corpus(tokenizer: Tokenizer, eos_tokens: frozenset[int], max_len: int, prompts: Iterator[Prompt]) -> Results:
+    """Take the responses of the data as they stand, each with the end token that the chat template writes."""
+    require_template(tokenizer)
+    behind = tokenizer.encode(after_answer(tokenizer, [_user("."), _assistant(PLACEHOLDER)], False))
+    end = [token for token in behind[:1] if token in eos_tokens]
+    for prompt in prompts:
+        conversation = start_conversation(prompt, tokenizer, max_len)
+        if isinstance(conversation, BadPrompt):
+            yield conversation
+            continue
+        for response in prompt.responses:
+            if conversation.spans:
+                conversation.token_ids = conversation.with_next_turn()
+            conversation.answer([*tokenizer.encode(response), *end], "stop")
+        if (count := len(conversation.token_ids)) > max_len:
+            yield BadPrompt(prompt.where, f"is longer than the context ({count} tokens, {max_len} fit)")
+        else:
+            yield conversation.row
+
+
+# -- the whole run
+
+
+@dataclass
+class Tally:
+    """What became of the prompts."""
+
+    on_bad: OnBad
+    todo: int = 0
+    already: int = 0
+    skipped: int = 0
+    answered: int = 0
+    tokens: int = 0
+    began: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, row: Row) -> None:
+        self.answered += 1
+        self.tokens += row.num_written
+        self.seconds = time.monotonic() - self.began
+
+    def refuse(self, bad: BadPrompt) -> None:
+        if self.on_bad == "stop":
+            raise ValueError(f"{bad.where}: {bad.reason}; mend it, or leave such prompts out with --on-bad skip")
+        self.skipped += 1
+        tqdm.write(f"skipped {bad.where}: {bad.reason}", file=sys.stderr)
+
+    def summary(self, out: Path) -> str:
+        return (
+            f"{self.answered:,} prompts answered, {self.already:,} already there, {self.skipped:,} skipped"
+            f" · {self.tokens:,} tokens in {self.seconds:.1f} s · {self.tokens_per_s:,.0f} tokens/s -> {out}"
+        )
+
+
+def write_rows(
+    out: Path, data: PromptData, config: RegenerateConfig, starts: Sequence[Callable[[], Answer]], on_bad: OnBad
+) -> Tally:
+    """Answer every prompt that `out` does not hold yet, and append the rows to it.
+
+    Each of `starts` loads what answers, in a process of its own when there are several. What was run is recorded in
+    `out` + .meta.json.
+    """
+    meta = out.with_name(f"{out.name}.meta.json")
+    with closing(RowFile(out)) as rows:
+        runs = _earlier_runs(meta, config) if rows.ids else []
+        tally = count(data, rows.ids, on_bad)
+        _write_meta(meta, config, data, runs)
+        if tally.todo:
+            _answer_all(rows, _todo(data, rows.ids), starts, tally)
+            _write_meta(meta, config, data, [*runs, _run_entry(tally, len(starts))])
+    return tally
+
+
+def count(data: PromptData, done: set[str], on_bad: OnBad) -> Tally:
+    """Look through all prompts before any work is done, so that bad ones are known at once."""
+    tally = Tally(on_bad)
+    for prompt in data:
+        if isinstance(prompt, BadPrompt):
+            tally.refuse(prompt)
+        elif prompt.id in done:
+            tally.already += 1
+        else:
+            tally.todo += 1
+    return tally
+
+
+def _todo(data: PromptData, done: set[str]) -> Iterator[Prompt]:
+    return (prompt for prompt in data if isinstance(prompt, Prompt) and prompt.id not in done)
+
+
+def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[[], Answer]], tally: Tally) -> None:
+    def timed() -> Iterator[Prompt]:
+        tally.began = time.monotonic()  # the models are loaded when the first prompt is asked for
+        yield from prompts
+
+    interval = 0.5 if sys.stderr.isatty() else 30
+    results = starts[0]()(timed()) if len(starts) == 1 else answer_in_processes(starts, timed())
+    bar = tqdm(total=tally.todo, desc="answering", unit=" prompts", mininterval=interval)
+    with bar, closing(results):
+        for result in results:
+            if isinstance(result, BadPrompt):
+                tally.refuse(result)
+            else:
+                rows.append(result)
+                tally.add(result)
+                bar.set_postfix_str(f"{tally.tokens_per_s:,.0f} tokens/s", refresh=False)
+            bar.update()
+
+
+def _earlier_runs(meta: Path, config: RegenerateConfig) -> list[dict[str, Any]]:
+    """What is known of the runs before this one. Rows made with other settings must not be mixed in."""
+    if not meta.exists():
+        return []
+    try:
+        record = json.loads(meta.read_text(encoding="utf-8"))
+        made: dict[str, Any] = record["settings"]
+        runs: list[dict[str, Any]] = record["runs"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{meta} is damaged; delete it to go on") from None
+    for key, value in asdict(_portable(config)).items():
+        if made.get(key) != value:
+            raise ValueError(f"the rows there were made with {key} {made.get(key)}, not {value}; choose another --out")
+    return runs
+
+
+def _write_meta(meta: Path, config: RegenerateConfig, data: PromptData, runs: list[dict[str, Any]]) -> None:
+    sources = [shown(str(path)) for path in data.paths] + ([data.hf_dataset] if data.hf_dataset else [])
+    prompts = {"data": sources, "limit": data.limit, "shard": list(data.shard)}
+    write_record(meta, {"settings": asdict(_portable(config)), **prompts, "runs": runs})
+
+
+def _run_entry(tally: Tally, jobs: int) -> dict[str, Any]:
+    names = ("answered", "already", "skipped", "tokens", "seconds", "tokens_per_s")
+    return {"jobs": jobs, **{name: getattr(tally, name) for name in names}}
+
+
+def _portable(config: RegenerateConfig) -> RegenerateConfig:
+    return replace(config, model=shown(config.model))
+
+
+def plan(out: Path, data: PromptData, config: RegenerateConfig, places: Sequence[str], on_bad: OnBad) -> str:
+    """What a run would do, without loading the model."""
+    done = finished_ids(out)
+    if done:
+        _earlier_runs(out.with_name(f"{out.name}.meta.json"), config)
+    tally = count(data, done, on_bad)
+    todo = list(_todo(data, done))
+    tokenizer, _, max_len = read_tokenizer(config.model)
+    sample = [start_conversation(p, tokenizer, max_len) for p in todo[:: max(1, len(todo) // SAMPLED_PROMPTS)]]
+    lengths = [len(one.token_ids) for one in sample if isinstance(one, Conversation)]
+    prompt_tokens = round(len(todo) * sum(lengths) / max(1, len(lengths)))
+    most = config.max_tokens * sum(len(prompt.turns) for prompt in todo)
+    written = f"at most {most:,} to generate" if config.responses == "target" else "responses taken from the data"
+    return (
+        f"would answer {tally.todo:,} prompts with {config.model}"
+        f" ({tally.already:,} already in {out}, {tally.skipped:,} bad)\n"
+        f"about {prompt_tokens:,} prompt tokens, {written}\n"
+        f"in {len(places)} process{'es' if len(places) > 1 else ''} on {', '.join(dict.fromkeys(places))}"
+    )
+
+
+def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:
+    """A model's tokenizer, end tokens and context length, without its weights."""
+    opened = open_model(resolve(model))
+    return *load_tokenizer(opened), opened.config.max_len
+
+
+def load_corpus(model: str, max_len: int | None) -> Answer:
+    """What "answers" from the data itself."""
+    tokenizer, eos_tokens, longest = read_tokenizer(model)
+    return partial(from_corpus, tokenizer, eos_tokens, min(max_len or longest, longest))
+
+
+def places(device: str, jobs: int | None) -> list[str]:
+    """A device for each process: all GPUs in turn unless one is named; by default one process for each."""
+    num_gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    names = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu" if device == "auto" else device]
+    return [names[i % len(names)] for i in range(jobs or len(names))]

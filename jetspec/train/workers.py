@@ -1,0 +1,84 @@
+"""Answering in several processes, which get prompts from the one that started them and give it rows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from jetspec.train.prompts import BadPrompt, Prompt
+from jetspec.train.rows import Row
+
+Results = Generator[Row | BadPrompt, None, None]
+Answer = Callable[[Iterator[Prompt]], Results]
+"""Turns prompts into rows, in any order."""
+
+HAND_OUT = 8
+"""Prompts that a worker process gets at a time: few, so that none takes much more than it can answer at once."""
+
+
+def answer_in_processes(starts: Sequence[Callable[[], Answer]], prompts: Iterator[Prompt]) -> Results:
+    """Share prompts among worker processes, each with its own answerer, as they ask for more."""
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, torch.get_num_threads() // len(starts))
+    workers: dict[Connection, multiprocessing.process.BaseProcess] = {}
+    try:
+        for start in starts:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(start, theirs, threads), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
+            workers[ours] = process
+        open_ends = list(workers)
+        while open_ends:
+            for end in wait(open_ends):
+                assert isinstance(end, Connection)
+                message = _receive(end, workers[end])
+                if isinstance(message, Exception):
+                    raise message
+                if message == "more":
+                    end.send(list(islice(prompts, HAND_OUT)))
+                elif message == "done":
+                    open_ends.remove(end)
+                else:
+                    yield message
+    finally:
+        for worker in workers.values():
+            worker.terminate()
+            worker.join()
+
+
+def _receive(end: Connection, process: multiprocessing.process.BaseProcess) -> Any:
+    try:
+        return end.recv()
+    except (EOFError, ConnectionError):
+        process.join()
+        raise ChildProcessError(f"a worker process ended early (status {process.exitcode}); see above") from None
+
+
+def _work(start: Callable[[], Answer], pipe: Connection, num_threads: int) -> None:
+    """A worker's life. When the parent is gone the pipe breaks, and the worker with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(num_threads)
+
+    def prompts() -> Iterator[Prompt]:
+        while True:
+            pipe.send("more")
+            batch = pipe.recv()
+            if not batch:
+                return
+            yield from batch
+
+    try:
+        for result in start()(prompts()):
+            pipe.send(result)
+        pipe.send("done")
+    except (EOFError, ConnectionError):
+        return
+    except (ValueError, OSError) as error:
+        pipe.send(error)

@@ -1,0 +1,80 @@
+"""`LLM.complete`: the same tokens as `generate`, for prompts that come one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from jetspec.config import EngineConfig
+from jetspec.engine.llm import LLM
+from jetspec.types import SamplingParams
+from tests.train.tiny_model import write_model
+
+BATCH = 3
+PROMPTS = [[i + 1, 2 * i + 5, 90] * (1 + i % 4) for i in range(20)]
+SAMPLING = [SamplingParams(max_tokens=3 + i % 7, temperature=0.5 * (i % 2), seed=i) for i in range(20)]
+
+Asked = tuple[int, list[int], SamplingParams]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = write_model(tmp_path_factory.mktemp("model") / "tiny")
+    return LLM(folder, drafter="none", engine=EngineConfig(max_batch=BATCH), device="cpu")
+
+
+def numbered() -> Iterator[Asked]:
+    return zip(range(len(PROMPTS)), PROMPTS, SAMPLING, strict=True)
+
+
+def test_completions_are_those_of_generate(llm: LLM) -> None:
+    expected = [completion.token_ids for completion in llm.generate(PROMPTS, SAMPLING)]
+    done = dict(llm.complete(numbered()))
+    assert [done[i].token_ids for i in range(len(PROMPTS))] == expected
+    assert {completion.text for completion in done.values()} == {""}
+
+
+def test_prompts_are_pulled_as_needed_and_dropped_on_exit(llm: LLM) -> None:
+    pulled = 0
+
+    def counted() -> Iterator[Asked]:
+        nonlocal pulled
+        for prompt in numbered():
+            pulled += 1
+            yield prompt
+
+    results = llm.complete(counted())
+    for finished, _ in enumerate(results, 1):
+        assert pulled <= finished + BATCH
+        if finished == 5:
+            break
+    results.close()  # type: ignore[attr-defined]
+    assert not (llm.engine.has_work or llm.engine.requests)
+    assert llm.engine.cache.pool.num_available == llm.engine.cache.pool.num_pages
+
+
+def test_a_prompt_may_follow_from_an_answer(llm: LLM) -> None:
+    answers: list[list[int]] = []
+
+    def chain() -> Iterator[Asked | None]:
+        for i in range(4):
+            while len(answers) < i:
+                yield None
+            yield i, [7, *(answers[-1] if answers else [])], SAMPLING[0]
+
+    for _, completion in llm.complete(chain()):
+        answers.append(completion.token_ids)
+    expected: list[int] = []
+    for answer in answers:
+        assert answer == llm.generate([[7, *expected]], SAMPLING[0])[0].token_ids
+        expected = answer
+    assert len(answers) == 4
+
+
+def test_a_quiet_request_still_stops_at_a_string(llm: LLM) -> None:
+    text = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12))[0].text
+    stop = SamplingParams(max_tokens=12, stop=(text[4:6],))
+    ((_, quiet),) = llm.complete([(0, PROMPTS[0], stop)])
+    loud = llm.generate([PROMPTS[0]], stop)[0]
+    assert (quiet.token_ids, quiet.finish_reason) == (loud.token_ids, "stop")

@@ -1,0 +1,371 @@
+"""Teacher-forced rounds are the engine's rounds; what is counted on the way is what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from jetspec.cli import app
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.models.decoder import Decoder
+from jetspec.models.draft_head import DraftHead
+from jetspec.train import evaluate
+from jetspec.train.answers import Answerer, decode, find_tasks, read_questions
+from jetspec.train.data import Document
+from jetspec.train.evaluate import (
+    ABSENT,
+    BEYOND,
+    HeadScore,
+    Reading,
+    answer_spans,
+    coming_tokens,
+    follow,
+    make_trees,
+    score_head,
+    walk,
+)
+from jetspec.train.prompts import Prompt
+from jetspec.tree import DraftTree
+from jetspec.types import Completion, SamplingParams
+from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_head
+from tests.models.paged import run_decoder
+
+BUDGETS = ("chain", "2", "7", "16", "40")
+PROMPTS = [[5], [7, 11, 3], [9, 9, 30, 2, 17, 8], [4, 40, 22, 13]]
+LENGTHS = (1, 9, 24, 25)
+TRAINING_STEPS = 25
+
+
+@cache
+def trained_pair(edge: bool, causal: bool) -> tuple[Decoder, DraftHead]:
+    """A random target, and a head that a few steps on the target's own text made right about half of the time."""
+    target = tiny_decoder()
+    head = tiny_head(target, edge=edge, causal=causal).requires_grad_(True)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
+    documents = documents_of(target, PROMPTS, LENGTHS)
+    for _ in range(TRAINING_STEPS):
+        optimizer.zero_grad()
+        for document in documents:
+            draft_loss(target, head, document).backward()
+        optimizer.step()
+    return target, head.requires_grad_(False)
+
+
+def draft_loss(target: Decoder, head: DraftHead, document: Document) -> torch.Tensor:
+    [(start, end)] = answer_spans(document)
+    reading, anchor = Reading(target, head, document.tokens), torch.arange(start - 1, end - 1)
+    hidden = reading.draft(anchor)
+    label = coming_tokens(reading.token_T, anchor, torch.full_like(anchor, end), hidden.shape[1])
+    logits = target.logits(hidden)
+    if head.edge is not None:
+        parent = torch.cat((reading.token_T[anchor, None], label[:, :-1]), 1).clamp(min=0)
+        logits = logits + head.edge(hidden, parent)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=BEYOND)
+
+
+def documents_of(target: Decoder, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Document]:
+    documents = []
+    for prompt, length in zip(prompts, lengths, strict=True):
+        written = plain(target, [prompt], SamplingParams(max_tokens=length))[0]
+        tokens = np.array([*prompt, *written])
+        documents.append(Document(tokens, np.arange(len(tokens)) >= len(prompt)))
+    return documents
+
+
+def engine_rounds(target: Decoder, head: DraftHead, tree: TreeConfig) -> list[list[int]]:
+    engine = make_engine(target, "head", head, tree, EngineConfig(page_size=4))
+    done = run(engine, PROMPTS, [SamplingParams(max_tokens=n) for n in LENGTHS])
+    return [completion.stats.accepted_lengths for completion in done]
+
+
+@pytest.mark.parametrize("expand", ["optimal", "paper"])
+@pytest.mark.parametrize("edge", [False, True], ids=["plain", "edge"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_teacher_forced_rounds_are_the_engines(
+    causal: bool, edge: bool, expand: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = trained_pair(edge, causal)
+    tree = TreeConfig(width=4, expand=expand, shortlist=12)  # type: ignore[arg-type]
+    monkeypatch.setattr(evaluate, "MAX_FLOATS", 11 * VOCAB * head.head_config.depth)  # several batches of anchors
+    score = score_head(target, head, documents_of(target, PROMPTS, LENGTHS), BUDGETS, tree)
+    for name, setting in make_trees(BUDGETS, tree, head.head_config.depth).items():
+        assert score.rounds[name] == engine_rounds(target, head, setting), name
+        kept = sum(len(rounds) + sum(rounds) for rounds in score.rounds[name])
+        assert kept == sum(LENGTHS)
+    assert 1.3 < score.tokens_per_round["chain"] < score.tokens_per_round["40"] < 5, "all or nothing is no test"
+
+
+@pytest.mark.parametrize("score_by", ["entropy", "hybrid"])
+def test_other_scores_and_a_cut_depth_agree_too(score_by: str) -> None:
+    target, head = trained_pair(edge=True, causal=True)
+    weight = 0.5 if score_by == "hybrid" else 0.0
+    tree = TreeConfig(width=3, depth=3, score=score_by, entropy_weight=weight, shortlist=0)  # type: ignore[arg-type]
+    score = score_head(target, head, documents_of(target, PROMPTS, LENGTHS), ("chain", "12"), tree)
+    for name, setting in make_trees(("chain", "12"), tree, head.head_config.depth).items():
+        assert score.rounds[name] == engine_rounds(target, head, setting)
+    assert max(max(rounds) for rounds in score.rounds["chain"]) <= 3
+
+
+def test_the_end_token_ends_the_last_round_as_in_the_engine() -> None:
+    target, head = trained_pair(edge=True, causal=True)
+    prompt = PROMPTS[2]
+    free = plain(target, [prompt], SamplingParams(max_tokens=24))[0]
+    end = free[len(free) // 2]
+    engine = make_engine(target, "head", head, TreeConfig(budget=16, width=4), eos_tokens=frozenset({end}))
+    done = run(engine, [prompt], SamplingParams(max_tokens=24))[0]
+    assert done.finish_reason == "stop"
+    tokens = np.array(prompt + done.token_ids)
+    document = Document(tokens, np.arange(len(tokens)) >= len(prompt))
+    assert score_head(target, head, [document], ("16",), TreeConfig(width=4)).rounds["16"] == [
+        done.stats.accepted_lengths
+    ]
+
+
+def test_two_answers_in_one_text_score_as_two_texts() -> None:
+    target, head = trained_pair(edge=True, causal=False)
+    first = documents_of(target, [PROMPTS[1]], [9])[0]
+    question = [*first.tokens.tolist(), 6, 31]
+    second = documents_of(target, [question], [12])[0]
+    written = second.written.copy()
+    written[: len(first.tokens)] = first.written
+    both = Document(second.tokens, written)
+    assert answer_spans(both) == [(3, 12), (14, 26)]
+    joint, apart = (score_head(target, head, d, BUDGETS, TreeConfig(width=4)) for d in ([both], [first, second]))
+    assert joint.rounds == apart.rounds
+    assert joint.rank_AD.tolist() == apart.rank_AD.tolist()
+
+
+def test_the_targets_logprob_of_a_path_is_that_of_a_fresh_pass() -> None:
+    target, head = trained_pair(edge=False, causal=True)
+    text, path = [3, 8, 21, 40, 7, 7, 19], torch.tensor([[5, 6, 9], [1, 30, 2], [44, 0, 11]])
+    anchors = [0, 3, 6]
+    with torch.inference_mode():
+        found = Reading(target, head, np.array(text)).logprob(torch.tensor(anchors), path)
+    for row, anchor in enumerate(anchors):
+        logits, _ = run_decoder(target, text[: anchor + 1] + path[row].tolist())
+        expected = logits.log_softmax(-1)[anchor:-1].gather(1, path[row, :, None])[:, 0]
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gap_is_the_heads_logprob_of_its_chain_less_the_targets() -> None:
+    """By hand, at every anchor of a short answer: the head's distribution, its argmax chain, a fresh target pass."""
+    target, head = trained_pair(edge=False, causal=True)
+    document = documents_of(target, [PROMPTS[1]], [8])[0]
+    score = score_head(target, head, [document], ("16",), TreeConfig(width=4), num_gaps=1000)
+    gaps = []
+    with torch.inference_mode():
+        reading = Reading(target, head, document.tokens)
+        for anchor in range(2, 10):
+            length = min(head.head_config.depth, 10 - anchor)
+            logq = target.logits(reading.draft(torch.tensor([anchor]))[0]).log_softmax(-1)
+            best, path = logq.max(-1)
+            logits, _ = run_decoder(target, [*document.tokens[: anchor + 1].tolist(), *path.tolist()])
+            logp = logits.log_softmax(-1)[anchor:-1].gather(1, path[:, None])[:, 0]
+            gaps.append(float((best - logp)[:length].sum()))
+    torch.testing.assert_close(score.gap_A, torch.tensor(gaps), rtol=1e-3, atol=1e-3)
+
+
+def test_ranks_agree_with_the_chain() -> None:
+    """A chain follows the best candidates, so it is accepted as long as the true tokens have rank 0."""
+    target, head = trained_pair(edge=True, causal=True)
+    documents = documents_of(target, PROMPTS, LENGTHS)
+    score = score_head(target, head, documents, ("chain",), TreeConfig(width=4))
+    runs = (score.rank_AD == 0).cumprod(1).sum(1).split(list(LENGTHS))
+    assert [list(walk(run.tolist())) for run in runs] == score.rounds["chain"]
+
+
+def test_depth_counts_by_hand() -> None:
+    rank = torch.tensor([[0, 0, 1], [0, 2, 0], [3, 0, 0], [ABSENT, 0, 0], [0, BEYOND, BEYOND]])
+    score = HeadScore({"16": [[2, 1]]}, rank, torch.tensor([6.0, -2.0, 1.0, -7.0]), width=3)
+    depths = score.depths()
+    assert depths["anchors"] == [5, 4, 4]
+    assert depths["hit"] == [3 / 5, 3 / 4, 3 / 4]
+    assert depths["hit_on_path"] == [3 / 5, 1 / 2, 0]
+    assert depths["hit_below_sibling"] == [None, None, 1]  # rank 3 is outside the width
+    assert depths["in_best"]["4"] == [4 / 5, 1, 1]
+    assert score.top_path()["hit_on_path"] == 1 / 3
+    assert score.top_path()["near_frac"] == 1 / 2
+    assert score.tokens_per_round == {"16": 2.5}
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=30))
+def test_rounds_keep_every_token_once(accepted: list[int]) -> None:
+    rounds = list(walk(accepted))
+    assert sum(rounds) + len(rounds) == len(accepted)
+    at = 0
+    for length in rounds[:-1]:
+        assert length == accepted[at]
+        at += length + 1
+    assert rounds[-1] <= accepted[at]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_follow_finds_the_longest_right_path(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 12))
+    parents = [0] + [data.draw(st.integers(0, i - 1)) for i in range(1, size)]
+    tokens = [0]
+    for i in range(1, size):
+        taken = {tokens[j] for j in range(1, i) if parents[j] == parents[i]}
+        tokens.append(data.draw(st.sampled_from([t for t in range(13) if t not in taken])))
+    tree = DraftTree.from_parents(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([size]), size - 1)
+    coming = data.draw(st.lists(st.integers(-1, 3), min_size=12, max_size=12))
+    paths: list[list[int]] = [[]]
+    for i in range(1, size):
+        paths.append([*paths[parents[i]], tokens[i]])
+    longest = max(len(path) for path in paths if path == coming[: len(path)])
+    assert follow(tree, torch.tensor([coming])).tolist() == [longest]
+
+
+class Chatter:
+    """An LLM over tiny models: letters are tokens, an answer is spelled out."""
+
+    model_name, max_prompt_tokens = "tiny", 200
+    config = EngineConfig(max_batch=3)
+
+    def __init__(self, target: Decoder, head: DraftHead | None = None, tree: TreeConfig | None = None) -> None:
+        self.target, self.head, self.tree = SimpleNamespace(decoder=target), head, tree
+        self.tokenizer, self.num_calls = self, 0
+
+    def with_drafter(self, drafter: str, tree: TreeConfig | None = None) -> Chatter:
+        return Chatter(self.target.decoder, self.head if drafter == "head" else None, tree)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return [ord(letter) % VOCAB for message in messages for letter in f"{message['role'][0]}{message['content']}"]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, progress: bool = False
+    ) -> list[Completion]:
+        self.num_calls += 1
+        engine = make_engine(self.target.decoder, "head" if self.head else "none", self.head, self.tree)
+        done = run(engine, prompts, sampling)
+        return [replace(c, text="".join(chr(97 + t) for t in c.token_ids)) for c in done]
+
+
+def answerer(chatter: Chatter, max_prompt_tokens: int = 200) -> Answerer:
+    return Answerer(chatter, chatter, "tiny", max_prompt_tokens, VOCAB, max_tokens=10)
+
+
+ASKED = [Prompt("a", ["hello", "and then?"], [], None, ""), Prompt("b", ["why"], [], None, "")]
+
+
+def test_answers_are_written_once_and_decoded_alike(tmp_path: Path) -> None:
+    target, head = trained_pair(edge=True, causal=True)
+    chatter = Chatter(target)
+    documents = answerer(chatter).answers("task", ASKED, tmp_path / "answers")
+    assert [len(document.tokens) - int(document.written.sum()) for document in documents] == [6, 4, 6 + 11 + 10]
+    calls = chatter.num_calls
+    again = answerer(chatter).answers("task", ASKED, tmp_path / "answers")
+    assert chatter.num_calls == calls
+    assert [d.tokens.tolist() for d in again] == [d.tokens.tolist() for d in documents]
+    answerer(chatter).answers("task", ASKED[:1], tmp_path / "answers")
+    assert chatter.num_calls > calls, "other questions need other answers"
+
+    tree = TreeConfig(budget=16, width=4)
+    real = decode(Chatter(target, head, tree), documents, max_tokens=10)
+    forced = score_head(target, head, documents, ("16",), tree)
+    assert real.same_frac == 1
+    assert real.tokens_per_round == pytest.approx(forced.tokens_per_round["16"])
+
+
+def test_a_turn_beyond_the_context_ends_its_conversation() -> None:
+    target, _ = trained_pair(edge=False, causal=True)
+    documents = answerer(Chatter(target), max_prompt_tokens=20).answers("task", ASKED, None)
+    assert len(documents) == 2
+
+
+def test_questions_are_checked(tmp_path: Path) -> None:
+    good = {"id": 7, "turns": ["why"]}
+    for bad in ("{", '{"id": 1}', '{"id": 1, "turns": []}', '{"id": 1, "turns": [" "]}', '{"id": 1, "turns": [3]}'):
+        (tmp_path / "quiz.jsonl").write_text(f"{json.dumps(good)}\n{bad}\n")
+        assert [q.turns for q in read_questions(tmp_path / "quiz.jsonl", 1)] == [["why"]]
+        with pytest.raises(ValueError, match=r"quiz\.jsonl:2"):
+            read_questions(tmp_path / "quiz.jsonl", 2)
+    (tmp_path / "quiz.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no questions"):
+        read_questions(tmp_path / "quiz.jsonl", 2)
+    assert list(find_tasks(tmp_path, None)) == ["quiz"]
+    with pytest.raises(ValueError, match="it has quiz"):
+        find_tasks(tmp_path, ["test"])
+    with pytest.raises(ValueError, match="holds no"):
+        find_tasks(tmp_path / "nowhere", None)
+
+
+def test_a_budget_is_a_number_or_chain() -> None:
+    assert make_trees(["chain"], TreeConfig(), reach=15)["chain"] == TreeConfig(width=1, budget=16)
+    assert make_trees(["chain"], TreeConfig(depth=4), reach=15)["chain"].budget == 5
+    for bad, message in (("many", "'many' is no budget"), ("", "'' is no budget"), ("0", "budget is 0")):
+        with pytest.raises(ValueError, match=message):
+            make_trees([bad], TreeConfig(), reach=15)
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of questions, beside an LLM that the command loads in place of a real one."""
+
+    def load(model: str, head: str | None = None, **options: Any) -> Chatter:
+        target, trained = trained_pair(edge=True, causal=True)
+        return Chatter(target, trained if head else None)
+
+    monkeypatch.setitem(sys.modules, "jetspec.engine.llm", SimpleNamespace(LLM=load))
+    folder = tmp_path / "questions"
+    folder.mkdir()
+    for task in ("chat", "quiz"):
+        rows = [{"id": f"{task}-{c.id}", "turns": c.turns} for c in ASKED]
+        (folder / f"{task}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+def command(folder: Path, *words: str) -> Result:
+    return CliRunner().invoke(app, ["eval-head", "--data-dir", str(folder), "-n", "12", "--width", "4", *words])
+
+
+def test_the_command_reports_both_numbers_and_they_agree(data_dir: Path, tmp_path: Path) -> None:
+    record = tmp_path / "results" / "mine.json"
+    result = command(data_dir, "--head", "mine", "--budgets", "chain,16", "--json", "--out", str(record))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["head"] == "mine" and found["tokens_per_round"].keys() == {"chat", "quiz"}
+    for task, row in found["tokens_per_round"].items():
+        assert row.keys() == {"chain", "16"}
+        for budget, value in row.items():
+            assert value == pytest.approx(found["real"][task][budget]["tokens_per_round"])
+            assert found["mean"][budget] == pytest.approx(value), "both tasks ask the same"
+        assert found["details"][task]["answers"] == 3
+    written = json.loads(record.read_text())
+    assert found.items() <= written.items() and "commit" in written
+    assert len(list((tmp_path / "results" / "answers").iterdir())) == 2
+
+
+def test_the_table_shows_tasks_and_budgets(data_dir: Path) -> None:
+    result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16,7", "--no-real")
+    assert result.exit_code == 0, result.output
+    assert "quiz" in result.stdout and "tree 16" in result.stdout and "tree 7" in result.stdout
+    assert "chat" not in result.stdout and "tokens/s" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--head", "mine", "--budgets", "chain,big"], "'big' is no budget"),
+        (["--head", "mine", "--tasks", "maths"], "there is no task 'maths'"),
+        ([], "give one with --head"),
+    ],
+)
+def test_the_command_refuses_in_one_line(data_dir: Path, words: list[str], message: str) -> None:
+    result = command(data_dir, *words)
+    assert result.exit_code == 2
+    assert message in result.stderr.splitlines()[-1]

@@ -1,0 +1,467 @@
+"""Rows follow from prompts and settings alone; a kill loses nothing and doubles nothing; bad data is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from jetspec.cli import app
+from jetspec.models.tokenizer import Tokenizer
+from jetspec.train.prompts import BadPrompt, Prompt, PromptData, parse_prompt, parse_shard
+from jetspec.train.regenerate import Conversation, RegenerateConfig, from_corpus, places, regenerate, write_rows
+from jetspec.train.rows import Row, RowFile, finished_ids
+from jetspec.train.workers import Answer, answer_in_processes
+from jetspec.types import Completion, RoundStats, SamplingParams
+from tests.train.tiny_model import CONTEXT, END_TOKEN, byte_tokenizer, write_model
+
+TOKENIZER = byte_tokenizer()
+CONFIG = RegenerateConfig("tiny", max_tokens=12, temperature=0.8)
+
+Question = tuple[Conversation, Sequence[int], SamplingParams]
+
+
+class FakeAnswerer:
+    """Answers depend on the tokens and the seed; they come out of order, and `window` are under way at once."""
+
+    def __init__(self, window: int = 3, delay_s: float = 0.0, max_prompt_tokens: int = 400) -> None:
+        self.window, self.delay_s, self.max_prompt_tokens = window, delay_s, max_prompt_tokens
+        self.order = random.Random(window)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return TOKENIZER
+
+    def complete(self, prompts: Iterable[Question | None]) -> Iterator[tuple[Conversation, Completion]]:
+        source = iter(prompts)
+        held: list[Question] = []
+        while True:
+            while len(held) < self.window and (question := next(source, None)) is not None:
+                held.append(question)
+            if not held:
+                return
+            time.sleep(self.delay_s)
+            conversation, tokens, sampling = held.pop(self.order.randrange(len(held)))
+            yield conversation, fake_completion(tokens, sampling)
+
+
+def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completion:
+    pick = random.Random(f"{list(tokens)} {sampling.seed}")
+    written = [pick.randrange(97, 123) for _ in range(pick.randint(1, sampling.max_tokens))]
+    ends = len(written) < sampling.max_tokens
+    return Completion("", written + [END_TOKEN] * ends, "stop" if ends else "length", RoundStats())
+
+
+def start_fake(window: int = 3, delay_s: float = 0.0) -> Answer:
+    return partial(regenerate, FakeAnswerer(window, delay_s), CONFIG)
+
+
+def start_and_die() -> Answer:
+    os._exit(3)
+
+
+def start_and_refuse() -> Answer:
+    raise ValueError("there is no such model")
+
+
+def make_prompts(count: int, most_turns: int = 3) -> list[dict[str, Any]]:
+    pick = random.Random(count)
+    return [
+        {"id": f"p{i}", "turns": [f"question {i}.{t} é" for t in range(pick.randint(1, most_turns))]}
+        for i in range(count)
+    ]
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
+        file.write(text)
+    return path
+
+
+def read_rows(path: Path) -> dict[str, dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows), "a row is there twice"
+    return {row["id"]: row for row in rows}
+
+
+def answered(results: Iterable[Row | BadPrompt]) -> dict[str, Row]:
+    rows = [result for result in results if isinstance(result, Row)]
+    return {row.id: row for row in rows}
+
+
+def good(data: Iterable[Prompt | BadPrompt]) -> list[Prompt]:
+    return [prompt for prompt in data if isinstance(prompt, Prompt)]
+
+
+# -- rows
+
+
+def test_every_turn_is_answered_and_the_spans_are_what_was_written(tmp_path: Path) -> None:
+    prompts = good(PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(20)),)))
+    rows = answered(start_fake()(iter(prompts)))
+    assert rows.keys() == {prompt.id for prompt in prompts}
+    for prompt in prompts:
+        row, messages = rows[prompt.id], []
+        assert len(row.spans) == len(row.finish) == len(prompt.turns)
+        for turn, (start, end), finish in zip(prompt.turns, row.spans, row.finish, strict=True):
+            messages.append({"role": "user", "content": turn})
+            # Text of a whole turn: the answers are letters, so encoding the chat anew gives the same tokens.
+            assert row.token_ids[:start] == TOKENIZER.encode_chat(messages)
+            seed = CONFIG.sampling(prompt.id)
+            assert row.token_ids[start:end] == fake_completion(row.token_ids[:start], seed).token_ids
+            assert (row.token_ids[end - 1] == END_TOKEN) == (finish == "stop")
+            messages.append({"role": "assistant", "content": TOKENIZER.decode(row.token_ids[start:end])})
+        assert row.spans[-1][1] == len(row.token_ids)
+
+
+@settings(max_examples=20, deadline=None)
+@given(window=st.integers(1, 9), order=st.randoms(use_true_random=False), num_shards=st.integers(1, 4))
+def test_rows_do_not_depend_on_order_batch_or_shards(window: int, order: random.Random, num_shards: int) -> None:
+    prompts = [parse(row) for row in make_prompts(12)]
+    expected = answered(start_fake()(iter(prompts)))
+    order.shuffle(prompts)
+    assert answered(start_fake(window)(iter(prompts))) == expected
+    parts = [answered(start_fake(window)(iter(prompts[i::num_shards]))) for i in range(num_shards)]
+    assert {id: row for part in parts for id, row in part.items()} == expected
+
+
+def parse(raw: dict[str, Any], responses: Any = "target") -> Prompt:
+    prompt = parse_prompt(raw, "here:1", "default", responses)
+    assert isinstance(prompt, Prompt)
+    return prompt
+
+
+def test_another_seed_gives_other_rows() -> None:
+    prompts = [parse(row) for row in make_prompts(5)]
+    other = RegenerateConfig("tiny", max_tokens=12, temperature=0.8, seed=1)
+    rows, changed = start_fake()(iter(prompts)), regenerate(FakeAnswerer(), other, iter(prompts))
+    assert answered(rows).values() != answered(changed).values()
+
+
+def test_a_full_context_ends_the_conversation() -> None:
+    prompt = parse({"id": "a", "turns": ["x" * 100, "y" * 400, "z"]})
+    row = answered(start_fake()(iter([prompt])))["a"]
+    assert len(row.spans) == len(row.finish) == 1
+    assert row.spans[0][1] == len(row.token_ids)
+
+
+def test_a_system_message_opens_the_conversation() -> None:
+    said = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    prompt = parse({"messages": messages}, "corpus")
+    row = answered(from_corpus(TOKENIZER, frozenset({END_TOKEN}), 400, iter([prompt])))["default"]
+    assert row.token_ids == TOKENIZER.encode(TOKENIZER.chat(messages, False).removesuffix("\n"))
+    assert [TOKENIZER.decode(row.token_ids[a:b], skip_special=False) for a, b in row.spans] == [
+        "b<|im_end|>",
+        "d<|im_end|>",
+    ]
+
+
+def test_corpus_responses_are_taken_as_they_stand() -> None:
+    prompts = [parse({"id": "a", "turns": ["Hi"], "response": "Hello."}, "corpus")]
+    prompts += [parse({"id": "b", "turns": ["x"], "response": "y" * 400}, "corpus")]
+    row, bad = from_corpus(TOKENIZER, frozenset({END_TOKEN}), 300, iter(prompts))
+    assert isinstance(row, Row) and isinstance(bad, BadPrompt) and "longer than the context" in bad.reason
+    (start, end), *_ = row.spans
+    assert row.token_ids[:start] == TOKENIZER.encode_chat([{"role": "user", "content": "Hi"}])
+    assert row.token_ids[start:end] == [*TOKENIZER.encode("Hello."), END_TOKEN]
+
+
+# -- reading
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"turns": ["half', "not valid JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"id": "x"}', "neither turns nor messages"),
+        (b'{"turns": []}', "no turns"),
+        (b'{"turns": "text"}', "no turns"),
+        (b'{"turns": ["a", 3]}', "empty or not text"),
+        (b'{"turns": [" "]}', "empty or not text"),
+        (b'{"messages": ["a"]}', "role and content"),
+        (b'{"id": "p0", "turns": ["again"]}', "appears twice"),
+        (b'{"turns": ["\xff"]}', "not UTF-8"),
+        (b'{"turns": ["a", "\\ud800"]}', "empty or not text"),
+        (b'{"turns": ["' + b"x" * 999 + b'"]}', "longer than the context"),
+    ],
+)
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+def test_bad_data_is_named_and_counted(line: bytes, reason: str, on_bad: Any, tmp_path: Path, capsys: Any) -> None:
+    file, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps(row).encode() for row in make_prompts(4)]
+    file.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
+    run = partial(write_rows, out, PromptData((file,)), CONFIG, [start_fake], on_bad)
+    named = rf"{re.escape(str(file))}:3: .*{reason}"
+    if on_bad == "stop":
+        with pytest.raises(ValueError, match=named):
+            run()
+        return
+    tally = run()
+    assert (tally.answered, tally.skipped) == (4, 1)
+    assert re.search(named, capsys.readouterr().err)
+    assert read_rows(out).keys() == {"p0", "p1", "p2", "p3"}
+
+
+@pytest.mark.parametrize("raw", [{"turns": ["a"]}, {"turns": ["a"], "response": " "}, {"turns": ["a"], "response": 3}])
+def test_corpus_mode_needs_responses(raw: dict[str, Any]) -> None:
+    assert isinstance(parse_prompt(raw, "here:1", "x", "corpus"), BadPrompt)
+    assert isinstance(parse_prompt(raw, "here:1", "x"), Prompt)
+
+
+def test_folders_gzip_and_missing_ids(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl.gz", [{"turns": ["one"]}, {"turns": ["two"]}])
+    write_jsonl(tmp_path / "a.jsonl", [{"id": 7, "turns": ["three"]}])
+    (tmp_path / "notes.txt").write_text("no prompts")
+    prompts = good(PromptData((tmp_path,)))
+    assert [(prompt.id, prompt.turns) for prompt in prompts] == [("7", ["three"]), ("b/1", ["one"]), ("b/2", ["two"])]
+
+
+def test_a_cut_gzip_file_is_refused(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "p.jsonl.gz", make_prompts(50))
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="no whole gzip file"):
+        list(PromptData((file,)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(0, 40), num_shards=st.integers(1, 5), limit=st.one_of(st.none(), st.integers(1, 50)))
+def test_shards_part_the_first_prompts(
+    tmp_path_factory: pytest.TempPathFactory, count: int, num_shards: int, limit: int | None
+) -> None:
+    file = write_jsonl(tmp_path_factory.mktemp("shards") / "p.jsonl", make_prompts(count))
+    parts = [good(PromptData((file,), limit=limit, shard=(i, num_shards))) for i in range(num_shards)]
+    ids = [prompt.id for part in parts for prompt in part]
+    assert sorted(ids) == sorted(f"p{i}" for i in range(min(count, limit or count)))
+
+
+@pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "a/b", "1/"])
+def test_bad_shards_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="give I/N"):
+        parse_shard(text)
+
+
+def test_hugging_face_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install"):
+        list(PromptData(hf_dataset="owner/name"))
+    rows = {"train": [{"turns": ["a"]}], "chat": [{"messages": [{"role": "user", "content": "b"}]}]}
+    module = SimpleNamespace(load_dataset=lambda name, split: rows[split])
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    (prompt,) = good(PromptData(hf_dataset="owner/name", split="chat"))
+    assert (prompt.id, prompt.turns) == ("owner/name/0", ["b"])
+
+
+# -- stopping and going on
+
+
+def test_cut_anywhere_a_run_goes_on_to_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetspec.train.regenerate.write_record", lambda path, results: None)
+    data = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(3)),))
+    whole = tmp_path / "whole.jsonl"
+    write_rows(whole, data, CONFIG, [start_fake], "stop")
+    content = whole.read_bytes()
+    out = tmp_path / "out.jsonl"
+    for size in range(len(content) + 1):
+        out.write_bytes(content[:size])
+        done = finished_ids(out)
+        tally = write_rows(out, data, CONFIG, [start_fake], "stop")
+        assert tally.already == len(done) == content[:size].count(b"\n")
+        assert tally.answered == 3 - len(done)
+        assert read_rows(out) == read_rows(whole)
+
+
+@pytest.mark.parametrize("content", ["my notes", "my notes\n", '{"turns": ["a"]}\n', "3\n", '{"id": "a"}\n{"id": "b'])
+def test_a_file_of_something_else_is_left_alone(content: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(content)
+    with pytest.raises(ValueError, match=r"out\.jsonl:1: .*another --out"):
+        RowFile(out)
+    assert out.read_text() == content
+
+
+def test_only_a_regular_file_takes_rows(tmp_path: Path) -> None:
+    for path in (tmp_path, Path(os.devnull)):
+        with pytest.raises(ValueError, match="not a regular file"):
+            RowFile(path)
+
+
+def test_a_full_disk_leaves_whole_rows_to_go_on_from(model: Path, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    data, out = write_jsonl(tmp_path / "p.jsonl", make_prompts(40, most_turns=1)), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "jetspec.cli", *arguments(model, data, out)]
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4000, 4000))
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("jetspec: error: File too large")
+    before = finished_ids(out)
+    assert 0 < len(before) < 40
+    assert f"{len(before)} already there" in run(model, data, out).stdout
+    assert len(read_rows(out)) == 40
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    first = RowFile(tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match="another run"):
+        RowFile(tmp_path / "out.jsonl")
+    first.close()
+    RowFile(tmp_path / "out.jsonl").close()
+
+
+def test_rows_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(3)),)), tmp_path / "out.jsonl"
+    write_rows(out, data, CONFIG, [start_fake], "stop")
+    before = out.read_bytes()
+    with pytest.raises(ValueError, match="made with seed 0, not 5"):
+        write_rows(out, data, RegenerateConfig("tiny", max_tokens=12, temperature=0.8, seed=5), [start_fake], "stop")
+    assert out.read_bytes() == before
+
+
+def test_the_record_adds_up(tmp_path: Path) -> None:
+    data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(8)),)), tmp_path / "out.jsonl"
+    write_rows(out, PromptData(data.paths, limit=5), CONFIG, [start_fake], "stop")
+    write_rows(out, data, CONFIG, [start_fake], "stop")
+    write_rows(out, data, CONFIG, [start_fake], "stop")
+    record = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
+    assert [(run["answered"], run["already"]) for run in record["runs"]] == [(5, 0), (3, 5)]
+    written = sum(end - start for row in read_rows(out).values() for start, end in row["spans"])
+    assert sum(run["tokens"] for run in record["runs"]) == written
+    assert record["settings"]["seed"] == 0
+
+
+# -- several processes
+
+
+def test_processes_share_the_prompts_and_give_the_same_rows(tmp_path: Path) -> None:
+    data = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(150)),))
+    out = tmp_path / "out.jsonl"
+    tally = write_rows(out, data, CONFIG, [start_fake, partial(start_fake, 7)], "stop")
+    assert tally.answered == 150
+    expected = {id: json.loads(json.dumps(vars(row))) for id, row in answered(start_fake()(iter(good(data)))).items()}
+    assert read_rows(out) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "message"),
+    [(start_and_die, ChildProcessError, "status 3"), (start_and_refuse, ValueError, "no such model")],
+)
+def test_a_worker_that_fails_ends_the_run(start: Callable[[], Answer], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        list(answer_in_processes([start, start], iter([])))
+
+
+def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert places("auto", None) == ["cpu"] and places("cpu", 2) == ["cpu", "cpu"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert places("auto", None) == ["cuda:0", "cuda:1"]
+    assert places("cuda", 3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert places("cuda:1", 2) == ["cuda:1", "cuda:1"]
+
+
+# -- the command, with a real engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
+    named = ["--model", str(model), "--data", str(data), "--out", str(out), "--max-tokens", "16", "--device", "cpu"]
+    return ["data", "regenerate", *named, *more]
+
+
+def run(*args: Any) -> Result:
+    return CliRunner().invoke(app, arguments(*args))
+
+
+def test_sampled_rows_do_not_depend_on_the_batch(model: Path, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "p.jsonl", make_prompts(6, most_turns=2))
+    outs = [tmp_path / f"{batch}.jsonl" for batch in ("1", "4")]
+    for out in outs:
+        result = run(model, data, out, "--batch", out.stem, "--temperature", "0.7", "--seed", "3")
+        assert result.exit_code == 0, result.output
+        assert "6 prompts answered" in result.stdout
+    assert read_rows(outs[0]) == read_rows(outs[1])
+
+
+def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "p.jsonl", make_prompts(60, most_turns=1))
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert run(model, data, whole, "--batch", "16").exit_code == 0
+    command = [sys.executable, "-m", "jetspec.cli", *arguments(model, data, out, "--batch", "2")]
+    for num_rows in (3, 20):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= num_rows):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    before = finished_ids(out)
+    assert 20 <= len(before) < 60
+    result = run(model, data, out)
+    assert f"{60 - len(before)} prompts answered, {len(before)} already there" in result.stdout
+    assert read_rows(out) == read_rows(whole)
+
+
+def test_a_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
+    data, out = write_jsonl(tmp_path / "p.jsonl", make_prompts(9, most_turns=1)), tmp_path / "out.jsonl"
+    result = run(model, data, out, "--dry-run", "--limit", "7")
+    assert "would answer 7 prompts" in result.stdout and f"at most {7 * 16} to generate" in result.stdout
+    assert list(tmp_path.iterdir()) == [data]
+
+
+def test_the_corpus_answers_without_the_model(model: Path, tmp_path: Path) -> None:
+    rows = [{**row, "response": f"answer {i}"} for i, row in enumerate(make_prompts(4, most_turns=1))]
+    data, out = write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(model, data, out, "--responses", "corpus").exit_code == 0
+    for i, row in enumerate(read_rows(out).values()):
+        (start, end), *_ = row["spans"]
+        assert TOKENIZER.decode(row["token_ids"][start:end]) == f"answer {i}"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--temperature", "-1"), "temperature is -1"),
+        (("--batch", "0"), "max_batch is 0"),
+        (("--shard", "3/2"), "give I/N"),
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--max-len", "20"), r"p\.jsonl:1: is longer than the context"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(model: Path, tmp_path: Path, more: tuple[str, ...], message: str) -> None:
+    data = write_jsonl(tmp_path / "p.jsonl", make_prompts(2))
+    result = run(model, data, tmp_path / "out.jsonl", *more)
+    assert result.exit_code == 2
+    assert re.search(rf"^jetspec: error: .*{message}.*$", result.stderr, re.MULTILINE)
+
+
+def test_a_prompt_may_fill_the_context_but_for_one_token(model: Path, tmp_path: Path) -> None:
+    frame = len(TOKENIZER.encode_chat([{"role": "user", "content": ""}]))
+    fits, too_long = CONTEXT - 1 - frame, CONTEXT - frame
+    data = write_jsonl(tmp_path / "p.jsonl", [{"turns": ["x" * fits]}, {"turns": ["x" * too_long]}])
+    out = tmp_path / "out.jsonl"
+    result = run(model, data, out, "--on-bad", "skip")
+    assert "1 prompts answered, 0 already there, 1 skipped" in result.stdout
+    (row,) = read_rows(out).values()
+    assert len(row["token_ids"]) == CONTEXT and row["spans"] == [[CONTEXT - 1, CONTEXT]]
