@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.drafter import RoundState
@@ -52,8 +54,8 @@ class FullTree:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="name or GGUF file")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens per timing")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=12, help="tokens per timing")
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--budget", type=int, default=16)
     parser.add_argument("--out", type=Path, required=True, help="where the record goes")
     args = parser.parse_args()
@@ -70,60 +72,80 @@ def main() -> None:
             made.scheduler.lookahead = budget
         return made
 
-    plain, tree = engine(1), engine(args.budget)
+    plain, tree = Decoding(engine(1), prompt), Decoding(engine(args.budget), prompt)
     timings: dict[str, list[float]] = {"plain_ms": [], "transformers_ms": [], "round_ms": []}
-    for repeat in range(args.repeats + 1):
+    for repeat in range(args.repeats + 2):
         step = {
-            "plain_ms": engine_ms(plain, prompt, args.tokens),
+            "plain_ms": plain.ms(args.tokens),
             "transformers_ms": transformers_ms(other, prompt, args.tokens),
-            "round_ms": engine_ms(tree, prompt, args.tokens),
+            "round_ms": tree.ms(args.tokens),
         }
-        if repeat:  # the first pass touches memory and warms up
+        if repeat >= 2:  # the first ones touch memory and warm up
             for name, value in step.items():
                 timings[name].append(value)
-    medians = {name: statistics.median(values) for name, values in timings.items()}
     results = {
         "model": target.name,
         "budget": args.budget,
-        **medians,
-        "transformers_over_plain": medians["transformers_ms"] / medians["plain_ms"],
-        "round_over_plain": medians["round_ms"] / medians["plain_ms"],
+        **{name: statistics.median(values) for name, values in timings.items()},
+        "transformers_over_plain": median_ratio(timings["transformers_ms"], timings["plain_ms"]),
+        "round_over_plain": median_ratio(timings["round_ms"], timings["plain_ms"]),
         "all": timings,
     }
     write_record(args.out, results)
     print(json.dumps({name: value for name, value in results.items() if name != "all"}))
 
 
-def engine_ms(engine: Engine, prompt: list[int], rounds: int) -> float:
-    """Milliseconds per round, prefill left out."""
-    request_id = engine.add(prompt, SamplingParams(max_tokens=4096, ignore_eos=True))
-    engine.step()
-    began = time.perf_counter()
-    for _ in range(rounds):
-        engine.step()
-    seconds = time.perf_counter() - began
-    engine.cancel(request_id)
-    return seconds / rounds * 1e3
+def median_ratio(above: list[float], below: list[float]) -> float:
+    """Of neighbouring timings, so that a machine that is slower for a while is slower for both."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+class Decoding:
+    """A request that is started anew from the prompt whenever it is timed."""
+
+    def __init__(self, engine: Engine, prompt: list[int]) -> None:
+        self.engine, self.prompt = engine, prompt
+
+    def ms(self, rounds: int) -> float:
+        """Milliseconds per round, prefill and the first round left out."""
+        request_id = self.engine.add(self.prompt, SamplingParams(max_tokens=4096, ignore_eos=True))
+        self.engine.step()
+        began = time.perf_counter()
+        for _ in range(rounds):
+            self.engine.step()
+        seconds = time.perf_counter() - began
+        self.engine.cancel(request_id)
+        return seconds / rounds * 1e3
+
+
+class Clock(BaseStreamer):
+    """Notes when `generate` hands over a token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 @torch.inference_mode()
-def transformers_ms(model: torch.nn.Module, prompt: list[int], tokens: int) -> float:
-    """Milliseconds per token of `generate`, prefill left out: the difference of a long and a short call."""
-
-    def seconds(count: int) -> float:
-        ids = torch.tensor([prompt])
-        began = time.perf_counter()
-        model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return time.perf_counter() - began
-
-    return (seconds(tokens + 1) - seconds(1)) / tokens * 1e3
+def transformers_ms(model: PreTrainedModel, prompt: list[int], tokens: int) -> float:
+    """Milliseconds per token of `generate`, prefill and the first token left out."""
+    ids, clock = torch.tensor([prompt]), Clock()
+    model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens + 1,
+        min_new_tokens=tokens + 1,
+        do_sample=False,
+        pad_token_id=0,
+        streamer=clock,
+    )
+    _, first, *_, last = clock.times  # the streamer is handed the prompt before the first token
+    return (last - first) / tokens * 1e3
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     weights are rearranged once, at the price of a second copy, and rows are padded to the count that it serves.
     Otherwise the weight becomes the left factor, so that its long side is the one that is tiled.
     """
-    if x.device.type != "cpu" or x.dim() != 2 or len(x) not in SOME_ROWS:
+    rows = x.shape[0]
+    if rows not in SOME_ROWS or x.dim() != 2 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    packs = len(x) in FEW_ROWS and can_pack(weight)
+    packs = rows in FEW_ROWS and can_pack(weight)
     y = _packed_product(x, weight) if packs else torch.mm(weight, x.t()).t()
     return y if bias is None else y + bias
 

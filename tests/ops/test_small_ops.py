@@ -10,11 +10,19 @@ from jetspec.ops import compact_kv, mixture, rms_norm, rope, rotate, topk_logpro
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
-    x, weight = torch.randn(3, 5, 16).to(dtype), torch.randn(16).to(dtype)
+@pytest.mark.parametrize("shape", [(3, 5, 16), (1, 16), (16,)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.randn(16).to(dtype)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_rms_norm_of_one_row_can_be_differentiated() -> None:
+    x, weight = torch.randn(1, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x.double(), weight.double()))
+    rms_norm(x, weight, 1e-5).sum().backward()
+    assert x.grad is not None and weight.grad is not None
 
 
 def test_rotation_turns_pairs_by_their_angle_and_depends_on_distance_alone() -> None:
