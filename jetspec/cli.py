@@ -374,7 +374,7 @@ def eval_head(
 def train(
     recipe: Annotated[Path, typer.Argument(help="A YAML file of settings.", metavar="RECIPE")],
     set_: Annotated[list[str] | None, _option("Change a setting; repeatable.", "--set", metavar="KEY=VALUE")] = None,
-    fresh: Annotated[bool, _option("Start over instead of going on from the last checkpoint.", "--fresh")] = False,
+    fresh: Annotated[bool, _option("Delete the run's checkpoints and start over.", "--fresh")] = False,
     dry_run: Annotated[bool, _option("Say what would happen and how long it takes.", "--dry-run")] = False,
 ) -> None:
     """Train a draft head for a target, from its own answers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: 
     if trainer.validation is not None:
         prompts = prompts_of(trainer.validation, SCORED_PROMPTS)
         trainer.score = lambda head: score_head(target, head, prompts)
+    if fresh and trainer.rank == 0 and not dry_run:
+        shutil.rmtree(Path(config.out) / "checkpoints", ignore_errors=True)
     step = 0 if fresh else trainer.resume()
     if trainer.rank == 0:
         show_plan(config, trainer, step)

@@ -66,6 +66,7 @@ class Trainer:
         self.optimizers = make_optimizers(head, config.optimizer)
         self.full_lr = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.folder = Path(config.out)
+        self.validated: Metrics | None = None
         self.step = 0
 
     def resume(self) -> int:
@@ -104,7 +105,11 @@ class Trainer:
         folder = self.folder / "checkpoints"
         save_checkpoint(folder, self.step, self.head, self.optimizers, self.config.keep, extra)
         if self.score is not None:
-            self._write({"kind": "decode", "step": self.step, **self.score(self.head)})
+            scores = self.score(self.head)
+            self._write({"kind": "decode", "step": self.step, **scores})
+            shown = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
+            forced = f"; chain {self.validated.chain:.2f} teacher-forced" if self.validated else ""
+            tqdm.write(f"step {self.step} decodes at tokens per round: {shown}{forced}")
 
     def train_step(self) -> Metrics:
         """One update from `accumulate` micro-batches on every device. Sums are divided once, at the end."""
@@ -139,7 +144,8 @@ class Trainer:
         for first in range(0, len(self.validation.token_RT), self.config.rows):
             rows = PackedBatch(*(x[first : first + self.config.rows] for x in self.validation.tensors))
             parts.append(self.draft(rows.to(self.device), first))
-        return to_metrics(self._sum(parts, across=False))
+        self.validated = to_metrics(self._sum(parts, across=False))
+        return self.validated
 
     def draft(self, batch: PackedBatch, number: int) -> DraftLoss:
         """Capture the target's states, choose anchors for this batch's number, and draft from them."""
