@@ -201,9 +201,11 @@ class Engine:
     def _make_drafter(self, name: DrafterName, head: DraftHead | None, tree: TreeConfig) -> Drafter:
         if name == "none" or tree.budget == 1:
             return NoDrafter()
+        self.target.prepare()
         if name == "ngram":
             return NgramDrafter(tree)
         assert head is not None
+        head.prepare()
         return HeadDrafter(head, self.target, self.cache, tree)
 
     def _make_cache(self, head: DraftHead | None, config: EngineConfig, row_len: int) -> KVCache:

@@ -231,6 +231,12 @@ class DecoderStack(nn.Module):
         with torch.device("cpu"):  # real numbers even while the weights are on the meta device: nothing loads it
             self.register_buffer("inv_freq", config.rope.inv_freq(config.head_dim), persistent=False)
 
+    def prepare(self) -> None:
+        """Do now what the first products over a few rows would otherwise stop to do."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                ops.pack(module.weight)
+
     def rope(self, position: Tensor) -> tuple[Tensor, Tensor]:
         return ops.rope(position, self.inv_freq, self.config.rope.scale, self.norm.weight.dtype)
 
@@ -264,6 +270,10 @@ class Decoder(DecoderStack):
         self.lm_head = nn.Parameter(torch.empty_like(self.embedding))
         if config.tied_embedding:
             self.lm_head = self.embedding
+
+    def prepare(self) -> None:
+        super().prepare()
+        ops.pack(self.lm_head)
 
     def embed(self, token: Tensor) -> Tensor:
         return nn.functional.embedding(token, self.embedding)

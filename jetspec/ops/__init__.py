@@ -3,7 +3,7 @@ CPU path, the oracle of any kernel for it, and the documentation; a Triton kerne
 
 from jetspec.ops.distill_loss import DistillLoss, distill_loss, label_prob
 from jetspec.ops.kv_write import compact_kv, store_kv
-from jetspec.ops.linear import linear
+from jetspec.ops.linear import linear, pack
 from jetspec.ops.moe import mixture
 from jetspec.ops.norm_rope import rms_norm, rope, rotate
 from jetspec.ops.topk_logprob import topk_logprob
@@ -17,6 +17,7 @@ __all__ = [
     "label_prob",
     "linear",
     "mixture",
+    "pack",
     "plan_attention",
     "rms_norm",
     "rope",

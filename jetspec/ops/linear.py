@@ -33,10 +33,20 @@ def can_pack(weight: Tensor) -> bool:
     return HAS_MKL_PACKING and frozen and weight.dtype == torch.float32
 
 
+def pack(weight: Tensor) -> None:
+    """Rearrange a weight ahead of its first product, if it is one that is rearranged at all."""
+    if weight.device.type == "cpu" and can_pack(weight):
+        _packed(weight)
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """Kept on the parameter, so that both live equally long."""
+    if not hasattr(weight, "packed"):
+        weight.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, FEW_ROWS[-1])  # type: ignore[attr-defined]
+    return weight.packed  # type: ignore[attr-defined]
+
+
 def _packed_product(x: Tensor, weight: Tensor) -> Tensor:
     rows = FEW_ROWS[-1]
-    packed = getattr(weight, "packed", None)  # kept on the parameter, so that both live equally long
-    if packed is None:
-        packed = weight.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)  # type: ignore[attr-defined]
     padded = F.pad(x, (0, 0, 0, rows - len(x)))
-    return torch.ops.mkl._mkl_linear(padded, packed, weight, None, rows)[: len(x)]
+    return torch.ops.mkl._mkl_linear(padded, _packed(weight), weight, None, rows)[: len(x)]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear
+from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 9, 16, 17, 32, 33])
@@ -44,3 +44,10 @@ def test_gradients_flow() -> None:
     x = torch.randn(7, 8)
     linear(x, weight).square().sum().backward()
     torch.testing.assert_close(weight.grad, 2 * F.linear(x, weight).T @ x)
+
+
+def test_packing_ahead_changes_nothing() -> None:
+    weight, x = nn.Parameter(torch.randn(6, 8), requires_grad=False), torch.randn(9, 8)
+    pack(weight)
+    assert hasattr(weight, "packed") == HAS_MKL_PACKING
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
