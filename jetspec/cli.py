@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 NEGATIVE, FAILED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 """Exit statuses: the answer is no, an error, and what a shell reports of processes ended by SIGINT and SIGPIPE."""
 
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""What the parser raises for words that it does not understand; Typer names only this one of its children."""
+
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 TREE_SHAPE = ("budget", "width", "depth")
 
@@ -44,6 +47,14 @@ class OneLineErrors(TyperGroup):
         except BrokenPipeError:
             _drop_stdout()
             raise typer.Exit(BROKEN_PIPE) from None
+        except USAGE_ERROR as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                raise
+            where = error.ctx.command_path if error.ctx else "jetspec"
+            print(
+                f"jetspec: error: {_one_line(error.format_message()).rstrip('.')}; see {where} --help", file=sys.stderr
+            )
+            raise typer.Exit(FAILED) from None
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
             if ctx.params["debug"] or (isinstance(error, RuntimeError) and not is_memory):
@@ -53,7 +64,7 @@ class OneLineErrors(TyperGroup):
             raise typer.Exit(FAILED) from None
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception | str) -> str:
     text = str(error) or "out of memory"
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror

@@ -229,6 +229,21 @@ def test_what_a_user_gets_wrong_is_one_line(fake: type[FakeLLM], args: list[str]
     assert result.stderr.splitlines()[-1] == f"jetspec: error: {line}"
 
 
+@pytest.mark.parametrize(
+    ("args", "start"),
+    [
+        (["generate", "Why?", "--budgit", "3"], "jetspec: error: No such option: --budgit"),
+        (["generate", "Why?", "--budget", "few"], "jetspec: error: Invalid value for '--budget'"),
+        (["generate", "Why?", "--drafter", "oracle"], "jetspec: error: Invalid value for '--drafter'"),
+        (["frobnicate"], "jetspec: error: No such command 'frobnicate'"),
+    ],
+)
+def test_words_that_are_not_understood_are_one_line(args: list[str], start: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(start) and result.stderr.count("\n") == 1
+
+
 def test_debug_shows_the_traceback(fake: type[FakeLLM]) -> None:
     result = run("--debug", "generate", "Why?", "--budget", "0")
     assert isinstance(result.exception, ValueError)
@@ -239,6 +254,8 @@ def test_debug_shows_the_traceback(fake: type[FakeLLM]) -> None:
     [
         (OSError(28, "No space left on device"), 2, "jetspec: error: No space left on device"),
         (FileNotFoundError(2, "No such file", "x.gguf"), 2, "jetspec: error: No such file: x.gguf"),
+        (MemoryError(), 2, "jetspec: error: out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "jetspec: error: CUDA out of memory"),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 141, ""),
     ],
