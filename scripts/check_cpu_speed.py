@@ -22,7 +22,7 @@ from jetspec.engine.drafter import RoundState
 from jetspec.engine.engine import Engine
 from jetspec.models.hub import DEFAULT_MODEL, resolve
 from jetspec.models.weights import load_target
-from jetspec.record import write_record
+from jetspec.record import current_commit, write_record
 from jetspec.tree import DraftTree
 from jetspec.types import SamplingParams
 from scripts.check_lossless import open_transformers
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the record goes")
     args = parser.parse_args()
 
+    commit = current_commit()  # now, because the checkout may move on while this runs
     target = load_target(args.model, torch.float32, torch.device("cpu"))
     prompt = target.tokenizer.encode_chat([{"role": "user", "content": PROMPT}])
     other = open_transformers(resolve(args.model))
@@ -91,7 +92,7 @@ def main() -> None:
         "round_over_plain": median_ratio(timings["round_ms"], timings["plain_ms"]),
         "all": timings,
     }
-    write_record(args.out, results)
+    write_record(args.out, results, commit)
     print(json.dumps({name: value for name, value in results.items() if name != "all"}))
 
 

@@ -27,7 +27,7 @@ from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
 from jetspec.models.hub import DEFAULT_MODEL, resolve
 from jetspec.models.weights import Target, load_target
-from jetspec.record import write_record
+from jetspec.record import current_commit, write_record
 from jetspec.types import SamplingParams
 
 
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the record goes")
     args = parser.parse_args()
 
+    commit = args.commit or current_commit()  # now, because the checkout may move on while this runs
     target = loaded(args.model, args.device)
     texts = draw_prompts(args.data, args.prompts)
     prompts = [target.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
@@ -62,7 +63,7 @@ def main() -> None:
         runs = list(pool.map(job, settings))
     different = sum(int(run["different"]) for run in runs)
     results = {"model": target.name, "prompts": len(prompts), "tokens": args.tokens, "dtype": "float32"}
-    write_record(args.out, {**results, "different": different, "runs": runs}, args.commit)
+    write_record(args.out, {**results, "different": different, "runs": runs}, commit)
     print(json.dumps({"runs": len(runs), "different": different}))
     raise SystemExit(1 if different else 0)
 
