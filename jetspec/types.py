@@ -186,6 +186,8 @@ class BatchLayout:
     cached_len_B: Tensor
     query_start_B1: Tensor
     page_size: int
+    max_queries: int
+    """Most tokens of one request, known without looking at the tensors."""
 
 
 @dataclass(frozen=True)

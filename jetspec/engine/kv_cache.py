@@ -195,7 +195,7 @@ class KVCache:
         B, N = token_BN.shape
         length_B, page_BP = self.length_R[row_B], self.page_RP[row_B]
         index_BN = length_B[:, None] + torch.arange(N, device=self.device)
-        layout = BatchLayout(page_BP, length_B, torch.arange(B + 1, device=self.device) * N, self.page_size)
+        layout = BatchLayout(page_BP, length_B, torch.arange(B + 1, device=self.device) * N, self.page_size, N)
         position_BN = length_B[:, None] + depth_BN
         return TreeBatch(
             token_BN.flatten(), position_BN.flatten(), self._slot(page_BP, index_BN).flatten(), layout, ancestor_BNW
@@ -219,7 +219,8 @@ class KVCache:
         slot_T = page_T * self.page_size + position_T % self.page_size
         row_B = torch.tensor([request.row for request, _ in chunks], device=self.device)
         start_B1 = torch.tensor(starts, device=self.device)
-        layout = BatchLayout(self.page_RP[row_B], self.length_R[row_B], start_B1, self.page_size)
+        longest = max(count for _, count in chunks)
+        layout = BatchLayout(self.page_RP[row_B], self.length_R[row_B], start_B1, self.page_size, longest)
         return TreeBatch(token_T, position_T, slot_T, layout, None)
 
     def path_slots(self, batch: TreeBatch, num: int) -> tuple[Tensor, Tensor]:

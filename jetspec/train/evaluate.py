@@ -67,7 +67,9 @@ class Reading:
         self.token_T = torch.as_tensor(tokens, device=target.embedding.device)
         position_T = torch.arange(len(tokens), device=self.token_T.device)
         start_B1 = position_T.new_tensor([0, len(tokens)])
-        layout = BatchLayout(position_T[None], position_T.new_zeros(1), start_B1, page_size=1)
+        layout = BatchLayout(
+            position_T[None], position_T.new_zeros(1), start_B1, page_size=1, max_queries=len(position_T)
+        )
         self.target_pages, self.head_pages = _make_pages(target, len(tokens)), _make_pages(head, len(tokens))
         batch = TreeBatch(self.token_T, position_T, position_T, layout, None)
         tap_TX = target(batch, self.target_pages, head.head_config.tap_layers).tap_TX
@@ -91,7 +93,7 @@ class Reading:
         own_BN = T + torch.arange(B * N, device=device).view(B, N)
         index_P, anchor_B1 = torch.arange(T + N, device=device), anchor_B[:, None]
         page_BP = torch.where(index_P < anchor_B1, index_P, own_BN.gather(1, (index_P - anchor_B1).clamp(0, N - 1)))
-        layout = BatchLayout(page_BP, anchor_B, torch.arange(B + 1, device=device) * N, page_size=1)
+        layout = BatchLayout(page_BP, anchor_B, torch.arange(B + 1, device=device) * N, page_size=1, max_queries=N)
         position_BN = anchor_B1 + torch.arange(N, device=device)
         batch = TreeBatch(token_BN.flatten(), position_BN.flatten(), own_BN.flatten(), layout, None)
         room = (0, 0, 0, 0, 0, 0, 0, B * N)

@@ -91,7 +91,7 @@ class HeadPages:
         position_BS = torch.tensor(self.lens)[:, None] + torch.arange(size)
         slot_BS = torch.stack([self.slots(row, position) for row, position in enumerate(position_BS)])
         starts = torch.arange(rows + 1) * size
-        layout = BatchLayout(self.page_BP, torch.tensor(self.lens), starts, self.page_size)
+        layout = BatchLayout(self.page_BP, torch.tensor(self.lens), starts, self.page_size, size)
         block = TreeBatch(token_BS.flatten(), position_BS.flatten(), slot_BS.flatten(), layout, None)
         return self.head.propose(block, target, self.layers)
 

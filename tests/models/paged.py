@@ -24,7 +24,7 @@ def chain_batch(length: int, token_T: Tensor) -> TreeBatch:
     page_BP = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0))[None]
     position_T = torch.arange(length)
     slot_T = page_BP[0, position_T // PAGE_SIZE] * PAGE_SIZE + position_T % PAGE_SIZE
-    layout = BatchLayout(page_BP, torch.zeros(1, dtype=torch.int64), torch.tensor([0, length]), PAGE_SIZE)
+    layout = BatchLayout(page_BP, torch.zeros(1, dtype=torch.int64), torch.tensor([0, length]), PAGE_SIZE, length)
     return TreeBatch(token_T, position_T, slot_T, layout, None)
 
 

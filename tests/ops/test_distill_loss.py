@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import os
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.ops.distill_loss import DistillLoss, Implementation, Kind, Rows, distill_loss, label_prob
+from tests.kernels import compile_for_hopper
 
 module = importlib.import_module("jetspec.ops.distill_loss")
 
@@ -319,17 +317,6 @@ def test_the_kernel_is_for_gpus_that_have_triton(monkeypatch: pytest.MonkeyPatch
     assert module._pick("auto", torch.device("cuda")) is reference
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    """A process of its own: Triton settles whether it interprets when it is imported, which may have happened here."""
-    pytest.importorskip("triton")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            pool.submit(os.getpid).result()  # starts the process, which keeps the setting
-        yield pool
-
-
 def compare_interpreted(problem: Problem, block: int, tolerance: float = 1e-5) -> None:
     """Both implementations without gradients, then with them."""
     kernel = importlib.import_module("jetspec.ops.distill_loss_triton")
@@ -372,7 +359,6 @@ def test_kernel_reads_labels_and_weights_of_any_stride(interpreter: Executor) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernel_compiles_without_a_gpu(kind: Kind) -> None:
     """The interpreter runs plain Python; what the language allows only its compiler knows."""
-    triton = pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.distill_loss_triton")._distill_loss_kernel
     constants = {"KIND": kind, "WANT_GRAD": True, "BLOCK": 1024} | ({"u_ptr": None} if kind == "sft" else {})
     special = {
@@ -383,10 +369,7 @@ def test_kernel_compiles_without_a_gpu(kind: Kind) -> None:
         "V": "i32",
         "temperature": "fp32",
     }
-    types = {name: special.get(name, "*fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(kernel, types, constants)
-    compiled = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32))
-    assert "st.global" in compiled.asm["ptx"]
+    assert "st.global" in compile_for_hopper(kernel, special, constants)
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ def scattered_batch(cached: list[int], counts: list[int], page_size: int, kind: 
         position.append(length + torch.tensor(depth))
         slot.append(order[row, index // page_size] * page_size + index % page_size)
         starts.append(starts[-1] + count)
-    layout = BatchLayout(order, torch.tensor(cached), torch.tensor(starts), page_size)
+    layout = BatchLayout(order, torch.tensor(cached), torch.tensor(starts), page_size, max(counts))
     bits = None
     if kind == "tree":
         words = torch.zeros(len(cached), most, -(-most // 32), dtype=torch.int64)
