@@ -5,24 +5,33 @@ from jetspec.ops.distill_loss import DistillLoss, distill_loss, label_prob
 from jetspec.ops.kv_write import compact_kv, store_kv
 from jetspec.ops.linear import linear, pack
 from jetspec.ops.moe import mixture
-from jetspec.ops.norm_rope import rms_norm, rope, rotate
+from jetspec.ops.norm_rope import HeadNorm, add_rms_norm, rms_norm, rope, rotate, rotate_qkv, rotate_store
+from jetspec.ops.place import Places, place
+from jetspec.ops.swiglu import swiglu
 from jetspec.ops.topk_logprob import topk_logprob
 from jetspec.ops.tree_attention import AttentionPlan, plan_attention, tree_attention
 
 __all__ = [
     "AttentionPlan",
     "DistillLoss",
+    "HeadNorm",
+    "Places",
+    "add_rms_norm",
     "compact_kv",
     "distill_loss",
     "label_prob",
     "linear",
     "mixture",
     "pack",
+    "place",
     "plan_attention",
     "rms_norm",
     "rope",
     "rotate",
+    "rotate_qkv",
+    "rotate_store",
     "store_kv",
+    "swiglu",
     "topk_logprob",
     "tree_attention",
 ]

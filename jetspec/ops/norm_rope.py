@@ -1,18 +1,45 @@
-"""RMS normalisation and rotary positions."""
+"""RMS normalisation and rotary positions: what happens to rows between the matrix products of a layer.
+
+The kernels work in fp32 and take tensors of one dtype. Mixed ones, which autocast makes, go through the references.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetspec.dispatch import uses_kernel
+from jetspec.ops.kv_write import store_kv
+from jetspec.types import KVPages
+
+Tables = tuple[Tensor, Tensor]
+"""Cos and signed sin of some positions, (..., 1, E) each: the second is negative in its first half."""
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMS norms over single heads of q and of k: weights (E,) each."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension. The statistics are in fp32 whatever the dtype.
+    """x / rms(x) * weight over the last dimension. The statistics are in fp32 whatever the dtype."""
+    if _has_kernel(x, weight):
+        from jetspec.ops.norm_rope_triton import rms_norm_triton
 
-    A plain step on a CPU norms one row at a time, and there half a dozen small operations cost more than the
-    arithmetic: a dot product and a number do.
-    """
+        return rms_norm_triton(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """A plain step on a CPU norms one row at a time, and there half a dozen small operations cost more than the
+    arithmetic: a dot product and a number do."""
     if x.device.type == "cpu" and x.numel() == x.shape[-1] and x.dtype == torch.float32 and not x.requires_grad:
         row = x.flatten()
         return (x * weight).mul_((float(row.dot(row)) / len(row) + eps) ** -0.5)
@@ -22,14 +49,79 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def rope(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tables for `rotate`: cos and signed sin, (..., 1, E), for integer positions (...)."""
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta and its norm: the end of one block of a layer and the start of the next.
+
+    The sum is rounded to its dtype before it is normed, so that the norm is that of the sum which is returned.
+    """
+    if _has_kernel(x, delta, weight):
+        from jetspec.ops.norm_rope_triton import add_rms_norm_triton
+
+        return add_rms_norm_triton(x, delta, weight, eps)
+    total = x + delta
+    return total, rms_norm_reference(total, weight, eps)
+
+
+def rope(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:
+    """Tables for `rotate` at integer positions (...)."""
+    if uses_kernel(position):
+        from jetspec.ops.norm_rope_triton import rope_triton
+
+        return rope_triton(position, inv_freq, scale, dtype)
+    return rope_reference(position, inv_freq, scale, dtype)
+
+
+def rope_reference(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:
     angle = position.to(torch.float32)[..., None, None] * inv_freq
     cos, sin = angle.cos() * scale, angle.sin() * scale
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, tables: Tables) -> Tensor:
     """Turn each pair (i, i + E/2) of the last dimension by its position's angle."""
     cos, signed_sin = tables
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+
+def rotate_qkv(qkv: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads of attention, (..., H + 2G, E), to q (..., H, E) and k, v (..., G, E): q and k normed, if a norm is
+    given, and rotated. There may be no query heads."""
+    if _has_kernel(qkv, *tables, *_weights(norm)):
+        from jetspec.ops.norm_rope_triton import rotate_qkv_triton
+
+        return rotate_qkv_triton(qkv, num_kv_heads, tables, norm)
+    return rotate_qkv_reference(qkv, num_kv_heads, tables, norm)
+
+
+def rotate_qkv_reference(
+    qkv: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    G, H = num_kv_heads, qkv.shape[-2] - 2 * num_kv_heads
+    qk, v = qkv.split((H + G, G), -2)
+    if norm is None:
+        q, k = rotate(qk, tables).split((H, G), -2)
+        return q, k, v
+    q, k = qk.split((H, G), -2)
+    q, k = rms_norm_reference(q, norm.q, norm.eps), rms_norm_reference(k, norm.k, norm.eps)
+    return rotate(q, tables), rotate(k, tables), v
+
+
+def rotate_store(
+    qkv_TXE: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
+) -> Tensor:
+    """`rotate_qkv` that writes K and V to their slots of the paged cache and returns q_THE. X is H + 2G here."""
+    if _has_kernel(qkv_TXE, pages.k, *tables, *_weights(norm)):
+        from jetspec.ops.norm_rope_triton import rotate_store_triton
+
+        return rotate_store_triton(qkv_TXE, num_kv_heads, tables, norm, pages, slot_T)
+    q_THE, k_TGE, v_TGE = rotate_qkv(qkv_TXE, num_kv_heads, tables, norm)
+    store_kv(pages, k_TGE, v_TGE, slot_T)
+    return q_THE
+
+
+def _weights(norm: HeadNorm | None) -> tuple[Tensor, ...]:
+    return () if norm is None else (norm.q, norm.k)
+
+
+def _has_kernel(*inputs: Tensor) -> bool:
+    return uses_kernel(*inputs) and all(x.dtype == inputs[0].dtype for x in inputs)

@@ -5,9 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jetspec.dispatch import uses_kernel
+
+MAX_K = 256
+"""Most tokens that the kernel finds; more are left to torch."""
+
 
 def topk_logprob(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(..., V) logits -> the k best tokens, best first, and their log-probabilities over all of V, in fp32."""
+    """(..., V) logits -> the k best tokens, best first, and their log-probabilities over all of V, in fp32.
+
+    Equal logits may come in any order; the kernel puts the lower token first.
+    """
+    if uses_kernel(logits) and k <= MAX_K:
+        from jetspec.ops.topk_logprob_triton import topk_logprob_triton
+
+        return topk_logprob_triton(logits, k)
     wide = logits.float()
     value, token = wide.topk(k, dim=-1)
     return token, value - torch.logsumexp(wide, dim=-1, keepdim=True)

@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetspec.dispatch import uses_kernel
 from jetspec.types import KVPages, TreeBatch
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """The kernel finds on the device all that the reference plans on the host."""
+
+    batch: TreeBatch
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,9 @@ class AttentionPlan:
         return self.masks[key]
 
 
-def plan_attention(batch: TreeBatch) -> AttentionPlan:
+def plan_attention(batch: TreeBatch) -> AttentionPlan | KernelPlan:
+    if uses_kernel(batch.token_T):
+        return KernelPlan(batch)
     starts = batch.layout.query_start_B1.tolist()
     rows_of = defaultdict(list)
     for row, (start, end) in enumerate(pairwise(starts)):
@@ -63,12 +73,24 @@ def plan_attention(batch: TreeBatch) -> AttentionPlan:
     return AttentionPlan([_plan_group(batch, rows, count) for count, rows in rows_of.items()])
 
 
-def tree_attention(q_THE: Tensor, pages: KVPages, plan: AttentionPlan, scale: float, window: int | None) -> Tensor:
+def tree_attention(
+    q_THE: Tensor, pages: KVPages, plan: AttentionPlan | KernelPlan, scale: float, window: int | None
+) -> Tensor:
     """softmax(scale * q k + mask) v per request; `pages` already hold the in-flight K and V.
 
-    A query at position p sees keys at positions above p - window. The query heads that share a key head are
-    laid side by side as extra queries of it.
+    A query at position p sees keys at positions above p - window.
     """
+    if isinstance(plan, AttentionPlan):
+        return tree_attention_reference(q_THE, pages, plan, scale, window)
+    from jetspec.ops.tree_attention_triton import tree_attention_triton
+
+    return tree_attention_triton(q_THE, pages, plan.batch, scale, window)
+
+
+def tree_attention_reference(
+    q_THE: Tensor, pages: KVPages, plan: AttentionPlan, scale: float, window: int | None
+) -> Tensor:
+    """One product per group of requests. The query heads that share a key head are extra queries of it."""
     masks = plan.masks_for(window, q_THE.shape[1] // pages.k.shape[2], q_THE.dtype)
     if len(plan.groups) == 1:
         return _attend_group(q_THE, pages, plan.groups[0], masks[0], scale)

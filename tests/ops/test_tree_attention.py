@@ -1,20 +1,30 @@
-"""Paged tree attention against the definition: a loop over queries and the keys that each may see."""
+"""Paged tree attention against the definition, a loop over queries and the keys that each may see, and the Triton
+kernel against the reference."""
 
 from __future__ import annotations
+
+import importlib
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from jetspec.dispatch import force
 from jetspec.ops import plan_attention, store_kv, tree_attention
+from jetspec.ops.tree_attention import KernelPlan
 from jetspec.types import BatchLayout, KVPages, TreeBatch
+from tests.kernels import compile_for_hopper
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
 def scattered_batch(cached: list[int], counts: list[int], page_size: int, kind: str, seed: int) -> TreeBatch:
-    """Requests whose pages lie in a random order, with in-flight tokens in a chain or in random trees."""
+    """Requests whose pages lie in a random order, with in-flight tokens in a chain, in random trees or in cliques."""
     generator = torch.Generator().manual_seed(seed)
     width = max(-(-(c + n) // page_size) for c, n in zip(cached, counts, strict=True))
     order = torch.randperm(width * len(cached), generator=generator).view(len(cached), width)
@@ -24,18 +34,20 @@ def scattered_batch(cached: list[int], counts: list[int], page_size: int, kind: 
     for row, (length, count) in enumerate(zip(cached, counts, strict=True)):
         depth = [0] * count
         for node in range(count):
-            parent = node - 1 if kind == "chain" else int(torch.randint(0, max(node, 1), (), generator=generator))
+            parent = int(torch.randint(0, max(node, 1), (), generator=generator)) if kind == "tree" else node - 1
             if node:
                 depth[node] = depth[parent] + 1
                 visible[row, node] = visible[row, parent]
             visible[row, node, node] = True
+        if kind == "clique":
+            visible[row] = True  # bits past the last node, too, which mean nothing
         index = length + torch.arange(count)
         position.append(length + torch.tensor(depth))
         slot.append(order[row, index // page_size] * page_size + index % page_size)
         starts.append(starts[-1] + count)
     layout = BatchLayout(order, torch.tensor(cached), torch.tensor(starts), page_size, max(counts))
     bits = None
-    if kind == "tree":
+    if kind != "chain":
         words = torch.zeros(len(cached), most, -(-most // 32), dtype=torch.int64)
         for node in range(most):
             words[:, :, node // 32] |= visible[:, :, node].long() << (node % 32)
@@ -71,7 +83,7 @@ def naive(q: torch.Tensor, pages: KVPages, batch: TreeBatch, scale: float, windo
 @given(
     requests=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40)), min_size=1, max_size=4),
     page_size=st.integers(1, 7),
-    kind=st.sampled_from(["chain", "tree"]),
+    kind=st.sampled_from(["chain", "tree", "clique"]),
     window=st.sampled_from([None, 1, 3, 10, 100]),
     seed=st.integers(0, 99),
 )
@@ -98,3 +110,201 @@ def test_one_plan_serves_layers_of_every_window(kind: str) -> None:
     for window in (None, 3, None, 6):
         out = tree_attention(q, pages, plan, 0.3, window)
         torch.testing.assert_close(out, naive(q, pages, batch, 0.3, window), atol=1e-5, rtol=1e-4)
+
+
+def random_inputs(
+    batch: TreeBatch, heads: int, kv_heads: int, size: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, KVPages]:
+    """Queries, a slice of wider rows as a fused projection gives them, and pages."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch.layout.page_BP.numel(), batch.layout.page_size, kv_heads, size)
+    k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    wide = torch.randn(len(batch.token_T), heads + 2 * kv_heads, size, generator=generator)
+    return wide.to(dtype)[:, :heads], KVPages(k, v)
+
+
+def keep_used(pages: KVPages, batch: TreeBatch) -> KVPages:
+    """Pages in which every slot that belongs to no request is NaN: who reads one shows it."""
+    layout, size = batch.layout, batch.layout.page_size
+    used = torch.zeros(pages.k.shape[:2], dtype=torch.bool).flatten()
+    counts = layout.query_start_B1.diff()
+    for page_P, length in zip(layout.page_BP, (layout.cached_len_B + counts).tolist(), strict=True):
+        index = torch.arange(length)
+        used[page_P[index // size] * size + index % size] = True
+    hole = ~used.view(pages.k.shape[:2])[:, :, None, None]
+    return KVPages(pages.k.masked_fill(hole, torch.nan), pages.v.masked_fill(hole, torch.nan))
+
+
+def compare_interpreted(
+    batch: TreeBatch, q: Tensor, pages: KVPages, window: int | None, split: bool = True, tolerance: float = 1e-5
+) -> None:
+    """Both implementations. Deterministic mode fills new tensors with NaN, so that nothing unwritten passes."""
+    torch.set_num_threads(1)
+    kernel: Any = importlib.import_module("jetspec.ops.tree_attention_triton")
+    warps, kernel.WARPS = kernel.WARPS, kernel.WARPS if split else 0
+    torch.use_deterministic_algorithms(True)
+    try:
+        with force("triton"):
+            out = tree_attention(q, keep_used(pages, batch), plan_attention(batch), 0.3, window)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        kernel.WARPS = warps
+    expected = tree_attention(q, pages, plan_attention(batch), 0.3, window)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "clique"])
+@pytest.mark.parametrize("window", [None, 1, 7, 50])
+@pytest.mark.parametrize("split", [True, False])
+def test_kernel_equals_reference(interpreter: Executor, kind: str, window: int | None, split: bool) -> None:
+    """Ragged: a long prefix with few queries, no prefix with more queries than a mask word has bits, a single one."""
+    batch = scattered_batch([70, 0, 33], [5, 40, 1], 4, kind, 0)
+    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), window, split).result()
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "page_size"), [(2, 2, 16, 1), (6, 2, 8, 4), (4, 1, 24, 16), (3, 1, 64, 7)]
+)
+def test_kernel_takes_any_heads_and_pages(
+    interpreter: Executor, kind: str, heads: int, kv_heads: int, size: int, page_size: int
+) -> None:
+    batch = scattered_batch([31, 32], [9, 9], page_size, kind, 1)
+    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, heads, kv_heads, size), 12).result()
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize("cached", [0, 64, 200])
+def test_kernel_decodes_one_token(interpreter: Executor, kind: str, cached: int) -> None:
+    batch = scattered_batch([cached, 3], [1, 1], 4, kind, 2)
+    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 4, 2, 8), None).result()
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_kernel_takes_short_numbers(interpreter: Executor, kind: str) -> None:
+    """fp16 in bf16's tiling: the interpreter's products know no bf16."""
+    batch = scattered_batch([100, 5], [40, 40], 16, kind, 3)
+    q, pages = random_inputs(batch, 4, 1, 16, torch.float16)
+    interpreter.submit(compare_interpreted, batch, q, pages, None, tolerance=2e-3).result()
+
+
+def test_a_plan_for_the_kernel_is_the_batch_itself() -> None:
+    batch = scattered_batch([9, 4], [5, 5], 4, "tree", 0)
+    with force("triton"):
+        assert plan_attention(batch) == KernelPlan(batch)
+
+
+@pytest.mark.parametrize("warps", [1, 32, 100, 512, 1056, 5000])
+@pytest.mark.parametrize("max_queries", [1, 256, 4096])
+@pytest.mark.parametrize("max_blocks", [1, 3, 500])
+def test_splits_fill_the_gpu_and_no_more(warps: int, max_queries: int, max_blocks: int) -> None:
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
+    splits = kernel._choose_splits(warps, max_queries, max_blocks)
+    assert splits == 1 or (splits * warps <= kernel.WARPS and splits <= max_blocks)
+    assert splits.bit_count() == 1  # a block of the combining kernel
+    if max_queries <= 256:
+        assert 2 * splits > min(kernel.WARPS // warps, kernel.MAX_SPLITS, max_blocks)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "repeat", "size", "tree", "windowed", "splits"),
+    [
+        ("bf16", 16, 4, 128, True, False, 32),
+        ("bf16", 256, 4, 128, True, False, 2),
+        ("bf16", 64, 3, 64, True, True, 4),
+        ("bf16", 2048, 4, 128, False, True, 1),
+        ("bf16", 1, 4, 128, False, False, 1),
+        ("fp32", 16, 4, 128, True, False, 32),
+    ],
+)
+def test_kernel_compiles_for_hopper(
+    dtype: str, queries: int, repeat: int, size: int, tree: bool, windowed: bool, splits: int
+) -> None:
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
+    tiling = kernel._choose_tiling(queries * repeat, size, 2 if dtype == "bf16" else 4)._asdict()
+    options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
+    shape = {"TREE": tree, "WINDOWED": windowed, "PAGE_SIZE": 16, "G": 8, "REPEAT": repeat, "E": size, "SPLITS": splits}
+    absent = ({} if tree else {"ancestor_ptr": None}) | ({} if splits > 1 else {"lse_ptr": None})
+    names = kernel._tree_attention_kernel.arg_names
+    types = dict.fromkeys([n for n in names if "_stride_" in n or n in ("window", "tiles", "W")], "i32") | {
+        "scale": "fp32"
+    }
+    types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
+    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v")} | {"out_ptr": "*fp32" if splits > 1 else f"*{dtype}"}
+    ptx = compile_for_hopper(kernel._tree_attention_kernel, types, shape | tiling | absent, **options)
+    assert ("mma" in ptx) == (dtype == "bf16")
+
+
+def test_combining_kernel_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")._combine_kernel
+    assert "st.global" in compile_for_hopper(kernel, {"out_ptr": "*bf16"}, {"E": 64, "BLOCK_E": 64, "SPLITS": 32})
+
+
+def on_gpu(batch: TreeBatch) -> TreeBatch:
+    layout = {n: getattr(batch.layout, n).cuda() for n in ("page_BP", "cached_len_B", "query_start_B1")}
+    flat = {n: getattr(batch, n).cuda() for n in ("token_T", "position_T", "slot_T")}
+    bits = None if batch.ancestor_BNW is None else batch.ancestor_BNW.cuda()
+    return TreeBatch(**flat, layout=replace(batch.layout, **layout), ancestor_BNW=bits)
+
+
+def check_on_gpu(out: Tensor, q: Tensor, pages: KVPages, batch: TreeBatch, window: int | None) -> None:
+    """The reference in float64 says what is right; weights and output of bf16 are rounded to 8 bits."""
+    with force("reference"):
+        wide = KVPages(pages.k.double(), pages.v.double())
+        expected = tree_attention(q.double(), wide, plan_attention(batch), 0.1, window)
+    tolerance = 1e-5 if q.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+VERIFY = ([4000], [16], "tree", None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("cached", "counts", "kind", "window", "dtype"),
+    [
+        (*VERIFY, torch.bfloat16),
+        (*VERIFY, torch.float32),
+        ([256, 1000, 6000, 13], [64] * 4, "tree", None, torch.bfloat16),
+        ([1000], [256], "tree", 300, torch.bfloat16),
+        ([100] * 20 + [1000] * 44, [1] * 64, "chain", None, torch.bfloat16),
+        ([0, 300, 17], [1500, 77, 513], "chain", None, torch.bfloat16),
+        ([0, 300, 17], [1500, 77, 513], "chain", 200, torch.bfloat16),
+        ([0, 300], [1500, 77], "chain", 200, torch.float32),
+    ],
+)
+def test_kernel_on_a_gpu(
+    cached: list[int], counts: list[int], kind: str, window: int | None, dtype: torch.dtype
+) -> None:
+    host = scattered_batch(cached, counts, 16, kind, 0)
+    (q, pages), batch = random_inputs(host, 32, 8, 128, dtype), on_gpu(host)
+    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
+    check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, window), q, pages, batch, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_on_a_gpu_takes_narrow_groups_of_three(dtype: torch.dtype) -> None:
+    host = scattered_batch([500, 20], [32, 32], 1, "tree", 0)
+    (q, pages), batch = random_inputs(host, 9, 3, 64, dtype), on_gpu(host)
+    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
+    check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_serves_other_lengths() -> None:
+    cached, counts, kind, window = VERIFY
+    host = scattered_batch(cached, counts, 16, kind, 0)
+    (q, pages), batch = random_inputs(host, 32, 8, 128, torch.bfloat16), on_gpu(host)
+    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
+    tree_attention(q, pages, plan_attention(batch), 0.1, window)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tree_attention(q, pages, plan_attention(batch), 0.1, window)
+    for length in (4000, 700, 0):
+        batch.layout.cached_len_B.fill_(length)
+        graph.replay()
+        check_on_gpu(out, q, pages, batch, window)

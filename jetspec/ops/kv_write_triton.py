@@ -1,0 +1,99 @@
+"""The Triton kernels of `kv_write`."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetspec.types import KVPages
+
+COMPACT_BLOCK = 128
+
+
+def store_kv_triton(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor) -> None:
+    assert pages.k.is_contiguous() and pages.v.is_contiguous()
+    k, v = k_TGE.flatten(1), v_TGE.flatten(1)  # views, also of heads cut from a wider row
+    T, size = k.shape
+    if T:
+        _store_kv_kernel[(T,)](
+            k,
+            v,
+            pages.k,
+            pages.v,
+            slot_T.contiguous(),
+            k.stride(0),
+            v.stride(0),
+            SIZE=size,
+            BLOCK=triton.next_power_of_2(size),
+        )
+
+
+@triton.jit
+def _store_kv_kernel(
+    k_ptr,
+    v_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    slot_ptr,
+    k_stride_token,
+    v_stride_token,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program copies the SIZE = G * E numbers of K and of V of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < SIZE
+    k = tl.load(k_ptr + token * k_stride_token + lane, mask=inside)
+    v = tl.load(v_ptr + token * v_stride_token + lane, mask=inside)
+    target = tl.load(slot_ptr + token).to(tl.int64) * SIZE + lane
+    tl.store(k_pages_ptr + target, k, mask=inside)
+    tl.store(v_pages_ptr + target, v, mask=inside)
+
+
+def compact_kv_triton(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -> None:
+    assert storage.is_contiguous() and source_BD1.shape == target_BD1.shape
+    _, L, pages, S, G, E = storage.shape
+    B, num = source_BD1.shape
+    if B and num:
+        _compact_kv_kernel[(B, 2 * L, triton.cdiv(G * E, COMPACT_BLOCK))](
+            storage,
+            source_BD1.contiguous(),
+            target_BD1.contiguous(),
+            pages * S,
+            NUM=num,
+            NUM_PADDED=triton.next_power_of_2(num),
+            SIZE=G * E,
+            BLOCK=COMPACT_BLOCK,
+        )
+
+
+@triton.jit
+def _compact_kv_kernel(
+    storage_ptr,
+    source_ptr,
+    target_ptr,
+    num_slots,
+    NUM: tl.constexpr,
+    NUM_PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program moves some elements of all slots of a row in one layer's K or V, by way of registers.
+
+    No other program touches these elements. Its own threads do, so that none may write before all have read.
+    """
+    row, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    entry = tl.arange(0, NUM_PADDED)
+    source = tl.load(source_ptr + row * NUM + entry, mask=entry < NUM, other=0).to(tl.int64)
+    target = tl.load(target_ptr + row * NUM + entry, mask=entry < NUM, other=0).to(tl.int64)
+    element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    moves = (source != target)[:, None] & (element < SIZE)[None]
+
+    base = storage_ptr + plane * num_slots * SIZE + element[None]
+    x = tl.load(base + source[:, None] * SIZE, mask=moves)
+    tl.debug_barrier()
+    tl.store(base + target[:, None] * SIZE, x, mask=moves)

@@ -1,0 +1,217 @@
+"""The Triton kernels of `norm_rope`. They run dozens of times a pass, on as little as one row, so that launching them
+must be cheap: no tensor is made but the outputs, and strides follow from constants."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetspec.ops.norm_rope import HeadNorm, Tables
+from jetspec.types import KVPages
+
+ROPE_ROWS = 4
+HEADS = 8
+"""Heads of one program: few, so that even a single token is spread over several multiprocessors."""
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _launch_norm(x, None, weight, None, out, eps)
+    return out
+
+
+def add_rms_norm_triton(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    assert x.shape == delta.shape
+    x, delta = x.contiguous(), delta.contiguous()
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm(x, delta, weight, total, out, eps)
+    return total, out
+
+
+def _launch_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float
+) -> None:
+    M = x.shape[-1]
+    rows = x.numel() // M
+    if rows:
+        block = triton.next_power_of_2(M)
+        num_warps = min(max(block // 512, 1), 16)
+        _rms_norm_kernel[(rows,)](x, delta, weight, total, out, eps, M=M, BLOCK=block, num_warps=num_warps)
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, eps, M: tl.constexpr, BLOCK: tl.constexpr):
+    """A program norms one row, after adding `delta` to it if there is one."""
+    start = tl.program_id(0).to(tl.int64) * M
+    lane = tl.arange(0, BLOCK)
+    inside = lane < M
+    x = tl.load(x_ptr + start + lane, mask=inside, other=0.0)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + start + lane, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + start + lane, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / M + eps)
+    weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + start + lane, wide * scale * weight, mask=inside)
+
+
+def rope_triton(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:
+    half, position = len(inv_freq), position.contiguous()
+    cos = torch.empty((*position.shape, 1, 2 * half), dtype=dtype, device=position.device)
+    signed_sin = torch.empty_like(cos)
+    if rows := position.numel():
+        grid = (triton.cdiv(rows, ROPE_ROWS),)
+        _rope_kernel[grid](position, inv_freq, cos, signed_sin, rows, scale, HALF=half, ROWS=ROPE_ROWS)
+    return cos, signed_sin
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rope_kernel(
+    position_ptr, inv_freq_ptr, cos_ptr, signed_sin_ptr, num_rows, scale, HALF: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    pair = tl.arange(0, HALF)
+    position = tl.load(position_ptr + row, mask=inside, other=0).to(tl.float32)
+    angle = position[:, None] * tl.load(inv_freq_ptr + pair)[None]
+    cos, sin = tl.cos(angle) * scale, tl.sin(angle) * scale
+    first = row[:, None] * (2 * HALF) + pair[None]
+    tl.store(cos_ptr + first, cos, mask=inside[:, None])
+    tl.store(cos_ptr + first + HALF, cos, mask=inside[:, None])
+    tl.store(signed_sin_ptr + first, -sin, mask=inside[:, None])
+    tl.store(signed_sin_ptr + first + HALF, sin, mask=inside[:, None])
+
+
+def rotate_qkv_triton(
+    qkv: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k are new, v is a view of the input."""
+    qkv = qkv.contiguous()
+    *lead, X, E = qkv.shape
+    q = torch.empty((*lead, X - 2 * num_kv_heads, E), dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty((*lead, num_kv_heads, E), dtype=qkv.dtype, device=qkv.device)
+    _launch_rotate(qkv, num_kv_heads, tables, norm, q, k, None, None)
+    return q, k, qkv[..., X - num_kv_heads :, :]
+
+
+def rotate_store_triton(
+    qkv_TXE: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
+) -> Tensor:
+    assert pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape[2] == num_kv_heads
+    qkv_TXE = qkv_TXE.contiguous()
+    T, X, E = qkv_TXE.shape
+    q_THE = torch.empty((T, X - 2 * num_kv_heads, E), dtype=qkv_TXE.dtype, device=qkv_TXE.device)
+    _launch_rotate(qkv_TXE, num_kv_heads, tables, norm, q_THE, pages.k, pages.v, slot_T.contiguous())
+    return q_THE
+
+
+def _launch_rotate(
+    qkv: Tensor,
+    num_kv_heads: int,
+    tables: Tables,
+    norm: HeadNorm | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    slot: Tensor | None,
+) -> None:
+    X, E = qkv.shape[-2:]
+    cos, signed_sin = tables
+    tokens = cos.numel() // E
+    assert cos.is_contiguous() and signed_sin.is_contiguous() and qkv.numel() == tokens * X * E
+    heads = X if v is not None else X - num_kv_heads
+    if tokens:
+        _rotate_qkv_kernel[(tokens, triton.cdiv(heads, HEADS))](
+            qkv,
+            cos,
+            signed_sin,
+            norm.q if norm is not None else None,
+            norm.k if norm is not None else None,
+            q,
+            k,
+            v,
+            slot,
+            norm.eps if norm is not None else 0.0,
+            H=X - 2 * num_kv_heads,
+            G=num_kv_heads,
+            HALF=E // 2,
+            HEADS=HEADS,
+        )
+
+
+@triton.jit
+def _rotate_qkv_kernel(
+    qkv_ptr,
+    cos_ptr,
+    signed_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slot_ptr,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """A program takes a few heads of a token, as two halves: element i of the one turns with element i of the other.
+
+    Keys and values go to row `slot` of theirs, or without slots to the token's own. Values are only copied, and
+    without a `v_ptr` not even that. Like the reference, this rounds after the norm and after the rotation.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HALF)
+    is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
+
+    source = qkv_ptr + token * ((H + 2 * G) * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
+    inside = (head < H + 2 * G)[:, None]
+    low_in, high_in = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)
+    low, high = low_in.to(tl.float32), high_in.to(tl.float32)
+    if q_norm_ptr is not None:
+        square = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
+        low = _round(low * scale * _head_weight(q_norm_ptr, k_norm_ptr, pair, is_q), low_in.dtype)
+        high = _round(high * scale * _head_weight(q_norm_ptr, k_norm_ptr, pair + HALF, is_q), low_in.dtype)
+
+    table = token * (2 * HALF) + pair
+    turned_low = low * _row(cos_ptr + table) + high * _row(signed_sin_ptr + table)
+    turned_high = high * _row(cos_ptr + table + HALF) + low * _row(signed_sin_ptr + table + HALF)
+
+    q_out = q_ptr + token * (H * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
+    tl.store(q_out, turned_low, mask=is_q[:, None])
+    tl.store(q_out + HALF, turned_high, mask=is_q[:, None])
+
+    row = token
+    if slot_ptr is not None:
+        row = tl.load(slot_ptr + token).to(tl.int64)
+    k_out = k_ptr + row * (G * 2 * HALF) + (head - H)[:, None] * (2 * HALF) + pair[None]
+    tl.store(k_out, turned_low, mask=is_k[:, None])
+    tl.store(k_out + HALF, turned_high, mask=is_k[:, None])
+    if v_ptr is not None:
+        v_out = v_ptr + row * (G * 2 * HALF) + (head - H - G)[:, None] * (2 * HALF) + pair[None]
+        tl.store(v_out, low_in, mask=is_v[:, None])
+        tl.store(v_out + HALF, high_in, mask=is_v[:, None])
+
+
+@triton.jit
+def _row(ptrs):
+    return tl.load(ptrs).to(tl.float32)[None]
+
+
+@triton.jit
+def _head_weight(q_norm_ptr, k_norm_ptr, element, is_q):
+    return tl.where(is_q[:, None], _row(q_norm_ptr + element), _row(k_norm_ptr + element))
+
+
+@triton.jit
+def _round(x, dtype):
+    return x.to(dtype).to(tl.float32)

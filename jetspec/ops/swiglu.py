@@ -1,0 +1,25 @@
+"""The gate of an MLP."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetspec.dispatch import uses_kernel
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for (..., 2I) with the gate first: (..., I).
+
+    The kernel rounds the product alone, the reference silu(gate) too: in bf16 they differ by a rounding.
+    """
+    if uses_kernel(gate_up):
+        from jetspec.ops.swiglu_triton import swiglu_triton
+
+        return swiglu_triton(gate_up)
+    return swiglu_reference(gate_up)
+
+
+def swiglu_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up

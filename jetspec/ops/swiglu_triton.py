@@ -1,0 +1,31 @@
+"""The Triton kernel of `swiglu`."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+def swiglu_triton(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    *lead, double = gate_up.shape
+    out = torch.empty((*lead, double // 2), dtype=gate_up.dtype, device=gate_up.device)
+    if rows := gate_up.numel() // double:
+        _swiglu_kernel[(rows, triton.cdiv(double // 2, BLOCK))](gate_up, out, INNER=double // 2, BLOCK=BLOCK)
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(gate_up_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INNER
+    gate = tl.load(gate_up_ptr + row * 2 * INNER + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * INNER + INNER + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * INNER + column, gate * tl.sigmoid(gate) * up, mask=inside)

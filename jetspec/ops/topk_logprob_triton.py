@@ -1,0 +1,159 @@
+"""The Triton kernels of `topk_logprob`: the best of every chunk of a row, then the best of these."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096
+"""Logits that one program of the first kernel looks at."""
+GROUP = 8
+"""Numbers of which only the best is sorted at first."""
+
+# Stands for no logit. Finite, since the difference of two infinities is not a number.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
+    R, V = logits_RV.shape
+    padded_k = max(2, triton.next_power_of_2(k))
+    chunk = max(CHUNK, padded_k * GROUP)
+    num_chunks = -(-V // chunk)
+    value_RX = torch.empty(R, num_chunks * padded_k, dtype=torch.float32, device=logits.device)
+    token_RX = torch.empty_like(value_RX, dtype=torch.int32)
+    top_RC = torch.empty(R, num_chunks, dtype=torch.float32, device=logits.device)
+    sum_RC = torch.empty_like(top_RC)
+    token_RK = torch.empty(R, k, dtype=torch.int64, device=logits.device)
+    logprob_RK = torch.empty_like(token_RK, dtype=torch.float32)
+    with torch.cuda.device_of(logits):
+        _topk_chunk_kernel[(R, num_chunks)](
+            logits_RV,
+            value_RX,
+            token_RX,
+            top_RC,
+            sum_RC,
+            V,
+            K=padded_k,
+            GROUP=GROUP,
+            GROUPS=chunk // GROUP,
+            num_warps=4,
+        )
+        _topk_merge_kernel[(R,)](
+            value_RX,
+            token_RX,
+            top_RC,
+            sum_RC,
+            token_RK,
+            logprob_RK,
+            num_chunks,
+            k,
+            K=padded_k,
+            GROUP=GROUP,
+            GROUPS=max(padded_k, triton.next_power_of_2(-(-num_chunks * padded_k // GROUP))),
+            CHUNKS=triton.next_power_of_2(num_chunks),
+            num_warps=4 if padded_k <= 16 else 8,
+        )
+    shape = (*logits.shape[:-1], k)
+    return token_RK.view(shape), logprob_RK.view(shape)
+
+
+@triton.jit
+def _topk_chunk_kernel(
+    logits_ptr,
+    value_ptr,
+    token_ptr,
+    top_ptr,
+    sum_ptr,
+    V,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """The K best of a chunk, and its part of the sum of exponentials."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = chunk * GROUP * GROUPS
+    logits_ptr += row * V + start
+    left = V - start
+
+    index = tl.arange(0, GROUP * GROUPS)
+    logit = tl.load(logits_ptr + index, mask=index < left, other=-float("inf")).to(tl.float32)
+    top = tl.maximum(tl.max(logit), LOWEST)
+    out = row * tl.num_programs(1) + chunk
+    tl.store(top_ptr + out, top)
+    tl.store(sum_ptr + out, tl.sum(tl.exp(logit - top)))
+
+    value, place = _best(logits_ptr, left, K, GROUP, GROUPS)
+    rank = tl.arange(0, K)
+    tl.store(value_ptr + out * K + rank, tl.where(place < left, value, -float("inf")))
+    tl.store(token_ptr + out * K + rank, start + place)
+
+
+@triton.jit
+def _topk_merge_kernel(
+    value_ptr,
+    token_ptr,
+    top_ptr,
+    sum_ptr,
+    best_token_ptr,
+    logprob_ptr,
+    num_chunks,
+    k,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """The best of what a row's chunks found, and the logarithm of its sum of exponentials."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    top = tl.load(top_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=LOWEST)
+    part = tl.load(sum_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
+    highest = tl.max(top)
+    log_sum = highest + tl.log(tl.sum(part * tl.exp(top - highest)))
+
+    found = row * num_chunks * K
+    value, place = _best(value_ptr + found, num_chunks * K, K, GROUP, GROUPS)
+    rank = tl.arange(0, K)
+    token = tl.load(token_ptr + found + place, mask=rank < k, other=0)
+    tl.store(best_token_ptr + row * k + rank, token, mask=rank < k)
+    tl.store(logprob_ptr + row * k + rank, value - log_sum, mask=rank < k)
+
+
+@triton.jit
+def _best(ptr, count, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """The K greatest of `count` numbers and their places, sorted; of equals the first, so that chunks stay in order.
+
+    Sorting is the costly part, so it sees few numbers: the K best lie in the K groups with the best leaders. Group g
+    is every GROUPS-th number from g.
+    """
+    member = tl.arange(0, GROUP)
+    leader = tl.max(_keys(ptr, member[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], count), axis=0)
+    group = _place(tl.topk(leader, K)) % GROUPS
+    key = _keys(ptr, member[None, :] * GROUPS + group[:, None], count)
+    key = tl.topk(tl.reshape(key, [K * GROUP]), K)
+    return _ordered((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True), _place(key)
+
+
+@triton.jit
+def _keys(ptr, place, count):
+    """A number, as an integer of the same order, above the complement of its place. Past the end it is the least."""
+    value = tl.load(ptr + place, mask=place < count, other=0.0).to(tl.float32)
+    bits = _ordered(tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True))  # one zero, not two
+    high = tl.where(place < count, bits.to(tl.int64), -(1 << 31))
+    return high << 32 | (0x7FFFFFFF - place).to(tl.int64)
+
+
+@triton.jit
+def _place(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _ordered(bits):
+    """Bits of a float to an integer of the same order, and back: below zero all but the sign turn over."""
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)

@@ -1,0 +1,300 @@
+"""The Triton kernels of `tree_attention`: flash decoding over pages.
+
+A program takes a tile of queries of one request and key head, and a run of its keys. The query heads that share
+a key head are rows of the same tile, so K and V are loaded once for all of them. Where tiles alone would leave the
+GPU idle, the keys are split between programs, whose results a second kernel combines. Grids depend on shapes only;
+lengths are read on the device, so that a captured launch serves requests of any length.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetspec.types import KVPages, TreeBatch
+
+WARPS = 132 * 8
+"""Warps that fill a GPU: their tiles take all registers of Hopper's 132 multiprocessors."""
+MAX_SPLITS = 32
+MAX_SPLIT_QUERIES = 256
+"""Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
+
+# Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+class Tiling(NamedTuple):
+    """Block sizes and how to run them."""
+
+    BLOCK_M: int
+    """Query rows: (node, head in group) pairs, node by node."""
+    BLOCK_N: int
+    """Keys. A multiple of 32, the bits of a mask word."""
+    BLOCK_E: int
+    num_warps: int
+    num_stages: int
+
+
+def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale: float, window: int | None) -> Tensor:
+    """`tree_attention` of in-flight tokens. In a chain, token i of a request is at position cached + i."""
+    layout, (T, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
+    B, P = layout.page_BP.shape
+    # A lone node sees the prefix and itself, as in a chain, whose kernel needs no bits.
+    ancestor = batch.ancestor_BNW if layout.max_queries > 1 else None
+    _check_strides(q_THE, pages, layout.page_BP, ancestor)
+
+    tiling = _choose_tiling(layout.max_queries * (H // G), E, q_THE.element_size())
+    tiles = triton.cdiv(layout.max_queries * (H // G), tiling.BLOCK_M)
+    warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
+    splits = _choose_splits(warps, layout.max_queries, max_blocks)
+    out = q_THE.new_empty(T, H, E)
+    part, lse = out, None
+    if splits > 1:
+        part = q_THE.new_empty(T, H, splits, E, dtype=torch.float32)
+        lse = q_THE.new_empty(T, H, splits, dtype=torch.float32)
+    with torch.cuda.device_of(q_THE):
+        _tree_attention_kernel[(tiles * B * G, splits)](
+            q_THE,
+            pages.k,
+            pages.v,
+            layout.page_BP,
+            layout.cached_len_B,
+            layout.query_start_B1,
+            batch.position_T,
+            ancestor,
+            part,
+            lse,
+            scale * math.log2(math.e),
+            window or 0,
+            tiles,
+            q_THE.stride(0),
+            q_THE.stride(1),
+            pages.k.stride(1),
+            pages.k.stride(2),
+            layout.page_BP.stride(0),
+            0 if ancestor is None else ancestor.stride(0),
+            0 if ancestor is None else ancestor.stride(1),
+            0 if ancestor is None else ancestor.shape[2],
+            TREE=ancestor is not None,
+            WINDOWED=window is not None,
+            PAGE_SIZE=layout.page_size,
+            G=G,
+            REPEAT=H // G,
+            E=E,
+            SPLITS=splits,
+            **tiling._asdict(),
+        )
+        if lse is not None:
+            _combine_kernel[(T * H,)](part, lse, out, E=E, BLOCK_E=tiling.BLOCK_E, SPLITS=splits, num_warps=2)
+    return out
+
+
+def _check_strides(q_THE: Tensor, pages: KVPages, page_BP: Tensor, ancestor: Tensor | None) -> None:
+    assert q_THE.stride(2) == pages.k.stride(3) == 1
+    assert pages.k.stride() == pages.v.stride() and pages.k.stride(0) == pages.k.shape[1] * pages.k.stride(1)
+    assert page_BP.shape[1] == 1 or page_BP.stride(1) == 1
+    assert ancestor is None or ancestor.shape[2] == 1 or ancestor.stride(2) == 1
+
+
+def _choose_tiling(rows: int, E: int, itemsize: int) -> Tiling:
+    """Products of fp32 run outside the tensor cores, from registers, which hold smaller tiles."""
+    block_e = max(16, triton.next_power_of_2(E))
+    block_m = max(16, triton.next_power_of_2(rows))
+    if itemsize > 2:
+        return Tiling(min(block_m, 16), 32, block_e, num_warps=4, num_stages=2)
+    if block_e > 128:
+        return Tiling(min(block_m, 64), 64, block_e, num_warps=8, num_stages=2)
+    block_m = min(block_m, 128)
+    return Tiling(block_m, 64, block_e, num_warps=8 if block_m == 128 else 4, num_stages=3)
+
+
+def _choose_splits(warps: int, max_queries: int, max_blocks: int) -> int:
+    """A power of two: as many runs of keys as still fit on the GPU together, each of a block at least."""
+    if max_queries > MAX_SPLIT_QUERIES:
+        return 1
+    splits = min(WARPS // warps, MAX_SPLITS, max_blocks)
+    return 1 << (splits.bit_length() - 1) if splits > 1 else 1
+
+
+@triton.jit(do_not_specialize=["window", "tiles", "page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"])
+def _tree_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    page_ptr,
+    cached_ptr,
+    start_ptr,
+    position_ptr,
+    ancestor_ptr,
+    out_ptr,
+    lse_ptr,
+    scale,
+    window,
+    tiles,
+    q_stride_t,
+    q_stride_h,
+    kv_stride_slot,
+    kv_stride_g,
+    page_stride_b,
+    ancestor_stride_b,
+    ancestor_stride_n,
+    W,
+    TREE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    G: tl.constexpr,
+    REPEAT: tl.constexpr,
+    E: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """One tile of queries over one run of key blocks.
+
+    Keys of a request are numbered by their place in its pages. Those below `shared` are visible to the whole tile,
+    up to a window: the prefix, and without a TREE also what is in flight up to the tile's first node. The
+    rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are numbered
+    together, and a split takes an equal run of them; runs past the last block are empty and leave only a mark.
+    """
+    # Late tiles of a chain see the most keys, so they start first. Tiles that share keys run side by side.
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    pair = tl.program_id(0) // tiles
+    split = tl.program_id(1)
+    request = (pair // G).to(tl.int64)
+    group = pair % G
+    start = tl.load(start_ptr + request)
+    count = (tl.load(start_ptr + request + 1) - start).to(tl.int32)
+    first_node = tile * BLOCK_M // REPEAT
+    if first_node >= count:
+        return
+
+    # Rows past the last node repeat it, so that they load what exists; they are not stored.
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = row // REPEAT < count
+    node = tl.minimum(row // REPEAT, count - 1)
+    token = start + node
+    head = group * REPEAT + row % REPEAT
+    cached = tl.load(cached_ptr + request).to(tl.int32)
+    shared = cached if TREE else cached + first_node + 1
+    end = cached + (count if TREE else tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // REPEAT + 1, count))
+    begin = 0
+    if WINDOWED:
+        position = tl.load(position_ptr + token).to(tl.int32) if TREE else cached + node
+        hidden = position - window  # the last position that is out of sight
+        begin = tl.maximum(tl.min(hidden) + 1, 0)
+
+    shared_blocks = tl.cdiv(tl.maximum(shared - begin, 0), BLOCK_N)
+    num_blocks = shared_blocks + tl.cdiv(end - shared, BLOCK_N)
+    run = tl.cdiv(num_blocks, SPLITS)
+    first = split * run
+    last = tl.minimum(first + run, num_blocks)
+    part = (token * (G * REPEAT) + head) * SPLITS + split
+    if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
+        if first >= last:
+            tl.store(lse_ptr + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
+            return
+
+    page_ptr += request * page_stride_b
+    k_ptr += group * kv_stride_g
+    v_ptr += group * kv_stride_g
+    q = _load_rows(q_ptr, token * q_stride_t + head * q_stride_h, E, BLOCK_E)
+    lane = tl.arange(0, BLOCK_N)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+
+    for block in range(first, tl.minimum(last, shared_blocks)):
+        key = begin + block * BLOCK_N + lane
+        seen = key[None, :] < shared
+        if WINDOWED:
+            seen = seen & (key[None, :] > hidden[:, None])
+        slot = _slot(page_ptr, tl.minimum(key, shared - 1), PAGE_SIZE)
+        top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
+
+    for block in range(tl.maximum(first, shared_blocks), last):
+        key = shared + (block - shared_blocks) * BLOCK_N + lane
+        if TREE:
+            words_ptr = ancestor_ptr + request * ancestor_stride_b + node * ancestor_stride_n
+            seen = _ancestors(words_ptr, (block - shared_blocks) * (BLOCK_N // 32), W, BLOCK_M, BLOCK_N)
+            seen = seen & (key[None, :] < end)
+        else:
+            seen = key[None, :] <= cached + node[:, None]
+        key = tl.minimum(key, end - 1)
+        if WINDOWED:
+            key_position = tl.load(position_ptr + start + (key - cached)).to(tl.int32) if TREE else key
+            seen = seen & (key_position[None, :] > hidden[:, None])
+        slot = _slot(page_ptr, key, PAGE_SIZE)
+        top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
+
+    divisor = tl.where(total > 0, total, 1.0)
+    column = tl.arange(0, BLOCK_E)[None, :]
+    out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + part[:, None] * E + column, out, mask=exists[:, None] & (column < E))
+    if SPLITS > 1:
+        lse = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
+        tl.store(lse_ptr + part, lse, mask=exists)
+
+
+@triton.jit
+def _visit(q, k_ptr, v_ptr, offset, seen, scale, top, total, acc, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Add one block of keys to the running softmax, which is relative to each row's highest score so far.
+
+    `scale` includes log2(e): powers of two are what the hardware computes.
+    """
+    k = _load_rows(k_ptr, offset, E, BLOCK_E)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    score = tl.where(seen, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    weight = tl.exp2(score - new_top[:, None])
+    keep = tl.exp2(top - new_top)
+    v = _load_rows(v_ptr, offset, E, BLOCK_E)
+    acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return new_top, total * keep + tl.sum(weight, 1), acc
+
+
+@triton.jit
+def _ancestors(words_ptr, first_word, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which of BLOCK_N nodes each row sees, from the words of its mask."""
+    lane = tl.arange(0, BLOCK_N)[None, :]
+    words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for i in tl.static_range(BLOCK_N // 32):
+        word = tl.load(words_ptr + first_word + i, mask=first_word + i < W, other=0)
+        words = tl.where(lane // 32 == i, word[:, None], words)
+    return (words >> (lane % 32)) & 1 != 0
+
+
+@triton.jit
+def _slot(page_ptr, key, PAGE_SIZE: tl.constexpr):
+    return tl.load(page_ptr + key // PAGE_SIZE) * PAGE_SIZE + key % PAGE_SIZE
+
+
+@triton.jit
+def _load_rows(ptr, offset, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Rows of E numbers, padded with zeros. Whole rows go without a mask."""
+    column = tl.arange(0, BLOCK_E)[None, :]
+    if E == BLOCK_E:
+        return tl.load(ptr + offset[:, None] + column)
+    else:
+        return tl.load(ptr + offset[:, None] + column, mask=column < E, other=0.0)
+
+
+@triton.jit
+def _combine_kernel(part_ptr, lse_ptr, out_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr):
+    """The mean of one row's parts, weighted by their sums of exponentials. Parts of no weight are not read."""
+    row = tl.program_id(0).to(tl.int64)
+    part = row * SPLITS + tl.arange(0, SPLITS)
+    lse = tl.load(lse_ptr + part)
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    column = tl.arange(0, BLOCK_E)
+    used = (weight > 0)[:, None] & (column < E)[None, :]
+    parts = tl.load(part_ptr + part[:, None] * E + column[None, :], mask=used, other=0.0)
+    out = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out_ptr + row * E + column, out.to(out_ptr.dtype.element_ty), mask=column < E)

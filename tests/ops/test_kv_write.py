@@ -1,0 +1,123 @@
+"""Cache writes: every slot gets what it should and no other slot changes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetspec.dispatch import force
+from jetspec.ops import compact_kv, store_kv
+from jetspec.types import KVPages
+from tests.kernels import compile_for_hopper
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def storage(
+    layers: int, pages: int, page_size: int, heads: int, size: int, dtype: torch.dtype, device: str = "cpu"
+) -> Tensor:
+    shape = (2, layers, pages, page_size, heads, size)
+    return (
+        torch.arange(2 * layers * pages * page_size * heads * size, device=device).remainder(251).view(shape).to(dtype)
+    )
+
+
+def moves(slots: int, rows: int, num: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Slots as after a round: each row owns a range of its own, and reads and writes within it.
+
+    The end of a path repeats its last node, some nodes are in place already, and some are read and written.
+    """
+    own = slots // rows
+    source = torch.stack([torch.randperm(own, device=device)[:num].sort().values for _ in range(rows)])
+    source[:, num // 2 :] = source[:, num // 2, None]
+    target = torch.arange(num, device=device).expand(rows, num)
+    start = own * torch.arange(rows, device=device)[:, None]
+    return start + source, start + target
+
+
+def test_compaction_reads_a_row_before_it_writes_it() -> None:
+    pool = torch.arange(2 * 2 * 3 * 4.0).view(2, 2, 3, 4, 1, 1).clone()
+    before = pool.flatten(2, 3).clone()
+    compact_kv(pool, torch.tensor([[5, 2], [9, 10]]), torch.tensor([[2, 5], [3, 10]]))
+    after = pool.flatten(2, 3)
+    assert torch.equal(after[:, :, [2, 5, 3]], before[:, :, [5, 2, 9]])
+    kept = [i for i in range(12) if i not in (2, 3, 5)]
+    assert torch.equal(after[:, :, kept], before[:, :, kept])
+
+
+def compare_compact(pool: Tensor, source: Tensor, target: Tensor) -> None:
+    by_kernel, by_reference = pool.clone(), pool.clone()
+    with force("triton"):
+        compact_kv(by_kernel, source, target)
+    with force("reference"):
+        compact_kv(by_reference, source, target)
+    assert torch.equal(by_kernel, by_reference)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "num"), [(1, 1), (1, 7), (3, 4)])
+@pytest.mark.parametrize(("heads", "size"), [(1, 2), (3, 64)])
+def test_compaction_kernel_equals_reference(
+    interpreter: Executor, rows: int, num: int, heads: int, size: int, dtype: torch.dtype
+) -> None:
+    pool = storage(2, 6, 5, heads, size, dtype)
+    interpreter.submit(compare_compact, pool, *moves(30, rows, num)).result()
+    cycle = torch.arange(num)[None]
+    interpreter.submit(compare_compact, pool, cycle, cycle.roll(1, 1)).result()
+
+
+def compare_store(pages: KVPages, k: Tensor, v: Tensor, slot: Tensor) -> None:
+    results = []
+    for kernels in ("triton", "reference"):
+        copy = KVPages(pages.k.clone(), pages.v.clone())
+        with force(kernels):
+            store_kv(copy, k, v, slot)
+        results.append(copy)
+    assert torch.equal(results[0].k, results[1].k) and torch.equal(results[0].v, results[1].v)
+
+
+def heads_of_tokens(pages: KVPages, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """K in rows of its own, V cut from wider rows, and slots."""
+    num_pages, page_size, G, E = pages.k.shape
+    k, wide = torch.randn(tokens, G, E), torch.randn(tokens, 3 * G, E)
+    v, slot = wide.to(pages.v)[:, 2 * G :], torch.randperm(num_pages * page_size)[:tokens]
+    return k.to(pages.k), v, slot.to(pages.k.device)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize(("heads", "size"), [(1, 2), (3, 64)])
+def test_store_kernel_equals_reference(
+    interpreter: Executor, tokens: int, heads: int, size: int, dtype: torch.dtype
+) -> None:
+    pages = KVPages(*storage(1, 6, 5, heads, size, dtype)[:, 0])
+    interpreter.submit(compare_store, pages, *heads_of_tokens(pages, tokens)).result()
+
+
+def test_kernels_compile_without_a_gpu() -> None:
+    from jetspec.ops.kv_write_triton import COMPACT_BLOCK, _compact_kv_kernel, _store_kv_kernel
+
+    slots = {"source_ptr": "*i64", "target_ptr": "*i64", "storage_ptr": "*bf16", "num_slots": "i32"}
+    for num in (16, 64):
+        constants = {"NUM": num, "NUM_PADDED": num, "SIZE": 1024, "BLOCK": COMPACT_BLOCK}
+        ptx = compile_for_hopper(_compact_kv_kernel, slots, constants)
+        assert ptx.rindex("ld.global") < ptx.index("bar.sync") < ptx.index("st.global")
+    types = {"slot_ptr": "*i64", "k_stride_token": "i32", "v_stride_token": "i32"}
+    assert "st.global" in compile_for_hopper(_store_kv_kernel, types, {"SIZE": 192, "BLOCK": 256})
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize(("heads", "size"), [(8, 128), (3, 64)])
+def test_kernels_on_a_gpu(heads: int, size: int, dtype: torch.dtype) -> None:
+    pool = storage(36, 64, 16, heads, size, dtype, "cuda")
+    for rows, num in ((1, 17), (8, 17), (4, 64)):
+        compare_compact(pool, *moves(64 * 16, rows, num, "cuda"))
+    cycle = torch.arange(64, device="cuda")[None]
+    compare_compact(pool, cycle, cycle.roll(1, 1))
+    pages = KVPages(pool[0, 3], pool[1, 3])
+    for tokens in (1, 700):
+        compare_store(pages, *heads_of_tokens(pages, tokens))

@@ -1,0 +1,247 @@
+"""Norms and rotations against their formulas, and the kernels against the references."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetspec.dispatch import force
+from jetspec.ops import HeadNorm, add_rms_norm, rms_norm, rope, rotate, rotate_qkv, rotate_store
+from jetspec.types import KVPages
+from tests.kernels import compile_for_hopper
+
+EPS = 1e-5
+# In bf16 the references round more often than the kernels, by a few units of the last of 8 bits.
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("shape", [(3, 5, 16), (1, 16), (16,)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.randn(16).to(dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, EPS).double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_rms_norm_of_one_row_can_be_differentiated() -> None:
+    x, weight = torch.randn(1, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS), (x.double(), weight.double()))
+    rms_norm(x, weight, EPS).sum().backward()
+    assert x.grad is not None and weight.grad is not None
+
+
+def test_the_norm_is_that_of_the_rounded_sum() -> None:
+    x, delta, weight = (torch.randn(shape).bfloat16() for shape in ((40, 16), (40, 16), (16,)))
+    total, normed = add_rms_norm(x, delta, weight, EPS)
+    assert torch.equal(total, x + delta) and torch.equal(normed, rms_norm(x + delta, weight, EPS))
+
+
+def test_a_wide_stream_takes_narrow_additions() -> None:
+    """Under autocast the stream and the weights are fp32 while products come in bf16."""
+    x, delta, weight = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8).bfloat16(), torch.rand(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        total, normed = add_rms_norm(x, delta, weight, EPS)
+    assert total.dtype == normed.dtype == torch.float32
+    normed.sum().backward()
+    assert x.grad is not None
+
+
+def test_rotation_turns_pairs_by_their_angle_and_depends_on_distance_alone() -> None:
+    inv_freq = torch.tensor([1.0, 0.1, 0.01])
+    q, k = torch.randn(6), torch.randn(6)
+
+    def at(x: Tensor, position: int) -> Tensor:
+        return rotate(x[None, None], rope(torch.tensor([position]), inv_freq, 1.0, torch.float32))[0, 0]
+
+    turned = torch.view_as_complex(torch.stack((q[:3], q[3:]), -1)) * torch.exp(1j * 7 * inv_freq)
+    torch.testing.assert_close(at(q, 7), torch.cat((turned.real, turned.imag)), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(at(q, 12) @ at(k, 9), at(q, 3) @ at(k, 0), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads_are_normed_then_rotated_and_values_are_left_alone(normed: bool) -> None:
+    qkv, tables, norm = heads((2, 3), num_heads=4, num_kv_heads=2, size=8, normed=normed)
+    q, k, v = rotate_qkv(qkv, 2, tables, norm)
+    plain_q, plain_k, plain_v = qkv.split((4, 2, 2), -2)
+    if norm is not None:
+        plain_q, plain_k = rms_norm(plain_q, norm.q, EPS), rms_norm(plain_k, norm.k, EPS)
+    torch.testing.assert_close(q, rotate(plain_q, tables))
+    torch.testing.assert_close(k, rotate(plain_k, tables))
+    assert torch.equal(v, plain_v)
+
+
+@pytest.mark.parametrize("num_heads", [4, 0])
+def test_keys_and_values_go_to_their_slots(num_heads: int) -> None:
+    qkv, tables, norm = heads((5,), num_heads, num_kv_heads=2, size=8, normed=True)
+    pages, slot = KVPages(*torch.zeros(2, 4, 3, 2, 8)), torch.tensor([7, 0, 11, 4, 3])
+    q, k, v = rotate_qkv(qkv, 2, tables, norm)
+    assert torch.equal(rotate_store(qkv, 2, tables, norm, pages, slot), q)
+    for stored, expected in ((pages.k, k), (pages.v, v)):
+        assert torch.equal(stored.flatten(0, 1)[slot], expected)
+        assert int(stored.flatten(0, 1).any(-1).any(-1).sum()) == len(slot)
+
+
+def heads(
+    lead: tuple[int, ...],
+    num_heads: int,
+    num_kv_heads: int,
+    size: int,
+    normed: bool,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, tuple[Tensor, Tensor], HeadNorm | None]:
+    torch.manual_seed(0)
+    qkv = torch.randn((*lead, num_heads + 2 * num_kv_heads, size), device=device).to(dtype)
+    inv_freq = 10_000 ** (-torch.arange(0, size, 2, device=device) / size)
+    with force("reference"):
+        tables = rope(torch.randint(30_000, lead, device=device), inv_freq, 1.0, dtype)
+    weights = torch.rand(2, size, device=device).to(dtype)
+    return qkv, tables, HeadNorm(weights[0], weights[1], EPS) if normed else None
+
+
+def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+def compare_norms(x: Tensor, delta: Tensor, weight: Tensor, tolerance: float) -> None:
+    def run() -> tuple[Tensor, ...]:
+        return (rms_norm(x, weight, EPS), *add_rms_norm(x, delta, weight, EPS))
+
+    with force("triton"):
+        got = run()
+    with force("reference"):
+        want = run()
+    if x.is_cuda:  # the interpreter cuts numbers to bf16 instead of rounding them
+        assert torch.equal(got[1], want[1])
+    assert_same(got, want, tolerance)
+
+
+def compare_ropes(position: Tensor, size: int, dtype: torch.dtype, tolerance: float) -> None:
+    inv_freq = 10_000 ** (-torch.arange(0, size, 2, device=position.device) / size)
+    with force("triton"):
+        got = rope(position, inv_freq, 1.25, dtype)
+    with force("reference"):
+        assert_same(got, rope(position, inv_freq, 1.25, dtype), tolerance)
+
+
+def compare_rotations(
+    qkv: Tensor, tables: tuple[Tensor, Tensor], norm: HeadNorm | None, num_kv_heads: int, tolerance: float
+) -> None:
+    """Once into new tensors, and for tokens in a row once into pages too."""
+    slots = len(qkv) + 3
+    slot = torch.randperm(slots, device=qkv.device)[: len(qkv)]
+
+    def run() -> tuple[Tensor, ...]:
+        out = rotate_qkv(qkv, num_kv_heads, tables, norm)
+        if qkv.dim() > 3:
+            return out
+        pages = KVPages(*torch.zeros((2, slots, 1, num_kv_heads, qkv.shape[-1]), device=qkv.device).to(qkv.dtype))
+        return *out, rotate_store(qkv, num_kv_heads, tables, norm, pages, slot), pages.k, pages.v
+
+    with force("triton"):
+        got = run()
+    with force("reference"):
+        want = run()
+    assert torch.equal(got[2], want[2]) and torch.equal(got[-1], want[-1])
+    assert_same(got, want, tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 16), (3, 2, 18), (2, 576), (0, 16)])
+def test_norm_kernel_equals_reference(
+    interpreter: Executor, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
+    x, delta, weight = (torch.randn(s).to(dtype) for s in (shape, shape, shape[-1:]))
+    interpreter.submit(compare_norms, x, delta, weight, tolerance).result()
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1,), (2, 5), (0,)])
+def test_rope_kernel_equals_reference(
+    interpreter: Executor, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
+    interpreter.submit(compare_ropes, torch.randint(40_000, shape), 8, dtype, tolerance).result()
+
+
+@DTYPES
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("lead", [(1,), (3,), (2, 2), (0,)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(9, 3, 8), (0, 2, 2), (2, 1, 16)])
+def test_rotation_kernel_equals_reference(
+    interpreter: Executor,
+    num_heads: int,
+    num_kv_heads: int,
+    size: int,
+    lead: tuple[int, ...],
+    normed: bool,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    inputs = heads(lead, num_heads, num_kv_heads, size, normed, dtype)
+    interpreter.submit(compare_rotations, *inputs, num_kv_heads, tolerance).result()
+
+
+def test_norm_kernel_compiles_without_a_gpu() -> None:
+    from jetspec.ops.norm_rope_triton import _rms_norm_kernel
+
+    narrow = dict.fromkeys(("x_ptr", "delta_ptr", "weight_ptr", "total_ptr", "out_ptr"), "*bf16")
+    sizes: dict[str, Any] = {"M": 576, "BLOCK": 1024}
+    for constants in (sizes, sizes | {"delta_ptr": None, "total_ptr": None}):
+        assert "st.global" in compile_for_hopper(_rms_norm_kernel, narrow | {"eps": "fp32"}, constants)
+
+
+def test_rope_kernel_compiles_without_a_gpu_and_is_exact_for_large_angles() -> None:
+    from jetspec.ops.norm_rope_triton import ROPE_ROWS, _rope_kernel
+
+    types = {"position_ptr": "*i64", "cos_ptr": "*bf16", "signed_sin_ptr": "*bf16", "num_rows": "i32", "scale": "fp32"}
+    ptx = compile_for_hopper(_rope_kernel, types, {"HALF": 64, "ROWS": ROPE_ROWS})
+    assert "st.global" in ptx and "cos.approx" not in ptx
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (0, 8, 128)])
+def test_rotation_kernel_compiles_without_a_gpu(
+    num_heads: int, num_kv_heads: int, size: int, stored: bool, normed: bool
+) -> None:
+    from jetspec.ops.norm_rope_triton import HEADS, _rotate_qkv_kernel
+
+    constants: dict[str, Any] = {"H": num_heads, "G": num_kv_heads, "HALF": size // 2, "HEADS": HEADS}
+    constants |= {} if stored else {"v_ptr": None, "slot_ptr": None}
+    constants |= {} if normed else {"q_norm_ptr": None, "k_norm_ptr": None}
+    types = {name: "*bf16" for name in _rotate_qkv_kernel.arg_names if name.endswith("_ptr")}
+    assert "st.global" in compile_for_hopper(_rotate_qkv_kernel, types | {"slot_ptr": "*i64", "eps": "fp32"}, constants)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("size", [576, 4096])
+@pytest.mark.parametrize("rows", [1, 700])
+def test_norm_kernel_on_a_gpu(rows: int, size: int, dtype: torch.dtype, tolerance: float) -> None:
+    x, delta, weight = (torch.randn(s, device="cuda").to(dtype) for s in ((rows, size), (rows, size), (size,)))
+    compare_norms(x, delta, weight, tolerance)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 700])
+def test_rope_kernel_on_a_gpu(rows: int, dtype: torch.dtype, tolerance: float) -> None:
+    compare_ropes(torch.randint(40_000, (rows,), device="cuda"), 128, dtype, tolerance)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size", "normed"), [(32, 8, 128, True), (9, 3, 64, False)])
+@pytest.mark.parametrize("tokens", [1, 700])
+def test_rotation_kernel_on_a_gpu(
+    tokens: int, num_heads: int, num_kv_heads: int, size: int, normed: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    for count in (num_heads, 0):
+        inputs = heads((tokens,), count, num_kv_heads, size, normed, dtype, "cuda")
+        compare_rotations(*inputs, num_kv_heads, tolerance)
