@@ -3,7 +3,7 @@
 from jetspec.tree.accept import Acceptance, accept, accepted_tokens
 from jetspec.tree.build import Candidates, EdgeFactors, build_tree, build_tree_reference
 from jetspec.tree.draft_tree import DraftTree, draw, pack_bits, unpack_bits
-from jetspec.tree.sample import choose_token, filter_logits, gumbel
+from jetspec.tree.sample import choose_nodes, choose_token, filter_logits, gumbel
 
 __all__ = [
     "Acceptance",
@@ -14,6 +14,7 @@ __all__ = [
     "accepted_tokens",
     "build_tree",
     "build_tree_reference",
+    "choose_nodes",
     "choose_token",
     "draw",
     "filter_logits",

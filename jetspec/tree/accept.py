@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetspec.dispatch import uses_kernel
 from jetspec.tree.draft_tree import DraftTree
-from jetspec.tree.sample import choose_token
+from jetspec.tree.sample import choose_nodes, choose_token
 from jetspec.types import RowSampling
 
 
@@ -26,6 +27,8 @@ class Acceptance:
     """Draft tokens kept, 0 to D."""
     bonus_B: Tensor
     """The target's own next token: the next anchor."""
+    token_BD1: Tensor | None = None
+    """What `accepted_tokens` gives, if the walk has written it down."""
 
 
 def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
@@ -33,6 +36,10 @@ def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_le
 
     The anchor sits at position `cached_len_B`, so the choice after a node of depth d is for `cached_len_B + d + 1`.
     """
+    if uses_kernel(logits_BNV):
+        from jetspec.tree.accept_triton import accept_triton
+
+        return accept_triton(tree, choose_nodes(logits_BNV, sampling, cached_len_B[:, None] + tree.depth_BN + 1))
     row_B = torch.arange(len(cached_len_B), device=cached_len_B.device)
     node_B = length_B = bonus_B = torch.zeros_like(row_B)
     walking_B = torch.ones_like(row_B, dtype=torch.bool)
@@ -56,6 +63,8 @@ def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_le
 
 def accepted_tokens(tree: DraftTree, acceptance: Acceptance) -> Tensor:
     """The committed tokens, (B, D + 1): the path's draft tokens, then the bonus, repeated to the end of the row."""
+    if acceptance.token_BD1 is not None:
+        return acceptance.token_BD1
     draft_BD = tree.token_BN.gather(1, acceptance.path_BD1[:, 1:])
     bonus_B1 = acceptance.bonus_B[:, None]
     step_D1 = torch.arange(acceptance.path_BD1.shape[1], device=bonus_B1.device)

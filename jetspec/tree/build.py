@@ -1,8 +1,9 @@
 """From what a head proposes to the tree the target will check.
 
-`build_tree` works level by level on the device; `build_tree_reference` is the textbook search with a heap. Both give
-the same tree to the last bit, because both follow one total order of nodes: higher score, then smaller depth, then
-better parent, then better rank among its siblings.
+`build_tree` works on the device: level by level in torch, or by the search of `build_tree_triton`, one program per
+request. `build_tree_reference` is the textbook search with a heap. All give the same tree to the last bit, because all
+follow one total order of nodes: higher score, then smaller depth, then better parent, then better rank among its
+siblings. (With edges the sums behind a score may round differently.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import torch
 from torch import Tensor
 
 from jetspec.config import TreeConfig
+from jetspec.dispatch import uses_kernel
 from jetspec.tree.draft_tree import DraftTree
+
+MAX_SHORTLIST = 1024
+"""Longest shortlist whose tokens the kernel can rank for each other: beyond, the table of all pairs is too large."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,8 @@ class EdgeFactors:
 class Candidates:
     """What a head proposes: per depth the C best tokens, best first, with full-vocabulary log-probabilities (float32).
 
-    Depth d, counted from 1, is row d - 1. A log-probability of -inf marks an absent candidate; its token may be any
-    valid id.
+    Depth d, counted from 1, is row d - 1. A log-probability of -inf marks an absent candidate; as the worst, it comes
+    last. Its token may be any valid id.
     """
 
     token_BDC: Tensor
@@ -75,12 +80,26 @@ def build_tree(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, dep
     """Spend `config.budget` nodes on the best paths of at most `depth` tokens. Fixed shapes, no host sync.
 
     `optimal` takes the nodes of highest score. `paper` adds all children of a node when it is popped: that is to take
-    the nodes whose *parents* have the highest score, family by family. So a node's merit is its own score or its
-    parent's, and the rest is shared. Merit never rises along a path, hence the best nodes contain their parents, and
-    since they hold at least one node of every level above, at most `budget - d` of them lie at depth d: keeping that
-    many per level loses nothing.
+    the nodes whose *parents* have the highest score, family by family. Nodes come out in the order in which best-first
+    search adds them, so in either case a smaller budget gives a prefix of the larger tree.
+    """
+    if config.budget == 1:
+        return _build_by_level(anchor_B, candidates, config, depth)  # the anchor, whatever the candidates
+    if config.score != "accum_logp" and candidates.entropy_BD is None:
+        raise ValueError(f"score {config.score!r} needs entropies, which this drafter does not give; use accum_logp")
+    if uses_kernel(anchor_B) and (candidates.edge is None or candidates.token_BDC.shape[-1] <= MAX_SHORTLIST):
+        from jetspec.tree.build_triton import build_tree_triton
 
-    Nodes come out by depth; inside a level best first (`optimal`) or family by family (`paper`).
+        return build_tree_triton(anchor_B, candidates, config, depth)
+    return _build_by_level(anchor_B, candidates, config, depth)
+
+
+def _build_by_level(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:
+    """`build_tree` in plain torch: the best children of every level, then the best nodes of all levels.
+
+    A node's merit is its own score (`optimal`) or its parent's (`paper`), and the rest is shared. Merit never rises
+    along a path, hence the best nodes contain their parents, and since they hold at least one node of every level
+    above, at most `budget - d` of them lie at depth d: keeping that many per level loses nothing.
     """
     max_depth = min(depth, config.budget - 1)
     zero_B1 = torch.zeros_like(anchor_B)[:, None]
@@ -129,8 +148,7 @@ def _increment(logprob_BWK: Tensor, entropy_BD: Tensor | None, config: TreeConfi
     """
     if config.score == "accum_logp":
         return logprob_BWK.clamp(max=0)
-    if entropy_BD is None:
-        raise ValueError(f"score {config.score!r} needs entropies, which this drafter does not give; use accum_logp")
+    assert entropy_BD is not None
     entropy_B11 = entropy_BD[:, depth - 1, None, None]
     if config.score == "hybrid":
         return (logprob_BWK - config.entropy_weight * entropy_B11).clamp(max=0)
@@ -140,19 +158,17 @@ def _increment(logprob_BWK: Tensor, entropy_BD: Tensor | None, config: TreeConfi
 def _best_nodes(levels: list[_Level], budget: int, max_depth: int) -> DraftTree:
     """The nodes of highest merit over all levels. The levels are joined in order, so of equals the shallower wins."""
     merit_BX = torch.cat([level.merit_BW for level in levels], dim=1)
-    absent = merit_BX.shape[1]
     merit_BN, number_BN = _best_first(merit_BX, budget)
-    present_BN = merit_BN > -torch.inf
-    number_BN = torch.where(present_BN, number_BN, absent).sort(dim=1).values
-    index_BN = number_BN.clamp(max=absent - 1)
+    node_BN = torch.arange(merit_BN.shape[1], device=merit_BN.device).expand_as(number_BN)
+    place_BX = torch.zeros_like(merit_BX, dtype=torch.long).scatter(1, number_BN, node_BN)
 
     def pick(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts, dim=1).gather(1, index_BN)
+        return torch.cat(parts, dim=1).gather(1, number_BN)
 
     return DraftTree.from_parents(
         token_BN=pick([level.token_BW for level in levels]),
-        parent_BN=torch.searchsorted(number_BN, pick([level.parent_BW for level in levels])),
-        size_B=present_BN.sum(1),
+        parent_BN=place_BX.gather(1, pick([level.parent_BW for level in levels])),
+        size_B=(merit_BN > -torch.inf).sum(1),
         max_depth=max_depth,
         score_BN=pick([level.score_BW for level in levels]),
     )
@@ -216,10 +232,6 @@ def build_tree_reference(
             heapq.heappush(heap, child)
         tree += found[: config.budget - len(tree)] if config.expand == "paper" else [node]
 
-    if config.expand == "paper":
-        tree.sort(key=lambda node: (node.depth, node.parent, node.rank))
-    else:
-        tree.sort(key=lambda node: (node.depth, node))
     place = {node: i for i, node in enumerate(tree)}
     return DraftTree.from_parents(
         token_BN=torch.tensor([[node.token for node in tree]]),

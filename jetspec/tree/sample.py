@@ -6,9 +6,13 @@ generator, so a request's token at a position is the same whatever tree, batch o
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from jetspec.dispatch import uses_kernel
 from jetspec.types import RowSampling
 
 _MASK32 = 0xFFFFFFFF
@@ -24,6 +28,20 @@ def choose_token(logits_BV: Tensor, sampling: RowSampling, position_B: Tensor) -
     noise_BV = gumbel(sampling.seed_B, position_B, logits_BV.shape[-1])
     sampled_B = (filter_logits(logits_BV, sampling) + noise_BV).argmax(-1)
     return torch.where(sampling.temperature_B > 0, sampled_B, greedy_B)
+
+
+def choose_nodes(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
+    """`choose_token` for several nodes of each request, which share its sampling parameters. int64 (B, N)."""
+    if uses_kernel(logits_BNV):
+        from jetspec.tree.sample_triton import choose_nodes_triton
+
+        return choose_nodes_triton(logits_BNV, sampling, position_BN)
+    num_nodes = logits_BNV.shape[1]
+    columns: dict[str, Any] = {
+        k: v.repeat_interleave(num_nodes) for k, v in vars(sampling).items() if torch.is_tensor(v)
+    }
+    token_T = choose_token(logits_BNV.flatten(0, 1), replace(sampling, **columns), position_BN.flatten())
+    return token_T.unflatten(0, (-1, num_nodes))
 
 
 def filter_logits(logits_BV: Tensor, sampling: RowSampling) -> Tensor:

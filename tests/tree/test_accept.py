@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.config import TreeConfig
+from jetspec.dispatch import force
 from jetspec.tree import Acceptance, Candidates, DraftTree, accept, accepted_tokens, build_tree
 from jetspec.types import RowSampling, SamplingParams
+from tests.kernels import compile_for_hopper
 
 VOCAB = 5
 Draft = Callable[[Tensor, int], DraftTree]
@@ -26,9 +30,9 @@ def sampling_rows(batch: int, params: SamplingParams) -> RowSampling:
 def random_candidates(seed: int, batch: int, depth: int, device: torch.device | str = "cpu") -> Candidates:
     rng = torch.Generator().manual_seed(seed)
     logprob_BDV = torch.randn(batch, depth, VOCAB, generator=rng).log_softmax(-1)
-    logprob_BDC, token_BDC = logprob_BDV.sort(-1, descending=True)
-    cut_BDC = torch.rand(logprob_BDC.shape, generator=rng) < 0.3
-    return Candidates(token_BDC.to(device), logprob_BDC.masked_fill(cut_BDC, -torch.inf).to(device))
+    cut_BDV = torch.rand(logprob_BDV.shape, generator=rng) < 0.3
+    logprob_BDC, token_BDC = logprob_BDV.masked_fill(cut_BDV, -torch.inf).sort(-1, descending=True)
+    return Candidates(token_BDC.to(device), logprob_BDC.to(device))
 
 
 def walk(tree: DraftTree, choices: list[int], row: int) -> tuple[list[int], int]:
@@ -189,3 +193,44 @@ def test_a_full_tree_commits_several_tokens() -> None:
     logits_BNV = torch.zeros(*tree.token_BN.shape, VOCAB)
     out = accept(tree, logits_BNV, sampling_rows(50, SamplingParams(1.0)), torch.arange(50))
     assert out.length_B.tolist() == [2] * 50
+
+
+# ---- the kernel ----
+
+
+def compare_walks(seed: int, batch: int, depth: int, budget: int, device: str = "cpu") -> None:
+    """Kernel and reference on a tree with padding, some requests greedy and some sampled."""
+    anchor_B = torch.zeros(batch, dtype=torch.long, device=device)
+    with force("reference"):
+        tree = build_tree(anchor_B, random_candidates(seed, batch, depth, device), TreeConfig(budget, VOCAB), depth)
+    rng = torch.Generator().manual_seed(seed)
+    logits_BNV = torch.randn(*tree.token_BN.shape, VOCAB, generator=rng).to(device)
+    cached_len_B = torch.randint(0, 5000, (batch,), generator=rng).to(device)
+    params = [SamplingParams(0.0 if row % 2 else 1.0) for row in range(batch)]
+    sampling = RowSampling.of(params, list(range(batch)), device)
+    with force("reference"):
+        expected = accept(tree, logits_BNV, sampling, cached_len_B)
+    with force("triton"):
+        found = accept(tree, logits_BNV, sampling, cached_len_B)
+    for name in ("path_BD1", "length_B", "bonus_B"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=0)
+    torch.testing.assert_close(accepted_tokens(tree, found), accepted_tokens(tree, expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("batch", "depth", "budget"), [(1, 1, 1), (3, 2, 6), (2, 4, 23)])
+def test_kernel_equals_reference(interpreter: Executor, seed: int, batch: int, depth: int, budget: int) -> None:
+    interpreter.submit(compare_walks, seed, batch, depth, budget).result()
+
+
+@pytest.mark.parametrize(("nodes", "warps"), [(1, 1), (128, 1), (1024, 4)])
+def test_kernel_compiles_without_a_gpu(nodes: int, warps: int) -> None:
+    kernel = importlib.import_module("jetspec.tree.accept_triton")._accept_kernel
+    types = dict.fromkeys(kernel.arg_names, "*i64") | {"N": "i32", "max_depth": "i32"}
+    assert "st.global" in compile_for_hopper(kernel, types, {"NODES": nodes}, num_warps=warps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "depth", "budget"), [(1, 15, 128), (64, 7, 60)])
+def test_kernel_on_a_gpu(batch: int, depth: int, budget: int) -> None:
+    compare_walks(0, batch, depth, budget, "cuda")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.config import Expand, Score, TreeConfig
+from jetspec.dispatch import force
 from jetspec.tree import Candidates, DraftTree, EdgeFactors, build_tree, build_tree_reference
+from tests.kernels import compile_for_hopper
 
 VOCAB = 6
 
@@ -100,6 +104,19 @@ def test_device_and_heap_agree(
     for row in range(batch):
         assert_same(tree, row, heap_tree(row, candidates, config, depth, row))
         assert_same(tree, row, build_tree(anchor_B[row : row + 1], one_request(candidates, row), config, depth))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, configs, sizes, st.integers(1, 24))
+def test_a_smaller_budget_gives_a_prefix(
+    seed: int, config: TreeConfig, size: tuple[int, int, int], budget: int
+) -> None:
+    batch, depth, _ = size
+    candidates = random_candidates(seed, *size, ties=True, own=False)
+    tree = build_tree(torch.arange(batch), candidates, config, depth)
+    smaller = build_tree(torch.arange(batch), candidates, replace(config, budget=min(budget, config.budget)), depth)
+    for row in range(batch):
+        assert_same(smaller, row, replace(tree, size_B=tree.size_B.clamp(max=smaller.token_BN.shape[1])), row)
 
 
 @pytest.mark.parametrize("expand", get_args(Expand))
@@ -240,3 +257,124 @@ def test_nothing_looks_at_the_values(expand: Expand) -> None:
     )
     tree = build_tree(torch.arange(2, device="meta"), shapes, TreeConfig(budget=12, width=3, expand=expand), 4)
     assert tree.token_BN.shape == (2, 12)
+
+
+# ---- the kernels ----
+
+
+def to(candidates: Candidates, device: str) -> Candidates:
+    moved: dict[str, Any] = {k: v.to(device) for k, v in vars(candidates).items() if isinstance(v, Tensor)}
+    if candidates.edge is not None:
+        moved["edge"] = EdgeFactors(**{k: v.to(device) for k, v in vars(candidates.edge).items()})
+    return replace(candidates, **moved)
+
+
+def compare_builders(candidates: Candidates, config: TreeConfig, device: str = "cpu") -> None:
+    """Kernel and torch: the same nodes to the last bit; with edges the same up to the rounding of scores."""
+    batch, depth, _ = candidates.token_BDC.shape
+    anchor_B, candidates = torch.arange(batch, device=device), to(candidates, device)
+    with force("reference"):
+        expected = build_tree(anchor_B, candidates, config, depth)
+    with force("triton"):
+        tree = build_tree(anchor_B, candidates, config, depth)
+    tree.validate()
+    tolerance = 0.0 if candidates.edge is None else 1e-5
+    assert tree.max_depth == expected.max_depth
+    for name in ("token_BN", "parent_BN", "depth_BN", "ancestor_BNW", "size_B"):
+        torch.testing.assert_close(getattr(tree, name), getattr(expected, name), rtol=0, atol=0)
+    torch.testing.assert_close(tree.score_BN, expected.score_BN, rtol=tolerance, atol=tolerance)
+
+
+def score_config(score: Score, budget: int, width: int, expand: Expand) -> TreeConfig:
+    return TreeConfig(budget, width, None, expand, score, entropy_weight=0.3 if score == "hybrid" else 0.0)
+
+
+@pytest.mark.parametrize("expand", get_args(Expand))
+@pytest.mark.parametrize("score", get_args(Score))
+@pytest.mark.parametrize(("budget", "width"), [(2, 3), (4, 1), (7, 6), (16, 3)])
+def test_kernel_equals_torch(interpreter: Executor, expand: Expand, score: Score, budget: int, width: int) -> None:
+    for seed, ties in ((0, True), (1, True), (2, False)):
+        candidates = random_candidates(seed, 1, 3, VOCAB, ties, own=False)
+        interpreter.submit(compare_builders, candidates, score_config(score, budget, width, expand)).result()
+
+
+@pytest.mark.parametrize("expand", get_args(Expand))
+@pytest.mark.parametrize(("shortlist", "width"), [(1, 1), (VOCAB, 3), (VOCAB, VOCAB)])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_kernel_ranks_children_by_their_edges(
+    interpreter: Executor, expand: Expand, shortlist: int, width: int, scale: float
+) -> None:
+    candidates, _ = edge_candidates(width, 2, 3, shortlist, scale)
+    absent_BDC = torch.rand(candidates.logprob_BDC.shape, generator=torch.Generator().manual_seed(width)) < 0.2
+    for logprob_BDC in (candidates.logprob_BDC, candidates.logprob_BDC.masked_fill(absent_BDC, -torch.inf)):
+        problem = replace(candidates, logprob_BDC=logprob_BDC)
+        interpreter.submit(compare_builders, problem, TreeConfig(12, width, expand=expand)).result()
+
+
+@pytest.mark.parametrize("expand", get_args(Expand))
+@pytest.mark.parametrize("score", get_args(Score))
+@pytest.mark.parametrize("edges", [False, True])
+def test_search_compiles_without_a_gpu(expand: Expand, score: Score, edges: bool) -> None:
+    module = importlib.import_module("jetspec.tree.build_triton")
+    names = ("anchor_ptr", "token_ptr", "node_token_ptr", "node_parent_ptr", "node_depth_ptr", "size_ptr")
+    types = dict.fromkeys(names, "*i64") | dict.fromkeys(("N", "D", "C", "K", "max_depth"), "i32")
+    types |= {"index_ptr": "*i32", "entropy_weight": "fp32"}
+    constants: dict[str, Any] = {"SCORE": score, "PAPER": expand == "paper", "SLOTS": 128, "WIDTH": 8}
+    constants |= {} if edges else {"index_ptr": None}
+    constants |= {"entropy_ptr": None} if score == "accum_logp" else {}
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    assert "st.global" in compile_for_hopper(module._build_tree_kernel, types, constants, **options)
+
+
+@pytest.mark.parametrize("codebook", ["*fp32", "*bf16"])
+def test_edges_and_masks_compile_without_a_gpu(codebook: str) -> None:
+    module = importlib.import_module("jetspec.tree.build_triton")
+    types = dict.fromkeys(("D", "C", "K", "R", "N", "W", "max_depth"), "i32")
+    types |= dict.fromkeys(("anchor_ptr", "token_ptr", "parent_ptr"), "*i64")
+    types |= {"predecessor_ptr": codebook, "successor_ptr": codebook, "index_ptr": "*i32", "ancestor_ptr": "*i32"}
+    sizes = {"PARENTS": module.PARENTS, "RANKS": module.RANKS, "SHORTLIST": 128}
+    assert "st.global" in compile_for_hopper(module._edge_children_kernel, types, sizes)
+    sizes = {"NODES": module.NODES, "WORDS": 32}
+    assert "st.global" in compile_for_hopper(module._ancestor_kernel, types, sizes, num_warps=1)
+
+
+def wide_candidates(batch: int, depth: int, shortlist: int, rank: int, dtype: torch.dtype) -> Candidates:
+    """Of the size that a real head gives; `rank` 0 leaves out the edges."""
+    rng = torch.Generator().manual_seed(shortlist)
+    logits_BDV = 2 * torch.randn(batch, depth, 5000, generator=rng)
+    logprob_BDC, token_BDC = logits_BDV.log_softmax(-1).topk(shortlist)
+    if not rank:
+        return Candidates(token_BDC, logprob_BDC, torch.rand(batch, depth, generator=rng))
+    predecessor_VR, successor_VR = 0.3 * torch.randn(2, 5000, rank, generator=rng)
+    gate_BDR = torch.randn(batch, depth, rank, generator=rng)
+    return Candidates(
+        token_BDC, logprob_BDC, None, EdgeFactors(gate_BDR, predecessor_VR.to(dtype), successor_VR.to(dtype))
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("expand", get_args(Expand))
+@pytest.mark.parametrize("score", get_args(Score))
+@pytest.mark.parametrize(("batch", "budget", "width"), [(1, 128, 8), (32, 64, 8), (4, 1024, 64)])
+def test_search_on_a_gpu(expand: Expand, score: Score, batch: int, budget: int, width: int) -> None:
+    candidates = wide_candidates(batch, 15, width, 0, torch.float32)
+    compare_builders(candidates, score_config(score, budget, width, expand), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_edges_on_a_gpu(dtype: torch.dtype, batch: int) -> None:
+    """Children of all parents agree; a tree may differ where two nodes tie up to rounding."""
+    module = importlib.import_module("jetspec.tree.build_triton")
+    candidates = to(wide_candidates(batch, 15, 128, 64, dtype), "cuda")
+    anchor_B = torch.arange(batch, device="cuda")
+    _, logprob_BDCK = module.edge_children_triton(anchor_B, candidates, 8, 15)
+    for depth in range(2, 16):
+        _, expected_BCK = candidates.children(depth, candidates.token_BDC[:, depth - 2], 8)
+        torch.testing.assert_close(logprob_BDCK[:, depth - 1], expected_BCK, rtol=1e-5, atol=2e-5)
+    tree = build_tree(anchor_B, candidates, TreeConfig(128, 8), 15)
+    tree.validate()
+    with force("reference"):
+        expected = build_tree(anchor_B, candidates, TreeConfig(128, 8), 15)
+    torch.testing.assert_close(tree.score_BN, expected.score_BN, rtol=1e-4, atol=1e-4)

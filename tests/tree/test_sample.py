@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from jetspec.tree import choose_token, filter_logits, gumbel
+from jetspec.dispatch import force
+from jetspec.tree import choose_nodes, choose_token, filter_logits, gumbel
 from jetspec.tree.sample import philox
 from jetspec.types import RowSampling, SamplingParams
+from tests.kernels import compile_for_hopper
 
 
 def rows(*params: SamplingParams, seeds: list[int] | None = None) -> RowSampling:
@@ -122,3 +127,139 @@ def test_draws_follow_the_filtered_law(params: SamplingParams) -> None:
     prob_V = filter_logits(logits_V[None], rows(params)).softmax(-1)[0]
     deviation_V = (chosen_B.bincount(minlength=8) / draws - prob_V).abs()
     assert (deviation_V <= 5 * (prob_V * (1 - prob_V) / draws).sqrt()).all()
+
+
+def test_the_nodes_of_a_request_share_its_parameters() -> None:
+    params = [SamplingParams(), SamplingParams(1.0, top_k=3), SamplingParams(0.7)]
+    logits_BNV = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(3))
+    position_BN = torch.arange(12).view(3, 4)
+    together_BN = choose_nodes(logits_BNV, rows(*params), position_BN)
+    for node in range(4):
+        assert torch.equal(together_BN[:, node], choose_token(logits_BNV[:, node], rows(*params), position_BN[:, node]))
+
+
+# ---- the kernels ----
+
+MIXED = [SamplingParams(), SamplingParams(0.7), SamplingParams(1.5)]
+FILTERED = [
+    SamplingParams(),
+    SamplingParams(1.3, top_k=5),
+    SamplingParams(0.7, top_p=0.8),
+    SamplingParams(1.0, min_p=0.1),
+    SamplingParams(2.5, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(1e-9, top_p=1e-9),
+]
+
+
+def random_logits(num_rows: int, num_nodes: int, vocab: int, rounded: bool) -> torch.Tensor:
+    """Some tokens are ruled out; `rounded` makes ties, at the edge of the filters too."""
+    rng = torch.Generator().manual_seed(vocab)
+    logits_BNV = 3 * torch.randn(num_rows, num_nodes, vocab, generator=rng)
+    logits_BNV[torch.rand(logits_BNV.shape, generator=rng) < 0.2] = -torch.inf
+    logits_BNV[..., vocab // 2] = 0
+    return logits_BNV.round() if rounded else logits_BNV
+
+
+def compare_choices(logits_BNV: torch.Tensor, params: list[SamplingParams], chunk: int = 0, block: int = 0) -> float:
+    """The share of equal choices. `chunk` and `block` replace the sizes that suit a GPU."""
+    kernel: Any = importlib.import_module("jetspec.tree.sample_triton")
+    kernel.CHUNK, kernel.BLOCK = chunk or kernel.CHUNK, block or kernel.BLOCK
+    seeds = [(row + 1) << 33 | row for row in range(len(params))]
+    sampling = RowSampling.of(params, seeds, logits_BNV.device)
+    position_BN = torch.arange(logits_BNV[..., 0].numel(), device=logits_BNV.device).view(logits_BNV.shape[:2])
+    with force("reference"):
+        expected_BN = choose_nodes(logits_BNV, sampling, position_BN)
+    with force("triton"):
+        found_BN = choose_nodes(logits_BNV, sampling, position_BN)
+    assert found_BN.dtype == expected_BN.dtype
+    return float((found_BN == expected_BN).float().mean())
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize(("vocab", "chunk"), [(2, 4), (33, 16), (64, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_equals_reference(
+    interpreter: Executor, dtype: torch.dtype, vocab: int, chunk: int, rounded: bool
+) -> None:
+    for params in (MIXED, [SamplingParams()] * 3):
+        logits_BNV = random_logits(3, 2, vocab, rounded).to(dtype)
+        assert interpreter.submit(compare_choices, logits_BNV, params, chunk).result() == 1
+
+
+def compare_thresholds(logits_BV: torch.Tensor, params: list[SamplingParams]) -> None:
+    kernel: Any = importlib.import_module("jetspec.tree.sample_triton")
+    kernel.BLOCK = 32
+    sampling = replace(rows(*params), any_filtered=True)
+    threshold_B = kernel._thresholds(logits_BV[:, None], sampling)[:, 0]
+    for row, p in enumerate(params):
+        filtered_V = filter_logits(logits_BV[row : row + 1], rows(p))[0]
+        heated_V = logits_BV[row] / max(p.temperature, 1e-6)
+        kept_V = (heated_V >= threshold_B[row]) & (heated_V > -torch.inf)
+        assert not p.temperature or torch.equal(kept_V, filtered_V > -torch.inf)
+
+
+@pytest.mark.parametrize("params", FILTERED)
+@pytest.mark.parametrize("rounded", [False, True])
+def test_kernel_finds_the_thresholds_of_the_filters(
+    interpreter: Executor, params: SamplingParams, rounded: bool
+) -> None:
+    interpreter.submit(compare_thresholds, random_logits(1, 1, 50, rounded)[0], [params]).result()
+
+
+def test_kernel_applies_the_filters(interpreter: Executor) -> None:
+    logits_BNV = random_logits(3, 1, 20, rounded=False)
+    assert interpreter.submit(compare_choices, logits_BNV, FILTERED[:3], 16, 32).result() == 1
+
+
+def compare_words(seed: int, position: int) -> None:
+    """The generator's words, bit by bit, and the noise made of them."""
+    import triton
+    import triton.language as tl
+
+    kernel: Any = importlib.import_module("jetspec.tree.sample_triton")
+
+    def words_kernel(word_ptr, noise_ptr, seed_ptr, position_ptr):  # type: ignore[no-untyped-def]
+        block = tl.arange(0, 8)
+        word = kernel._philox_words(tl.load(seed_ptr), tl.load(position_ptr), block)
+        tl.store(word_ptr + tl.arange(0, 32), word.to(tl.int64))
+        tl.store(noise_ptr + tl.arange(0, 32), kernel._gumbel(tl.load(seed_ptr), tl.load(position_ptr), block))
+
+    words, noise = torch.empty(32, dtype=torch.int64), torch.empty(32)
+    words_kernel.__globals__.update(tl=tl, kernel=kernel)
+    triton.jit(words_kernel)[(1,)](words, noise, torch.tensor([seed]), torch.tensor([position]))
+    zero = torch.tensor(0)
+    key = (torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32))
+    expected = torch.stack(philox((torch.arange(8), torch.tensor(position), zero, zero), key), dim=-1).flatten()
+    assert torch.equal(words, expected)
+    torch.testing.assert_close(noise, gumbel(torch.tensor([seed]), torch.tensor([position]), 32)[0])
+
+
+@pytest.mark.parametrize("seed", [0, 306180, (1 << 63) - 1])
+@pytest.mark.parametrize("position", [0, 123456])
+def test_kernel_draws_the_words_of_the_reference(interpreter: Executor, seed: int, position: int) -> None:
+    interpreter.submit(compare_words, seed, position).result()
+
+
+@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_kernels_compile_without_a_gpu(logits: str, sampled: bool, filtered: bool) -> None:
+    module = importlib.import_module("jetspec.tree.sample_triton")
+    ints = {"N": "i32", "V": "i32", "num_chunks": "i32"}
+    types = ints | {"logits_ptr": logits} | dict.fromkeys(["position_ptr", "seed_ptr", "key_ptr", "token_ptr"], "*i64")
+    constants = {"SAMPLED": sampled, "CHUNK": 4096} | ({} if filtered else {"threshold_ptr": None})
+    assert "st.global" in compile_for_hopper(module._choose_nodes_kernel, types, constants)
+    assert "st.global" in compile_for_hopper(module._best_chunk_kernel, types, {"CHUNKS": 64}, num_warps=1)
+    types["top_k_ptr"] = "*i64"
+    assert "st.global" in compile_for_hopper(module._threshold_kernel, types, {"BLOCK": 8192}, num_warps=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("params", [[SamplingParams()] * 6, MIXED * 2, FILTERED], ids=["greedy", "mixed", "filtered"])
+@pytest.mark.parametrize("vocab", [49152, 151936])
+def test_kernel_on_a_gpu(vocab: int, params: list[SamplingParams], dtype: torch.dtype) -> None:
+    """Sums and logarithms differ in their last bits, which may turn a choice on the edge of a filter, rarely."""
+    logits_BNV = 3 * torch.randn(6, 64, vocab, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    share = compare_choices(logits_BNV.to(dtype), params)
+    assert share == 1 if params == [SamplingParams()] * 6 else share > 0.99

@@ -1,0 +1,368 @@
+"""The Triton kernels of `build_tree`: best-first search with one program per request, then masks from parents.
+
+Siblings are lazy: a node enters the frontier when its better sibling leaves it. So every pop adds at most one entry
+(its first child) and exchanges one (its own, for the next sibling), and a frontier of N slots is enough for N pops.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetspec.config import TreeConfig
+from jetspec.tree.build import Candidates
+from jetspec.tree.draft_tree import WORD, DraftTree
+from jetspec.tree.sample_triton import ordered
+
+PARENTS = 16
+RANKS = 32
+"""Parents and entries of the edge's rank that one step of the edge kernel multiplies."""
+NODES = 32
+"""Nodes whose masks one program writes."""
+
+# Key of an empty slot, above any other.
+GONE = tl.constexpr(1 << 62)
+
+
+def build_tree_triton(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:
+    B, D, C = candidates.token_BDC.shape
+    K = min(config.width, C)
+    max_depth = min(depth, config.budget - 1)
+    N = _most_nodes(config.budget, K, max_depth)
+    anchor_B = anchor_B.contiguous()
+    token_BDC, logprob = candidates.token_BDC.contiguous(), candidates.logprob_BDC.contiguous()
+    entropy_BD = index_BDCK = None
+    if config.score != "accum_logp" and candidates.entropy_BD is not None:
+        entropy_BD = candidates.entropy_BD.contiguous()
+    if candidates.edge is not None:
+        index_BDCK, logprob = edge_children_triton(anchor_B, candidates, K, max_depth)
+
+    token_BN = anchor_B.new_empty(B, N)
+    parent_BN, depth_BN = torch.empty_like(token_BN), torch.empty_like(token_BN)
+    score_BN = logprob.new_empty(B, N)
+    size_B = torch.empty_like(anchor_B)
+    W = -(-N // WORD)
+    ancestor_BNW = torch.empty(B, N, W, dtype=torch.int32, device=anchor_B.device)
+    with torch.cuda.device_of(anchor_B):
+        _build_tree_kernel[(B,)](
+            anchor_B,
+            token_BDC,
+            logprob,
+            index_BDCK,
+            entropy_BD,
+            token_BN,
+            parent_BN,
+            depth_BN,
+            score_BN,
+            size_B,
+            N,
+            D,
+            C,
+            K,
+            max_depth,
+            config.entropy_weight,
+            SCORE=config.score,
+            PAPER=config.expand == "paper",
+            SLOTS=triton.next_power_of_2(N),
+            WIDTH=triton.next_power_of_2(max(K, 1)),
+            num_warps=1,
+            enable_fp_fusion=False,  # a product and a sum round twice in the reference
+        )
+        _ancestor_kernel[(B, -(-N // NODES))](
+            parent_BN, ancestor_BNW, N, W, max_depth, NODES=NODES, WORDS=triton.next_power_of_2(W), num_warps=1
+        )
+    return DraftTree(token_BN, parent_BN, depth_BN, ancestor_BNW, size_B, max_depth, score_BN)
+
+
+def edge_children_triton(anchor_B: Tensor, candidates: Candidates, width: int, max_depth: int) -> tuple[Tensor, Tensor]:
+    """`Candidates.children` for every parent there can be: places in the shortlist and log-probabilities, (B, D, C, K).
+
+    Row c of depth d belongs to the parent that is token c of the shortlist of depth d - 1; depth 1 has one row, the
+    anchor's.
+    """
+    B, D, C = candidates.token_BDC.shape
+    edge = candidates.edge
+    assert edge is not None
+    index_BDCK = torch.empty(B, D, C, width, dtype=torch.int32, device=anchor_B.device)
+    logprob_BDCK = torch.empty_like(index_BDCK, dtype=torch.float32)
+    with torch.cuda.device_of(anchor_B):
+        _edge_children_kernel[(B, max_depth, -(-C // PARENTS))](
+            anchor_B,
+            candidates.token_BDC.contiguous(),
+            candidates.logprob_BDC.contiguous(),
+            edge.gate_BDR.contiguous(),
+            edge.predecessor_VR.contiguous(),
+            edge.successor_VR.contiguous(),
+            index_BDCK,
+            logprob_BDCK,
+            D,
+            C,
+            width,
+            edge.gate_BDR.shape[-1],
+            PARENTS=PARENTS,
+            RANKS=RANKS,
+            SHORTLIST=max(16, triton.next_power_of_2(C)),
+            num_warps=4,
+        )
+    return index_BDCK, logprob_BDCK
+
+
+def _most_nodes(budget: int, width: int, max_depth: int) -> int:
+    """Nodes of a tree that lacks no candidate. Depth d has room for `budget - d` of them, as there is a path to it."""
+    total = level = 1
+    for d in range(1, max_depth + 1):
+        level = min(level * width, budget - d)
+        total += level
+    return min(budget, total)
+
+
+@triton.jit
+def _build_tree_kernel(
+    anchor_ptr,
+    token_ptr,
+    logprob_ptr,
+    index_ptr,
+    entropy_ptr,
+    node_token_ptr,
+    node_parent_ptr,
+    node_depth_ptr,
+    node_score_ptr,
+    size_ptr,
+    N,
+    D,
+    C,
+    K,
+    max_depth,
+    entropy_weight,
+    SCORE: tl.constexpr,
+    PAPER: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Pop the best entry, write what it adds to the tree, put its sibling in its place and its first child at the end.
+
+    An entry is a key, which says how good it is and who it is (`_key`), and three facts about its parent that save
+    looking it up: its score, its place in the shortlist, and the number that its first child has in a `paper` tree.
+    A family is a row of K log-probabilities; with edges every parent has its own, and `index_ptr` says which token
+    a child is.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    node_token_ptr += row * N
+    node_parent_ptr += row * N
+    node_depth_ptr += row * N
+    node_score_ptr += row * N
+    anchor = tl.load(anchor_ptr + row)
+    slot = tl.arange(0, SLOTS)
+    rank_K = tl.arange(0, WIDTH)
+
+    key_S = tl.where(slot == 0, 0, GONE).to(tl.int64)
+    above_S = tl.zeros([SLOTS], tl.float32)
+    place_S = tl.zeros([SLOTS], tl.int32)
+    first_S = tl.zeros([SLOTS], tl.int32)
+    deepest = max_depth  # of the entries that are worth popping
+    count = 0
+    if PAPER:
+        deepest -= 1
+        count = 1
+        _write(node_token_ptr, node_parent_ptr, node_depth_ptr, node_score_ptr, 0, anchor, 0, 0, 0.0, True)
+
+    pops = 0
+    key, above, place, first = tl.reduce((key_S, above_S, place_S, first_S), 0, _better)
+    while (count < N) & (key != GONE):
+        rank = (key & 63).to(tl.int32)
+        parent = (key >> 6 & 1023).to(tl.int32)
+        depth = (key >> 16 & 255).to(tl.int32)
+        score = 0.0 - (key >> 24).to(tl.int32).to(tl.float32, bitcast=True)
+
+        siblings = _family(row, depth, place, D, C, K, index_ptr)
+        own_place = rank if index_ptr is None else tl.load(index_ptr + siblings + rank, mask=depth > 0, other=0)
+        children = _family(row, depth + 1, own_place, D, C, K, index_ptr)
+        added = count
+
+        if PAPER:
+            logprob_K = tl.load(
+                logprob_ptr + children + rank_K, mask=(rank_K < K) & (depth < max_depth), other=-float("inf")
+            )
+            present_K = logprob_K > -float("inf")
+            keep_K = present_K & (count + rank_K < N)
+            place_K = rank_K if index_ptr is None else tl.load(index_ptr + children + rank_K, mask=keep_K, other=0)
+            token_K = tl.load(token_ptr + (row * D + depth) * C + place_K, mask=keep_K, other=0)
+            score_K = score + _increment(logprob_K, entropy_ptr, entropy_weight, row * D + depth, keep_K, SCORE)
+            _write(
+                node_token_ptr,
+                node_parent_ptr,
+                node_depth_ptr,
+                node_score_ptr,
+                count + rank_K,
+                token_K,
+                first + rank,
+                depth + 1,
+                score_K,
+                keep_K,
+            )
+            count += tl.sum(present_K.to(tl.int32))
+        else:
+            token = tl.load(token_ptr + (row * D + depth - 1) * C + own_place, mask=depth > 0, other=anchor)
+            _write(
+                node_token_ptr, node_parent_ptr, node_depth_ptr, node_score_ptr, pops, token, parent, depth, score, True
+            )
+            count += 1
+
+        has_sibling = (depth > 0) & (rank + 1 < K)
+        logprob = tl.load(logprob_ptr + siblings + rank + 1, mask=has_sibling, other=-float("inf"))
+        step = _increment(logprob, entropy_ptr, entropy_weight, row * D + depth - 1, has_sibling, SCORE)
+        sibling_key = _key(above + step, depth, parent, rank + 1)
+        has_child = depth < deepest
+        logprob = tl.load(logprob_ptr + children, mask=has_child, other=-float("inf"))
+        step = _increment(logprob, entropy_ptr, entropy_weight, row * D + depth, has_child, SCORE)
+        child_key = _key(score + step, depth + 1, pops, 0)
+
+        pops += 1
+        is_new = slot == pops
+        key_S = tl.where(key_S == key, sibling_key, tl.where(is_new, child_key, key_S))
+        above_S = tl.where(is_new, score, above_S)
+        place_S = tl.where(is_new, own_place, place_S)
+        first_S = tl.where(is_new, added, first_S)
+        key, above, place, first = tl.reduce((key_S, above_S, place_S, first_S), 0, _better)
+
+    size = tl.minimum(count, N)
+    tl.store(size_ptr + row, size)
+    padding = (slot >= size) & (slot < N)
+    _write(node_token_ptr, node_parent_ptr, node_depth_ptr, node_score_ptr, slot, 0, slot, 0, -float("inf"), padding)
+
+
+@triton.jit
+def _better(key_a, above_a, place_a, first_a, key_b, above_b, place_b, first_b):
+    """The entry of the smaller key, with all that belongs to it."""
+    a = key_a <= key_b
+    return (
+        tl.where(a, key_a, key_b),
+        tl.where(a, above_a, above_b),
+        tl.where(a, place_a, place_b),
+        tl.where(a, first_a, first_b),
+    )
+
+
+@triton.jit
+def _key(score, depth, parent, rank):
+    """The total order of nodes as a number, the smallest the best: cost (31 bits), depth (8), parent (10), rank (6).
+
+    A score is never above 0, so its bits without the sign rise as it falls. `parent` counts pops.
+    """
+    cost = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    key = cost.to(tl.int64) << 24 | (depth << 16 | parent << 6 | rank).to(tl.int64)
+    return tl.where(score > -float("inf"), key, GONE)
+
+
+@triton.jit
+def _family(row, depth, place, D, C, K, index_ptr):
+    """Where the children at `depth` of the parent at `place` of its shortlist begin."""
+    level = (row * D + depth - 1) * C
+    if index_ptr is not None:
+        level = (level + place) * K
+    return level
+
+
+@triton.jit
+def _increment(logprob, entropy_ptr, entropy_weight, level, mask, SCORE: tl.constexpr):
+    """What a node adds to its parent's score: at most 0, and -inf if it is absent."""
+    step = logprob
+    if SCORE != "accum_logp":
+        # One entropy serves a whole level: every lane loads the same number.
+        entropy = tl.load(entropy_ptr + level + tl.zeros_like(logprob).to(tl.int32), mask=mask, other=0.0)
+        if SCORE == "hybrid":
+            step = logprob - entropy_weight * entropy
+        else:
+            step = tl.where(logprob > -float("inf"), -entropy, logprob)
+    return tl.minimum(step, 0.0)
+
+
+@triton.jit
+def _write(token_ptr, parent_ptr, depth_ptr, score_ptr, node, token, parent, depth, score, mask):
+    tl.store(token_ptr + node, token, mask=mask)
+    tl.store(parent_ptr + node, parent, mask=mask)
+    tl.store(depth_ptr + node, depth, mask=mask)
+    tl.store(score_ptr + node, score, mask=mask)
+
+
+@triton.jit
+def _ancestor_kernel(parent_ptr, ancestor_ptr, N, W, max_depth, NODES: tl.constexpr, WORDS: tl.constexpr):
+    """Masks of some nodes of a tree: climb from each to the root, which is its own parent, and set a bit per step."""
+    row = tl.program_id(0).to(tl.int64)
+    node = tl.program_id(1) * NODES + tl.arange(0, NODES)
+    word = tl.arange(0, WORDS)
+    at = node
+    bits = tl.zeros([NODES, WORDS], tl.int32)
+    for _ in range(max_depth + 1):
+        bits |= tl.where((at // 32)[:, None] == word[None, :], (tl.full([NODES], 1, tl.int32) << at % 32)[:, None], 0)
+        at = tl.load(parent_ptr + row * N + at, mask=node < N, other=0).to(tl.int32)
+    out_ptr = ancestor_ptr + (row * N + node[:, None]) * W + word[None, :]
+    tl.store(out_ptr, bits, mask=(node < N)[:, None] & (word < W)[None, :])
+
+
+@triton.jit
+def _edge_children_kernel(
+    anchor_ptr,
+    token_ptr,
+    logprob_ptr,
+    gate_ptr,
+    predecessor_ptr,
+    successor_ptr,
+    index_ptr,
+    out_ptr,
+    D,
+    C,
+    K,
+    R,
+    PARENTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SHORTLIST: tl.constexpr,
+):
+    """Re-rank one shortlist for a tile of parents: logits in one small product, then the best child K times."""
+    row = tl.program_id(0).to(tl.int64)
+    level = row * D + tl.program_id(1)  # of the children, depth by depth and request by request
+    parent = tl.program_id(2) * PARENTS + tl.arange(0, PARENTS)
+    child = tl.arange(0, SHORTLIST)
+    real = child < C
+    if tl.program_id(1) == 0:
+        if tl.program_id(2) > 0:
+            return
+        parent_token = tl.load(anchor_ptr + row + tl.zeros_like(parent))
+    else:
+        parent_token = tl.load(token_ptr + (level - 1) * C + parent, mask=parent < C, other=0)
+    token = tl.load(token_ptr + level * C + child, mask=real, other=0)
+    logprob = tl.load(logprob_ptr + level * C + child, mask=real, other=-float("inf"))
+
+    z = tl.zeros([PARENTS, SHORTLIST], tl.float32)
+    for start in range(0, R, RANKS):
+        r = start + tl.arange(0, RANKS)
+        gate = tl.load(gate_ptr + level * R + r, mask=r < R, other=0.0).to(tl.float32)
+        e1 = tl.load(predecessor_ptr + parent_token[:, None] * R + r[None, :], mask=(r < R)[None, :], other=0.0)
+        e2 = tl.load(successor_ptr + token[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
+        z = tl.dot(e1.to(tl.float32) * gate[None, :], e2.to(tl.float32), z, input_precision="ieee")
+    z += logprob[None, :]
+    mass = _log_sum_exp(z) - _log_sum_exp(tl.broadcast_to(logprob[None, :], [PARENTS, SHORTLIST]))
+    z -= mass[:, None]
+
+    z = tl.where(z == 0, 0.0, z)  # one zero, not two
+    key = ordered(z.to(tl.int32, bitcast=True)).to(tl.int64) << 32 | (SHORTLIST - 1 - child)[None, :].to(tl.int64)
+    # Of equals the earlier child is the greater key; what is not real is less than any.
+    key = tl.where(real[None, :], key, -GONE * 2)
+    out = (level * C + parent) * K
+    for k in range(K):
+        best = tl.max(key, axis=1)
+        key = tl.where(key == best[:, None], -GONE * 2, key)
+        value = ordered((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        tl.store(index_ptr + out + k, SHORTLIST - 1 - (best & 0xFFFFFFFF).to(tl.int32), mask=parent < C)
+        tl.store(out_ptr + out + k, value, mask=parent < C)
+
+
+@triton.jit
+def _log_sum_exp(x):
+    """Along rows. A row of nothing but -inf gives a very low number, so that a difference with it is one."""
+    top = tl.maximum(tl.max(x, axis=1), -3.0e38)
+    return top + tl.log(tl.maximum(tl.sum(tl.exp(x - top[:, None]), axis=1), 1e-30))

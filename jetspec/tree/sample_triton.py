@@ -1,0 +1,225 @@
+"""The Triton kernels of `choose_nodes`: the best token of every chunk of a row, then of the row.
+
+Filters need no sort: each keeps the tokens from some value up, and a bisection over the bits of a float finds it.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetspec.types import RowSampling
+
+CHUNK = 4096
+"""Logits that one program of the choice looks at."""
+BLOCK = 8192
+"""Logits that the threshold kernel reads at a time."""
+
+
+def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
+    B, N, V = logits_BNV.shape
+    logits_BNV = logits_BNV.contiguous()
+    chunk = min(CHUNK, max(4, triton.next_power_of_2(V)))
+    num_chunks = -(-V // chunk)
+    key_BNC = torch.empty(B, N, num_chunks, dtype=torch.int64, device=logits_BNV.device)
+    token_BN = torch.empty(B, N, dtype=torch.int64, device=logits_BNV.device)
+    threshold_BN = _thresholds(logits_BNV, sampling) if sampling.any_filtered else None
+    with torch.cuda.device_of(logits_BNV):
+        _choose_nodes_kernel[(B * N, num_chunks)](
+            logits_BNV,
+            threshold_BN,
+            position_BN.contiguous(),
+            sampling.temperature_B,
+            sampling.seed_B,
+            key_BNC,
+            N,
+            V,
+            SAMPLED=sampling.any_sampled,
+            CHUNK=chunk,
+            num_warps=4,
+        )
+        _best_chunk_kernel[(B * N,)](
+            key_BNC, token_BN, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1
+        )
+    return token_BN
+
+
+def _thresholds(logits_BNV: Tensor, sampling: RowSampling) -> Tensor:
+    """The least value, after temperature, that a row's filters keep. -inf for rows without."""
+    B, N, V = logits_BNV.shape
+    threshold_BN = torch.empty(B, N, dtype=torch.float32, device=logits_BNV.device)
+    with torch.cuda.device_of(logits_BNV):
+        _threshold_kernel[(B * N,)](
+            logits_BNV,
+            sampling.temperature_B,
+            sampling.top_k_B,
+            sampling.top_p_B,
+            sampling.min_p_B,
+            threshold_BN,
+            N,
+            V,
+            BLOCK=min(BLOCK, triton.next_power_of_2(V)),
+            num_warps=16,
+        )
+    return threshold_BN
+
+
+@triton.jit
+def _choose_nodes_kernel(
+    logits_ptr,
+    threshold_ptr,
+    position_ptr,
+    temperature_ptr,
+    seed_ptr,
+    key_ptr,
+    N,
+    V,
+    SAMPLED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The best token of a chunk as a key: its value, as an integer of the same order, above the token's complement."""
+    node, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(logits_ptr + node * V + token, mask=token < V, other=-float("inf")).to(tl.float32)
+    if SAMPLED:
+        request = node // N
+        temperature = tl.load(temperature_ptr + request)
+        if temperature > 0:
+            value = _heated(value, temperature)
+            if threshold_ptr is not None:
+                value = tl.where(value < tl.load(threshold_ptr + node), -float("inf"), value)
+            seed, position = tl.load(seed_ptr + request), tl.load(position_ptr + node)
+            value += _gumbel(seed, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
+    value = tl.where(value == 0, 0.0, value)  # one zero, not two
+    key = ordered(value.to(tl.int32, bitcast=True)).to(tl.int64) << 32 | (0x7FFFFFFF - token).to(tl.int64)
+    tl.store(key_ptr + node * tl.num_programs(1) + chunk, tl.max(key))
+
+
+@triton.jit
+def _best_chunk_kernel(key_ptr, token_ptr, num_chunks, CHUNKS: tl.constexpr):
+    node = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    key = tl.load(key_ptr + node * num_chunks + chunk, mask=chunk < num_chunks, other=-(1 << 63))
+    tl.store(token_ptr + node, 0x7FFFFFFF - (tl.max(key) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _gumbel(seed, position, block):
+    """Gumbel noise of the four tokens of each block, in the order of the tokens."""
+    words = _philox_words(seed, position, block)
+    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    # log1p(-u): what rounding takes from 1 - u, the quotient gives back.
+    rest = 1 - uniform
+    log1p = tl.where(rest == 1, -uniform, tl.log(rest) * (uniform / (1 - rest)))
+    return -tl.log(-log1p)
+
+
+@triton.jit
+def _philox_words(seed, position, block):
+    """The words of `philox` at counters (block, position, 0, 0), four per block, one after another."""
+    zero = tl.zeros_like(block)
+    w0, w1, w2, w3 = tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def _threshold_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    threshold_ptr,
+    N,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """What `filter_logits` finds in a sorted row: the k-th value, then the least that top-p keeps, then min-p's.
+
+    A value t is kept by top-p if the values from the k-th up to t hold more than 1 - p of the mass. Both conditions
+    are monotone in t. Bisections are over the integers that are ordered like floats.
+    """
+    node = tl.program_id(0).to(tl.int64)
+    request = node // N
+    temperature = tl.load(temperature_ptr + request)
+    if temperature <= 0:
+        tl.store(threshold_ptr + node, -float("inf"))
+        return
+    row_ptr = logits_ptr + node * V
+    lane = tl.arange(0, BLOCK)
+    top_k, top_p, min_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request), tl.load(min_p_ptr + request)
+
+    highest = tl.full([BLOCK], -float("inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        highest = tl.maximum(highest, _heated_block(row_ptr, start + lane, V, temperature))
+    top = tl.max(highest)
+
+    kth = -float("inf")
+    if (top_k > 0) & (top_k < V):
+        low, high = _bits(kth), _bits(top)  # at least k values from `low` up
+        while low < high:
+            middle = (low + high + 1) >> 1
+            bound = _float(middle)
+            count = tl.zeros([BLOCK], tl.int32)
+            for start in range(0, V, BLOCK):
+                value = _heated_block(row_ptr, start + lane, V, temperature)
+                count += ((value >= bound) & (start + lane < V)).to(tl.int32)
+            enough = tl.sum(count) >= top_k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        kth = _float(low)
+
+    least = kth
+    if top_p < 1:
+        wanted = (1 - top_p) * _mass(row_ptr, V, temperature, kth, top, top, lane)
+        low, high = _bits(kth), _bits(top)  # `high` is kept
+        while low < high:
+            middle = (low + high) >> 1
+            enough = _mass(row_ptr, V, temperature, kth, _float(middle), top, lane) > wanted
+            high = tl.where(enough, middle, high)
+            low = tl.where(enough, low, middle + 1)
+        least = _float(low)
+    if min_p > 0:
+        least = tl.maximum(least, top + tl.log(min_p))
+    tl.store(threshold_ptr + node, least)
+
+
+@triton.jit
+def _mass(row_ptr, V, temperature, low, high, top, lane):
+    """Sum of exp(x - top) over the values x from `low` to `high`."""
+    total = tl.zeros_like(lane).to(tl.float32)
+    for start in range(0, V, lane.shape[0]):
+        value = _heated_block(row_ptr, start + lane, V, temperature)
+        total += tl.where((value >= low) & (value <= high), tl.exp(value - top), 0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _heated_block(row_ptr, index, V, temperature):
+    return _heated(tl.load(row_ptr + index, mask=index < V, other=-float("inf")).to(tl.float32), temperature)
+
+
+@triton.jit
+def _heated(logit, temperature):
+    return tl.div_rn(logit, tl.zeros_like(logit) + tl.maximum(temperature, 1e-6))
+
+
+@triton.jit
+def _bits(value):
+    """A float as an integer of the same order, wide enough to add two of them."""
+    return ordered(value.to(tl.int32, bitcast=True)).to(tl.int64)
+
+
+@triton.jit
+def _float(bits):
+    return ordered(bits.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ordered(bits):
+    """Bits of a float to an integer of the same order, and back: below zero all but the sign turn over."""
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
