@@ -8,6 +8,7 @@ from typing import Literal
 Expand = Literal["optimal", "paper"]
 Score = Literal["accum_logp", "entropy", "hybrid"]
 DrafterName = Literal["head", "ngram", "none"]
+Execution = Literal["auto", "eager", "graph"]
 
 MAX_BUDGET = 1024
 MAX_WIDTH = 64
@@ -66,11 +67,22 @@ class EngineConfig:
     """Prompt tokens processed in one step."""
     prefix_cache: bool = True
     """Reuse the pages of prompts that start alike."""
+    execution: Execution = "auto"
+    """`graph` captures a round once and replays it on the GPU, with nothing for the host to do; `eager` runs it as
+    it is written. Auto: graph on a GPU."""
+    ahead: int | None = None
+    """Rounds that start before the host has read an earlier one. None: 1 with graphs, else 0."""
+    patience: int = 0
+    """Rounds that a waiting request may be held back, so that more of them are prefilled together."""
 
     def __post_init__(self) -> None:
         _in_range("max_batch", self.max_batch, 1, 4096)
         _in_range("page_size", self.page_size, 1, 1024)
         _in_range("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        _in_range("patience", self.patience, 0, 1 << 20)
+        _one_of("execution", self.execution, ("auto", "eager", "graph"))
+        if self.ahead is not None:
+            _in_range("ahead", self.ahead, 0, 8)
         if self.max_len is not None:
             _in_range("max_len", self.max_len, 2, 1 << 24)
         if self.num_pages is not None:

@@ -140,7 +140,7 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One sequence being decoded.
 
@@ -154,11 +154,19 @@ class Request:
     sampling: SamplingParams
     seed: int
     """`sampling.seed`, or the one drawn in its place."""
+    longest: int
+    """Tokens at which it ends, prompt included."""
+    end_tokens: frozenset[int] = frozenset()
+    """Tokens that end it."""
     state: RequestState = RequestState.WAITING
     row: int = -1
     """Row of the page table while admitted."""
     num_cached: int = 0
     """Tokens in the cache, of target and head alike."""
+    room: int = 0
+    """Tokens cached up to which its pages suffice for the next round."""
+    moves: int = 0
+    """Times it gained or lost its row: what a round found before the last of them no longer counts."""
     want_trace: bool = False
     quiet: bool = False
     """Only the completion is wanted: no updates before it, and no text."""

@@ -34,6 +34,7 @@ class FullTree:
     """Always a tree of exactly so many nodes, so that a round costs what its budget says."""
 
     tap_layers: tuple[int, ...] = ()
+    on_device = False
 
     def __init__(self, budget: int) -> None:
         self.lookahead = budget

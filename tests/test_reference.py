@@ -125,7 +125,7 @@ class EchoHead(DraftHead):
         self.output: Tensor = cast(Any, target.model).lm_head.weight.detach()
 
     def forward_blocks(
-        self, block: Tensor, block_position: Tensor, tap: Tensor, tap_position: Tensor, visible: Tensor
+        self, block: Tensor, block_position: Tensor, tap: Tensor, tap_position: Tensor, visible: Any
     ) -> Tensor:
         assert len(tap) == block_position[0], "the context ends right before the anchor"
         token = self.text[block_position]

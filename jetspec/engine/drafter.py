@@ -36,6 +36,8 @@ class Drafter(Protocol):
     """Target layers whose states it wants to observe."""
     lookahead: int
     """Positions past the cached ones that a round may write."""
+    on_device: bool
+    """Whether it guesses from what the device holds, so that a round can start before the last one was read."""
 
     def draft(self, state: RoundState) -> Any:
         """Guess what follows each anchor."""
@@ -52,6 +54,7 @@ class NoDrafter:
 
     tap_layers: tuple[int, ...] = ()
     lookahead = 1
+    on_device = True
 
     def draft(self, state: RoundState) -> None:
         return None
@@ -65,6 +68,8 @@ class NoDrafter:
 
 class HeadDrafter:
     """The draft head."""
+
+    on_device = True
 
     def __init__(self, head: DraftHead, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
         config = head.head_config
@@ -115,6 +120,7 @@ class NgramDrafter:
     """
 
     tap_layers: tuple[int, ...] = ()
+    on_device = False
     min_match = 2
     max_match = 8
     max_matches = 32

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.detokenize import Decode, TextStream
-from jetspec.engine.drafter import Drafter, HeadDrafter, NgramDrafter, NoDrafter, RoundState
+from jetspec.engine.drafter import Drafter, HeadDrafter, NgramDrafter, NoDrafter
+from jetspec.engine.graphs import EagerRounds, GraphRounds, Launched, Lineup, Rounds
 from jetspec.engine.kv_cache import KVCache, page_bytes
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.scheduler import Scheduler
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
-from jetspec.types import Completion, Request, RoundTrace, RowSampling, SamplingParams, Update
+from jetspec.types import Completion, Request, RoundTrace, SamplingParams, Update
 
 CPU_CACHE_GB = 2.0
 GPU_CACHE_FRAC = 0.8
@@ -53,22 +55,29 @@ class Engine:
         check_drafter(drafter, head, tree)
         head = head if drafter == "head" else None
         wanted = min(config.max_len or target.config.max_len, target.config.max_len)
-        reach = max(tree.budget, head.head_config.block_size + 1 if head else 1)
-        self.cache = self._make_cache(head, config, wanted + reach)
+        self.uses_graphs = self._uses_graphs(drafter, config)
+        self.ahead = int(self.uses_graphs) if config.ahead is None else config.ahead
+        depth = (head.head_config.depth if head else 0) if tree.budget > 1 else 0
+        reach = max(tree.budget, head.head_config.block_size + 1 if head else 1) + self.ahead * (depth + 1)
+        self.cache = self._make_cache(head, config, wanted + reach, reach)
         self.drafter = self._make_drafter(drafter, head, tree)
+        # Rounds that were launched but not read have moved on by up to a path each.
+        lookahead = self.drafter.lookahead + self.ahead * (depth + 1)
         # A request alone must always find room, or it could wait for ever.
-        self.max_len = min(wanted, self.cache.pool.num_pages * config.page_size - self.drafter.lookahead)
+        self.max_len = min(wanted, self.cache.pool.num_pages * config.page_size - lookahead)
         if self.max_len < 2:
             pages = self.cache.pool.num_pages
             raise ValueError(f"a cache of {pages} pages cannot hold a tree of {tree.budget} nodes; give it more memory")
         self.round = Round(target, self.drafter, self.cache)
-        self.scheduler = Scheduler(self.cache, self.drafter.lookahead, config.prefill_chunk)
+        self.rounds: Rounds = GraphRounds(self.round, config.max_batch) if self.uses_graphs else EagerRounds(self.round)
+        self.scheduler = Scheduler(self.cache, lookahead, config.prefill_chunk, config.patience)
         self.requests: dict[int, Request] = {}
         self.texts: dict[int, TextStream] = {}
         self.clock: Callable[[], float] = time.perf_counter
         self.decode_began: dict[int, float] = {}
         self.next_id = 0
-        self._line_up([])
+        self.lineup = Lineup.of([])
+        self.in_flight: deque[Launched] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -78,7 +87,10 @@ class Engine:
         """Queue a prompt; the returned id names it in the updates. A quiet one gets only its last update."""
         self._check(tokens)
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
-        request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, want_trace=trace, quiet=quiet)
+        longest = min(len(tokens) + sampling.max_tokens, self.max_len)
+        ends = frozenset() if sampling.ignore_eos else self.eos_tokens
+        request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, longest, ends)
+        request.want_trace, request.quiet = trace, quiet
         request.stats.prompt_tokens = len(tokens)
         self.next_id += 1
         self.requests[request.id] = request
@@ -94,21 +106,23 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Run one prefill chunk and one round; return what became visible."""
+        """Run one prefill chunk and start one round; return what became visible, which may be of an earlier one."""
         self._prefill(self.scheduler.next_chunks())
         batch = self.scheduler.next_batch()
-        if batch != self.batch:
-            self._line_up(batch)
-        if not batch:
-            return []
-        anchor_B = torch.tensor([request.tokens[-1] for request in batch], device=self.device)
-        return self._publish(batch, self.round(RoundState(self.row_B, anchor_B, self.sampling, batch)))
+        if batch:
+            if not self.lineup.is_of(batch):
+                self._line_up(batch)
+            self.cache.flush()
+            self.in_flight.append(self.rounds.launch(self.lineup))
+        # A trace is drawn from the device's own result, which the next round overwrites.
+        ahead = self.ahead if batch and not self.lineup.wants_trace else 0
+        updates: list[Update] = []
+        while len(self.in_flight) > ahead:
+            updates += self._publish(self.in_flight.popleft())
+        return updates
 
     def _line_up(self, batch: list[Request]) -> None:
-        """Make what stays the same from round to round while nobody joins or leaves."""
-        self.batch = batch
-        self.row_B = torch.tensor([request.row for request in batch], device=self.device)
-        self.sampling = RowSampling.of([r.sampling for r in batch], [r.seed for r in batch], self.device)
+        self.lineup = Lineup.of(batch)
         now = self.clock()
         for request in batch:
             self.decode_began.setdefault(request.id, now)
@@ -117,24 +131,29 @@ class Engine:
         if not chunks:
             return
         began = self.clock()
+        self.cache.flush()
         batch = self.cache.place_chunks(chunks)
         out = self.target(batch, self.cache.target.layers, self.drafter.tap_layers)
         if out.tap_TX is not None:
             self.drafter.observe(out.tap_TX, batch.position_T, batch.slot_T)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.in_flight:  # nobody is kept waiting by a look at the clock
             torch.cuda.synchronize()
         for request, count in chunks:
             self.cache.advance(request, count)
             request.stats.prefill_s += self.clock() - began
 
-    def _publish(self, batch: list[Request], result: RoundResult) -> list[Update]:
-        lengths, tokens = result.verdict.length_B.tolist(), result.token_BD1.tolist()
+    def _publish(self, launched: Launched) -> list[Update]:
+        """Append what a round committed to its requests, but to those that ended or lost their row meanwhile."""
+        lineup, rows = launched.lineup, launched.read()
         now = self.clock()
         updates = []
-        for i, request in enumerate(batch):
-            trace = self._trace(result, i) if request.want_trace else None
-            request.num_cached += lengths[i] + 1
-            kept = self._append(request, tokens[i][: lengths[i] + 1])
+        for i, (request, moves) in enumerate(zip(lineup.requests, lineup.moves, strict=True)):
+            if request.moves != moves:
+                continue
+            length, *tokens = rows[i]
+            trace = self._trace(launched.result, i) if request.want_trace else None
+            request.num_cached += length + 1
+            kept = self._append(request, tokens[: length + 1])
             request.stats.accepted_lengths.append(len(kept) - 1)
             if request.finish_reason:
                 updates.append(self._finish(request, kept, trace, now))
@@ -145,14 +164,13 @@ class Engine:
 
     def _append(self, request: Request, tokens: list[int]) -> list[int]:
         """Add committed tokens up to the first that ends the text; what a plain decoder would have written."""
-        text, sampling = self.texts.get(request.id), request.sampling
-        longest = min(request.prompt_len + sampling.max_tokens, self.max_len)
+        text, written = self.texts.get(request.id), request.tokens
         for count, token in enumerate(tokens, 1):
-            request.tokens.append(token)
+            written.append(token)
             stopped = text is not None and text.push(token)
-            if stopped or (token in self.eos_tokens and not sampling.ignore_eos):
+            if stopped or token in request.end_tokens:
                 request.finish_reason = "stop"
-            elif len(request.tokens) >= longest:
+            elif len(written) >= request.longest:
                 request.finish_reason = "length"
             else:
                 continue
@@ -174,6 +192,8 @@ class Engine:
         del self.requests[request.id]
         self.texts.pop(request.id, None)
         self.decode_began.pop(request.id, None)
+        if not self.requests:
+            self.in_flight.clear()
 
     def _trace(self, result: RoundResult, row: int) -> RoundTrace:
         tree, verdict = result.tree, result.verdict
@@ -208,7 +228,14 @@ class Engine:
         head.prepare()
         return HeadDrafter(head, self.target, self.cache, tree)
 
-    def _make_cache(self, head: DraftHead | None, config: EngineConfig, row_len: int) -> KVCache:
+    def _uses_graphs(self, drafter: DrafterName, config: EngineConfig) -> bool:
+        """Graphs need a GPU and a drafter that works on it."""
+        possible = self.device.type == "cuda" and drafter != "ngram"
+        if config.execution == "graph" and not possible:
+            raise ValueError("execution `graph` needs a GPU and a drafter that works on it; use eager")
+        return possible and config.execution != "eager"
+
+    def _make_cache(self, head: DraftHead | None, config: EngineConfig, row_len: int, reach: int) -> KVCache:
         models = [self.target.config] + ([head.config] if head else [])
         dtype = self.target.embedding.dtype
         num_pages = config.num_pages
@@ -226,6 +253,7 @@ class Engine:
             dtype=dtype,
             device=self.device,
             prefix_cache=config.prefix_cache,
+            idle_len=reach if self.uses_graphs else 0,
         )
 
     def _cache_bytes(self, config: EngineConfig) -> int:

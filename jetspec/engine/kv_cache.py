@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetspec import ops
+from jetspec.engine.rows import RowTable, upload
 from jetspec.models.decoder import DecoderConfig
 from jetspec.tree import Acceptance
 from jetspec.types import BatchLayout, KVPages, Request, TreeBatch
@@ -118,7 +119,11 @@ def page_bytes(configs: Sequence[DecoderConfig], page_size: int, dtype: torch.dt
 
 
 class KVCache:
-    """Rows of a page table, one per admitted request, over a page pool and the storage of target and head."""
+    """Rows of a page table, one per admitted request, over a page pool and the storage of target and head.
+
+    With `idle_len` there is one row more, for the places of a padded batch that nobody takes: it has pages of its
+    own for so many positions, and its length stays 0.
+    """
 
     def __init__(
         self,
@@ -132,19 +137,28 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         prefix_cache: bool,
+        idle_len: int = 0,
     ) -> None:
         self.page_size = page_size
         self.device = device
-        self.target = KVPool(target, num_pages, page_size, dtype, device)
-        self.head = KVPool(head, num_pages, page_size, dtype, device) if head is not None else None
+        idle_pages = self.pages_for(idle_len)
+        self.target = KVPool(target, num_pages + idle_pages, page_size, dtype, device)
+        self.head = KVPool(head, num_pages + idle_pages, page_size, dtype, device) if head is not None else None
         self.pool = PagePool(num_pages, page_size, prefix_cache)
-        self.page_RP = torch.zeros(num_rows, -(-row_len // page_size), dtype=torch.int64, device=device)
-        self.length_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        # Entries of the two tables that changed on the host; written all at once before the next forward.
+        self.idle_row = num_rows if idle_len else None
+        width = max(self.pages_for(row_len), idle_pages)
+        self.page_RP = torch.zeros(num_rows + bool(idle_len), width, dtype=torch.int64, device=device)
+        if idle_len:
+            self.page_RP[num_rows, :idle_pages] = torch.arange(num_pages, num_pages + idle_pages)
+        self.rows = RowTable(len(self.page_RP), device)
+        # Entries of the page table that changed on the host.
         self.new_pages: dict[tuple[int, int], int] = {}
-        self.new_lengths: dict[int, int] = {}
         self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
         self.free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def length_R(self) -> Tensor:
+        return self.rows.length_R
 
     def admit(self, request: Request, tokens_ahead: int) -> bool:
         """Give a request a row, the pages of its known prefix, and room for all its tokens and some ahead.
@@ -161,20 +175,21 @@ class KVCache:
             return False
         request.row = self.free_rows.pop()
         request.num_cached = len(pages) * self.page_size
-        self.new_lengths[request.row] = request.num_cached
+        request.moves += 1
+        self.rows.enter(request)
         self.pages_of[request.row] = []
-        self._append(request.row, pages + fresh)
+        self._append(request, pages + fresh, tokens_ahead)
         return True
 
     def reserve(self, request: Request, tokens_ahead: int) -> bool:
         """Make room for the next positions of an admitted request, or say no."""
-        needed, held = request.num_cached + tokens_ahead, len(self.pages_of[request.row])
-        if needed <= held * self.page_size:
+        if request.num_cached <= request.room:
             return True
-        pages = self.pool.allocate(self.pages_for(needed) - held)
+        held = len(self.pages_of[request.row])
+        pages = self.pool.allocate(self.pages_for(request.num_cached + tokens_ahead) - held)
         if pages is None:
             return False
-        self._append(request.row, pages)
+        self._append(request, pages, tokens_ahead)
         return True
 
     def release(self, request: Request) -> None:
@@ -184,26 +199,21 @@ class KVCache:
         self.pool.release(pages)
         self.pages_of[request.row] = []
         self.free_rows.append(request.row)
-        request.row, request.num_cached = -1, 0
+        request.row, request.num_cached, request.moves = -1, 0, request.moves + 1
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def place(self, row_B: Tensor, token_BN: Tensor, depth_BN: Tensor, ancestor_BNW: Tensor | None) -> TreeBatch:
         """Node j of each tree goes to position length + depth_j and to the slot of position length + j."""
-        self._write_tables()
         B, N = token_BN.shape
-        length_B, page_BP = self.length_R[row_B], self.page_RP[row_B]
-        index_BN = length_B[:, None] + torch.arange(N, device=self.device)
-        layout = BatchLayout(page_BP, length_B, torch.arange(B + 1, device=self.device) * N, self.page_size, N)
-        position_BN = length_B[:, None] + depth_BN
-        return TreeBatch(
-            token_BN.flatten(), position_BN.flatten(), self._slot(page_BP, index_BN).flatten(), layout, ancestor_BNW
-        )
+        at = ops.place(self.page_RP, self.length_R, row_B, depth_BN, self.page_size)
+        start_B1 = torch.arange(0, B * N + 1, N, device=self.device)
+        layout = BatchLayout(at.page_BP, at.length_B, start_B1, self.page_size, N)
+        return TreeBatch(token_BN.flatten(), at.position_BN.flatten(), at.slot_BN.flatten(), layout, ancestor_BNW)
 
     def place_chunks(self, chunks: Sequence[tuple[Request, int]]) -> TreeBatch:
         """The next tokens of some prompts, ragged, one behind the other."""
-        self._write_tables()
         token: list[int] = []
         position: list[int] = []
         row: list[int] = []
@@ -214,20 +224,20 @@ class KVCache:
             position += range(first, end)
             row += [request.row] * count
             starts.append(len(token))
-        token_T, position_T, row_T = torch.tensor([token, position, row], device=self.device)
+        token_T, position_T, row_T = upload([token, position, row], torch.int64, self.device)
         page_T = self.page_RP[row_T, position_T // self.page_size]
         slot_T = page_T * self.page_size + position_T % self.page_size
-        row_B = torch.tensor([request.row for request, _ in chunks], device=self.device)
-        start_B1 = torch.tensor(starts, device=self.device)
+        row_B = upload([request.row for request, _ in chunks], torch.int64, self.device)
+        start_B1 = upload(starts, torch.int64, self.device)
         longest = max(count for _, count in chunks)
         layout = BatchLayout(self.page_RP[row_B], self.length_R[row_B], start_B1, self.page_size, longest)
         return TreeBatch(token_T, position_T, slot_T, layout, None)
 
-    def path_slots(self, batch: TreeBatch, num: int) -> tuple[Tensor, Tensor]:
-        """Positions and slots that the accepted path of each request ends up in, (B, num)."""
-        layout = batch.layout
-        position = layout.cached_len_B[:, None] + torch.arange(num, device=self.device)
-        return position, self._slot(layout.page_BP, position)
+    def path_places(self, batch: TreeBatch, num: int) -> tuple[Tensor, Tensor]:
+        """Positions and slots that the accepted path of each request ends up in, (B, num): those of its first nodes."""
+        length_B = batch.layout.cached_len_B
+        position_BD1 = length_B[:, None] + torch.arange(num, device=self.device)
+        return position_BD1, batch.slot_T.view(len(length_B), -1)[:, :num]
 
     def compact(self, row_B: Tensor, batch: TreeBatch, verdict: Acceptance) -> None:
         """Move the accepted path's K/V down behind the prefix and advance the lengths.
@@ -238,30 +248,27 @@ class KVCache:
         num = verdict.path_BD1.shape[1]
         if num > 1:
             slot_BN = batch.slot_T.view(len(row_B), -1)
-            source = slot_BN.gather(1, verdict.path_BD1)
-            ops.compact_kv(self.target.storage, source.flatten(), self.path_slots(batch, num)[1].flatten())
+            ops.compact_kv(self.target.storage, slot_BN.gather(1, verdict.path_BD1), slot_BN[:, :num])
         self.length_R.index_add_(0, row_B, verdict.length_B + 1)
+        if self.idle_row is not None:
+            self.length_R[self.idle_row].zero_()
 
     def advance(self, request: Request, count: int) -> None:
         """Count tokens that a prefill chunk has stored."""
         request.num_cached += count
-        self.new_lengths[request.row] = request.num_cached
+        self.rows.set(request.row, length=request.num_cached)
 
-    def _append(self, row: int, pages: list[int]) -> None:
-        held = self.pages_of[row]
-        self.new_pages.update({(row, place): page for place, page in enumerate(pages, len(held))})
+    def _append(self, request: Request, pages: list[int], tokens_ahead: int) -> None:
+        held = self.pages_of[request.row]
+        self.new_pages.update({(request.row, place): page for place, page in enumerate(pages, len(held))})
         held.extend(pages)
+        request.room = len(held) * self.page_size - tokens_ahead
 
-    def _write_tables(self) -> None:
+    def flush(self) -> None:
+        """Write what the host changed to the device, before the next forward."""
         if self.new_pages:
             entries = [(row, place, page) for (row, place), page in self.new_pages.items()]
-            row, place, page = torch.tensor(entries, device=self.device).unbind(1)
+            row, place, page = upload(entries, torch.int64, self.device).unbind(1)
             self.page_RP[row, place] = page
             self.new_pages.clear()
-        if self.new_lengths:
-            row, length = torch.tensor(list(self.new_lengths.items()), device=self.device).unbind(1)
-            self.length_R[row] = length
-            self.new_lengths.clear()
-
-    def _slot(self, page_BP: Tensor, index_BN: Tensor) -> Tensor:
-        return page_BP.gather(1, index_BN // self.page_size) * self.page_size + index_BN % self.page_size
+        self.rows.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from jetspec.engine.drafter import Drafter, RoundState
@@ -20,6 +21,11 @@ class RoundResult:
     tree: DraftTree
     verdict: Acceptance
     token_BD1: Tensor
+
+    @property
+    def packed_BD2(self) -> Tensor:
+        """Lengths and tokens side by side: all that the host needs, in one piece."""
+        return torch.cat((self.verdict.length_B[:, None], self.token_BD1), 1)
 
 
 class Round:
@@ -47,11 +53,12 @@ class Round:
         return out, self.target.logits(out.hidden_TM).unflatten(0, tree.token_BN.shape)
 
     def commit(self, state: RoundState, batch: TreeBatch, out: Hidden, verdict: Acceptance) -> None:
-        """Keep the accepted path's K/V, and show its tapped states to the drafter."""
+        """Keep the accepted path's K/V, show its tapped states to the drafter, and take the bonus as next anchor."""
         self.cache.compact(state.row_B, batch, verdict)
+        self.cache.rows.anchor_R[state.row_B] = verdict.bonus_B
         if out.tap_TX is not None:
             B, D1 = verdict.path_BD1.shape
             tap_BNX = out.tap_TX.unflatten(0, (B, -1))
             tap_BD1X = tap_BNX.gather(1, verdict.path_BD1[..., None].expand(-1, -1, tap_BNX.shape[-1]))
-            position, slot = self.cache.path_slots(batch, D1)
+            position, slot = self.cache.path_places(batch, D1)
             self.drafter.observe(tap_BD1X.flatten(0, 1), position.flatten(), slot.flatten())

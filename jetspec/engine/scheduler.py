@@ -7,12 +7,16 @@ from collections import deque
 from jetspec.engine.kv_cache import KVCache
 from jetspec.types import Request, RequestState
 
+JOIN_SHARE = 8
+"""Requests that join together are enough when they are this fraction of those that run."""
+
 
 class Scheduler:
     """First come, first served. When pages run out the youngest request gives way and starts again later."""
 
-    def __init__(self, cache: KVCache, lookahead: int, prefill_chunk: int) -> None:
-        self.cache, self.lookahead, self.prefill_chunk = cache, lookahead, prefill_chunk
+    def __init__(self, cache: KVCache, lookahead: int, prefill_chunk: int, patience: int = 0) -> None:
+        self.cache, self.lookahead, self.prefill_chunk, self.patience = cache, lookahead, prefill_chunk, patience
+        self.held_back = 0
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
         """Admitted requests by id, oldest first."""
@@ -26,7 +30,8 @@ class Scheduler:
 
     def next_chunks(self) -> list[tuple[Request, int]]:
         """Admit what fits, and share one chunk of prompt tokens among those that still need some."""
-        while self.waiting and self.cache.admit(self.waiting[0], self.lookahead):
+        opens = self._opens()
+        while self.waiting and opens and self.cache.admit(self.waiting[0], self.lookahead):
             request = self.waiting.popleft()
             request.state = RequestState.PREFILL
             if not request.stats.rounds:
@@ -41,23 +46,31 @@ class Scheduler:
                     left -= count
         return chunks
 
+    def _opens(self) -> bool:
+        """Whether those in line may come in. All that run wait for a prefill, so it should serve several."""
+        joining = min(len(self.waiting), len(self.cache.free_rows))
+        opens = joining * JOIN_SHARE >= len(self.running) or self.held_back >= self.patience
+        self.held_back = 0 if opens or not self.waiting else self.held_back + 1
+        return opens
+
     def next_batch(self) -> list[Request]:
         """The requests for the next round, each with room for it; the youngest are sent back to make room."""
-        batch = []
-        for request in list(self.running.values()):
-            if request.id in self.running and request.is_prefilled and self.make_room(request):
-                request.state = RequestState.DECODE
-                batch.append(request)
+        if any(request.num_cached > request.room for request in self.running.values()):
+            for request in list(self.running.values()):
+                if request.id in self.running and request.is_prefilled:
+                    self.make_room(request)
+        batch = [request for request in self.running.values() if request.is_prefilled]
+        for request in batch:
+            request.state = RequestState.DECODE
         return batch
 
-    def make_room(self, request: Request) -> bool:
-        """Find room for a request's next round; False when it is itself the youngest and had to give way."""
+    def make_room(self, request: Request) -> None:
+        """Find room for a request's next round. When it is itself the youngest it has to give way."""
         while not self.cache.reserve(request, self.lookahead):
             youngest = next(reversed(self.running.values()))
             self.preempt(youngest)
             if youngest is request:
-                return False
-        return True
+                return
 
     def preempt(self, request: Request) -> None:
         """Send a request back to the head of the queue. Its tokens stay; their K/V will be computed again."""

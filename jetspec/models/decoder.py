@@ -6,16 +6,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from jetspec import ops
+from jetspec.models.masked_attention import Visible, attend_masked, narrow
+from jetspec.ops import HeadNorm
 from jetspec.types import KVPages, TreeBatch
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q, k, v) of the in-flight tokens -> attention output. Where keys are stored and who sees whom is the caller's."""
+Rope = tuple[Tensor, Tensor]
+"""Tables that turn queries and keys to their positions."""
+
+Attend = Callable[[Tensor, Rope, HeadNorm | None], Tensor]
+"""Projected heads (.., H + 2G, E) of the in-flight tokens -> attention output (.., H, E). Where keys are stored and
+who sees whom is the caller's."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,10 @@ class DecoderConfig:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
+    @property
+    def distinct_windows(self) -> set[int | None]:
+        return set(self.windows) or {None}
+
 
 @dataclass(frozen=True)
 class Hidden:
@@ -141,6 +151,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
+    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm."""
+        return ops.add_rms_norm(x, delta, self.weight, self.eps)
+
 
 class Attention(nn.Module):
     """Grouped-query attention around an `Attend`. Leading dimensions are free: (..., M) in, (..., M) out."""
@@ -154,23 +168,21 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), -2)
+    @property
+    def head_norm(self) -> HeadNorm | None:
         if self.q_norm is None or self.k_norm is None:
-            q, k = ops.rotate(qk, rope).split((self.num_heads, self.num_kv_heads), -2)
-        else:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), -2)
-            q, k = ops.rotate(self.q_norm(q), rope), ops.rotate(self.k_norm(k), rope)
-        return self.out(attend(q, k, v).flatten(-2))
+            return None
+        return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def context(self, c: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V of rows that are only looked at: no queries, no MLP, no input norm."""
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        return self.out(attend(qkv, rope, self.head_norm).flatten(-2))
+
+    def context(self, c: Tensor) -> Tensor:
+        """Key and value heads (.., 2G, E) of rows that are only looked at: no queries, no MLP, no input norm."""
         first = self.num_heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        kv = ops.linear(c, self.qkv.weight[first:], bias).unflatten(-1, (-1, self.head_dim))
-        k, v = kv.split(self.num_kv_heads, -2)
-        return ops.rotate(k if self.k_norm is None else self.k_norm(k), rope), v
+        return ops.linear(c, self.qkv.weight[first:], bias).unflatten(-1, (-1, self.head_dim))
 
 
 class MLP(nn.Module):
@@ -182,8 +194,7 @@ class MLP(nn.Module):
         self.down = Linear(config.inner_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(nn.functional.silu(gate) * up)
+        return self.down(ops.swiglu(self.gate_up(x)))
 
 
 class MoE(nn.Module):
@@ -213,9 +224,10 @@ class DecoderLayer(nn.Module):
         sparse = config.moe is not None and layer in config.moe_layers
         self.mlp = MoE(config.hidden_size, config.moe) if sparse and config.moe else MLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rope, attend)
-        return x + self.mlp(self.post_norm(x))
+    def forward(self, x: Tensor, h: Tensor, rope: Rope, attend: Attend, next_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """From a stream x and its norm h to the next of both. Each addition is made with the norm that reads it."""
+        x, h = self.post_norm.after(x, self.attention(h, rope, attend))
+        return next_norm.after(x, self.mlp(h))
 
 
 class DecoderStack(nn.Module):
@@ -237,28 +249,30 @@ class DecoderStack(nn.Module):
             if isinstance(module, Linear):
                 ops.pack(module.weight)
 
-    def rope(self, position: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, x: Tensor, rope: Rope, attends: Sequence[Attend], tap_layers: tuple[int, ...] = ()) -> Hidden:
+        """All layers. A tap is the output of a layer, before any norm."""
+        layers = cast(list[DecoderLayer], list(self.layers))
+        norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
+        h, taps = layers[0].input_norm(x), {}
+        for i, (layer, attend, norm) in enumerate(zip(layers, attends, norms, strict=True)):
+            x, h = layer(x, h, rope, attend, norm)
+            if i in tap_layers:
+                taps[i] = x
+        return Hidden(h, torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None)
+
+    def rope(self, position: Tensor) -> Rope:
         return ops.rope(position, self.inv_freq, self.config.rope.scale, self.norm.weight.dtype)
 
     def paged(self, batch: TreeBatch, cache: Sequence[KVPages]) -> list[Attend]:
         """How each layer attends when K and V live in pages: store the new ones, then look at all."""
         plan = ops.plan_attention(batch)
-        scale = self.config.head_dim**-0.5
+        scale, G = self.config.head_dim**-0.5, self.config.num_kv_heads
 
-        def attend(pages: KVPages, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            ops.store_kv(pages, k, v, batch.slot_T)
-            return ops.tree_attention(q, pages, plan, scale, window)
+        def attend(pages: KVPages, window: int | None, qkv: Tensor, rope: Rope, norm: HeadNorm | None) -> Tensor:
+            q_THE = ops.rotate_store(qkv, G, rope, norm, pages, batch.slot_T)
+            return ops.tree_attention(q_THE, pages, plan, scale, window)
 
         return [partial(attend, pages, self.config.window(i)) for i, pages in enumerate(cache)]
-
-
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Attention without pages: (.., queries, H, E) over (.., keys, G, E), as `visible` (.., queries, keys) allows."""
-    flat = q.dim() == 3
-    q, k, v = (x.transpose(-3, -2)[None] if flat else x.transpose(-3, -2) for x in (q, k, v))
-    mask = visible.unsqueeze(-3)
-    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(-3, -2)
-    return out[0] if flat else out
 
 
 class Decoder(DecoderStack):
@@ -279,26 +293,17 @@ class Decoder(DecoderStack):
         return nn.functional.embedding(token, self.embedding)
 
     def forward(self, batch: TreeBatch, cache: Sequence[KVPages], tap_layers: tuple[int, ...] = ()) -> Hidden:
-        """One pass over the in-flight tokens. A tap is the output of a layer, before the final norm."""
-        return self._run(batch.token_T, batch.position_T, self.paged(batch, cache), tap_layers)
+        """One pass over the in-flight tokens."""
+        return self.run(self.embed(batch.token_T), self.rope(batch.position_T), self.paged(batch, cache), tap_layers)
 
-    def forward_dense(self, token: Tensor, position: Tensor, visible: Tensor, tap_layers: tuple[int, ...]) -> Hidden:
+    def forward_dense(self, token: Tensor, position: Tensor, visible: Visible, tap_layers: tuple[int, ...]) -> Hidden:
         """The same without a cache, for training: tokens (.., T) that see each other as `visible` (.., T, T) says."""
-        attends: list[Attend] = []
-        for i in range(self.config.num_layers):
-            window, seen = self.config.window(i), visible
-            if window is not None:
-                seen = visible & (position[..., None, :] > position[..., None] - window)
-            attends.append(partial(attend_dense, visible=seen))
-        return self._run(token, position, attends, tap_layers)
+        seen = {window: narrow(visible, position, position, window) for window in self.config.distinct_windows}
+        attends = [partial(self._attend_dense, seen[self.config.window(i)]) for i in range(self.config.num_layers)]
+        return self.run(self.embed(token), self.rope(position), attends, tap_layers)
+
+    def _attend_dense(self, visible: Visible, qkv: Tensor, rope: Rope, norm: HeadNorm | None) -> Tensor:
+        return attend_masked(*ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm), visible)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return ops.linear(hidden, self.lm_head)
-
-    def _run(self, token: Tensor, position: Tensor, attends: list[Attend], tap_layers: tuple[int, ...]) -> Hidden:
-        x, rope, taps = self.embed(token), self.rope(position), {}
-        for i, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
-            x = layer(x, rope, attend)
-            if i in tap_layers:
-                taps[i] = x
-        return Hidden(self.norm(x), torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None)

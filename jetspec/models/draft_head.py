@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.config import TreeConfig
-from jetspec.models.decoder import Attend, DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm, attend_dense
+from jetspec.models.decoder import (
+    Attend,
+    DecoderConfig,
+    DecoderLayer,
+    DecoderStack,
+    Linear,
+    RMSNorm,
+    Rope,
+)
+from jetspec.models.masked_attention import Visible, attend_masked, narrow
+from jetspec.ops import HeadNorm
 from jetspec.tree import Candidates, EdgeFactors, pack_bits
 from jetspec.types import KVPages, TreeBatch
 
@@ -136,13 +146,18 @@ class DraftHead(DecoderStack):
 
     def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor, cache: Sequence[KVPages]) -> None:
         """Extend the context with newly committed tokens."""
-        for pages, (k, v) in zip(cache, self.context(tap_TX, position_T), strict=True):
-            ops.store_kv(pages, k, v, slot_T)
+        rope = self.rope(position_T)
+        for pages, (kv, norm) in zip(cache, self.context(tap_TX), strict=True):
+            ops.rotate_store(kv, self.config.num_kv_heads, rope, norm, pages, slot_T)
 
-    def context(self, tap: Tensor, position: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """K and V of context rows for every layer: the layers look at the same rows and never change them."""
-        row, rope = self.fuse(tap), self.rope(position)
-        return [cast(DecoderLayer, layer).attention.context(row, rope) for layer in self.layers]
+    def context(self, tap: Tensor) -> list[tuple[Tensor, HeadNorm | None]]:
+        """Key and value heads of context rows for every layer, with its norm, not yet turned to their positions.
+
+        The layers look at the same rows and never change them.
+        """
+        row = self.fuse(tap)
+        attentions = [cast(DecoderLayer, layer).attention for layer in self.layers]
+        return [(attention.context(row), attention.head_norm) for attention in attentions]
 
     def propose(self, block: TreeBatch, target: Embedder, cache: Sequence[KVPages]) -> Tensor:
         """States for depths 1..D, (B, D, M), of blocks [anchor, MASK, ..] placed behind the context.
@@ -150,10 +165,9 @@ class DraftHead(DecoderStack):
         Who sees whom in a block is the head's to know: the batch's own mask is not looked at. The block's K and V
         are written past the context's end, where the next rows overwrite them.
         """
-        x, rope = target.embed(block.token_T), self.rope(block.position_T)
-        for layer, attend in zip(self.layers, self._attend_block(block, cache), strict=True):
-            x = layer(x, rope, attend)
-        return self.predicting(self.norm(x).unflatten(0, (-1, self.head_config.block_size)))
+        embedded, attends = target.embed(block.token_T), self._attend_block(block, cache)
+        states = self.run(embedded, self.rope(block.position_T), attends).hidden_TM
+        return self.predicting(states.unflatten(0, (-1, self.head_config.block_size)))
 
     def _attend_block(self, block: TreeBatch, cache: Sequence[KVPages]) -> list[Attend]:
         """A causal layer attends the block as a chain, any other as a clique."""
@@ -197,33 +211,30 @@ class DraftHead(DecoderStack):
         return Candidates(*ops.topk_logprob(logits_BDV, min(count, V)), entropy_BD, edge)
 
     def forward_blocks(
-        self, block: Tensor, block_position: Tensor, tap: Tensor, tap_position: Tensor, visible: Tensor
+        self, block: Tensor, block_position: Tensor, tap: Tensor, tap_position: Tensor, visible: Visible
     ) -> Tensor:
         """The same pass without a cache, for training: blocks of embeddings over sequences of context rows.
 
         `block` is (.., Q, M) with all blocks' slots in a row, `tap` (.., T, X), `visible` (.., Q, T + Q): what each
         slot sees of the context rows, then of the slots, where no window narrows it. Returns every slot's state.
         """
-        x, rope = block, self.rope(block_position)
-        for i, (layer, (k, v)) in enumerate(zip(self.layers, self.context(tap, tap_position), strict=True)):
-            seen = self._in_window(visible, i, block_position, tap_position)
-            x = layer(x, rope, partial(_attend_dense, k, v, seen))
-        return self.norm(x)
+        key_position = torch.cat((tap_position, block_position), -1)
+        seen = {
+            window: narrow(visible, block_position, key_position, window, self.head_config.causal_windows)
+            for window in self.config.distinct_windows
+        }
+        G, tap_rope, attends = self.config.num_kv_heads, self.rope(tap_position), []
+        for i, (kv, norm) in enumerate(self.context(tap)):
+            _, k, v = ops.rotate_qkv(kv, G, tap_rope, norm)
+            attends.append(partial(self._attend_dense, k, v, seen[self.config.window(i)]))
+        return self.run(block, self.rope(block_position), attends).hidden_TM
 
-    def _in_window(self, visible: Tensor, layer: int, block_position: Tensor, tap_position: Tensor) -> Tensor:
-        window = self.config.window(layer)
-        if window is None:
-            return visible
-        key_position = torch.cat((tap_position, block_position), -1)[..., None, :]
-        slot_position = block_position[..., None]
-        visible = visible & (key_position > slot_position - window)
-        return visible & (key_position <= slot_position) if self.head_config.causal_windows else visible
-
-
-def _attend_dense(k_context: Tensor, v_context: Tensor, visible: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of slots over context rows, then slots, all (.., rows, heads, E)."""
-    k, v = torch.cat((k_context, k), -3), torch.cat((v_context, v), -3)
-    return attend_dense(q, k, v, visible)
+    def _attend_dense(
+        self, k_context: Tensor, v_context: Tensor, visible: Visible, qkv: Tensor, rope: Rope, norm: HeadNorm | None
+    ) -> Tensor:
+        """Attention of slots over context rows, then slots."""
+        q, k, v = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
+        return attend_masked(q, torch.cat((k_context, k), -3), torch.cat((v_context, v), -3), visible)
 
 
 def make_head(config: HeadConfig, seed: int = 0, **changes: object) -> DraftHead:

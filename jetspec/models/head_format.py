@@ -26,7 +26,8 @@ from jetspec.models.gguf import GGUFFile
 from jetspec.models.hub import resolve
 from jetspec.models.weights import DType, read_json
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
+OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
 MAX_BLOCK = 256
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
@@ -86,8 +87,10 @@ def load_head(
     return head.to(device).requires_grad_(False).eval()
 
 
-def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a head in the published layout. The folder appears complete or not at all.
+def save_head(
+    head: DraftHead, folder: str | Path, dtype: torch.dtype = torch.bfloat16, card: str | None = None
+) -> None:
+    """Write a head in the published layout, with a model card if given. The folder appears complete or not at all.
 
     `dtype` int8 stores each row of a matrix as 8-bit numbers with a factor: half the size, for JetSpec alone to read.
     It replaces an older head; a folder that holds anything else is not touched.
@@ -100,6 +103,8 @@ def save_head(head: DraftHead, folder: str | Path, dtype: torch.dtype = torch.bf
     try:
         fresh.mkdir()
         (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if card is not None:
+            (fresh / CARD_FILE).write_text(card, encoding="utf-8")
         save_file(_published_tensors(head, dtype), fresh / WEIGHTS_FILE, metadata={"format": "pt"})
         if folder.exists():
             os.replace(folder, old)
@@ -465,5 +470,5 @@ def _check_replaceable(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; a head is saved as a folder")
-    if others := sorted(path.name for path in folder.iterdir() if path.name not in (CONFIG_FILE, WEIGHTS_FILE)):
+    if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN_FILES):
         raise ValueError(f"{folder} holds other files ({_some(others)}); save the head in a folder of its own")

@@ -17,7 +17,8 @@ from jetspec.train.prompts import PromptData
 from jetspec.train.regenerate import OnBad, RegenerateConfig, load_corpus, places, plan, regenerate, write_rows
 from jetspec.train.workers import Answer
 
-CPU_BATCH, GPU_BATCH = 8, 512
+CPU_BATCH, GPU_BATCH = 8, 2048
+PATIENCE = 24
 SHARED_FRAC = 0.7
 """Share of a GPU's memory that the caches of several processes on it may take together."""
 
@@ -33,10 +34,13 @@ class Machines:
     max_len: int | None = None
 
     def engine(self, place: str) -> EngineConfig:
-        """Large chunks of prompts: nobody waits for a single answer."""
+        """Large chunks of many prompts: nobody waits for a single answer."""
         usual = CPU_BATCH if place == "cpu" else GPU_BATCH
         batch = usual if self.batch is None else self.batch
-        return EngineConfig(max_batch=batch, max_len=self.max_len, prefill_chunk=max(512, 16 * batch))
+        chunk = max(512, 16 * batch)
+        return EngineConfig(
+            max_batch=batch, max_len=self.max_len, prefill_chunk=chunk, prefix_cache=False, patience=PATIENCE
+        )
 
 
 def regenerate_data(

@@ -37,6 +37,7 @@ def next_token_law(target: Decoder, tokens: list[int], temperature: float) -> to
     engine = make_engine(target)
     engine.add([*tokens, 0], SamplingParams())
     ((request, _),) = engine.scheduler.next_chunks()
+    engine.cache.flush()
     out = target(engine.cache.place_chunks([(request, len(tokens))]), engine.cache.target.layers)
     return (target.logits(out.hidden_TM[-1]) / temperature).softmax(-1)
 

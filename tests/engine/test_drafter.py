@@ -16,7 +16,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 def state(rows: list[list[int]]) -> RoundState:
     params = SamplingParams()
-    requests = [Request(i, tokens, len(tokens), params, 0) for i, tokens in enumerate(rows)]
+    requests = [Request(i, tokens, len(tokens), params, 0, 99) for i, tokens in enumerate(rows)]
     sampling = RowSampling.of([params] * len(rows), [0] * len(rows), "cpu")
     return RoundState(torch.arange(len(rows)), torch.tensor([t[-1] for t in rows]), sampling, requests)
 

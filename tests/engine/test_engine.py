@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.types import SamplingParams
+from jetspec.types import Request, SamplingParams
 from tests.engine.tiny import VOCAB, Script, make_engine, plain, run, tiny_decoder, tiny_head, use
 
 TARGET = tiny_decoder()
@@ -251,3 +251,57 @@ def test_settings_that_a_drafter_cannot_honour_are_refused(tree: TreeConfig) -> 
 def test_the_page_table_is_no_wider_than_the_pool() -> None:
     engine = make_engine(TARGET, config=EngineConfig(page_size=4, num_pages=6))
     assert engine.cache.page_RP.shape[1] == 6
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("who", ["none", "head"])
+def test_rounds_may_start_before_the_last_was_read(who: str, ahead: int, sampling: SamplingParams) -> None:
+    """Requests end, join, and are sent back for want of pages while a round is under way; the text is the same."""
+    eos = TRUTH[id(sampling)][0][12]
+    head = tiny_head(TARGET) if who == "head" else None
+    for num_pages in (None, 24):
+        config = EngineConfig(page_size=4, max_batch=3, ahead=ahead, num_pages=num_pages)
+        engine = make_engine(TARGET, who, head, config=config, eos_tokens=frozenset({eos}))  # type: ignore[arg-type]
+        done = run(engine, PROMPTS, sampling)
+        expected = [t[: t.index(eos) + 1] if eos in t else t for t in TRUTH[id(sampling)]]
+        assert [c.token_ids for c in done] == expected
+        assert engine.cache.pool.num_available == engine.cache.pool.num_pages
+        assert not engine.in_flight
+
+
+def test_what_a_round_under_way_finds_for_a_cancelled_request_is_dropped() -> None:
+    engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=1, ahead=1))
+    first, second = engine.add(PROMPTS[0], GREEDY), engine.add(PROMPTS[3], GREEDY)
+    for _ in range(4):
+        engine.step()
+    engine.cancel(first)
+    done = {}
+    while engine.has_work:
+        for update in engine.step():
+            assert update.request_id == second
+            done[update.request_id] = update.completion
+    assert done[second].token_ids == TRUTH[id(GREEDY)][3]  # type: ignore[union-attr]
+
+
+def test_patience_lets_prompts_prefill_together() -> None:
+    """With it, those that wait come in groups; nobody waits longer than it says, and the texts stay."""
+
+    def joins(patience: int) -> list[int]:
+        engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=16, patience=patience))
+        sizes: list[int] = []
+        next_chunks = engine.scheduler.next_chunks
+
+        def watched() -> list[tuple[Request, int]]:
+            chunks = next_chunks()
+            if chunks:
+                sizes.append(len(chunks))
+            return chunks
+
+        engine.scheduler.next_chunks = watched  # type: ignore[method-assign]
+        params = [SamplingParams(max_tokens=10 + i) for i in range(16)] + [SamplingParams(max_tokens=5)] * 8
+        done = run(engine, [PROMPTS[0]] * 24, params)
+        assert [c.token_ids for c in done] == [TRUTH[id(GREEDY)][0][: p.max_tokens] for p in params]
+        return sizes
+
+    assert len(joins(50)) < len(joins(1)) < len(joins(0))

@@ -51,6 +51,7 @@ class Script:
     """
 
     tap_layers: tuple[int, ...] = ()
+    on_device = False
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]], right: float, budget: int, seed: int = 0) -> None:
         self.truth, self.right, self.lookahead = truth, right, budget

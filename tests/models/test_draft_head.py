@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from jetspec import ops
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers, make_head
 from tests.models.head_paged import (
     CAUSAL,
@@ -135,7 +136,8 @@ def test_context_needs_no_input_norm_and_is_shared_by_layers(name: str) -> None:
     fused = taps @ head.fc.weight.T
     row = fused / (fused.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * head.hidden_norm.weight
     angle = position[:, None] * c.rope.theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
-    for layer, (k, v) in zip(head.layers, head.context(taps, position), strict=True):
+    for layer, (kv, norm) in zip(head.layers, head.context(taps), strict=True):
+        _, k, v = ops.rotate_qkv(kv, c.num_kv_heads, head.rope(position), norm)
         weight = dict(layer.named_parameters())
         _, w_k, w_v = weight["attention.qkv.weight"].split([32, 16, 16])
         _, b_k, b_v = weight.get("attention.qkv.bias", torch.zeros(64)).split([32, 16, 16])

@@ -1,0 +1,75 @@
+"""Rounds as CUDA graphs write what rounds as written write."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.dispatch import force
+from jetspec.engine.graphs import batch_sizes
+from jetspec.types import SamplingParams
+from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH
+from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_head
+
+
+@given(st.integers(1, 5000))
+def test_little_of_a_batch_is_padding(max_batch: int) -> None:
+    sizes = batch_sizes(max_batch)
+    assert sizes[0] == 1 and sizes[-1] == max_batch and sizes == sorted(set(sizes))
+    assert all(after <= max(before + 1, before * 1.5) for before, after in pairwise(sizes))
+
+
+def test_graphs_need_a_gpu() -> None:
+    with pytest.raises(ValueError, match="needs a GPU"):
+        make_engine(tiny_decoder(), config=EngineConfig(execution="graph"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+@pytest.mark.parametrize("who", ["none", "head", "bidirectional", "edge"])
+def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: SamplingParams) -> None:
+    target = tiny_decoder().cuda()
+    head = None if who == "none" else tiny_head(target, edge=who == "edge", causal=who != "bidirectional").cuda()
+    for budget, batch in ((8, 3), (40, 6)):
+        config = EngineConfig(page_size=4, max_batch=batch, execution=execution, num_pages=60)  # type: ignore[arg-type]
+        tree = TreeConfig(budget=budget, width=4)
+        engine = make_engine(target, "head" if head else "none", head, tree, config)
+        assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
+        assert engine.cache.pool.num_available == engine.cache.pool.num_pages
+
+
+@pytest.mark.gpu
+def test_kernels_and_references_write_the_same() -> None:
+    target = tiny_decoder().cuda()
+    head = tiny_head(target, edge=True).cuda()
+    config = EngineConfig(page_size=4, execution="eager")
+    with force("reference"):
+        expected = run(make_engine(target, "head", head, config=config), PROMPTS, GREEDY)
+    done = run(make_engine(target, "head", head, config=config), PROMPTS, GREEDY)
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    assert [c.stats.accepted_lengths for c in done] == [c.stats.accepted_lengths for c in expected]
+
+
+@pytest.mark.gpu
+def test_requests_join_and_leave_while_graphs_replay() -> None:
+    target = tiny_decoder().cuda()
+    engine = make_engine(target, "head", tiny_head(target).cuda(), config=EngineConfig(page_size=4, max_batch=5))
+    waiting, names, done = list(enumerate(PROMPTS * 3)), {}, {}
+    while waiting or engine.has_work:
+        if waiting:
+            index, prompt = waiting.pop(0)
+            names[engine.add(prompt, GREEDY)] = index
+        if len(waiting) == 7:
+            engine.cancel(next(iter(engine.requests)))
+        done.update({names[u.request_id]: u.completion for u in engine.step() if u.completion})
+    assert len(done) >= len(PROMPTS) * 3 - 1
+    for index, completion in done.items():
+        assert completion.token_ids == TRUTH[id(GREEDY)][index % len(PROMPTS)]
+    assert int(engine.cache.length_R[engine.cache.idle_row]) == 0
+    torch.cuda.synchronize()
