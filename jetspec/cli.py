@@ -454,6 +454,105 @@ def regenerate(
     regenerate_data(out, prompts, config, machines, on_bad=on_bad, dry_run=dry_run)
 
 
+profile_app = typer.Typer(invoke_without_command=True)
+app.add_typer(profile_app, name="profile")
+
+SHAPE_HELP = "qwen3-8b, qwen3-30b-a3b, qwen3-0.6b, smollm2-135m, or that of a model, folder or GGUF file."
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What is measured, where, and where the numbers go."""
+
+    shape: Annotated[str, _option(SHAPE_HELP, panel="Model", metavar="NAME")] = "smollm2-135m"
+    batch: Annotated[int, _option("Requests decoded together.", panel="Round")] = 1
+    dtype: Annotated[DtypeName, _option("float32, bfloat16, float16.", panel="Model", metavar="TYPE")] = "auto"
+    device: Annotated[str, _option("cpu or cuda.", panel="Model", metavar="NAME")] = "auto"
+    out: Annotated[Path | None, _option("Write a record, too.", "--out", metavar="FILE")] = None
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """The head that drafts: a real one, or the shape of one."""
+
+    head: Annotated[str | None, _option("Draft head; random weights when left out.", panel="Head", metavar="NAME")] = (
+        None
+    )
+    head_layers: Annotated[int, typer.Option(min=1, help="Layers of a random head.", rich_help_panel="Head")] = 5
+    block: Annotated[int, typer.Option(min=2, help="Block size of a random head.", rich_help_panel="Head")] = 16
+    edge: Annotated[bool, _option("Give a random head an edge term.", "--edge", panel="Head")] = False
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Options that stand before a subcommand would be lost on it."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"put --{name} behind `{context.invoked_subcommand}`", ctx=context)
+
+
+@profile_app.callback(
+    epilog=_examples(
+        "jetspec profile --shape qwen3-8b --budget 64 --budget 128 --context 256 --context 2048",
+        "jetspec profile --shape smollm2-135m-instruct --weights real --head heads/mine --out profile.json",
+        "jetspec profile op tree_attention --shape qwen3-8b --context 4096",
+    )
+)
+@spread
+def profile(
+    context: typer.Context,
+    options: ProfileOptions,
+    head_options: HeadOptions,
+    weights: Annotated[Literal["random", "real"], _option("Of the target.", panel="Model")] = "random",
+    budget: Annotated[list[int] | None, _option("Nodes of a tree, 64 by default; repeatable.", panel="Round")] = None,
+    width: Annotated[int, _option("Most children of one node.", panel="Round")] = 8,
+    contexts: Annotated[
+        list[int] | None, _option("Tokens before it, 1024 by default; repeatable.", "--context", panel="Round")
+    ] = (None),
+    rounds: Annotated[int | None, _option("Rounds to time; by default 10, on a GPU 200.", panel="Round")] = None,
+) -> None:
+    """Time a round stage by stage.
+
+    Next to it a plain step, and under both the floor: their matrix products alone. Random weights take as long as real
+    ones, so no model is needed.
+    """
+    if context.invoked_subcommand:
+        _refuse_options(context)
+        return
+    trees = [TreeConfig(budget=nodes, width=width) for nodes in budget or [64]]
+    from jetspec.bench.profile import Workload
+    from jetspec.terminal.profile import HeadChoice, Report, Where, default_rounds, profile_rounds
+    from jetspec.train.config import HeadShape
+
+    timed = default_rounds(options.device) if rounds is None else rounds
+    works = [Workload(length, options.batch, timed) for length in contexts or [1024]]
+    shape = HeadShape(head_options.head_layers, head_options.block, edge_rank=128 if head_options.edge else 0)
+    where = Where(options.shape, options.dtype, options.device)
+    choice, report = HeadChoice(head_options.head, shape), Report(options.as_json, options.out)
+    profile_rounds(where, weights, choice, trees, works, report)
+
+
+@profile_app.command(
+    epilog=_examples(
+        "jetspec profile op all",
+        "jetspec profile op mixture --shape qwen3-30b-a3b --budget 128 --json",
+    )
+)
+@spread
+def op(
+    name: Annotated[str, typer.Argument(help="Its name, such as tree_attention, or all.", metavar="NAME")],
+    options: ProfileOptions,
+    budget: Annotated[int, _option("Nodes of a tree.", panel="Round")] = 64,
+    context: Annotated[int, _option("Tokens before it.", panel="Round")] = 1024,
+) -> None:
+    """Time one operation: its kernel, and the reference that the kernel must equal."""
+    from jetspec.terminal.profile import Report, Where, profile_operations
+
+    where, report = Where(options.shape, options.dtype, options.device), Report(options.as_json, options.out)
+    profile_operations(name, where, budget=budget, context=context, batch=options.batch, report=report)
+
+
 def main() -> None:
     # Python has None for a stream that was closed before it started; what is written there is for nobody.
     sys.stdout = sys.stdout or StringIO()

@@ -1,0 +1,79 @@
+"""The least a pass can take: its matrix products over the model's own weights, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetspec import ops
+from jetspec.models.decoder import Decoder, DecoderStack, Linear, MoE
+from jetspec.models.draft_head import DraftHead
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Products to make, each a weight and its input, and weights that need only be read."""
+
+    products: list[tuple[Tensor, Tensor]]
+    reads: list[Tensor]
+
+    def run(self) -> None:
+        for weight, x in self.products:
+            ops.linear(x, weight)
+        for weight in self.reads:
+            weight.view(torch.int64).sum()  # the widest loads there are
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return sum(weight.nbytes for weight in (*(weight for weight, _ in self.products), *self.reads))
+
+
+def plain_floor(target: Decoder, batch: int, experts: Sequence[int]) -> Floor:
+    """The floor of a plain step. `experts` counts those that a pass visits in each sparse layer."""
+    return _floor(target, [(weight, batch) for weight in (*_weights(target), target.lm_head)], experts)
+
+
+def round_floor(target: Decoder, head: DraftHead, batch: int, budget: int, experts: Sequence[int]) -> Floor:
+    """The floor of a round: the target over every node, the head over its block, logits of both."""
+    config = head.head_config
+    verify = [(weight, batch * budget) for weight in (*_weights(target), target.lm_head)]
+    draft = [(weight, batch * config.block_size) for weight in _weights(head)]
+    return _floor(target, [*draft, (target.lm_head, batch * config.depth), *verify], experts)
+
+
+def count_experts(target: Decoder, run: Callable[[], object]) -> list[int]:
+    """How many experts a pass of the target visits, per sparse layer."""
+    counts: list[int] = []
+
+    def note(moe: MoE, router: nn.Module, inputs: Any, logits: Tensor) -> None:
+        counts.append(len(logits.topk(moe.config.num_chosen, -1).indices.unique()))
+
+    hooks = [moe.router.register_forward_hook(partial(note, moe)) for moe in _mixtures(target)]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return counts
+
+
+def _floor(target: Decoder, products: list[tuple[Tensor, int]], experts: Sequence[int]) -> Floor:
+    """An expert sees so few rows that its product takes as long as reading it, and which ones are read is no matter."""
+    inputs = {(rows, weight.shape[1]): weight.new_empty(rows, weight.shape[1]).normal_() for weight, rows in products}
+    reads = []
+    for moe, count in zip(_mixtures(target), experts, strict=True):
+        reads += [moe.gate_up[:count], moe.down[:count]]
+    return Floor([(weight, inputs[rows, weight.shape[1]]) for weight, rows in products], reads)
+
+
+def _weights(stack: DecoderStack) -> list[Tensor]:
+    """Of every product in a stack's layers, experts left out."""
+    return [module.weight for module in stack.layers.modules() if isinstance(module, Linear)]
+
+
+def _mixtures(target: Decoder) -> list[MoE]:
+    return [module for module in target.layers.modules() if isinstance(module, MoE)]

@@ -1,0 +1,285 @@
+"""One operation at the shape it has in a round: its kernel against its reference, in time and in value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetspec import ops
+from jetspec.bench.timing import as_graph, time_ms
+from jetspec.config import TreeConfig
+from jetspec.dispatch import Kernels, force
+from jetspec.models.decoder import DecoderConfig
+from jetspec.ops import HeadNorm
+from jetspec.tree import Candidates, DraftTree, accept, build_tree
+from jetspec.types import BatchLayout, KVPages, RowSampling, SamplingParams, TreeBatch
+
+PAGE_SIZE, DEPTH, WIDTH = 16, 15, 8
+COLD_BYTES = 128 << 20
+"""Enough to be gone from a GPU's cache before it is used again."""
+MAX_COPIES = 32
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """Milliseconds per call. Without a GPU there is a reference only."""
+
+    name: str
+    num_bytes: int
+    """What any implementation must read and write."""
+    reference_ms: float
+    kernel_ms: float | None
+    max_difference: float | None
+    """Largest distance between a value of the kernel and one of the reference."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Of the kernel if there is one."""
+        return self.num_bytes / (self.kernel_ms or self.reference_ms) / 1e6
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "gb_per_s": self.gb_per_s}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something to call on inputs of its own. What it returns, or has written to, is compared."""
+
+    run: Callable[[], tuple[Tensor, ...]]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model's shape and the round that an operation is part of."""
+
+    config: DecoderConfig
+    dtype: torch.dtype
+    device: torch.device
+    budget: int = 64
+    context: int = 1024
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        TreeConfig(budget=self.budget)
+        for name in ("context", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+class Inputs:
+    """Random inputs for a setting, the same ones in the same order each time."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.config = setting, setting.config
+        self.B, self.N, self.T = setting.batch, setting.budget, setting.batch * setting.budget
+        self.generator = torch.Generator(setting.device).manual_seed(0)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        s = self.setting
+        return torch.randn(shape, generator=self.generator, dtype=dtype or s.dtype, device=s.device)
+
+    def candidates(self) -> Candidates:
+        """Distinct tokens per depth, as unlike each other as a head's."""
+        vocab = min(self.config.vocab_size, 1024)
+        logprob = (3 * self.normal(self.B, DEPTH, vocab, dtype=torch.float32)).log_softmax(-1)
+        value, token = logprob.topk(WIDTH)
+        return Candidates(token, value)
+
+    def anchors(self) -> Tensor:
+        return torch.arange(self.B, device=self.setting.device)
+
+    def tree(self) -> DraftTree:
+        with force("reference"):
+            return build_tree(self.anchors(), self.candidates(), TreeConfig(budget=self.N, width=WIDTH), DEPTH)
+
+    def placed(self, context: int) -> TreeBatch:
+        """A tree per request behind so many cached tokens, in pages that lie anywhere."""
+        device, tree = self.setting.device, self.tree()
+        width = -(-(context + self.N) // PAGE_SIZE)
+        page_BP = torch.randperm(self.B * width, generator=self.generator, device=device).view(self.B, width)
+        length_B = torch.full((self.B,), context, device=device)
+        start_B1 = torch.arange(self.B + 1, device=device) * self.N
+        index_BN = length_B[:, None] + torch.arange(self.N, device=device)
+        slot_BN = page_BP.gather(1, index_BN // PAGE_SIZE) * PAGE_SIZE + index_BN % PAGE_SIZE
+        position_BN = length_B[:, None] + tree.depth_BN
+        layout = BatchLayout(page_BP, length_B, start_B1, PAGE_SIZE, self.N)
+        tokens = tree.token_BN.flatten()
+        return TreeBatch(tokens, position_BN.flatten(), slot_BN.flatten(), layout, tree.ancestor_BNW)
+
+    def pages(self, batch: TreeBatch) -> KVPages:
+        shape = (batch.layout.page_BP.numel(), PAGE_SIZE, self.config.num_kv_heads, self.config.head_dim)
+        return KVPages(self.normal(*shape), self.normal(*shape))
+
+
+def tree_attention(inputs: Inputs) -> Operation:
+    c, batch = inputs.config, inputs.placed(inputs.setting.context)
+    pages, q_THE = inputs.pages(batch), inputs.normal(inputs.T, c.num_heads, c.head_dim)
+    plan = ops.plan_attention(batch)
+    row_bytes = 2 * c.num_kv_heads * c.head_dim * q_THE.itemsize
+    return Operation(
+        lambda: (ops.tree_attention(q_THE, pages, plan, c.head_dim**-0.5, None),),
+        2 * q_THE.nbytes + inputs.B * (inputs.setting.context + inputs.N) * row_bytes,
+    )
+
+
+def add_rms_norm(inputs: Inputs) -> Operation:
+    M = inputs.config.hidden_size
+    x, delta, weight = inputs.normal(inputs.T, M), inputs.normal(inputs.T, M), inputs.normal(M)
+    return Operation(lambda: ops.add_rms_norm(x, delta, weight, inputs.config.norm_eps), 4 * x.nbytes)
+
+
+def rotate_store(inputs: Inputs) -> Operation:
+    c, batch = inputs.config, inputs.placed(context=PAGE_SIZE)
+    pages, G = inputs.pages(batch), c.num_kv_heads
+    qkv = inputs.normal(inputs.T, c.num_heads + 2 * G, c.head_dim)
+    norm = HeadNorm(inputs.normal(c.head_dim), inputs.normal(c.head_dim), c.norm_eps) if c.qk_norm else None
+    tables = ops.rope(batch.position_T, c.rope.inv_freq(c.head_dim).to(qkv.device), c.rope.scale, qkv.dtype)
+
+    def run() -> tuple[Tensor, ...]:
+        return ops.rotate_store(qkv, G, tables, norm, pages, batch.slot_T), pages.k, pages.v
+
+    return Operation(run, 2 * qkv.nbytes)
+
+
+def swiglu(inputs: Inputs) -> Operation:
+    gate_up = inputs.normal(inputs.T, 2 * inputs.config.inner_size)
+    return Operation(lambda: (ops.swiglu(gate_up),), gate_up.nbytes * 3 // 2)
+
+
+def topk_logprob(inputs: Inputs) -> Operation:
+    """Values only: tokens whose logits tie may come in any order."""
+    logits = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size, dtype=torch.float32)
+    return Operation(lambda: (ops.topk_logprob(logits, WIDTH)[1],), logits.nbytes)
+
+
+def build(inputs: Inputs) -> Operation:
+    anchor_B, candidates = inputs.anchors(), inputs.candidates()
+    config = TreeConfig(budget=inputs.N, width=WIDTH)
+
+    def run() -> tuple[Tensor, ...]:
+        tree = build_tree(anchor_B, candidates, config, DEPTH)
+        return tree.token_BN, tree.parent_BN, tree.depth_BN, tree.ancestor_BNW, tree.size_B
+
+    read = candidates.token_BDC.nbytes + candidates.logprob_BDC.nbytes
+    return Operation(run, read + sum(x.nbytes for x in run()))
+
+
+def accept_path(inputs: Inputs) -> Operation:
+    """The target's choice stands out, and is right after the root."""
+    tree = inputs.tree()
+    logits_BNV = inputs.normal(inputs.B, inputs.N, inputs.config.vocab_size)
+    logits_BNV.scatter_(-1, tree.token_BN.roll(-1, 1)[..., None], 20)
+    sampling = RowSampling.of([SamplingParams()] * inputs.B, [0] * inputs.B, logits_BNV.device)
+    cached_len_B = torch.full_like(tree.size_B, inputs.setting.context)
+
+    def run() -> tuple[Tensor, ...]:
+        verdict = accept(tree, logits_BNV, sampling, cached_len_B)
+        return verdict.path_BD1, verdict.length_B, verdict.bonus_B
+
+    return Operation(run, logits_BNV.nbytes)
+
+
+def compact_kv(inputs: Inputs) -> Operation:
+    """A path of full depth whose nodes lie apart."""
+    c, batch = inputs.config, inputs.placed(context=PAGE_SIZE)
+    shape = (batch.layout.page_BP.numel(), PAGE_SIZE, c.num_kv_heads, c.head_dim)
+    storage = inputs.normal(2, c.num_layers, *shape)
+    num = min(DEPTH + 1, inputs.N)
+    slot_BN = batch.slot_T.view(inputs.B, inputs.N)
+    source = slot_BN[:, torch.arange(num, device=slot_BN.device) * (inputs.N // num)]
+    target = slot_BN[:, :num].contiguous()
+
+    def run() -> tuple[Tensor, ...]:
+        ops.compact_kv(storage, source, target)
+        return (storage,)
+
+    row_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * storage.itemsize
+    return Operation(run, 2 * source.numel() * row_bytes)
+
+
+def mixture(inputs: Inputs) -> Operation:
+    moe, M = inputs.config.moe, inputs.config.hidden_size
+    if moe is None:
+        raise ValueError("this shape has no experts to mix; choose one that has, such as qwen3-30b-a3b")
+    gate_up = inputs.normal(moe.num_experts, 2 * moe.inner_size, M).mul_(0.02)
+    down = inputs.normal(moe.num_experts, M, moe.inner_size).mul_(0.02)
+    x_TM = inputs.normal(inputs.T, M)
+    chance = inputs.normal(inputs.T, moe.num_experts, dtype=torch.float32).softmax(-1)
+    weight_TK, expert_TK = chance.topk(moe.num_chosen)
+    weight_TK = weight_TK.to(x_TM.dtype)
+    touched = len(expert_TK.unique())
+    return Operation(
+        lambda: (ops.mixture(x_TM, gate_up, down, expert_TK, weight_TK),),
+        touched * (gate_up[0].nbytes + down[0].nbytes) + 2 * x_TM.nbytes,
+    )
+
+
+OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
+    "tree_attention": tree_attention,
+    "add_rms_norm": add_rms_norm,
+    "rotate_store": rotate_store,
+    "swiglu": swiglu,
+    "topk_logprob": topk_logprob,
+    "build_tree": build,
+    "accept": accept_path,
+    "compact_kv": compact_kv,
+    "mixture": mixture,
+}
+
+
+def find_operations(name: str, config: DecoderConfig) -> list[str]:
+    """The operation of a name, or all that a shape has."""
+    if name == "all":
+        return [each for each in OPERATIONS if each != "mixture" or config.moe is not None]
+    if name not in OPERATIONS:
+        raise ValueError(f"there is no operation {name!r}; choose one of {', '.join(OPERATIONS)}, or all")
+    return [name]
+
+
+@torch.inference_mode()
+def profile_operation(name: str, setting: Setting, calls: int = 200) -> OpProfile:
+    """Time the reference as it is written, and the kernel in a CUDA graph, as rounds run it."""
+    on_gpu = setting.device.type == "cuda"
+    reference = _measure(name, setting, "reference", calls)
+    kernel = _measure(name, setting, "triton", calls) if on_gpu else None
+    return OpProfile(
+        name,
+        reference.num_bytes,
+        reference.ms,
+        kernel.ms if kernel else None,
+        _max_difference(reference.values, kernel.values) if kernel else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    ms: float
+    num_bytes: int
+    values: list[Tensor]
+
+
+def _measure(name: str, setting: Setting, kernels: Kernels, calls: int) -> _Measured:
+    """Calls go round several copies of the inputs, so that none finds its own in the cache of a GPU."""
+    device, inputs = setting.device, Inputs(setting)
+    with force(kernels):
+        first = OPERATIONS[name](inputs)
+        copies = min(COLD_BYTES // first.num_bytes + 1, MAX_COPIES) if device.type == "cuda" else 1
+        operations = [first, *(OPERATIONS[name](inputs) for _ in range(copies - 1))]
+        values = [x.clone() for x in first.run()]
+
+        def run() -> None:
+            for operation in operations:
+                operation.run()
+
+        timed = as_graph(run, device) if kernels == "triton" else run
+        return _Measured(time_ms(timed, device, calls // copies) / copies, first.num_bytes, values)
+
+
+def _max_difference(some: list[Tensor], others: list[Tensor]) -> float:
+    pairs = zip(some, others, strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)

@@ -1,0 +1,246 @@
+"""Where the time of a round goes: its stages, a plain step, and the floor under both, measured on one batch."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from jetspec.bench.floor import count_experts, plain_floor, round_floor
+from jetspec.bench.timing import Moment, as_graph, time_ms
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.drafter import RoundState
+from jetspec.engine.engine import Engine
+from jetspec.engine.graphs import Launched, Lineup, Rounds
+from jetspec.engine.rows import upload
+from jetspec.models.decoder import Decoder
+from jetspec.models.draft_head import DraftHead
+from jetspec.tree import accept, accepted_tokens
+from jetspec.types import SamplingParams
+
+STAGES = ("draft", "build", "verify", "accept", "commit")
+PREFILL_CHUNK = 65_536
+SPARE_ROUNDS = 8
+"""Rounds that the first requests may run while the last are prefilled."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A batch of requests, each with `context` random tokens, and how many rounds of it to time."""
+
+    context: int
+    batch: int = 1
+    rounds: int = 200
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a round costs, in milliseconds. A ratio is a time over its floor."""
+
+    budget: int
+    context: int
+    batch: int
+    round_ms: float
+    stages_ms: dict[str, float]
+    """Each stage on its own. They add up to a little more than the round, whose gaps between them are smaller."""
+    plain_ms: float
+    floor_round_ms: float
+    floor_plain_ms: float
+    bytes_round: int
+    """Weights that the floor of the round reads."""
+    bytes_plain: int
+    experts_round: float | None
+    """Experts that a verify pass visits, in the mean over sparse layers."""
+    experts_plain: float | None
+    step_ms: float
+    """A round in the engine's loop, with all that the host does for it."""
+    idle_frac: float
+    """Share of that loop in which the device waits for its next round."""
+    tokens_per_round: float
+
+    @property
+    def ratio_round(self) -> float:
+        return self.round_ms / self.floor_round_ms
+
+    @property
+    def ratio_plain(self) -> float:
+        return self.plain_ms / self.floor_plain_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio_round": self.ratio_round, "ratio_plain": self.ratio_plain}
+
+
+@torch.inference_mode()
+def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) -> Profile:
+    """Measure rounds and plain steps, one after the other, so that one of them is in memory at a time."""
+    if tree.budget < 2:
+        raise ValueError("a budget of 1 is plain decoding, which is timed in any case; give at least 2")
+    device = target.embedding.device
+    plain_ms, plain_experts = _profile_plain(target, work)
+    decoding = Decoding(target, head, tree, work)
+    still = StandingRound(decoding.engine)
+    experts = count_experts(target, still.verify_once)
+    stages_ms = still.stages_ms(work.rounds)
+    round_ms = still.round_ms(work.rounds)
+    loop = decoding.run(work.rounds)
+    floor = round_floor(target, head, work.batch, tree.budget, experts)
+    floor_plain = plain_floor(target, work.batch, plain_experts)
+    return Profile(
+        budget=tree.budget,
+        context=work.context,
+        batch=work.batch,
+        round_ms=round_ms,
+        stages_ms=stages_ms,
+        plain_ms=plain_ms,
+        floor_round_ms=time_ms(as_graph(floor.run, device), device, work.rounds),
+        floor_plain_ms=time_ms(as_graph(floor_plain.run, device), device, work.rounds),
+        bytes_round=floor.num_bytes,
+        bytes_plain=floor_plain.num_bytes,
+        experts_round=statistics.fmean(experts) if experts else None,
+        experts_plain=statistics.fmean(plain_experts) if plain_experts else None,
+        step_ms=loop.step_ms,
+        idle_frac=loop.idle_frac,
+        tokens_per_round=loop.tokens_per_round,
+    )
+
+
+def _profile_plain(target: Decoder, work: Workload) -> tuple[float, list[int]]:
+    """Milliseconds of a plain step, and the experts that it visits."""
+    still = StandingRound(Decoding(target, None, TreeConfig(budget=1), work).engine)
+    experts = count_experts(target, still.verify_once)
+    return still.round_ms(work.rounds), experts
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The engine's own loop over some rounds."""
+
+    step_ms: float
+    idle_frac: float
+    tokens_per_round: float
+
+
+class Decoding:
+    """An engine whose requests are prefilled and never end by themselves."""
+
+    def __init__(self, target: Decoder, head: DraftHead | None, tree: TreeConfig, work: Workload) -> None:
+        depth = head.head_config.depth if head else 0
+        config = EngineConfig(
+            max_batch=work.batch,
+            max_len=work.context + (work.rounds + SPARE_ROUNDS) * (depth + 1),
+            prefill_chunk=min(work.batch * work.context, PREFILL_CHUNK),
+            prefix_cache=False,
+        )
+        self.device = target.embedding.device
+        self.engine = Engine(target, head, drafter="head" if head else "none", tree=tree, config=config)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(target.config.vocab_size, (work.batch, work.context), generator=generator)
+        sampling = SamplingParams(max_tokens=self.engine.max_len, ignore_eos=True)
+        for tokens in prompts.tolist():
+            self.engine.add(tokens, sampling)
+        while len(self.engine.lineup.requests) < work.batch:
+            self.engine.step()
+            if len(self.engine.requests) < work.batch:
+                raise ValueError(
+                    f"{work.batch} requests of {work.context} tokens do not fit into memory and the model's context "
+                    f"of {target.config.max_len}; lower the batch or the context"
+                )
+
+    def run(self, rounds: int) -> Loop:
+        """Let the engine go on, up to so many rounds or the first request that reaches the end of its context."""
+        engine, watched = self.engine, WatchedRounds(self.engine.rounds, self.device)
+        engine.rounds = watched
+        tokens, requests = [], len(engine.requests)
+        began = Moment(self.device)
+        while len(watched.spans) < rounds and len(engine.requests) == requests:
+            tokens += [len(update.token_ids) for update in engine.step()]
+        whole_ms = began.ms_until(Moment(self.device))
+        engine.rounds = watched.rounds
+        return Loop(whole_ms / len(watched.spans), watched.idle_frac, statistics.fmean(tokens))
+
+
+class WatchedRounds:
+    """Rounds with a look at the device's clock before and after each."""
+
+    def __init__(self, rounds: Rounds, device: torch.device) -> None:
+        self.rounds, self.device = rounds, device
+        self.spans: list[tuple[Moment, Moment]] = []
+
+    def launch(self, lineup: Lineup) -> Launched:
+        began = Moment(self.device)
+        launched = self.rounds.launch(lineup)
+        self.spans.append((began, Moment(self.device)))
+        return launched
+
+    @property
+    def idle_frac(self) -> float:
+        """From the start of the first round to the end of the last, the share of time between rounds."""
+        whole_ms = self.spans[0][0].ms_until(self.spans[-1][1])
+        return 1 - sum(began.ms_until(ended) for began, ended in self.spans) / whole_ms
+
+
+class StandingRound:
+    """One round of an engine's batch, over and over from the same state, whole or stage by stage.
+
+    It writes K and V behind what is cached, where the engine's next round writes, too; lengths and anchors are put
+    back after every round.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        engine.scheduler.next_batch()  # makes room for the next round
+        engine.cache.flush()
+        self.round, self.device = engine.round, engine.device
+        self.table = engine.cache.rows
+        self.length_R, self.anchor_R = self.table.length_R.clone(), self.table.anchor_R.clone()
+        row_B = upload(engine.lineup.rows, torch.int64, self.device)
+        sampling = self.table.sampling(row_B, any_sampled=False, any_filtered=False)
+        self.state = RoundState(row_B, self.table.anchor_R[row_B], sampling, engine.lineup.requests)
+
+    def round_ms(self, rounds: int) -> float:
+        return time_ms(as_graph(self.whole, self.device), self.device, rounds)
+
+    def whole(self) -> None:
+        self.packed_BD2 = self.round(self.state).packed_BD2
+        self.rewind()
+
+    def stages_ms(self, rounds: int) -> dict[str, float]:
+        """Each stage on what the one before it left."""
+        times = {}
+        for name in STAGES:
+            times[name] = time_ms(as_graph(getattr(self, name), self.device), self.device, rounds)
+        self.rewind()
+        return times
+
+    def verify_once(self) -> None:
+        self.draft()
+        self.build()
+        self.verify()
+
+    def rewind(self) -> None:
+        self.table.length_R.copy_(self.length_R)
+        self.table.anchor_R.copy_(self.anchor_R)
+
+    def draft(self) -> None:
+        self.drafted = self.round.drafter.draft(self.state)
+
+    def build(self) -> None:
+        self.tree = self.round.drafter.build(self.state, self.drafted)
+
+    def verify(self) -> None:
+        tree = self.tree
+        self.batch = self.round.cache.place(self.state.row_B, tree.token_BN, tree.depth_BN, tree.ancestor_BNW)
+        self.out, self.logits_BNV = self.round.verify(self.batch, tree)
+
+    def accept(self) -> None:
+        self.verdict = accept(self.tree, self.logits_BNV, self.state.sampling, self.batch.layout.cached_len_B)
+        self.token_BD1 = accepted_tokens(self.tree, self.verdict)
+
+    def commit(self) -> None:
+        self.round.commit(self.state, self.batch, self.out, self.verdict)

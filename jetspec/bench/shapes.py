@@ -1,0 +1,123 @@
+"""Models to measure: published shapes under random weights, which cost what the real ones cost, or the real ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from jetspec.models.decoder import Decoder, DecoderConfig, DecoderStack, MoEConfig, RopeConfig
+from jetspec.models.draft_head import DraftHead, HeadConfig
+from jetspec.models.head_format import load_head
+from jetspec.models.hub import resolve
+from jetspec.models.weights import load_target, open_model
+from jetspec.train.config import HeadShape
+from jetspec.train.run import head_config
+
+Weights = Literal["random", "real"]
+STD = 0.02
+
+QWEN3 = DecoderConfig(
+    family="qwen3",
+    vocab_size=151_936,
+    hidden_size=4096,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    inner_size=12_288,
+    max_len=40_960,
+    rope=RopeConfig(theta=1e6),
+    qk_norm=True,
+)
+SMOLLM2 = DecoderConfig(
+    family="llama",
+    vocab_size=49_152,
+    hidden_size=576,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    inner_size=1536,
+    max_len=8192,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=1e5),
+    tied_embedding=True,
+)
+SHAPES = {
+    "qwen3-8b": QWEN3,
+    "qwen3-30b-a3b": replace(
+        QWEN3,
+        family="qwen3_moe",
+        hidden_size=2048,
+        num_layers=48,
+        num_kv_heads=4,
+        inner_size=6144,
+        moe=MoEConfig(num_experts=128, num_chosen=8, inner_size=768, normalize=True),
+        moe_layers=tuple(range(48)),
+    ),
+    "qwen3-0.6b": replace(QWEN3, hidden_size=1024, num_layers=28, num_heads=16, inner_size=3072, tied_embedding=True),
+    "smollm2-135m": SMOLLM2,
+}
+
+S = TypeVar("S", bound=DecoderStack)
+
+
+def shape_of(name: str) -> DecoderConfig:
+    """A shape by its name, or that of a model's files."""
+    return SHAPES[name] if name in SHAPES else open_model(resolve(name)).config
+
+
+def open_target(name: str, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A target to measure."""
+    if weights == "random":
+        return random_target(shape_of(name), dtype, device)
+    if name in SHAPES:
+        raise ValueError(f"{name} is a shape without weights; name a model, folder or GGUF file, or use random weights")
+    return load_target(name, dtype, device).decoder
+
+
+def open_head(target: Decoder, path: str | None, shape: HeadShape) -> DraftHead:
+    """The head at `path`, or one of a shape with random weights."""
+    dtype, device = target.embedding.dtype, target.embedding.device
+    if path is not None:
+        return load_head(path, target.config, dtype, device)
+    config = head_config(shape, target.config)
+    if not all(0 <= layer < target.config.num_layers for layer in config.tap_layers):
+        raise ValueError(
+            f"a head of {shape.num_layers} layers does not fit a target of {target.config.num_layers}; give it fewer"
+        )
+    return random_head(config, dtype, device)
+
+
+def random_target(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    with torch.device("meta"):
+        target = Decoder(config)
+    _randomize(target, dtype, device)
+    if config.tied_embedding:
+        target.lm_head = target.embedding
+    return target
+
+
+def random_head(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> DraftHead:
+    with torch.device("meta"):
+        head = DraftHead(config)
+    return _randomize(head, dtype, device)
+
+
+def _randomize(stack: S, dtype: torch.dtype, device: torch.device) -> S:
+    """Give a stack on the meta device weights, made where they stay: large ones would take long to send there."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def values(name: str, shape: torch.Size) -> Tensor:
+        empty = torch.empty(shape, dtype=dtype, device=device)
+        if len(shape) > 1:
+            return empty.normal_(0, STD, generator=generator)
+        return empty.fill_(0 if name.endswith("bias") else 1)
+
+    state = {name: values(name, parameter.shape) for name, parameter in stack.named_parameters()}
+    stack.load_state_dict(state, strict=False, assign=True)
+    stack.inv_freq = stack.inv_freq.to(device)
+    return stack.requires_grad_(False).eval()

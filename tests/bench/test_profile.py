@@ -1,0 +1,251 @@
+"""`jetspec profile` measures what it says it measures, on models of a few kilobytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from jetspec.bench.floor import count_experts, plain_floor, round_floor
+from jetspec.bench.op_profile import OPERATIONS, Inputs, Setting, find_operations, profile_operation
+from jetspec.bench.profile import STAGES, Decoding, StandingRound, Workload, profile
+from jetspec.bench.shapes import SHAPES, open_head, random_target
+from jetspec.cli import app
+from jetspec.config import TreeConfig
+from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig
+from jetspec.models.draft_head import DraftHead
+from jetspec.train.config import HeadShape
+from tests.train.tiny_model import write_model
+
+CPU = torch.device("cpu")
+DENSE = DecoderConfig("qwen3", 128, 32, 6, 4, 2, 16, 64, max_len=256, qk_norm=True)
+SPARSE = replace(DENSE, moe=MoEConfig(8, 2, 16, True), moe_layers=(1, 3), tied_embedding=True)
+LARGER = replace(
+    SPARSE,
+    vocab_size=4096,
+    hidden_size=256,
+    num_heads=8,
+    head_dim=64,
+    inner_size=512,
+    max_len=2048,
+    moe=MoEConfig(8, 2, 64, True),
+)
+TREE = TreeConfig(budget=12, width=4)
+WORK = Workload(context=20, batch=2, rounds=3)
+FIELDS = {
+    *("budget", "context", "batch", "round_ms", "stages_ms", "plain_ms", "floor_round_ms", "floor_plain_ms"),
+    *("ratio_round", "ratio_plain", "bytes_round", "bytes_plain", "experts_round", "experts_plain"),
+    *("step_ms", "idle_frac", "tokens_per_round"),
+}
+
+
+def models(
+    config: DecoderConfig, device: torch.device = CPU, dtype: torch.dtype = torch.float32, edge: int = 0
+) -> tuple[Decoder, DraftHead]:
+    target = random_target(config, dtype, device)
+    return target, open_head(target, None, HeadShape(num_layers=2, block_size=6, edge_rank=edge))
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, ["profile", *args])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "target")
+
+
+# -- shapes
+
+
+def test_shapes_have_the_published_sizes() -> None:
+    def billions(name: str) -> float:
+        with torch.device("meta"):
+            return sum(p.numel() for p in Decoder(SHAPES[name]).parameters()) / 1e9
+
+    sizes = {"qwen3-8b": 8.19, "qwen3-30b-a3b": 30.53, "qwen3-0.6b": 0.596, "smollm2-135m": 0.1345}
+    assert {name: billions(name) for name in SHAPES} == pytest.approx(sizes, rel=2e-3)
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_random_weights_are_a_whole_model(config: DecoderConfig) -> None:
+    target, head = models(config, dtype=torch.bfloat16, edge=4)
+    for stack in (target, head):
+        assert not any(p.is_meta or p.requires_grad or p.dtype != torch.bfloat16 for p in stack.parameters())
+        torch.testing.assert_close(stack.inv_freq, config.rope.inv_freq(config.head_dim))
+    assert (target.lm_head is target.embedding) == config.tied_embedding
+    assert head.edge is not None and float(head.edge.successor.abs().max()) > 0
+
+
+# -- rounds
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_profile_fields_are_there_and_agree(config: DecoderConfig) -> None:
+    found = profile(*models(config), TREE, WORK).to_dict()
+    assert set(found) == FIELDS
+    assert tuple(found["stages_ms"]) == STAGES
+    assert all(value > 0 for value in (*found["stages_ms"].values(), found["floor_round_ms"], found["floor_plain_ms"]))
+    for kind in ("round", "plain"):
+        assert found[f"ratio_{kind}"] == found[f"{kind}_ms"] / found[f"floor_{kind}_ms"]
+    assert 0 <= found["idle_frac"] < 1
+    assert 1 <= found["tokens_per_round"] <= 6
+    assert (found["experts_round"] is None) == (config.moe is None)
+    json.dumps(found)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("edge", [0, 4])
+def test_stages_add_up_to_the_round(edge: int) -> None:
+    """Stage by stage gives what the round gives, and neither moves the batch on."""
+    decoding = Decoding(*models(DENSE, edge=edge), TREE, WORK)
+    still, table = StandingRound(decoding.engine), decoding.engine.cache.rows
+    before = table.length_R.clone(), table.anchor_R.clone()
+    still.whole()
+    for stage in STAGES:
+        getattr(still, stage)()
+    assert torch.equal(still.token_BD1, still.packed_BD2[:, 1:])
+    assert torch.equal(still.verdict.length_B, still.packed_BD2[:, 0])
+    assert int(table.length_R.sum()) == int(before[0].sum() + (still.verdict.length_B + 1).sum())
+    still.rewind()
+    assert torch.equal(table.length_R, before[0]) and torch.equal(table.anchor_R, before[1])
+
+
+@torch.inference_mode()
+def test_the_engine_goes_on_as_if_nothing_had_been_measured() -> None:
+    texts = []
+    for measures in (True, False):
+        decoding = Decoding(*models(DENSE), TREE, WORK)
+        if measures:
+            still = StandingRound(decoding.engine)
+            still.stages_ms(5)
+            still.round_ms(5)
+        assert decoding.run(10).step_ms > 0
+        texts.append([request.tokens[:40] for request in decoding.engine.requests.values()])
+    assert texts[0] and texts[0] == texts[1]
+
+
+@torch.inference_mode()
+def test_floor_reads_every_weight_of_the_layers_once() -> None:
+    target, head = models(DENSE)
+    layers = sum(p.nbytes for stack in (target, head) for p in stack.layers.parameters() if p.dim() > 1)
+    assert round_floor(target, head, 2, 12, []).num_bytes == layers + 2 * target.lm_head.nbytes
+    sparse, _ = models(SPARSE)
+    all_read = sum(p.nbytes for p in sparse.layers.parameters() if p.dim() > 1) + sparse.lm_head.nbytes
+    half_read = plain_floor(sparse, 1, [4, 4])
+    experts = sum(p.nbytes for p in sparse.layers.parameters() if p.dim() == 3)
+    assert plain_floor(sparse, 1, [8, 8]).num_bytes == all_read
+    assert half_read.num_bytes == all_read - experts // 2
+    half_read.run()
+
+
+@torch.inference_mode()
+def test_experts_are_counted_in_a_real_pass() -> None:
+    target, _ = models(SPARSE)
+    alone = StandingRound(Decoding(target, None, TreeConfig(budget=1), replace(WORK, batch=1)).engine)
+    assert count_experts(target, alone.verify_once) == [2, 2]
+    many = StandingRound(Decoding(*models(SPARSE), TREE, WORK).engine)
+    counts = count_experts(many.round.target, many.verify_once)
+    assert len(counts) == 2 and all(2 < count <= 8 for count in counts)
+
+
+# -- operations
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_runs_on_its_reference(name: str) -> None:
+    found = profile_operation(name, Setting(SPARSE, torch.float32, CPU, budget=20, context=30, batch=2), calls=5)
+    assert found.name == name and found.num_bytes > 0 and found.reference_ms > 0
+    assert found.kernel_ms is None and found.max_difference is None
+    assert found.gb_per_s == pytest.approx(found.num_bytes / found.reference_ms / 1e6)
+
+
+def test_inputs_are_the_same_each_time() -> None:
+    setting = Setting(SPARSE, torch.float32, CPU, budget=20, context=30, batch=2)
+    for name, make in OPERATIONS.items():
+        first, second = make(Inputs(setting)).run(), make(Inputs(setting)).run()
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), name
+
+
+def test_all_is_what_a_shape_has() -> None:
+    assert find_operations("all", SPARSE) == list(OPERATIONS)
+    assert set(OPERATIONS) - set(find_operations("all", DENSE)) == {"mixture"}
+
+
+# -- the command
+
+
+@pytest.mark.parametrize("weights", ["random", "real"])
+def test_command_writes_a_record_with_a_run_per_combination(folder: Path, tmp_path: Path, weights: str) -> None:
+    record = tmp_path / "profile.json"
+    options = ["--budget", "8", "--budget", "16", "--context", "10", "--context", "20", "--batch", "2", "--rounds", "1"]
+    head = ["--head-layers", "1", "--block", "4", "--edge"]
+    asked = ["--shape", str(folder), "--weights", weights, "--device", "cpu", "--json", "--out", str(record)]
+    result = run(*asked, *options, *head)
+    assert result.exit_code == 0, result.output
+    printed, written = json.loads(result.stdout), json.loads(record.read_text())
+    assert {"command", "commit", "hardware", "versions"} <= set(written)
+    assert printed == {name: written[name] for name in printed}
+    assert [(each["context"], each["budget"]) for each in printed["runs"]] == [(10, 8), (10, 16), (20, 8), (20, 16)]
+    assert all(set(each) == FIELDS for each in printed["runs"])
+    assert printed["head"] == {"name": None, "layers": 1, "block_size": 4, "edge_rank": 128}
+
+
+def test_command_shows_a_table(folder: Path) -> None:
+    shape = ["--shape", str(folder), "--device", "cpu"]
+    rounds = run(*shape, "--head-layers", "1", "--budget", "8", "--context", "10", "--rounds", "1")
+    assert all(word in rounds.stdout for word in (*STAGES, "round", "plain step", "floor", "ratio", "budget 8"))
+    operations = run("op", "all", *shape, "--budget", "8", "--context", "10")
+    assert all(name in operations.stdout for name in OPERATIONS if name != "mixture")
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["--budget", "0"], "budget is 0"),
+        (["--budget", "1"], "budget of 1 is plain decoding"),
+        (["--context", "0"], "context is 0"),
+        (["--context", "999"], "999 tokens"),
+        (["--context", "255"], "lower the batch or the context"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--batch", "0"], "batch is 0"),
+        (["--head-layers", "5"], "does not fit a target of 2"),
+        (["--shape", "nowhere"], "'nowhere' is neither"),
+        (["--shape", "qwen3-8b", "--weights", "real"], "shape without weights"),
+        (["op", "nothing"], "there is no operation 'nothing'"),
+        (["op", "mixture"], "no experts"),
+        (["op", "swiglu", "--budget", "0"], "budget is 0"),
+        (["--width", "3", "op", "swiglu"], "put --width behind `op`"),
+    ],
+)
+def test_bad_values_are_one_line(folder: Path, args: list[str], line: str) -> None:
+    known = [] if "--shape" in args or args[0] == "--width" else ["--shape", str(folder)]
+    result = run(*args, *known, *(["--head-layers", "1"] if args[0] in ("--budget", "--context") else []))
+    assert result.exit_code == 2
+    errors = [text for text in result.stderr.splitlines() if not text.endswith("...")]
+    assert len(errors) == 1 and errors[0].startswith("jetspec: error: ") and line in errors[0]
+
+
+# -- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("edge", [0, 16])
+def test_profile_on_a_gpu(edge: int) -> None:
+    work = Workload(context=100, batch=2, rounds=50)
+    found = profile(*models(LARGER, torch.device("cuda"), torch.bfloat16, edge), TreeConfig(budget=32), work)
+    assert 0 < found.floor_plain_ms < found.plain_ms and 0 < found.floor_round_ms < found.round_ms
+    assert found.round_ms < 2 * sum(found.stages_ms.values())
+    assert 0 <= found.idle_frac < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_kernels_equal_their_references_on_a_gpu(name: str) -> None:
+    found = profile_operation(name, Setting(LARGER, torch.float32, torch.device("cuda"), budget=32, context=200), 50)
+    assert found.kernel_ms is not None and found.max_difference is not None
+    assert found.max_difference < 5e-3
