@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -51,25 +51,18 @@ def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: 
 
 def prompts_of(validation: PackedBatch, count: int) -> list[list[int]]:
     """What stands before the first written token, of the first documents kept out of training."""
-    found: list[list[int]] = []
-    for row in range(len(validation.token_RT)):
-        document, written = validation.document_RT[row], validation.written_RT[row]
-        for number in range(int(document.max()) + 1):
-            inside = document == number
-            first = int(written[inside].long().argmax())
-            found.append(validation.token_RT[row][inside][: max(first, 1)].tolist())
-    return found[:count]
+    documents = islice(validation.documents(), count)
+    return [document.tokens[: max(int(document.written.argmax()), 1)].tolist() for document in documents]
 
 
 def score_head(target: Target, head: DraftHead, prompts: list[list[int]]) -> dict[str, float]:
     """Tokens per round of a chain and of a tree when the engine really decodes with this head."""
-    frozen = copy.deepcopy(head).to(target.decoder.embedding.dtype).requires_grad_(False).eval()
     depth = head.head_config.depth
     trees = {"chain": TreeConfig(budget=depth + 1, width=1), "tree_64": TreeConfig(budget=64)}
     scores = {}
     for name, tree in trees.items():
         config = EngineConfig(max_batch=len(prompts), max_len=1024 + SCORED_TOKENS, cache_gb=1)
-        engine = Engine(target.decoder, frozen, drafter="head", tree=tree, config=config, eos_tokens=target.eos_tokens)
+        engine = Engine(target.decoder, head, drafter="head", tree=tree, config=config, eos_tokens=target.eos_tokens)
         for prompt in prompts:
             engine.add(prompt[-1024:], SamplingParams(max_tokens=SCORED_TOKENS))
         tokens = rounds = 0

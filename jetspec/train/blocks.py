@@ -12,28 +12,63 @@ import torch
 from torch import Tensor
 
 from jetspec.models.draft_head import HeadConfig
-from jetspec.train.data import PackedBatch
+from jetspec.models.masked_attention import Sees, Visible, make_visible
+from jetspec.train.data import OnDevice, PackedBatch
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """A blocks per row of S slots each, laid out slot by slot: Q = A * S. D depths per block are predicted."""
+class Blocks(OnDevice):
+    """A blocks per row of S slots each, laid out slot by slot: Q = A * S. D depths per block are predicted.
+
+    Made on the host, where how many predictions are valid can be known without waiting for a device.
+    """
 
     token_RQ: Tensor
     position_RQ: Tensor
-    visible_RQK: Tensor
-    """What each slot sees of the T context rows, then of the Q slots."""
+    start_RA: Tensor
+    """Index in the row of the first context row that a block sees."""
+    end_RA: Tensor
+    """Index in the row of the first context row that it no longer sees: its anchor. A padding block sees none."""
     source_RAD: Tensor
-    """Index in the row of the token before the predicted one: the teacher's row, and the edge term's parent."""
+    """The token before the predicted one, counted through all rows: the teacher's row, and the edge term's parent."""
     label_RAD: Tensor
     valid_RAD: Tensor
+    drafted_P: Tensor
+    """Where `valid_RAD` is true, counted through all of it: the predictions that are taught."""
 
 
-def causal_documents(batch: PackedBatch) -> Tensor:
-    """What a target sees in a packed row, (R, T, T): earlier tokens of its own document."""
-    index = torch.arange(batch.token_RT.shape[1], device=batch.token_RT.device)
-    same = batch.document_RT[:, :, None] == batch.document_RT[:, None]
-    return same & (index <= index[:, None])
+def sees_document(position_RT: Tensor) -> Sees:
+    """What a target sees in a packed row: its own document, up to itself."""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= query - position_RT[row, query])
+
+    return sees
+
+
+def sees_block(blocks: Blocks, num_context: int, block_size: int, causal: bool) -> Sees:
+    """What a slot sees: of `num_context` context rows those of its document before the anchor, then its own block."""
+    start_RA, end_RA = blocks.start_RA, blocks.end_RA
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block, slot = query // block_size, key - num_context
+        context = (key >= start_RA[row, block]) & (key < end_RA[row, block])
+        within = (slot >= 0) & (slot // block_size == block)
+        if causal:
+            within = within & (slot <= query)
+        return context | within
+
+    return sees
+
+
+def document_mask(batch: PackedBatch) -> Visible:
+    R, T = batch.token_RT.shape
+    return make_visible(sees_document(batch.position_RT), R, T, T, batch.token_RT.device)
+
+
+def block_mask(batch: PackedBatch, blocks: Blocks, head: HeadConfig) -> Visible:
+    (R, Q), T = blocks.token_RQ.shape, batch.token_RT.shape[1]
+    return make_visible(sees_block(blocks, T, head.block_size, head.causal), R, Q, T + Q, blocks.token_RQ.device)
 
 
 def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -44,7 +79,7 @@ def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -
     document, written = batch.document_RT, batch.written_RT
     possible = torch.zeros_like(written)
     possible[:, :-1] = written[:, 1:] & (document[:, 1:] == document[:, :-1]) & (document[:, :-1] >= 0)
-    draw = torch.rand(possible.shape, generator=generator).to(possible.device)
+    draw = torch.rand(possible.shape, generator=generator)
     count = min(count, possible.shape[1])
     score, anchor = torch.where(possible, draw, -1.0).topk(count, dim=1)
     anchor, order = torch.where(score >= 0, anchor, possible.shape[1] - 1).sort(dim=1)
@@ -54,39 +89,23 @@ def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -
 def lay_out(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig) -> Blocks:
     R, T = batch.token_RT.shape
     A, S, D = anchor_RA.shape[1], head.block_size, head.depth
-    device = anchor_RA.device
-    slot_S = torch.arange(S, device=device)
-
-    token = torch.full((R, A, S), head.mask_token, device=device)
+    token = torch.full((R, A, S), head.mask_token)
     token[:, :, 0] = batch.token_RT.gather(1, anchor_RA)
-    position = batch.position_RT.gather(1, anchor_RA)[..., None] + slot_S
+    position_RA = batch.position_RT.gather(1, anchor_RA)
 
+    source = anchor_RA[..., None] + torch.arange(D)
+    label_at = (source + 1).clamp(max=T - 1).flatten(1)
     document_RA = batch.document_RT.gather(1, anchor_RA)
-    source = anchor_RA[..., None] + torch.arange(D, device=device)
-    label_at = (source + 1).clamp(max=T - 1)
-    flat = label_at.flatten(1)
-    same = batch.document_RT.gather(1, flat).view(R, A, D) == document_RA[..., None]
-    fits = (source + 1 < T) & same & batch.written_RT.gather(1, flat).view(R, A, D)
+    same = batch.document_RT.gather(1, label_at).view(R, A, D) == document_RA[..., None]
+    fits = (source + 1 < T) & same & batch.written_RT.gather(1, label_at).view(R, A, D)
     valid = (fits & valid_RA[..., None]).long().cumprod(-1).bool()  # a block ends at its first invalid label
     return Blocks(
         token_RQ=token.flatten(1),
-        position_RQ=position.flatten(1),
-        visible_RQK=_visible(batch, anchor_RA, valid_RA, document_RA, head.causal, S),
-        source_RAD=source.clamp(max=T - 1),
-        label_RAD=batch.token_RT.gather(1, flat).view(R, A, D),
+        position_RQ=(position_RA[..., None] + torch.arange(S)).flatten(1),
+        start_RA=torch.where(valid_RA, anchor_RA - position_RA, 0),
+        end_RA=torch.where(valid_RA, anchor_RA, 0),
+        source_RAD=source.clamp(max=T - 1) + T * torch.arange(R)[:, None, None],
+        label_RAD=batch.token_RT.gather(1, label_at).view(R, A, D),
         valid_RAD=valid,
+        drafted_P=valid.flatten().nonzero()[:, 0],
     )
-
-
-def _visible(
-    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, document_RA: Tensor, causal: bool, S: int
-) -> Tensor:
-    (R, A), T, device = anchor_RA.shape, batch.token_RT.shape[1], anchor_RA.device
-    index = torch.arange(T, device=device)
-    before = (index < anchor_RA[..., None]) & (batch.document_RT[:, None] == document_RA[..., None])
-    context = (before & valid_RA[..., None])[:, :, None].expand(R, A, S, T).reshape(R, A * S, T)
-    slot = torch.arange(A * S, device=device)
-    within = (slot // S)[:, None] == slot // S
-    if causal:
-        within = within & (slot <= slot[:, None])
-    return torch.cat((context, within.expand(R, -1, -1)), -1)

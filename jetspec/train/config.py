@@ -12,6 +12,12 @@ from typing import Any, Literal
 
 import yaml
 
+COUNTS = (
+    *("steps", "rows", "row_len", "anchors", "anchors_at_once", "accumulate"),
+    *("log_every", "validate_every", "save_every"),
+)
+"""Settings that must be at least 1."""
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -86,6 +92,8 @@ class TrainConfig:
     row_len: int = 1024
     anchors: int = 64
     """Blocks per packed row."""
+    anchors_at_once: int = 64
+    """Blocks per row in one pass of the head. More of them take further passes, and no more memory."""
     accumulate: int = 1
     validation_rows: int = 16
     """Packed rows kept out of training."""
@@ -93,6 +101,10 @@ class TrainConfig:
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the target and of the head's products; the head's own weights are float32."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """With several processes: the whole head on each, or a part of every weight."""
+    compile: bool | None = None
+    """Whether the head's layers are compiled. None: on a GPU."""
     log_every: int = 10
     validate_every: int = 500
     save_every: int = 500
@@ -100,7 +112,7 @@ class TrainConfig:
     """Checkpoints kept."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rows", "row_len", "anchors", "accumulate", "log_every", "validate_every", "save_every"):
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.row_len <= self.head.block_size:

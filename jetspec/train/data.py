@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,22 @@ class Document:
     written: np.ndarray
 
 
+class OnDevice:
+    """A dataclass of tensors that travels as one."""
+
+    def to(self, device: torch.device) -> Self:
+        """Without waiting, where the tensors are pinned."""
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    def pinned(self) -> Self:
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(**{name: change(value) for name, value in vars(self).items()})
+
+
 @dataclass(frozen=True)
-class PackedBatch:
+class PackedBatch(OnDevice):
     """Documents one behind the other in rows of T tokens. Padding belongs to document -1."""
 
     token_RT: Tensor
@@ -31,12 +49,16 @@ class PackedBatch:
     document_RT: Tensor
     written_RT: Tensor
 
-    def to(self, device: torch.device) -> PackedBatch:
-        return PackedBatch(*(x.to(device, non_blocking=True) for x in self.tensors))
+    def rows(self, first: int, count: int) -> PackedBatch:
+        return self._map(lambda x: x[first : first + count])
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.token_RT, self.position_RT, self.document_RT, self.written_RT
+    def documents(self) -> Iterator[Document]:
+        """The documents in it, row by row."""
+        for row in range(len(self.token_RT)):
+            document = self.document_RT[row]
+            for number in range(int(document.max()) + 1):
+                inside = document == number
+                yield Document(self.token_RT[row, inside].numpy(), self.written_RT[row, inside].numpy())
 
 
 def read_documents(paths: Iterable[str | Path], max_len: int, vocab_size: int) -> list[Document]:
@@ -129,3 +151,21 @@ class PackedData:
             self.passes.append(rows)
             self.first_rows.append(self.first_rows[-1] + len(rows))
         return self.passes[number]
+
+
+class Ahead(Generic[T]):
+    """Makes things by number in a thread, each while the one before it is in use."""
+
+    def __init__(self, make: Callable[[int], T], stride: int) -> None:
+        self.make, self.stride = make, stride
+        self.pool = ThreadPoolExecutor(1)
+        self.next: tuple[int, Future[T]] | None = None
+
+    def take(self, number: int) -> T:
+        """The thing of that number. The one `stride` later is begun at once."""
+        expected, future = self.next or (None, None)
+        if future is None or expected != number:
+            future = self.pool.submit(self.make, number)
+        made = future.result()
+        self.next = number + self.stride, self.pool.submit(self.make, number + self.stride)
+        return made

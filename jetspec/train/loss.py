@@ -2,62 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from jetspec import ops
+from jetspec.dispatch import force
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
-from jetspec.train.blocks import Blocks
+from jetspec.train.blocks import Blocks, block_mask
 from jetspec.train.config import LossConfig
 from jetspec.train.data import PackedBatch
 
 
 @dataclass(frozen=True)
-class DraftLoss:
-    """Sums, so that micro-batches and devices can be added up before dividing."""
+class Metrics:
+    """What a step or a validation found. `chain` is the expected tokens per round of a chain: right slots + 1."""
+
+    loss: float
+    chain: float
+    hit_rate: list[float]
+    """Per depth: of the blocks that have a label there, those that are right up to it."""
+    positions: int
+
+
+class DraftLoss(NamedTuple):
+    """Sums, so that passes, micro-batches and devices can be added up before dividing."""
 
     loss_sum: Tensor
     weight_sum: Tensor
+    num_blocks: Tensor
     hit_D: Tensor
     """Blocks whose slot k is right, and all before it."""
     reach_D: Tensor
     """Blocks that have a label at slot k."""
-    num_blocks: Tensor
 
     @staticmethod
-    def names() -> tuple[str, ...]:
-        return "weight_sum", "hit_D", "reach_D", "num_blocks"
+    def add_up(parts: Iterable[DraftLoss], across: bool) -> DraftLoss:
+        """The sum of some, without gradient; `across` all processes if there are several."""
+        rows = [torch.cat([x.detach().double().flatten() for x in part]) for part in parts]
+        total = torch.stack(rows).sum(0)
+        if across and dist.is_initialized():
+            dist.all_reduce(total)
+        depth = (len(total) - 3) // 2
+        return DraftLoss(*total[:3], *total[3:].split(depth))
+
+    def metrics(self) -> Metrics:
+        """As numbers, for which a device must be waited for."""
+        hits, reach = self.hit_D.tolist(), self.reach_D.tolist()
+        return Metrics(
+            loss=float(self.loss_sum / self.weight_sum),
+            chain=1 + sum(hits) / max(1.0, float(self.num_blocks)),
+            hit_rate=[h / r if r else 0.0 for h, r in zip(hits, reach, strict=True)],
+            positions=int(sum(reach)),
+        )
 
 
 def draft_loss(
     head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, seen: Hidden, config: LossConfig
 ) -> DraftLoss:
     """One pass of the head over all blocks. Slot k at anchor a is taught by the target's row at a + k - 1."""
-    assert seen.tap_TX is not None
-    embedded = target.embed(blocks.token_RQ).to(head.norm.weight.dtype)
-    states = head.forward_blocks(embedded, blocks.position_RQ, seen.tap_TX, batch.position_RT, blocks.visible_RQK)
-    R, A, D = blocks.valid_RAD.shape
-    slots = head.predicting(states.view(R, A, -1, states.shape[-1]))
-
-    row, block, depth = blocks.valid_RAD.nonzero(as_tuple=True)
-    hidden, label = slots[row, block, depth], blocks.label_RAD[row, block, depth]
-    source = blocks.source_RAD[row, block, depth]
+    at = blocks.drafted_P
+    hidden = block_states(head, target, batch, blocks, seen).flatten(0, 2).index_select(0, at)
+    label, source = blocks.label_RAD.flatten()[at], blocks.source_RAD.flatten()[at]
     edge = successor = None
     if head.edge is not None:
-        parent = batch.token_RT[row, source]
-        edge, successor = head.edge.predecessor[parent] * head.edge.gates(hidden), head.edge.successor
+        parent = batch.token_RT.flatten()[source]
+        edge = nn.functional.embedding(parent, head.edge.predecessor) * head.edge.gates(hidden)
+        successor = head.edge.successor
 
-    weight = position_weights(D, config, hidden.device)[depth]
+    valid = blocks.valid_RAD
+    weight = position_weights(valid.shape[-1], config, hidden.device).expand(valid.shape)
     if config.dpace is not None:
-        prob = torch.zeros(R, A, D, device=hidden.device)
-        prob[row, block, depth] = ops.label_prob(hidden, target.lm_head, label, edge_RQ=edge, successor_VQ=successor)
-        weight = stakes(prob, blocks.valid_RAD, config.dpace)[row, block, depth]
+        found = ops.label_prob(hidden, target.lm_head, label, edge_RQ=edge, successor_VQ=successor)
+        weight = stakes(_spread(found, at, valid), valid, config.dpace)
+    weight = weight.flatten()[at]
     result = ops.distill_loss(
         hidden,
-        seen.hidden_TM[row, source],
+        seen.hidden_TM.flatten(0, 1)[source],
         target.lm_head,
         label,
         weight,
@@ -66,15 +92,28 @@ def draft_loss(
         edge_RQ=edge,
         successor_VQ=successor,
     )
-    hit = torch.zeros(R, A, D, dtype=torch.long, device=hidden.device)
-    hit[row, block, depth] = result.hit_R.long()
     return DraftLoss(
         loss_sum=result.loss_sum,
         weight_sum=weight.sum(),
-        hit_D=hit.cumprod(-1).sum((0, 1)).double(),
-        reach_D=blocks.valid_RAD.sum((0, 1)).double(),
-        num_blocks=blocks.valid_RAD[..., 0].sum().double(),
+        num_blocks=valid[..., 0].sum(),
+        hit_D=_spread(result.hit_R.long(), at, valid).cumprod(-1).sum((0, 1)),
+        reach_D=valid.sum((0, 1)),
     )
+
+
+def block_states(head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, seen: Hidden) -> Tensor:
+    """The head's states of the predicting slots, (R, A, D, M), after one pass over all blocks."""
+    assert seen.tap_TX is not None
+    embedded = target.embed(blocks.token_RQ).to(head.norm.weight.dtype)
+    visible = block_mask(batch, blocks, head.head_config)
+    with force("reference"):  # also where nothing needs a gradient: a compiled layer fuses what kernels would
+        states = head.forward_blocks(embedded, blocks.position_RQ, seen.tap_TX, batch.position_RT, visible)
+    return head.predicting(states.unflatten(1, (-1, head.head_config.block_size)))
+
+
+def _spread(value_P: Tensor, at_P: Tensor, valid_RAD: Tensor) -> Tensor:
+    """Values of the taught predictions in their places, zeros elsewhere."""
+    return value_P.new_zeros(valid_RAD.numel()).scatter(0, at_P, value_P).view(valid_RAD.shape)
 
 
 def position_weights(depth: int, config: LossConfig, device: torch.device) -> Tensor:

@@ -2,43 +2,71 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
-from jetspec.models.decoder import Decoder
+from jetspec.config import TreeConfig
+from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import save_head
-from jetspec.train.blocks import causal_documents, choose_anchors, lay_out
-from jetspec.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from jetspec.train.config import TrainConfig
-from jetspec.train.data import PackedBatch, PackedData
-from jetspec.train.loss import DraftLoss, draft_loss
+from jetspec.train.blocks import Blocks, choose_anchors, document_mask, lay_out
+from jetspec.train.card import model_card
+from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint
+from jetspec.train.config import LossConfig, TrainConfig
+from jetspec.train.data import Ahead, Document, PackedBatch, PackedData
+from jetspec.train.evaluate import score_head
+from jetspec.train.log import RunLog
+from jetspec.train.loss import DraftLoss, Metrics, draft_loss
 from jetspec.train.optimizer import lr_frac, make_optimizers
+from jetspec.train.parallel import frozen_copy, local, shard
 
 Score = Callable[[DraftHead], dict[str, float]]
 """How a checkpoint does when it really decodes."""
+Lesson = tuple[PackedBatch, list[Blocks]]
+"""Packed rows, and the blocks to draft in them, as many at a time as fit in one pass."""
+
+TREE_BUDGET, TREE_DOCUMENTS, TREE_TOKENS = 64, 8, 64
+"""Validation counts rounds of such trees on the first tokens of so many answers."""
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """What a step or a validation found. `chain` is the expected tokens per round of a chain: right slots + 1."""
+class Drafting(nn.Module):
+    """A head with its loss: all that backward goes through, as one module, which is what can be sharded."""
 
-    loss: float
-    chain: float
-    hit_rate: list[float]
-    """Per depth: of the blocks that have a label there, those that are right up to it."""
-    positions: int
+    def __init__(self, head: DraftHead, config: LossConfig) -> None:
+        super().__init__()
+        self.head, self.config = head, config
+
+    def forward(self, target: Decoder, batch: PackedBatch, blocks: Blocks, seen: Hidden) -> DraftLoss:
+        return draft_loss(self.head, target, batch, blocks, seen, self.config)
+
+
+class Speed:
+    """Predictions per second since the last look, without waiting for the device before that."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.began, self.positions = time.perf_counter(), torch.zeros(())
+
+    def count(self, sums: DraftLoss) -> None:
+        self.positions = sums.reach_D.sum() + self.positions
+
+    def read(self) -> float:
+        found = float(self.positions) / (time.perf_counter() - self.began)
+        self.restart()
+        return found
 
 
 class Trainer:
@@ -62,11 +90,18 @@ class Trainer:
         if config.train_only_edge:
             assert head.edge is not None
             head.edge.requires_grad_(True)
+        self.drafting = Drafting(head, config.loss)
+        if self._compiles:
+            for layer in head.layers:
+                layer.compile(dynamic=False)
+        if config.parallel == "fsdp" and self.world > 1:
+            shard(self.drafting, self.device)
         self.parameters = [p for p in head.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(head, config.optimizer)
         self.full_lr = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        self.lessons = Ahead(self._numbered_lesson, stride=self.world)
         self.folder = Path(config.out)
-        self.validated: Metrics | None = None
+        self.results: dict[str, dict[str, Any]] = {}  # the last numbers of each kind that were reported
         self.step = 0
 
     def resume(self) -> int:
@@ -78,90 +113,142 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step, logging, validating and saving on the way; leaves the finished head in `out/head`."""
-        config = self.config
-        began, positions = time.perf_counter(), 0
+        config, log = self.config, RunLog(self.folder) if self.rank == 0 else None
         bar = tqdm(total=config.steps, initial=self.step, desc="training", unit="step", disable=self.rank > 0)
+        speed = Speed()
         with bar:
             while self.step < config.steps:
-                metrics = self.train_step()
-                positions += metrics.positions
+                sums = self.train_step()
+                speed.count(sums)
                 bar.update()
-                if self.step % config.log_every == 0 or self.step == config.steps:
-                    seconds = time.perf_counter() - began
+                if self._due(config.log_every):
+                    metrics = self._finite(sums)
                     bar.set_postfix(loss=f"{metrics.loss:.3f}", chain=f"{metrics.chain:.2f}")
-                    self._log("train", metrics, positions_per_s=positions / seconds, lr=self.lr)
+                    self._report(log, "train", asdict(metrics) | {"positions_per_s": speed.read(), "lr": self.lr})
                 if self.validation is not None and self._due(config.validate_every):
-                    self._log("validation", self.validate())
+                    self._report(log, "validation", asdict(self.validate()) | self.tree_lengths())
+                    speed.restart()
                 if self._due(config.save_every):
-                    self.save()
-        if self.rank == 0:
-            save_head(self.head, self.folder / "head")
+                    self.save(log)
+                    speed.restart()
+        self.export()
 
-    def save(self) -> None:
+    def save(self, log: RunLog | None = None) -> None:
         """A checkpoint, and how it decodes."""
+        state = run_state(self.head, self.optimizers)
+        if self.rank == 0:
+            settings = {"config": asdict(self.config)}
+            save_checkpoint(self.folder / "checkpoints", self.step, state, self.config.keep, settings)
+        if self.score is not None:
+            self._decode(self.score, log)
+
+    def _decode(self, score: Score, log: RunLog | None) -> None:
+        head = frozen_copy(self.head, self.target.embedding.dtype)
         if self.rank > 0:
             return
-        extra = {"config": asdict(self.config)}
-        folder = self.folder / "checkpoints"
-        save_checkpoint(folder, self.step, self.head, self.optimizers, self.config.keep, extra)
-        if self.score is not None:
-            scores = self.score(self.head)
-            self._write({"kind": "decode", "step": self.step, **scores})
-            shown = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
-            forced = f"; chain {self.validated.chain:.2f} teacher-forced" if self.validated else ""
-            tqdm.write(f"step {self.step} decodes at tokens per round: {shown}{forced}")
+        scores = score(head)
+        self._report(log, "decode", scores)
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
+        forced = self.results.get("validation")
+        more = f"; chain {forced['chain']:.2f} teacher-forced" if forced else ""
+        tqdm.write(f"step {self.step} decodes at tokens per round: {shown}{more}")
 
-    def train_step(self) -> Metrics:
+    def export(self) -> None:
+        """The head in the published layout, with a card that says where it comes from."""
+        head = frozen_copy(self.head, torch.float32)
+        if self.rank == 0:
+            card = model_card(self.config, self.head.head_config, self.step, len(self.data.documents), self.results)
+            save_head(head, self.folder / "head", card=card)
+
+    def train_step(self) -> DraftLoss:
         """One update from `accumulate` micro-batches on every device. Sums are divided once, at the end."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         parts = []
         for micro in range(self.config.accumulate):
             number = (self.step * self.config.accumulate + micro) * self.world + self.rank
-            batch = self.data.batch(number * self.config.rows, self.config.rows).to(self.device)
-            part = self.draft(batch, number)
-            part.loss_sum.backward()
-            parts.append(part)
-        sums = self._sum(parts)
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if self.world > 1:
-                dist.all_reduce(parameter.grad)
-            parameter.grad /= sums["weight_sum"].to(parameter.grad.dtype)
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip)
+            lesson = self.lessons.take(number)
+            for i, part in enumerate(self.drafts(lesson), 1):
+                self._meet_after(micro + 1 == self.config.accumulate and i == len(lesson[1]))
+                part.loss_sum.backward()
+                parts.append(part)
+        sums = DraftLoss.add_up(parts, across=True)
+        self._average_gradients(sums.weight_sum)
+        nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip)
         self._set_lr()
         for optimizer in self.optimizers:
             optimizer.step()
         self.step += 1
-        return to_metrics(sums)
+        return sums
 
     @torch.no_grad()
     def validate(self) -> Metrics:
         """The same numbers on rows kept out of training, with the same anchors every time."""
         assert self.validation is not None
-        parts = []
+        parts: list[DraftLoss] = []
         for first in range(0, len(self.validation.token_RT), self.config.rows):
-            rows = PackedBatch(*(x[first : first + self.config.rows] for x in self.validation.tensors))
-            parts.append(self.draft(rows.to(self.device), first))
-        self.validated = to_metrics(self._sum(parts, across=False))
-        return self.validated
+            parts += self.drafts(self.lesson(self.validation.rows(first, self.config.rows), first))
+        return self._finite(DraftLoss.add_up(parts, across=False))
 
-    def draft(self, batch: PackedBatch, number: int) -> DraftLoss:
-        """Capture the target's states, choose anchors for this batch's number, and draft from them."""
+    def tree_lengths(self) -> dict[str, float]:
+        """Teacher-forced tokens per round of a tree, on a few of the documents kept out of training."""
+        assert self.validation is not None
+        head = frozen_copy(self.head, self.target.embedding.dtype)
+        if self.rank > 0:
+            return {}
+        documents = [cut(document, TREE_TOKENS) for document in self.validation.documents()][:TREE_DOCUMENTS]
+        name = str(TREE_BUDGET)
+        score = score_head(self.target, head, documents, [name], TreeConfig(), num_gaps=0)
+        return {f"tree_{name}": score.tokens_per_round[name]}
+
+    def lesson(self, batch: PackedBatch, number: int) -> Lesson:
+        """Blocks for a batch on the host; its number chooses the anchors."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + number)
+        anchor_RA, valid_RA = choose_anchors(batch, self.config.anchors, generator)
+        groups = zip(*(x.split(self.config.anchors_at_once, dim=1) for x in (anchor_RA, valid_RA)), strict=True)
+        blocks = [lay_out(batch, anchor, valid, self.head.head_config) for anchor, valid in groups]
+        if self.device.type != "cuda":
+            return batch, blocks
+        return batch.pinned(), [part.pinned() for part in blocks]
+
+    def drafts(self, lesson: Lesson) -> Iterator[DraftLoss]:
+        """Capture the target's states once, then draft group by group."""
+        batch = lesson[0].to(self.device)
         with torch.no_grad():
-            visible = causal_documents(batch)
             taps = self.head.head_config.tap_layers
-            seen = self.target.forward_dense(batch.token_RT, batch.position_RT, visible, taps)
-        anchors = choose_anchors(batch, self.config.anchors, generator)
-        blocks = lay_out(batch, *anchors, self.head.head_config)
-        with self._precision():
-            return draft_loss(self.head, self.target, batch, blocks, seen, self.config.loss)
+            seen = self.target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
+        for blocks in lesson[1]:
+            with self._precision():
+                part: DraftLoss = self.drafting(self.target, batch, blocks.to(self.device), seen)
+            yield part
 
     @property
     def lr(self) -> float:
         return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def _numbered_lesson(self, number: int) -> Lesson:
+        return self.lesson(self.data.batch(number * self.config.rows, self.config.rows), number)
+
+    @property
+    def _compiles(self) -> bool:
+        return self.device.type == "cuda" if self.config.compile is None else self.config.compile
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        dtype = self.target.embedding.dtype
+        return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
+
+    def _meet_after(self, last: bool) -> None:
+        """Sharded gradients are added up across processes by backward: by the last one only."""
+        if isinstance(self.drafting, FSDPModule):
+            self.drafting.set_requires_gradient_sync(last)
+
+    def _average_gradients(self, weight_sum: Tensor) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if self.world > 1 and not isinstance(self.drafting, FSDPModule):
+                dist.all_reduce(parameter.grad)
+            local(parameter.grad).div_(weight_sum.to(parameter.grad.dtype))
 
     def _set_lr(self) -> None:
         share = lr_frac(self.step, self.config.steps, self.config.optimizer)
@@ -169,41 +256,22 @@ class Trainer:
             for group, lr in zip(optimizer.param_groups, full, strict=True):
                 group["lr"] = lr * share
 
-    def _precision(self) -> Any:
-        dtype = self.target.embedding.dtype
-        return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
-
-    def _sum(self, parts: list[DraftLoss], across: bool = True) -> dict[str, Tensor]:
-        """Add up micro-batches, and devices if asked."""
-        sums = {name: sum(getattr(part, name).double() for part in parts) for name in DraftLoss.names()}
-        sums["loss_sum"] = sum(part.loss_sum.detach().double() for part in parts)
-        tensors = {name: torch.as_tensor(value, device=self.device) for name, value in sums.items()}
-        if across and self.world > 1:
-            for value in tensors.values():
-                dist.all_reduce(value)
-        return tensors
-
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.steps
 
-    def _log(self, kind: str, metrics: Metrics, **more: float) -> None:
+    def _finite(self, sums: DraftLoss) -> Metrics:
+        metrics = sums.metrics()
         if not math.isfinite(metrics.loss):
             raise ValueError(f"the loss is {metrics.loss} at step {self.step}: lower the learning rate")
-        self._write({"kind": kind, "step": self.step, **asdict(metrics), **more})
+        return metrics
 
-    def _write(self, row: dict[str, Any]) -> None:
-        if self.rank > 0:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "log.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    def _report(self, log: RunLog | None, kind: str, numbers: dict[str, Any]) -> None:
+        self.results[kind] = numbers
+        if log is not None:
+            log.write(kind, self.step, numbers)
 
 
-def to_metrics(sums: dict[str, Tensor]) -> Metrics:
-    hits, reach = sums["hit_D"].tolist(), sums["reach_D"].tolist()
-    return Metrics(
-        loss=float(sums["loss_sum"] / sums["weight_sum"]),
-        chain=1 + sum(hits) / max(1.0, float(sums["num_blocks"])),
-        hit_rate=[h / r if r else 0.0 for h, r in zip(hits, reach, strict=True)],
-        positions=int(sum(reach)),
-    )
+def cut(document: Document, count: int) -> Document:
+    """A document up to its `count`th token from the first written one on."""
+    end = int(document.written.argmax()) + count
+    return Document(document.tokens[:end], document.written[:end])

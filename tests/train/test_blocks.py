@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec.config import EngineConfig
-from jetspec.models.decoder import Decoder
+from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
-from jetspec.train.blocks import Blocks, causal_documents, choose_anchors, lay_out
+from jetspec.train.blocks import Blocks, block_mask, choose_anchors, document_mask, lay_out
 from jetspec.train.data import Document, PackedBatch, PackedData
+from jetspec.train.loss import block_states
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, tiny_decoder, tiny_head
 
@@ -33,14 +38,12 @@ def packed(row_len: int = 32) -> PackedBatch:
     return data.batch(0, data.rows_per_pass)
 
 
+def captured(target: Decoder, batch: PackedBatch, taps: tuple[int, ...]) -> Hidden:
+    return target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
+
+
 def trained_states(target: Decoder, head: DraftHead, batch: PackedBatch, blocks: Blocks) -> torch.Tensor:
-    seen = target.forward_dense(batch.token_RT, batch.position_RT, causal_documents(batch), head.head_config.tap_layers)
-    assert seen.tap_TX is not None
-    states = head.forward_blocks(
-        target.embed(blocks.token_RQ), blocks.position_RQ, seen.tap_TX, batch.position_RT, blocks.visible_RQK
-    )
-    R, A, _ = blocks.valid_RAD.shape
-    return head.predicting(states.view(R, A, -1, states.shape[-1]))
+    return block_states(head, target, batch, blocks, captured(target, batch, head.head_config.tap_layers))
 
 
 def decoded_states(target: Decoder, head: DraftHead, tokens: list[int]) -> torch.Tensor:
@@ -50,6 +53,7 @@ def decoded_states(target: Decoder, head: DraftHead, tokens: list[int]) -> torch
     request = next(iter(engine.requests.values()))
     while not request.is_prefilled or request.row < 0:
         engine._prefill(engine.scheduler.next_chunks())
+    engine.cache.flush()
     anchor = torch.tensor([tokens[-1]])
     slots = torch.arange(head.head_config.block_size)[None]
     block = engine.cache.place(torch.tensor([request.row]), head.block_tokens(anchor), slots, None)
@@ -89,46 +93,50 @@ def test_labels_sources_and_weights() -> None:
             assert bool(blocks.valid_RAD[row, block, k - 1]) == inside
             if inside:
                 assert int(blocks.label_RAD[row, block, k - 1]) == int(batch.token_RT[row, at + k])
-                assert int(blocks.source_RAD[row, block, k - 1]) == at + k - 1
+                assert int(blocks.source_RAD[row, block, k - 1]) == 32 * row + at + k - 1
     assert not blocks.valid_RAD[~valid].any()
 
 
-def leak_future(blocks: Blocks, anchors: torch.Tensor, size: int) -> Blocks:
+def leak_future(blocks: Blocks, patch: pytest.MonkeyPatch) -> Blocks:
     """The anchor's own row becomes visible."""
-    visible = blocks.visible_RQK.clone()
-    rows = torch.arange(len(anchors))[:, None, None]
-    slots = torch.arange(visible.shape[1]).view(1, anchors.shape[1], size)
-    visible[rows, slots, anchors[..., None]] = True
-    return Blocks(**{**vars(blocks), "visible_RQK": visible})
+    return replace(blocks, end_RA=blocks.end_RA + 1)
 
 
-def share_blocks(blocks: Blocks, anchors: torch.Tensor, size: int) -> Blocks:
+def share_blocks(blocks: Blocks, patch: pytest.MonkeyPatch) -> Blocks:
     """Blocks see each other."""
-    visible = blocks.visible_RQK.clone()
-    visible[:, :, -visible.shape[1] :] = True
-    return Blocks(**{**vars(blocks), "visible_RQK": visible})
+
+    def mask(*inputs: Any) -> torch.Tensor:
+        visible = block_mask(*inputs)
+        assert isinstance(visible, torch.Tensor)
+        slots = torch.arange(visible.shape[2]) >= visible.shape[2] - visible.shape[1]
+        return visible | slots
+
+    patch.setattr("jetspec.train.loss.block_mask", mask)
+    return blocks
 
 
-def shift_positions(blocks: Blocks, anchors: torch.Tensor, size: int) -> Blocks:
-    return Blocks(**{**vars(blocks), "position_RQ": blocks.position_RQ + 1})
+def shift_positions(blocks: Blocks, patch: pytest.MonkeyPatch) -> Blocks:
+    return replace(blocks, position_RQ=blocks.position_RQ + 1)
 
 
 @pytest.mark.parametrize("damage", [leak_future, share_blocks, shift_positions])
 @torch.inference_mode()
-def test_the_comparison_finds_planted_bugs(damage) -> None:  # type: ignore[no-untyped-def]
+def test_the_comparison_finds_planted_bugs(
+    damage: Callable[[Blocks, pytest.MonkeyPatch], Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
     head, batch = tiny_head(TARGET), packed()
     anchors, valid = choose_anchors(batch, 6, torch.Generator().manual_seed(0))
     blocks = lay_out(batch, anchors, valid, head.head_config)
     good = trained_states(TARGET, head, batch, blocks)
-    bad = trained_states(TARGET, head, batch, damage(blocks, anchors, head.head_config.block_size))
+    bad = trained_states(TARGET, head, batch, damage(blocks, monkeypatch))
     assert (good - bad)[valid].abs().amax((-1, -2)).min() > 1e-3
 
 
 @torch.inference_mode()
 def test_taps_off_by_one_are_found() -> None:
     head, batch = tiny_head(TARGET), packed()
-    seen = TARGET.forward_dense(batch.token_RT, batch.position_RT, causal_documents(batch), (0, 1))
-    shifted = TARGET.forward_dense(batch.token_RT, batch.position_RT, causal_documents(batch), (1, 2))
+    seen = captured(TARGET, batch, (0, 1))
+    shifted = captured(TARGET, batch, (1, 2))
     assert seen.tap_TX is not None and shifted.tap_TX is not None
     assert (head.fuse(seen.tap_TX) - head.fuse(shifted.tap_TX)).abs().max() > 1e-3
 
@@ -148,7 +156,7 @@ def test_anchors_are_distinct_sorted_and_before_written_tokens(seed: int, count:
 @torch.inference_mode()
 def test_dense_target_equals_each_document_alone() -> None:
     batch = packed()
-    seen = TARGET.forward_dense(batch.token_RT, batch.position_RT, causal_documents(batch), (1,))
+    seen = captured(TARGET, batch, (1,))
     for row in range(len(batch.token_RT)):
         for document in range(int(batch.document_RT[row].max()) + 1):
             inside = batch.document_RT[row] == document

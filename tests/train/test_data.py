@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec.train.data import Document, PackedData, read_documents
+from jetspec.train.data import Ahead, Document, PackedData, read_documents
 
 sizes = st.lists(st.integers(2, 12), min_size=1, max_size=20)
 
@@ -86,3 +86,26 @@ def test_no_data_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match="no row"):
         read_documents([tmp_path / "empty.jsonl"], 10, 50)
+
+
+def test_documents_come_out_of_rows_as_they_went_in() -> None:
+    documents = numbered([5, 9, 3, 12, 4])
+    data = PackedData(documents, 12, seed=1)
+    found = list(data.batch(0, data.rows_per_pass).documents())
+    assert len(found) == 5
+    for document in found:
+        whole = documents[document.tokens[0]]
+        assert np.array_equal(document.tokens, whole.tokens) and np.array_equal(document.written, whole.written)
+
+
+def test_what_comes_next_is_made_ahead_and_any_other_number_on_demand() -> None:
+    made: list[int] = []
+
+    def make(number: int) -> int:
+        made.append(number)
+        return number * number
+
+    ahead = Ahead(make, stride=3)
+    assert [ahead.take(number) for number in (1, 4, 7, 20, 23)] == [1, 16, 49, 400, 529]
+    ahead.pool.shutdown()
+    assert made == [1, 4, 7, 10, 20, 23, 26]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +18,14 @@ from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.head_format import load_head
 from jetspec.train.checkpoint import checkpoints
 from jetspec.train.config import HeadShape, LossConfig, OptimizerConfig, TrainConfig
+from jetspec.train.evaluate import score_head
 from jetspec.train.run import make_trainer
-from jetspec.train.trainer import Trainer
+from jetspec.train.trainer import Trainer, cut
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, run, tiny_decoder
 
 TARGET = tiny_decoder(spread=0.15)
+KINDS = ("train", "validation", "decode")
 SHAPE = HeadShape(num_layers=2, block_size=5, tap_layers=(0, 1), mask_token=2, edge_rank=4)
 
 
@@ -116,23 +121,51 @@ def test_a_full_disk_leaves_no_checkpoint(answers: Path, tmp_path: Path, monkeyp
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def curve(rank: int, world: int, answers: str, out: str, accumulate: int, result: str) -> None:
+def curve(rank: int, world: int, answers: str, out: str, changes: dict[str, Any], result: str) -> None:
+    """Losses of a run in two parts, the second from the checkpoint of the first."""
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{out}.meet", rank=rank, world_size=world)
-    trainer = make_trainer(recipe(Path(answers), Path(out), accumulate=accumulate), TARGET)
-    losses = [trainer.train_step().loss for _ in range(4)]
+    config = recipe(Path(answers), Path(out), **changes)
+    first = make_trainer(config, TARGET)
+    losses = [first.train_step().metrics().loss for _ in range(3)]
+    first.save()
+    if world > 1:
+        dist.barrier()
+    again = make_trainer(config, TARGET)
+    assert again.resume() == 3
+    losses += [again.train_step().metrics().loss for _ in range(2)]
+    losses += [again.validate().loss]
+    again.export()
     if rank == 0:
         Path(result).write_text(json.dumps(losses))
     if world > 1:
         dist.destroy_process_group()
 
 
-def test_two_processes_give_the_curve_of_one_with_twice_the_accumulation(answers: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
-    curve(0, 1, str(answers), str(tmp_path / "one"), 2, str(one))
-    spawn(curve, (2, str(answers), str(tmp_path / "two"), 1, str(two)), nprocs=2)
-    assert json.loads(two.read_text()) == pytest.approx(json.loads(one.read_text()), rel=1e-5)
+@pytest.mark.parametrize(("parallel", "optimizer"), [("ddp", "adamw"), ("fsdp", "adamw"), ("fsdp", "muon")])
+def test_two_processes_give_the_curve_of_one_with_twice_the_accumulation(
+    answers: Path, tmp_path: Path, parallel: str, optimizer: str
+) -> None:
+    def losses(name: str, world: int, **changes: Any) -> list[float]:
+        result = tmp_path / f"{name}.json"
+        changes |= {"optimizer": OptimizerConfig(kind=optimizer, lr=5e-3, clip=0.5)}  # type: ignore[arg-type]
+        inputs = (world, str(answers), str(tmp_path / name), changes, str(result))
+        if world == 1:
+            curve(0, *inputs)
+        else:
+            spawn(curve, inputs, nprocs=world)
+        return list(json.loads(result.read_text()))
+
+    one = losses("one", 1, accumulate=4)
+    two = losses("two", 2, accumulate=2, parallel=parallel, anchors_at_once=4)
+    if optimizer == "muon":  # iterates in bf16
+        assert two == pytest.approx(one, rel=1e-2)
+        return
+    assert two == pytest.approx(one, rel=1e-5)
+    alone, shared = (load_head(tmp_path / name / "head", TARGET.config) for name in ("one", "two"))
+    for name, value in alone.named_parameters():
+        torch.testing.assert_close(shared.get_parameter(name), value, atol=1e-3, rtol=2e-2)
 
 
 def test_only_the_edge_term_moves_when_asked(answers: Path, tmp_path: Path) -> None:
@@ -160,6 +193,74 @@ def test_every_loss_learns(answers: Path, tmp_path: Path, loss: LossConfig) -> N
     for _ in range(40):
         trainer.train_step()
     assert trainer.validate().loss < before
+
+
+def test_more_anchors_take_more_passes_and_learn_the_same(answers: Path, tmp_path: Path) -> None:
+    whole, parts = (make_trainer(recipe(answers, tmp_path, anchors_at_once=n), TARGET) for n in (8, 3))
+    for _ in range(3):
+        expected, found = whole.train_step(), parts.train_step()
+        torch.testing.assert_close(torch.cat([x.flatten() for x in found]), torch.cat([x.flatten() for x in expected]))
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], value, atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_reports_what_it_reached(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: dict[str, list[tuple[float, int]]] = {}
+
+    class Board:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path / "tensorboard")
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            shown.setdefault(name, []).append((value, step))
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
+    make_trainer(recipe(answers, tmp_path), TARGET, lambda head: {"chain": 1.5, "tree_64": 2.25}).run()
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    kinds = [(row["kind"], row["step"]) for row in rows]
+    assert kinds == [("train", 1), ("train", 2), *[(k, 3) for k in KINDS], ("train", 4), ("train", 5)] + [
+        (k, 6) for k in KINDS
+    ]
+    last = {row["kind"]: row for row in rows}
+    assert last["validation"]["tree_64"] >= last["validation"]["chain"] - 0.5
+    assert shown["train/loss"] == [(row["loss"], row["step"]) for row in rows if row["kind"] == "train"]
+    assert [value for value, step in (shown[f"validation/hit_rate/{k}"][-1] for k in (1, 2, 3, 4))] == last[
+        "validation"
+    ]["hit_rate"]
+
+    card = (tmp_path / "head" / "README.md").read_text()
+    for expected in (
+        "base_model: smollm2-135m-instruct",
+        "license: apache-2.0",
+        "| data: answers.jsonl | 40 rows |",
+        "| conversations trained on | 36 |",
+        "| steps | 6 |",
+        "| loss | forward kl |",
+        "| edge rank | 4 |",
+        f"| validation, teacher-forced: loss | {last['validation']['loss']:.3f} |",
+        f"| validation, teacher-forced: tree_64 | {last['validation']['tree_64']:.3f} |",
+        "| decoding, tokens per round: tree_64 | 2.250 |",
+        "| commit | ",
+        "| command | `python ",
+    ):
+        assert expected in card
+    assert str(tmp_path) not in card
+
+
+def test_teacher_forced_trees_are_those_of_the_evaluation(answers: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(recipe(answers, tmp_path, steps=30), TARGET)
+    for _ in range(30):
+        trainer.train_step()
+    assert trainer.validation is not None
+    documents = list(trainer.validation.documents())
+    score = score_head(TARGET, trainer.head, documents, ["64"], TreeConfig())
+    assert trainer.tree_lengths() == pytest.approx({"tree_64": score.tokens_per_round["64"]})
+    assert score.tokens_per_round["64"] > 1.3
+    short = cut(documents[0], 5)
+    assert int(short.written.sum()) == 5 and len(short.tokens) == 7
 
 
 def test_validation_rows_are_kept_out_of_training(answers: Path, tmp_path: Path) -> None:

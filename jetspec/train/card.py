@@ -1,0 +1,98 @@
+"""The model card of a trained head: what it is, how it was made, and what it reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jetspec.models.draft_head import HeadConfig
+from jetspec.record import make_record, shown
+from jetspec.train.config import LossConfig, TrainConfig
+from jetspec.train.data import lines_of
+
+
+def model_card(
+    config: TrainConfig, head: HeadConfig, steps: int, num_documents: int, results: dict[str, dict[str, Any]]
+) -> str:
+    """A README for the folder of a head. `results` are the last numbers of each kind that training logged."""
+    record, model = make_record({}), shown(config.model)
+    sections = [
+        "\n".join(("---", "license: apache-2.0", f"base_model: {model}", "tags: [speculative-decoding]", "---")),
+        f"# Draft head for {model}",
+        f"Drafts up to {head.depth} tokens in one pass for JetSpec, which verifies them with the target: the text "
+        "stays the target's own.",
+        "## Shape\n\n" + _table(_shape(head)),
+        "## Training\n\n" + _table(_training(config, steps, num_documents)),
+        "## Results\n\n" + (_table(_results(results)) if results else "Nothing was measured."),
+        "## Origin\n\n"
+        + _table(
+            {
+                "command": f"`{record['command']}`",
+                "commit": record["commit"] or "unknown",
+                "date": record["date"],
+                "hardware": record["hardware"].get("gpu") or record["hardware"]["cpu"],
+            }
+        ),
+        "The head's weights are licensed under Apache-2.0; the target and the data have licences of their own.",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _shape(head: HeadConfig) -> dict[str, Any]:
+    layers = head.layers
+    return {
+        "layers": layers.num_layers,
+        "hidden size": layers.hidden_size,
+        "MLP size": layers.inner_size,
+        "block size": head.block_size,
+        "attention within a block": "causal" if head.causal else "bidirectional",
+        "target layers read": ", ".join(map(str, head.tap_layers)),
+        "mask token": head.mask_token,
+        "edge rank": head.edge.rank if head.edge else "no edge term",
+    }
+
+
+def _training(config: TrainConfig, steps: int, num_documents: int) -> dict[str, Any]:
+    files = {f"data: {Path(path).name}": f"{sum(1 for _ in lines_of(Path(path))):,} rows" for path in config.data}
+    return {
+        **files,
+        "conversations trained on": f"{num_documents:,}",
+        "steps": f"{steps:,}",
+        "batch per process": f"{config.rows * config.accumulate} rows of {config.row_len} tokens, "
+        f"{config.anchors} blocks each",
+        "loss": _loss(config.loss),
+        "optimizer": f"{config.optimizer.kind}, learning rate {config.optimizer.lr:g}",
+        "seed": config.seed,
+    }
+
+
+def _loss(config: LossConfig) -> str:
+    words = [config.kind.replace("_", " ")]
+    if config.temperature != 1:
+        words.append(f"temperature {config.temperature:g}")
+    if config.gamma is not None:
+        words.append(f"gamma {config.gamma:g}")
+    if config.dpace is not None:
+        words.append(f"D-PACE {config.dpace:g}")
+    return ", ".join(words)
+
+
+KINDS = {
+    "train": "training, last step",
+    "validation": "validation, teacher-forced",
+    "decode": "decoding, tokens per round",
+}
+
+
+def _results(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The loss, and every number of tokens per round."""
+    return {
+        f"{title}: {name}": f"{value:.3f}"
+        for kind, title in KINDS.items()
+        for name, value in results.get(kind, {}).items()
+        if name in ("loss", "chain") or name.startswith("tree_")
+    }
+
+
+def _table(rows: dict[str, Any]) -> str:
+    return "\n".join(("| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())))

@@ -1,0 +1,48 @@
+"""Several processes train one head: each holds all of it (ddp), or each holds a part of every weight (fsdp)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from jetspec.models.draft_head import DraftHead
+
+
+def shard(module: nn.Module, device: torch.device) -> None:
+    """Split every weight over all processes. Whole weights exist from a module's forward to the end of its backward.
+
+    Gradients are added up, not averaged: dividing is left to whoever knows the weights of the positions.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    sharded = fully_shard(module, mesh=mesh)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction
+
+
+def whole(x: Tensor) -> Tensor:
+    """What is split, put together. All processes must ask for it."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def local(x: Tensor) -> Tensor:
+    """What this process holds."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def split_like(x: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor, split as another one is."""
+    x = x.to(other.device)
+    return distribute_tensor(x, other.device_mesh, other.placements) if isinstance(other, DTensor) else x
+
+
+def frozen_copy(head: DraftHead, dtype: torch.dtype) -> DraftHead:
+    """The head as it would be loaded for decoding. All processes must ask for it."""
+    with torch.device("meta"):
+        copy = DraftHead(head.head_config)
+    weights = {name: whole(p.detach()).to(dtype, copy=True) for name, p in head.named_parameters()}
+    copy.load_state_dict(weights, assign=True)
+    return copy.to(head.inv_freq.device).requires_grad_(False).eval()

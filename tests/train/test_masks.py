@@ -1,0 +1,183 @@
+"""One function says who sees whom; its dense form and its block mask attend alike, compiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention
+
+from jetspec.models.decoder import Decoder, DecoderConfig
+from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, make_head
+from jetspec.models.masked_attention import (
+    Sees,
+    Visible,
+    attend_masked,
+    make_block_mask,
+    make_dense_mask,
+    narrow,
+)
+from jetspec.train.blocks import choose_anchors, document_mask, lay_out, sees_block, sees_document
+from jetspec.train.config import LossConfig
+from jetspec.train.data import PackedBatch
+from jetspec.train.loss import DraftLoss, draft_loss
+
+Make = Callable[[Sees, int, int, int, torch.device], Visible]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its compiler FlexAttention can give gradients on a CPU, but refuses to."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+def packed(rows: int, length: int, seed: int = 0) -> PackedBatch:
+    """Rows of three documents, with some padding behind them."""
+    sizes = [length // 2, length // 8, length // 4]
+    padding = length - sum(sizes)
+    document = torch.repeat_interleave(torch.tensor([0, 1, 2, -1]), torch.tensor([*sizes, padding]))
+    position = torch.cat([*(torch.arange(n) for n in sizes), torch.zeros(padding, dtype=torch.long)])
+    token = torch.randint(3, 50, (rows, length), generator=torch.Generator().manual_seed(seed))
+    written = (document >= 0) & (position > 1)
+    return PackedBatch(token, *(x.repeat(rows, 1) for x in (position, document, written)))
+
+
+def layers(num_layers: int = 3, windows: tuple[int | None, ...] = ()) -> DecoderConfig:
+    return DecoderConfig(
+        family="qwen3",
+        vocab_size=50,
+        hidden_size=32,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        inner_size=48,
+        max_len=512,
+        qk_norm=True,
+        windows=windows,
+    )
+
+
+def head_config(causal: bool = True, block_size: int = 4, windows: tuple[int | None, ...] = ()) -> HeadConfig:
+    return HeadConfig(
+        layers(windows=windows),
+        tap_layers=(0, 1),
+        mask_token=2,
+        block_size=block_size,
+        causal=causal,
+        causal_windows=not causal,
+        edge=EdgeConfig(4),
+    )
+
+
+def who_sees_whom(
+    kind: str, length: int, anchors: int, block_size: int, device: torch.device
+) -> tuple[Sees, Tensor, Tensor]:
+    """The function, and the positions of its queries and keys."""
+    host = packed(2, length)
+    batch = host.to(device)
+    if kind == "document":
+        return sees_document(batch.position_RT), batch.position_RT, batch.position_RT
+    config = head_config(kind == "causal", block_size)
+    blocks = lay_out(host, *choose_anchors(host, anchors, torch.Generator().manual_seed(1)), config).to(device)
+    key_position = torch.cat((batch.position_RT, blocks.position_RQ), 1)
+    return sees_block(blocks, length, block_size, config.causal), blocks.position_RQ, key_position
+
+
+def attended(
+    make: Make, kind: str, window: int | None, device: torch.device, dtype: torch.dtype, *sizes: int
+) -> tuple[Tensor, ...]:
+    """Outputs and gradients for random heads: sizes are length, anchors, block size, H, G, E."""
+    length, anchors, block_size, H, G, E = sizes
+    sees, query, key = who_sees_whom(kind, length, anchors, block_size, device)
+    visible = narrow(make(sees, 2, query.shape[1], key.shape[1], device), query, key, window, kind != "document")
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((query.shape[1], H), (key.shape[1], G), (key.shape[1], G))
+    q, k, v = (torch.randn(2, *shape, E, generator=generator).to(device, dtype).requires_grad_() for shape in shapes)
+    out = attend_masked(q, k, v, visible)
+    return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("kind", ["document", "causal", "bidirectional"])
+def test_block_mask_attends_like_the_dense_mask(kind: str, window: int | None, flex_on_cpu: None) -> None:
+    setting = (kind, window, CPU, torch.float32, 40, 7, 4, 6, 2, 8)
+    for plain, flex in zip(attended(make_dense_mask, *setting), attended(make_block_mask, *setting), strict=True):
+        torch.testing.assert_close(flex, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "window", "dtype", "tolerance"),
+    [("causal", None, torch.bfloat16, 3e-2), ("document", 100, torch.float32, 1e-4)],
+)
+def test_block_mask_attends_like_the_dense_mask_on_a_gpu(
+    kind: str, window: int | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    setting = (kind, window, CUDA, dtype, 1000, 64, 16, 9, 3, 64)
+    for plain, flex in zip(attended(make_dense_mask, *setting), attended(make_block_mask, *setting), strict=True):
+        error = (flex.float() - plain.float()).abs().max() / plain.float().abs().max()
+        assert error < tolerance
+
+
+def models(causal: bool, windows: tuple[int | None, ...], device: torch.device) -> tuple[Decoder, DraftHead]:
+    target = Decoder(layers(2)).requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in target.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 0.3, generator=generator)
+    head = make_head(head_config(causal, windows=windows), seed=4)
+    return target.to(device), head.to(device)
+
+
+def lesson(
+    target: Decoder, head: DraftHead, seed: int, device: torch.device
+) -> tuple[DraftLoss, dict[str, Tensor | None]]:
+    """The loss of one batch, and its gradients."""
+    host = packed(2, 64, seed)
+    anchors = choose_anchors(host, 9, torch.Generator().manual_seed(seed))
+    batch, blocks = host.to(device), lay_out(host, *anchors, head.head_config).to(device)
+    with torch.no_grad():
+        taps = head.head_config.tap_layers
+        seen = target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
+    head.zero_grad()
+    result = draft_loss(head, target, batch, blocks, seen, LossConfig())
+    result.loss_sum.backward()
+    return result, {name: p.grad for name, p in head.named_parameters()}
+
+
+@pytest.mark.parametrize("windows", [(), (5, None, 5)], ids=["full", "windowed"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_compiled_layers_with_block_masks_learn_what_plain_ones_do(
+    causal: bool, windows: tuple[int | None, ...], flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = models(causal, windows, CPU)
+    plain = [lesson(target, head, seed, CPU) for seed in range(3)]
+    monkeypatch.setattr("jetspec.train.blocks.make_visible", make_block_mask)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in head.layers:
+        layer.compile(dynamic=False, backend=counter)
+    fast = [lesson(target, head, seed, CPU) for seed in range(3)]
+    assert counter.frame_count <= 2 + len(set(windows)), "all layers and batches share a compilation"
+    for (loss, grads), (expected, expected_grads) in zip(fast, plain, strict=True):
+        torch.testing.assert_close(loss.loss_sum, expected.loss_sum, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(grads, expected_grads, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_compiled_training_on_a_gpu_follows_the_cpu() -> None:
+    target, head = models(True, (), CPU)
+    expected, expected_grads = lesson(target, head, 0, CPU)
+    target, head = target.to(CUDA), head.to(CUDA)
+    for layer in head.layers:
+        layer.compile(dynamic=False)
+    loss, grads = lesson(target, head, 0, CUDA)
+    torch.testing.assert_close(loss.loss_sum.cpu(), expected.loss_sum, atol=1e-3, rtol=1e-4)
+    for name, grad in grads.items():
+        assert grad is not None and expected_grads[name] is not None
+        torch.testing.assert_close(grad.cpu(), expected_grads[name], atol=1e-3, rtol=1e-3)
