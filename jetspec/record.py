@@ -47,7 +47,13 @@ def shown(word: str) -> str:
 
 
 def current_commit() -> str | None:
-    """The commit of the source, marked when files differ from it; None outside a checkout."""
+    """The commit of the source, marked when files differ from it; None when nothing tells.
+
+    A copy without its history names its commit in a file COMMIT at its root.
+    """
+    named = Path(__file__).parent.parent / "COMMIT"
+    if named.is_file():
+        return named.read_text().strip()
 
     def git(*words: str) -> str:
         here = Path(__file__).parent
