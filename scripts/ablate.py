@@ -1,0 +1,156 @@
+"""The paper's ablations on a small model: one short training per variant, at equal steps and equal data, each scored
+on the same answers. A record per variant; those that exist are not made again.
+
+    python -m scripts.ablate --recipe recipes/smollm2_135m.yaml --data-dir data/eval --out docs/results/ablations
+    python -m scripts.ablate ... --only causal,edge-128 --set steps=200
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.llm import LLM
+from jetspec.models.decoder import Decoder
+from jetspec.record import current_commit, write_record
+from jetspec.train.answers import Answerer, find_tasks, fingerprint, read_questions
+from jetspec.train.config import TrainConfig, load_recipe
+from jetspec.train.data import Document, PackedData, read_documents
+from jetspec.train.evaluate import score_head
+from jetspec.train.parallel import frozen_copy
+from jetspec.train.run import start_head
+from jetspec.train.trainer import Trainer
+
+TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval")
+BUDGETS = ("chain", "16", "32", "64", "128", "256")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One change to the base, a plain causal head trained by forward KL with equal weights."""
+
+    about: str
+    """The paper's tables that it belongs to."""
+    edge_rank: int = 0
+    causal: bool = True
+    kind: str = "forward_kl"
+    gamma: float | None = None
+    lr: float | None = None
+    corpus: bool = False
+
+    def of(self, base: TrainConfig) -> TrainConfig:
+        optimizer = replace(base.optimizer, lr=self.lr or base.optimizer.lr)
+        loss = replace(base.loss, kind=self.kind, gamma=self.gamma)  # type: ignore[arg-type]
+        head = replace(base.head, edge_rank=self.edge_rank, causal=self.causal)
+        return replace(base, head=head, loss=loss, optimizer=optimizer)
+
+
+VARIANTS = {
+    "causal": Variant("1, 2, 3, 4, 6, 7"),
+    "bidirectional": Variant("1, 2, 7", causal=False),
+    **{f"edge-{rank}": Variant("1, 2", edge_rank=rank) for rank in (32, 128, 256)},
+    "sft": Variant("4", kind="sft"),
+    "reverse-kl": Variant("4", kind="reverse_kl"),
+    **{f"causal-gamma-{gamma}": Variant("7", gamma=gamma) for gamma in (3, 7, 15)},
+    **{f"bidirectional-gamma-{gamma}": Variant("7", causal=False, gamma=gamma) for gamma in (3, 7, 15)},
+    **{f"lr-{lr:g}": Variant("3", lr=lr) for lr in (3e-4, 6e-4, 1e-3, 4e-3)},
+    "corpus": Variant("6", corpus=True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, required=True, help="everything that the variants share")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of it")
+    parser.add_argument("--corpus", type=Path, help="rows with the corpus's own responses, for the variant of table 6")
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder with a file of questions per task")
+    parser.add_argument("--limit", type=int, default=20, help="questions per task")
+    parser.add_argument("--tokens", type=int, default=128, help="most tokens per answer")
+    parser.add_argument("--only", help="some of the variants, separated by commas")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    args = parser.parse_args()
+
+    commit = current_commit()
+    base = load_recipe(args.recipe, tuple(args.set))
+    names = args.only.split(",") if args.only else [n for n in VARIANTS if args.corpus or not VARIANTS[n].corpus]
+    todo = [name for name in names if not (args.out / f"{name}.json").exists()]
+    llm = LLM(base.model, drafter="none", engine=EngineConfig(max_batch=64, max_len=base.row_len + args.tokens))
+    answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
+    target = llm.target.decoder
+    del llm.__dict__["engine"]  # its cache is not needed any more
+    data = {False: read(base.data, base, target)}
+    for name in todo:
+        variant = VARIANTS[name]
+        if variant.corpus and True not in data:
+            data[True] = read((str(args.corpus),), base, target)
+        results = run_variant(variant.of(base), target, data[variant.corpus], answers, name)
+        about = {"variant": name, "tables": variant.about, "questions": args.limit, "tokens": args.tokens}
+        write_record(args.out / f"{name}.json", {**about, **results}, commit)
+        print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
+
+
+def read(paths: Sequence[str], base: TrainConfig, target: Decoder) -> Sequence[Document]:
+    return read_documents(paths, base.row_len, target.config.vocab_size)
+
+
+def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, list[Document]]:
+    """The target's greedy answers, which every variant is scored on."""
+    decoder = llm.target.decoder
+    answerer = Answerer(
+        llm=llm,
+        tokenizer=llm.tokenizer,
+        fingerprint=fingerprint(decoder),
+        max_prompt_tokens=llm.max_prompt_tokens,
+        vocab_size=decoder.config.vocab_size,
+        max_tokens=tokens,
+    )
+    tasks = find_tasks(folder, TASKS)
+    return {task: answerer.answers(task, read_questions(path, limit), None) for task, path in tasks.items()}
+
+
+def run_variant(
+    config: TrainConfig,
+    target: Decoder,
+    documents: Sequence[Document],
+    answers: Mapping[str, Sequence[Document]],
+    name: str,
+) -> dict[str, Any]:
+    """Train from scratch, then count teacher-forced rounds."""
+    head = start_head(config, target).to(target.embedding.device)
+    trainer = Trainer(config, target, head, PackedData(documents, config.row_len, config.seed))
+    losses, began = [], time.perf_counter()
+    for step in tqdm(range(1, config.steps + 1), desc=name, unit="step"):
+        sums = trainer.train_step()
+        if step % config.log_every == 0 or step == config.steps:
+            losses.append((step, sums.metrics().loss))
+        if step == 1:
+            began, first = time.perf_counter(), began
+    seconds, startup = time.perf_counter() - began, began - first
+    scored = frozen_copy(trainer.head, target.embedding.dtype)
+    with torch.inference_mode():
+        forced = {
+            task: score_head(target, scored, rows, BUDGETS, TreeConfig()).tokens_per_round
+            for task, rows in answers.items()
+        }
+    return {
+        "settings": asdict(replace(config, data=tuple(Path(path).name for path in config.data))),
+        "seconds": seconds,
+        "startup_seconds": startup,
+        "documents": len(documents),
+        "losses": losses,
+        "tokens_per_round": forced,
+        "mean": {budget: statistics.fmean(row[budget] for row in forced.values()) for budget in BUDGETS},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The ablation script on a model that fits in a test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetspec.train.config import load_recipe
+from scripts import ablate
+from tests.train.tiny_model import write_model
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> list[str]:
+    model = write_model(tmp_path / "model")
+    questions = tmp_path / "eval"
+    questions.mkdir()
+    for task in ablate.TASKS:
+        rows = [{"id": f"{task}-{i}", "turns": [f"What is {i}?"]} for i in range(2)]
+        (questions / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = [{"token_ids": [*range(i, i + 40)], "spans": [[8, 40]]} for i in range(20)]
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("".join(json.dumps(row) + "\n" for row in written))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {model}\ndata: [{answers}]\nout: {tmp_path / 'run'}\nsteps: 3\nrows: 2\nrow_len: 96\nanchors: 4\n"
+        "head: {num_layers: 1, block_size: 4, mask_token: 2, tap_layers: [0]}\ndtype: float32\ndevice: cpu\n"
+    )
+    common = ["--recipe", str(recipe), "--data-dir", str(questions), "--limit", "2", "--tokens", "8"]
+    return [*common, "--corpus", str(answers), "--out", str(tmp_path / "records")]
+
+
+def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Path(setup[-1])
+    monkeypatch.setattr(sys, "argv", ["ablate", *setup, "--only", "causal,edge-32,corpus"])
+    ablate.main()
+    records = {path.stem: json.loads(path.read_text()) for path in out.iterdir()}
+    assert set(records) == {"causal", "edge-32", "corpus"}
+    for record in records.values():
+        assert set(record["tokens_per_round"]) == set(ablate.TASKS)
+        assert all(1 <= record["mean"][budget] <= 4 for budget in ablate.BUDGETS)
+        assert [step for step, _ in record["losses"]] == [3]
+        assert record["settings"]["steps"] == 3 and record["settings"]["data"] == ["answers.jsonl"]
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    ablate.main()
+    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+
+
+def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> None:
+    base = load_recipe(Path(setup[1]))
+    causal = ablate.VARIANTS["causal"].of(base)
+    for name, variant in ablate.VARIANTS.items():
+        made = variant.of(base)
+        changed = {
+            "edge_rank": made.head.edge_rank != causal.head.edge_rank,
+            "causal": made.head.causal != causal.head.causal,
+            "kind": made.loss.kind != causal.loss.kind,
+            "gamma": made.loss.gamma != causal.loss.gamma,
+            "lr": made.optimizer.lr != causal.optimizer.lr,
+        }
+        assert sum(changed.values()) <= 2, name
+        assert made.steps == base.steps and made.data == base.data and made.seed == base.seed
