@@ -195,12 +195,12 @@ class DraftHead(DecoderStack):
         self, hidden_BDM: Tensor, target: Embedder, tree: TreeConfig, heat_B: Tensor | None = None
     ) -> Candidates:
         """What the states of depths 1..D offer to a tree. `heat_B` are the temperatures to draft with; None: 1."""
-        logits_BDV = target.logits(hidden_BDM.flatten(0, 1)).unflatten(0, hidden_BDM.shape[:2]).float()
+        logits_BDV = target.logits(hidden_BDM.flatten(0, 1)).unflatten(0, hidden_BDM.shape[:2])
         if heat_B is not None:
-            logits_BDV = logits_BDV / heat_B[:, None, None]
+            logits_BDV = logits_BDV.float() / heat_B[:, None, None]
         entropy_BD = None
         if tree.score != "accum_logp":
-            entropy_BD = torch.distributions.Categorical(logits=logits_BDV).entropy()
+            entropy_BD = torch.distributions.Categorical(logits=logits_BDV.float()).entropy()
         V, count, edge = logits_BDV.shape[-1], tree.width, None
         if self.edge is not None:
             count = tree.shortlist or V
