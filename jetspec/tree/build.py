@@ -146,13 +146,15 @@ def _increment(logprob_BWK: Tensor, entropy_BD: Tensor | None, config: TreeConfi
     The entropy score is summed along the path as well. That is our reading of the paper's entropy-guided score: the
     entropy of a node's depth alone could rise along a path, and best nodes would then lack their parents.
     """
-    if config.score == "accum_logp":
-        return logprob_BWK.clamp(max=0)
-    assert entropy_BD is not None
-    entropy_B11 = entropy_BD[:, depth - 1, None, None]
-    if config.score == "hybrid":
-        return (logprob_BWK - config.entropy_weight * entropy_B11).clamp(max=0)
-    return torch.where(logprob_BWK > -torch.inf, -entropy_B11, logprob_BWK).clamp(max=0)
+    step_BWK = logprob_BWK
+    if config.score != "accum_logp":
+        assert entropy_BD is not None
+        entropy_B11 = entropy_BD[:, depth - 1, None, None]
+        step_BWK = torch.where(logprob_BWK > -torch.inf, -entropy_B11, logprob_BWK)
+        if config.score == "hybrid":
+            step_BWK = logprob_BWK - config.entropy_weight * entropy_B11
+    # What is not a number would be sorted before all that are, the anchor among them.
+    return step_BWK.clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def _best_nodes(levels: list[_Level], budget: int, max_depth: int) -> DraftTree:

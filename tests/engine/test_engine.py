@@ -34,6 +34,16 @@ def test_output_is_the_targets_own(who: str, budget: int, batch: int, sampling: 
     assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
 
 
+@pytest.mark.parametrize("edge", [True, False])
+def test_a_head_that_computes_no_numbers_does_no_harm(edge: bool) -> None:
+    head = tiny_head(TARGET, edge=edge)
+    head.norm.weight.fill_(torch.nan)
+    engine = make_engine(TARGET, "head", head, TreeConfig(budget=6, width=4))
+    done = run(engine, PROMPTS, GREEDY)
+    assert [c.token_ids for c in done] == TRUTH[id(GREEDY)]
+    assert all(c.stats.tokens_per_round == 1 for c in done)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0], ids=["wrong", "half", "echo"])
 @pytest.mark.parametrize("batch", [1, 3])
