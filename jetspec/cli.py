@@ -405,6 +405,14 @@ DataPaths = Annotated[
     _option("Prompts: a .jsonl or .jsonl.gz file, or a folder of them; repeatable.", "--data", metavar="PATH"),
 ]
 Shard = Annotated[str, _option("Only part I of N, I from 0, for several machines.", metavar="I/N")]
+Openings = Annotated[
+    str | None,
+    _option(
+        "builtin (the default): every second prompt gets one of our own, from sums to summaries; none; or a file of"
+        " them, one per line, where an empty line is a free prompt.",
+        metavar="NAME",
+    ),
+]
 
 
 @data_app.command(
@@ -430,7 +438,7 @@ def regenerate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts.")] = None,
     shard: Shard = "0/1",
     on_bad: Annotated[Literal["stop", "skip"], _option("What a prompt that cannot be used does.")] = "stop",
-    batch: Annotated[int | None, _option("Answers written together; by default 8, on a GPU 512.")] = None,
+    batch: Annotated[int | None, _option("Answers written together; by default 8, on a GPU 2048.")] = None,
     max_len: Annotated[int | None, _option("Longest conversation; by default the model's context.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per GPU.")] = None,
     dtype: Annotated[DtypeName, _option("float32, bfloat16, float16.", metavar="TYPE")] = "auto",
@@ -452,6 +460,51 @@ def regenerate(
     config = RegenerateConfig(model, responses, max_tokens, temperature, top_p, seed)
     machines = Machines(device, jobs, dtype, batch, max_len)
     regenerate_data(out, prompts, config, machines, on_bad=on_bad, dry_run=dry_run)
+
+
+@data_app.command(
+    epilog=_examples(
+        "jetspec data invent --count 20000 --out prompts.jsonl",
+        "jetspec data invent --count 500 --out sums.jsonl --opening 'A baker sells' --opening 'Solve'",
+        "jetspec data invent --count 20000 --out prompts.jsonl --openings mine.txt --temperature 0.8 --dry-run",
+    )
+)
+def invent(
+    count: Annotated[int, typer.Option(min=1, help="Prompts that the file is to hold.", metavar="N")],
+    out: Annotated[Path, _option("Prompts are appended here; run again to go on after a stop.", metavar="FILE")],
+    model: Annotated[str, _option("Target: a name, folder or GGUF file.", "--model", "-m", metavar="NAME")] = (
+        "smollm2-135m-instruct"
+    ),
+    opening: Annotated[
+        list[str] | None, _option("First words of a prompt; repeatable, then used by turns.", metavar="TEXT")
+    ] = None,
+    openings: Openings = None,
+    system: Annotated[str | None, _option("System message to steer by; not written out.", metavar="TEXT")] = None,
+    max_tokens: Annotated[int, _option("Most tokens per prompt; longer ones are dropped.", "--max-tokens", "-n")] = 256,
+    temperature: Annotated[float, _option("0 is greedy: one prompt per opening.", "--temperature", "-t")] = 1.0,
+    top_p: Annotated[float, _option("Keep the best up to this mass.")] = 1.0,
+    seed: Annotated[int, _option("Same seed, same prompts.")] = 0,
+    batch: Annotated[int | None, _option("Prompts written together; by default 8, on a GPU 2048.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per GPU.")] = None,
+    dtype: Annotated[DtypeName, _option("float32, bfloat16, float16.", metavar="TYPE")] = "auto",
+    device: Annotated[str, _option("cpu, cuda (all GPUs) or one such as cuda:1.", metavar="NAME")] = "auto",
+    dry_run: Annotated[bool, _option("Say what would happen.", "--dry-run")] = False,
+) -> None:
+    """Let the target write prompts.
+
+    It is given the beginning of a user's turn and goes on as a user would. Turns without an end, of fewer than two
+    words, with broken text, or that are there already are dropped. Then let it answer: jetspec data regenerate.
+    """
+    if opening and openings:
+        raise typer.BadParameter("give --opening or --openings, not both", param_hint="--opening")
+    from jetspec.terminal.invent import invent_data
+    from jetspec.terminal.regenerate import Machines
+    from jetspec.train.invent import InventConfig
+    from jetspec.train.openings import read_openings
+
+    begun = tuple(opening) if opening else read_openings(openings or "builtin")
+    config = InventConfig(model, begun, system, max_tokens, temperature, top_p, seed)
+    invent_data(out, count, config, Machines(device, jobs, dtype, batch), dry_run=dry_run)
 
 
 profile_app = typer.Typer(invoke_without_command=True)

@@ -137,6 +137,9 @@ def test_version_and_help() -> None:
     for command in ("generate", "compare", "chat", "tree", "info"):
         assert command in run("--help").stdout
         assert "Examples:" in run(command, "--help").stdout
+    for command in ("invent", "regenerate"):
+        assert command in run("data", "--help").stdout
+        assert "Examples:" in run("data", command, "--help").stdout
 
 
 def test_sampling_defaults_are_the_librarys() -> None:

@@ -63,13 +63,16 @@ def regenerate_data(
 
 
 def load_answerer(config: RegenerateConfig, engine: EngineConfig, dtype: str, device: str, sharing: int) -> Answer:
-    """Load the target. `sharing` is the number of processes on the same device."""
+    return partial(regenerate, load_target_alone(config.model, engine, dtype, device, sharing), config)
+
+
+def load_target_alone(model: str, engine: EngineConfig, dtype: str, device: str, sharing: int) -> LLM:
+    """The target without a drafter. `sharing` is the number of processes on the same device."""
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
         if sharing > 1:
             memory = torch.cuda.get_device_properties(device).total_memory
             engine = replace(engine, cache_gb=SHARED_FRAC * memory / 2**30 / sharing)
     is_worker = multiprocessing.parent_process() is not None
-    with nullcontext() if is_worker else working(f"Loading {config.model}"):
-        llm = LLM(config.model, drafter="none", engine=engine, dtype=dtype, device=device)
-    return partial(regenerate, llm, config)
+    with nullcontext() if is_worker else working(f"Loading {model}"):
+        return LLM(model, drafter="none", engine=engine, dtype=dtype, device=device)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 SYNC_S = 5.0
 """Rows reach the system at once and the disk at least this often."""
@@ -27,8 +28,8 @@ class Row:
         return sum(end - start for start, end in self.spans)
 
 
-class RowFile:
-    """Rows on disk, only ever appended to. What a kill left of a last row is cut off on opening."""
+class LineFile:
+    """Lines of JSON on disk, only ever appended to. What a kill left of a last one is cut off on opening."""
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_file():
@@ -37,21 +38,24 @@ class RowFile:
         self.path, self.file = path, path.open("a+b")
         try:
             _lock(self.file)
-            self.ids, end = _read_ids(self.file)
-            self.file.truncate(end)
+            self.file.truncate(self.read())
         except BaseException:
             self.file.close()
             raise
         self.synced = time.monotonic()
 
-    def append(self, row: Row) -> None:
-        self.file.write(json.dumps(vars(row)).encode() + b"\n")
+    def read(self) -> int:
+        """Take in what is there, and say where its last whole line ends, in bytes."""
+        raise NotImplementedError
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self.file.flush()
         if time.monotonic() - self.synced > SYNC_S:
             self._sync()
 
     def close(self) -> None:
-        """A file without rows is not left behind."""
+        """A file without lines is not left behind."""
         with self.file:
             self._sync()
             if not os.fstat(self.file.fileno()).st_size:
@@ -60,6 +64,17 @@ class RowFile:
     def _sync(self) -> None:
         os.fsync(self.file.fileno())
         self.synced = time.monotonic()
+
+
+class RowFile(LineFile):
+    """Rows on disk."""
+
+    def read(self) -> int:
+        self.ids, end = _read_ids(self.file)
+        return end
+
+    def append(self, row: Row) -> None:
+        self.write(vars(row))
 
 
 def _lock(file: BinaryIO) -> None:
