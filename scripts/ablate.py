@@ -87,11 +87,11 @@ def main() -> None:
     answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
     target = llm.target.decoder
     del llm.__dict__["engine"]  # its cache is not needed any more
-    data = {False: read(base.data, base, target)}
+    data = {False: read([file.path for file in base.files], base, target)}
     for name in todo:
         variant = VARIANTS[name]
         if variant.corpus and True not in data:
-            data[True] = read((str(args.corpus),), base, target)
+            data[True] = read([str(args.corpus)], base, target)
         results = run_variant(variant.of(base), target, data[variant.corpus], answers, name)
         about = {"variant": name, "tables": variant.about, "questions": args.limit, "tokens": args.tokens}
         write_record(args.out / f"{name}.json", {**about, **results}, commit)
@@ -142,7 +142,7 @@ def run_variant(
             for task, rows in answers.items()
         }
     return {
-        "settings": asdict(replace(config, data=tuple(Path(path).name for path in config.data))),
+        "settings": asdict(replace(config, data=tuple(Path(file.path).name for file in config.files))),
         "seconds": seconds,
         "startup_seconds": startup,
         "documents": len(documents),

@@ -33,7 +33,7 @@ def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: 
     with working(f"Loading {config.model}"):
         target = load_target(config.model, choose_dtype(config.dtype, device), device)
     trainer = make_trainer(config, target.decoder)
-    if trainer.validation is not None:
+    if config.score and trainer.validation is not None:
         prompts = prompts_of(trainer.validation, SCORED_PROMPTS)
         trainer.score = lambda head: score_head(target, head, prompts)
     if fresh and trainer.rank == 0 and not dry_run:
@@ -56,12 +56,15 @@ def prompts_of(validation: PackedBatch, count: int) -> list[list[int]]:
 
 
 def score_head(target: Target, head: DraftHead, prompts: list[list[int]]) -> dict[str, float]:
-    """Tokens per round of a chain and of a tree when the engine really decodes with this head."""
+    """Tokens per round of a chain and of a tree when the engine really decodes with this head.
+
+    A few rounds are sooner done one by one than captured.
+    """
     depth = head.head_config.depth
     trees = {"chain": TreeConfig(budget=depth + 1, width=1), "tree_64": TreeConfig(budget=64)}
     scores = {}
     for name, tree in trees.items():
-        config = EngineConfig(max_batch=len(prompts), max_len=1024 + SCORED_TOKENS, cache_gb=1)
+        config = EngineConfig(max_batch=len(prompts), max_len=1024 + SCORED_TOKENS, cache_gb=1, execution="eager")
         engine = Engine(target.decoder, head, drafter="head", tree=tree, config=config, eos_tokens=target.eos_tokens)
         for prompt in prompts:
             engine.add(prompt[-1024:], SamplingParams(max_tokens=SCORED_TOKENS))
@@ -80,12 +83,14 @@ def show_plan(config: TrainConfig, trainer: Trainer, step: int) -> None:
     rows = config.rows * config.accumulate * trainer.world
     table = Table(show_header=False, box=None)
     table.add_row("target", config.model)
-    table.add_row("data", f"{len(trainer.data.documents):,} conversations, {tokens:,} tokens")
+    table.add_row("data", f"{len(trainer.data.documents):,} conversations, {tokens:,} tokens per pass")
     table.add_row("trained", f"{size:,} weights of a {'causal' if config.head.causal else 'bidirectional'} head")
     table.add_row("step", f"{rows} rows of {config.row_len} tokens, {config.anchors} blocks each")
     table.add_row(
         "steps", f"{config.steps:,}, {config.steps * rows / trainer.data.rows_per_pass:.1f} passes over the data"
     )
+    if config.minutes is not None:
+        table.add_row("minutes", f"{config.minutes:g} at most, {trainer.limit.used_s / 60:.1f} of them used")
     table.add_row("starts at", f"step {step}" if step else "the beginning")
     table.add_row("writes to", config.out)
     err().print(table)

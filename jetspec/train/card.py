@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jetspec.models.draft_head import HeadConfig
 from jetspec.record import make_record, shown
-from jetspec.train.config import LossConfig, TrainConfig
+from jetspec.train.config import DataFile, LossConfig, TrainConfig
 from jetspec.train.data import lines_of
 
 
@@ -23,7 +24,7 @@ def model_card(
         "stays the target's own.",
         "## Shape\n\n" + _table(_shape(head)),
         "## Training\n\n" + _table(_training(config, steps, num_documents)),
-        "## Results\n\n" + (_table(_results(results)) if results else "Nothing was measured."),
+        "## Results\n\n" + (_table(_results(results, steps)) if results else "Nothing was measured."),
         "## Origin\n\n"
         + _table(
             {
@@ -53,10 +54,9 @@ def _shape(head: HeadConfig) -> dict[str, Any]:
 
 
 def _training(config: TrainConfig, steps: int, num_documents: int) -> dict[str, Any]:
-    files = {f"data: {Path(path).name}": f"{sum(1 for _ in lines_of(Path(path))):,} rows" for path in config.data}
     return {
-        **files,
-        "conversations trained on": f"{num_documents:,}",
+        **{f"data: {Path(file.path).name}": _rows(file) for file in config.files},
+        "conversations per pass": f"{num_documents:,}",
         "steps": f"{steps:,}",
         "batch per process": f"{config.rows * config.accumulate} rows of {config.row_len} tokens, "
         f"{config.anchors} blocks each",
@@ -64,6 +64,17 @@ def _training(config: TrainConfig, steps: int, num_documents: int) -> dict[str, 
         "optimizer": f"{config.optimizer.kind}, learning rate {config.optimizer.lr:g}",
         "seed": config.seed,
     }
+
+
+def _rows(file: DataFile) -> str:
+    often = f", each {file.times} times per pass" if file.times > 1 else ""
+    return f"{_num_rows(file.path):,} rows{often}"
+
+
+@cache
+def _num_rows(path: str) -> int:
+    """Counted once per run: every save writes a card."""
+    return sum(1 for _ in lines_of(Path(path)))
 
 
 def _loss(config: LossConfig) -> str:
@@ -84,12 +95,13 @@ KINDS = {
 }
 
 
-def _results(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The loss, and every number of tokens per round."""
+def _results(results: dict[str, dict[str, Any]], steps: int) -> dict[str, Any]:
+    """The loss, and every number of tokens per round; with its step, if that was an earlier one."""
     return {
-        f"{title}: {name}": f"{value:.3f}"
+        f"{title}: {name}": f"{value:.3f}" + ("" if found["step"] == steps else f" at step {found['step']:,}")
         for kind, title in KINDS.items()
-        for name, value in results.get(kind, {}).items()
+        if (found := results.get(kind))
+        for name, value in found.items()
         if name in ("loss", "chain") or name.startswith("tree_")
     }
 

@@ -20,6 +20,17 @@ COUNTS = (
 
 
 @dataclass(frozen=True)
+class DataFile:
+    path: str
+    times: int = 1
+    """How often each of its rows is seen in one pass over the data."""
+
+    def __post_init__(self) -> None:
+        if self.times < 1:
+            raise ValueError(f"data.times is {self.times}; it must be at least 1")
+
+
+@dataclass(frozen=True)
 class HeadShape:
     """The head to train. What is None follows the target."""
 
@@ -60,9 +71,9 @@ class LossConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` for the matrices of the layers, with AdamW for everything else."""
+    """`muon` for matrices between hidden states, with AdamW for everything else. One rate fits both: Muon's updates
+    are scaled to the size of AdamW's."""
     lr: float = 6e-4
-    muon_lr: float = 0.02
     warmup_frac: float = 0.04
     final_lr_frac: float = 0.05
     """Share of the learning rate that is left at the end of the cosine."""
@@ -75,10 +86,10 @@ class OptimizerConfig:
 class TrainConfig:
     """One run. A step takes `rows` packed rows of `row_len` tokens on every device, `accumulate` times."""
 
-    data: tuple[str, ...]
-    """JSONL files that `jetspec data regenerate` wrote."""
+    data: tuple[str | DataFile, ...]
+    """JSONL files that `jetspec data regenerate` wrote: paths, or `{path: .., times: 2}`."""
     out: str
-    """Folder for checkpoints, log and the finished head."""
+    """Folder for checkpoints, log and head."""
     model: str = "smollm2-135m-instruct"
     start: str | None = None
     """A head to start from instead of fresh weights."""
@@ -88,6 +99,10 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 1000
+    minutes: float | None = None
+    """Stop training after this time, resumed parts counted together, even if steps are left; a last validation and
+    save follow. The learning rate then anneals by time or by steps, whichever is further. As no two runs keep the
+    same time, such a run does not repeat, nor go on from a checkpoint, bit for bit."""
     rows: int = 8
     row_len: int = 1024
     anchors: int = 64
@@ -110,15 +125,23 @@ class TrainConfig:
     save_every: int = 500
     keep: int = 2
     """Checkpoints kept."""
+    score: bool = True
+    """Whether every save also decodes a few of the conversations kept out of training."""
 
     def __post_init__(self) -> None:
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.minutes is not None and self.minutes <= 0:
+            raise ValueError(f"minutes is {self.minutes}; it must be positive, or null for no limit")
         if self.row_len <= self.head.block_size:
             raise ValueError(f"row_len {self.row_len} cannot hold a block of {self.head.block_size}")
         if self.train_only_edge and not self.head.edge_rank:
             raise ValueError("train_only_edge needs an edge term: set head.edge_rank")
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return tuple(DataFile(item) if isinstance(item, str) else item for item in self.data)
 
 
 def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
@@ -177,7 +200,9 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in choices:
             return None
-        return convert(next(c for c in choices if c is not type(None)), value, where)
+        groups = [c for c in choices if dataclasses.is_dataclass(c)]
+        plain = [c for c in choices if c not in groups and c is not type(None)]
+        return convert((groups if isinstance(value, dict) and groups else plain)[0], value, where)
     if origin is Literal:
         if value not in choices:
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(map(str, choices))}")

@@ -64,7 +64,7 @@ class Reading:
 
     def __init__(self, target: Decoder, head: DraftHead, tokens: np.ndarray) -> None:
         self.target, self.head = target, head
-        self.token_T = torch.as_tensor(tokens, device=target.embedding.device)
+        self.token_T = torch.as_tensor(tokens, dtype=torch.long, device=target.embedding.device)
         position_T = torch.arange(len(tokens), device=self.token_T.device)
         start_B1 = position_T.new_tensor([0, len(tokens)])
         layout = BatchLayout(

@@ -105,6 +105,8 @@ def block_states(head: DraftHead, target: Decoder, batch: PackedBatch, blocks: B
     """The head's states of the predicting slots, (R, A, D, M), after one pass over all blocks."""
     assert seen.tap_TX is not None
     embedded = target.embed(blocks.token_RQ).to(head.norm.weight.dtype)
+    if torch.is_grad_enabled() and head.fc.weight.requires_grad:
+        embedded.requires_grad_()  # nobody reads it, but so the first layer is like the others: one to compile
     visible = block_mask(batch, blocks, head.head_config)
     with force("reference"):  # also where nothing needs a gradient: a compiled layer fuses what kernels would
         states = head.forward_blocks(embedded, blocks.position_RQ, seen.tap_TX, batch.position_RT, visible)

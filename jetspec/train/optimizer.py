@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from jetspec.train.config import OptimizerConfig
 
 
 def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for all trainable weights, or Muon for the layers' matrices and AdamW for the rest.
+    """AdamW for all trainable weights, or Muon for the matrices between hidden states and AdamW for the rest.
 
-    Only matrices decay: norms and biases are few and have their own scale.
+    The rows of an edge codebook belong to tokens, and most see no gradient in a step: nothing for Muon, which moves
+    a matrix as a whole. Only matrices decay: norms and biases are few and have their own scale.
     """
     named = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
-    hidden = [p for name, p in named if p.dim() == 2 and name.startswith("layers.")] if config.kind == "muon" else []
+    hidden = [p for name, p in named if is_hidden_matrix(name, p)] if config.kind == "muon" else []
     chosen = {id(p) for p in hidden}
     rest = [p for _, p in named if id(p) not in chosen]
     groups = [
@@ -28,14 +29,20 @@ def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.opti
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas))
     if hidden:
-        optimizers.append(torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay))
+        decay, scale = config.weight_decay, "match_rms_adamw"
+        optimizers.append(torch.optim.Muon(hidden, lr=config.lr, weight_decay=decay, adjust_lr_fn=scale))
     return optimizers
 
 
-def lr_frac(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Share of the full learning rate at a step: a linear rise, then a cosine."""
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a weight maps states to states: all matrices but the codebooks and gates of the edge term."""
+    return parameter.dim() == 2 and not name.startswith("edge.")
+
+
+def lr_frac(step: float, steps: int, config: OptimizerConfig) -> float:
+    """Share of the full learning rate at a step: a linear rise, then a cosine. Time may count for parts of a step."""
     warmup = max(1, round(config.warmup_frac * steps))
     if step < warmup:
-        return (step + 1) / warmup
+        return min(1.0, (step + 1) / warmup)
     done = (step - warmup) / max(1, steps - warmup)
     return config.final_lr_frac + (1 - config.final_lr_frac) * 0.5 * (1 + math.cos(math.pi * done))

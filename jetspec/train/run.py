@@ -18,17 +18,18 @@ from jetspec.train.trainer import Score, Trainer
 
 def make_trainer(config: TrainConfig, target: Decoder, score: Score | None = None) -> Trainer:
     """Everything but the target, ready to run."""
-    documents = read_documents(config.data, config.row_len, target.config.vocab_size)
+    documents = read_documents([file.path for file in config.files], config.row_len, target.config.vocab_size)
     validation = None
     if config.validation_rows:
         # Drawn from everywhere: files list short answers first, because those were finished first.
         order = np.random.default_rng(config.seed).permutation(len(documents))
-        documents = [documents[i] for i in order.tolist()]
+        documents = documents.take(order)
         held_out = max(1, min(len(documents) // 10, config.validation_rows * 4))
         packed = PackedData(documents[:held_out], config.row_len, config.seed)
         validation = packed.batch(0, min(config.validation_rows, packed.rows_per_pass))
         documents = documents[held_out:]
-    data = PackedData(documents, config.row_len, config.seed)
+    times = np.array([file.times for file in config.files])[documents.file_D]
+    data = PackedData(documents.take(np.arange(len(documents)).repeat(times)), config.row_len, config.seed)
     head = start_head(config, target).to(target.embedding.device)
     return Trainer(config, target, head, data, validation, score)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -17,12 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from jetspec.config import TreeConfig
+from jetspec.dispatch import force
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import save_head
 from jetspec.train.blocks import Blocks, choose_anchors, document_mask, lay_out
 from jetspec.train.card import model_card
 from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint
+from jetspec.train.clock import Speed, TimeLimit
 from jetspec.train.config import LossConfig, TrainConfig
 from jetspec.train.data import Ahead, Document, PackedBatch, PackedData
 from jetspec.train.evaluate import score_head
@@ -49,24 +50,6 @@ class Drafting(nn.Module):
 
     def forward(self, target: Decoder, batch: PackedBatch, blocks: Blocks, seen: Hidden) -> DraftLoss:
         return draft_loss(self.head, target, batch, blocks, seen, self.config)
-
-
-class Speed:
-    """Predictions per second since the last look, without waiting for the device before that."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self.began, self.positions = time.perf_counter(), torch.zeros(())
-
-    def count(self, sums: DraftLoss) -> None:
-        self.positions = sums.reach_D.sum() + self.positions
-
-    def read(self) -> float:
-        found = float(self.positions) / (time.perf_counter() - self.began)
-        self.restart()
-        return found
 
 
 class Trainer:
@@ -101,46 +84,61 @@ class Trainer:
         self.full_lr = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.lessons = Ahead(self._numbered_lesson, stride=self.world)
         self.folder = Path(config.out)
-        self.results: dict[str, dict[str, Any]] = {}  # the last numbers of each kind that were reported
+        self.results: dict[
+            str, dict[str, Any]
+        ] = {}  # the last numbers of each kind that were reported, with their step
+        self.limit = TimeLimit(config.minutes)
         self.step = 0
 
     def resume(self) -> int:
         """Go on from the newest checkpoint of the run's folder, if there is one; returns the step."""
         found = checkpoints(self.folder / "checkpoints")
         if found:
-            self.step = load_checkpoint(found[-1], self.head, self.optimizers)["step"]
+            state = load_checkpoint(found[-1], self.head, self.optimizers)
+            self.step, self.limit = state["step"], TimeLimit(self.config.minutes, **state["time"])
         return self.step
 
     def run(self) -> None:
-        """Train to the last step, logging, validating and saving on the way; leaves the finished head in `out/head`."""
+        """Train to the last step or minute, logging, validating and saving on the way. Every save leaves a head."""
         config, log = self.config, RunLog(self.folder) if self.rank == 0 else None
-        bar = tqdm(total=config.steps, initial=self.step, desc="training", unit="step", disable=self.rank > 0)
-        speed = Speed()
+        total = config.steps if config.minutes is None else None
+        bar = tqdm(total=total, initial=self.step, desc="training", unit="step", disable=self.rank > 0)
+        first, speed = self.step, Speed()
+        self.limit.start()
         with bar:
-            while self.step < config.steps:
+            while not self.is_over:
                 sums = self.train_step()
                 speed.count(sums)
                 bar.update()
+                if self.step == first + 1 or self._due(config.log_every):
+                    self.limit.look()
                 if self._due(config.log_every):
                     metrics = self._finite(sums)
                     bar.set_postfix(loss=f"{metrics.loss:.3f}", chain=f"{metrics.chain:.2f}")
-                    self._report(log, "train", asdict(metrics) | {"positions_per_s": speed.read(), "lr": self.lr})
+                    pace = {"positions_per_s": speed.read(), "lr": self.lr, "minutes": self.limit.used_s / 60}
+                    self._report(log, "train", asdict(metrics) | pace)
                 if self.validation is not None and self._due(config.validate_every):
                     self._report(log, "validation", asdict(self.validate()) | self.tree_lengths())
                     speed.restart()
                 if self._due(config.save_every):
                     self.save(log)
                     speed.restart()
-        self.export()
+        if self.step == first and not (self.folder / "head").exists():
+            self.export()
+
+    @property
+    def is_over(self) -> bool:
+        return self.step >= self.config.steps or self.limit.is_over
 
     def save(self, log: RunLog | None = None) -> None:
-        """A checkpoint, and how it decodes."""
+        """A checkpoint, how it decodes, and the head as it stands in `out/head`."""
         state = run_state(self.head, self.optimizers)
         if self.rank == 0:
-            settings = {"config": asdict(self.config)}
-            save_checkpoint(self.folder / "checkpoints", self.step, state, self.config.keep, settings)
+            extra = {"config": asdict(self.config), "time": self.limit.state}
+            save_checkpoint(self.folder / "checkpoints", self.step, state, self.config.keep, extra)
         if self.score is not None:
             self._decode(self.score, log)
+        self.export()
 
     def _decode(self, score: Score, log: RunLog | None) -> None:
         head = frozen_copy(self.head, self.target.embedding.dtype)
@@ -154,8 +152,8 @@ class Trainer:
         tqdm.write(f"step {self.step} decodes at tokens per round: {shown}{more}")
 
     def export(self) -> None:
-        """The head in the published layout, with a card that says where it comes from."""
-        head = frozen_copy(self.head, torch.float32)
+        """The head in the published layout and in bfloat16, with a card that says where it comes from."""
+        head = frozen_copy(self.head, torch.bfloat16)
         if self.rank == 0:
             card = model_card(self.config, self.head.head_config, self.step, len(self.data.documents), self.results)
             save_head(head, self.folder / "head", card=card)
@@ -181,24 +179,31 @@ class Trainer:
         self.step += 1
         return sums
 
-    @torch.no_grad()
     def validate(self) -> Metrics:
-        """The same numbers on rows kept out of training, with the same anchors every time."""
+        """The same numbers on rows kept out of training, with the same anchors every time.
+
+        This is a training pass without its backward, on equally many rows: what was compiled for that serves here.
+        """
         assert self.validation is not None
         parts: list[DraftLoss] = []
         for first in range(0, len(self.validation.token_RT), self.config.rows):
-            parts += self.drafts(self.lesson(self.validation.rows(first, self.config.rows), first))
+            batch = self.validation.rows(first, self.config.rows).padded(self.config.rows)
+            parts += map(without_graph, self.drafts(self.lesson(batch, first)))
         return self._finite(DraftLoss.add_up(parts, across=False))
 
     def tree_lengths(self) -> dict[str, float]:
-        """Teacher-forced tokens per round of a tree, on a few of the documents kept out of training."""
+        """Teacher-forced tokens per round of a tree, on a few of the documents kept out of training.
+
+        Without kernels: so few documents take less time than compiling those would.
+        """
         assert self.validation is not None
         head = frozen_copy(self.head, self.target.embedding.dtype)
         if self.rank > 0:
             return {}
         documents = [cut(document, TREE_TOKENS) for document in self.validation.documents()][:TREE_DOCUMENTS]
         name = str(TREE_BUDGET)
-        score = score_head(self.target, head, documents, [name], TreeConfig(), num_gaps=0)
+        with force("reference"):
+            score = score_head(self.target, head, documents, [name], TreeConfig(), num_gaps=0)
         return {f"tree_{name}": score.tokens_per_round[name]}
 
     def lesson(self, batch: PackedBatch, number: int) -> Lesson:
@@ -221,6 +226,7 @@ class Trainer:
             with self._precision():
                 part: DraftLoss = self.drafting(self.target, batch, blocks.to(self.device), seen)
             yield part
+            del part  # before the next pass: it may hold all that backward would need
 
     @property
     def lr(self) -> float:
@@ -251,13 +257,14 @@ class Trainer:
             local(parameter.grad).div_(weight_sum.to(parameter.grad.dtype))
 
     def _set_lr(self) -> None:
-        share = lr_frac(self.step, self.config.steps, self.config.optimizer)
+        step = max(self.step, self.limit.done * self.config.steps)
+        share = lr_frac(step, self.config.steps, self.config.optimizer)
         for optimizer, full in zip(self.optimizers, self.full_lr, strict=True):
             for group, lr in zip(optimizer.param_groups, full, strict=True):
                 group["lr"] = lr * share
 
     def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.config.steps
+        return self.step % every == 0 or self.is_over
 
     def _finite(self, sums: DraftLoss) -> Metrics:
         metrics = sums.metrics()
@@ -266,9 +273,13 @@ class Trainer:
         return metrics
 
     def _report(self, log: RunLog | None, kind: str, numbers: dict[str, Any]) -> None:
-        self.results[kind] = numbers
+        self.results[kind] = {"step": self.step, **numbers}
         if log is not None:
             log.write(kind, self.step, numbers)
+
+
+def without_graph(part: DraftLoss) -> DraftLoss:
+    return DraftLoss(*(x.detach() for x in part))
 
 
 def cut(document: Document, count: int) -> Document:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jetspec.train.config import TrainConfig, load_recipe
+from jetspec.train.config import DataFile, TrainConfig, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -41,6 +41,12 @@ def test_overrides_reach_into_groups(tmp_path: Path) -> None:
         ("compile: sometimes\n", "compile is 'sometimes'; expected bool"),
         ("anchors_at_once: 0\n", "anchors_at_once is 0; it must be at least 1"),
         ("loss: 3\n", "loss must be a group"),
+        ("minutes: 0\n", "minutes is 0.0; it must be positive, or null"),
+        ("score: maybe\n", "score is 'maybe'; expected bool"),
+        ("data: [3]\n", "data is 3; expected str"),
+        ("data: [{path: a.jsonl, time: 2}]\n", "unknown setting data.time; did you mean times?"),
+        ("data: [{path: a.jsonl, times: 0}]\n", "data.times is 0; it must be at least 1"),
+        ("data: [{times: 2}]\n", "the recipe lacks data.path"),
         ("optimizer: {betas: [0.9]}\n", "optimizer.betas must have 2 values"),
         ("train_only_edge: true\n", "needs an edge term"),
         ("a: [\n", "not valid YAML"),
@@ -50,6 +56,12 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         load_recipe(recipe(tmp_path, text))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_may_say_how_often_its_rows_are_seen(tmp_path: Path) -> None:
+    config = load_recipe(recipe(tmp_path, "data: [{path: a.jsonl, times: 2}, b.jsonl]\n"))
+    assert config.files == (DataFile("a.jsonl", 2), DataFile("b.jsonl", 1))
+    assert load_recipe(recipe(tmp_path, "data: b.jsonl\n")).files == (DataFile("b.jsonl"),)
 
 
 def test_missing_settings_are_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec.train.data import Ahead, Document, PackedData, read_documents
+from jetspec.train.data import Ahead, Document, Documents, PackedData, parse, parse_usual, read_documents
 
 sizes = st.lists(st.integers(2, 12), min_size=1, max_size=20)
 
@@ -78,6 +78,54 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, line: str, message:
     with pytest.raises(ValueError, match=message) as caught:
         read_documents([path], 10, 50)
     assert "a.jsonl:2" in str(caught.value)
+
+
+spans = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), min_size=1, max_size=3)
+
+
+@given(st.lists(st.integers(0, 999_999), min_size=10, max_size=30), spans, st.text('ab-\\"é', max_size=5))
+def test_the_quick_way_to_read_a_row_finds_what_the_careful_one_does(
+    tokens: list[int], spans: list[list[int]], name: str
+) -> None:
+    row = {"id": name, "token_ids": tokens, "spans": spans, "finish": ["stop", "length"]}
+    quick, careful = json.dumps(row) + "\n", json.dumps(row, indent=1)
+    assert parse_usual([quick, careful], 1_000_000) is None
+    found = parse_usual([quick, quick], 1_000_000)
+    assert (found is None) == ("\\" in quick)
+    expected = parse(careful, "here", 1_000_000)
+    for document in found or ():
+        assert document.tokens.tolist() == expected.tokens.tolist() == tokens
+        assert document.written.tolist() == expected.written.tolist()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    ["1, , 2", "1, 2,", ", 1", "1 2", "1,2", "1.5, 2", "1, x", "1, null", "1, [2", "-1, 2", "1e3, 2", "1, 50", ""],
+)
+def test_unusual_numbers_are_left_to_the_careful_way(ids: str) -> None:
+    line = '{{"id": "a", "token_ids": [{}], "spans": [[0, 1]], "finish": ["stop"]}}'
+    assert parse_usual([line.format("1, 2")], 50) is not None
+    assert parse_usual([line.format(ids)], 50) is None
+    assert parse_usual([line.format("1, 2"), line.format(ids)], 50) is None
+
+
+@given(sizes, st.data())
+def test_flat_documents_are_the_documents(lengths: list[int], data: st.DataObject) -> None:
+    documents = numbered(lengths)
+    flat = Documents.join(list(enumerate(documents)))
+    index = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1))
+    taken = flat.take(np.array(index))
+    assert taken.file_D.tolist() == index and len(taken[1:]) == len(index) - 1
+    for found, i in zip(taken, index, strict=True):
+        assert np.array_equal(found.tokens, documents[i].tokens) and found.tokens.dtype == np.int32
+        assert np.array_equal(found.written, documents[i].written)
+
+
+def test_padding_adds_rows_without_documents() -> None:
+    batch = PackedData(numbered([5, 9, 3]), 12, seed=0).batch(0, 2)
+    padded = batch.padded(5)
+    assert len(padded.token_RT) == 5 and len(list(padded.documents())) == len(list(batch.documents()))
+    assert (padded.document_RT[2:] == -1).all() and not padded.written_RT[2:].any()
 
 
 def test_no_data_is_an_error(tmp_path: Path) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter as time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.multiprocessing.spawn import spawn
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.head_format import load_head
 from jetspec.train.checkpoint import checkpoints
-from jetspec.train.config import HeadShape, LossConfig, OptimizerConfig, TrainConfig
+from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfig, TrainConfig
 from jetspec.train.evaluate import score_head
 from jetspec.train.run import make_trainer
 from jetspec.train.trainer import Trainer, cut
@@ -97,6 +102,82 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(answers: Path, tmp_pat
         assert torch.equal(value, weights(again)[name]), name
 
 
+def test_every_save_leaves_a_head_to_use(answers: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(recipe(answers, tmp_path), TARGET)
+    for step in (1, 2):
+        trainer.train_step()
+        trainer.save()
+        head = load_head(tmp_path / "head", TARGET.config)
+        for name, value in weights(trainer).items():
+            assert head.get_parameter(name).dtype == torch.bfloat16
+            assert torch.equal(head.get_parameter(name), value.bfloat16()), name
+        assert f"| steps | {step} |" in (tmp_path / "head" / "README.md").read_text()
+
+
+def test_a_run_ends_with_its_time_and_anneals_by_then(
+    answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the clock takes a second, and happens at every step. The second part goes on from the first."""
+    seconds = itertools.count()
+    monkeypatch.setattr("jetspec.train.clock.time", SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time))
+    out = tmp_path / "out"
+    config = recipe(answers, out, steps=1000, minutes=20 / 60, save_every=5)
+    first = make_trainer(config, TARGET)
+    monkeypatch.setattr(first, "export", stop_at(first, 10))
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    again = make_trainer(config, TARGET)
+    assert again.resume() == 10 and again.limit.used_s == 10
+    again.run()
+    assert again.step == 20 and (out / "head" / "README.md").exists()
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if row["kind"] == "train"]
+    peak = rates.index(max(rates))
+    assert len(rates) == 20 and peak < 3 and rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] < 0.1 * config.optimizer.lr < 0.9 * config.optimizer.lr < max(rates)
+    assert checkpoints(out / "checkpoints")[-1].name == "step-0000020"
+    over = make_trainer(config, TARGET)
+    over.resume()
+    card = (out / "head" / "README.md").read_text()
+    over.run()
+    assert over.step == 20 and (out / "head" / "README.md").read_text() == card
+
+
+def stop_at(trainer: Trainer, step: int) -> Callable[[], None]:
+    """An export that is killed at a step."""
+
+    def export() -> None:
+        if trainer.step == step:
+            raise KeyboardInterrupt
+
+    return export
+
+
+def test_some_files_are_seen_more_often(answers: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(answers.read_text().splitlines(keepends=True)[:4]))
+    data = (str(answers), DataFile(str(other), times=3))
+    trainer = make_trainer(recipe(answers, tmp_path, data=data, validation_rows=0), TARGET)
+    seen = Counter(tuple(document.tokens.tolist()) for document in trainer.data.documents)
+    assert sorted(seen.values()) == [1] * 36 + [4] * 4
+    trainer.export()
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert "| data: other.jsonl | 4 rows, each 3 times per pass |" in card
+
+
+def test_validation_compiles_nothing_new(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **options: compile_layer(layer, backend="eager", **options)
+    )
+    trainer = make_trainer(recipe(answers, tmp_path, compile=True, validation_rows=1), TARGET)
+    graphs = []
+    for step in (trainer.train_step, trainer.validate, trainer.train_step):
+        step()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs)) == 1
+
+
 def test_old_checkpoints_go_and_half_written_ones_do_not_count(answers: Path, tmp_path: Path) -> None:
     trainer = make_trainer(recipe(answers, tmp_path, save_every=1, keep=2), TARGET)
     trainer.run()
@@ -134,6 +215,7 @@ def curve(rank: int, world: int, answers: str, out: str, changes: dict[str, Any]
         dist.barrier()
     again = make_trainer(config, TARGET)
     assert again.resume() == 3
+    losses += [again.validate().loss]
     losses += [again.train_step().metrics().loss for _ in range(2)]
     losses += [again.validate().loss]
     again.export()
@@ -236,7 +318,7 @@ def test_a_run_reports_what_it_reached(answers: Path, tmp_path: Path, monkeypatc
         "base_model: smollm2-135m-instruct",
         "license: apache-2.0",
         "| data: answers.jsonl | 40 rows |",
-        "| conversations trained on | 36 |",
+        "| conversations per pass | 36 |",
         "| steps | 6 |",
         "| loss | forward kl |",
         "| edge rank | 4 |",

@@ -1,0 +1,62 @@
+"""Every weight has one optimizer, the right one, and all follow one schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetspec.train.config import OptimizerConfig
+from jetspec.train.optimizer import lr_frac, make_optimizers
+from tests.engine.tiny import tiny_decoder, tiny_head
+
+
+def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("edge", [False, True])
+def test_each_weight_has_its_optimizer(kind: str, edge: bool) -> None:
+    head = tiny_head(tiny_decoder(), edge=edge).requires_grad_(True)
+    config = OptimizerConfig(kind=kind, weight_decay=0.3)  # type: ignore[arg-type]
+    optimizers = {type(o): o for o in make_optimizers(head, config)}
+    names = {id(p): name for name, p in head.named_parameters()}
+    found = {cls: {names[id(p)] for p in weights_of(o)} for cls, o in optimizers.items()}
+    assert sum(len(weights_of(o)) for o in optimizers.values()) == len(names) == len(set.union(*found.values()))
+    hidden = {name for name, p in head.named_parameters() if p.dim() == 2 and not name.startswith("edge.")}
+    assert found.get(torch.optim.Muon, set()) == (hidden if kind == "muon" else set())
+    assert not edge or {"edge.predecessor", "edge.successor"} <= found[torch.optim.AdamW]
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            assert group["lr"] == config.lr
+            assert all(group["weight_decay"] == (0.3 if p.dim() == 2 else 0.0) for p in group["params"])
+
+
+def test_updates_of_muon_are_as_large_as_those_of_adamw() -> None:
+    sizes = {}
+    for kind in ("adamw", "muon"):
+        head = tiny_head(tiny_decoder()).requires_grad_(True)
+        weight = head.get_parameter("layers.0.mlp.down.weight")
+        before = weight.detach().clone()
+        config = OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.0)
+        for p in head.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+        for optimizer in make_optimizers(head, config):
+            optimizer.step()
+        sizes[kind] = float((weight.detach() - before).pow(2).mean().sqrt())
+    assert 0.1 * sizes["adamw"] < sizes["muon"] < sizes["adamw"]
+
+
+@given(st.integers(1, 5000), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5))
+def test_the_rate_rises_then_falls(steps: int, a: float, b: float, warmup_frac: float) -> None:
+    config = OptimizerConfig(warmup_frac=warmup_frac, final_lr_frac=0.1)
+    rise = max(1, round(warmup_frac * steps))
+    early, late = sorted((a * steps, b * steps))
+    one, other = lr_frac(early, steps, config), lr_frac(late, steps, config)
+    assert 0 < one <= 1 and 0 < other <= 1
+    if late < rise:
+        assert one <= other
+    if early >= rise:
+        assert one >= other >= 0.1 - 1e-9
