@@ -1,0 +1,177 @@
+"""Whether two greedy texts differ only where the target itself was undecided.
+
+Kernels that add the same numbers in another order disagree a little, so the best of two nearly equal logits may be one
+for a plain step and the other for a verify pass. A third pass over the text that both wrote is the judge: if each of
+the two is off from it by at most e in every logit, tokens that changed places are at most 2 e apart in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetspec.engine.engine import Engine
+from jetspec.engine.graphs import Launched, Lineup
+from jetspec.engine.kv_cache import KVCache
+from jetspec.models.decoder import Decoder, Hidden
+from jetspec.models.draft_head import DraftHead
+from jetspec.tree import DraftTree
+from jetspec.types import Request, SamplingParams, TreeBatch
+
+PAGE_SIZE = 16
+
+Texts = Mapping[str, Sequence[int]]
+"""Tokens by the name of a prompt."""
+
+
+class FreshPass:
+    """One pass over a whole text, as a prefill makes it: what it expects next, and the K and V it leaves."""
+
+    def __init__(self, target: Decoder, head: DraftHead | None, max_len: int) -> None:
+        self.target, self.head = target, head
+        self.cache = KVCache(
+            target.config,
+            head.config if head else None,
+            num_rows=1,
+            row_len=max_len,
+            num_pages=-(-max_len // PAGE_SIZE),
+            page_size=PAGE_SIZE,
+            dtype=target.embedding.dtype,
+            device=target.embedding.device,
+            prefix_cache=False,
+        )
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], last: int = 1) -> Tensor:
+        """What follows each of the last tokens, (last, V), float32."""
+        request, out = self._read(tokens)
+        self.cache.release(request)
+        return self.target.logits(out.hidden_TM[-last:]).float()
+
+    @torch.inference_mode()
+    def rows(self, tokens: Sequence[int]) -> list[Tensor]:
+        """What the cache of an engine should hold after these tokens; see `cached_rows`."""
+        request, _ = self._read(tokens)
+        rows = cached_rows(self.cache, request)
+        self.cache.release(request)
+        return rows
+
+    def _read(self, tokens: Sequence[int]) -> tuple[Request, Hidden]:
+        request = Request(0, list(tokens), len(tokens), SamplingParams(), seed=0, longest=len(tokens))
+        if not self.cache.admit(request, tokens_ahead=1):
+            raise ValueError(f"{len(tokens)} tokens are more than a pass was prepared for")
+        self.cache.flush()
+        batch = self.cache.place_chunks([(request, len(tokens))])
+        taps = self.head.head_config.tap_layers if self.head else ()
+        out = self.target(batch, self.cache.target.layers, taps)
+        if self.head is not None and self.cache.head is not None and out.tap_TX is not None:
+            self.head.observe(out.tap_TX, batch.position_T, batch.slot_T, self.cache.head.layers)
+        self.cache.advance(request, len(tokens))
+        return request, out
+
+
+def cached_rows(cache: KVCache, request: Request) -> list[Tensor]:
+    """A request's K, then V, of every layer of target and head, each in order of position."""
+    pages = torch.tensor(cache.pages_of[request.row], device=cache.device)
+    layers = cache.target.layers + (cache.head.layers if cache.head else ())
+    return [part[pages].flatten(0, 1)[: request.num_cached] for layer in layers for part in (layer.k, layer.v)]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a text leaves the plain one."""
+
+    prompt: str
+    place: int
+    """Tokens that both wrote before."""
+    plain: int | None
+    other: int | None
+    gap: float | None
+    """How far the worse of the two tokens lies behind the best logit of a fresh pass over what both wrote. None: one
+    text merely ends earlier, which no tie explains."""
+
+    def is_tie(self, limit: float) -> bool:
+        return self.gap is not None and self.gap < limit
+
+
+def find_differences(prompts: Texts, plain: Texts, other: Texts, fresh: FreshPass) -> list[Difference]:
+    """The first difference of every text from the plain one. What follows it has another prefix, so is another text."""
+    found = []
+    for name, text in other.items():
+        expected = plain[name]
+        place = shared_length(expected, text)
+        if place == len(expected) == len(text):
+            continue
+        if place in (len(expected), len(text)):
+            found.append(Difference(name, place, None, None, None))
+            continue
+        a, b = expected[place], text[place]
+        logits_V = fresh.logits([*prompts[name], *text[:place]])[0]
+        gap = logits_V.max() - torch.minimum(logits_V[a], logits_V[b])
+        found.append(Difference(name, place, a, b, float(gap)))
+    return found
+
+
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The most that a logit was off from that of a fresh pass, over a sample of positions and the whole vocabulary."""
+
+    plain: float
+    """In plain steps."""
+    verify: float
+    """In verify passes."""
+    positions: int
+
+    @property
+    def widest_tie(self) -> float:
+        """Tokens further apart in a fresh pass cannot have changed places."""
+        return 2 * max(self.plain, self.verify)
+
+
+class KeptLogits:
+    """Rounds of an engine, keeping the logits that every committed token was chosen by."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert not (engine.uses_graphs or engine.ahead), "a round that is captured or unread has no logits to keep"
+        self.rounds, self.of = engine.rounds, defaultdict[int, list[Tensor]](list)
+        self.verify = engine.round.verify
+        engine.rounds = self
+        engine.round.verify = self._verify  # type: ignore[method-assign]
+
+    def launch(self, lineup: Lineup) -> Launched:
+        launched = self.rounds.launch(lineup)
+        verdict = launched.result.verdict
+        for row, (request, length) in enumerate(zip(lineup.requests, verdict.length_B.tolist(), strict=True)):
+            self.of[request.id].append(self.logits_BNV[row, verdict.path_BD1[row, : length + 1]])
+        return launched
+
+    def _verify(self, batch: TreeBatch, tree: DraftTree) -> tuple[Hidden, Tensor]:
+        out, self.logits_BNV = self.verify(batch, tree)
+        return out, self.logits_BNV
+
+
+@torch.inference_mode()
+def logit_noise(engine: Engine, prompts: Texts, max_tokens: int, fresh: FreshPass) -> tuple[float, int]:
+    """The most that a logit of an engine's rounds is off from that of a fresh pass, and over how many positions."""
+    kept = KeptLogits(engine)
+    sampling = SamplingParams(max_tokens=max_tokens)
+    prompt_of = {engine.add(prompt, sampling): prompt for prompt in prompts.values()}
+    worst, positions = [], 0
+    while engine.has_work:
+        for update in engine.step():
+            if update.completion:
+                tokens = update.completion.token_ids
+                logits_TV = torch.cat(kept.of.pop(update.request_id))[: len(tokens)]
+                fresh_TV = fresh.logits([*prompt_of[update.request_id], *tokens[:-1]], last=len(tokens))
+                worst.append((logits_TV - fresh_TV).abs().max())
+                positions += len(tokens)
+    return float(torch.stack(worst).max()), positions

@@ -1,0 +1,414 @@
+"""What must hold of the engine, measured: one check per command, one record per check.
+
+    python -m scripts.check_engine speed   --head HEAD --data DATA --out docs/results/speed.json
+    python -m scripts.check_engine batches --head HEAD --data DATA --out docs/results/batches.json
+    python -m scripts.check_engine strict  --head HEAD --data DATA --out docs/results/strict.json
+    python -m scripts.check_engine soak    --head HEAD --data DATA --out docs/results/soak.json
+
+DATA is a folder of JSONL files with `turns`. A text may differ from the plain one only at a near tie: in float32 where
+two logits are less than 1e-4 apart, in 16 bits where they are closer than the measured noise of the kernels allows for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from jetspec.bench.precision import FreshPass, Noise, Texts, find_differences, logit_noise
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.engine import Engine
+from jetspec.engine.graphs import batch_sizes
+from jetspec.engine.llm import DTYPES, choose_device
+from jetspec.models.decoder import Decoder
+from jetspec.models.draft_head import DraftHead
+from jetspec.models.head_format import load_head
+from jetspec.models.hub import DEFAULT_MODEL, resolve
+from jetspec.models.tokenizer import Tokenizer
+from jetspec.models.weights import load_target
+from jetspec.record import current_commit, write_record
+from jetspec.types import Completion, SamplingParams
+from scripts.check_cpu_speed import Clock
+from scripts.check_lossless import open_transformers
+from scripts.soak import Soak, plain_texts
+
+STRICT_TIE = 1e-4
+LONGEST_PROMPT = 1024
+NOISE_PROMPTS, NOISE_TOKENS = 16, 64
+PATIENCE = 8
+"""Rounds that a request may wait for others to be prefilled with."""
+SOAK_CHECKS, SOAK_PAGE = 100, 8
+SPEED_SETS = ("gsm8k", "humaneval", "mt_bench")
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target, its head, and engines over both."""
+
+    target: Decoder
+    head: DraftHead
+    eos_tokens: frozenset[int] = frozenset()
+
+    def engine(self, budget: int, config: EngineConfig) -> Engine:
+        """One that speculates, or with a budget of 1 decodes plainly."""
+        return Engine(
+            self.target,
+            self.head if budget > 1 else None,
+            drafter="head" if budget > 1 else "none",
+            tree=TreeConfig(budget=budget),
+            config=config,
+            eos_tokens=self.eos_tokens,
+        )
+
+    def fresh_pass(self, prompts: Texts, tokens: int) -> FreshPass:
+        return FreshPass(self.target, self.head, longest(prompts) + tokens)
+
+
+# -- decoding
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What became of some prompts, and the time it took."""
+
+    completions: dict[str, Completion]
+    seconds: float
+
+    @property
+    def texts(self) -> dict[str, list[int]]:
+        return {name: completion.token_ids for name, completion in self.completions.items()}
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts.values()))
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / sum(c.stats.rounds for c in self.completions.values())
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second of requests that ran one at a time, prefill left out."""
+        return self.tokens / sum(c.stats.decode_s for c in self.completions.values())
+
+
+def decode(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str | None = None) -> Decoded:
+    """Greedy completions of prompts, so many at a time. With a label, shows how far it is."""
+    sampling, waiting = SamplingParams(max_tokens=tokens), deque(prompts.items())
+    name_of: dict[int, str] = {}
+    done: dict[str, Completion] = {}
+    began = time.perf_counter()
+    with tqdm(total=len(prompts), desc=label, unit="prompt", leave=False, disable=label is None) as bar:
+        while len(done) < len(prompts):
+            while waiting and len(engine.requests) < batch:
+                name, prompt = waiting.popleft()
+                name_of[engine.add(prompt, sampling, quiet=True)] = name
+            for update in engine.step():
+                if update.completion:
+                    done[name_of[update.request_id]] = update.completion
+                    bar.update()
+    seconds = time.perf_counter() - began
+    return Decoded({name: done[name] for name in prompts}, seconds)
+
+
+def warm_up(engine: Engine, prompts: Texts, batch: int) -> None:
+    """Capture and compile all that batches up to this size need, so that nobody is timed doing it."""
+    prompt = next(iter(prompts.values()))
+    for size in batch_sizes(batch):
+        decode(engine, {str(i): prompt[:1] for i in range(size)}, 1, size)  # nothing to prefill: all join at once
+    decode(engine, first(prompts, batch), 2, batch)
+
+
+def engine_config(prompts: Texts, tokens: int, batch: int, **options: Any) -> EngineConfig:
+    """Just enough memory. No prefix is reused: every run is to do the same work."""
+    return EngineConfig(max_batch=batch, max_len=longest(prompts) + tokens, prefix_cache=False, **options)
+
+
+def longest(prompts: Texts) -> int:
+    return max(map(len, prompts.values()))
+
+
+def first(prompts: Texts, count: int) -> Texts:
+    return dict(list(prompts.items())[:count])
+
+
+# -- near ties
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Tells near ties from mistakes."""
+
+    prompts: Texts
+    fresh: FreshPass
+    noise: Noise
+    limit: float
+    """Logits less apart than this are a near tie."""
+
+    def __call__(self, plain: Texts, other: Texts) -> dict[str, Any]:
+        """How two decodings differ, each difference with its gap."""
+        found = find_differences(self.prompts, plain, other, self.fresh)
+        mistakes = sum(not difference.is_tie(self.limit) for difference in found)
+        return {"different": len(found), "mistakes": mistakes, "differences": [asdict(d) for d in found]}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"noise": asdict(self.noise), "tie_limit": self.limit}
+
+
+def make_judge(models: Models, prompts: Texts, tokens: int, budget: int) -> Judge:
+    """Measure the noise of plain steps and of verify passes with trees of this budget, on some of the prompts."""
+    fresh = models.fresh_pass(prompts, tokens)
+    some, tokens = first(prompts, NOISE_PROMPTS), min(tokens, NOISE_TOKENS)
+    config = engine_config(some, tokens, len(some), execution="eager")
+    plain, positions = logit_noise(models.engine(1, config), some, tokens, fresh)
+    verify, _ = logit_noise(models.engine(budget, config), some, tokens, fresh)
+    noise = Noise(plain, verify, positions)
+    is_exact = models.target.embedding.dtype == torch.float32
+    return Judge(prompts, fresh, noise, STRICT_TIE if is_exact else noise.widest_tie)
+
+
+# -- the checks
+
+
+def check_speed(
+    models: Models,
+    sets: Mapping[str, Texts],
+    budgets: Sequence[int],
+    tokens: int,
+    other: PreTrainedModel | None = None,
+    other_prompts: int = 2,
+) -> dict[str, Any]:
+    """Tokens per second of one request at a time: plain, speculative, and of `transformers`; prefill left out."""
+    everything = {name: prompt for prompts in sets.values() for name, prompt in prompts.items()}
+    judge = make_judge(models, everything, tokens, max(budgets))
+    config = engine_config(everything, tokens, 1)
+    plain: dict[str, Decoded] = {}
+    runs: list[dict[str, Any]] = []
+    for budget in (1, *budgets):
+        engine = models.engine(budget, config)
+        warm_up(engine, everything, 1)
+        for name, prompts in sets.items():
+            done = decode(engine, prompts, tokens, 1, f"{name}, budget {budget}")
+            plain.setdefault(name, done)
+            runs.append(
+                {
+                    "set": name,
+                    "budget": budget,
+                    "tokens": done.tokens,
+                    "tokens_per_s": done.decode_rate,
+                    "tokens_per_round": done.tokens_per_round,
+                    "speedup": done.decode_rate / plain[name].decode_rate,
+                    **judge(plain[name].texts, done.texts),
+                }
+            )
+    if other is not None:
+        rates = {name: transformers_rate(other, first(p, other_prompts), tokens) for name, p in sets.items()}
+        for run in runs:
+            run["transformers_tokens_per_s"] = rates[run["set"]]
+            run["speedup_over_transformers"] = run["tokens_per_s"] / rates[run["set"]]
+    best = {name: max(run["speedup"] for run in runs if run["set"] == name) for name in sets}
+    return {**judge.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
+
+
+def check_batches(
+    models: Models, prompts: Texts, batches: Sequence[int], budgets: Sequence[int], tokens: int, waves: int
+) -> dict[str, Any]:
+    """Every batch size with every budget: tokens per second, prefill included, and each text against its own alone.
+
+    `waves` prompts per place of the batch are decoded. One engine serves all batch sizes of a budget.
+    """
+    config = engine_config(prompts, tokens, max(batches), patience=PATIENCE)
+    judge = make_judge(models, prompts, tokens, max(budgets))
+    alone: Decoded | None = None
+    runs = []
+    for budget in sorted({1, *budgets}):
+        engine = models.engine(budget, config)
+        warm_up(engine, prompts, max(batches))
+        alone = alone or decode(engine, first(prompts, waves * max(batches)), tokens, 1, "alone")
+        for batch in batches:
+            some = first(prompts, waves * batch)
+            done = decode(engine, some, tokens, batch, f"batch {batch}, budget {budget}")
+            runs.append(
+                {
+                    "batch": batch,
+                    "budget": budget,
+                    "tokens": done.tokens,
+                    "seconds": done.seconds,
+                    "tokens_per_s": done.tokens / done.seconds,
+                    "tokens_per_round": done.tokens_per_round,
+                    **judge(alone.texts, done.texts),
+                }
+            )
+    best = {batch: best_speedup([run for run in runs if run["batch"] == batch]) for batch in batches}
+    return {**judge.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
+
+
+def best_speedup(runs: Sequence[Mapping[str, Any]]) -> float:
+    """Of the best budget over plain decoding."""
+    plain = next(run["tokens_per_s"] for run in runs if run["budget"] == 1)
+    return max((run["tokens_per_s"] for run in runs if run["budget"] > 1), default=plain) / plain
+
+
+def check_strict(models: Models, prompts: Texts, batch: int, budget: int, tokens: int) -> dict[str, Any]:
+    """Many texts at once, speculative against plain, every difference listed."""
+    config = engine_config(prompts, tokens, batch, patience=PATIENCE)
+    plain = decode(models.engine(1, config), prompts, tokens, batch, "plain")
+    other = decode(models.engine(budget, config), prompts, tokens, batch, f"budget {budget}")
+    judge = make_judge(models, prompts, tokens, budget)
+    found = judge(plain.texts, other.texts)
+    gaps = [d["gap"] for d in found["differences"] if d["gap"] is not None]
+    return {
+        "prompts": len(prompts),
+        "tokens": plain.tokens,
+        "batch": batch,
+        "budget": budget,
+        "tokens_per_round": other.tokens_per_round,
+        **judge.to_dict(),
+        **verdict([found]),
+        "widest_gap": max(gaps, default=0.0),
+        **found,
+    }
+
+
+def verdict(runs: Sequence[Mapping[str, Any]], speedup: float | None = None) -> dict[str, bool]:
+    """`correct`: every difference is a near tie. `faster`: the best budget beats plain decoding, everywhere."""
+    correct = {"correct": not any(run["mistakes"] for run in runs)}
+    return correct if speedup is None else correct | {"faster": speedup > 1}
+
+
+def transformers_rate(model: PreTrainedModel, prompts: Texts, tokens: int) -> float:
+    """Tokens per second of `generate`, prefill and the first token left out."""
+    generate_s(model, next(iter(prompts.values())), 4)  # warms up
+    seconds = sum(generate_s(model, p, tokens) for p in tqdm(prompts.values(), desc="transformers", leave=False))
+    return len(prompts) * (tokens - 1) / seconds
+
+
+@torch.inference_mode()
+def generate_s(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> float:
+    """Seconds from the first token to the last. It never ends early, which its speed does not depend on."""
+    ids, clock = torch.tensor([prompt], device=model.device), Clock()
+    model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        streamer=clock,
+    )
+    _, first_token, *_, last = clock.times  # the streamer is handed the prompt before the first token
+    return last - first_token
+
+
+def check_soak(models: Models, prompts: Texts, batch: int, budget: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Random arrivals, cancels and preemptions: see `Soak`."""
+    fresh = models.fresh_pass(prompts, tokens)
+    plain = plain_texts(models.engine(1, engine_config(prompts, tokens, batch)), prompts, tokens)
+    config = EngineConfig(max_batch=batch, max_len=longest(prompts) + tokens, page_size=SOAK_PAGE)
+    engine = models.engine(budget, replace(config, num_pages=scarce_pages(models, prompts, batch, budget, tokens)))
+    return Soak(engine, prompts, plain, fresh, tokens, STRICT_TIE).run(rounds, SOAK_CHECKS)
+
+
+def scarce_pages(models: Models, prompts: Texts, batch: int, budget: int, tokens: int) -> int:
+    """Half of what a full batch needs, so that requests are sent back; but enough for any one of them alone."""
+    ahead = max(budget, models.head.head_config.block_size) + 2 * models.head.head_config.block_size
+    mean = sum(map(len, prompts.values())) // len(prompts)
+    return -(-max(longest(prompts) + tokens + ahead, batch * (mean + tokens) // 2) // SOAK_PAGE)
+
+
+# -- the command
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = parse(words)
+    commit = args.commit or current_commit()  # now, because the checkout may move on while this runs
+    device = choose_device(args.device)
+    results = {name: run(args, DTYPES[name], device) for name in args.dtypes}
+    correct = all(result["correct"] for result in results.values())
+    faster = any(result.get("faster", True) for result in results.values())  # float32 is for exactness, not for speed
+    holds = correct and faster
+    record = {"check": args.check, "model": Path(args.model).name, "head": Path(args.head).name, "device": device.type}
+    write_record(args.out, {**record, "holds": holds, "results": results}, commit)
+    print(json.dumps({"check": args.check, "holds": holds, "record": str(args.out)}))
+    raise SystemExit(0 if holds else 1)
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="check", required=True)
+
+    def command(name: str, help: str, dtypes: list[str], tokens: int) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        made.add_argument("--model", default=DEFAULT_MODEL, help="name, folder or GGUF file")
+        made.add_argument("--head", required=True, help="name or folder")
+        made.add_argument("--data", type=Path, required=True, help="folder of JSONL files with `turns`")
+        made.add_argument("--out", type=Path, required=True, help="where the record goes")
+        made.add_argument("--device", default="auto", help="auto, cpu or cuda")
+        made.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=dtypes, help="one run for each")
+        made.add_argument("--tokens", type=int, default=tokens, help="most new tokens of a prompt")
+        made.add_argument("--commit", help="commit of the source, where git cannot tell")
+        return made
+
+    both = ["float32", "bfloat16"]
+    speed = command("speed", "one request at a time, against plain and `transformers`", ["bfloat16"], 256)
+    speed.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64])
+    speed.add_argument("--other-prompts", type=int, default=2, help="prompts of each set for `transformers`; 0: none")
+    batches = command("batches", "every batch size with every budget", both, 128)
+    batches.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    batches.add_argument("--budgets", type=int, nargs="+", default=[1, 16, 32, 64, 128])
+    batches.add_argument("--waves", type=int, default=4, help="prompts per place of the batch")
+    strict = command("strict", "many texts, every difference listed", both, 256)
+    soak = command("soak", "random arrivals, cancels and preemptions", ["float32"], 96)
+    soak.add_argument("--rounds", type=int, default=10_000)
+    for made, prompts in ((speed, 16), (strict, 1000), (soak, 32)):
+        made.add_argument("--prompts", type=int, default=prompts, help="how many to draw, for `speed` of each set")
+    for made, batch, budget in ((strict, 32, 64), (soak, 8, 16)):
+        made.add_argument("--batch", type=int, default=batch)
+        made.add_argument("--budget", type=int, default=budget)
+    return parser.parse_args(words)
+
+
+def run(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """One check in one precision."""
+    target = load_target(args.model, dtype, device)
+    head = load_head(args.head, target.decoder.config, dtype, device)
+    models = Models(target.decoder, head, target.eos_tokens)
+    if args.check == "speed":
+        sets = {name: draw([args.data / f"{name}.jsonl"], args.prompts, target.tokenizer) for name in SPEED_SETS}
+        other = open_transformers(resolve(args.model)).to(device, dtype) if args.other_prompts else None  # type: ignore
+        return check_speed(models, sets, args.budgets, args.tokens, other, args.other_prompts)
+    if args.check == "batches":
+        prompts = draw([args.data / "gsm8k.jsonl"], args.waves * max(args.batches), target.tokenizer)
+        return check_batches(models, prompts, args.batches, args.budgets, args.tokens, args.waves)
+    prompts = draw(sorted(args.data.glob("*.jsonl")), args.prompts, target.tokenizer)
+    if args.check == "strict":
+        return check_strict(models, prompts, args.batch, args.budget, args.tokens)
+    return check_soak(models, prompts, args.batch, args.budget, args.tokens, args.rounds)
+
+
+def draw(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """First turns drawn over all files, the same for every run, by their id. Very long ones are left out."""
+    lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    random.Random(0).shuffle(lines)
+    found: dict[str, list[int]] = {}
+    for line in lines:
+        if len(found) == count:
+            break
+        tokens = tokenizer.encode_chat([{"role": "user", "content": line["turns"][0]}])
+        if len(tokens) <= LONGEST_PROMPT:
+            found[line["id"]] = tokens
+    return found
+
+
+if __name__ == "__main__":
+    main()

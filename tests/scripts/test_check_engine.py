@@ -1,0 +1,211 @@
+"""The checks of the engine run, hold on a tiny model, and fail where something is broken."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from jetspec.bench.precision import FreshPass, Texts, find_differences, logit_noise, shared_length
+from jetspec.config import EngineConfig
+from jetspec.engine.kv_cache import KVCache
+from jetspec.engine.scheduler import Scheduler
+from jetspec.types import Request
+from scripts import check_engine as check
+from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head
+
+TARGET = tiny_decoder()
+MODELS = check.Models(TARGET, tiny_head(TARGET), eos_tokens=frozenset({7}))
+TOKENS = 20
+
+
+def some_prompts(count: int, longest: int = 12) -> dict[str, list[int]]:
+    draw = random.Random(5)
+    return {f"p{i}": [draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for i in range(count)}
+
+
+PROMPTS = some_prompts(8)
+
+
+def broken_compaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def advance_only(self: KVCache, row_B: torch.Tensor, batch: object, verdict: Any) -> None:
+        self.length_R.index_add_(0, row_B, verdict.length_B + 1)
+
+    monkeypatch.setattr(KVCache, "compact", advance_only)
+
+
+def test_speed() -> None:
+    sets: dict[str, Texts] = {"a": check.first(PROMPTS, 3), "b": {"last": PROMPTS["p7"]}}
+    results = check.check_speed(MODELS, sets, [4, 16], TOKENS)
+    assert results["correct"]
+    assert [(run["set"], run["budget"]) for run in results["runs"]] == [(s, b) for b in (1, 4, 16) for s in "ab"]
+    for run in results["runs"]:
+        assert run["tokens_per_s"] > 0 and run["different"] == 0
+        assert run["tokens_per_round"] == 1 if run["budget"] == 1 else run["tokens_per_round"] >= 1
+    assert results["noise"]["verify"] < 1e-4 > results["noise"]["plain"]
+
+
+def test_batches() -> None:
+    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], [1, 8], TOKENS, waves=2)
+    assert results["correct"] and set(results["best_speedup"]) == {1, 2, 4}
+    cells = [(run["budget"], run["batch"]) for run in results["runs"]]
+    assert cells == [(budget, batch) for budget in (1, 8) for batch in (1, 2, 4)]
+    assert all(run["different"] == 0 and run["tokens_per_s"] > 0 for run in results["runs"])
+
+
+def test_strict() -> None:
+    results = check.check_strict(MODELS, PROMPTS, batch=4, budget=12, tokens=TOKENS)
+    assert results["correct"] and results["differences"] == [] and results["tie_limit"] == 1e-4
+
+
+def test_strict_in_16_bits_lists_what_differs() -> None:
+    target = tiny_decoder().to(torch.bfloat16)
+    models = check.Models(target, tiny_head(target).to(torch.bfloat16))
+    results = check.check_strict(models, PROMPTS, batch=4, budget=12, tokens=TOKENS)
+    assert results["tie_limit"] == 2 * max(results["noise"]["plain"], results["noise"]["verify"]) > 0
+    assert results["correct"] and results["different"] == len(results["differences"])
+
+
+def test_strict_notices_a_broken_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_compaction(monkeypatch)
+    results = check.check_strict(MODELS, PROMPTS, batch=4, budget=12, tokens=TOKENS)
+    assert not results["correct"] and results["mistakes"] and results["widest_gap"] > 1e-2
+
+
+def test_soak() -> None:
+    results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=200)
+    assert results["correct"], results["problems"]
+    assert results["rounds"] >= 200 and results["caches_compared"] > 20
+    assert min(results[event] for event in ("finished", "cancelled", "preempted")) > 3
+    assert results["greedy_different"] == results["sampled_different"] == results["filtered_different"] == 0
+
+
+def leaking_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler.preempt
+
+    def leak(self: Scheduler, request: Request) -> None:
+        preempt(self, request)
+        self.cache.pool.allocate(1)
+
+    monkeypatch.setattr(Scheduler, "preempt", leak)
+
+
+@pytest.mark.parametrize("damage", [broken_compaction, leaking_pages])
+def test_the_soak_can_fail(damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch)
+    results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=80)
+    assert not results["correct"] and results["problems"]
+
+
+@pytest.mark.gpu
+def test_all_of_it_on_a_gpu() -> None:
+    target = tiny_decoder().cuda()
+    models = check.Models(target, tiny_head(target).cuda())
+    assert check.check_strict(models, PROMPTS, batch=4, budget=12, tokens=TOKENS)["correct"]
+    results = check.check_soak(models, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=400)
+    assert results["correct"], results["problems"]
+
+
+# -- differences and noise
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shared"), [([], [], 0), ([1], [1, 2], 1), ([1, 2], [1, 3], 1), ([4], [5], 0), ([1, 2], [1, 2], 2)]
+)
+def test_shared_length(a: list[int], b: list[int], shared: int) -> None:
+    assert shared_length(a, b) == shared == shared_length(b, a)
+
+
+def test_a_difference_is_judged_by_a_fresh_pass_over_what_both_wrote() -> None:
+    fresh = FreshPass(TARGET, None, 64)
+    logits_V = fresh.logits([1, 2, 3, 4])[0]
+    best, second, *_, worst = logits_V.argsort(descending=True).tolist()
+    prompts, plain = {"x": [1, 2]}, {"x": [3, 4, best, 9]}
+    (near,) = find_differences(prompts, plain, {"x": [3, 4, second, 8]}, fresh)
+    assert (near.place, near.plain, near.other) == (2, best, second)
+    assert near.gap == pytest.approx(float(logits_V[best] - logits_V[second]))
+    assert near.gap is not None and near.is_tie(near.gap * 1.01) and not near.is_tie(near.gap)
+    (far,) = find_differences(prompts, {"x": [3, 4, second]}, {"x": [3, 4, worst]}, fresh)
+    assert far.gap == pytest.approx(float(logits_V[best] - logits_V[worst]))
+    (shorter,) = find_differences(prompts, plain, {"x": [3, 4]}, fresh)
+    assert shorter.gap is None and not shorter.is_tie(1e9)
+    assert find_differences(prompts, plain, plain, fresh) == []
+
+
+def test_noise_is_what_a_pass_is_off_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = MODELS.fresh_pass(PROMPTS, TOKENS)
+    config = EngineConfig(max_batch=4, max_len=64)
+    exact, positions = logit_noise(MODELS.engine(8, config), PROMPTS, TOKENS, fresh)
+    assert exact < 1e-4 and len(PROMPTS) <= positions <= len(PROMPTS) * TOKENS
+    logits = FreshPass.logits
+    monkeypatch.setattr(FreshPass, "logits", lambda *args, **options: logits(*args, **options) + 0.5)
+    assert logit_noise(MODELS.engine(8, config), PROMPTS, TOKENS, fresh)[0] == pytest.approx(0.5, abs=1e-3)
+
+
+# -- the command
+
+
+class Words:
+    """Letters as tokens."""
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return [ord(letter) % VOCAB for letter in messages[0]["content"]]
+
+
+@pytest.fixture
+def tiny_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Prompts in a folder, and tiny models in place of any that are loaded."""
+    target = SimpleNamespace(decoder=TARGET, tokenizer=Words(), eos_tokens=frozenset())
+    monkeypatch.setattr(check, "load_target", lambda *_: target)
+    monkeypatch.setattr(check, "load_head", lambda *_: MODELS.head)
+    for name in check.SPEED_SETS:
+        turns = ["w" * (check.LONGEST_PROMPT + 1), *(f"{name} {i} of some words" for i in range(5))]
+        lines = [json.dumps({"id": f"{name}-{i}", "turns": [turn]}) for i, turn in enumerate(turns)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "speed --tokens 8 --prompts 2 --budgets 4 --other-prompts 0",
+        "batches --tokens 8 --batches 1 2 --budgets 4 --waves 2",
+        "strict --tokens 8 --prompts 7 --batch 3 --budget 4",
+        "soak --tokens 30 --prompts 7 --batch 3 --budget 8 --rounds 80",
+    ],
+    ids=lambda words: words.split()[0],
+)
+def test_the_command_writes_a_record(words: str, tiny_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tiny_files / "made" / "record.json"
+    paths = ["--head", "folder/some-head", "--data", str(tiny_files), "--out", str(out)]
+    with pytest.raises(SystemExit) as ended:
+        check.main([*words.split(), *paths, "--dtypes", "float32", "--device", "cpu"])
+    record = json.loads(out.read_text())
+    result = record["results"]["float32"]
+    assert (record["check"], record["head"]) == (words.split()[0], "some-head") and record["hardware"]
+    assert result["correct"], result
+    assert record["holds"] == result.get("faster", True) == (ended.value.code == 0)
+    assert json.loads(capsys.readouterr().out)["holds"] == record["holds"]
+
+
+def test_very_long_prompts_are_left_out(tiny_files: Path) -> None:
+    drawn = check.draw(sorted(tiny_files.glob("*.jsonl")), 99, Words())  # type: ignore[arg-type]
+    assert len(drawn) == 5 * len(check.SPEED_SETS) and not any(name.endswith("-0") for name in drawn)
+    assert list(check.draw(sorted(tiny_files.glob("*.jsonl")), 4, Words())) == list(drawn)[:4]  # type: ignore[arg-type]
+
+
+def test_transformers_is_timed_between_its_first_token_and_its_last() -> None:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    began = time.perf_counter()
+    rate = check.transformers_rate(model, check.first(PROMPTS, 2), 6)
+    assert rate > 2 * 5 / (time.perf_counter() - began)
