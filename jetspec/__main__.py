@@ -1,5 +1,13 @@
-"""`python -m jetspec` is the command line."""
+"""The command line, as `jetspec` and as `python -m jetspec`."""
 
-from jetspec.cli import main
 
-main()
+def main() -> None:
+    try:
+        from jetspec.cli import main as run
+    except KeyboardInterrupt:  # the impatient need no traceback of imports
+        raise SystemExit(130) from None
+    run()
+
+
+if __name__ == "__main__":
+    main()

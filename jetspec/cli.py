@@ -12,7 +12,7 @@ from functools import partial
 from io import StringIO
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -37,6 +37,12 @@ TREE_SHAPE = ("budget", "width", "depth")
 class OneLineErrors(TyperGroup):
     """What a user got wrong or the system refused becomes one line on stderr, without a traceback."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except USAGE_ERROR as error:
+            raise _misused(error) from None
+
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
@@ -48,20 +54,29 @@ class OneLineErrors(TyperGroup):
             _drop_stdout()
             raise typer.Exit(BROKEN_PIPE) from None
         except USAGE_ERROR as error:
-            if type(error).__name__ == "NoArgsIsHelpError":
-                raise
-            where = error.ctx.command_path if error.ctx else "jetspec"
-            print(
-                f"jetspec: error: {_one_line(error.format_message()).rstrip('.')}; see {where} --help", file=sys.stderr
-            )
-            raise typer.Exit(FAILED) from None
+            raise _misused(error) from None
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
             if ctx.params["debug"] or (isinstance(error, RuntimeError) and not is_memory):
                 raise
-            print(f"jetspec: error: {_one_line(error)}", file=sys.stderr)
+            _tell(_one_line(error))
             _drop_stdout()
             raise typer.Exit(FAILED) from None
+
+
+def _misused(error: Any) -> Exception:
+    """What to raise for words that the parser did not understand. None at all is a wish for help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return cast(Exception, error)
+    where = error.ctx.command_path if error.ctx else "jetspec"
+    _tell(f"{_one_line(error.format_message()).rstrip('.')}; see {where} --help")
+    return typer.Exit(FAILED)
+
+
+def _tell(line: str) -> None:
+    """One line on stderr. Where that is full or closed, the exit status has to say it all."""
+    with suppress(OSError):
+        print(f"jetspec: error: {line}", file=sys.stderr, flush=True)
 
 
 def _one_line(error: Exception | str) -> str:

@@ -239,6 +239,8 @@ def test_what_a_user_gets_wrong_is_one_line(fake: type[FakeLLM], args: list[str]
         (["generate", "Why?", "--budget", "few"], "jetspec: error: Invalid value for '--budget'"),
         (["generate", "Why?", "--drafter", "oracle"], "jetspec: error: Invalid value for '--drafter'"),
         (["frobnicate"], "jetspec: error: No such command 'frobnicate'"),
+        (["--nope", "generate", "Why?"], "jetspec: error: No such option: --nope"),
+        (["data", "--nope"], "jetspec: error: No such option: --nope"),
     ],
 )
 def test_words_that_are_not_understood_are_one_line(args: list[str], start: str) -> None:
@@ -307,6 +309,13 @@ def test_full_disk_is_one_line() -> None:
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
     assert stderr.splitlines()[-1] == "jetspec: error: No space left on device"
+
+
+@pytest.mark.parametrize("words", ["nope", "--nope"])
+def test_an_error_that_cannot_be_told_still_has_its_status(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "jetspec", words], stderr=full, cwd=ROOT, timeout=60)
+    assert done.returncode == 2
 
 
 @pytest.mark.parametrize(("args", "stream", "status"), [("generate Why?", 1, 0), ("generate", 0, 2)])
