@@ -1,0 +1,42 @@
+"""The whole engine on its kernels, by Triton's interpreter: what they do together where there is no GPU to show it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+import pytest
+import torch
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.dispatch import force
+from jetspec.types import Completion, SamplingParams
+from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_head
+
+PROMPTS = [[1, 2, 3], [9]]
+
+
+def decode(who: str, sampling: SamplingParams) -> list[Completion]:
+    target = tiny_decoder(vocab=20, layers=2)
+    head = None if who == "none" else tiny_head(target, edge=who == "edge", block=3)
+    tree = TreeConfig(budget=4, width=3, shortlist=8)
+    config = EngineConfig(page_size=4, ahead=1)
+    return run(make_engine(target, "head" if head else "none", head, tree, config), PROMPTS, sampling)
+
+
+def compare(who: str, sampling: SamplingParams) -> None:
+    torch.set_num_threads(1)
+    expected = decode(who, sampling)
+    with force("triton"):
+        done = decode(who, sampling)
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    assert [c.stats.accepted_lengths for c in done] == [c.stats.accepted_lengths for c in expected]
+
+
+@pytest.mark.parametrize("who", ["none", "edge"])
+def test_kernels_decode_like_references(interpreter: Executor, who: str) -> None:
+    interpreter.submit(compare, who, SamplingParams(max_tokens=3)).result()
+
+
+def test_kernels_sample_like_references(interpreter: Executor) -> None:
+    sampling = SamplingParams(max_tokens=2, temperature=0.9, top_k=9, top_p=0.95, min_p=0.01, seed=5)
+    interpreter.submit(compare, "head", sampling).result()
