@@ -1,0 +1,93 @@
+"""Plots and tables of the ablations, from their records, for docs/training.md.
+
+    python -m scripts.plot_ablations --records docs/results/ablations --page docs/training.md --plots docs/plots
+
+The tables go between two marks in the page, so that no number in it is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+Records = Mapping[str, Mapping[str, Any]]
+
+BEGIN, END = "<!-- ablations: begin -->", "<!-- ablations: end -->"
+TABLES: dict[str, tuple[str, ...]] = {
+    "Mask and edge term": ("causal", "bidirectional", "edge-32", "edge-128", "edge-256"),
+    "Loss": ("causal", "sft", "reverse-kl"),
+    "Weight of positions, causal": ("causal", "causal-gamma-3", "causal-gamma-7", "causal-gamma-15"),
+    "Weight of positions, bidirectional": (
+        "bidirectional",
+        "bidirectional-gamma-3",
+        "bidirectional-gamma-7",
+        "bidirectional-gamma-15",
+    ),
+    "Learning rate": ("lr-0.0003", "lr-0.0006", "lr-0.001", "causal", "lr-0.004"),
+    "Whose text": ("causal", "corpus"),
+}
+"""What is compared with what."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, required=True, help="folder that scripts.ablate wrote")
+    parser.add_argument("--page", type=Path, required=True, help="page with the two marks")
+    parser.add_argument("--plots", type=Path, required=True, help="folder for the pictures")
+    args = parser.parse_args()
+    records = {path.stem: json.loads(path.read_text()) for path in sorted(args.records.glob("*.json"))}
+    args.plots.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for title, names in TABLES.items():
+        found = [name for name in names if name in records]
+        if len(found) < 2:
+            continue
+        picture = args.plots / f"ablation_{title.lower().replace(',', '').replace(' ', '_')}.svg"
+        draw(title, {name: records[name]["mean"] for name in found}, picture)
+        link = os.path.relpath(picture, args.page.parent)
+        parts += [f"### {title}", table({name: records[name] for name in found}), f"![{title}]({link})"]
+    args.page.write_text(put_between(args.page.read_text(), "\n\n".join(parts)))
+
+
+def table(records: Records) -> str:
+    """Mean tokens per round over the tasks, a row per variant."""
+    budgets = list(next(iter(records.values()))["mean"])
+    rows = [["variant", *budgets, "steps", "minutes"]]
+    for name, record in records.items():
+        means = [f"{record['mean'][budget]:.2f}" for budget in budgets]
+        rows.append([name, *means, f"{record['settings']['steps']}", f"{record['seconds'] / 60:.1f}"])
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
+
+
+def draw(title: str, means: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    for name, mean in means.items():
+        axes.plot(list(mean), list(mean.values()), marker="o", label=name)
+    axes.set(title=title, xlabel="budget", ylabel="tokens per round")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def put_between(page: str, text: str) -> str:
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Tables and plots come from records alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import plot_ablations
+from scripts.ablate import VARIANTS
+
+
+def write(folder: Path, name: str, value: float) -> None:
+    record = {"mean": {"chain": value, "16": value + 1}, "settings": {"steps": 70}, "seconds": 90.0}
+    (folder / f"{name}.json").write_text(json.dumps(record))
+
+
+def test_a_page_gets_what_its_records_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records, page = tmp_path / "records", tmp_path / "docs" / "page.md"
+    records.mkdir()
+    page.parent.mkdir()
+    for name, value in (("causal", 2.5), ("edge-128", 3.25), ("sft", 2.0)):
+        write(records, name, value)
+    page.write_text(f"before\n{plot_ablations.BEGIN}\nold\n{plot_ablations.END}\nafter\n")
+    plots = tmp_path / "docs" / "plots"
+    args = ["plot", "--records", str(records), "--page", str(page), "--plots", str(plots)]
+    monkeypatch.setattr(sys, "argv", args)
+    plot_ablations.main()
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| edge-128 | 3.25 | 4.25 | 70 | 1.5 |" in text and "| sft | 2.00 | 3.00 | 70 | 1.5 |" in text
+    assert "plots/ablation_mask_and_edge_term.svg" in text and (plots / "ablation_loss.svg").exists()
+    assert "Learning rate" not in text
+    plot_ablations.main()
+    assert page.read_text() == text
+
+
+def test_a_page_without_the_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks the marks"):
+        plot_ablations.put_between("text", "more")
+
+
+def test_every_variant_is_in_a_table() -> None:
+    assert {name for names in plot_ablations.TABLES.values() for name in names} == set(VARIANTS)
