@@ -6,8 +6,10 @@ refused by name.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -105,7 +107,7 @@ def save_head(
         (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if card is not None:
             (fresh / CARD_FILE).write_text(card, encoding="utf-8")
-        save_file(_published_tensors(head, dtype), fresh / WEIGHTS_FILE, metadata={"format": "pt"})
+        write_tensors(_published_tensors(head, dtype), fresh / WEIGHTS_FILE)
         if folder.exists():
             os.replace(folder, old)
         os.replace(fresh, folder)
@@ -116,6 +118,19 @@ def save_head(
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file that whoever may read its neighbours may read. What the system refuses is an OSError."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error
+    path.chmod(mode)  # the library's own choice is the owner alone
 
 
 def describe_head(folder: str | Path) -> dict[str, Any] | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.table import Table
 
 from jetspec.config import EngineConfig, TreeConfig
@@ -17,6 +19,7 @@ from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.weights import Target, load_target
 from jetspec.terminal.screen import err, working
+from jetspec.train.checkpoint import checkpoints, claimed, step_of
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.data import PackedBatch
 from jetspec.train.run import join_processes, make_trainer
@@ -30,6 +33,13 @@ def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: 
     """Train, going on from the last checkpoint unless a fresh start is asked for."""
     config = load_recipe(path, tuple(overrides))
     device = join_processes() or choose_device(config.device)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    with claimed(Path(config.out)) if is_first and not dry_run else nullcontext():
+        train(config, device, fresh=fresh, dry_run=dry_run)
+
+
+def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bool) -> None:
+    """A run in a folder that is its own."""
     with working(f"Loading {config.model}"):
         target = load_target(config.model, choose_dtype(config.dtype, device), device)
     trainer = make_trainer(config, target.decoder)
@@ -44,7 +54,12 @@ def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: 
     if dry_run:
         show_time(config, trainer)
         return
-    trainer.run()
+    try:
+        trainer.run()
+    except KeyboardInterrupt:
+        if trainer.rank == 0:
+            err().print(where_it_stopped(trainer))
+        raise
     if trainer.rank == 0:
         err().print(f"The head is in {Path(config.out) / 'head'}")
 
@@ -98,6 +113,7 @@ def show_plan(config: TrainConfig, trainer: Trainer, step: int) -> None:
 
 def show_time(config: TrainConfig, trainer: Trainer) -> None:
     """How long it would take, from three steps whose result is thrown away."""
+    steps_left = max(config.steps - trainer.step, 0)
     trainer.train_step()
     began = time.perf_counter()
     trainer.train_step()
@@ -105,4 +121,21 @@ def show_time(config: TrainConfig, trainer: Trainer) -> None:
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - began) / 2
-    err().print(f"{seconds:.2f} s per step, {seconds * config.steps / 3600:.1f} hours in all. Nothing was written.")
+    if trainer.rank == 0:
+        minutes_used = trainer.limit.used_s / 60
+        err().print(time_left(seconds, steps_left, config.minutes, minutes_used))
+
+
+def time_left(seconds: float, steps: int, limit: float | None, used: float) -> str:
+    """For so many steps of so many seconds, but no more than is left of a limit in minutes."""
+    minutes = seconds * steps / 60
+    if limit is not None:
+        minutes = min(minutes, max(limit - used, 0.0))
+    whole = f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
+    return f"{seconds:.2f} s per step, {whole} for what is left. Nothing was written."
+
+
+def where_it_stopped(trainer: Trainer) -> str:
+    saved = checkpoints(trainer.folder / "checkpoints")
+    last = f"the last checkpoint is of step {step_of(saved[-1])}" if saved else "there is no checkpoint yet"
+    return f"stopped at step {trainer.step}; {last}"

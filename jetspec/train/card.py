@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,30 +15,50 @@ from jetspec.train.data import lines_of
 
 
 def model_card(
-    config: TrainConfig, head: HeadConfig, steps: int, num_documents: int, results: dict[str, dict[str, Any]]
+    config: TrainConfig,
+    head: HeadConfig,
+    steps: int,
+    minutes: float,
+    num_documents: int,
+    results: dict[str, dict[str, Any]],
 ) -> str:
-    """A README for the folder of a head. `results` are the last numbers of each kind that training logged."""
+    """A README for the folder of a head. `results` are the last numbers of each kind that training logged.
+
+    Only for the default target, whose licence is known, it names one: of any other head its maker decides.
+    """
     record, model = make_record({}), shown(config.model)
+    licence = ["license: apache-2.0"] if config.model == TrainConfig.model else []
     sections = [
-        "\n".join(("---", "license: apache-2.0", f"base_model: {model}", "tags: [speculative-decoding]", "---")),
+        "\n".join(("---", *licence, f"base_model: {model}", "tags: [speculative-decoding]", "---")),
         f"# Draft head for {model}",
         f"Drafts up to {head.depth} tokens in one pass for JetSpec, which verifies them with the target: the text "
         "stays the target's own.",
         "## Shape\n\n" + _table(_shape(head)),
-        "## Training\n\n" + _table(_training(config, steps, num_documents)),
+        "## Training\n\n" + _table(_training(config, steps, minutes, num_documents)),
         "## Results\n\n" + (_table(_results(results, steps)) if results else "Nothing was measured."),
         "## Origin\n\n"
         + _table(
             {
-                "command": f"`{record['command']}`",
+                "command": f"`{_command(record['command'])}`",
                 "commit": record["commit"] or "unknown",
                 "date": record["date"],
                 "hardware": record["hardware"].get("gpu") or record["hardware"]["cpu"],
             }
         ),
-        "The head's weights are licensed under Apache-2.0; the target and the data have licences of their own.",
     ]
+    if licence:
+        sections.append(
+            "The head's weights are licensed under Apache-2.0; the target and the data have licences of their own."
+        )
     return "\n\n".join(sections) + "\n"
+
+
+def _command(line: str) -> str:
+    """A recorded command; ours as it is typed, without the Python that runs it."""
+    program = Path(sys.argv[0])
+    if "jetspec" not in (program.name, program.parent.name):
+        return line
+    return shlex.join(["jetspec", *shlex.split(line)[2:]])
 
 
 def _shape(head: HeadConfig) -> dict[str, Any]:
@@ -53,11 +75,12 @@ def _shape(head: HeadConfig) -> dict[str, Any]:
     }
 
 
-def _training(config: TrainConfig, steps: int, num_documents: int) -> dict[str, Any]:
+def _training(config: TrainConfig, steps: int, minutes: float, num_documents: int) -> dict[str, Any]:
     return {
         **{f"data: {Path(file.path).name}": _rows(file) for file in config.files},
         "conversations per pass": f"{num_documents:,}",
         "steps": f"{steps:,}",
+        "time": f"{minutes:,.1f} minutes",
         "batch per process": f"{config.rows * config.accumulate} rows of {config.row_len} tokens, "
         f"{config.anchors} blocks each",
         "loss": _loss(config.loss),

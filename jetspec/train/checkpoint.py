@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from jetspec.models.head_format import write_tensors
+from jetspec.train.config import DataFile, TrainConfig
 from jetspec.train.parallel import split_like, whole
 
 Numbers = list[dict[str, dict[str, float]]]
 """Per optimizer and parameter, the state that is no tensor."""
+FREE = {
+    *("out", "device", "parallel", "compile", "anchors_at_once", "steps", "minutes"),
+    *("log_every", "validate_every", "save_every", "keep", "score"),
+}
+"""Settings that may change between the parts of a run. Of those below, only the product has to stay."""
+BATCH = ("rows", "accumulate", "processes")
 
 
 def run_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Numbers]:
@@ -35,7 +47,7 @@ def save_checkpoint(
     draft.mkdir()
     try:
         tensors, numbers = state
-        save_file(tensors, draft / "state.safetensors")
+        write_tensors(tensors, draft / "state.safetensors")
         (draft / "state.json").write_text(json.dumps({"step": step, "optimizers": numbers, **extra}, indent=1))
         for file in draft.iterdir():
             with file.open("rb") as handle:
@@ -55,14 +67,71 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def load_checkpoint(path: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Restore weights and optimizers in place; returns what was saved beside them."""
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """One run at a time in a folder, where the system can say so. The claim goes with the process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is training into {folder}; wait for it or choose another out") from None
+        except (ImportError, OSError):
+            pass
+        yield
+
+
+def settings(config: TrainConfig, processes: int) -> dict[str, Any]:
+    """A recipe as it is kept in a checkpoint."""
+    files = [asdict(file) for file in config.files]
+    return json.loads(json.dumps(asdict(config) | {"data": files, "processes": processes}))
+
+
+def check_same(saved: dict[str, Any], now: dict[str, Any], out: str) -> None:
+    """Refuse to go on with settings that would have made another run. Of settings unknown back then nothing is said."""
+    before, after = _fixed(saved), _fixed(now)
+    changed = [name for name in before if name in after and before[name] != after[name]]
+    if changed:
+        words = " and ".join(f"{name} {_said(before[name])}, not {_said(after[name])}" for name in changed)
+        raise ValueError(f"the run in {out} was made with {words}; use --fresh or another out")
+
+
+def _fixed(raw: dict[str, Any]) -> dict[str, Any]:
+    """What has to stay, by its name in a recipe."""
+    found: dict[str, Any] = {}
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": part for key, part in value.items()}
+        elif name == "data":
+            files = (DataFile(item) if isinstance(item, str) else DataFile(**item) for item in value)
+            found[name] = [(str(Path(file.path).absolute()), file.times) for file in files]
+        elif name not in FREE and name not in BATCH:
+            found[name] = value
+    found[" x ".join(BATCH)] = math.prod(raw.get(name, 1) for name in BATCH)
+    return found
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def load_checkpoint(
+    path: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer], config: TrainConfig, processes: int
+) -> dict[str, Any]:
+    """Restore weights and optimizers in place, if the recipe is still the same; returns what was saved beside them."""
     try:
         tensors, raw = load_file(path / "state.safetensors"), json.loads((path / "state.json").read_text())
     except Exception as error:
         raise ValueError(
             f"the checkpoint {path} is damaged ({error}); delete it to go on from the one before"
         ) from error
+    check_same(raw["config"], settings(config, processes), config.out)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             parameter.copy_(split_like(tensors[f"head.{name}"], parameter))

@@ -19,10 +19,10 @@ from jetspec.config import TreeConfig
 from jetspec.dispatch import force
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
-from jetspec.models.head_format import save_head
+from jetspec.models.head_format import CARD_FILE, load_head, save_head
 from jetspec.train.blocks import Blocks, choose_anchors, document_mask, lay_out
 from jetspec.train.card import model_card
-from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint
+from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint, settings
 from jetspec.train.clock import Speed, TimeLimit
 from jetspec.train.config import LossConfig, TrainConfig
 from jetspec.train.data import Ahead, Document, PackedBatch, PackedData
@@ -94,8 +94,9 @@ class Trainer:
         """Go on from the newest checkpoint of the run's folder, if there is one; returns the step."""
         found = checkpoints(self.folder / "checkpoints")
         if found:
-            state = load_checkpoint(found[-1], self.head, self.optimizers)
+            state = load_checkpoint(found[-1], self.head, self.optimizers, self.config, self.world)
             self.step, self.limit = state["step"], TimeLimit(self.config.minutes, **state["time"])
+            self.results = state.get("results", {})
         return self.step
 
     def run(self) -> None:
@@ -123,22 +124,33 @@ class Trainer:
                 if self._due(config.save_every):
                     self.save(log)
                     speed.restart()
-        if self.step == first and not (self.folder / "head").exists():
-            self.export()
+        if self.step == first and not self._is_exported():
+            self.publish(log)
 
     @property
     def is_over(self) -> bool:
         return self.step >= self.config.steps or self.limit.is_over
 
     def save(self, log: RunLog | None = None) -> None:
-        """A checkpoint, how it decodes, and the head as it stands in `out/head`."""
+        """A checkpoint, the head as it stands in `out/head`, and how that decodes. Broken weights are not saved."""
         state = run_state(self.head, self.optimizers)
+        if not all(tensor.isfinite().all() for tensor in state[0].values()):
+            raise ValueError(self._diverged("the weights are not finite"))
         if self.rank == 0:
-            extra = {"config": asdict(self.config), "time": self.limit.state}
+            recipe = settings(self.config, self.world)
+            extra = {"config": recipe, "time": self.limit.state, "results": self.results}
             save_checkpoint(self.folder / "checkpoints", self.step, state, self.config.keep, extra)
+        self.publish(log)
+
+    def publish(self, log: RunLog | None = None) -> None:
+        """The head first, since scoring it takes longer; the card is written again with the scores."""
+        self.export()
         if self.score is not None:
             self._decode(self.score, log)
-        self.export()
+            if self.rank == 0:
+                card = self.folder / ".card"  # not in the head's folder, where half a file would stay
+                card.write_text(self._card(), encoding="utf-8")
+                card.replace(self.folder / "head" / CARD_FILE)
 
     def _decode(self, score: Score, log: RunLog | None) -> None:
         head = frozen_copy(self.head, self.target.embedding.dtype)
@@ -155,8 +167,21 @@ class Trainer:
         """The head in the published layout and in bfloat16, with a card that says where it comes from."""
         head = frozen_copy(self.head, torch.bfloat16)
         if self.rank == 0:
-            card = model_card(self.config, self.head.head_config, self.step, len(self.data.documents), self.results)
-            save_head(head, self.folder / "head", card=card)
+            save_head(head, self.folder / "head", card=self._card())
+
+    def _card(self) -> str:
+        minutes, count = self.limit.used_s / 60, len(self.data.documents)
+        return model_card(self.config, self.head.head_config, self.step, minutes, count, self.results)
+
+    def _is_exported(self) -> bool:
+        """Whether `out/head` holds these weights: a run may have been killed between a checkpoint and its head."""
+        now = frozen_copy(self.head, torch.bfloat16).state_dict()
+        folder = self.folder.absolute() / "head"
+        try:
+            there = load_head(folder, device=self.device).state_dict() if folder.is_dir() else {}
+        except (ValueError, OSError):
+            return False
+        return there.keys() == now.keys() and all(torch.equal(there[name], value) for name, value in now.items())
 
     def train_step(self) -> DraftLoss:
         """One update from `accumulate` micro-batches on every device. Sums are divided once, at the end."""
@@ -189,6 +214,8 @@ class Trainer:
         for first in range(0, len(self.validation.token_RT), self.config.rows):
             batch = self.validation.rows(first, self.config.rows).padded(self.config.rows)
             parts += map(without_graph, self.drafts(self.lesson(batch, first)))
+        if isinstance(self.drafting, FSDPModule):
+            self.drafting.reshard()  # which a backward would have done
         return self._finite(DraftLoss.add_up(parts, across=False))
 
     def tree_lengths(self) -> dict[str, float]:
@@ -269,8 +296,12 @@ class Trainer:
     def _finite(self, sums: DraftLoss) -> Metrics:
         metrics = sums.metrics()
         if not math.isfinite(metrics.loss):
-            raise ValueError(f"the loss is {metrics.loss} at step {self.step}: lower the learning rate")
+            raise ValueError(self._diverged(f"the loss is {metrics.loss}"))
         return metrics
+
+    def _diverged(self, what: str) -> str:
+        again = " and start with --fresh" if checkpoints(self.folder / "checkpoints") else ""
+        return f"{what} at step {self.step}: lower the learning rate{again}"
 
     def _report(self, log: RunLog | None, kind: str, numbers: dict[str, Any]) -> None:
         self.results[kind] = {"step": self.step, **numbers}

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -471,6 +473,33 @@ def test_failed_save_leaves_the_old_head(step: str, folder: Path, monkeypatch: p
         save_head(random_head(CAUSAL, seed=5), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_file_that_the_system_refuses_is_its_error(tmp_path: Path) -> None:
+    """The limit on the size of files holds for a whole process, so another one meets it."""
+    script = f"""
+import resource
+from jetspec.models.head_format import save_head
+from tests.models.head_paged import CAUSAL, random_head
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    save_head(random_head(CAUSAL), {str(tmp_path / "head")!r})
+except OSError as error:
+    print(error.strerror, error.filename.endswith("model.safetensors"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "File too large True\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_all_files_of_a_head_follow_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        save_head(random_head(CAUSAL), tmp_path / "head", card="A head.")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "head").iterdir()} == {0o666 & ~umask}
 
 
 def test_what_the_format_cannot_hold_is_not_written(tmp_path: Path) -> None:
