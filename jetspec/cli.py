@@ -472,7 +472,7 @@ def regenerate(
     from jetspec.train.regenerate import RegenerateConfig
 
     prompts = PromptData(tuple(data or ()), hf_dataset, split, limit, parse_shard(shard), responses)
-    config = RegenerateConfig(model, responses, max_tokens, temperature, top_p, seed)
+    config = RegenerateConfig(model, responses, max_tokens, temperature, top_p, seed, max_len)
     machines = Machines(device, jobs, dtype, batch, max_len)
     regenerate_data(out, prompts, config, machines, on_bad=on_bad, dry_run=dry_run)
 

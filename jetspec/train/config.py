@@ -14,9 +14,21 @@ import yaml
 
 COUNTS = (
     *("steps", "rows", "row_len", "anchors", "anchors_at_once", "accumulate"),
-    *("log_every", "validate_every", "save_every"),
+    *("log_every", "validate_every", "save_every", "keep"),
 )
 """Settings that must be at least 1."""
+
+OnBad = Literal["stop", "skip"]
+
+
+def at_least(least: int, name: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; it must be from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -26,13 +38,12 @@ class DataFile:
     """How often each of its rows is seen in one pass over the data."""
 
     def __post_init__(self) -> None:
-        if self.times < 1:
-            raise ValueError(f"data.times is {self.times}; it must be at least 1")
+        at_least(1, "data.times", self.times)
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The head to train. What is None follows the target."""
+    """The head to train. What is None follows the target, or the head to start from."""
 
     num_layers: int = 5
     block_size: int = 16
@@ -40,10 +51,21 @@ class HeadShape:
     """False: all slots of a block see each other (DFlash)."""
     tap_layers: tuple[int, ...] | None = None
     mask_token: int | None = None
-    """An id that never occurs in text. None: the last one of the vocabulary."""
+    """An id that never occurs in text, which only the reader of a vocabulary can tell: fresh heads need it given."""
     inner_size: int | None = None
     edge_rank: int = 0
-    """Rank of the edge term. 0: none."""
+    """Rank of the edge term. 0: none, or that of the head to start from."""
+
+    def __post_init__(self) -> None:
+        at_least(1, "head.num_layers", self.num_layers)
+        at_least(2, "head.block_size", self.block_size)
+        at_least(0, "head.mask_token", self.mask_token)
+        at_least(1, "head.inner_size", self.inner_size)
+        at_least(0, "head.edge_rank", self.edge_rank)
+        if self.tap_layers is not None and not self.tap_layers:
+            raise ValueError("head.tap_layers is empty; name at least one layer, or null for the usual ones")
+        for layer in self.tap_layers or ():
+            at_least(0, "head.tap_layers", layer)
 
 
 @dataclass(frozen=True)
@@ -80,6 +102,13 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
+    """Longest gradient."""
+
+    def __post_init__(self) -> None:
+        if not self.clip > 0:
+            raise ValueError(f"optimizer.clip is {self.clip}; it must be positive")
+        share("optimizer.warmup_frac", self.warmup_frac)
+        share("optimizer.final_lr_frac", self.final_lr_frac)
 
 
 @dataclass(frozen=True)
@@ -90,9 +119,12 @@ class TrainConfig:
     """JSONL files that `jetspec data regenerate` wrote: paths, or `{path: .., times: 2}`."""
     out: str
     """Folder for checkpoints, log and head."""
+    on_bad: OnBad = "stop"
+    """What to do about a broken row of the data, or one that holds the mask token: stop, or leave it out."""
     model: str = "smollm2-135m-instruct"
     start: str | None = None
-    """A head to start from instead of fresh weights."""
+    """A head to start from instead of fresh weights. What the recipe says about `head` must agree with it; only an
+    edge term may be added."""
     train_only_edge: bool = False
     """Freeze the rest of the head."""
     head: HeadShape = field(default_factory=HeadShape)
@@ -111,7 +143,7 @@ class TrainConfig:
     """Blocks per row in one pass of the head. More of them take further passes, and no more memory."""
     accumulate: int = 1
     validation_rows: int = 16
-    """Packed rows kept out of training."""
+    """Packed rows kept out of training, with all other answers to their prompts."""
     seed: int = 0
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -130,28 +162,52 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            at_least(1, name, getattr(self, name))
+        at_least(0, "validation_rows", self.validation_rows)
+        at_least(0, "seed", self.seed)
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes is {self.minutes}; it must be positive, or null for no limit")
         if self.row_len <= self.head.block_size:
             raise ValueError(f"row_len {self.row_len} cannot hold a block of {self.head.block_size}")
         if self.train_only_edge and not self.head.edge_rank:
             raise ValueError("train_only_edge needs an edge term: set head.edge_rank")
+        if self.train_only_edge and self.start is None:
+            raise ValueError("train_only_edge needs a finished head: name it with start")
 
     @property
     def files(self) -> tuple[DataFile, ...]:
         return tuple(DataFile(item) if isinstance(item, str) else item for item in self.data)
 
 
+class StrictLoader(yaml.SafeLoader):
+    """YAML in which a setting that is given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise ValueError(f"{key.value} is given twice, again in line {key.start_mark.line + 1}")
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, StrictLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
 def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
     """A recipe file with `key.key=value` overrides on top."""
     try:
-        raw = yaml.safe_load(path.read_text())
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    raw = read_yaml(text, str(path))
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must be a mapping of settings")
     for override in overrides:
@@ -168,7 +224,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         raw = raw.setdefault(folder, {})
         if not isinstance(raw, dict):
             raise ValueError(f"{name!r}: {folder} is not a group of settings")
-    raw[last] = yaml.safe_load(text)
+    raw[last] = read_yaml(text, f"the value of {name}")
 
 
 def from_dict(cls: type[Any], raw: dict[str, Any], where: str) -> Any:

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetspec.train.config import OnBad
+
 T = TypeVar("T")
 
 ROW = re.compile(
-    r'\{"id": "[^"\\]*", "token_ids": \[(\d[^\]]*\d)\], "spans": (\[\[[\d, \[\]]*\]\]), "finish": \["[a-z", ]*\]\}\s*'
+    r'\{"id": "([^"\\]*)", "token_ids": \[(\d[^\]]*\d)\], "spans": (\[\[[\d, \[\]]*\]\]), "finish": \["[a-z", ]*\]\}\s*'
 )
 """A row as it is usually written. Its numbers are found faster this way than by a parser of all JSON."""
 ROWS_AT_ONCE = 1024
@@ -32,29 +34,42 @@ class Document:
 
     tokens: np.ndarray
     written: np.ndarray
+    id: str | None = None
+    """Names its prompt. Answers to the same prompt share it, in one file or several."""
 
 
 class Documents(Sequence[Document]):
-    """Many conversations as slices of two flat arrays: five bytes per token, and none per conversation but its ends."""
+    """Many conversations as slices of two flat arrays: five bytes per token, and a few numbers per conversation."""
 
     def __init__(
-        self, token_N: np.ndarray, written_N: np.ndarray, start_D: np.ndarray, end_D: np.ndarray, file_D: np.ndarray
+        self,
+        token_N: np.ndarray,
+        written_N: np.ndarray,
+        start_D: np.ndarray,
+        end_D: np.ndarray,
+        file_D: np.ndarray,
+        prompt_D: np.ndarray,
     ) -> None:
         self.token_N, self.written_N = token_N, written_N
         self.start_D, self.end_D = start_D, end_D
         self.file_D = file_D
         """Number of the file each came from."""
+        self.prompt_D = prompt_D
+        """Number of the prompt each answers. One without an id has a prompt of its own."""
 
     @classmethod
     def join(cls, found: Sequence[tuple[int, Document]]) -> Documents:
         """From files' numbers and documents."""
         end_D = np.cumsum([len(document.tokens) for _, document in found])
+        first: dict[str, int] = {}
+        ids = (document.id for _, document in found)
         return cls(
             np.concatenate([document.tokens.astype(np.int32) for _, document in found]),
             np.concatenate([document.written for _, document in found]),
             np.concatenate(([0], end_D[:-1])),
             end_D,
             np.array([file for file, _ in found]),
+            np.array([i if id is None else first.setdefault(id, i) for i, id in enumerate(ids)]),
         )
 
     def __len__(self) -> int:
@@ -74,7 +89,21 @@ class Documents(Sequence[Document]):
 
     def take(self, index: np.ndarray) -> Documents:
         """These, in this order, some perhaps more than once. The tokens are shared."""
-        return Documents(self.token_N, self.written_N, self.start_D[index], self.end_D[index], self.file_D[index])
+        own = (self.start_D, self.end_D, self.file_D, self.prompt_D)
+        return Documents(self.token_N, self.written_N, *(each[index] for each in own))
+
+    def hold_out(self, most: int, seed: int) -> tuple[Documents, Documents]:
+        """Some kept out, and the rest, both shuffled: a tenth of the prompts but at most so many, with all answers.
+
+        They are drawn from everywhere: files list short answers first, because those were finished first.
+        """
+        shuffled = self.take(np.random.default_rng(seed).permutation(len(self)))
+        _, first_P = np.unique(shuffled.prompt_D, return_index=True)
+        if len(first_P) < 2:
+            raise ValueError("the data has one prompt, so none can be kept out: add more, or set validation_rows to 0")
+        count = max(1, min(len(first_P) // 10, most))
+        held_D = np.isin(shuffled.prompt_D, shuffled.prompt_D[np.sort(first_P)[:count]])
+        return shuffled.take(np.flatnonzero(held_D)), shuffled.take(np.flatnonzero(~held_D))
 
 
 class OnDevice:
@@ -123,20 +152,101 @@ class PackedBatch(OnDevice):
                 yield Document(self.token_RT[row, inside].numpy(), self.written_RT[row, inside].numpy())
 
 
-def read_documents(paths: Iterable[str | Path], max_len: int, vocab_size: int) -> Documents:
-    """All rows of some files. Longer ones are cut, and those left out of which no written token remains."""
-    found = []
+@dataclass
+class Tally:
+    """What became of the rows of some files."""
+
+    rows: int = 0
+    cut: int = 0
+    """Longer than the limit."""
+    lost: int = 0
+    """Cut before anything that the target wrote, and left out."""
+    empty: int = 0
+    """Left out because the target wrote nothing in them."""
+    bad: int = 0
+    """Broken, and left out."""
+    masked: int = 0
+    """Left out because the mask token occurs in them."""
+
+    def summary(self, max_len: int) -> str:
+        """What is not as it was in the files, in a line; empty if all is."""
+        parts = []
+        if self.cut:
+            lost = f"; {self.lost:,} of them lost all that the target wrote and are left out" if self.lost else ""
+            parts.append(f"{self.cut:,} of {self.rows:,} rows are longer than row_len {max_len}: cut{lost}")
+        reasons = {"hold nothing that the target wrote": self.empty, "are broken": self.bad}
+        reasons["hold the mask token"] = self.masked
+        parts += [f"{n:,} of {self.rows:,} rows {reason}: left out" for reason, n in reasons.items() if n]
+        return " · ".join(parts)
+
+
+def read_documents(
+    paths: Iterable[str | Path],
+    max_len: int,
+    vocab_size: int,
+    *,
+    mask_token: int | None = None,
+    on_bad: OnBad = "stop",
+    tally: Tally | None = None,
+) -> Documents:
+    """All rows of some files. Longer ones are cut, and those left out of which no written token remains.
+
+    Broken rows, and those with the mask token, are an error or left out. `tally` counts what was done.
+    """
+    tally = Tally() if tally is None else tally
+    found, masked_at = [], ""
     for file, path in enumerate(paths):
         lines = lines_of(Path(path))
         while block := list(islice(lines, ROWS_AT_ONCE)):
-            documents = parse_usual([line for _, line in block], vocab_size)
+            documents: Sequence[Document | None] | None = parse_usual([line for _, line in block], vocab_size)
             if documents is None:
-                documents = [parse(line, f"{path}:{number}", vocab_size) for number, line in block]
-            cut = (Document(document.tokens[:max_len], document.written[:max_len]) for document in documents)
-            found += [(file, document) for document in cut if document.written[1:].any()]
+                documents = [parse_or_skip(line, f"{path}:{number}", vocab_size, on_bad) for number, line in block]
+            for (number, _), document in zip(block, documents, strict=True):
+                kept = keep(document, max_len, tally)
+                if kept is not None and mask_token is not None and (kept.tokens == mask_token).any():
+                    tally.masked, masked_at = tally.masked + 1, masked_at or f"{path}:{number}"
+                elif kept is not None:
+                    found.append((file, kept))
+    if tally.masked and on_bad == "stop":
+        raise ValueError(
+            f"the mask token {mask_token} occurs in {tally.masked:,} rows of the data, first in {masked_at};"
+            " choose another head.mask_token, or leave such rows out with on_bad: skip"
+        )
     if not found:
-        raise ValueError("the data has no row in which the target wrote something")
+        raise ValueError("the data has no row in which the target wrote something" + _behind(tally.summary(max_len)))
     return Documents.join(found)
+
+
+def _behind(text: str) -> str:
+    return f" ({text})" if text else ""
+
+
+def parse_or_skip(line: str, where: str, vocab_size: int, on_bad: OnBad) -> Document | None:
+    try:
+        return parse(line, where, vocab_size)
+    except ValueError:
+        if on_bad == "stop":
+            raise
+        return None
+
+
+def keep(document: Document | None, max_len: int, tally: Tally) -> Document | None:
+    """What a row gives to training, if anything. The first token has nothing before it to be guessed from."""
+    tally.rows += 1
+    if document is None:
+        tally.bad += 1
+        return None
+    if not document.written[1:].any():
+        tally.empty += 1
+        return None
+    if len(document.tokens) <= max_len:
+        return document
+    tally.cut += 1
+    cut = Document(document.tokens[:max_len], document.written[:max_len], document.id)
+    if cut.written[1:].any():
+        return cut
+    tally.lost += 1
+    return None
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -152,7 +262,8 @@ def parse(line: str, where: str, vocab_size: int) -> Document:
     try:
         raw = json.loads(line)
         tokens, spans = np.asarray(raw["token_ids"]), [(int(a), int(b)) for a, b in raw["spans"]]
-    except (ValueError, TypeError, KeyError) as error:
+        id = None if raw.get("id") is None else str(raw["id"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{where}: not a row of regenerated data ({error!r})") from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"{where}: token_ids must be a list of whole numbers")
@@ -163,25 +274,26 @@ def parse(line: str, where: str, vocab_size: int) -> Document:
         if not 0 <= start <= end <= len(tokens):
             raise ValueError(f"{where}: span [{start}, {end}) lies outside the {len(tokens)} tokens")
         written[start:end] = True
-    return Document(tokens.astype(np.int64), written)
+    return Document(tokens.astype(np.int64), written, id)
 
 
 def parse_usual(lines: Sequence[str], vocab_size: int) -> list[Document] | None:
     """Many rows in their usual form at once. None: one has another form, perhaps a wrong one."""
     rows = [found for line in lines if (found := ROW.fullmatch(line))]
-    text = ", ".join(row[1] for row in rows)
+    text = ", ".join(row[2] for row in rows)
     if len(rows) < len(lines) or ", ," in text:
         return None
     try:
         token_N = np.fromstring(text, np.int64, sep=",")
-        spans = json.loads(f"[{','.join(row[2] for row in rows)}]")
+        spans = json.loads(f"[{','.join(row[3] for row in rows)}]")
     except ValueError:
         return None
-    end_D = list(accumulate(row[1].count(", ") + 1 for row in rows))
+    end_D = list(accumulate(row[2].count(", ") + 1 for row in rows))
     if end_D[-1] != len(token_N) or token_N.min() < 0 or token_N.max() >= vocab_size:
         return None
     documents = [
-        Document(token_N[start:end], np.zeros(end - start, dtype=bool)) for start, end in pairwise((0, *end_D))
+        Document(token_N[start:end], np.zeros(end - start, dtype=bool), row[1])
+        for row, (start, end) in zip(rows, pairwise((0, *end_D)), strict=True)
     ]
     for document, pairs in zip(documents, spans, strict=True):
         for pair in pairs:

@@ -204,7 +204,11 @@ def score_head(
     num_gaps: int = NUM_GAPS,
     progress: bool = False,
 ) -> HeadScore:
-    """Teacher-forced rounds on what the target wrote greedily in `documents`, for every tree of `make_trees`."""
+    """Teacher-forced rounds on what the target wrote in `documents`, for every tree of `make_trees`.
+
+    Where it wrote greedily they are the rounds of greedy decoding; a sampled text leaves the likely path more often,
+    and its rounds are shorter.
+    """
     trees = make_trees(budgets, tree, head.head_config.depth)
     starts = [0, *accumulate(sum(e - s for s, e in answer_spans(document)) for document in documents)]
     picked = np.zeros(starts[-1], dtype=bool)

@@ -1,9 +1,10 @@
 """The target writes prompts: given only the beginning of a user's turn, a chat model continues it as a user would.
 
-A row is one line of JSON, {"id": "invented-000123", "turns": ["..."]}: what `PromptData` reads. Attempts are numbered,
-and each has its own opening and seed; those that bring no usable prompt leave gaps in the numbers. Rows are written in
-the order of the attempts, so a file follows from the settings alone (in 16 bits up to near ties), a longer file begins
-with the shorter one, and a run that was killed goes on behind the last row.
+A row is one line of JSON, {"id": "invented-s0-000123", "turns": ["..."]}: what `PromptData` reads. The id tells the
+seed, so that files of several seeds can be answered together, and the number of the attempt. Each attempt has its own
+opening and seed; those that bring no usable prompt leave gaps in the numbers. Rows are written in the order of the
+attempts, so a file follows from the settings alone (in 16 bits up to near ties), a longer file begins with the shorter
+one, and a run that was killed goes on behind the last row.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class InventConfig:
 
     def attempt(self, number: int) -> Prompt:
         """A prompt whose one turn is only begun."""
-        id = f"{ID_START}{number:06}"
+        id = f"{ID_START}s{self.seed}-{number:06}"
         return Prompt(id, [self.openings[number % len(self.openings)]], [], self.system, id)
 
     def sampling(self, id: str, stop: tuple[str, ...] = ()) -> SamplingParams:
@@ -210,7 +211,7 @@ def _read(file: BinaryIO) -> Held:
 
 
 def attempt_number(id: str) -> int:
-    found = re.fullmatch(rf"{ID_START}(\d+)", id)
+    found = re.fullmatch(rf"{ID_START}s-?\d+-(\d+)", id)
     if not found:
         raise ValueError(f"{id!r} names no attempt")
     return int(found[1])

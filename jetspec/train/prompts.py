@@ -64,7 +64,7 @@ class PromptData:
                 yield found
 
     def _rows(self) -> Iterator[tuple[str, str, Any]]:
-        """File and line, the id of a row that has none, and the row."""
+        """File and line, the beginning of the id of a row that has none, and the row."""
         if self.hf_dataset:
             for number, row in enumerate(_load_dataset(self.hf_dataset, self.split)):
                 yield f"{self.hf_dataset}:{number}", f"{self.hf_dataset}/{number}", row
@@ -76,7 +76,10 @@ class PromptData:
 
 
 def parse_prompt(raw: Any, where: str, default_id: str, responses: Responses = "target") -> Prompt | BadPrompt:
-    """Read `turns` (with `response`, a text or one per turn), or a chat under `messages`."""
+    """Read `turns` (with `response`, a text or one per turn), or a chat under `messages`.
+
+    A row without an id is named by its place and what the user says, so one that was edited is another prompt.
+    """
     if not isinstance(raw, Mapping):
         return BadPrompt(where, "is not a JSON object")
     system = None
@@ -104,7 +107,10 @@ def parse_prompt(raw: Any, where: str, default_id: str, responses: Responses = "
             return BadPrompt(where, f"does not have one response per turn ({len(turns)})")
         if not all(map(_is_text, answers)):
             return BadPrompt(where, "has a response that is empty or not text")
-    return Prompt(str(raw.get("id", default_id)), turns, answers if responses == "corpus" else [], system, where)
+    used = answers if responses == "corpus" else []
+    mark = stable_hash(json.dumps([system, *turns])) >> 32
+    id = f"{default_id}-{mark:08x}" if raw.get("id") is None else str(raw["id"])
+    return Prompt(id, turns, used, system, where)
 
 
 def _is_text(value: object) -> bool:

@@ -51,6 +51,8 @@ class RegenerateConfig:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    max_len: int | None = None
+    """Longest conversation. None: the model's context."""
 
     def sampling(self, id: str) -> SamplingParams:
         """Every prompt has its own seed, so nothing else about the run matters."""
@@ -356,7 +358,7 @@ def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:
 def load_corpus(model: str, max_len: int | None) -> Answer:
     """What "answers" from the data itself."""
     tokenizer, eos_tokens, longest = read_tokenizer(model)
-    return partial(from_corpus, tokenizer, eos_tokens, min(max_len or longest, longest))
+    return partial(from_corpus, tokenizer, eos_tokens, longest if max_len is None else min(max_len, longest))
 
 
 def places(device: str, jobs: int | None) -> list[str]:

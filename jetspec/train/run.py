@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,42 +14,92 @@ from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
 from jetspec.models.head_format import load_head
 from jetspec.train.config import HeadShape, TrainConfig
-from jetspec.train.data import PackedData, read_documents
+from jetspec.train.data import Documents, PackedData, Tally, read_documents
 from jetspec.train.trainer import Score, Trainer
 
 
 def make_trainer(config: TrainConfig, target: Decoder, score: Score | None = None) -> Trainer:
     """Everything but the target, ready to run."""
-    documents = read_documents([file.path for file in config.files], config.row_len, target.config.vocab_size)
+    head = start_head(config, target)
+    documents = read_data(config, target.config.vocab_size, head.head_config.mask_token)
     validation = None
     if config.validation_rows:
-        # Drawn from everywhere: files list short answers first, because those were finished first.
-        order = np.random.default_rng(config.seed).permutation(len(documents))
-        documents = documents.take(order)
-        held_out = max(1, min(len(documents) // 10, config.validation_rows * 4))
-        packed = PackedData(documents[:held_out], config.row_len, config.seed)
+        held_out, documents = documents.hold_out(config.validation_rows * 4, config.seed)
+        packed = PackedData(held_out, config.row_len, config.seed)
         validation = packed.batch(0, min(config.validation_rows, packed.rows_per_pass))
-        documents = documents[held_out:]
     times = np.array([file.times for file in config.files])[documents.file_D]
     data = PackedData(documents.take(np.arange(len(documents)).repeat(times)), config.row_len, config.seed)
-    head = start_head(config, target).to(target.embedding.device)
-    return Trainer(config, target, head, data, validation, score)
+    return Trainer(config, target, head.to(target.embedding.device), data, validation, score)
+
+
+def read_data(config: TrainConfig, vocab_size: int, mask_token: int) -> Documents:
+    """The documents of the recipe. What was cut or left out is said once, by the first process."""
+    tally = Tally()
+    paths = [file.path for file in config.files]
+    documents = read_documents(
+        paths, config.row_len, vocab_size, mask_token=mask_token, on_bad=config.on_bad, tally=tally
+    )
+    summary = tally.summary(config.row_len)
+    if summary and (not dist.is_initialized() or dist.get_rank() == 0):
+        print(summary, file=sys.stderr)
+    return documents
 
 
 def start_head(config: TrainConfig, target: Decoder) -> DraftHead:
-    shape = head_config(config.head, target.config)
+    """A fresh head, or the one to start from, with a fresh edge term if the recipe adds one."""
     if config.start is None:
-        return DraftHead(shape).init_weights(config.seed)
+        check_shape(config.head, target.config)
+        return DraftHead(head_config(config.head, target.config)).init_weights(config.seed)
     head = load_head(config.start, target.config, dtype=torch.float32)
-    if shape.edge is not None and head.edge is None:
-        fresh = DraftHead(HeadConfig(**{**vars(head.head_config), "edge": shape.edge})).init_weights(config.seed)
+    check_agrees(config.head, head.head_config, config.start)
+    if config.row_len <= head.head_config.block_size:
+        raise ValueError(f"row_len {config.row_len} cannot hold a block of {head.head_config.block_size}")
+    if config.head.edge_rank and head.edge is None:
+        with_edge = replace(head.head_config, edge=EdgeConfig(config.head.edge_rank))
+        fresh = DraftHead(with_edge).init_weights(config.seed)
         fresh.load_state_dict(head.state_dict(), strict=False)
         return fresh
     return head
 
 
+def check_shape(shape: HeadShape, target: DecoderConfig) -> None:
+    """Refuse a fresh head that does not fit the target."""
+    if shape.mask_token is None:
+        raise ValueError(
+            "head.mask_token is not set; give the id of a token that never occurs in text,"
+            " such as a reserved one in the model's tokenizer.json"
+        )
+    if shape.mask_token >= target.vocab_size:
+        raise ValueError(f"head.mask_token is {shape.mask_token}; the vocabulary of the target has {target.vocab_size}")
+    taps = head_config(shape, target).tap_layers
+    if not all(0 <= layer < target.num_layers for layer in taps):
+        named = f"is {list(taps)}" if shape.tap_layers else f"would be {list(taps)} by default"
+        raise ValueError(f"head.tap_layers {named}; the target has layers 0 to {target.num_layers - 1}")
+
+
+def check_agrees(shape: HeadShape, head: HeadConfig, start: str) -> None:
+    """Refuse a setting that the head to start from contradicts. One at its default counts as not given."""
+    layers = head.layers
+    found = {
+        "num_layers": layers.num_layers,
+        "block_size": head.block_size,
+        "causal": head.causal,
+        "tap_layers": head.tap_layers,
+        "mask_token": head.mask_token,
+        "inner_size": layers.inner_size,
+        "edge_rank": head.edge.rank if head.edge else shape.edge_rank,
+    }
+    for name, value in found.items():
+        wanted = getattr(shape, name)
+        if wanted not in (getattr(HeadShape, name), value):
+            raise ValueError(f"head.{name} is {wanted}, but {value} in the head to start from, {start}; leave it out")
+
+
 def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:
-    """A head in the image of its target: same width, heads and positions, fewer layers."""
+    """A head in the image of its target: same width, heads and positions, fewer layers.
+
+    Without a mask token it takes the last id, which does to measure speed.
+    """
     layers = DecoderConfig(
         family="qwen3",
         vocab_size=target.vocab_size,
@@ -56,14 +108,15 @@ def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
-        inner_size=shape.inner_size or target.inner_size,
+        inner_size=target.inner_size if shape.inner_size is None else shape.inner_size,
         max_len=target.max_len,
         rope=target.rope,
         qk_norm=True,
     )
+    taps = default_tap_layers(shape.num_layers, target.num_layers) if shape.tap_layers is None else shape.tap_layers
     return HeadConfig(
         layers=layers,
-        tap_layers=shape.tap_layers or default_tap_layers(shape.num_layers, target.num_layers),
+        tap_layers=taps,
         mask_token=target.vocab_size - 1 if shape.mask_token is None else shape.mask_token,
         block_size=shape.block_size,
         causal=shape.causal,

@@ -13,7 +13,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 def recipe(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "recipe.yaml"
-    path.write_text("data: [a.jsonl]\nout: runs/x\n" + text)
+    data = "" if text.startswith("data:") else "data: [a.jsonl]\n"
+    path.write_text(f"out: runs/x\n{data}{text}")
     return path
 
 
@@ -49,7 +50,25 @@ def test_overrides_reach_into_groups(tmp_path: Path) -> None:
         ("data: [{times: 2}]\n", "the recipe lacks data.path"),
         ("optimizer: {betas: [0.9]}\n", "optimizer.betas must have 2 values"),
         ("train_only_edge: true\n", "needs an edge term"),
+        ("train_only_edge: true\nhead: {edge_rank: 4}\n", "needs a finished head: name it with start"),
         ("a: [\n", "not valid YAML"),
+        ("steps: 5\nsteps: 6\n", "steps is given twice, again in line 4"),
+        ("head: {causal: true, causal: false}\n", "causal is given twice"),
+        ("head: {num_layers: 0}\n", "head.num_layers is 0; it must be at least 1"),
+        ("head: {block_size: 1}\n", "head.block_size is 1; it must be at least 2"),
+        ("head: {tap_layers: []}\n", "head.tap_layers is empty"),
+        ("head: {tap_layers: [-1]}\n", "head.tap_layers is -1"),
+        ("head: {mask_token: -1}\n", "head.mask_token is -1"),
+        ("head: {edge_rank: -1}\n", "head.edge_rank is -1"),
+        ("head: {inner_size: 0}\n", "head.inner_size is 0; it must be at least 1"),
+        ("validation_rows: -1\n", "validation_rows is -1; it must be at least 0"),
+        ("optimizer: {clip: 0}\n", "optimizer.clip is 0.0; it must be positive"),
+        ("optimizer: {clip: .nan}\n", "optimizer.clip is nan"),
+        ("optimizer: {warmup_frac: 1.5}\n", "optimizer.warmup_frac is 1.5; it must be from 0 to 1"),
+        ("optimizer: {final_lr_frac: -1}\n", "optimizer.final_lr_frac is -1.0"),
+        ("keep: 0\n", "keep is 0; it must be at least 1"),
+        ("seed: -1\n", "seed is -1; it must be at least 0"),
+        ("on_bad: ignore\n", "on_bad is 'ignore'; choose one of stop, skip"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -73,3 +92,15 @@ def test_missing_settings_are_named(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(ValueError, match="of the form"):
         load_recipe(path, ("steps",))
+
+
+@pytest.mark.parametrize("override", ["head=[1", "head={a: b: c}"])
+def test_an_override_that_is_no_yaml_is_named(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ValueError, match="the value of head is not valid YAML") as caught:
+        load_recipe(recipe(tmp_path, ""), (override,))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_repository_names_its_mask_token(path: Path) -> None:
+    assert load_recipe(path).head.mask_token is not None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec.train.data import Ahead, Document, Documents, PackedData, parse, parse_usual, read_documents
+from jetspec.train.data import Ahead, Document, Documents, PackedData, Tally, parse, parse_usual, read_documents
 
 sizes = st.lists(st.integers(2, 12), min_size=1, max_size=20)
 
@@ -96,6 +96,7 @@ def test_the_quick_way_to_read_a_row_finds_what_the_careful_one_does(
     for document in found or ():
         assert document.tokens.tolist() == expected.tokens.tolist() == tokens
         assert document.written.tolist() == expected.written.tolist()
+        assert document.id == expected.id == name
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,60 @@ def test_flat_documents_are_the_documents(lengths: list[int], data: st.DataObjec
     for found, i in zip(taken, index, strict=True):
         assert np.array_equal(found.tokens, documents[i].tokens) and found.tokens.dtype == np.int32
         assert np.array_equal(found.written, documents[i].written)
+
+
+@given(st.lists(st.integers(2, 30), min_size=1, max_size=3), st.integers(1, 20), st.integers(0, 9))
+def test_no_answer_to_a_prompt_that_was_kept_out_is_trained_on(counts: list[int], most: int, seed: int) -> None:
+    """Several files answer the same prompts, some of them all."""
+    documents = [
+        (file, Document(np.array([i, file]), np.array([False, True]), f"p{i}"))
+        for file, count in enumerate(counts)
+        for i in range(count)
+    ]
+    held_out, rest = Documents.join(documents).hold_out(most, seed)
+    held, trained = ({int(document.tokens[0]) for document in part} for part in (held_out, rest))
+    assert not held & trained and 1 <= len(held) <= most and trained
+    assert len(held_out) + len(rest) == len(documents)
+
+
+def test_documents_without_an_id_are_kept_out_one_by_one() -> None:
+    held_out, rest = Documents.join(list(enumerate(numbered([3] * 20)))).hold_out(5, 0)
+    assert (len(held_out), len(rest)) == (2, 18)
+
+
+def test_one_prompt_cannot_be_parted() -> None:
+    document = Document(np.arange(3), np.arange(3) > 0, "a")
+    with pytest.raises(ValueError, match="set validation_rows to 0"):
+        Documents.join([(0, document), (1, document)]).hold_out(4, 0)
+
+
+BAD_DATA = [
+    {"id": "long", "token_ids": [1, 2, 3, 4, 5, 6], "spans": [[2, 6]]},
+    {"id": "lost", "token_ids": [1, 2, 3, 4, 5, 6], "spans": [[5, 6]]},
+    {"id": "none", "token_ids": [1, 2], "spans": []},
+    {"id": "mask", "token_ids": [1, 9], "spans": [[1, 2]]},
+    {"id": "broken", "token_ids": [1, 99], "spans": [[1, 2]]},
+    {"id": "good", "token_ids": [1, 2], "spans": [[1, 2]]},
+]
+
+
+def test_what_is_cut_or_left_out_is_counted(tmp_path: Path) -> None:
+    path, tally = tmp_path / "a.jsonl", Tally()
+    path.write_text("".join(json.dumps(row) + "\n" for row in BAD_DATA))
+    documents = read_documents([path], 4, 50, mask_token=9, on_bad="skip", tally=tally)
+    assert [document.tokens.tolist() for document in documents] == [[1, 2, 3, 4], [1, 2]]
+    assert tally == Tally(rows=6, cut=2, lost=1, empty=1, bad=1, masked=1)
+    said = tally.summary(4)
+    assert "2 of 6 rows are longer than row_len 4: cut; 1 of them lost all that the target wrote" in said
+    assert "1 of 6 rows are broken: left out" in said and "1 of 6 rows hold the mask token" in said
+    assert Tally(rows=6).summary(4) == ""
+
+
+def test_a_mask_token_in_the_data_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in BAD_DATA[:4]))
+    with pytest.raises(ValueError, match=r"the mask token 9 occurs in 1 rows of the data, first in .*a\.jsonl:4;"):
+        read_documents([path], 10, 50, mask_token=9)
 
 
 def test_padding_adds_rows_without_documents() -> None:

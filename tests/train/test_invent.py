@@ -90,7 +90,7 @@ def write(out: Path, count: int, *starts: Callable[[], Answer], config: InventCo
 def written_row(text: str, finish: str = "stop", opening: str = "", turn: UserTurn = TURN) -> Row:
     """What an attempt that wrote `text` gives; control tokens are spelled out in it."""
     begun, ids = turn.begin(opening), turn.tokenizer.encode(text)
-    return Row("invented-000000", [*begun, *ids], [(len(begun), len(begun) + len(ids))], [finish])
+    return Row("invented-s0-000000", [*begun, *ids], [(len(begun), len(begun) + len(ids))], [finish])
 
 
 def with_template(template: str) -> Tokenizer:
@@ -263,8 +263,8 @@ def test_the_record_adds_up(tmp_path: Path) -> None:
         "my notes\n",
         '{"turns": ["a"]}\n',
         '{"id": "p1", "turns": ["a b"]}\n',
-        '{"id": "invented-000001", "turns": []}\n',
-        '{"id": "invented-000001", "turns": [3]}\n',
+        '{"id": "invented-s0-000001", "turns": []}\n',
+        '{"id": "invented-s0-000001", "turns": [3]}\n',
         '{"id": 3, "turns": ["a b"]}\n',
         "[]\n",
     ],
@@ -275,6 +275,12 @@ def test_a_file_of_something_else_is_left_alone(content: str, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"out\.jsonl:1: .*another --out"):
         PromptFile(out)
     assert out.read_text() == content
+
+
+def test_prompts_of_several_seeds_have_ids_of_their_own() -> None:
+    one, other = (replace(CONFIG, seed=seed).attempt(7).id for seed in (0, 5))
+    assert (one, other) == ("invented-s0-000007", "invented-s5-000007")
+    assert attempt_number(one) == attempt_number(other) == 7
 
 
 def test_only_one_run_writes_and_only_to_a_regular_file(tmp_path: Path) -> None:

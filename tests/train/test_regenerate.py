@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,7 +167,7 @@ def test_a_system_message_opens_the_conversation() -> None:
     said = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     messages = [{"role": role, "content": text} for role, text in said]
     prompt = parse({"messages": messages}, "corpus")
-    row = answered(from_corpus(TOKENIZER, frozenset({END_TOKEN}), 400, iter([prompt])))["default"]
+    row = answered(from_corpus(TOKENIZER, frozenset({END_TOKEN}), 400, iter([prompt])))[prompt.id]
     assert row.token_ids == TOKENIZER.encode(TOKENIZER.chat(messages, False).removesuffix("\n"))
     assert [TOKENIZER.decode(row.token_ids[a:b], skip_special=False) for a, b in row.spans] == [
         "b<|im_end|>",
@@ -232,7 +233,22 @@ def test_folders_gzip_and_missing_ids(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"id": 7, "turns": ["three"]}])
     (tmp_path / "notes.txt").write_text("no prompts")
     prompts = good(PromptData((tmp_path,)))
-    assert [(prompt.id, prompt.turns) for prompt in prompts] == [("7", ["three"]), ("b/1", ["one"]), ("b/2", ["two"])]
+    assert [prompt.turns for prompt in prompts] == [["three"], ["one"], ["two"]]
+    assert [prompt.id.partition("-")[0] for prompt in prompts] == ["7", "b/1", "b/2"]
+
+
+def test_a_line_that_was_edited_is_another_prompt(tmp_path: Path) -> None:
+    """But the same one whoever answers it."""
+    rows: list[dict[str, Any]] = [{"turns": ["one"]}, {"turns": ["two"], "response": "2"}]
+    file, out = write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "out.jsonl"
+    write_rows(out, PromptData((file,)), CONFIG, [start_fake], "stop")
+    before = [prompt.id for prompt in good(PromptData((file,)))]
+    assert [prompt.id for prompt in good(PromptData((file,), responses="corpus"))] == before[1:]
+    write_jsonl(file, [{"turns": ["ONE"]}, rows[1]])
+    after = [prompt.id for prompt in good(PromptData((file,)))]
+    assert after[0] != before[0] and after[1] == before[1]
+    tally = write_rows(out, PromptData((file,)), CONFIG, [start_fake], "stop")
+    assert (tally.answered, tally.already) == (1, 1)
 
 
 def test_a_cut_gzip_file_is_refused(tmp_path: Path) -> None:
@@ -267,7 +283,7 @@ def test_hugging_face_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(load_dataset=lambda name, split: rows[split])
     monkeypatch.setitem(sys.modules, "datasets", module)
     (prompt,) = good(PromptData(hf_dataset="owner/name", split="chat"))
-    assert (prompt.id, prompt.turns) == ("owner/name/0", ["b"])
+    assert prompt.id.startswith("owner/name/0-") and prompt.turns == ["b"]
 
 
 # -- stopping and going on
@@ -331,8 +347,12 @@ def test_rows_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(3)),)), tmp_path / "out.jsonl"
     write_rows(out, data, CONFIG, [start_fake], "stop")
     before = out.read_bytes()
-    with pytest.raises(ValueError, match="made with seed 0, not 5"):
-        write_rows(out, data, RegenerateConfig("tiny", max_tokens=12, temperature=0.8, seed=5), [start_fake], "stop")
+    for other, message in (
+        (replace(CONFIG, seed=5), "made with seed 0, not 5"),
+        (replace(CONFIG, max_len=64), "made with max_len None, not 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_rows(out, data, other, [start_fake], "stop")
     assert out.read_bytes() == before
 
 

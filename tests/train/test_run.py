@@ -1,0 +1,127 @@
+"""A recipe that contradicts its target, its data or the head it starts from is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jetspec.models.head_format import load_head, save_head
+from jetspec.train.config import HeadShape, TrainConfig
+from jetspec.train.run import make_trainer, start_head
+from tests.engine.tiny import tiny_decoder
+
+TARGET = tiny_decoder()
+MASK = TARGET.config.vocab_size - 1
+SHAPE = HeadShape(num_layers=2, block_size=5, tap_layers=(0, 1), mask_token=MASK, inner_size=24)
+
+
+def write_rows(path: Path, ids: Sequence[str], length: int = 20) -> str:
+    """Rows whose first token tells which prompt they answer."""
+    rows = [{"id": id, "token_ids": [i, *[5] * length], "spans": [[1, 1 + length]]} for i, id in enumerate(ids)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def recipe(tmp_path: Path, *data: str, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        data=data, out=str(tmp_path / "out"), head=SHAPE, rows=1, row_len=32, validation_rows=2, dtype="float32"
+    )
+    return replace(config, **changes)
+
+
+def test_answers_to_prompts_of_the_validation_are_not_trained_on(tmp_path: Path) -> None:
+    ids = [f"p{i}" for i in range(30)]
+    files = [write_rows(tmp_path / f"{name}.jsonl", ids) for name in ("greedy", "sampled")]
+    trainer = make_trainer(recipe(tmp_path, *files), TARGET)
+    assert trainer.validation is not None
+    held = {int(document.tokens[0]) for document in trainer.validation.documents()}
+    assert held and not held & {int(document.tokens[0]) for document in trainer.data.documents}
+
+
+def test_a_single_prompt_is_no_division_by_zero(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.jsonl", ["p"])
+    with pytest.raises(ValueError, match="validation_rows"):
+        make_trainer(recipe(tmp_path, file), TARGET)
+    trainer = make_trainer(recipe(tmp_path, file, validation_rows=0), TARGET)
+    assert trainer.validation is None and len(trainer.data.documents) == 1
+
+
+def test_what_is_cut_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = [f"p{i}" for i in range(12)]
+    make_trainer(recipe(tmp_path, write_rows(tmp_path / "a.jsonl", ids)), TARGET)
+    assert capsys.readouterr().err == ""
+    make_trainer(recipe(tmp_path, write_rows(tmp_path / "b.jsonl", ids, length=40)), TARGET)
+    assert capsys.readouterr().err == "12 of 12 rows are longer than row_len 32: cut\n"
+
+
+def test_a_mask_token_that_is_text_is_refused(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.jsonl", [f"p{i}" for i in range(12)])
+    config = recipe(tmp_path, file, head=replace(SHAPE, mask_token=3))
+    with pytest.raises(ValueError, match=r"mask token 3 occurs in 1 rows of the data, first in .*a\.jsonl:4"):
+        make_trainer(config, TARGET)
+    trainer = make_trainer(replace(config, on_bad="skip", validation_rows=0), TARGET)
+    assert len(trainer.data.documents) == 11
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token": None}, "head.mask_token is not set"),
+        ({"mask_token": MASK + 1}, f"head.mask_token is {MASK + 1}"),
+        ({"tap_layers": (0, 99)}, r"head.tap_layers is \[0, 99\]"),
+        ({"tap_layers": None, "num_layers": 9}, "head.tap_layers would be"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    target = tiny_decoder(layers=2)
+    with pytest.raises(ValueError, match=message):
+        start_head(recipe(tmp_path, "a", head=replace(SHAPE, **changes)), target)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> str:
+    save_head(start_head(recipe(tmp_path, "a"), TARGET), tmp_path / "head")
+    return str(tmp_path / "head")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_layers", 3),
+        ("block_size", 8),
+        ("causal", False),
+        ("tap_layers", (0,)),
+        ("mask_token", 3),
+        ("inner_size", 40),
+    ],
+)
+def test_a_head_to_start_from_is_not_silently_another(tmp_path: Path, finished: str, name: str, value: Any) -> None:
+    for head in (SHAPE, HeadShape()):
+        start_head(recipe(tmp_path, "a", start=finished, head=head), TARGET)
+    with pytest.raises(ValueError, match=f"head.{name} is .* in the head to start from"):
+        start_head(recipe(tmp_path, "a", start=finished, head=replace(SHAPE, **{name: value})), TARGET)
+
+
+def test_an_edge_term_is_added_or_kept_but_not_changed(tmp_path: Path, finished: str) -> None:
+    added = start_head(recipe(tmp_path, "a", start=finished, head=HeadShape(edge_rank=4), train_only_edge=True), TARGET)
+    assert added.edge is not None and added.head_config.edge is not None and added.head_config.edge.rank == 4
+    for name, value in load_head(finished, TARGET.config, dtype=torch.float32).named_parameters():
+        assert torch.equal(added.get_parameter(name), value), name
+    save_head(added, tmp_path / "edged")
+    config = recipe(tmp_path, "a", start=str(tmp_path / "edged"), head=HeadShape())
+    assert start_head(config, TARGET).edge is not None
+    with pytest.raises(ValueError, match=r"head\.edge_rank is 8, but 4"):
+        start_head(replace(config, head=HeadShape(edge_rank=8)), TARGET)
+
+
+def test_a_row_must_hold_a_block_of_the_head_to_start_from(tmp_path: Path) -> None:
+    save_head(start_head(recipe(tmp_path, "a", head=replace(SHAPE, block_size=20)), TARGET), tmp_path / "head")
+    config = recipe(tmp_path, "a", start=str(tmp_path / "head"), head=HeadShape(), row_len=20)
+    with pytest.raises(ValueError, match="row_len 20 cannot hold a block of 20"):
+        start_head(config, TARGET)
