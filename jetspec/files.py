@@ -1,9 +1,10 @@
-"""Writing files so that no failure leaves half of one."""
+"""Writing files so that no failure leaves half of one, and no two runs write the same one."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import IO, Any
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -20,3 +21,15 @@ def write_whole(path: Path, text: str) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def lock(file: IO[Any], refusal: str) -> None:
+    """Have an open file alone, where the system can say so. The lock goes with the process, however it ends."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(refusal) from None
+    except (ImportError, OSError):
+        return

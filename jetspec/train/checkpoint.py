@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from jetspec.files import lock
 from jetspec.models.head_format import write_tensors
 from jetspec.train.config import DataFile, TrainConfig
 from jetspec.train.parallel import split_like, whole
@@ -73,17 +74,10 @@ def step_of(checkpoint: Path) -> int:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """One run at a time in a folder, where the system can say so. The claim goes with the process, however it ends."""
+    """One run at a time in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is training into {folder}; wait for it or choose another out") from None
-        except (ImportError, OSError):
-            pass
+        lock(file, f"another run is training into {folder}; wait for it or choose another out")
         yield
 
 

@@ -27,7 +27,7 @@ from jetspec.models.tokenizer import Tokenizer
 from jetspec.record import shown, write_record
 from jetspec.train.prompts import Prompt, stable_hash
 from jetspec.train.regenerate import PLACEHOLDER, require_template
-from jetspec.train.rows import LineFile, Row
+from jetspec.train.rows import LineFile, Row, earlier_runs
 from jetspec.train.workers import Answer, Results, answer_in_processes
 from jetspec.types import Completion, SamplingParams
 
@@ -335,18 +335,9 @@ def _run_entry(tally: Tally, jobs: int) -> dict[str, Any]:
 
 
 def _earlier_runs(meta: Path, config: InventConfig) -> list[dict[str, Any]]:
-    """What is known of the runs before this one. Prompts made with other settings must not be mixed in."""
-    if not meta.exists():
-        return []
-    try:
-        record = json.loads(meta.read_text(encoding="utf-8"))
-        made: dict[str, Any] = record["settings"]
-        runs: list[dict[str, Any]] = record["runs"]
-        others = [key for key, value in _settings(config).items() if made.get(key) != value]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{meta} is damaged; delete it to go on") from None
-    if others:
-        raise ValueError(f"the prompts there were made with another {', '.join(others)}; choose another --out")
+    runs, changed = earlier_runs(meta, _settings(config))
+    if changed:
+        raise ValueError(f"the prompts there were made with another {', '.join(changed)}; choose another --out")
     return runs
 
 

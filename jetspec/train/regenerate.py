@@ -10,7 +10,6 @@ killed goes on from what the file holds.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_tokenizer, open_model
 from jetspec.record import shown, write_record
 from jetspec.train.prompts import BadPrompt, Prompt, PromptData, Responses, stable_hash
-from jetspec.train.rows import Row, RowFile, finished_ids
+from jetspec.train.rows import Row, RowFile, earlier_runs, finished_ids
 from jetspec.train.workers import Answer, Results, answer_in_processes
 from jetspec.types import Completion, SamplingParams
 
@@ -298,18 +297,10 @@ def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Calla
 
 
 def _earlier_runs(meta: Path, config: RegenerateConfig) -> list[dict[str, Any]]:
-    """What is known of the runs before this one. Rows made with other settings must not be mixed in."""
-    if not meta.exists():
-        return []
-    try:
-        record = json.loads(meta.read_text(encoding="utf-8"))
-        made: dict[str, Any] = record["settings"]
-        runs: list[dict[str, Any]] = record["runs"]
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{meta} is damaged; delete it to go on") from None
-    for key, value in asdict(_portable(config)).items():
-        if made.get(key) != value:
-            raise ValueError(f"the rows there were made with {key} {made.get(key)}, not {value}; choose another --out")
+    settings = asdict(_portable(config))
+    runs, changed = earlier_runs(meta, settings)
+    for key, before in changed.items():
+        raise ValueError(f"the rows there were made with {key} {before}, not {settings[key]}; choose another --out")
     return runs
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from jetspec.files import lock
 
 SYNC_S = 5.0
 """Rows reach the system at once and the disk at least this often."""
@@ -28,7 +31,7 @@ class Row:
         return sum(end - start for start, end in self.spans)
 
 
-class LineFile:
+class LineFile(ABC):
     """Lines of JSON on disk, only ever appended to. What a kill left of a last one is cut off on opening."""
 
     def __init__(self, path: Path) -> None:
@@ -37,16 +40,16 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.file = path, path.open("a+b")
         try:
-            _lock(self.file)
+            lock(self.file, f"{path}: another run is writing to it")
             self.file.truncate(self.read())
         except BaseException:
             self.file.close()
             raise
         self.synced = time.monotonic()
 
+    @abstractmethod
     def read(self) -> int:
         """Take in what is there, and say where its last whole line ends, in bytes."""
-        raise NotImplementedError
 
     def write(self, line: Mapping[str, Any]) -> None:
         self.file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
@@ -77,16 +80,20 @@ class RowFile(LineFile):
         self.write(vars(row))
 
 
-def _lock(file: BinaryIO) -> None:
-    """One run at a time, where the system can say so. The lock goes with the process, however it ends."""
-    try:
-        import fcntl
+def earlier_runs(meta: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The runs that wrote to a file before, and which of `settings` were others then, as they were.
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{file.name}: another run is writing to it") from None
-    except (ImportError, OSError):
-        return
+    What was made with other settings must not be mixed in. A file without a record is taken as it is.
+    """
+    if not meta.exists():
+        return [], {}
+    try:
+        record = json.loads(meta.read_text(encoding="utf-8"))
+        runs: list[dict[str, Any]] = record["runs"]
+        changed = {key: record["settings"].get(key) for key in settings if record["settings"].get(key) != settings[key]}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{meta} is damaged; delete it to go on") from None
+    return runs, changed
 
 
 def finished_ids(path: Path) -> set[str]:
