@@ -24,10 +24,10 @@ from jetspec.models.decoder import Decoder
 from jetspec.record import current_commit, write_record
 from jetspec.train.answers import Answerer, find_tasks, fingerprint, read_questions
 from jetspec.train.config import TrainConfig, load_recipe
-from jetspec.train.data import Document, PackedData, read_documents
+from jetspec.train.data import Document, PackedData
 from jetspec.train.evaluate import score_head
 from jetspec.train.parallel import frozen_copy
-from jetspec.train.run import start_head
+from jetspec.train.run import read_data, start_head
 from jetspec.train.trainer import Trainer
 
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval")
@@ -87,19 +87,19 @@ def main() -> None:
     answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
     target = llm.target.decoder
     del llm.__dict__["engine"]  # its cache is not needed any more
-    data = {False: read([file.path for file in base.files], base, target)}
+    data = {False: read(base, target)}
     for name in todo:
         variant = VARIANTS[name]
         if variant.corpus and True not in data:
-            data[True] = read([str(args.corpus)], base, target)
+            data[True] = read(replace(base, data=(str(args.corpus),)), target)
         results = run_variant(variant.of(base), target, data[variant.corpus], answers, name)
         about = {"variant": name, "tables": variant.about, "questions": args.limit, "tokens": args.tokens}
         write_record(args.out / f"{name}.json", {**about, **results}, commit)
         print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
 
 
-def read(paths: Sequence[str], base: TrainConfig, target: Decoder) -> Sequence[Document]:
-    return read_documents(paths, base.row_len, target.config.vocab_size)
+def read(config: TrainConfig, target: Decoder) -> Sequence[Document]:
+    return read_data(config, target.config.vocab_size, start_head(config, target).head_config.mask_token)
 
 
 def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, list[Document]]:

@@ -13,15 +13,10 @@ from scripts import ablate
 from tests.train.tiny_model import write_model
 
 
-@pytest.fixture
-def setup(tmp_path: Path) -> list[str]:
+def write_tiny_run(tmp_path: Path) -> Path:
+    """A model, answers that it may have written, and a recipe that trains on them: the path of that."""
     model = write_model(tmp_path / "model")
-    questions = tmp_path / "eval"
-    questions.mkdir()
-    for task in ablate.TASKS:
-        rows = [{"id": f"{task}-{i}", "turns": [f"What is {i}?"]} for i in range(2)]
-        (questions / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    written = [{"token_ids": [*range(i, i + 40)], "spans": [[8, 40]]} for i in range(20)]
+    written = [{"token_ids": [*range(i + 3, i + 43)], "spans": [[8, 40]]} for i in range(20)]
     answers = tmp_path / "answers.jsonl"
     answers.write_text("".join(json.dumps(row) + "\n" for row in written))
     recipe = tmp_path / "recipe.yaml"
@@ -29,8 +24,19 @@ def setup(tmp_path: Path) -> list[str]:
         f"model: {model}\ndata: [{answers}]\nout: {tmp_path / 'run'}\nsteps: 3\nrows: 2\nrow_len: 96\nanchors: 4\n"
         "head: {num_layers: 1, block_size: 4, mask_token: 2, tap_layers: [0]}\ndtype: float32\ndevice: cpu\n"
     )
+    return recipe
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> list[str]:
+    recipe = write_tiny_run(tmp_path)
+    questions = tmp_path / "eval"
+    questions.mkdir()
+    for task in ablate.TASKS:
+        rows = [{"id": f"{task}-{i}", "turns": [f"What is {i}?"]} for i in range(2)]
+        (questions / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ["--recipe", str(recipe), "--data-dir", str(questions), "--limit", "2", "--tokens", "8"]
-    return [*common, "--corpus", str(answers), "--out", str(tmp_path / "records")]
+    return [*common, "--corpus", str(tmp_path / "answers.jsonl"), "--out", str(tmp_path / "records")]
 
 
 def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
