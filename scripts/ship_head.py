@@ -19,8 +19,24 @@ import torch
 
 from jetspec.models.head_format import CARD_FILE, WEIGHTS_FILE, load_head, save_head
 from jetspec.models.hub import DEFAULT_MODEL, HEADS
+from jetspec.train.data import lines_of
 from scripts.pages import put_between
 
+LICENSES = {
+    "dolly_3k": "CC BY-SA 3.0",
+    "gpteacher_code": "MIT",
+    "gpteacher_roleplay": "MIT",
+    "gsm8k_train": "MIT",
+    "math_train": "MIT",
+    "mbpp_train": "CC BY 4.0",
+    "self_instruct_seed": "Apache-2.0",
+    "small_talk": "BSD-3-Clause",
+    "summarize_cnn": "Apache-2.0",
+    "svamp": "MIT",
+    "task_talk": "CC BY-SA 4.0",
+    "web_questions": "CC BY 4.0",
+}
+"""Of the sets of prompts, by the names of their files."""
 MAX_BYTES = 32_000_000
 """What a package may weigh more for its head."""
 
@@ -28,6 +44,7 @@ MAX_BYTES = 32_000_000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head", type=Path, required=True, help="folder that training wrote, with its card")
+    parser.add_argument("--prompts", type=Path, help="folder of the prompts that were answered, for the card")
     parser.add_argument("--record", type=Path, help="what `jetspec eval-head` wrote about the 8-bit head")
     parser.add_argument("--weights-only", action="store_true", help="without a card, to be measured")
     parser.add_argument("--page", type=Path, help="page that shows the table as well")
@@ -39,7 +56,9 @@ def main() -> None:
     card = None
     if args.record is not None:
         record = json.loads(args.record.read_text(encoding="utf-8"))
-        card = (args.head / CARD_FILE).read_text(encoding="utf-8").rstrip() + "\n\n" + measured(record)
+        parts = [(args.head / CARD_FILE).read_text(encoding="utf-8").rstrip()]
+        parts += [asked(args.prompts)] if args.prompts else []
+        card = "\n\n".join((*parts, measured(record)))
         if args.page is not None:
             args.page.write_text(put_between(args.page.read_text(encoding="utf-8"), "head", decoded(record)))
     save_head(load_head(args.head.absolute(), dtype=torch.float32), args.out, dtype=torch.int8, card=card)
@@ -47,6 +66,14 @@ def main() -> None:
     if size > MAX_BYTES:
         raise SystemExit(f"{args.out} has {size:,} bytes of weights; at most {MAX_BYTES:,} may be shipped")
     print(f"{args.out}: {size:,} bytes")
+
+
+def asked(folder: Path) -> str:
+    """The section of a card that says which prompts the target answered, by file."""
+    rows = {path.name.partition(".")[0]: sum(1 for _ in lines_of(path)) for path in sorted(folder.glob("*.jsonl*"))}
+    lines = [f"| {name} | {count:,} | {LICENSES.get(name, 'unknown')} |" for name, count in rows.items()]
+    about = "Only questions were taken from these sets; all answers are the target's. Others it made up itself."
+    return "\n".join(("## Prompts", "", about, "", "| set | rows | licence |", "|---|---:|---|", *lines))
 
 
 def measured(record: dict[str, Any]) -> str:
