@@ -86,7 +86,7 @@ def _warnings(run: Run) -> Iterator[Block]:
     failed = sum(len(cell.errors) for cell in run.cells)
     if failed:
         yield Warned(f"{run.name}: {failed} answers failed; they are listed below and count in no number.")
-    if any(cell.tokens_per_s.sd is None for cell in run.cells):
+    if any(cell.tokens_per_s and cell.tokens_per_s.sd is None for cell in run.cells):
         yield Warned(f"{run.name}: measured once, so nothing says how much its numbers vary. Use --repeats 3 or more.")
     different = sum(cell.lossless.compared - cell.lossless.identical for cell in run.cells if cell.lossless)
     if different:
@@ -94,6 +94,7 @@ def _warnings(run: Run) -> Iterator[Block]:
             f"{run.name}: {different} texts differ from those of plain decoding. A tie of two tokens that rounding "
             "decides is no error; the gaps below tell."
         )
+    yield from (Warned(f"{run.name}: {note}") for note in run.record.get("notes", ()))
     if not any(cell.speedup for cell in run.cells):
         yield Warned(f"{run.name}: plain decoding was not measured, so there are no speedups.")
 

@@ -12,6 +12,8 @@ from typing import Any
 RESULTS = "results.json"
 BASELINE = "plain"
 NO_DIFFERENCE = "no difference"
+SPREADS = 2
+"""Values differ when they are more than this many standard deviations apart."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,11 @@ class Spread:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any] | float | None) -> Spread | None:
+        """From a record: a number, or mean and deviation. None where everything failed, so that there is no mean."""
         if raw is None or isinstance(raw, int | float):
             return None if raw is None else cls(float(raw))
         alone = len(raw.get("values", (0, 0))) < 2
-        return cls(float(raw["mean"]), None if alone or raw.get("sd") is None else float(raw["sd"]))
+        return None if raw["mean"] is None else cls(raw["mean"], None if alone else raw.get("sd"))
 
     @classmethod
     def average(cls, parts: Iterable[Spread]) -> Spread:
@@ -44,10 +47,10 @@ class Spread:
         return Spread(ratio, ratio * math.hypot(self.sd / self.mean, other.sd / other.mean))
 
     def differs(self, other: Spread) -> bool | None:
-        """Whether the two lie further apart than they spread. None: there is no spread to judge by."""
+        """Whether the two lie further apart than their spreads explain. None: there is no spread to judge by."""
         if self.sd is None or other.sd is None:
             return None
-        return abs(self.mean - other.mean) > self.sd + other.sd
+        return abs(self.mean - other.mean) > SPREADS * math.hypot(self.sd, other.sd)
 
     def text(self, digits: int = 2) -> str:
         return f"{self.mean:.{digits}f}" + ("" if self.sd is None else f" ± {self.sd:.{digits}f}")
@@ -90,15 +93,19 @@ class Score:
 
 @dataclass(frozen=True)
 class Lossless:
-    """Greedy texts beside those of plain decoding. A gap is how far apart the target holds the two tokens."""
+    """Texts beside those of plain decoding. A gap is how far apart the target holds the two tokens."""
 
+    check: str
+    """What was compared: greedy tokens, or drawn ones of the same seed, or only text."""
     compared: int
     identical: int
     different: tuple[Mapping[str, Any], ...]
 
     @classmethod
     def read(cls, raw: Mapping[str, Any] | None) -> Lossless | None:
-        return cls(raw["compared"], raw["identical"], tuple(raw["different"])) if raw else None
+        if raw is None:
+            return None
+        return cls(raw.get("check", "greedy tokens"), raw["compared"], raw["identical"], tuple(raw["different"]))
 
     @property
     def widest_gap(self) -> float | None:
@@ -116,7 +123,8 @@ class Cell:
     batch: int
     questions: int
     tokens: int
-    tokens_per_s: Spread
+    tokens_per_s: Spread | None
+    """None: every answer failed."""
     tokens_per_round: float | None
     accepted: tuple[int, ...]
     """Rounds by accepted length, from 0."""
@@ -130,15 +138,15 @@ class Cell:
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Cell:
         speed = Spread.read(raw["tokens_per_s"])
-        assert speed is not None
+        has_spread = speed is not None and speed.sd is not None
         per_round = Spread.read(raw.get("tokens_per_round"))
         read: dict[str, Any] = {
             "tokens_per_s": speed,
             "tokens_per_round": per_round and per_round.mean,
             "accepted": tuple(raw.get("accepted") or ()),
             "prefill_s": Spread.read(raw.get("prefill_s")),
-            "speedup": Speedup.read(raw.get("speedup"), has_spread=speed.sd is not None),
-            "speedup_transformers": Speedup.read(raw.get("speedup_transformers"), has_spread=speed.sd is not None),
+            "speedup": Speedup.read(raw.get("speedup"), has_spread),
+            "speedup_transformers": Speedup.read(raw.get("speedup_transformers"), has_spread),
             "score": Score.read(raw.get("score")),
             "lossless": Lossless.read(raw.get("lossless")),
             "errors": tuple(raw.get("errors") or ()),
@@ -152,7 +160,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        return self.method if self.budget is None else f"{self.method} {self.budget}"
+        return self.method if self.budget is None or self.method == BASELINE else f"{self.method} {self.budget}"
 
     @property
     def round_cost(self) -> float | None:
@@ -174,7 +182,7 @@ class Run:
 
     @property
     def model(self) -> str:
-        return str(self.recipe.get("model") or self.record.get("model") or "unknown")
+        return str(self.record.get("model") or self.recipe.get("model") or "unknown")
 
     @property
     def device(self) -> str:

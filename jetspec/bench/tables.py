@@ -59,18 +59,16 @@ def matrix(
 ) -> Table:
     """A row per method and budget, a column per task and one for their mean."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
-    labels = list(dict.fromkeys((cell.method, cell.budget) for cell in cells))
-    at = {(cell.method, cell.budget, cell.task): cell for cell in cells}
+    at = {(cell.label, cell.task): cell for cell in cells}
     values: list[list[Spread | None]] = []
     rows = []
-    for method, budget in labels:
-        found = [at.get((method, budget, task)) for task in tasks]
+    for label in dict.fromkeys(cell.label for cell in cells):
+        found = [at.get((label, task)) for task in tasks]
         numbers = [value(cell) if cell else None for cell in found]
         known = [number for number in numbers if number is not None]
         mean = Spread.average(known) if len(known) == len(tasks) else None
         shown = [show(cell) if cell and number else NONE for cell, number in zip(found, numbers, strict=True)]
         values.append([*numbers, mean])
-        label = method if budget is None else f"{method} {budget}"
         rows.append((label, *shown, text_of(mean, digits)))
     bold = frozenset((r, c + 1) for c in range(len(tasks) + 1) for r in _best([row[c] for row in values]))
     return Table(("method, budget", *tasks, "mean"), tuple(rows), caption, bold=bold)
@@ -104,7 +102,7 @@ def speedup_table(cells: Sequence[Cell]) -> Table | None:
 
 
 def speed_table(cells: Sequence[Cell]) -> Table:
-    return matrix(cells, lambda cell: cell.tokens_per_s, lambda cell: cell.tokens_per_s.text(1), digits=1)
+    return matrix(cells, lambda cell: cell.tokens_per_s, lambda cell: text_of(cell.tokens_per_s, 1), digits=1)
 
 
 def rounds_table(cells: Sequence[Cell]) -> Table | None:
@@ -131,7 +129,8 @@ def glance_table(cells: Sequence[Cell]) -> Table:
         scores = [cell.score.share for cell in group if cell.score]
         rows.append(
             (
-                *(method, text_of(group[0].budget), Spread.average(cell.tokens_per_s for cell in group).text(1)),
+                *(method, NONE if method == BASELINE else text_of(group[0].budget)),
+                Spread.average(cell.tokens_per_s for cell in group if cell.tokens_per_s).text(1),
                 Spread.average(speedups).text() if speedups and method != BASELINE else NONE,
                 f"{sum(rounds) / len(rounds):.2f}" if rounds else NONE,
                 Spread.average(scores).text(3) if scores else NONE,
@@ -147,9 +146,10 @@ def at_best(cells: Sequence[Cell]) -> list[Cell]:
     """Every method with its best budget only: the fastest over the tasks, of those that were measured on most."""
     speeds: dict[str, dict[int | None, list[float]]] = {}
     for cell in cells:
-        speeds.setdefault(cell.method, {}).setdefault(cell.budget, []).append(cell.tokens_per_s.mean)
+        if cell.tokens_per_s is not None:
+            speeds.setdefault(cell.method, {}).setdefault(cell.budget, []).append(cell.tokens_per_s.mean)
     best = {m: max(own, key=lambda b: (len(own[b]), sum(own[b]) / len(own[b]))) for m, own in speeds.items()}
-    return [cell for cell in cells if cell.budget == best[cell.method]]
+    return [cell for cell in cells if cell.method in best and cell.budget == best[cell.method]]
 
 
 CELL_COLUMNS = (
@@ -166,7 +166,7 @@ def cells_table(cells: Iterable[Cell]) -> Table:
         rows.append(
             (
                 *(cell.task, cell.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
-                cell.tokens_per_s.text(1),
+                text_of(cell.tokens_per_s, 1),
                 cell.speedup.text() if cell.speedup and cell.method != BASELINE else NONE,
                 over.text() if over else NONE,
                 *(text_of(cell.tokens_per_round), text_of(cell.round_cost), text_of(cell.prefill_s, 3)),
@@ -217,33 +217,34 @@ def lossless_table(run: Run) -> Table | None:
     if not compared:
         return None
     rows = []
-    for (temperature, batch, method, budget), group in groupby(
-        compared, key=lambda c: (c.temperature, c.batch, c.method, c.budget)
-    ):
+    for (temperature, batch, label), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
         checks = [cell.lossless for cell in group if cell.lossless]
         gaps = [check.widest_gap for check in checks if check.widest_gap is not None]
         total, same = sum(check.compared for check in checks), sum(check.identical for check in checks)
         rows.append(
             (
-                *(method, text_of(budget), f"{temperature:g}", str(batch), str(total), str(same), str(total - same)),
+                *(label, f"{temperature:g}", str(batch), checks[0].check, str(total), str(same), str(total - same)),
                 f"{max(gaps):.4g}" if gaps else NONE,
             )
         )
-    columns = ("method", "budget", "temperature", "batch", "compared", "identical", "different", "widest gap")
-    caption = "Texts beside those of plain decoding. Gap: how far apart the target's logits of the two tokens are."
+    columns = ("method, budget", "temperature", "batch", "check", "compared", "identical", "different", "widest gap")
+    caption = "Beside plain decoding. Gap: how far apart the target holds the two tokens where a text first differs."
     return Table(columns, tuple(rows), caption)
 
 
 def differences_table(run: Run) -> Table | None:
     """Every text that differs from the plain one."""
     rows = [
-        (str(d["id"]), cell.label, f"{cell.temperature:g}", str(d["turn"]), str(d["position"]), text_of(d["gap"], 4))
+        (
+            *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), text_of(d.get("repeat"))),
+            *(str(d["turn"]), str(d["position"]), text_of(d["gap"], 4)),
+        )
         for cell in run.cells
         if cell.lossless
         for d in cell.lossless.different
     ]
-    columns = ("question", "method", "temperature", "turn", "position", "gap")
-    return Table(columns, tuple(rows), first_number=3) if rows else None
+    columns = ("question", "method", "temperature", "batch", "repeat", "turn", "position", "gap")
+    return without_empty(Table(columns, tuple(rows), first_number=2)) if rows else None
 
 
 def errors_table(run: Run) -> Table | None:
@@ -275,7 +276,7 @@ def paper_table(pairs: Sequence[Pair]) -> Table:
                 *(cell.task, cell.method, row.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
                 *(cell.speedup.text() if cell.speedup else NONE, text_of(row.speedup)),
                 *(text_of(cell.tokens_per_round), text_of(row.tokens_per_round)),
-                *(cell.tokens_per_s.text(1), text_of(row.tokens_per_s, 1), pair.remark or NONE),
+                *(text_of(cell.tokens_per_s, 1), text_of(row.tokens_per_s, 1), pair.remark or NONE),
             )
         )
     columns = (
@@ -292,12 +293,12 @@ def against_table(a: Run, b: Run) -> Table:
         other = b.cell(cell.key)
         if other is None:
             continue
-        ratio = other.tokens_per_s.over(cell.tokens_per_s)
+        mine, its = cell.tokens_per_s, other.tokens_per_s
         rows.append(
             (
                 *(cell.task, cell.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
-                *(cell.tokens_per_s.text(1), other.tokens_per_s.text(1), ratio.text()),
-                verdict(cell.tokens_per_s, other.tokens_per_s),
+                *(text_of(mine, 1), text_of(its, 1), its.over(mine).text() if mine and its else NONE),
+                verdict(mine, its),
                 *(text_of(cell.tokens_per_round), text_of(other.tokens_per_round)),
                 *(_share(cell), _share(other)),
             )
@@ -309,7 +310,9 @@ def against_table(a: Run, b: Run) -> Table:
     return without_empty(Table(columns, tuple(rows), first_number=2))
 
 
-def verdict(a: Spread, b: Spread) -> str:
+def verdict(a: Spread | None, b: Spread | None) -> str:
+    if a is None or b is None:
+        return "failed"
     differs = a.differs(b)
     if differs is None:
         return "spread unknown"

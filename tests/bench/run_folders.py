@@ -12,7 +12,8 @@ from typing import Any
 DEPTH = 15
 QUALITY = {"ngram": 0.3, "dflash": 0.6, "ddtree": 0.66, "jetspec-paper": 0.68, "jetspec": 0.7, "jetspec-edge": 0.74}
 """Chance that a draft token is accepted."""
-CHAINS = ("dflash",)
+FIXED: dict[str, tuple[int | None, ...]] = {"plain": (1,), "transformers": (None,), "dflash": (16,)}
+"""Budgets of methods that do not follow the recipe."""
 TASKS = ("gsm8k", "humaneval", "mt_bench")
 GRADED = ("gsm8k", "math500", "humaneval", "mbpp")
 
@@ -38,7 +39,7 @@ def make_run(
         for batch in batches:
             for task in tasks:
                 for method in methods:
-                    for budget in budgets if method in QUALITY and method not in CHAINS else (None,):
+                    for budget in FIXED.get(method, budgets):
                         cell = _cell(rng, method, task, temperature, budget, batch, repeats, noise)
                         cells.append({**cell, **(changes or {})})
     record = {
@@ -47,6 +48,7 @@ def make_run(
         "commit": "0123456",
         "hardware": {"cpu": "A processor", "gpu": gpu},
         "versions": {"python": "3.11", "torch": "2.11"},
+        "model": model,
         "recipe": {"model": model, "max_tokens": 128, "repeats": repeats},
         "cells": cells,
     }
@@ -78,10 +80,14 @@ def _cell(
     cost = 1.15 + (budget or 1) * batch / 900 if method in QUALITY else {"transformers": 3.0}.get(method, 1.0)
     values = [250 * batch**0.8 * per_round / cost * rng.gauss(1, noise) for _ in range(repeats)]
     speed = {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if repeats > 1 else 0.0, "values": values}
-    speedup = {"over": "plain", "mean": per_round / cost, "sd": per_round / cost * noise, "differs": method != "ngram"}
+    differs = method not in ("plain", "ngram")
+    speedup = {"over": "plain", "mean": per_round / cost, "sd": per_round / cost * noise, "differs": differs}
     compared, greedy = 40, temperature == 0
+    check = "greedy tokens" if greedy else "seeded tokens"
     missed = (
-        [{"id": f"{task}-00003", "turn": 0, "position": 17, "gap": 0.0312}] if method == "ddtree" and greedy else []
+        [{"id": f"{task}-00003", "repeat": 0, "turn": 0, "position": 17, "gap": 0.0312}]
+        if method == "ddtree" and greedy
+        else []
     )
     return {
         "method": method,
@@ -95,10 +101,12 @@ def _cell(
         "tokens_per_round": per_round if method != "transformers" else None,
         "accepted": accepted if rounds else [],
         "prefill_s": {"mean": 0.02, "sd": 0.001, "values": [0.02] * repeats},
-        "speedup": speedup if method != "plain" else None,
+        "speedup": speedup,
         "speedup_transformers": {**speedup, "over": "transformers", "mean": 3 * per_round / cost, "differs": True},
         "score": {"correct": 12, "graded": 40, "share": 0.3} if task in GRADED else None,
-        "lossless": {"compared": compared, "identical": compared - len(missed), "different": missed},
+        "lossless": {"check": check, "compared": compared, "identical": compared - len(missed), "different": missed}
+        if method != "plain" and (greedy or method != "transformers")
+        else None,
         "errors": [],
     }
 

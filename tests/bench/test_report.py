@@ -150,7 +150,7 @@ def test_every_cell_is_in_the_report_with_the_numbers_of_the_record(tmp_path: Pa
         speed = cell["tokens_per_s"]
         assert row[at["tokens/s"]] == f"{speed['mean']:.1f} ± {speed['sd']:.1f}"
         assert row[at["tokens"]] == str(cell["tokens"])
-        if cell["speedup"]:
+        if cell["method"] != "plain":
             assert row[at["speedup"]].startswith(f"{cell['speedup']['mean']:.2f} ± {cell['speedup']['sd']:.2f}")
             assert ("no difference" in row[at["speedup"]]) == (not cell["speedup"]["differs"])
         if cell["tokens_per_round"] is not None:
@@ -192,7 +192,9 @@ def test_bold_are_the_best_and_those_like_it(tmp_path: Path) -> None:
 @given(st.floats(1, 100), st.floats(0, 10), st.floats(1, 100), st.floats(0, 10))
 def test_a_difference_needs_more_than_both_spreads(a: float, a_sd: float, b: float, b_sd: float) -> None:
     first, second = Spread(a, a_sd), Spread(b, b_sd)
-    assert first.differs(second) == second.differs(first) == (abs(a - b) > a_sd + b_sd)
+    assert first.differs(second) == second.differs(first)
+    assert not first.differs(second) or abs(a - b) > max(a_sd, b_sd)
+    assert first.differs(second) or abs(a - b) <= 2 * (a_sd + b_sd)
     assert Spread(a).differs(second) is None and second.differs(Spread(a)) is None
 
 
@@ -210,6 +212,26 @@ def test_failures_and_differences_are_told(tmp_path: Path) -> None:
     assert "texts differ from those of plain decoding" in warnings(blocks)
     text = to_markdown("Title", blocks, "plots")
     assert "gsm8k-7: ran out of pages" in text and "0.0312" in text
+
+
+def test_a_cell_in_which_everything_failed_is_shown_as_such(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", **SMALL)
+    record = json.loads((folder / "results.json").read_text())
+    broken = next(cell for cell in record["cells"] if cell["method"] == "ddtree")
+    broken |= {"tokens_per_s": {"mean": None, "sd": None, "values": []}, "tokens_per_round": None, "accepted": []}
+    broken |= {"speedup": None, "speedup_transformers": None, "errors": [{"id": "gsm8k-1", "error": "no pages"}]}
+    (folder / "results.json").write_text(json.dumps(record))
+    run = read_run(folder)
+    text = to_markdown("Title", report(run, run, plots=True), "plots")
+    assert "gsm8k-1: no pages" in text and "| failed |" in text
+    assert len(summary([run], "md").splitlines()) == len(run.cells) + 2
+
+
+def test_notes_of_the_run_are_shown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", **SMALL)
+    record = json.loads((folder / "results.json").read_text())
+    (folder / "results.json").write_text(json.dumps({**record, "notes": ["gsm8k is not graded"]}))
+    assert "gsm8k is not graded" in warnings(report(read_run(folder)))
 
 
 def test_a_run_without_plain_decoding_has_no_speedups(tmp_path: Path) -> None:
