@@ -400,7 +400,8 @@ def eval_head(
 )
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of `jetspec bench`, records of `jetspec eval-head`.", metavar="RUN...")
+        list[Path],
+        typer.Argument(help="Folders of `jetspec bench`; records of `eval-head` and `profile`.", metavar="RUN..."),
     ],
     out: Annotated[
         Path | None, _option("Where the report goes; by default `report` in the first run.", "--out", metavar="FOLDER")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from jetspec.bench.runs import Cell, Run
 
@@ -71,12 +72,27 @@ class Pair:
 
 @cache
 def paper_rows() -> tuple[PaperRow, ...]:
-    data = json.loads(files("jetspec.bench").joinpath("paper_tables.json").read_text(encoding="utf-8"))
+    data = _read()
     rows = []
     for raw in data["tables"]:
-        table = PaperTable(raw["table"], raw["title"], raw["model"], raw["gpu"], raw["note"])
+        table = _table(raw)
         rows += [PaperRow(table, **dict(zip(data["columns"], values, strict=True))) for values in raw["rows"]]
     return tuple(rows)
+
+
+@cache
+def paper_costs() -> tuple[PaperTable, dict[tuple[int, int], float]]:
+    """By context and draft length: the time of drafting a token, in percent of a verify pass."""
+    raw = _read()["costs"]
+    return _table(raw), {(context, length): percent for context, length, percent in raw["rows"]}
+
+
+def _read() -> Any:
+    return json.loads(files("jetspec.bench").joinpath("paper_tables.json").read_text(encoding="utf-8"))
+
+
+def _table(raw: Any) -> PaperTable:
+    return PaperTable(raw["table"], raw["title"], raw["model"], raw["gpu"], raw["note"])
 
 
 def find_pairs(run: Run) -> list[Pair]:
@@ -101,15 +117,15 @@ def same_model(a: str, b: str) -> bool:
     return _bare(a) == _bare(b)
 
 
-def setting_differences(run: Run, table: PaperTable) -> list[str]:
-    """How a run as a whole differs from one of the paper's tables."""
+def setting_differences(model: str, device: str, table: PaperTable) -> list[str]:
+    """How measurements of a model on a device differ from one of the paper's tables as a whole."""
     found = []
-    if not same_model(table.model, run.model):
-        found.append(f"the target is {run.model}, in the paper {table.model}")
+    if not same_model(table.model, model):
+        found.append(f"the target is {model}, in the paper {table.model}")
     if table.gpu is None:
-        found.append(f"it ran on {run.device}; the paper does not say on what")
-    elif _bare(table.gpu) not in _bare(run.device):
-        found.append(f"it ran on {run.device}, in the paper on {table.gpu}")
+        found.append(f"it ran on {device}; the paper does not say on what")
+    elif _bare(table.gpu) not in _bare(device):
+        found.append(f"it ran on {device}, in the paper on {table.gpu}")
     return found
 
 

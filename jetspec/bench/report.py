@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from jetspec.bench.document import Block, Folded, Heading, Plot, Table, Text, Warned
-from jetspec.bench.paper import find_pairs, setting_differences
+from jetspec.bench.paper import PaperTable, find_pairs, paper_costs, setting_differences
 from jetspec.bench.plots import (
     Painter,
     acceptance,
@@ -20,10 +20,11 @@ from jetspec.bench.plots import (
     gap_histogram,
     speedup_bars,
 )
-from jetspec.bench.runs import Cell, HeadRecord, Run, Spread
+from jetspec.bench.runs import Cell, HeadRecord, Inputs, ProfileRecord, Run, Spread
 from jetspec.bench.tables import (
     against_table,
     cells_table,
+    cost_table,
     differences_table,
     errors_table,
     glance_table,
@@ -45,11 +46,14 @@ EXTRA = "matplotlib is not installed, so there are no plots: pip install 'jetspe
 class ReportPlan:
     """What a report is about."""
 
-    runs: Sequence[Run]
-    heads: Sequence[HeadRecord] = ()
+    inputs: Inputs
     paper: bool = True
     """Whether the paper's results stand beside ours."""
     plots: bool = True
+
+    @property
+    def runs(self) -> list[Run]:
+        return self.inputs.runs
 
 
 def build_report(plan: ReportPlan) -> list[Block]:
@@ -73,8 +77,10 @@ def _parts(plan: ReportPlan) -> Iterator[Iterator[Block]]:
     if plan.paper:
         for run in plan.runs:
             yield _paper(run, _titled("Beside the paper", run, plan))
-    if plan.heads:
-        yield _heads(plan.heads, painter)
+    if plan.inputs.heads:
+        yield _heads(plan.inputs.heads, painter)
+    for profile in plan.inputs.profiles:
+        yield _costs(profile, plan.paper)
     yield _everything(plan)
 
 
@@ -201,15 +207,29 @@ def _paper(run: Run, title: str) -> Iterator[Block]:
     )
     for table, group in groupby(pairs, key=lambda pair: pair.row.table):
         yield Heading(f"Table {table.number}: {table.title}", 3)
-        different = setting_differences(run, table)
-        if different:
-            yield Warned(f"Not the paper's settings: {'; '.join(different)}.")
+        yield from _other_settings(run.model, run.device, table)
         yield paper_table(list(group))
         if table.note:
             yield Text(table.note)
     alone = len(run.cells) - len({pair.cell.key for pair in pairs})
     if alone:
         yield Text(f"{alone} of {len(run.cells)} cells have no counterpart: the paper has not measured their setting.")
+
+
+def _other_settings(model: str, device: str, table: PaperTable) -> Iterator[Block]:
+    different = setting_differences(model, device, table)
+    if different:
+        yield Warned(f"Not the paper's settings: {'; '.join(different)}.")
+
+
+def _costs(profile: ProfileRecord, beside_paper: bool) -> Iterator[Block]:
+    table, _ = paper_costs()
+    yield Heading(f"Cost of drafting: {profile.name}")
+    if beside_paper:
+        yield from _other_settings(profile.model, profile.device, table)
+    yield cost_table(profile, beside_paper)
+    if beside_paper:
+        yield Text(f"The paper's are those of its table {table.number}. {table.note}")
 
 
 def _heads(heads: Sequence[HeadRecord], painter: Painter | None) -> Iterator[Block]:
@@ -224,7 +244,7 @@ def _heads(heads: Sequence[HeadRecord], painter: Painter | None) -> Iterator[Blo
 
 def _everything(plan: ReportPlan) -> Iterator[Block]:
     yield Heading("Where the numbers come from")
-    inputs: list[Run | HeadRecord] = [*plan.runs, *plan.heads]
+    inputs: list[Run | HeadRecord | ProfileRecord] = [*plan.runs, *plan.inputs.heads, *plan.inputs.profiles]
     rows: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("command", lambda record: str(record.get("command"))),
         ("date", lambda record: str(record.get("date"))),

@@ -1,4 +1,4 @@
-"""Finished measurements as they are read back: the folder of a benchmark, or the record of `jetspec eval-head`."""
+"""Finished measurements as they are read back: the folder of a benchmark, or the record of another command."""
 
 from __future__ import annotations
 
@@ -186,9 +186,7 @@ class Run:
 
     @property
     def device(self) -> str:
-        """The processor that did the work."""
-        hardware = self.record.get("hardware") or {}
-        return str(hardware.get("gpu") or hardware.get("cpu") or "unknown")
+        return device_of(self.record)
 
     def cell(self, key: tuple[Any, ...]) -> Cell | None:
         return next((cell for cell in self.cells if cell.key == key), None)
@@ -207,9 +205,66 @@ class HeadRecord:
         return [gap for task in self.record["details"].values() for gap in task["top_path"].get("gaps_nats", ())]
 
 
-def read_inputs(paths: Iterable[Path]) -> tuple[list[Run], list[HeadRecord]]:
-    """Benchmarks and head records, told apart by what they hold. Names are folders, made distinct by number."""
-    runs, heads, seen = [], [], set[str]()
+@dataclass(frozen=True)
+class DraftCost:
+    """What drafting costs beside verifying, at one setting."""
+
+    context: int
+    budget: int
+    batch: int
+    length: int
+    """Tokens drafted in a pass, the anchor's slot included."""
+    draft_ms: float
+    verify_ms: float
+
+    @property
+    def percent(self) -> float:
+        """Of a drafted token, in verify passes."""
+        return 100 * self.draft_ms / (self.length * self.verify_ms)
+
+
+@dataclass(frozen=True)
+class ProfileRecord:
+    """What `jetspec profile` timed."""
+
+    name: str
+    record: Mapping[str, Any]
+
+    @property
+    def model(self) -> str:
+        return str(self.record["shape"])
+
+    @property
+    def device(self) -> str:
+        return device_of(self.record)
+
+    @property
+    def costs(self) -> list[DraftCost]:
+        length = self.record["head"]["block_size"]
+        return [
+            DraftCost(r["context"], r["budget"], r["batch"], length, r["stages_ms"]["draft"], r["stages_ms"]["verify"])
+            for r in self.record["runs"]
+        ]
+
+
+def device_of(record: Mapping[str, Any]) -> str:
+    """The processor that did the work."""
+    hardware = record.get("hardware") or {}
+    return str(hardware.get("gpu") or hardware.get("cpu") or "unknown")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a report is made of."""
+
+    runs: list[Run]
+    heads: list[HeadRecord]
+    profiles: list[ProfileRecord]
+
+
+def read_inputs(paths: Iterable[Path]) -> Inputs:
+    """Told apart by what they hold. Names are those of folders or files; a prime tells apart two of one name."""
+    found, seen = Inputs([], [], []), set[str]()
     for path in paths:
         file = path / RESULTS if path.is_dir() else path
         record = _read_json(file)
@@ -218,12 +273,14 @@ def read_inputs(paths: Iterable[Path]) -> tuple[list[Run], list[HeadRecord]]:
             name += "'"
         seen.add(name)
         if "cells" in record:
-            runs.append(Run(name, record, _read_cells(file, record["cells"])))
+            found.runs.append(Run(name, record, _read_cells(file, record["cells"])))
         elif "details" in record:
-            heads.append(HeadRecord(name, record))
+            found.heads.append(HeadRecord(name, record))
+        elif "shape" in record and "runs" in record:
+            found.profiles.append(ProfileRecord(name, record))
         else:
-            raise ValueError(f"{file} is no result of `jetspec bench` or `jetspec eval-head`")
-    return runs, heads
+            raise ValueError(f"{file} is no result of `jetspec bench`, `jetspec eval-head` or `jetspec profile`")
+    return found
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:

@@ -8,8 +8,8 @@ from itertools import groupby
 
 from jetspec.bench.document import Table
 from jetspec.bench.grade import MATH_TASKS
-from jetspec.bench.paper import Pair
-from jetspec.bench.runs import BASELINE, NO_DIFFERENCE, Cell, HeadRecord, Run, Score, Spread
+from jetspec.bench.paper import Pair, paper_costs
+from jetspec.bench.runs import BASELINE, NO_DIFFERENCE, Cell, HeadRecord, ProfileRecord, Run, Score, Spread
 
 NONE = "-"
 BOLD_CAPTION = "Mean ± standard deviation over repeats. Bold: the best of a column, and all within the spread of it."
@@ -330,3 +330,18 @@ def head_table(head: HeadRecord) -> Table:
     rows = [(task, *(text_of(row[tree]) for tree in trees)) for task, row in record["tokens_per_round"].items()]
     rows.append(("mean", *(text_of(record["mean"][tree]) for tree in trees)))
     return Table(("task", *trees), tuple(rows), "Tokens per round on the target's own text.")
+
+
+def cost_table(profile: ProfileRecord, beside_paper: bool) -> Table:
+    """What a drafted token costs, and what it costs in the paper at the same context and draft length."""
+    _, paper = paper_costs()
+    rows = [
+        (
+            *(str(c.context), str(c.budget), str(c.batch), str(c.length), f"{c.draft_ms:.3f}", f"{c.verify_ms:.3f}"),
+            *(f"{c.percent:.3f}", text_of(paper.get((c.context, c.length)) if beside_paper else None, 3)),
+        )
+        for c in profile.costs
+    ]
+    columns = ("context", "budget", "batch", "draft length", "draft ms", "verify ms", "c in %", "paper's")
+    caption = "c: time of a draft pass over draft length and time of a verify pass."
+    return without_empty(Table(columns, tuple(rows), caption, first_number=0))

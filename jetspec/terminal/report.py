@@ -18,20 +18,20 @@ PLOTS = "plots"
 
 
 def write_report(paths: Sequence[Path], folder: Path | None, form: SummaryForm, paper: bool) -> None:
-    """Read runs and head records, write the report into a folder: by default `report` in the first run."""
-    runs, heads = read_inputs(paths)
+    """Read runs and records, write the report into a folder: by default `report` in the first run."""
+    inputs = read_inputs(paths)
     if folder is None:
         folder = (paths[0] if paths[0].is_dir() else paths[0].parent) / "report"
     plots = has_matplotlib()
     if not plots:
         err().print(EXTRA, markup=False)
-    blocks = build_report(ReportPlan(runs, heads, paper, plots))
+    blocks = build_report(ReportPlan(inputs, paper, plots))
     pictures = [block for block in blocks if isinstance(block, Plot)]
     (folder / PLOTS).mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         write_whole(folder / PLOTS / f"{picture.name}.svg", picture.svg + "\n")
     write_whole(folder / "report.md", to_markdown(TITLE, blocks, PLOTS))
     write_whole(folder / "report.html", to_html(TITLE, blocks))
-    if runs:
-        sys.stdout.write(summary(runs, form))
+    if inputs.runs:
+        sys.stdout.write(summary(inputs.runs, form))
     err().print(f"{folder / 'report.html'}, report.md and {len(pictures)} plots", style="dim", markup=False)

@@ -1,4 +1,4 @@
-"""Run folders and head records as `jetspec bench` and `jetspec eval-head` write them, with made-up numbers."""
+"""Run folders and records as `jetspec bench`, `eval-head` and `profile` write them, with made-up numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from jetspec.train.evaluate import HeadScore
 
 DEPTH = 15
 QUALITY = {"ngram": 0.3, "dflash": 0.6, "ddtree": 0.66, "jetspec-paper": 0.68, "jetspec": 0.7, "jetspec-edge": 0.74}
@@ -113,8 +117,8 @@ def _cell(
 
 def make_head_record(path: Path, mean_gap: float = 4.0) -> Path:
     rng = random.Random(1)
-    gaps = [rng.gauss(mean_gap, 3) for _ in range(64)]
-    task = {"top_path": {"gap_mean_nats": statistics.fmean(gaps), "gaps_nats": gaps}}
+    gaps = torch.tensor([rng.gauss(mean_gap, 3) for _ in range(64)])
+    task = HeadScore({"16": [[2, 1]]}, torch.zeros(8, 3, dtype=torch.long), gaps, width=8).to_dict()
     trees = {"chain": 3.1, "16": 3.4, "64": 4.0}
     record = {
         "command": "python -m jetspec eval-head",
@@ -129,5 +133,18 @@ def make_head_record(path: Path, mean_gap: float = 4.0) -> Path:
         "details": {"gsm8k": task, "mbpp": task},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record))
+    return path
+
+
+def make_profile_record(path: Path, contexts: Sequence[int]) -> Path:
+    stages = {"draft": 0.98, "build": 0.02, "verify": 5.0, "accept": 0.02, "commit": 0.1}
+    record = {
+        "command": "python -m jetspec profile",
+        "hardware": {"gpu": "NVIDIA H200"},
+        "shape": "qwen3-8b",
+        "head": {"block_size": 16},
+        "runs": [{"budget": 64, "context": context, "batch": 1, "stages_ms": stages} for context in contexts],
+    }
     path.write_text(json.dumps(record))
     return path

@@ -22,7 +22,7 @@ from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_
 from jetspec.bench.paper import find_pairs, paper_rows
 from jetspec.bench.plots import INK
 from jetspec.bench.report import ReportPlan, build_report
-from jetspec.bench.runs import Run, Spread, read_inputs
+from jetspec.bench.runs import Inputs, Run, Spread, read_inputs
 from jetspec.bench.scaling import (
     expected_speedup,
     expected_tokens,
@@ -34,13 +34,13 @@ from jetspec.bench.scaling import (
 from jetspec.bench.summary import summary
 from jetspec.bench.tables import against_table, cells_table, score_table, speedup_table
 from jetspec.cli import app
-from tests.bench.run_folders import make_head_record, make_run
+from tests.bench.run_folders import make_head_record, make_profile_record, make_run
 
 SMALL: dict[str, Any] = {"tasks": ("gsm8k", "mt_bench"), "budgets": (16, 64), "batches": (1,), "temperatures": (0.0,)}
 
 
 def read_run(folder: Path) -> Run:
-    return read_inputs([folder])[0][0]
+    return read_inputs([folder]).runs[0]
 
 
 def small_run(folder: Path, **settings: Any) -> Run:
@@ -48,7 +48,7 @@ def small_run(folder: Path, **settings: Any) -> Run:
 
 
 def report(*runs: Run, paper: bool = True, plots: bool = False) -> list[Block]:
-    return build_report(ReportPlan(runs, paper=paper, plots=plots))
+    return build_report(ReportPlan(Inputs(list(runs), [], []), paper=paper, plots=plots))
 
 
 def warnings(blocks: Sequence[Block]) -> str:
@@ -352,6 +352,17 @@ def test_alpha_is_found_again() -> None:
         assert tokens == pytest.approx(expected_tokens(alpha, length), rel=1e-3)
 
 
+def test_costs_of_a_profile_stand_beside_the_papers(tmp_path: Path) -> None:
+    inputs = read_inputs([make_profile_record(tmp_path / "profile.json", contexts=(256, 1000))])
+    text = to_markdown("Title", build_report(ReportPlan(inputs, plots=False)), "plots")
+    # 0.98 ms for 16 tokens beside 5.0 ms; the paper has this context, and not the other.
+    assert "| 256 | 64 | 1 | 16 | 0.980 | 5.000 | 1.225 | 0.837 |" in text
+    assert "| 1000 | 64 | 1 | 16 | 0.980 | 5.000 | 1.225 | - |" in text
+    assert "Not the paper's settings: it ran on NVIDIA H200, in the paper on H200 NVL." in text
+    alone = to_markdown("Title", build_report(ReportPlan(inputs, paper=False, plots=False)), "plots")
+    assert "0.837" not in alone and "paper" not in alone
+
+
 def test_without_matplotlib_the_report_has_all_but_plots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = invoke(make_run(tmp_path / "run", **SMALL))
@@ -386,8 +397,8 @@ def test_what_is_no_run_is_one_line_and_status_2(text: str | None, hint: str, tm
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
-    runs, _ = read_inputs([make_run(tmp_path / "a" / "run", **SMALL), make_run(tmp_path / "b" / "run", **SMALL)])
-    assert len({run.name for run in runs}) == 2
+    inputs = read_inputs([make_run(tmp_path / "a" / "run", **SMALL), make_run(tmp_path / "b" / "run", **SMALL)])
+    assert len({run.name for run in inputs.runs}) == 2
 
 
 def test_plots_of_two_runs_have_names_of_their_own(tmp_path: Path) -> None:
