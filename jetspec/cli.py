@@ -401,7 +401,7 @@ def eval_head(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders of `jetspec bench`; records of `eval-head` and `profile`.", metavar="RUN..."),
+        typer.Argument(help="Folders of `jetspec bench`; records of `eval-head` and `profile`.", metavar="RUN"),
     ],
     out: Annotated[
         Path | None, _option("Where the report goes; by default `report` in the first run.", "--out", metavar="FOLDER")

@@ -8,6 +8,7 @@ in its docstring, where the reference solution says what is right; that is fewer
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -86,6 +87,7 @@ def _same_value(expected: str, found: str) -> bool:
         from math_verify import parse, verify
     except ImportError:
         raise ValueError("grading mathematics needs math-verify: pip install 'jetspec[bench]'") from None
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what it cannot parse is wrong, and no news
     # The library's clock is an alarm signal, which the main thread alone can have.
     timeout = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     a, b = (parse(f"\\boxed{{{text}}}", parsing_timeout=timeout) for text in (expected, found))

@@ -287,7 +287,8 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"there is no {file}; a run that was stopped goes on with the same `jetspec bench`") from None
+        stopped = "; a run that was stopped goes on with the same `jetspec bench`" if file.parent.is_dir() else ""
+        raise ValueError(f"there is no {file}{stopped}") from None
     except ValueError:
         raise ValueError(f"{file} is not JSON") from None
     if not isinstance(record, Mapping):

@@ -12,7 +12,7 @@ from jetspec.bench.report import EXTRA, TITLE, ReportPlan, build_report
 from jetspec.bench.runs import read_inputs
 from jetspec.bench.summary import SummaryForm, summary
 from jetspec.files import write_whole
-from jetspec.terminal.screen import err
+from jetspec.terminal.screen import err, working
 
 PLOTS = "plots"
 
@@ -25,9 +25,10 @@ def write_report(paths: Sequence[Path], folder: Path | None, form: SummaryForm, 
     plots = has_matplotlib()
     if not plots:
         err().print(EXTRA, markup=False)
-    blocks = build_report(ReportPlan(inputs, paper, plots))
+    with working("Drawing"):
+        blocks = build_report(ReportPlan(inputs, paper, plots))
     pictures = [block for block in blocks if isinstance(block, Plot)]
-    (folder / PLOTS).mkdir(parents=True, exist_ok=True)
+    (folder / PLOTS if pictures else folder).mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         write_whole(folder / PLOTS / f"{picture.name}.svg", picture.svg + "\n")
     write_whole(folder / "report.md", to_markdown(TITLE, blocks, PLOTS))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -91,6 +93,17 @@ def test_a_file_outside_is_not_removed(tmp_path: Path) -> None:
     kept.write_text("x")
     assert not run_tests(f"import os; os.remove({str(kept)!r})" + RIGHT, [TEST], BRIEF).passed
     assert kept.exists()
+
+
+def leaves_network() -> bool:
+    words = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--user"]), "true"]
+    return shutil.which("unshare") is not None and subprocess.run(words, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not leaves_network(), reason="this system gives no process a network of its own")
+def test_the_kernel_shows_no_network() -> None:
+    program = "devices = [line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]]"
+    assert run_tests(program, ["assert devices in ([], ['lo']), devices"]).passed
 
 
 def test_a_verdict_without_the_password_does_not_count() -> None:
