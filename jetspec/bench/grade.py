@@ -38,10 +38,13 @@ def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
     """Grade an answer to a question of a task. `answer` is the text of the last turn."""
     if task in MATH_TASKS:
         return _grade_math(str(question["answer"]), answer)
-    if task == "humaneval":
-        return _grade_humaneval(question, answer)
-    if task == "mbpp":
-        return _grade_mbpp(question, answer)
+    try:
+        if task == "humaneval":
+            return _grade_humaneval(question, answer)
+        if task == "mbpp":
+            return _grade_mbpp(question, answer)
+    except SyntaxError as error:
+        return Grade(None, f"the question's own code is broken: {error}")
     return Grade(None, f"answers of {task} have no grader")
 
 
@@ -103,8 +106,10 @@ def _grade_mbpp(question: Mapping[str, Any], answer: str) -> Grade:
 
 
 def _grade_humaneval(question: Mapping[str, Any], answer: str) -> Grade:
-    prompt = find_blocks(str(question["turns"][0]))[0]
+    prompt = "".join(find_blocks(str(question["turns"][0]))[:1])
     functions = [node for node in ast.parse(prompt).body if isinstance(node, ast.FunctionDef)]
+    if not functions:
+        return Grade(None, "the question has no function to complete")
     name = question.get("entry_point") or functions[-1].name
     tests = (
         [question["test"], f"check({name})"]

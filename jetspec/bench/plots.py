@@ -18,7 +18,7 @@ from jetspec.bench.scaling import (
     reach_shares,
     tokens_when_cut,
 )
-from jetspec.bench.tables import at_best
+from jetspec.bench.tables import at_best, speedup_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,7 +104,7 @@ def speedup_bars(painter: Painter, name: str, where: str, cells: Sequence[Cell])
         return None
     tasks = list(dict.fromkeys(cell.task for cell in drawn))
     labels = {cell.method: cell.label for cell in drawn}
-    width = 0.82 / len(labels)
+    width = min(0.2, 0.82 / len(labels))
 
     def draw(axes: Axes) -> None:
         for i, (method, label) in enumerate(labels.items()):
@@ -114,7 +114,8 @@ def speedup_bars(painter: Painter, name: str, where: str, cells: Sequence[Cell])
             bars = axes.bar(places, heights, width * 0.92, yerr=spreads, color=painter.colour(method), label=label)
             _ink_errors(bars)
         axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set(xticks=range(len(tasks)), xticklabels=tasks, ylabel="speedup over plain")
+        limits = (-0.6, len(tasks) - 0.4)
+        axes.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=limits, ylabel="speedup over plain")
         axes.grid(axis="x", visible=False)
         _legend_below(axes)
 
@@ -244,7 +245,7 @@ def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -
 
 def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> Plot | None:
     """The speedup that the formula gives for every draft length, through what was measured at one."""
-    speeds = _series(cells, lambda cell: cell.speedup.value if cell.speedup else None)
+    speeds = _series(cells, speedup_of)
     drawn = [
         (cell, accepted, speeds[cell.method][cell.budget].mean)
         for cell, accepted in merged_histograms(at_best(cells))

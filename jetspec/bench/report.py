@@ -20,7 +20,7 @@ from jetspec.bench.plots import (
     gap_histogram,
     speedup_bars,
 )
-from jetspec.bench.runs import Cell, HeadRecord, Inputs, ProfileRecord, Run, Spread
+from jetspec.bench.runs import Cell, HeadRecord, Inputs, ProfileRecord, Run
 from jetspec.bench.tables import (
     against_table,
     cells_table,
@@ -32,9 +32,11 @@ from jetspec.bench.tables import (
     head_table,
     lossless_table,
     paper_table,
+    rounds_of,
     rounds_table,
     score_table,
     speed_table,
+    speedup_of,
     speedup_table,
 )
 
@@ -107,7 +109,7 @@ def _warnings(run: Run) -> Iterator[Block]:
 
 def _speed(run: Run, title: str, painter: Painter | None, prefix: str) -> Iterator[Block]:
     yield Heading(title)
-    yield Text(f"{run.model} on {run.device}.")
+    yield Text(run.setting)
     for where, cells in groups_of(run.cells):
         yield Heading(where[0].upper() + where[1:], 3)
         yield glance_table(cells)
@@ -138,24 +140,21 @@ def _plots(painter: Painter, mark: str, where: str, cells: Sequence[Cell]) -> It
     drawn = (
         speedup_bars(painter, f"speedup_{mark}", where, cells),
         against_budget(
-            painter, f"rounds_{mark}", f"Tokens per round against budget, {where}", cells, _rounds, "tokens per round"
+            painter, f"rounds_{mark}", f"Tokens per round against budget, {where}", cells, rounds_of, "tokens per round"
         ),
         against_budget(
-            painter, f"speedup_budget_{mark}", f"Speedup against budget, {where}", cells, _speedup, "speedup over plain"
+            painter,
+            f"speedup_budget_{mark}",
+            f"Speedup against budget, {where}",
+            cells,
+            speedup_of,
+            "speedup over plain",
         ),
         acceptance(painter, f"acceptance_{mark}", where, cells),
         equation_1(painter, f"equation1_{mark}", where, cells),
         equation_2(painter, f"equation2_{mark}", where, cells),
     )
     return (plot for plot in drawn if plot is not None)
-
-
-def _rounds(cell: Cell) -> Spread | None:
-    return None if cell.tokens_per_round is None else Spread(cell.tokens_per_round)
-
-
-def _speedup(cell: Cell) -> Spread | None:
-    return cell.speedup.value if cell.speedup else None
 
 
 def _section(title: str, table: Table | None) -> Iterator[Block]:

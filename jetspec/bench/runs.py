@@ -188,6 +188,18 @@ class Run:
     def device(self) -> str:
         return device_of(self.record)
 
+    @property
+    def setting(self) -> str:
+        """What was measured on what, in a line."""
+        words = [self.model, *([str(self.record["dtype"])] if "dtype" in self.record else []), f"on {self.device}"]
+        counts = {cell.questions for cell in self.cells}
+        parts = [f"{min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "") + " questions per task"]
+        if "max_tokens" in self.recipe:
+            parts.append(f"at most {self.recipe['max_tokens']} tokens per answer")
+        if "repeats" in self.recipe:
+            parts.append(f"repeats: {self.recipe['repeats']}")
+        return f"{' '.join(words)}; {', '.join(parts)}."
+
     def cell(self, key: tuple[Any, ...]) -> Cell | None:
         return next((cell for cell in self.cells if cell.key == key), None)
 

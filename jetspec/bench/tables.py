@@ -53,11 +53,10 @@ def groups_of(cells: Iterable[Cell]) -> list[tuple[str, list[Cell]]]:
 def matrix(
     cells: Sequence[Cell],
     value: Callable[[Cell], Spread | None],
-    show: Callable[[Cell], str],
-    digits: int = 2,
+    show: Callable[[Spread], str],
     caption: str = BOLD_CAPTION,
 ) -> Table:
-    """A row per method and budget, a column per task and one for their mean."""
+    """A row per method and budget, a column per task, and one for their mean where there are several."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     at = {(cell.label, cell.task): cell for cell in cells}
     values: list[list[Spread | None]] = []
@@ -65,13 +64,13 @@ def matrix(
     for label in dict.fromkeys(cell.label for cell in cells):
         found = [at.get((label, task)) for task in tasks]
         numbers = [value(cell) if cell else None for cell in found]
-        known = [number for number in numbers if number is not None]
-        mean = Spread.average(known) if len(known) == len(tasks) else None
-        shown = [show(cell) if cell and number else NONE for cell, number in zip(found, numbers, strict=True)]
-        values.append([*numbers, mean])
-        rows.append((label, *shown, text_of(mean, digits)))
-    bold = frozenset((r, c + 1) for c in range(len(tasks) + 1) for r in _best([row[c] for row in values]))
-    return Table(("method, budget", *tasks, "mean"), tuple(rows), caption, bold=bold)
+        if len(tasks) > 1:
+            numbers.append(Spread.average([n for n in numbers if n]) if all(numbers) else None)
+        values.append(numbers)
+        rows.append((label, *(show(number) if number else NONE for number in numbers)))
+    bold = frozenset((r, c + 1) for c in range(len(values[0])) for r in _best([row[c] for row in values]))
+    means = ("mean",) if len(tasks) > 1 else ()
+    return Table(("method, budget", *tasks, *means), tuple(rows), caption, bold=bold)
 
 
 def _best(column: Sequence[Spread | None]) -> list[int]:
@@ -86,23 +85,22 @@ def _best(column: Sequence[Spread | None]) -> list[int]:
 
 def speedup_table(cells: Sequence[Cell]) -> Table | None:
     """None where there is nothing to be faster than."""
-
-    def show(cell: Cell) -> str:
-        assert cell.speedup is not None
-        is_equal = cell.speedup.value.sd is not None and not cell.speedup.differs
-        return f"≈ {cell.speedup.value.text()}" if is_equal else cell.speedup.value.text()
-
     faster = [cell for cell in cells if cell.speedup and cell.method != BASELINE]
     caption = f"{BOLD_CAPTION} ≈: {NO_DIFFERENCE} from plain decoding."
-    return (
-        matrix(faster, lambda cell: cell.speedup.value if cell.speedup else None, show, caption=caption)
-        if faster
-        else None
-    )
+    return matrix(faster, speedup_of, speedup_text, caption) if faster else None
+
+
+def speedup_of(cell: Cell) -> Spread | None:
+    return cell.speedup.value if cell.speedup else None
+
+
+def speedup_text(value: Spread) -> str:
+    """Marked where it is not more than the spread."""
+    return value.text() if value.differs(Spread(1.0, 0.0)) is not False else f"≈ {value.text()}"
 
 
 def speed_table(cells: Sequence[Cell]) -> Table:
-    return matrix(cells, lambda cell: cell.tokens_per_s, lambda cell: text_of(cell.tokens_per_s, 1), digits=1)
+    return matrix(cells, lambda cell: cell.tokens_per_s, lambda value: value.text(1))
 
 
 def rounds_table(cells: Sequence[Cell]) -> Table | None:
@@ -110,12 +108,12 @@ def rounds_table(cells: Sequence[Cell]) -> Table | None:
     having = [cell for cell in cells if cell.tokens_per_round is not None and cell.method != BASELINE]
     if not having:
         return None
-    return matrix(
-        having,
-        lambda cell: Spread(cell.tokens_per_round) if cell.tokens_per_round is not None else None,
-        lambda cell: text_of(cell.tokens_per_round),
-        caption="Over all rounds of all repeats: accepted drafts, and the target's own token.",
-    )
+    caption = "Over all rounds of all repeats: accepted drafts, and the target's own token."
+    return matrix(having, rounds_of, Spread.text, caption)
+
+
+def rounds_of(cell: Cell) -> Spread | None:
+    return None if cell.tokens_per_round is None else Spread(cell.tokens_per_round)
 
 
 def glance_table(cells: Sequence[Cell]) -> Table:
@@ -131,15 +129,18 @@ def glance_table(cells: Sequence[Cell]) -> Table:
             (
                 *(method, NONE if method == BASELINE else text_of(group[0].budget)),
                 Spread.average(cell.tokens_per_s for cell in group if cell.tokens_per_s).text(1),
-                Spread.average(speedups).text() if speedups and method != BASELINE else NONE,
+                speedup_text(Spread.average(speedups)) if speedups and method != BASELINE else NONE,
                 f"{sum(rounds) / len(rounds):.2f}" if rounds else NONE,
                 Spread.average(scores).text(3) if scores else NONE,
                 f"{sum(c.identical for c in checks)}/{sum(c.compared for c in checks)}" if checks else NONE,
             )
         )
     columns = ("method", "best budget", "tokens/s", "speedup", "tokens per round", "score", "same text as plain")
-    caption = "Means over tasks, ± standard deviation over repeats (of scores: standard error)."
-    return Table(columns, tuple(rows), caption)
+    caption = (
+        "Means over tasks, ± standard deviation over repeats (of scores: standard error). "
+        f"≈: {NO_DIFFERENCE} from plain decoding."
+    )
+    return without_empty(Table(columns, tuple(rows), caption))
 
 
 def at_best(cells: Sequence[Cell]) -> list[Cell]:

@@ -84,8 +84,8 @@ def _cell(
     cost = 1.15 + (budget or 1) * batch / 900 if method in QUALITY else {"transformers": 3.0}.get(method, 1.0)
     values = [250 * batch**0.8 * per_round / cost * rng.gauss(1, noise) for _ in range(repeats)]
     speed = {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if repeats > 1 else 0.0, "values": values}
-    differs = method not in ("plain", "ngram")
-    speedup = {"over": "plain", "mean": per_round / cost, "sd": per_round / cost * noise, "differs": differs}
+    ratio, sd = per_round / cost, 0.5 if method == "ngram" else noise * per_round / cost
+    speedup = {"over": "plain", "mean": ratio, "sd": sd, "differs": abs(ratio - 1) > 2 * sd}
     compared, greedy = 40, temperature == 0
     check = "greedy tokens" if greedy else "seeded tokens"
     missed = (

@@ -121,12 +121,18 @@ def test_without_examples_there_is_no_grade() -> None:
     assert docstring_tests("largest", "No example: largest() or largest(numbers).", REFERENCE) == []
 
 
+@pytest.mark.parametrize("prompt", ["Write it.", "```python\nx = 1\n```", "```python\ndef broken(:\n```"])
+def test_a_question_that_cannot_be_read_has_no_grade(prompt: str) -> None:
+    assert grade("humaneval", {"turns": [prompt], "answer": ""}, "```python\nx = 1\n```").correct is None
+
+
 def test_mbpp_runs_the_tests_of_the_prompt() -> None:
     question = {"turns": [MBPP]}
     assert grade("mbpp", question, "```python\ndef double(x):\n    return x * 2\n```").correct
     wrong = grade("mbpp", question, "```python\ndef double(x):\n    return x + 2\n```")
     assert wrong.correct is False and wrong.why.startswith("test 2: TypeError")
     assert grade("mbpp", {"turns": ["Write it."]}, "").correct is None
+    assert grade("mbpp", {"turns": [f"{MBPP}\nassert ("]}, "").correct is None
 
 
 def test_a_program_that_leaves_early_has_not_passed() -> None:
