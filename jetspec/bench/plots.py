@@ -49,8 +49,8 @@ SVG_STYLE = (
     "@media(prefers-color-scheme:dark){svg.plot{color:#e6edf3;background:#0d1117}}</style>"
 )
 WIDTH, HEIGHT = 8.0, 4.0
-GAP_LIMIT = 40.0
-"""Gaps beyond this many nats are counted in the last bar."""
+GAP_LIMITS = (-10.0, 40.0)
+"""Nats. Gaps beyond them are counted in the outer bars."""
 
 
 def has_matplotlib() -> bool:
@@ -74,6 +74,7 @@ class Painter:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
+        name = re.sub(r"[^\w-]", "_", name)
         with rc_context(RC):
             figure = Figure(figsize=(WIDTH, height), layout="constrained")
             axes = figure.subplots()
@@ -160,33 +161,33 @@ def _series(cells: Sequence[Cell], value: Callable[[Cell], Spread | None]) -> di
     return {m: {budget: Spread.average(v) for budget, v in series.items()} for m, series in found.items()}
 
 
-def against_batch(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> Plot | None:
-    """A line per method and budget over batch sizes, each point a mean over tasks."""
-    batches = sorted({cell.batch for cell in cells})
-    if len(batches) < 2:
-        return None
-    by_label: dict[str, list[Cell]] = {}
-    for cell in cells:
-        if cell.speedup and cell.method != BASELINE:
-            by_label.setdefault(cell.label, []).append(cell)
-    if not by_label:
-        return None
+def against_batch(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> list[Plot]:
+    """Speedup over batch sizes: a picture per method that has several budgets, a line for each; else one for all."""
+    drawn = [cell for cell in cells if cell.speedup and cell.method != BASELINE]
+    if len({cell.batch for cell in drawn}) < 2:
+        return []
+    labels = {method: {c.label for c in drawn if c.method == method} for method in {c.method for c in drawn}}
+    several = [method for method in dict.fromkeys(cell.method for cell in drawn) if len(labels[method]) > 1]
+    parts = {m: [cell for cell in drawn if cell.method == m] for m in several} or {"all methods": drawn}
+    return [_batch_plot(painter, f"{name}_{m}", f"{m}, {where}", own) for m, own in parts.items()]
 
+
+def _batch_plot(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> Plot:
     def draw(axes: Axes) -> None:
         shades = Painter()
-        for label, own in by_label.items():
+        for label in dict.fromkeys(cell.label for cell in cells):
             at: dict[float, list[Spread]] = {}
-            for cell in own:
-                assert cell.speedup is not None
-                at.setdefault(cell.batch, []).append(cell.speedup.value)
+            for cell in cells:
+                if cell.label == label and cell.speedup:
+                    at.setdefault(cell.batch, []).append(cell.speedup.value)
             _line(axes, {batch: Spread.average(at[batch]) for batch in sorted(at)}, shades.colour(label), label)
         axes.axhline(1, color=INK, linewidth=0.8)
-        _powers(axes, batches)
+        _powers(axes, sorted({cell.batch for cell in cells}))
         axes.set(xlabel="batch (conversations decoded together)", ylabel="speedup over plain")
         _legend_below(axes)
 
     caption = "Means over tasks; the number beside a method is its budget. Plain decoding has the same batch."
-    return painter.plot(name, f"Speedup against batch and budget, {where}", caption, draw)
+    return painter.plot(name, f"Speedup against batch: {where}", caption, draw)
 
 
 def acceptance(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> Plot | None:
@@ -284,7 +285,7 @@ def gap_histogram(painter: Painter, heads: Iterable[HeadRecord]) -> Plot | None:
         return None
 
     def draw(axes: Axes) -> None:
-        edges = [2.0 * i for i in range(-5, int(GAP_LIMIT) // 2 + 1)]
+        edges = [2.0 * i for i in range(int(GAP_LIMITS[0]) // 2, int(GAP_LIMITS[1]) // 2 + 1)]
         clipped = [[min(max(gap, edges[0]), edges[-1] - 1) for gap in values] for values in gaps.values()]
         weights = [[1 / len(values)] * len(values) for values in clipped]
         colours = [painter.colour(name) for name in gaps]
@@ -293,8 +294,8 @@ def gap_histogram(painter: Painter, heads: Iterable[HeadRecord]) -> Plot | None:
         _legend_below(axes)
 
     caption = (
-        f"q is the head's probability of its best path, p the target's. Gaps beyond {GAP_LIMIT:g} nats are counted in "
-        "the last bar."
+        "q is the head's probability of its best path, p the target's. Gaps beyond "
+        f"{GAP_LIMITS[0]:g} and {GAP_LIMITS[1]:g} are counted in the outer bars."
     )
     return painter.plot("rank1_gap", "Rank-1 gap", caption, draw)
 

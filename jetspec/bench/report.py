@@ -114,7 +114,7 @@ def _speed(run: Run, title: str, painter: Painter | None, prefix: str) -> Iterat
         yield Heading(where[0].upper() + where[1:], 3)
         yield glance_table(cells)
         if painter is not None:
-            mark = f"{prefix}t{cells[0].temperature:g}_b{cells[0].batch}".replace(".", "p")
+            mark = f"{prefix}t{cells[0].temperature:g}_b{cells[0].batch}"
             yield from _plots(painter, mark, where, cells)
         tables = (
             ("Speedup over plain decoding", speedup_table(cells)),
@@ -131,9 +131,7 @@ def _speed(run: Run, title: str, painter: Painter | None, prefix: str) -> Iterat
                 [c for c in run.cells if c.temperature == temperature],
                 f"{prefix}speedup_batch_t{temperature:g}",
             )
-            plot = against_batch(painter, name.replace(".", "p"), f"temperature {temperature:g}", own)
-            if plot is not None:
-                yield plot
+            yield from against_batch(painter, name, f"temperature {temperature:g}", own)
 
 
 def _plots(painter: Painter, mark: str, where: str, cells: Sequence[Cell]) -> Iterator[Plot]:

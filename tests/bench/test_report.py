@@ -120,7 +120,7 @@ def test_all_kinds_of_plots_are_drawn_and_follow_the_screen(written: Path) -> No
     plots = {path.stem: path.read_text() for path in (written / "plots").glob("*.svg")}
     for kind in ("speedup_t0_b1", "rounds_t0_b1", "speedup_budget_t0_b8", "acceptance", "equation1", "equation2"):
         assert any(name.startswith(kind) for name in plots)
-    assert {"speedup_batch_t0", "rank1_gap"} <= set(plots)
+    assert {"speedup_batch_t0_ngram", "speedup_batch_t0_jetspec-edge", "rank1_gap"} <= set(plots)
     for svg in plots.values():
         ElementTree.fromstring(svg)
         assert "currentColor" in svg and INK not in svg and "prefers-color-scheme" in svg
@@ -405,6 +405,12 @@ def test_what_is_no_run_is_one_line_and_status_2(text: str | None, hint: str, tm
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     inputs = read_inputs([make_run(tmp_path / "a" / "run", **SMALL), make_run(tmp_path / "b" / "run", **SMALL)])
     assert len({run.name for run in inputs.runs}) == 2
+
+
+def test_names_of_plots_are_names_of_files(tmp_path: Path) -> None:
+    settings = {**SMALL, "temperatures": (0.6,), "batches": (1, 2), "methods": ("plain", "odd/../name", "jetspec")}
+    names = [block.name for block in report(small_run(tmp_path, **settings), plots=True) if isinstance(block, Plot)]
+    assert names and all(re.fullmatch(r"[\w-]+", name) for name in names)
 
 
 def test_plots_of_two_runs_have_names_of_their_own(tmp_path: Path) -> None:
