@@ -399,6 +399,35 @@ def eval_head(
 
 @app.command(
     epilog=_examples(
+        "jetspec report runs/smollm2",
+        "jetspec report runs/before runs/after --out comparison",
+        "jetspec report runs/smollm2 results/head.json --out docs/results/smollm2",
+        "jetspec report runs/smollm2 --output csv > cells.csv",
+    )
+)
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of `jetspec bench`; records of `eval-head` and `profile`.", metavar="RUN"),
+    ],
+    out: Annotated[
+        Path | None, _option("Where the report goes; by default `report` in the first run.", "--out", metavar="FOLDER")
+    ] = None,
+    output: Annotated[Literal["md", "csv", "json", "jsonl"], _option("Form of the summary on stdout.")] = "md",
+    paper: Annotated[bool, _option("The paper's results beside ours.", "--paper/--no-paper")] = True,
+) -> None:
+    """Turn measurements into tables and plots.
+
+    Writes report.html, one page that needs nothing else, report.md, and the plots as files. Two runs are also compared
+    with each other, cell by cell.
+    """
+    from jetspec.terminal.report import write_report
+
+    write_report(runs, out, output, paper)
+
+
+@app.command(
+    epilog=_examples(
         "jetspec train recipes/debug.yaml --dry-run",
         "jetspec train recipes/smollm2_135m.yaml --set optimizer.lr=3e-4 --set out=runs/other",
         "torchrun --nproc-per-node 8 -m jetspec train recipes/qwen3_8b.yaml",

@@ -181,6 +181,7 @@ class HeadScore:
             "gap_mean_nats": float(self.gap_A.mean()),
             "gap_median_nats": float(self.gap_A.median()),
             "near_frac": float(near_A.double().mean()),
+            "gaps_nats": [round(gap, 3) for gap in self.gap_A.tolist()],
         }
 
     def _on_path(self) -> Tensor:

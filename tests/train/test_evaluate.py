@@ -198,6 +198,7 @@ def test_depth_counts_by_hand() -> None:
     assert depths["in_best"]["4"] == [4 / 5, 1, 1]
     assert score.top_path()["hit_on_path"] == 1 / 3
     assert score.top_path()["near_frac"] == 1 / 2
+    assert score.top_path()["gaps_nats"] == [6.0, -2.0, 1.0, -7.0]
     assert score.tokens_per_round == {"16": 2.5}
 
 

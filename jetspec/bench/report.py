@@ -1,0 +1,261 @@
+"""What a report says about runs, in order: whether to believe them, how fast, how right, and beside what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from jetspec.bench.document import Block, Folded, Heading, Plot, Table, Text, Warned
+from jetspec.bench.paper import PaperTable, find_pairs, paper_costs, setting_differences
+from jetspec.bench.plots import (
+    Painter,
+    acceptance,
+    against_batch,
+    against_budget,
+    equation_1,
+    equation_2,
+    gap_histogram,
+    speedup_bars,
+)
+from jetspec.bench.runs import Cell, HeadRecord, Inputs, ProfileRecord, Run
+from jetspec.bench.tables import (
+    against_table,
+    cells_table,
+    cost_table,
+    differences_table,
+    errors_table,
+    glance_table,
+    groups_of,
+    head_table,
+    lossless_table,
+    paper_table,
+    rounds_of,
+    rounds_table,
+    score_table,
+    speed_table,
+    speedup_of,
+    speedup_table,
+)
+
+TITLE = "JetSpec: benchmark report"
+EXTRA = "matplotlib is not installed, so there are no plots: pip install 'jetspec[bench]'"
+
+
+@dataclass(frozen=True)
+class ReportPlan:
+    """What a report is about."""
+
+    inputs: Inputs
+    paper: bool = True
+    """Whether the paper's results stand beside ours."""
+    plots: bool = True
+
+    @property
+    def runs(self) -> list[Run]:
+        return self.inputs.runs
+
+
+def build_report(plan: ReportPlan) -> list[Block]:
+    return [block for part in _parts(plan) for block in part]
+
+
+def _parts(plan: ReportPlan) -> Iterator[Iterator[Block]]:
+    painter = Painter() if plan.plots else None
+    if painter is None:
+        yield iter([Warned(EXTRA)])
+    for run in plan.runs:
+        yield _warnings(run)
+    for number, run in enumerate(plan.runs):
+        yield _speed(run, _titled("Speed", run, plan), painter, f"{number}_" if len(plan.runs) > 1 else "")
+    for run in plan.runs:
+        yield _section(_titled("Scores", run, plan), score_table(run))
+        yield _section(_titled("Losslessness", run, plan), lossless_table(run))
+        yield _lists(run)
+    if len(plan.runs) == 2:
+        yield _against(*plan.runs)
+    if plan.paper:
+        for run in plan.runs:
+            yield _paper(run, _titled("Beside the paper", run, plan))
+    if plan.inputs.heads:
+        yield _heads(plan.inputs.heads, painter)
+    for profile in plan.inputs.profiles:
+        yield _costs(profile, plan.paper)
+    yield _everything(plan)
+
+
+def _titled(title: str, run: Run, plan: ReportPlan) -> str:
+    return f"{title}: {run.name}" if len(plan.runs) > 1 else title
+
+
+def _warnings(run: Run) -> Iterator[Block]:
+    failed = sum(len(cell.errors) for cell in run.cells)
+    if failed:
+        yield Warned(f"{run.name}: {failed} answers failed; they are listed below and count in no number.")
+    if any(cell.tokens_per_s and cell.tokens_per_s.sd is None for cell in run.cells):
+        yield Warned(f"{run.name}: measured once, so nothing says how much its numbers vary. Use --repeats 3 or more.")
+    different = sum(cell.lossless.compared - cell.lossless.identical for cell in run.cells if cell.lossless)
+    if different:
+        yield Warned(
+            f"{run.name}: {different} texts differ from those of plain decoding. A tie of two tokens that rounding "
+            "decides is no error; the gaps below tell."
+        )
+    yield from (Warned(f"{run.name}: {note}") for note in run.record.get("notes", ()))
+    if not any(cell.speedup for cell in run.cells):
+        yield Warned(f"{run.name}: plain decoding was not measured, so there are no speedups.")
+
+
+def _speed(run: Run, title: str, painter: Painter | None, prefix: str) -> Iterator[Block]:
+    yield Heading(title)
+    yield Text(run.setting)
+    for where, cells in groups_of(run.cells):
+        yield Heading(where[0].upper() + where[1:], 3)
+        yield glance_table(cells)
+        if painter is not None:
+            mark = f"{prefix}t{cells[0].temperature:g}_b{cells[0].batch}"
+            yield from _plots(painter, mark, where, cells)
+        tables = (
+            ("Speedup over plain decoding", speedup_table(cells)),
+            ("Tokens per second", speed_table(cells)),
+            ("Tokens per round", rounds_table(cells)),
+        )
+        for name, table in tables:
+            if table is not None:
+                yield Text(f"{name}:")
+                yield table
+    if painter is not None:
+        for temperature in dict.fromkeys(cell.temperature for cell in run.cells):
+            own, name = (
+                [c for c in run.cells if c.temperature == temperature],
+                f"{prefix}speedup_batch_t{temperature:g}",
+            )
+            yield from against_batch(painter, name, f"temperature {temperature:g}", own)
+
+
+def _plots(painter: Painter, mark: str, where: str, cells: Sequence[Cell]) -> Iterator[Plot]:
+    drawn = (
+        speedup_bars(painter, f"speedup_{mark}", where, cells),
+        against_budget(
+            painter, f"rounds_{mark}", f"Tokens per round against budget, {where}", cells, rounds_of, "tokens per round"
+        ),
+        against_budget(
+            painter,
+            f"speedup_budget_{mark}",
+            f"Speedup against budget, {where}",
+            cells,
+            speedup_of,
+            "speedup over plain",
+        ),
+        acceptance(painter, f"acceptance_{mark}", where, cells),
+        equation_1(painter, f"equation1_{mark}", where, cells),
+        equation_2(painter, f"equation2_{mark}", where, cells),
+    )
+    return (plot for plot in drawn if plot is not None)
+
+
+def _section(title: str, table: Table | None) -> Iterator[Block]:
+    if table is not None:
+        yield Heading(title)
+        yield table
+
+
+def _lists(run: Run) -> Iterator[Block]:
+    for name, table in (("Texts that differ", differences_table(run)), ("Answers that failed", errors_table(run))):
+        if table is not None:
+            yield Folded(f"{name}: {run.name}", table)
+
+
+def _against(a: Run, b: Run) -> Iterator[Block]:
+    yield Heading("A against B")
+    yield Text(f"A is {a.name}, B is {b.name}.")
+    different = _different_settings(a, b)
+    if different:
+        yield Warned(f"The two were not run alike: {'; '.join(different)}.")
+    table = against_table(a, b)
+    if table.rows:
+        yield table
+    missing = len({cell.key for cell in a.cells} ^ {cell.key for cell in b.cells})
+    if missing:
+        yield Text(f"{missing} cells are in one of the runs only and are not compared.")
+
+
+def _different_settings(a: Run, b: Run) -> list[str]:
+    seen: dict[str, tuple[Any, Any]] = {"device": (a.device, b.device)}
+    seen |= {key: (a.recipe.get(key), b.recipe.get(key)) for key in sorted({*a.recipe, *b.recipe})}
+    seen |= {key: (a.record.get(key), b.record.get(key)) for key in ("commit", "versions")}
+    return [f"{key} {_brief(x)} and {_brief(y)}" for key, (x, y) in seen.items() if x != y]
+
+
+def _brief(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _paper(run: Run, title: str) -> Iterator[Block]:
+    pairs = sorted(find_pairs(run), key=lambda pair: pair.row.table.number)
+    if not pairs:
+        return
+    yield Heading(title)
+    yield Text(
+        "The paper's speedups are over the autoregressive loop of its own stack, ours over our plain decoding. Compare "
+        "tokens per round first: they depend on neither."
+    )
+    for table, group in groupby(pairs, key=lambda pair: pair.row.table):
+        yield Heading(f"Table {table.number}: {table.title}", 3)
+        yield from _other_settings(run.model, run.device, table)
+        yield paper_table(list(group))
+        if table.note:
+            yield Text(table.note)
+    alone = len(run.cells) - len({pair.cell.key for pair in pairs})
+    if alone:
+        yield Text(f"{alone} of {len(run.cells)} cells have no counterpart: the paper has not measured their setting.")
+
+
+def _other_settings(model: str, device: str, table: PaperTable) -> Iterator[Block]:
+    different = setting_differences(model, device, table)
+    if different:
+        yield Warned(f"Not the paper's settings: {'; '.join(different)}.")
+
+
+def _costs(profile: ProfileRecord, beside_paper: bool) -> Iterator[Block]:
+    table, _ = paper_costs()
+    yield Heading(f"Cost of drafting: {profile.name}")
+    if beside_paper:
+        yield from _other_settings(profile.model, profile.device, table)
+    yield cost_table(profile, beside_paper)
+    if beside_paper:
+        yield Text(f"The paper's are those of its table {table.number}. {table.note}")
+
+
+def _heads(heads: Sequence[HeadRecord], painter: Painter | None) -> Iterator[Block]:
+    yield Heading("Heads")
+    for head in heads:
+        yield Text(f"{head.name}: {head.record.get('head') or 'the default head'} for {head.record.get('model')}.")
+        yield head_table(head)
+    plot = gap_histogram(painter, heads) if painter is not None else None
+    if plot is not None:
+        yield plot
+
+
+def _everything(plan: ReportPlan) -> Iterator[Block]:
+    yield Heading("Where the numbers come from")
+    inputs: list[Run | HeadRecord | ProfileRecord] = [*plan.runs, *plan.inputs.heads, *plan.inputs.profiles]
+    rows: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
+        ("command", lambda record: str(record.get("command"))),
+        ("date", lambda record: str(record.get("date"))),
+        ("commit", lambda record: str(record.get("commit"))),
+        ("hardware", lambda record: _pairs(record.get("hardware") or {})),
+        ("versions", lambda record: _pairs(record.get("versions") or {})),
+    ]
+    columns = ("", *(each.name for each in inputs))
+    lines = tuple((name, *(show(each.record) for each in inputs)) for name, show in rows)
+    yield Table(columns, lines, first_number=len(columns), wraps=True)
+    for run in plan.runs:
+        yield Folded(f"All cells: {run.name}", cells_table(run.cells))
+        yield Folded(f"Recipe: {run.name}", json.dumps(run.recipe, indent=1))
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())

@@ -1,0 +1,348 @@
+"""The tables of a report, from the cells of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from jetspec.bench.document import Table
+from jetspec.bench.grade import MATH_TASKS
+from jetspec.bench.paper import Pair, paper_costs
+from jetspec.bench.runs import BASELINE, NO_DIFFERENCE, Cell, HeadRecord, ProfileRecord, Run, Score, Spread
+
+NONE = "-"
+BOLD_CAPTION = "Mean ± standard deviation over repeats. Bold: the best of a column, and all within the spread of it."
+
+
+def text_of(value: Spread | float | int | str | None, digits: int = 2) -> str:
+    if value is None:
+        return NONE
+    if isinstance(value, Spread):
+        return value.text(digits)
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def without_empty(table: Table) -> Table:
+    """Without the columns that say nothing in any row."""
+    keep = [c for c in range(len(table.columns)) if any(row[c] != NONE for row in table.rows)]
+    return replace(
+        table,
+        columns=tuple(table.columns[c] for c in keep),
+        rows=tuple(tuple(row[c] for c in keep) for row in table.rows),
+        first_number=sum(c < table.first_number for c in keep),
+    )
+
+
+def in_order(cells: Iterable[Cell]) -> list[Cell]:
+    """Methods as they come, each with its budgets from small to large."""
+    cells = list(cells)
+    rank = {method: i for i, method in enumerate(dict.fromkeys(cell.method for cell in cells))}
+    return sorted(cells, key=lambda c: (c.temperature, c.batch, rank[c.method], c.budget or 0))
+
+
+def groups_of(cells: Iterable[Cell]) -> list[tuple[str, list[Cell]]]:
+    """Cells that may stand in one table: of one temperature and batch size."""
+    ordered = in_order(cells)
+    return [
+        (f"temperature {temperature:g}, batch {batch}", list(group))
+        for (temperature, batch), group in groupby(ordered, key=lambda c: (c.temperature, c.batch))
+    ]
+
+
+def matrix(
+    cells: Sequence[Cell],
+    value: Callable[[Cell], Spread | None],
+    show: Callable[[Spread], str],
+    caption: str = BOLD_CAPTION,
+) -> Table:
+    """A row per method and budget, a column per task, and one for their mean where there are several."""
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    at = {(cell.label, cell.task): cell for cell in cells}
+    values: list[list[Spread | None]] = []
+    rows = []
+    for label in dict.fromkeys(cell.label for cell in cells):
+        found = [at.get((label, task)) for task in tasks]
+        numbers = [value(cell) if cell else None for cell in found]
+        if len(tasks) > 1:
+            numbers.append(Spread.average([n for n in numbers if n]) if all(numbers) else None)
+        values.append(numbers)
+        rows.append((label, *(show(number) if number else NONE for number in numbers)))
+    bold = frozenset((r, c + 1) for c in range(len(values[0])) for r in _best([row[c] for row in values]))
+    means = ("mean",) if len(tasks) > 1 else ()
+    return Table(("method, budget", *tasks, *means), tuple(rows), caption, bold=bold)
+
+
+def _best(column: Sequence[Spread | None]) -> list[int]:
+    """Rows with the highest value and those that do not differ from it; none where the spread is not known."""
+    known = [(number.mean, row) for row, number in enumerate(column) if number is not None and number.sd is not None]
+    if not known:
+        return []
+    best = column[max(known)[1]]
+    assert best is not None
+    return [row for _, row in known if (number := column[row]) is not None and not best.differs(number)]
+
+
+def speedup_table(cells: Sequence[Cell]) -> Table | None:
+    """None where there is nothing to be faster than."""
+    faster = [cell for cell in cells if cell.speedup and cell.method != BASELINE]
+    caption = f"{BOLD_CAPTION} ≈: {NO_DIFFERENCE} from plain decoding."
+    return matrix(faster, speedup_of, speedup_text, caption) if faster else None
+
+
+def speedup_of(cell: Cell) -> Spread | None:
+    return cell.speedup.value if cell.speedup else None
+
+
+def speedup_text(value: Spread) -> str:
+    """Marked where it is not more than the spread."""
+    return value.text() if value.differs(Spread(1.0, 0.0)) is not False else f"≈ {value.text()}"
+
+
+def speed_table(cells: Sequence[Cell]) -> Table:
+    return matrix(cells, lambda cell: cell.tokens_per_s, lambda value: value.text(1))
+
+
+def rounds_table(cells: Sequence[Cell]) -> Table | None:
+    """Tokens per round; None where no method has rounds."""
+    having = [cell for cell in cells if cell.tokens_per_round is not None and cell.method != BASELINE]
+    if not having:
+        return None
+    caption = "Over all rounds of all repeats: accepted drafts, and the target's own token."
+    return matrix(having, rounds_of, Spread.text, caption)
+
+
+def rounds_of(cell: Cell) -> Spread | None:
+    return None if cell.tokens_per_round is None else Spread(cell.tokens_per_round)
+
+
+def glance_table(cells: Sequence[Cell]) -> Table:
+    """Every method at its best budget, over all tasks."""
+    rows = []
+    for method, own in groupby(at_best(in_order(cells)), key=lambda cell: cell.method):
+        group = list(own)
+        speedups = [cell.speedup.value for cell in group if cell.speedup]
+        rounds = [cell.tokens_per_round for cell in group if cell.tokens_per_round is not None]
+        checks = [cell.lossless for cell in group if cell.lossless]
+        scores = [cell.score.share for cell in group if cell.score]
+        rows.append(
+            (
+                *(method, NONE if method == BASELINE else text_of(group[0].budget)),
+                Spread.average(cell.tokens_per_s for cell in group if cell.tokens_per_s).text(1),
+                speedup_text(Spread.average(speedups)) if speedups and method != BASELINE else NONE,
+                f"{sum(rounds) / len(rounds):.2f}" if rounds else NONE,
+                Spread.average(scores).text(3) if scores else NONE,
+                f"{sum(c.identical for c in checks)}/{sum(c.compared for c in checks)}" if checks else NONE,
+            )
+        )
+    columns = ("method", "best budget", "tokens/s", "speedup", "tokens per round", "score", "same text as plain")
+    caption = (
+        "Means over tasks, ± standard deviation over repeats (of scores: standard error). "
+        f"≈: {NO_DIFFERENCE} from plain decoding."
+    )
+    return without_empty(Table(columns, tuple(rows), caption))
+
+
+def at_best(cells: Sequence[Cell]) -> list[Cell]:
+    """Every method with its best budget only: the fastest over the tasks, of those that were measured on most."""
+    speeds: dict[str, dict[int | None, list[float]]] = {}
+    for cell in cells:
+        if cell.tokens_per_s is not None:
+            speeds.setdefault(cell.method, {}).setdefault(cell.budget, []).append(cell.tokens_per_s.mean)
+    best = {m: max(own, key=lambda b: (len(own[b]), sum(own[b]) / len(own[b]))) for m, own in speeds.items()}
+    return [cell for cell in cells if cell.method in best and cell.budget == best[cell.method]]
+
+
+CELL_COLUMNS = (
+    *("task", "method", "temperature", "budget", "batch", "tokens/s", "speedup", "over transformers"),
+    *("tokens per round", "round in plain steps", "prefill s", "questions", "tokens", "failed"),
+)
+
+
+def cells_table(cells: Iterable[Cell]) -> Table:
+    """Everything that was measured."""
+    rows = []
+    for cell in in_order(cells):
+        over = cell.speedup_transformers
+        rows.append(
+            (
+                *(cell.task, cell.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
+                text_of(cell.tokens_per_s, 1),
+                cell.speedup.text() if cell.speedup and cell.method != BASELINE else NONE,
+                over.text() if over else NONE,
+                *(text_of(cell.tokens_per_round), text_of(cell.round_cost), text_of(cell.prefill_s, 3)),
+                *(str(cell.questions), str(cell.tokens), str(len(cell.errors))),
+            )
+        )
+    return without_empty(Table(CELL_COLUMNS, tuple(rows), first_number=2))
+
+
+def score_table(run: Run) -> Table | None:
+    """Right answers, with their standard error, beside those of plain decoding; None where nothing was graded."""
+    graded = [cell for cell in run.cells if cell.score]
+    if not graded:
+        return None
+    rows = []
+    for cell in sorted(in_order(graded), key=lambda c: c.task):
+        assert cell.score is not None
+        plain = _plain_score(graded, cell)
+        share = cell.score.share
+        metric = "exact_match" if cell.task in MATH_TASKS else "pass@1"
+        verdict = NONE if cell.method == BASELINE or plain is None else _score_verdict(cell.score, plain)
+        rows.append(
+            (
+                *(cell.task, cell.method, text_of(cell.budget), f"{cell.temperature:g}", str(cell.batch), metric),
+                *(str(cell.score.graded), f"{share.mean:.4f}", f"± {text_of(share.sd, 4)}", verdict),
+            )
+        )
+    columns = ("Tasks", "Method", "Budget", "Temperature", "Batch", "Metric", "n", "Value", "Stderr", "Against plain")
+    return Table(columns, tuple(rows), "Value: share of right answers, with its standard error.", first_number=6)
+
+
+def _plain_score(cells: Iterable[Cell], cell: Cell) -> Score | None:
+    """Of plain decoding on the same questions in the same way."""
+    setting = (BASELINE, cell.task, cell.temperature, cell.batch)
+    return next((c.score for c in cells if (c.method, c.task, c.temperature, c.batch) == setting), None)
+
+
+def _score_verdict(score: Score, plain: Score) -> str:
+    if (score.correct, score.graded) == (plain.correct, plain.graded):
+        return "same"
+    difference = score.share.mean - plain.share.mean
+    return f"{difference:+.4f}" if score.share.differs(plain.share) else f"{difference:+.4f} ({NO_DIFFERENCE})"
+
+
+def lossless_table(run: Run) -> Table | None:
+    """Per method and setting, over all tasks; None where nothing was compared."""
+    compared = in_order(cell for cell in run.cells if cell.lossless and cell.method != BASELINE)
+    if not compared:
+        return None
+    rows = []
+    for (temperature, batch, label), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
+        checks = [cell.lossless for cell in group if cell.lossless]
+        gaps = [check.widest_gap for check in checks if check.widest_gap is not None]
+        total, same = sum(check.compared for check in checks), sum(check.identical for check in checks)
+        rows.append(
+            (
+                *(label, f"{temperature:g}", str(batch), checks[0].check, str(total), str(same), str(total - same)),
+                f"{max(gaps):.4g}" if gaps else NONE,
+            )
+        )
+    columns = ("method, budget", "temperature", "batch", "check", "compared", "identical", "different", "widest gap")
+    caption = "Beside plain decoding. Gap: how far apart the target holds the two tokens where a text first differs."
+    return Table(columns, tuple(rows), caption)
+
+
+def differences_table(run: Run) -> Table | None:
+    """Every text that differs from the plain one."""
+    rows = [
+        (
+            *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), text_of(d.get("repeat"))),
+            *(str(d["turn"]), str(d["position"]), text_of(d["gap"], 4)),
+        )
+        for cell in run.cells
+        if cell.lossless
+        for d in cell.lossless.different
+    ]
+    columns = ("question", "method", "temperature", "batch", "repeat", "turn", "position", "gap")
+    return without_empty(Table(columns, tuple(rows), first_number=2)) if rows else None
+
+
+def errors_table(run: Run) -> Table | None:
+    rows = [
+        (cell.task, cell.label, f"{cell.temperature:g}", str(cell.batch), _error_text(error))
+        for cell in run.cells
+        for error in cell.errors
+    ]
+    return (
+        Table(("task", "method", "temperature", "batch", "failure"), tuple(rows), first_number=9, wraps=True)
+        if rows
+        else None
+    )
+
+
+def _error_text(error: object) -> str:
+    if isinstance(error, dict):
+        return f"{error.get('id', '')}: {error.get('error', error)}".removeprefix(": ")
+    return str(error)
+
+
+def paper_table(pairs: Sequence[Pair]) -> Table:
+    """Ours beside the paper's, for pairs of one of its tables."""
+    rows = []
+    for pair in sorted(pairs, key=lambda p: p.cell.task):
+        cell, row = pair.cell, pair.row
+        rows.append(
+            (
+                *(cell.task, cell.method, row.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
+                *(cell.speedup.text() if cell.speedup else NONE, text_of(row.speedup)),
+                *(text_of(cell.tokens_per_round), text_of(row.tokens_per_round)),
+                *(text_of(cell.tokens_per_s, 1), text_of(row.tokens_per_s, 1), pair.remark or NONE),
+            )
+        )
+    columns = (
+        *("task", "method", "in the paper", "temperature", "budget", "batch", "speedup", "paper's"),
+        *("tokens per round", "paper's", "tokens/s", "paper's", "remark"),
+    )
+    return without_empty(Table(columns, tuple(rows), first_number=3))
+
+
+def against_table(a: Run, b: Run) -> Table:
+    """Cells that both runs have, with a verdict on their speed."""
+    rows = []
+    for cell in in_order(a.cells):
+        other = b.cell(cell.key)
+        if other is None:
+            continue
+        mine, its = cell.tokens_per_s, other.tokens_per_s
+        rows.append(
+            (
+                *(cell.task, cell.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
+                *(text_of(mine, 1), text_of(its, 1), its.over(mine).text() if mine and its else NONE),
+                verdict(mine, its),
+                *(text_of(cell.tokens_per_round), text_of(other.tokens_per_round)),
+                *(_share(cell), _share(other)),
+            )
+        )
+    columns = (
+        *("task", "method", "temperature", "budget", "batch", "A tokens/s", "B tokens/s", "B over A", "verdict"),
+        *("A tokens per round", "B tokens per round", "A score", "B score"),
+    )
+    return without_empty(Table(columns, tuple(rows), first_number=2))
+
+
+def verdict(a: Spread | None, b: Spread | None) -> str:
+    if a is None or b is None:
+        return "failed"
+    differs = a.differs(b)
+    if differs is None:
+        return "spread unknown"
+    return ("B faster" if b.mean > a.mean else "A faster") if differs else NO_DIFFERENCE
+
+
+def _share(cell: Cell) -> str:
+    return cell.score.share.text(3) if cell.score else NONE
+
+
+def head_table(head: HeadRecord) -> Table:
+    """Teacher-forced tokens per round, a column per tree."""
+    record = head.record
+    trees = list(record["mean"])
+    rows = [(task, *(text_of(row[tree]) for tree in trees)) for task, row in record["tokens_per_round"].items()]
+    rows.append(("mean", *(text_of(record["mean"][tree]) for tree in trees)))
+    return Table(("task", *trees), tuple(rows), "Tokens per round on the target's own text.")
+
+
+def cost_table(profile: ProfileRecord, beside_paper: bool) -> Table:
+    """What a drafted token costs, and what it costs in the paper at the same context and draft length."""
+    _, paper = paper_costs()
+    rows = [
+        (
+            *(str(c.context), str(c.budget), str(c.batch), str(c.length), f"{c.draft_ms:.3f}", f"{c.verify_ms:.3f}"),
+            *(f"{c.percent:.3f}", text_of(paper.get((c.context, c.length)) if beside_paper else None, 3)),
+        )
+        for c in profile.costs
+    ]
+    columns = ("context", "budget", "batch", "draft length", "draft ms", "verify ms", "c in %", "paper's")
+    caption = "c: time of a draft pass over draft length and time of a verify pass."
+    return without_empty(Table(columns, tuple(rows), caption, first_number=0))

@@ -1,0 +1,150 @@
+"""Run folders and records as `jetspec bench`, `eval-head` and `profile` write them, with made-up numbers."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetspec.train.evaluate import HeadScore
+
+DEPTH = 15
+QUALITY = {"ngram": 0.3, "dflash": 0.6, "ddtree": 0.66, "jetspec-paper": 0.68, "jetspec": 0.7, "jetspec-edge": 0.74}
+"""Chance that a draft token is accepted."""
+FIXED: dict[str, tuple[int | None, ...]] = {"plain": (1,), "transformers": (None,), "dflash": (16,)}
+"""Budgets of methods that do not follow the recipe."""
+TASKS = ("gsm8k", "humaneval", "mt_bench")
+GRADED = ("gsm8k", "math500", "humaneval", "mbpp")
+
+
+def make_run(
+    folder: Path,
+    *,
+    methods: Sequence[str] = ("plain", "transformers", "ngram", "dflash", "ddtree", "jetspec-paper", "jetspec-edge"),
+    tasks: Sequence[str] = TASKS,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    budgets: Sequence[int] = (16, 64, 256),
+    batches: Sequence[int] = (1, 8),
+    repeats: int = 3,
+    model: str = "smollm2-135m-instruct",
+    gpu: str = "NVIDIA H200",
+    noise: float = 0.02,
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write results.json. `changes` goes into every cell."""
+    rng = random.Random(0)
+    cells = []
+    for temperature in temperatures:
+        for batch in batches:
+            for task in tasks:
+                for method in methods:
+                    for budget in FIXED.get(method, budgets):
+                        cell = _cell(rng, method, task, temperature, budget, batch, repeats, noise)
+                        cells.append({**cell, **(changes or {})})
+    record = {
+        "command": "python -m jetspec bench recipe.yaml",
+        "date": "2026-01-01T00:00:00+00:00",
+        "commit": "0123456",
+        "hardware": {"cpu": "A processor", "gpu": gpu},
+        "versions": {"python": "3.11", "torch": "2.11"},
+        "model": model,
+        "recipe": {"model": model, "max_tokens": 128, "repeats": repeats},
+        "cells": cells,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(record))
+    return folder
+
+
+def _cell(
+    rng: random.Random,
+    method: str,
+    task: str,
+    temperature: float,
+    budget: int | None,
+    batch: int,
+    repeats: int,
+    noise: float,
+) -> dict[str, Any]:
+    alpha = QUALITY.get(method, 0.0) + 0.03 * ((budget or 16).bit_length() - 6) - 0.05 * temperature
+    alpha -= {"mt_bench": 0.08}.get(task, 0)
+    accepted = [0] * (DEPTH + 1)
+    for _ in range(200 if method in QUALITY else 0):
+        length = 0
+        while length < DEPTH and rng.random() < alpha:
+            length += 1
+        accepted[length] += 1
+    rounds = sum(accepted)
+    per_round = 1 + sum(a * n for a, n in enumerate(accepted)) / rounds if rounds else 1.0
+    cost = 1.15 + (budget or 1) * batch / 900 if method in QUALITY else {"transformers": 3.0}.get(method, 1.0)
+    values = [250 * batch**0.8 * per_round / cost * rng.gauss(1, noise) for _ in range(repeats)]
+    speed = {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if repeats > 1 else 0.0, "values": values}
+    ratio, sd = per_round / cost, 0.5 if method == "ngram" else noise * per_round / cost
+    speedup = {"over": "plain", "mean": ratio, "sd": sd, "differs": abs(ratio - 1) > 2 * sd}
+    compared, greedy = 40, temperature == 0
+    check = "greedy tokens" if greedy else "seeded tokens"
+    missed = (
+        [{"id": f"{task}-00003", "repeat": 0, "turn": 0, "position": 17, "gap": 0.0312}]
+        if method == "ddtree" and greedy
+        else []
+    )
+    return {
+        "method": method,
+        "task": task,
+        "temperature": temperature,
+        "budget": budget,
+        "batch": batch,
+        "questions": 40,
+        "tokens": 4096,
+        "tokens_per_s": speed,
+        "tokens_per_round": per_round if method != "transformers" else None,
+        "accepted": accepted if rounds else [],
+        "prefill_s": {"mean": 0.02, "sd": 0.001, "values": [0.02] * repeats},
+        "speedup": speedup,
+        "speedup_transformers": {**speedup, "over": "transformers", "mean": 3 * per_round / cost, "differs": True},
+        "score": {"correct": 12, "graded": 40, "share": 0.3} if task in GRADED else None,
+        "lossless": {"check": check, "compared": compared, "identical": compared - len(missed), "different": missed}
+        if method != "plain" and (greedy or method != "transformers")
+        else None,
+        "errors": [],
+    }
+
+
+def make_head_record(path: Path, mean_gap: float = 4.0) -> Path:
+    rng = random.Random(1)
+    gaps = torch.tensor([rng.gauss(mean_gap, 3) for _ in range(64)])
+    task = HeadScore({"16": [[2, 1]]}, torch.zeros(8, 3, dtype=torch.long), gaps, width=8).to_dict()
+    trees = {"chain": 3.1, "16": 3.4, "64": 4.0}
+    record = {
+        "command": "python -m jetspec eval-head",
+        "date": "2026-01-01",
+        "commit": "0123456",
+        "hardware": {"cpu": "A processor"},
+        "versions": {},
+        "model": "smollm2-135m-instruct",
+        "head": "mine",
+        "tokens_per_round": {"gsm8k": trees, "mbpp": trees},
+        "mean": trees,
+        "details": {"gsm8k": task, "mbpp": task},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record))
+    return path
+
+
+def make_profile_record(path: Path, contexts: Sequence[int]) -> Path:
+    stages = {"draft": 0.98, "build": 0.02, "verify": 5.0, "accept": 0.02, "commit": 0.1}
+    record = {
+        "command": "python -m jetspec profile",
+        "hardware": {"gpu": "NVIDIA H200"},
+        "shape": "qwen3-8b",
+        "head": {"block_size": 16},
+        "runs": [{"budget": 64, "context": context, "batch": 1, "stages_ms": stages} for context in contexts],
+    }
+    path.write_text(json.dumps(record))
+    return path

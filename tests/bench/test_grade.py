@@ -1,0 +1,149 @@
+"""Grading: the forms in which right answers are written count as right, and nothing else does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from jetspec.bench.grade import Grade, docstring_tests, final_answer, find_code, grade
+
+HUMANEVAL = '''Write a solution to the following problem and make sure that it passes the tests:
+```python
+from typing import List
+
+def shift(x: int) -> int:
+    return x + 100
+
+def largest(numbers: List[float], least: float = 0) -> float:
+    """ The largest number. `largest()` of none is `least`.
+    >>> largest([1.0, 3.5])
+    3.5
+    largest([], 2) ➞ 2
+    largest(numbers, 2) is no example
+    """
+
+```'''
+REFERENCE = "    return max([least, *numbers])\n"
+MBPP = "Write it.\nYour code should pass these tests:\nassert double(2) == 4\nassert double('a') == \\\n 'aa'"
+
+
+def math(expected: str, answer: str) -> Grade:
+    return grade("math500", {"answer": expected}, answer)
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [
+        ("18", r"So it is $\boxed{18}$."),
+        ("18", r"First \boxed{20}, no: \boxed{18}"),
+        ("18", r"\boxed{$18}"),
+        ("18", r"\boxed{18 \text{ dollars}}"),
+        ("18", "She makes 9 * 2 = $18.00 every day."),
+        ("1080", "That is 1,080 in all."),
+        ("-3", "The answer is -3."),
+        ("3", "It is 5-3"),
+        ("18", r"It is 18, so \boxed{"),
+        (r"\frac{14}{3}", r"\boxed{\dfrac{14}{3}}"),
+        (r"\frac{14}{3}", r"\boxed{14/3}"),
+        ("p - q", r"\boxed{-q + p}"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \frac{\pi}{2})}"),
+        (r"\text{Evelyn}", r"\boxed{Evelyn}"),
+        ("x=5", r"\boxed{5}"),
+    ],
+)
+def test_right_mathematics_in_many_forms(expected: str, answer: str) -> None:
+    assert math(expected, answer).correct
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [("18", r"18? No: \boxed{17}"), ("18", "no idea"), ("18", ""), ("2", r"\boxed{2^{2^{2^{2}}}}"), ("p - q", "p - r")],
+)
+def test_wrong_mathematics(expected: str, answer: str) -> None:
+    assert math(expected, answer).correct is False
+
+
+def test_mathematics_is_graded_in_any_thread() -> None:
+    grades: list[Grade] = []
+    thread = threading.Thread(target=lambda: grades.append(math(r"\frac{1}{2}", r"\boxed{0.5}")))
+    thread.start()
+    thread.join()
+    assert grades[0].correct
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"jetspec\[bench\]"):
+        math("p - q", r"\boxed{-q + p}")
+
+
+def test_braces_are_counted() -> None:
+    assert final_answer(r"\boxed{\frac{1}{2}} and 7") == r"\frac{1}{2}"
+
+
+def humaneval(answer: str, **more: Any) -> bool | None:
+    return grade("humaneval", {"turns": [HUMANEVAL], "answer": REFERENCE, **more}, answer).correct
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"```python\n{REFERENCE}```",
+        "Here:\n```python\ndef largest(numbers, least=0):\n    return max([least] + numbers)\n```\nIt works.",
+        "```\ndef largest(numbers: List[float], least=0):\n    return shift(max([least] + numbers)) - 100\n```",
+        "```python\nprint('first')\n```\n```python\ndef largest(n, l=0): return max([l, *n])\n```",
+        "```python\ndef largest(n, l=0): return max([l, *n]) + 1e-12",
+        "def largest(n, l=0): return max([l, *n])",
+    ],
+)
+def test_programs_are_found_wherever_they_stand(answer: str) -> None:
+    assert humaneval(answer)
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "I cannot.", "```python\ndef largest(n, l=0): return 3.5\n```", "```python\n```"]
+)
+def test_wrong_programs(answer: str) -> None:
+    assert humaneval(answer) is False
+
+
+def test_tests_of_the_question_go_before_its_docstring() -> None:
+    always = "```python\ndef largest(n, l=0): return 3.5\n```"
+    test = "def check(candidate):\n    assert candidate([]) == 3.5"
+    assert humaneval(always, test=test, entry_point="largest")
+    assert humaneval(f"```python\n{REFERENCE}```", test=test, entry_point="largest") is False
+
+
+def test_without_examples_there_is_no_grade() -> None:
+    assert docstring_tests("largest", "No example: largest() or largest(numbers).", REFERENCE) == []
+
+
+@pytest.mark.parametrize("prompt", ["Write it.", "```python\nx = 1\n```", "```python\ndef broken(:\n```"])
+def test_a_question_that_cannot_be_read_has_no_grade(prompt: str) -> None:
+    assert grade("humaneval", {"turns": [prompt], "answer": ""}, "```python\nx = 1\n```").correct is None
+
+
+def test_mbpp_runs_the_tests_of_the_prompt() -> None:
+    question = {"turns": [MBPP]}
+    assert grade("mbpp", question, "```python\ndef double(x):\n    return x * 2\n```").correct
+    wrong = grade("mbpp", question, "```python\ndef double(x):\n    return x + 2\n```")
+    assert wrong.correct is False and wrong.why.startswith("test 2: TypeError")
+    assert grade("mbpp", {"turns": ["Write it."]}, "").correct is None
+    assert grade("mbpp", {"turns": [f"{MBPP}\nassert ("]}, "").correct is None
+
+
+def test_a_program_that_leaves_early_has_not_passed() -> None:
+    assert grade("mbpp", {"turns": [MBPP]}, "```python\nimport os\nos._exit(0)\n```").correct is False
+
+
+def test_other_tasks_have_no_grade() -> None:
+    assert grade("mt_bench", {"turns": ["Hello."]}, "Hi.").correct is None
+
+
+def test_the_block_that_defines_the_name_is_taken() -> None:
+    answer = "```python\nx = 1\n```\n```python\ndef wanted(): ...\n```"
+    assert "wanted" in find_code(answer, "wanted".__eq__)
+    assert find_code(answer, "other".__eq__) == "x = 1\n"

@@ -1,0 +1,419 @@
+"""Reports: every number of the record is in them, nothing is claimed inside the spread, and the page stands alone."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_html, to_markdown
+from jetspec.bench.paper import find_pairs, paper_rows
+from jetspec.bench.plots import INK
+from jetspec.bench.report import ReportPlan, build_report
+from jetspec.bench.runs import Inputs, Run, Spread, read_inputs
+from jetspec.bench.scaling import (
+    expected_speedup,
+    expected_tokens,
+    fit_alpha,
+    implied_cost,
+    reach_shares,
+    tokens_when_cut,
+)
+from jetspec.bench.summary import summary
+from jetspec.bench.tables import against_table, cells_table, score_table, speedup_table
+from jetspec.cli import app
+from tests.bench.run_folders import make_head_record, make_profile_record, make_run
+
+SMALL: dict[str, Any] = {"tasks": ("gsm8k", "mt_bench"), "budgets": (16, 64), "batches": (1,), "temperatures": (0.0,)}
+
+
+def read_run(folder: Path) -> Run:
+    return read_inputs([folder]).runs[0]
+
+
+def small_run(folder: Path, **settings: Any) -> Run:
+    return read_run(make_run(folder / "run", **{**SMALL, **settings}))
+
+
+def report(*runs: Run, paper: bool = True, plots: bool = False) -> list[Block]:
+    return build_report(ReportPlan(Inputs(list(runs), [], []), paper=paper, plots=plots))
+
+
+def warnings(blocks: Sequence[Block]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, Warned))
+
+
+def invoke(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of all kinds of input: one run, two heads."""
+    root = tmp_path_factory.mktemp("report")
+    run = make_run(root / "run", batches=(1, 8), temperatures=(0.0,), budgets=(16, 64), tasks=("gsm8k", "mt_bench"))
+    heads = [make_head_record(root / "causal.json"), make_head_record(root / "other.json", 20)]
+    result = invoke(run, *heads, "--out", root / "out")
+    assert result.exit_code == 0, result.output
+    return root / "out"
+
+
+class Page(HTMLParser):
+    """What a page opens, closes and refers to."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "src", "xlink:href", "srcset", "data"):
+                self.references.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_and_stands_alone(written: Path) -> None:
+    text = (written / "report.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.seen)
+    assert all(reference.startswith("#") for reference in page.references)
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    addresses = set(re.findall(r"https?://[^\s\"'<)]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "@import" not in text and not re.search(r"url\((?!#)", text)
+
+
+def test_all_kinds_of_plots_are_drawn_and_follow_the_screen(written: Path) -> None:
+    plots = {path.stem: path.read_text() for path in (written / "plots").glob("*.svg")}
+    for kind in ("speedup_t0_b1", "rounds_t0_b1", "speedup_budget_t0_b8", "acceptance", "equation1", "equation2"):
+        assert any(name.startswith(kind) for name in plots)
+    assert {"speedup_batch_t0_ngram", "speedup_batch_t0_jetspec-edge", "rank1_gap"} <= set(plots)
+    for svg in plots.values():
+        ElementTree.fromstring(svg)
+        assert "currentColor" in svg and INK not in svg and "prefers-color-scheme" in svg
+
+
+def test_markdown_links_every_plot_that_was_written(written: Path) -> None:
+    links = set(re.findall(r"\]\((plots/[^)]+)\)", (written / "report.md").read_text()))
+    assert links == {f"plots/{path.name}" for path in (written / "plots").iterdir()}
+
+
+def test_plots_are_the_same_every_time(written: Path, tmp_path: Path) -> None:
+    assert invoke(written.parent / "run", "--out", tmp_path).exit_code == 0
+    for path in (tmp_path / "plots").iterdir():
+        assert path.read_bytes() == (written / "plots" / path.name).read_bytes()
+
+
+def test_every_cell_is_in_the_report_with_the_numbers_of_the_record(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    raw = json.loads((folder / "results.json").read_text())["cells"]
+    table = cells_table(read_run(folder).cells)
+    rows = {row[:5]: row for row in table.rows}
+    at = {name: i for i, name in enumerate(table.columns)}
+    assert len(rows) == len(raw)
+    for cell in raw:
+        budget = "-" if cell["budget"] is None else str(cell["budget"])
+        row = rows[cell["task"], cell["method"], f"{cell['temperature']:g}", budget, str(cell["batch"])]
+        speed = cell["tokens_per_s"]
+        assert row[at["tokens/s"]] == f"{speed['mean']:.1f} ± {speed['sd']:.1f}"
+        assert row[at["tokens"]] == str(cell["tokens"])
+        if cell["method"] != "plain":
+            assert row[at["speedup"]].startswith(f"{cell['speedup']['mean']:.2f} ± {cell['speedup']['sd']:.2f}")
+            assert ("no difference" in row[at["speedup"]]) == (not cell["speedup"]["differs"])
+        if cell["tokens_per_round"] is not None:
+            assert row[at["tokens per round"]] == f"{cell['tokens_per_round']:.2f}"
+
+
+def test_both_forms_hold_every_table(tmp_path: Path) -> None:
+    blocks = report(small_run(tmp_path))
+    tables = [block.content if isinstance(block, Folded) else block for block in blocks]
+    cells = {cell for table in tables if isinstance(table, Table) for row in table.rows for cell in row}
+    markdown, html = to_markdown("Title", blocks, "plots"), to_html("Title", blocks)
+    assert len(cells) > 50
+    assert all(cell in markdown and cell in html for cell in cells)
+
+
+def test_text_is_escaped(tmp_path: Path) -> None:
+    blocks: list[Block] = [Text("<script>"), Table(("a|b",), (("<b>|",),)), Folded("<i>", "</pre>")]
+    html = to_html("<title>", blocks)
+    Page(html)
+    assert "<script>" not in html and "<b>" not in html and "&lt;/pre&gt;" in html
+    assert "a\\|b" in to_markdown("Title", blocks, "plots")
+
+
+def test_what_is_inside_the_spread_is_not_claimed(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    table = speedup_table(run.cells)
+    assert table is not None
+    cells = {(cell.label, cell.task): cell.speedup for cell in run.cells}
+    marked = 0
+    for label, *row in table.rows:
+        for task, text in zip(table.columns[1:-1], row, strict=False):
+            speedup = cells[label, task]
+            assert speedup is not None and text.startswith("≈") != speedup.differs
+            marked += not speedup.differs
+    assert marked
+
+
+def test_bold_are_the_best_and_those_like_it(tmp_path: Path) -> None:
+    wide = {"speedup": {"over": "plain", "mean": 2.0, "sd": 1.0, "differs": True}}
+    table = speedup_table(small_run(tmp_path, changes=wide).cells)
+    assert table is not None
+    assert len(table.bold) == len(table.rows) * (len(table.columns) - 1)
+
+
+@given(st.floats(1, 100), st.floats(0, 10), st.floats(1, 100), st.floats(0, 10))
+def test_a_difference_needs_more_than_both_spreads(a: float, a_sd: float, b: float, b_sd: float) -> None:
+    first, second = Spread(a, a_sd), Spread(b, b_sd)
+    assert first.differs(second) == second.differs(first)
+    assert not first.differs(second) or abs(a - b) > max(a_sd, b_sd)
+    assert first.differs(second) or abs(a - b) <= 2 * (a_sd + b_sd)
+    assert Spread(a).differs(second) is None and second.differs(Spread(a)) is None
+
+
+def test_one_repeat_has_no_spread_and_says_so(tmp_path: Path) -> None:
+    run = small_run(tmp_path, repeats=1)
+    assert "measured once" in warnings(report(run))
+    assert not any("±" in cell for row in cells_table(run.cells).rows for cell in row[5:8])
+    assert {row[8] for row in against_table(run, run).rows} == {"spread unknown"}
+
+
+def test_failures_and_differences_are_told(tmp_path: Path) -> None:
+    run = small_run(tmp_path, changes={"errors": [{"id": "gsm8k-7", "error": "ran out of pages"}]})
+    blocks = report(run)
+    assert f"{len(run.cells)} answers failed" in warnings(blocks)
+    assert "texts differ from those of plain decoding" in warnings(blocks)
+    text = to_markdown("Title", blocks, "plots")
+    assert "gsm8k-7: ran out of pages" in text and "0.0312" in text
+
+
+def test_a_cell_in_which_everything_failed_is_shown_as_such(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", **SMALL)
+    record = json.loads((folder / "results.json").read_text())
+    broken = next(cell for cell in record["cells"] if cell["method"] == "ddtree")
+    broken |= {"tokens_per_s": {"mean": None, "sd": None, "values": []}, "tokens_per_round": None, "accepted": []}
+    broken |= {"speedup": None, "speedup_transformers": None, "errors": [{"id": "gsm8k-1", "error": "no pages"}]}
+    (folder / "results.json").write_text(json.dumps(record))
+    run = read_run(folder)
+    text = to_markdown("Title", report(run, run, plots=True), "plots")
+    assert "gsm8k-1: no pages" in text and "| failed |" in text
+    assert len(summary([run], "md").splitlines()) == len(run.cells) + 2
+
+
+def test_notes_of_the_run_are_shown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", **SMALL)
+    record = json.loads((folder / "results.json").read_text())
+    (folder / "results.json").write_text(json.dumps({**record, "notes": ["gsm8k is not graded"]}))
+    assert "gsm8k is not graded" in warnings(report(read_run(folder)))
+
+
+def test_a_run_without_plain_decoding_has_no_speedups(tmp_path: Path) -> None:
+    run = small_run(tmp_path, changes={"speedup": None})
+    assert "plain decoding was not measured" in warnings(report(run))
+    assert speedup_table(run.cells) is None
+
+
+def test_scores_stand_beside_those_of_plain_decoding(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", **SMALL)
+    record = json.loads((folder / "results.json").read_text())
+    for cell in record["cells"]:
+        if cell["method"] == "ddtree" and cell["score"]:
+            cell["score"]["correct"] = 13
+        if cell["method"] == "dflash" and cell["score"]:
+            cell["score"]["correct"] = 40
+    (folder / "results.json").write_text(json.dumps(record))
+    table = score_table(read_run(folder))
+    assert table is not None
+    found = {row[1]: (row[-3], row[-1]) for row in table.rows}
+    assert found["plain"] == ("0.3000", "-") and found["jetspec-edge"] == ("0.3000", "same")
+    assert found["ddtree"] == ("0.3250", "+0.0250 (no difference)") and found["dflash"] == ("1.0000", "+0.7000")
+
+
+def test_the_paper_stands_beside_cells_of_the_same_setting_only(tmp_path: Path) -> None:
+    run = small_run(tmp_path, budgets=(16, 48))
+    pairs = find_pairs(run)
+    assert pairs
+    for pair in pairs:
+        assert pair.cell.task == pair.row.task and pair.cell.temperature == pair.row.temperature
+        assert pair.row.budget in (None, pair.cell.budget) and pair.cell.batch == pair.row.batch
+        assert pair.row.table.model == "Qwen3-8B"
+    assert {pair.cell.budget for pair in pairs} == {16}
+    assert any(pair.remark for pair in pairs if pair.cell.method == "jetspec-edge")
+    assert not any(pair.remark for pair in pairs if pair.cell.method == "jetspec-paper")
+
+
+def test_other_settings_than_the_papers_are_warned_of(tmp_path: Path) -> None:
+    other = warnings(report(small_run(tmp_path / "a")))
+    assert "smollm2-135m-instruct, in the paper Qwen3-8B" in other and "NVIDIA H200, in the paper on H100" in other
+    alike = small_run(tmp_path / "b", model="Qwen/Qwen3-8B", gpu="NVIDIA H100 80GB HBM3")
+    assert "Not the paper's settings" not in warnings(report(alike))
+    without = to_markdown("Title", report(alike, paper=False), "plots")
+    assert "paper" not in without.replace("jetspec-paper", "")
+
+
+def test_a_table_of_another_target_is_compared_with_that_target_alone(tmp_path: Path) -> None:
+    moe = small_run(tmp_path, model="qwen3-30b-a3b")
+    assert 5 in {pair.row.table.number for pair in find_pairs(moe)}
+
+
+def test_facts_of_the_paper() -> None:
+    rows = {(r.table.number, r.method, r.task, r.temperature, r.budget, r.batch): r for r in paper_rows()}
+    assert len(rows) == len(paper_rows())
+    best = rows[2, "JetSpec", "math500", 0, 256, 1]
+    assert (best.speedup, best.tokens_per_round) == (9.64, 10.76)
+    assert rows[11, "JetSpec", "humaneval", 0, 32, 16].tokens_per_s == 1094.6
+    assert all(row.speedup > 0 for row in rows.values())
+
+
+def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
+    a = read_run(make_run(tmp_path / "a", **SMALL))
+    b = read_run(make_run(tmp_path / "b", **{**SMALL, "budgets": (16, 128)}, gpu="NVIDIA A100"))
+    blocks = report(a, b)
+    text = to_markdown("Title", blocks, "plots")
+    shared = {cell.key for cell in a.cells} & {cell.key for cell in b.cells}
+    assert len(against_table(a, b).rows) == len(shared)
+    assert "device NVIDIA H200 and NVIDIA A100" in warnings(blocks)
+    assert f"{len({c.key for c in a.cells} ^ {c.key for c in b.cells})} cells are in one of the runs only" in text
+
+
+def test_verdicts_need_more_than_the_spread(tmp_path: Path) -> None:
+    def run(name: str, values: list[float]) -> Run:
+        speed = {"mean": sum(values) / 3, "sd": 1.0, "values": values}
+        return read_run(make_run(tmp_path / name, **SMALL, changes={"tokens_per_s": speed}))
+
+    slow, near, fast = run("slow", [99, 100, 101]), run("near", [100, 101, 102]), run("fast", [199, 200, 201])
+    assert {row[8] for row in against_table(slow, near).rows} == {"no difference"}
+    assert {row[8] for row in against_table(slow, fast).rows} == {"B faster"}
+    assert {row[8] for row in against_table(fast, slow).rows} == {"A faster"}
+
+
+def test_summaries_hold_the_same_numbers_in_every_form(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    rows = json.loads(summary([run], "json"))
+    assert [json.loads(line) for line in summary([run], "jsonl").splitlines()] == rows
+    assert len(rows) == len(run.cells)
+    for read, row in zip(csv.DictReader(StringIO(summary([run], "csv"))), rows, strict=True):
+        assert read == {key: "" if value is None else str(value) for key, value in row.items()}
+    lines = summary([run], "md").splitlines()
+    assert len(lines) == len(rows) + 2
+    for line, row in zip(lines[2:], rows, strict=True):
+        assert f"| {row['tokens_per_s']:.1f} ± {row['tokens_per_s_sd']:.1f} |" in line
+
+
+@given(st.floats(0.05, 0.95), st.integers(1, 20))
+def test_equation_1_is_the_sum_of_chances(alpha: float, length: int) -> None:
+    assert expected_tokens(alpha, length) == pytest.approx(sum(alpha**i for i in range(length + 1)))
+    cost = implied_cost(expected_tokens(alpha, length), 1.7, length)
+    assert expected_speedup(alpha, length, cost) == pytest.approx(1.7)
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=17).filter(any))
+def test_histograms_give_back_their_mean(accepted: list[int]) -> None:
+    rounds = sum(accepted)
+    mean = 1 + sum(length * n for length, n in enumerate(accepted)) / rounds
+    assert tokens_when_cut(accepted)[-1] == pytest.approx(mean)
+    assert sum(reach_shares(accepted)) == pytest.approx(mean - 1)
+    assert 0 <= fit_alpha(accepted) <= 1
+
+
+def test_alpha_is_found_again() -> None:
+    alpha, depth = 0.8, 15
+    chances = [alpha**length * (1 - alpha) for length in range(depth)] + [alpha**depth]
+    accepted = [round(1e6 * chance) for chance in chances]
+    assert fit_alpha(accepted) == pytest.approx(alpha, abs=1e-3)
+    for length, tokens in enumerate(tokens_when_cut(accepted)):
+        assert tokens == pytest.approx(expected_tokens(alpha, length), rel=1e-3)
+
+
+def test_costs_of_a_profile_stand_beside_the_papers(tmp_path: Path) -> None:
+    inputs = read_inputs([make_profile_record(tmp_path / "profile.json", contexts=(256, 1000))])
+    text = to_markdown("Title", build_report(ReportPlan(inputs, plots=False)), "plots")
+    # 0.98 ms for 16 tokens beside 5.0 ms; the paper has this context, and not the other.
+    assert "| 256 | 64 | 1 | 16 | 0.980 | 5.000 | 1.225 | 0.837 |" in text
+    assert "| 1000 | 64 | 1 | 16 | 0.980 | 5.000 | 1.225 | - |" in text
+    assert "Not the paper's settings: it ran on NVIDIA H200, in the paper on H200 NVL." in text
+    alone = to_markdown("Title", build_report(ReportPlan(inputs, paper=False, plots=False)), "plots")
+    assert "0.837" not in alone and "paper" not in alone
+
+
+def test_without_matplotlib_the_report_has_all_but_plots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = invoke(make_run(tmp_path / "run", **SMALL))
+    assert result.exit_code == 0 and "pip install 'jetspec[bench]'" in result.stderr
+    assert "jetspec[bench]" in (tmp_path / "run" / "report" / "report.html").read_text()
+    assert not (tmp_path / "run" / "report" / "plots").exists()
+
+
+def test_the_summary_alone_is_on_stdout(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", **SMALL)
+    result = invoke(run, "--output", "jsonl", "--out", tmp_path / "out")
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) == len(read_run(run).cells) and "report.html" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (None, "jetspec bench"),
+        ("{", "is not JSON"),
+        ("[]", "is not a record"),
+        ("{}", "no result of"),
+        ('{"cells": []}', "no cells"),
+        ('{"cells": [{"method": "plain"}]}', "cell 0 cannot be read"),
+    ],
+)
+def test_what_is_no_run_is_one_line_and_status_2(text: str | None, hint: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "results.json").write_text(text)
+    result = invoke(tmp_path)
+    assert result.exit_code == 2 and hint in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    inputs = read_inputs([make_run(tmp_path / "a" / "run", **SMALL), make_run(tmp_path / "b" / "run", **SMALL)])
+    assert len({run.name for run in inputs.runs}) == 2
+
+
+def test_names_of_plots_are_names_of_files(tmp_path: Path) -> None:
+    settings = {**SMALL, "temperatures": (0.6,), "batches": (1, 2), "methods": ("plain", "odd/../name", "jetspec")}
+    names = [block.name for block in report(small_run(tmp_path, **settings), plots=True) if isinstance(block, Plot)]
+    assert names and all(re.fullmatch(r"[\w-]+", name) for name in names)
+
+
+def test_plots_of_two_runs_have_names_of_their_own(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name, **SMALL)) for name in ("a", "b")]
+    names = [block.name for block in report(*runs, plots=True) if isinstance(block, Plot)]
+    assert names and len(names) == len(set(names))
