@@ -15,7 +15,7 @@ from jetspec.engine.kv_cache import KVCache
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.tree import Candidates, DraftTree, build_tree
-from jetspec.types import Request, RowSampling
+from jetspec.types import Request, RowSampling, Wants
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,12 @@ class RoundState:
     anchor_B: Tensor
     sampling: RowSampling
     requests: list[Request]
+    """None of them when a round is captured."""
+    wants: Wants = field(default_factory=Wants)
+
+    @property
+    def is_constrained(self) -> bool:
+        return any(request.constraint for request in self.requests)
 
 
 class Drafter(Protocol):
