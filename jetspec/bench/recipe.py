@@ -59,8 +59,9 @@ KINDS: dict[str, Kind] = {
     "transformers-lookup": Kind(budgets=(None,), takes=("lookup_tokens",), one_at_a_time=True),
     "server": Kind(budgets=(None,), takes=("url", "served_model")),
 }
-"""DFlash drafts a chain with a bidirectional head, DDTree a tree with it; EAGLE-3 drafts token by token; JetSpec drafts
-with a causal head, as published (all children of the best nodes) or with the best nodes alone, with or without edges."""
+"""DFlash drafts a chain with a bidirectional head, DDTree a tree with it; EAGLE-3 drafts token by token. JetSpec drafts
+with a causal head: as published, where a tree has all children of the best nodes, or with the best nodes alone, without
+an edge term or with one."""
 
 SHORT = {**{name: "head" for name, kind in KINDS.items() if kind.head}, "transformers-assisted": "assistant"}
 SHORT["server"] = "url"
@@ -75,7 +76,7 @@ class MethodConfig:
     kind: str | None = None
     """None: the one that its name says."""
     head: str | None = None
-    """Folder or name of its head. None: the head that the model comes with."""
+    """Folder or name of its head. None: that of the recipe."""
     budgets: tuple[int, ...] | None = None
     batches: tuple[int, ...] | None = None
     """None: those of the recipe."""
@@ -163,6 +164,8 @@ class BenchConfig:
     """A whole benchmark. Its cells are all methods on all tasks, temperatures, budgets and batch sizes."""
 
     model: str = DEFAULT_MODEL
+    head: str | None = None
+    """The head of methods that name none. None: the one that the model comes with."""
     data_dir: str | None = None
     """Folder with TASK.jsonl files. None: from Hugging Face."""
     tasks: tuple[str, ...] = (BUILTIN,)
@@ -246,8 +249,11 @@ class BenchConfig:
     def to_dict(self) -> dict[str, Any]:
         """For the record: without the paths of one machine."""
         settings = asdict(self)
-        settings |= {"model": shown(self.model), "data_dir": self.data_dir and shown(self.data_dir)}
-        settings["methods"] = [method_dict(MethodConfig.parse(m) if isinstance(m, str) else m) for m in self.methods or ()]
+        paths = {"model": self.model, "head": self.head, "data_dir": self.data_dir}
+        settings |= {name: path and shown(path) for name, path in paths.items()}
+        settings["methods"] = [
+            method_dict(MethodConfig.parse(m) if isinstance(m, str) else m) for m in self.methods or ()
+        ]
         return settings
 
 
