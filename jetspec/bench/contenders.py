@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +23,16 @@ LOOKUP_TOKENS = 10
 TIMEOUT_S = 600
 
 
+def check_ready(method: MethodConfig) -> None:
+    """Whether the package is there, the assistant can be had, the server answers."""
+    if method.url is not None:
+        first_model(method.url)
+    elif importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"{method.name} needs the package `transformers`: pip install 'jetspec[bench]'")
+    elif method.assistant is not None:
+        resolve(method.assistant)
+
+
 def lookup_tokens(method: MethodConfig) -> int | None:
     return (method.lookup_tokens or LOOKUP_TOKENS) if method.kind_name == "transformers-lookup" else None
 
@@ -34,18 +44,13 @@ class TransformersMethod:
     """
 
     def __init__(self, target: Target, max_len: int, assistant: str | None, lookup: int | None) -> None:
-        try:
-            from jetspec.models.hf_target import load_hf
-        except ImportError:
-            raise ValueError("this method needs the package `transformers`: pip install 'jetspec[bench]'") from None
+        from jetspec.models.hf_target import load_hf
+
         embedding = target.decoder.embedding
         self.target, self.max_len, self.device = target, max_len, embedding.device
         self.model = load_hf(target.path, embedding.dtype, embedding.device)
-        self.extra: dict[str, Any] = {}
-        if assistant is not None:
-            self.extra = {"assistant_model": load_hf(resolve(assistant), embedding.dtype, embedding.device)}
-        elif lookup is not None:
-            self.extra = {"prompt_lookup_num_tokens": lookup}
+        self.lookup = lookup
+        self.assistant = load_hf(resolve(assistant), embedding.dtype, embedding.device) if assistant else None
         self.model.register_forward_hook(self._after_pass)
 
     def warm_up(self, asks: Sequence[Ask]) -> None:
@@ -53,7 +58,7 @@ class TransformersMethod:
 
     def decode(self, asks: Sequence[Ask]) -> Timed:
         token_BT, mask_BT = self._pad([ask.prompt for ask in asks])
-        counter = RoundCounter() if self.extra else None
+        counter = RoundCounter() if self.assistant or self.lookup else None
         self.prefilled: float | None = None
         torch.manual_seed(asks[0].sampling.seed or 0)
         began = time.perf_counter()
@@ -61,8 +66,8 @@ class TransformersMethod:
             token_BT,
             attention_mask=mask_BT,
             generation_config=self._settings(asks, token_BT.shape[1]),
+            assistant_model=self.assistant,
             streamer=counter,
-            **self.extra,
         )
         written = out_BT[:, token_BT.shape[1] :].tolist()
         ended = time.perf_counter()
@@ -93,6 +98,7 @@ class TransformersMethod:
             max_new_tokens=max(1, min(sampling.max_tokens, self.max_len - length)),
             eos_token_id=ends,
             pad_token_id=self._padding,
+            prompt_lookup_num_tokens=self.lookup,
             **(drawn if sampling.temperature > 0 else {"do_sample": False}),
         )
 
@@ -143,7 +149,7 @@ class ServerMethod:
 
     def __init__(self, tokenizer: Tokenizer, url: str, model: str | None, variables: Mapping[str, Any]) -> None:
         self.tokenizer, self.url, self.variables = tokenizer, url.rstrip("/"), variables
-        self.model = model or self._first_model()
+        self.model = model or first_model(url)
 
     def warm_up(self, asks: Sequence[Ask]) -> None:
         for reply in self.decode(asks).replies:
@@ -214,9 +220,11 @@ class ServerMethod:
                 if line.startswith(b"data:") and data:
                     yield json.loads(data)
 
-    def _first_model(self) -> str:
-        try:
-            with urllib.request.urlopen(f"{self.url}/models", timeout=30) as response:
-                return str(json.load(response)["data"][0]["id"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"no OpenAI-compatible server answers at {self.url} ({error})") from None
+
+def first_model(url: str) -> str:
+    """The first model that a server offers."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/models", timeout=30) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"no OpenAI-compatible server answers at {url} ({error})") from None

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, open_method, with_head_of
+from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, check_ready, open_method, with_head_of
 from jetspec.bench.recipe import BenchConfig, Cell, MethodConfig, method_dict
 from jetspec.bench.tasks import read_task
 from jetspec.engine.llm import LLM
@@ -194,12 +194,15 @@ class Bench:
 
     def run(self, progress: bool = False) -> dict[Key, Row]:
         """Measure what the folder does not hold yet; returns all rows of this benchmark."""
-        settings = self.settings()
         with closing(GroupFile(self.folder / ROWS_FILE)) as file:
-            keep_settings(self.folder / RUN_FILE, settings, has_rows=bool(file.rows))
+            keep_settings(self.folder / RUN_FILE, self.settings(), file.rows)
+            check_prompts(file.rows.values())
             wanted = [group for method in self.methods for group in self.groups(method)]
             todo = [group for group in wanted if group.key not in file.rows]
-            check_prompts(file.rows.values())
+            names = {group.cell.method for group in todo}
+            for method in self.methods:
+                if method.name in names:
+                    check_ready(self.llm, method)
             interval = 0.5 if sys.stderr.isatty() else 30
             with tqdm(total=len(todo), unit="group", mininterval=interval, disable=not progress) as bar:
                 for method in self.methods:
@@ -330,16 +333,15 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def keep_settings(path: Path, settings: Mapping[str, Any], has_rows: bool) -> None:
+def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key]) -> None:
     """Refuse settings that rows were not made with; write down those that are new."""
-    earlier: dict[str, Any] = {}
-    runs: list[dict[str, Any]] = []
-    if has_rows:
-        runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
-        for name, before in changed.items():
-            if before is not None:
-                raise ValueError(f"the rows in {path.parent} were made with another {name}; choose another --out")
-        earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
+    runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
+    held = {name for cell, _, _ in rows for name in (f"method {cell.method}", f"task {cell.task}")}
+    for name, before in changed.items():
+        is_used = name in held if name.startswith(("method ", "task ")) else bool(held)
+        if is_used and before is not None:
+            raise ValueError(f"the rows in {path.parent} were made with another {name}; choose another --out")
+    earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
     write_record(path, {"settings": {**earlier, **settings}, "runs": [*runs, {"commit": current_commit()}]})
 
 

@@ -111,6 +111,16 @@ def with_head_of(llm: LLM, method: MethodConfig) -> LLM:
     return found
 
 
+def check_ready(llm: LLM, method: MethodConfig) -> None:
+    """Refuse a method that could not be opened, before hours are spent on the others."""
+    if method.is_ours:
+        with_head_of(llm, method)
+        return
+    from jetspec.bench import contenders
+
+    contenders.check_ready(method)
+
+
 def open_method(
     llm: LLM, method: MethodConfig, budget: int | None, batch: int, max_len: int, **variables: Any
 ) -> Method:

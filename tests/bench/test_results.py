@@ -1,0 +1,167 @@
+"""Rows to a table: what may be claimed, what is graded, and the forms of the table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetspec.bench.measure import histogram
+from jetspec.bench.recipe import Cell
+from jetspec.bench.results import DrawnPass, Lossless, Measured, Summary, acceptance, speedup, spread
+from jetspec.engine.llm import LLM
+from jetspec.terminal.bench import COLUMNS, write_table
+from tests.bench.tiny_bench import make_bench, results_of, write_questions, write_setup
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_setup(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder / "model", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def cells(folder: Path, llm: LLM) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = results_of(make_bench(folder, "cells", llm, methods=["ngram", "transformers"]))[
+        "cells"
+    ]
+    return found
+
+
+def measured(speeds: Sequence[float], method: str = "mine", errors: Sequence[str] = ()) -> Measured:
+    """A cell of one question per repeat, which wrote so many tokens in a second."""
+    failed = [{"id": id, "tokens": [], "error": "no", "rounds": 0, "accepted": []} for id in errors]
+    rows = [
+        [{"decode_s": 1.0, "answers": [{"id": "q", "tokens": [speed], "error": None, "rounds": 1}, *failed]}]
+        for speed in speeds
+    ]
+    return Measured(Cell(method, "task", 0.0, 1, 1), rows)
+
+
+# -- statistics
+
+
+def test_a_ratio_inside_the_spread_is_no_difference() -> None:
+    clear = speedup(measured([20, 21, 19]), measured([10, 10.5, 9.5], "plain"))
+    assert clear and clear["differs"] and clear["mean"] == pytest.approx(2) and clear["over"] == "plain"
+    unclear = speedup(measured([10, 12, 14]), measured([9, 11, 13], "plain"))
+    assert unclear and not unclear["differs"] and unclear["mean"] > 1
+
+
+def test_one_repeat_has_no_spread_and_claims_nothing() -> None:
+    once = speedup(measured([50]), measured([1], "plain"))
+    assert once and once["sd"] is None and once["differs"] is False
+    assert spread([3.0]) == {"mean": 3.0, "sd": None, "values": [3.0]}
+
+
+def test_no_speedup_over_other_questions() -> None:
+    assert speedup(measured([2, 2], errors=["hard"]), measured([1, 1])) is None
+    assert speedup(measured([2, 2], errors=["hard"]), measured([1, 1], errors=["hard"])) is not None
+    assert speedup(measured([2, 2]), None) is None
+
+
+@given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=5), st.floats(0.1, 10))
+def test_a_speedup_does_not_depend_on_the_unit_of_time(speeds: list[float], factor: float) -> None:
+    base = measured([s * factor for s in speeds])
+    assert (found := speedup(base, base)) and found["mean"] == pytest.approx(1) and not found["differs"]
+
+
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=40))
+def test_acceptance_counts_every_round_once(lengths: list[int]) -> None:
+    tokens = len(lengths) + sum(lengths)
+    answer = {"id": "q", "tokens": [tokens], "rounds": len(lengths), "accepted": histogram(lengths), "error": None}
+    mine = Measured(Cell("mine", "task", 0.0, 16, 1), [[{"decode_s": 1.0, "answers": [answer]}]])
+    per_round, counts = acceptance(mine)
+    assert sum(counts) == len(lengths) and per_round == pytest.approx(tokens / len(lengths))
+    assert sum(kept * count for kept, count in enumerate(counts)) == sum(lengths)
+
+
+# -- grading
+
+
+@dataclass(frozen=True)
+class Verdict:
+    correct: bool | None
+
+
+def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: Path, llm: LLM) -> None:
+    write_questions(folder, "gsm8k", [[f"{i} and {i} is"] for i in range(5)])
+    graded: list[tuple[str, str]] = []
+
+    def grader(task: str, question: Mapping[str, Any], text: str) -> Verdict:
+        assert task == "gsm8k"
+        graded.append((question["id"], text))
+        return Verdict({"0": True, "1": False, "2": True}.get(question["answer"]))
+
+    bench = make_bench(folder, "graded", llm, tasks=["gsm8k", "sums"], repeats=2)
+    cells = results_of(bench, grader=grader)["cells"]
+    scores = {(cell["method"], cell["task"]): cell["score"] for cell in cells}
+    expected = {"correct": 2, "graded": 3, "share": pytest.approx(2 / 3)}
+    assert scores["plain", "gsm8k"] == scores["ngram", "gsm8k"] == expected
+    assert scores["plain", "sums"] is None
+    assert len(graded) == len(set(graded)) == 5
+
+
+def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) -> None:
+    def grader(task: str, question: Mapping[str, Any], text: str) -> Verdict:
+        raise ValueError("grading needs a package")
+
+    write_questions(folder, "mbpp", [["def f():"]])
+    bench = make_bench(folder, "ungraded", llm, tasks=["mbpp"])
+    results = results_of(bench, grader=grader)
+    assert all(cell["score"] is None for cell in results["cells"])
+    assert results["notes"] == ["mbpp is not graded: grading needs a package"]
+
+
+# -- losslessness
+
+
+def test_the_noise_of_a_draw_is_that_of_the_engine(folder: Path, llm: LLM) -> None:
+    """The drawn token is the best of the logits that gaps are taken from: so its gap to itself is 0."""
+    bench = make_bench(folder, "drawn", llm, temperatures=[0.8], repeats=1)
+    summary = Summary(bench, bench.run())
+    fresh = Lossless(bench).fresh
+    rows = [row for (cell, _, _), row in summary.rows.items() if cell.method == "ngram"]
+    prompts = {prompt.id: prompt for prompt in bench.questions["sums"]}
+    for answer in (answer for row in rows for answer in row["answers"]):
+        prompt = llm.tokenizer.encode_chat([{"role": "user", "content": prompts[answer["id"]].turns[0]}])
+        tokens = answer["turn_tokens"][0]
+        judge = DrawnPass(fresh, bench.config.sampling(0.8, 0, answer["id"], 0))
+        for place, token in enumerate(tokens):
+            assert int(judge.logits([*prompt, *tokens[:place]]).argmax()) == token
+
+
+# -- the table
+
+
+def test_every_form_holds_every_cell(cells: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    def written(output: Any) -> str:
+        write_table(cells, output)
+        return capsys.readouterr().out
+
+    assert json.loads(written("json")) == cells
+    assert [json.loads(line) for line in written("jsonl").splitlines()] == cells
+    rows = list(csv.DictReader(io.StringIO(written("csv"))))
+    assert [float(row["tokens_per_s_mean"]) for row in rows] == [cell["tokens_per_s"]["mean"] for cell in cells]
+    head, rule, *lines = written("md").splitlines()
+    assert [word.strip() for word in head.strip("|").split("|")] == list(COLUMNS) and set(rule) <= set("|-: ")
+    assert len({len(line) for line in (head, rule, *lines)}) == 1
+    for line, cell in zip(lines, cells, strict=True):
+        mean, sd = cell["tokens_per_s"]["mean"], cell["tokens_per_s"]["sd"]
+        assert f"{mean:.1f} ± {sd:.1f}" in line
+        words = [word.strip() for word in line.strip("|").split("|")]
+        assert words[0] == cell["method"]
+        if cell["method"] not in ("plain", "transformers"):
+            assert ("(≈)" in words[7]) == (not cell["speedup"]["differs"])
