@@ -152,9 +152,7 @@ class ServerMethod:
         self.model = model or first_model(url)
 
     def warm_up(self, asks: Sequence[Ask]) -> None:
-        for reply in self.decode(asks).replies:
-            if isinstance(reply, str):
-                raise ValueError(f"{self.url}: {reply}")
+        self.decode(asks)
 
     def decode(self, asks: Sequence[Ask]) -> Timed:
         began = time.perf_counter()

@@ -12,7 +12,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -220,7 +220,7 @@ class Bench:
             served = list(same_engine)
             for repeat in range(self.config.repeats):
                 for cell in served:
-                    prompts = self.questions[cell.task]
+                    prompts = self.questions[cell.task][: method.limit]
                     for index, first in enumerate(range(0, len(prompts), cell.batch)):
                         yield Group(cell, repeat, index, prompts[first : first + cell.batch])
 
@@ -241,11 +241,12 @@ class Bench:
             release_memory()
 
     def _warm_up(self, method: Method, group: Group) -> None:
-        """A few tokens of the group's own questions."""
+        """A few tokens of the group's own questions. What fails here will fail again where it is written down."""
         asks = [self._start(prompt).ask(self.config, group.cell.temperature, group.repeat) for prompt in group.prompts]
         short = [replace(ask, sampling=replace(ask.sampling, max_tokens=self.config.warmup)) for ask in asks]
-        if fitting := [ask for ask in short if len(ask.prompt) < self.max_len]:
-            method.warm_up(fitting)
+        if fitting := [ask for ask in short if len(ask.prompt) < self.context]:
+            with suppress(OSError, RuntimeError):
+                method.warm_up(fitting)
 
     def decode(self, method: Method, group: Group) -> Row:
         """One group, turn by turn, as a row. What fails is in it."""

@@ -37,7 +37,7 @@ class Kind:
     width: int = 8
     expand: Expand = "optimal"
     takes: tuple[str, ...] = ()
-    """Settings of a method that count, beside its name, kind and batches."""
+    """Settings of a method that count, beside those that all have."""
     one_at_a_time: bool = False
     """Whether it cannot decode several prompts together."""
 
@@ -80,6 +80,8 @@ class MethodConfig:
     budgets: tuple[int, ...] | None = None
     batches: tuple[int, ...] | None = None
     """None: those of the recipe."""
+    limit: int | None = None
+    """Ask it only the first so many questions of a task: for slow ones. Others are compared with it on these alone."""
     width: int | None = None
     depth: int | None = None
     expand: Expand | None = None
@@ -99,7 +101,7 @@ class MethodConfig:
         if self.kind_name not in KINDS:
             where = f"its kind is {self.kind!r}" if self.kind else "its name is no kind, and it has none"
             raise ValueError(f"method {self.name!r}: {where}; choose from {', '.join(KINDS)}")
-        given = {key for key, value in vars(self).items() if value is not None} - {"name", "kind", "batches"}
+        given = {key for key, value in vars(self).items() if value is not None} - {"name", "kind", "batches", "limit"}
         for key in sorted(given - set(self.of.takes)):
             raise ValueError(f"method {self.name!r}: {key} means nothing to {self.kind_name}")
         if self.kind_name == "server" and self.url is None:
@@ -107,6 +109,7 @@ class MethodConfig:
         if self.kind_name == "transformers-assisted" and self.assistant is None:
             raise ValueError(f"method {self.name!r} needs an assistant: a smaller model of the same vocabulary")
         at_least(1, f"lookup_tokens of {self.name}", self.lookup_tokens)
+        at_least(1, f"limit of {self.name}", self.limit)
         for budget in self.budgets or ():
             self.tree(budget)
         for batch in self.batches or ():
@@ -213,6 +216,8 @@ class BenchConfig:
         for method in methods:
             if method.name in (PLAIN, TRANSFORMERS) and method.kind_name != method.name:
                 raise ValueError(f"{method.name} must be what its name says, as others are compared with it")
+            if method.name == PLAIN and method.limit:
+                raise ValueError("plain decoding has no limit of its own, as all others are compared with it")
             for batch in self.batches_of(method):
                 if method.of.one_at_a_time and batch > 1:
                     raise ValueError(f"{method.name} decodes one prompt at a time; give it batches: [1]")

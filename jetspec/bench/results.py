@@ -47,6 +47,12 @@ class Measured:
     cell: Cell
     repeats: Sequence[Sequence[Row]]
 
+    def beside(self, other: Measured) -> Measured:
+        """Only the groups that another one has, too."""
+        groups = {tuple(row["ids"]) for rows in other.repeats for row in rows}
+        kept = [[row for row in rows if tuple(row["ids"]) in groups] for rows in self.repeats]
+        return Measured(self.cell, kept)
+
     def answers(self, repeat: int) -> dict[str, Mapping[str, Any]]:
         return {answer["id"]: answer for row in self.repeats[repeat] for answer in row["answers"]}
 
@@ -88,11 +94,15 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
-    """The ratio of mean speeds, with the spread of both. None where the two did not answer the same questions.
+    """The ratio of mean speeds on the groups that both were given, with the spread of both.
 
-    Without repeats there is no spread, and no difference is claimed.
+    None where the two did not answer the same questions of these. Without repeats there is no spread, and no
+    difference is claimed.
     """
-    if base is None or not mine.speeds or not base.speeds or mine.failed != base.failed:
+    if base is None:
+        return None
+    mine, base = mine.beside(base), base.beside(mine)
+    if not mine.speeds or not base.speeds or mine.failed != base.failed:
         return None
     a, b = spread(mine.speeds), spread(base.speeds)
     ratio = a["mean"] / b["mean"]

@@ -44,7 +44,13 @@ def measured(speeds: Sequence[float], method: str = "mine", errors: Sequence[str
     """A cell of one question per repeat, which wrote so many tokens in a second."""
     failed = [{"id": id, "tokens": [], "error": "no", "rounds": 0, "accepted": []} for id in errors]
     rows = [
-        [{"decode_s": 1.0, "answers": [{"id": "q", "tokens": [speed], "error": None, "rounds": 1}, *failed]}]
+        [
+            {
+                "ids": ["q", *errors],
+                "decode_s": 1.0,
+                "answers": [{"id": "q", "tokens": [speed], "error": None, "rounds": 1}, *failed],
+            }
+        ]
         for speed in speeds
     ]
     return Measured(Cell(method, "task", 0.0, 1, 1), rows)
@@ -67,9 +73,29 @@ def test_one_repeat_has_no_spread_and_claims_nothing() -> None:
 
 
 def test_no_speedup_over_other_questions() -> None:
-    assert speedup(measured([2, 2], errors=["hard"]), measured([1, 1])) is None
-    assert speedup(measured([2, 2], errors=["hard"]), measured([1, 1], errors=["hard"])) is not None
+    base = measured([1, 1], errors=["hard"])
+    assert speedup(measured([2, 2], errors=["hard"]), base) is not None
+    assert speedup(measured([2, 2]), base) is None, "no group in common"
+    solved = [
+        [{**row, "answers": [{**a, "error": None} for a in row["answers"]]} for row in rows] for rows in base.repeats
+    ]
+    assert speedup(Measured(base.cell, solved), base) is None, "it did not fail where the other did"
     assert speedup(measured([2, 2]), None) is None
+
+
+def test_a_method_with_a_limit_is_compared_on_its_own_questions(folder: Path, llm: LLM) -> None:
+    methods = ["ngram", {"name": "transformers", "limit": 2}]
+    bench = make_bench(folder, "limited", llm, methods=methods)
+    summary = Summary(bench, bench.run())
+    cells = {cell["method"]: cell for cell in summary.results()["cells"]}
+    assert [cells[name]["questions"] for name in ("plain", "ngram", "transformers")] == [5, 5, 2]
+    mine, base = (
+        next(m for c, m in summary.measured.items() if c.method == name) for name in ("ngram", "transformers")
+    )
+    assert mine.beside(base).speeds != mine.speeds and len(mine.beside(base).all_answers) == 4
+    assert cells["ngram"]["speedup_transformers"]["mean"] == pytest.approx(
+        (sum(mine.beside(base).speeds) / 2) / (sum(base.speeds) / 2)
+    )
 
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=5), st.floats(0.1, 10))
