@@ -475,12 +475,12 @@ def bench(
 
     Stop it at any time: the same command goes on with what is missing. Exit status 1: texts differ in float32.
     """
-    from jetspec.bench.recipe import make_config
-    from jetspec.terminal.bench import QUICK, run_bench
+    changes = options.changes()
+    from jetspec.terminal.bench import QUICK, read_plan, run_plan
 
-    config = make_config(recipe, {**(QUICK if quick else {}), **options.changes()})
+    plan = read_plan(recipe, {**(QUICK if quick else {}), **changes})
     name = "quick" if quick else recipe.stem if recipe else "bench"
-    if not run_bench(config, out or Path("runs/bench") / name, output, fresh=fresh):
+    if not run_plan(plan, out or Path("runs/bench") / name, output, fresh=fresh):
         raise typer.Exit(NEGATIVE)
 
 

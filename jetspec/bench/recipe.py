@@ -6,17 +6,15 @@ among them: it is what speed and text of all others are compared with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 from jetspec.bench.tasks import BUILTIN
 from jetspec.config import DrafterName, Expand, Score, TreeConfig
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.record import shown
-from jetspec.train.config import at_least, from_dict, read_recipe
+from jetspec.train.config import at_least
 from jetspec.train.prompts import stable_hash
 from jetspec.types import SamplingParams
 
@@ -266,10 +264,3 @@ def method_dict(method: MethodConfig) -> dict[str, Any]:
     """What a method says beyond its kind, without the paths of one machine."""
     settings = {key: value for key, value in asdict(method).items() if value is not None}
     return settings | {key: shown(settings[key]) for key in ("head", "assistant") if key in settings}
-
-
-def make_config(recipe: Path | None, changes: Mapping[str, Any]) -> BenchConfig:
-    """A recipe file, or none, with settings that take the place of its own."""
-    raw = read_recipe(recipe) if recipe is not None else {}
-    config: BenchConfig = from_dict(BenchConfig, {**raw, **changes}, "")
-    return config

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from jetspec.bench.recipe import KINDS, PLAIN, BenchConfig, MethodConfig, make_config
+from jetspec.bench.costs import CostConfig
+from jetspec.bench.recipe import KINDS, PLAIN, BenchConfig, MethodConfig
 from jetspec.bench.tasks import BUILTIN, BUILTIN_FILE, GRADED_AS, TASKS, check_tasks, read_task
+from jetspec.terminal.bench import read_plan
 from jetspec.train.answers import read_questions
+from scripts.ablate import VARIANTS
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "bench").glob("*.yaml"))
 
@@ -82,9 +85,18 @@ def test_out_of_reach_of_hugging_face_the_way_out_is_named(monkeypatch: pytest.M
 # -- recipes
 
 
+def make_config(recipe: Path | None, settings: dict[str, Any]) -> BenchConfig:
+    plan = read_plan(recipe, settings)
+    assert isinstance(plan, BenchConfig)
+    return plan
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
+        ({"measure": "miles"}, "choose one of methods, costs"),
+        ({"measure": "costs", "tasks": ["gsm8k"]}, "unknown setting tasks"),
+        ({"measure": "costs", "depths": [500]}, "depth is 500"),
         ({"budget": 3}, "unknown setting budget; did you mean budgets"),
         ({"repeats": 0}, "repeats is 0"),
         ({"tasks": []}, "tasks must name at least one"),
@@ -146,11 +158,24 @@ def test_the_record_of_a_recipe_names_no_folders() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(path: Path) -> None:
-    config = make_config(path, {})
-    assert isinstance(config, BenchConfig) and len(config.contenders(has_head=True)) > 1
-    assert set(config.tasks) <= set(TASKS)
+    plan = read_plan(path, {})
+    assert isinstance(plan, CostConfig) == (path.stem == "table12")
+    if isinstance(plan, BenchConfig):
+        assert len(plan.contenders(has_head=True)) > 1 and set(plan.tasks) <= set(TASKS)
 
 
 def test_every_paper_table_that_can_be_made_has_a_recipe() -> None:
     tables = {path.stem for path in RECIPES}
-    assert {f"table{number:02d}" for number in (1, 2, 3, 4, 5, 6, 7, 10, 11)} <= tables
+    assert {f"table{number:02d}" for number in (1, 2, 3, 4, 5, 6, 7, 10, 11, 12)} <= tables
+
+
+def test_heads_that_a_recipe_takes_from_the_ablations_are_made_there() -> None:
+    for path in RECIPES:
+        plan = read_plan(path, {})
+        methods = plan.contenders(has_head=True) if isinstance(plan, BenchConfig) else []
+        for method in methods:
+            if method.head and "ablations" in method.head:
+                assert Path(method.head).name in VARIANTS
+                made = VARIANTS[Path(method.head).name]
+                found = "edge" if made.edge_rank else "causal" if made.causal else "bidirectional"
+                assert found == method.of.head, f"{path.stem}: {method.name}"

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from jetspec.bench.measure import Bench, Key, Row
-from jetspec.bench.recipe import make_config
+from jetspec.bench.recipe import BenchConfig
 from jetspec.bench.results import Grader, Summary
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
+from jetspec.train.config import from_dict
 from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import write_model
 
@@ -39,7 +40,7 @@ def write_questions(folder: Path, task: str, turns: list[list[str]]) -> None:
 def make_bench(folder: Path, run: str = "run", llm: LLM | None = None, **changes: Any) -> Bench:
     usual = {"data_dir": str(folder / "eval"), "tasks": ["sums"], "max_tokens": 8, "repeats": 2, "budgets": [6]}
     usual |= {"warmup": 2, "device": "cpu", "methods": ["ngram"]}
-    config = make_config(None, {"model": str(folder / "model"), **usual, **changes})
+    config: BenchConfig = from_dict(BenchConfig, {"model": str(folder / "model"), **usual, **changes}, "")
     return Bench(config, llm or LLM(config.model, config.head, dtype=config.dtype, device="cpu"), folder / run)
 
 
