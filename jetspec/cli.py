@@ -410,7 +410,7 @@ class BenchOptions:
         str | None,
         _option(
             "plain, ngram, dflash, ddtree, eagle3, jetspec-paper, jetspec, jetspec-edge (each =HEAD), transformers,"
-            " transformers-lookup, transformers-assisted=MODEL, server=URL.",
+            " transformers-lookup, transformers-assisted=MODEL.",
             panel="What",
             metavar="A,B,..",
         ),
@@ -427,6 +427,7 @@ class BenchOptions:
     data_dir: Annotated[
         str | None, _option("Folder of TASK.jsonl; else from Hugging Face.", panel="What", metavar="FOLDER")
     ] = None
+    url: Annotated[str | None, _option("Measure an OpenAI-compatible server, too.", panel="What", metavar="URL")] = None
     budgets: Annotated[str | None, _option("Most nodes of a tree.", panel="How", metavar="A,B,..")] = None
     batches: Annotated[str | None, _option("Questions decoded together.", "--batch", panel="How", metavar="A,B,..")] = (
         None
@@ -453,7 +454,7 @@ class BenchOptions:
         "jetspec bench --quick",
         "jetspec bench --tasks gsm8k,mbpp --data-dir data/eval --methods ngram,jetspec-edge=heads/mine --budgets 16,64",
         "jetspec bench recipes/bench/table01.yaml --data-dir data/eval --limit 10 --output csv > table01.csv",
-        "jetspec bench --methods transformers,server=http://localhost:8000/v1 --batch 1,8",
+        "jetspec bench --methods transformers --url http://localhost:8000/v1 --batch 1,8",
     )
 )
 @spread

@@ -7,13 +7,11 @@ goes on with the groups that it does not hold. `run.json` says what the rows wer
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -22,146 +20,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, check_ready, open_method, with_head_of
-from jetspec.bench.recipe import BenchConfig, Cell, MethodConfig, method_dict
+from jetspec.bench.groups import Answering, Group, GroupFile, Key, Row, check_prompts, digest
+from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, check_ready, kind_of, open_method, with_head_of
+from jetspec.bench.recipe import BenchConfig, MethodConfig, method_dict
 from jetspec.bench.tasks import read_task
 from jetspec.engine.llm import LLM
 from jetspec.record import current_commit, hardware, shown, write_record
 from jetspec.train.answers import fingerprint
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation, require_template
-from jetspec.train.rows import LineFile, earlier_runs
+from jetspec.train.rows import earlier_runs
 
 ROWS_FILE, RUN_FILE = "rows.jsonl", "run.json"
 TURN_ROOM = 64
 """Tokens that a chat template may write around a turn."""
-
-Row = Mapping[str, Any]
-Key = tuple[Cell, int, int]
-"""Cell, repeat, group."""
-
-
-class GroupFile(LineFile):
-    """Rows on disk."""
-
-    def read(self) -> int:
-        self.rows, end = read_lines(self.path)
-        return end
-
-    def append(self, row: Row) -> None:
-        self.write(row)
-        self.rows[key_of(row)] = row
-
-
-def read_lines(path: Path) -> tuple[dict[Key, Row], int]:
-    """The whole rows of a file, and where the last of them ends in bytes. A file of anything else is refused."""
-    rows: dict[Key, Row] = {}
-    end = 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            row = json.loads(line)
-            rows[key_of(row)] = row
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}:{number}: is not a row of a benchmark; choose another --out") from None
-        end += len(line)
-    return rows, end
-
-
-def key_of(row: Row) -> Key:
-    return Cell(**row["cell"]), row["repeat"], row["group"]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Questions that are decoded together."""
-
-    cell: Cell
-    repeat: int
-    index: int
-    prompts: Sequence[Prompt]
-
-    @property
-    def key(self) -> Key:
-        return self.cell, self.repeat, self.index
-
-
-@dataclass
-class Thread:
-    """One question on its way through a group: the conversation, and what is written down of it."""
-
-    conversation: Conversation
-    prompt_digests: list[str] = field(default_factory=list)
-    prompt_tokens: int = 0
-    texts: list[str] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    accepted: list[int] | None = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def id(self) -> str:
-        return self.conversation.prompt.id
-
-    @property
-    def turn(self) -> int:
-        return len(self.conversation.spans)
-
-    @property
-    def goes_on(self) -> bool:
-        return self.error is None and self.conversation.has_next_turn
-
-    def ask(self, config: BenchConfig, temperature: float, repeat: int) -> Ask:
-        """The next turn."""
-        talk = self.conversation
-        if self.turn:
-            talk.token_ids = talk.with_next_turn()
-        self.prompt_tokens += len(talk.token_ids)
-        self.prompt_digests.append(digest(talk.token_ids))
-        sampling = config.sampling(temperature, repeat, self.id, self.turn)
-        return Ask(self._messages(), talk.token_ids, sampling, self.turn)
-
-    def _messages(self) -> list[dict[str, str]]:
-        prompt = self.conversation.prompt
-        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        for turn, text in zip(prompt.turns, self.texts, strict=False):
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
-        return [*messages, {"role": "user", "content": prompt.turns[self.turn]}]
-
-    def take(self, reply: Reply | str) -> None:
-        if isinstance(reply, str):
-            self.error = reply
-            return
-        self.conversation.answer(reply.token_ids, reply.finish)
-        self.texts.append(reply.text)
-        self.num_tokens.append(reply.num_tokens)
-        if reply.accepted is None or self.accepted is None:
-            self.accepted = None
-        else:
-            self.accepted += reply.accepted
-
-    def answer(self) -> dict[str, Any]:
-        talk = self.conversation
-        return {
-            "id": self.id,
-            "turn_tokens": [talk.token_ids[start:end] for start, end in talk.spans],
-            "tokens": self.num_tokens,
-            "text": self.texts,
-            "finish": talk.finish,
-            "rounds": None if self.accepted is None else len(self.accepted),
-            "accepted": histogram(self.accepted or []),
-            "error": self.error,
-        }
-
-
-def histogram(lengths: Sequence[int]) -> list[int]:
-    """How many rounds accepted 0, 1, 2, .. draft tokens."""
-    counts = Counter(lengths)
-    return [counts[length] for length in range(max(lengths, default=-1) + 1)]
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 class Bench:
@@ -170,7 +42,7 @@ class Bench:
     def __init__(self, config: BenchConfig, llm: LLM, folder: Path) -> None:
         require_template(llm.tokenizer)
         self.config, self.llm, self.folder = config, llm, folder
-        self.methods = config.contenders(has_head=llm.head is not None)
+        self.methods = config.contenders(kind_of(llm.head) if llm.head else None)
         self.variables = {} if config.thinking is None else {"enable_thinking": config.thinking}
         data_dir = Path(config.data_dir) if config.data_dir else None
         self.questions = {task: read_task(task, data_dir, config.limit) for task in config.tasks}
@@ -189,8 +61,8 @@ class Bench:
         later = [len(self.llm.tokenizer.encode(turn)) + TURN_ROOM for turn in prompt.turns[1:]]
         return len(self._start(prompt).conversation.token_ids) + sum(later) + len(prompt.turns) * self.config.max_tokens
 
-    def _start(self, prompt: Prompt) -> Thread:
-        return Thread(Conversation(prompt, self.llm.tokenizer, **self.variables))
+    def _start(self, prompt: Prompt) -> Answering:
+        return Answering(Conversation(prompt, self.llm.tokenizer, **self.variables))
 
     def run(self, progress: bool = False) -> dict[Key, Row]:
         """Measure what the folder does not hold yet; returns all rows of this benchmark."""
@@ -250,33 +122,33 @@ class Bench:
 
     def decode(self, method: Method, group: Group) -> Row:
         """One group, turn by turn, as a row. What fails is in it."""
-        threads = [self._start(prompt) for prompt in group.prompts]
+        under_way = [self._start(prompt) for prompt in group.prompts]
         prefill_s = decode_s = 0.0
-        while live := [thread for thread in threads if thread.goes_on]:
-            asks = [thread.ask(self.config, group.cell.temperature, group.repeat) for thread in live]
-            for thread, ask in zip(live, asks, strict=True):
+        while live := [one for one in under_way if one.goes_on]:
+            asks = [one.ask(self.config, group.cell.temperature, group.repeat) for one in live]
+            for one, ask in zip(live, asks, strict=True):
                 if len(ask.prompt) >= self.context:
-                    thread.error = f"the prompt has {len(ask.prompt)} tokens, the context holds {self.context}"
-            pairs = [(thread, ask) for thread, ask in zip(live, asks, strict=True) if thread.error is None]
+                    one.error = f"the prompt has {len(ask.prompt)} tokens, the context holds {self.context}"
+            pairs = [(one, ask) for one, ask in zip(live, asks, strict=True) if one.error is None]
             if not pairs:
                 break
             timed = self._try(method, [ask for _, ask in pairs])
-            for (thread, ask), reply in zip(pairs, timed.replies, strict=True):
+            for (one, ask), reply in zip(pairs, timed.replies, strict=True):
                 if isinstance(reply, Reply):
                     self.check_reply(group.cell.method, ask, reply)
-                thread.take(reply)
+                one.take(reply)
             prefill_s += timed.prefill_s
             decode_s += timed.decode_s
         return {
             "cell": asdict(group.cell),
             "repeat": group.repeat,
             "group": group.index,
-            "ids": [thread.id for thread in threads],
-            "prompt_tokens": [thread.prompt_tokens for thread in threads],
-            "prompts": [thread.prompt_digests for thread in threads],
+            "ids": [one.id for one in under_way],
+            "prompt_tokens": [one.prompt_tokens for one in under_way],
+            "prompts": [one.prompt_digests for one in under_way],
             "prefill_s": prefill_s,
             "decode_s": decode_s,
-            "answers": [thread.answer() for thread in threads],
+            "answers": [one.answer() for one in under_way],
         }
 
     @staticmethod
@@ -344,16 +216,3 @@ def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key]) 
             raise ValueError(f"the rows in {path.parent} were made with another {name}; choose another --out")
     earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
     write_record(path, {"settings": {**earlier, **settings}, "runs": [*runs, {"commit": current_commit()}]})
-
-
-def check_prompts(rows: Iterable[Row]) -> None:
-    """Wherever two methods were asked the same after the same words, they must have read the same tokens."""
-    read: dict[tuple[str, str], tuple[str, str]] = {}
-    for row in rows:
-        method = row["cell"]["method"]
-        for answer, digests in zip(row["answers"], row["prompts"], strict=True):
-            for turn, tokens in enumerate(digests):
-                said = answer["id"], digest(answer["turn_tokens"][:turn])
-                other, expected = read.setdefault(said, (method, tokens))
-                if tokens != expected:
-                    raise Unequal(f"{method} and {other} read different prompts for {answer['id']}")

@@ -6,6 +6,7 @@ among them: it is what speed and text of all others are compared with.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -60,6 +61,14 @@ KINDS: dict[str, Kind] = {
 """DFlash drafts a chain with a bidirectional head, DDTree a tree with it; EAGLE-3 drafts token by token. JetSpec drafts
 with a causal head: as published, where a tree has all children of the best nodes, or with the best nodes alone, without
 an edge term or with one."""
+
+USUAL: dict[HeadKind, str] = {
+    "edge": "jetspec-edge",
+    "causal": "jetspec",
+    "bidirectional": "ddtree",
+    "eagle3": "eagle3",
+}
+"""The method that a head is measured by when none is asked for."""
 
 SHORT = {**{name: "head" for name, kind in KINDS.items() if kind.head}, "transformers-assisted": "assistant"}
 SHORT["server"] = "url"
@@ -171,7 +180,9 @@ class BenchConfig:
     """Folder with TASK.jsonl files. None: from Hugging Face."""
     tasks: tuple[str, ...] = (BUILTIN,)
     methods: tuple[str | MethodConfig, ...] | None = None
-    """Names, NAME=HEAD, or groups of settings. None: plain, ngram, and the model's own head where it has one."""
+    """Names, NAME=HEAD, or groups of settings. None: plain, ngram, and the head where there is one."""
+    url: str | None = None
+    """An OpenAI-compatible server to measure as well, as the method `server`."""
     budgets: tuple[int, ...] = (64,)
     batches: tuple[int, ...] = (1,)
     """Questions decoded together."""
@@ -207,7 +218,7 @@ class BenchConfig:
         self._check_methods()
 
     def _check_methods(self) -> None:
-        methods = self.contenders(has_head=True)
+        methods = self.contenders()
         names = [method.name for method in methods]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two methods are called {twice.pop()}; give one of them another name")
@@ -223,10 +234,12 @@ class BenchConfig:
                 if budget is not None:
                     method.tree(budget)
 
-    def contenders(self, has_head: bool) -> list[MethodConfig]:
-        """All methods, plain decoding first. `has_head` says whether the model comes with a head."""
-        usual = ("ngram", *(("jetspec-edge",) if has_head else ()))
+    def contenders(self, head: HeadKind | None = None) -> list[MethodConfig]:
+        """All methods, plain decoding first. `head` is the kind of the head that those have which name none."""
+        usual = ("ngram", *((USUAL[head],) if head else ()))
         asked = [MethodConfig.parse(m) if isinstance(m, str) else m for m in self.methods or usual]
+        if self.url is not None:
+            asked.append(MethodConfig("server", url=self.url))
         plain = next((method for method in asked if method.name == PLAIN), MethodConfig(PLAIN))
         return [plain, *(method for method in asked if method is not plain)]
 
@@ -249,15 +262,11 @@ class BenchConfig:
         seed = stable_hash(f"{self.seed}/{repeat}/{id}/{turn}") >> 1
         return SamplingParams(temperature, max_tokens=self.max_tokens, seed=seed)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For the record: without the paths of one machine."""
-        settings = asdict(self)
+    def to_dict(self, methods: Sequence[MethodConfig]) -> dict[str, Any]:
+        """For the record: with the methods that it came to, without the paths of one machine."""
         paths = {"model": self.model, "head": self.head, "data_dir": self.data_dir}
-        settings |= {name: path and shown(path) for name, path in paths.items()}
-        settings["methods"] = [
-            method_dict(MethodConfig.parse(m) if isinstance(m, str) else m) for m in self.methods or ()
-        ]
-        return settings
+        named = {name: path and shown(path) for name, path in paths.items()}
+        return {**asdict(self), **named, "methods": [method_dict(method) for method in methods]}
 
 
 def method_dict(method: MethodConfig) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from jetspec.bench.measure import Bench, Key, Row
+from jetspec.bench.groups import Key, Row
+from jetspec.bench.measure import Bench
 from jetspec.bench.precision import FreshPass, find_differences
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS, Cell
 from jetspec.bench.tasks import GRADED_AS, TASKS
@@ -138,7 +139,7 @@ class Summary:
             "model": self.bench.llm.model_name,
             "dtype": str(decoder.embedding.dtype).removeprefix("torch."),
             "device": decoder.embedding.device.type,
-            "recipe": config.to_dict(),
+            "recipe": config.to_dict(self.bench.methods),
             "cells": [self.cell(measured) for measured in self.measured.values()],
             "notes": self.notes,
         }

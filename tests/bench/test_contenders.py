@@ -91,9 +91,7 @@ def serving(llm: LLM) -> Iterator[Server]:
 
 def test_a_server_is_a_method_like_any_other(folder: Path, llm: LLM) -> None:
     with serving(llm) as server:
-        bench = make_bench(
-            folder, "served", llm, methods=[f"server={server.url}"], tasks=["sums", "talk"], batches=[1, 2]
-        )
+        bench = make_bench(folder, "served", llm, url=server.url, tasks=["sums", "talk"], batches=[1, 2])
         cells = results_of(bench)["cells"]
     own = {(c["task"], c["batch"]): c for c in cells if c["method"] == "plain"}
     served = [cell for cell in cells if cell["method"] == "server"]

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from jetspec.bench import measure
-from jetspec.bench.measure import ROWS_FILE, Bench, read_lines
+from jetspec.bench.groups import read_lines
+from jetspec.bench.measure import ROWS_FILE, Bench
 from jetspec.bench.methods import Ask, EngineMethod, Method, Reply, Timed, Unequal, open_method
 from jetspec.bench.recipe import MethodConfig
 from jetspec.engine.llm import LLM
@@ -248,11 +249,14 @@ def test_a_head_of_another_kind_is_refused(folder: Path, llm: LLM) -> None:
         make_bench(folder, "kinds", llm, methods=["jetspec"]).run()
 
 
-def test_the_usual_methods_include_the_models_own_head(folder: Path) -> None:
-    with_head = LLM(folder / "model", folder / "edge", device="cpu")
-
+@pytest.mark.parametrize(
+    ("head", "method"), [("edge", "jetspec-edge"), ("causal", "jetspec"), ("bidirectional", "ddtree")]
+)
+def test_the_usual_methods_include_the_head_where_there_is_one(folder: Path, head: str, method: str) -> None:
     def names(bench: Bench) -> list[str]:
         return [method.name for method in bench.methods]
 
-    assert names(make_bench(folder, "usual", with_head, methods=None)) == ["plain", "ngram", "jetspec-edge"]
-    assert names(make_bench(folder, "usual", with_head.with_drafter("none"), methods=["ngram"])) == ["plain", "ngram"]
+    with_head = LLM(folder / "model", folder / head, device="cpu")
+    assert names(make_bench(folder, "usual", with_head, methods=None)) == ["plain", "ngram", method]
+    assert names(make_bench(folder, "usual", with_head, methods=["ngram"])) == ["plain", "ngram"]
+    assert names(make_bench(folder, "usual", LLM(folder / "model", device="cpu"), methods=None)) == ["plain", "ngram"]

@@ -126,7 +126,7 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], why: str) -> N
 def test_plain_decoding_is_there_for_every_cell_of_every_method() -> None:
     methods: list[Any] = ["ngram", {"name": "big", "kind": "jetspec", "batches": [32], "budgets": [256]}, "dflash"]
     config = make_config(None, {"methods": methods, "batches": [1, 8], "temperatures": [0, 1], "tasks": ["a", "b"]})
-    cells = {method.name: config.cells(method) for method in config.contenders(has_head=False)}
+    cells = {method.name: config.cells(method) for method in config.contenders()}
     assert [*cells] == ["plain", "ngram", "big", "dflash"]
     for some in cells.values():
         assert len(some) == len(set(some))
@@ -153,7 +153,7 @@ def test_flags_take_the_place_of_a_recipe(tmp_path: Path) -> None:
 
 def test_the_record_of_a_recipe_names_no_folders() -> None:
     config = make_config(None, {"methods": ["jetspec=/home/me/heads/mine"], "data_dir": "/home/me/eval"})
-    assert "/home" not in str(config.to_dict())
+    assert "/home" not in str(config.to_dict(config.contenders()))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -161,7 +161,7 @@ def test_shipped_recipes_are_valid(path: Path) -> None:
     plan = read_plan(path, {})
     assert isinstance(plan, CostConfig) == (path.stem == "table12")
     if isinstance(plan, BenchConfig):
-        assert len(plan.contenders(has_head=True)) > 1 and set(plan.tasks) <= set(TASKS)
+        assert len(plan.contenders()) > 1 and set(plan.tasks) <= set(TASKS)
 
 
 def test_every_paper_table_that_can_be_made_has_a_recipe() -> None:
@@ -172,7 +172,7 @@ def test_every_paper_table_that_can_be_made_has_a_recipe() -> None:
 def test_heads_that_a_recipe_takes_from_the_ablations_are_made_there() -> None:
     for path in RECIPES:
         plan = read_plan(path, {})
-        methods = plan.contenders(has_head=True) if isinstance(plan, BenchConfig) else []
+        methods = plan.contenders() if isinstance(plan, BenchConfig) else []
         for method in methods:
             if method.head and "ablations" in method.head:
                 assert Path(method.head).name in VARIANTS

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
 
-from jetspec.bench.measure import histogram
+from jetspec.bench.groups import histogram
 from jetspec.bench.recipe import Cell
 from jetspec.bench.results import DrawnPass, Lossless, Measured, Summary, acceptance, speedup, spread
+from jetspec.cli import app
 from jetspec.engine.llm import LLM
 from jetspec.terminal.bench import COLUMNS, write_table
 from tests.bench.tiny_bench import make_bench, results_of, write_questions, write_setup
@@ -191,3 +193,54 @@ def test_every_form_holds_every_cell(cells: list[dict[str, Any]], capsys: pytest
         assert words[0] == cell["method"]
         if cell["method"] not in ("plain", "transformers"):
             assert ("(≈)" in words[7]) == (not cell["speedup"]["differs"])
+
+
+# -- the command
+
+
+def run_command(folder: Path, *words: str) -> Result:
+    usual = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--tasks", "sums", "--device", "cpu"]
+    usual += ["-n", "6", "-r", "2", "--out", str(folder / "command")]
+    return CliRunner().invoke(app, ["bench", *usual, *words])
+
+
+def test_the_command_prints_the_table_and_writes_the_record(folder: Path) -> None:
+    methods = f"ngram,ddtree={folder / 'bidirectional'}"
+    done = run_command(folder, "--methods", methods, "--budgets", "4,8", "--batch", "1,2", "--output", "jsonl")
+    assert done.exit_code == 0, done.output
+    cells = [json.loads(line) for line in done.stdout.splitlines()]
+    record = json.loads((folder / "command" / "results.json").read_text())
+    assert cells == record["cells"] and len(cells) == 2 + 4 + 4
+    assert {"command", "commit", "hardware", "versions", "recipe"} <= set(record)
+    assert [method["name"] for method in record["recipe"]["methods"]] == ["plain", "ngram", "ddtree"]
+    before = (folder / "command" / "rows.jsonl").read_bytes()
+    again = run_command(folder, "--methods", methods, "--budgets", "4,8", "--batch", "1,2", "--output", "jsonl")
+    assert again.stdout == done.stdout and (folder / "command" / "rows.jsonl").read_bytes() == before
+    fresh = run_command(folder, "--budgets", "4", "--methods", "ngram", "--fresh")
+    assert fresh.exit_code == 0 and "± " in fresh.stdout
+    assert len((folder / "command" / "rows.jsonl").read_bytes().splitlines()) == 2 * 5 * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--budgets", "many"], "budgets are numbers such as 1,8"),
+        (["--methods", "jetspec"], "jetspec needs a head: name it as jetspec=FOLDER"),
+        (["--tasks", "nowhere"], "there is no task 'nowhere'"),
+        (["--data-dir", "nowhere"], "is not a folder of questions"),
+        (["--repeats", "0"], "repeats is 0"),
+        (["--url", "http://127.0.0.1:9/v1"], "no OpenAI-compatible server answers"),
+        (["nowhere.yaml"], "cannot read the recipe nowhere.yaml"),
+    ],
+)
+def test_wrong_use_is_one_line_and_status_2(folder: Path, words: list[str], why: str) -> None:
+    done = run_command(folder, *words, "--out", str(folder / "wrong"))
+    assert done.exit_code == 2 and why in done.stderr.splitlines()[-1] and done.stdout == ""
+
+
+def test_text_of_ours_that_differs_in_float32_is_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {"check": "greedy tokens", "compared": 1, "identical": 0}
+    found["different"] = [{"id": "q", "repeat": 0, "turn": 0, "position": 3, "gap": 0.5}]
+    monkeypatch.setattr(Lossless, "of", lambda self, mine, plain: found)
+    done = run_command(folder, "--methods", "ngram", "--out", str(folder / "differs"))
+    assert done.exit_code == 1 and "ngram differs from plain in q, turn 0, from token 3 on" in done.stderr

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from jetspec.bench.measure import Bench, Key, Row
+from jetspec.bench.groups import Key, Row
+from jetspec.bench.measure import Bench
 from jetspec.bench.recipe import BenchConfig
 from jetspec.bench.results import Grader, Summary
 from jetspec.engine.llm import LLM
