@@ -399,6 +399,101 @@ def eval_head(
     run_eval(llm, plan, as_json)
 
 
+def _several(text: str, kind: Callable[[str], Any], name: str) -> list[Any]:
+    """The values of A,B,.."""
+    try:
+        return [kind(word.strip()) for word in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{name} are numbers such as 1,8, not {text!r}") from None
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What takes the place of a recipe's settings."""
+
+    model: Annotated[
+        str | None, _option("Target: a name, folder or GGUF file.", "--model", "-m", panel="What", metavar="NAME")
+    ] = None
+    head: Annotated[str | None, _option("Head of methods that name none.", panel="What", metavar="NAME")] = None
+    methods: Annotated[
+        str | None,
+        _option(
+            "plain, ngram, dflash, ddtree, eagle3, jetspec-paper, jetspec, jetspec-edge (each =HEAD), transformers,"
+            " transformers-lookup, transformers-assisted=MODEL.",
+            panel="What",
+            metavar="A,B,..",
+        ),
+    ] = None
+    tasks: Annotated[
+        str | None,
+        _option(
+            "gsm8k, math500, aime24, aime25, humaneval, mbpp, livecodebench, mt_bench, alpaca_eval, spec_bench,"
+            " builtin, or files of --data-dir.",
+            panel="What",
+            metavar="A,B,..",
+        ),
+    ] = None
+    data_dir: Annotated[
+        str | None, _option("Folder of TASK.jsonl; else from Hugging Face.", panel="What", metavar="FOLDER")
+    ] = None
+    url: Annotated[str | None, _option("Measure an OpenAI-compatible server, too.", panel="What", metavar="URL")] = None
+    budgets: Annotated[str | None, _option("Most nodes of a tree.", panel="How", metavar="A,B,..")] = None
+    batches: Annotated[str | None, _option("Questions decoded together.", "--batch", panel="How", metavar="A,B,..")] = (
+        None
+    )
+    temperatures: Annotated[
+        str | None, _option("0 is greedy.", "--temperature", "-t", panel="How", metavar="A,B,..")
+    ] = None
+    repeats: Annotated[int | None, _option("Times that all is measured.", "--repeats", "-r", panel="How")] = None
+    limit: Annotated[int | None, _option("Questions per task.", panel="How")] = None
+    max_tokens: Annotated[int | None, _option("Most tokens of an answer.", "--max-tokens", "-n", panel="How")] = None
+    seed: Annotated[int | None, _option("Of what is drawn at a temperature above 0.", panel="How")] = None
+    dtype: Annotated[DtypeName | None, _option("float32, bfloat16, float16.", panel="How", metavar="TYPE")] = None
+    device: Annotated[str | None, _option("cpu or cuda.", panel="How", metavar="NAME")] = None
+
+    def changes(self) -> dict[str, Any]:
+        """As settings of a recipe; those not given are left out."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        kinds = {"methods": str, "tasks": str, "budgets": int, "batches": int, "temperatures": float}
+        return {**given, **{name: _several(given[name], kind, name) for name, kind in kinds.items() if name in given}}
+
+
+@app.command(
+    epilog=_examples(
+        "jetspec bench --quick",
+        "jetspec bench --tasks gsm8k,mbpp --data-dir data/eval --methods ngram,jetspec-edge=heads/mine --budgets 16,64",
+        "jetspec bench recipes/bench/table01.yaml --data-dir data/eval --limit 10 --output csv > table01.csv",
+        "jetspec bench --methods transformers --url http://localhost:8000/v1 --batch 1,8",
+    )
+)
+@spread
+def bench(
+    options: BenchOptions,
+    recipe: Annotated[Path | None, typer.Argument(help="A YAML file of settings.", metavar="RECIPE")] = None,
+    quick: Annotated[bool, _option("A few built-in questions: minutes, also without a GPU.", "--quick")] = False,
+    out: Annotated[
+        Path | None, _option("Folder of the run; by default runs/bench/NAME.", "--out", metavar="FOLDER")
+    ] = None,
+    output: Annotated[Literal["md", "csv", "json", "jsonl"], _option("Form of the table on stdout.", "--output")] = (
+        "md"
+    ),
+    fresh: Annotated[bool, _option("Delete what the run holds and start over.", "--fresh")] = False,
+) -> None:
+    """Measure methods against plain decoding.
+
+    Speed as mean ± sd over repeats, tokens per round, score, and whether the text is that of plain decoding.
+
+    Stop it at any time: the same command goes on with what is missing. Exit status 1: texts differ in float32.
+    """
+    changes = options.changes()
+    from jetspec.terminal.bench import QUICK, read_plan, run_plan
+
+    plan = read_plan(recipe, {**(QUICK if quick else {}), **changes})
+    name = "quick" if quick else recipe.stem if recipe else "bench"
+    if not run_plan(plan, out or Path("runs/bench") / name, output, fresh=fresh):
+        raise typer.Exit(NEGATIVE)
+
+
 @app.command(
     epilog=_examples(
         "jetspec report runs/smollm2",

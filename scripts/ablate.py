@@ -2,7 +2,7 @@
 on the same answers. A record per variant; those that exist are not made again.
 
     python -m scripts.ablate --recipe recipes/smollm2_135m.yaml --data-dir data/eval --out docs/results/ablations
-    python -m scripts.ablate ... --only causal,edge-128 --set steps=200
+    python -m scripts.ablate ... --only causal,edge-128 --set steps=200 --keep-heads runs/ablations/heads
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from tqdm import tqdm
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.llm import LLM
 from jetspec.models.decoder import Decoder
+from jetspec.models.draft_head import DraftHead
+from jetspec.models.head_format import save_head
 from jetspec.record import current_commit, write_record
 from jetspec.train.answers import Answerer, find_tasks, fingerprint, read_questions
 from jetspec.train.config import TrainConfig, load_recipe
@@ -77,12 +79,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="most tokens per answer")
     parser.add_argument("--only", help="some of the variants, separated by commas")
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--keep-heads", type=Path, metavar="FOLDER", help="save each head as FOLDER/VARIANT, bfloat16")
     args = parser.parse_args()
 
     commit = current_commit()
     base = load_recipe(args.recipe, tuple(args.set))
     names = args.only.split(",") if args.only else [n for n in VARIANTS if args.corpus or not VARIANTS[n].corpus]
-    todo = [name for name in names if not (args.out / f"{name}.json").exists()]
+    todo = [name for name in names if not is_done(name, args.out, args.keep_heads)]
     llm = LLM(base.model, drafter="none", engine=EngineConfig(max_batch=64, max_len=base.row_len + args.tokens))
     answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
     target = llm.target.decoder
@@ -92,10 +95,17 @@ def main() -> None:
         variant = VARIANTS[name]
         if variant.corpus and True not in data:
             data[True] = read(replace(base, data=(str(args.corpus),)), target)
-        results = run_variant(variant.of(base), target, data[variant.corpus], answers, name)
+        head, results = run_variant(variant.of(base), target, data[variant.corpus], answers, name)
+        if args.keep_heads is not None:
+            save_head(head, args.keep_heads / name, torch.bfloat16)
         about = {"variant": name, "tables": variant.about, "questions": args.limit, "tokens": args.tokens}
         write_record(args.out / f"{name}.json", {**about, **results}, commit)
         print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
+
+
+def is_done(name: str, records: Path, heads: Path | None) -> bool:
+    """Whether a variant has its record, and its head where heads are kept."""
+    return (records / f"{name}.json").exists() and (heads is None or (heads / name).exists())
 
 
 def read(config: TrainConfig, target: Decoder) -> Sequence[Document]:
@@ -123,7 +133,7 @@ def run_variant(
     documents: Sequence[Document],
     answers: Mapping[str, Sequence[Document]],
     name: str,
-) -> dict[str, Any]:
+) -> tuple[DraftHead, dict[str, Any]]:
     """Train from scratch, then count teacher-forced rounds."""
     head = start_head(config, target).to(target.embedding.device)
     trainer = Trainer(config, target, head, PackedData(documents, config.row_len, config.seed))
@@ -141,7 +151,7 @@ def run_variant(
             task: score_head(target, scored, rows, BUDGETS, TreeConfig()).tokens_per_round
             for task, rows in answers.items()
         }
-    return {
+    results = {
         "settings": asdict(replace(config, data=tuple(Path(file.path).name for file in config.files))),
         "seconds": seconds,
         "startup_seconds": startup,
@@ -150,6 +160,7 @@ def run_variant(
         "tokens_per_round": forced,
         "mean": {budget: statistics.fmean(row[budget] for row in forced.values()) for budget in BUDGETS},
     }
+    return scored, results
 
 
 if __name__ == "__main__":

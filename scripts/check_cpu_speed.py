@@ -20,12 +20,12 @@ from transformers.generation.streamers import BaseStreamer
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.engine import Engine
+from jetspec.models.hf_target import load_hf
 from jetspec.models.hub import DEFAULT_MODEL, resolve
 from jetspec.models.weights import load_target
 from jetspec.record import current_commit, write_record
 from jetspec.tree import DraftTree
 from jetspec.types import SamplingParams
-from scripts.check_lossless import open_transformers
 
 PROMPT = "Explain in a few sentences how a bicycle stays upright while it is moving."
 
@@ -64,7 +64,7 @@ def main() -> None:
     commit = current_commit()  # now, because the checkout may move on while this runs
     target = load_target(args.model, torch.float32, torch.device("cpu"))
     prompt = target.tokenizer.encode_chat([{"role": "user", "content": PROMPT}])
-    other = open_transformers(resolve(args.model))
+    other = load_hf(resolve(args.model), torch.float32)
 
     def engine(budget: int) -> Engine:
         config = EngineConfig(max_batch=1, max_len=1024, prefix_cache=False)

@@ -33,13 +33,13 @@ from jetspec.engine.llm import DTYPES, choose_device
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head
+from jetspec.models.hf_target import load_hf
 from jetspec.models.hub import DEFAULT_MODEL, resolve
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_target
 from jetspec.record import current_commit, write_record
 from jetspec.types import Completion, SamplingParams
 from scripts.check_cpu_speed import Clock
-from scripts.check_lossless import open_transformers
 from scripts.soak import Soak, plain_texts
 
 STRICT_TIE = 1e-4
@@ -385,7 +385,7 @@ def run(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> d
     models = Models(target.decoder, head, target.eos_tokens)
     if args.check == "speed":
         sets = {name: draw([args.data / f"{name}.jsonl"], args.prompts, target.tokenizer) for name in SPEED_SETS}
-        other = open_transformers(resolve(args.model)).to(device, dtype) if args.other_prompts else None  # type: ignore
+        other = load_hf(resolve(args.model), dtype, device) if args.other_prompts else None
         return check_speed(models, sets, args.budgets, args.tokens, other, args.other_prompts)
     if args.check == "batches":
         prompts = draw([args.data / "gsm8k.jsonl"], args.waves * max(args.batches), target.tokenizer)

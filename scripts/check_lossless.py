@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
+from jetspec.models.hf_target import load_hf
 from jetspec.models.hub import DEFAULT_MODEL, resolve
 from jetspec.models.weights import Target, load_target
 from jetspec.record import current_commit, write_record
@@ -76,20 +76,14 @@ def draw_prompts(folder: Path, count: int) -> list[str]:
     return random.Random(0).sample(short, count)
 
 
-def open_transformers(path: Path) -> PreTrainedModel:
-    """The same weights in `transformers`, float32."""
-    folder, extra = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **extra).eval()
-
-
 def transformers_greedy(
     model: str, prompts: list[list[int]], tokens: int, device: str, eos: frozenset[int]
 ) -> list[list[int]]:
-    other = open_transformers(resolve(model)).to(device)  # type: ignore[arg-type]
+    other = load_hf(resolve(model), torch.float32, device)
     written = []
     for prompt in tqdm(prompts, desc="transformers"):
         ids = torch.tensor([prompt], device=device)
-        out = other.generate(
+        out = other.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,

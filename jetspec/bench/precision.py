@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -98,7 +99,13 @@ class Difference:
         return self.gap is not None and self.gap < limit
 
 
-def find_differences(prompts: Texts, plain: Texts, other: Texts, fresh: FreshPass) -> list[Difference]:
+class Judge(Protocol):
+    """Whose logits decide how close two tokens were."""
+
+    def logits(self, tokens: Sequence[int]) -> Tensor: ...
+
+
+def find_differences(prompts: Texts, plain: Texts, other: Texts, fresh: Judge) -> list[Difference]:
     """The first difference of every text from the plain one. What follows it has another prefix, so is another text."""
     found = []
     for name, text in other.items():

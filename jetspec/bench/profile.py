@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -208,10 +209,10 @@ class StandingRound:
         self.packed_BD2 = self.round(self.state).packed
         self.rewind()
 
-    def stages_ms(self, rounds: int) -> dict[str, float]:
-        """Each stage on what the one before it left."""
+    def stages_ms(self, rounds: int, stages: Sequence[str] = STAGES) -> dict[str, float]:
+        """Each stage on what the one before it left; the first ones, or all."""
         times = {}
-        for name in STAGES:
+        for name in stages:
             times[name] = time_ms(as_graph(getattr(self, name), self.device), self.device, rounds)
         self.rewind()
         return times

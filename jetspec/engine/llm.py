@@ -112,10 +112,22 @@ class LLM:
         """Longest prompt that leaves room for an answer."""
         return self.engine.max_len - 1
 
-    def with_drafter(self, drafter: DrafterName, tree: TreeConfig | None = None) -> LLM:
+    def with_drafter(
+        self, drafter: DrafterName | None, tree: TreeConfig | None = None, *, engine: EngineConfig | None = None
+    ) -> LLM:
         """Another LLM over the same weights: plain and speculative from one load."""
         other = object.__new__(type(self))
-        other._start(self.target, self.head, drafter, tree or self.tree, self.config)
+        other._start(self.target, self.head, drafter, tree or self.tree, engine or self.config)
+        return other
+
+    def with_head(self, head: str | Path) -> LLM:
+        """Another LLM over the same target, with another head."""
+        decoder = self.target.decoder
+        place, dtype = decoder.embedding.device, decoder.embedding.dtype
+        other = object.__new__(type(self))
+        other._start(
+            self.target, load_head(head, decoder.config, dtype=dtype, device=place), None, self.tree, self.config
+        )
         return other
 
     def generate(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 MASKED_ATTENTION = ("eager", "sdpa")
@@ -86,6 +87,13 @@ class HFTarget:
     def _tap(self, layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]
         self._taps.append(hidden[0])
+
+
+def load_hf(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """A folder of safetensors or a GGUF file as a model of transformers."""
+    folder, extra = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
+    return model.eval().to(device)
 
 
 def _decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:

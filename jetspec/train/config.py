@@ -201,6 +201,14 @@ def read_yaml(text: str, where: str) -> Any:
 
 def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
     """A recipe file with `key.key=value` overrides on top."""
+    raw = read_recipe(path)
+    for override in overrides:
+        apply_override(raw, override)
+    return from_dict(TrainConfig, raw, "")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The settings in a recipe file, as they stand."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -210,9 +218,7 @@ def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
     raw = read_yaml(text, str(path))
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must be a mapping of settings")
-    for override in overrides:
-        apply_override(raw, override)
-    return from_dict(TrainConfig, raw, "")
+    return raw
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

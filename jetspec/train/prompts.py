@@ -7,7 +7,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ class Prompt:
     responses: list[str]
     system: str | None
     where: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The row of the data as it stands, with what an answer is graded by."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class PromptData:
     def _rows(self) -> Iterator[tuple[str, str, Any]]:
         """File and line, the beginning of the id of a row that has none, and the row."""
         if self.hf_dataset:
-            for number, row in enumerate(_load_dataset(self.hf_dataset, self.split)):
+            for number, row in enumerate(load_rows(self.hf_dataset, self.split)):
                 yield f"{self.hf_dataset}:{number}", f"{self.hf_dataset}/{number}", row
         for file in _data_files(self.paths):
             name = file.name.removesuffix(".gz").removesuffix(".jsonl")
@@ -110,7 +112,7 @@ def parse_prompt(raw: Any, where: str, default_id: str, responses: Responses = "
     used = answers if responses == "corpus" else []
     mark = stable_hash(json.dumps([system, *turns])) >> 32
     id = f"{default_id}-{mark:08x}" if raw.get("id") is None else str(raw["id"])
-    return Prompt(id, turns, used, system, where)
+    return Prompt(id, turns, used, system, where, raw)
 
 
 def _is_text(value: object) -> bool:
@@ -157,12 +159,13 @@ def _lines(file: Path) -> Iterator[tuple[int, str | None]]:
             raise ValueError(f"{file} is no whole gzip file; fetch it again") from None
 
 
-def _load_dataset(name: str, split: str) -> Iterable[Any]:
+def load_rows(name: str, split: str, part: str | None = None) -> Iterable[Any]:
+    """The rows of a Hugging Face dataset, or of one part of it."""
     try:
         from datasets import load_dataset
     except ImportError:
         raise ValueError("Hugging Face datasets need the package `datasets`: pip install 'jetspec[train]'") from None
-    rows: Iterable[Any] = load_dataset(name, split=split)
+    rows: Iterable[Any] = load_dataset(*filter(None, (name, part)), split=split)
     return rows
 
 

@@ -77,13 +77,13 @@ class Answerer(Protocol):
 
 
 class Conversation:
-    """A prompt on its way to a row."""
+    """A prompt on its way to a row. `variables` are for the chat template."""
 
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
-        self.prompt, self.tokenizer = prompt, tokenizer
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, **variables: Any) -> None:
+        self.prompt, self.tokenizer, self.variables = prompt, tokenizer, variables
         opening = [{"role": "system", "content": prompt.system}] if prompt.system else []
         self.messages = [*opening, _user(prompt.turns[0])]
-        self.token_ids = tokenizer.encode_chat(self.messages)
+        self.token_ids = tokenizer.encode_chat(self.messages, **variables)
         self.spans: list[tuple[int, int]] = []
         self.finish: list[str] = []
 
@@ -107,14 +107,16 @@ class Conversation:
         What the target wrote stays as it is, token by token; encoding its text again could cut it up differently.
         """
         self.messages += [_assistant(PLACEHOLDER), _user(self.prompt.turns[len(self.spans)])]
-        glue = self.tokenizer.encode(after_answer(self.tokenizer, self.messages, True))
+        glue = self.tokenizer.encode(after_answer(self.tokenizer, self.messages, True, **self.variables))
         has_end = bool(glue) and self.token_ids[-1] == glue[0]
         return self.token_ids + glue[has_end:]
 
 
-def after_answer(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+def after_answer(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool, **variables: Any
+) -> str:
     """What the chat template writes behind the last answer."""
-    text = tokenizer.chat(messages, add_generation_prompt)
+    text = tokenizer.chat(messages, add_generation_prompt, **variables)
     _, found, rest = text.rpartition(PLACEHOLDER)
     if not found:
         raise ValueError("the chat template leaves out earlier answers")

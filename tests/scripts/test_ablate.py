@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from jetspec.models.head_format import load_head
 from jetspec.train.config import load_recipe
 from scripts import ablate
 from tests.train.tiny_model import write_model
@@ -53,6 +55,20 @@ def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkey
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     ablate.main()
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+
+
+def test_heads_are_kept_where_asked_for(setup: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the record is there already from a run that kept none."""
+    words = ["ablate", *setup, "--only", "causal,edge-32"]
+    monkeypatch.setattr(sys, "argv", [*words[:-1], "causal"])
+    ablate.main()
+    monkeypatch.setattr(sys, "argv", [*words, "--keep-heads", str(tmp_path / "heads")])
+    ablate.main()
+    heads = {path.name: load_head(path) for path in (tmp_path / "heads").iterdir()}
+    assert set(heads) == {"causal", "edge-32"} and all(
+        head.fc.weight.dtype == torch.bfloat16 for head in heads.values()
+    )
+    assert heads["causal"].edge is None and heads["edge-32"].edge is not None
 
 
 def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> None:

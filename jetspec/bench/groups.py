@@ -1,0 +1,157 @@
+"""Questions that are decoded together, the conversations they become, and the file of rows that keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jetspec.bench.methods import Ask, Reply, Unequal
+from jetspec.bench.recipe import BenchConfig, Cell
+from jetspec.train.prompts import Prompt
+from jetspec.train.regenerate import Conversation
+from jetspec.train.rows import LineFile
+
+Row = Mapping[str, Any]
+Key = tuple[Cell, int, int]
+"""Cell, repeat, group."""
+
+
+class GroupFile(LineFile):
+    """Rows on disk."""
+
+    def read(self) -> int:
+        self.rows, end = read_lines(self.path)
+        return end
+
+    def append(self, row: Row) -> None:
+        self.write(row)
+        self.rows[key_of(row)] = row
+
+
+def read_lines(path: Path) -> tuple[dict[Key, Row], int]:
+    """The whole rows of a file, and where the last of them ends in bytes. A file of anything else is refused."""
+    rows: dict[Key, Row] = {}
+    end = 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = json.loads(line)
+            rows[key_of(row)] = row
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}:{number}: is not a row of a benchmark; choose another --out") from None
+        end += len(line)
+    return rows, end
+
+
+def key_of(row: Row) -> Key:
+    return Cell(**row["cell"]), row["repeat"], row["group"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Questions that are decoded together."""
+
+    cell: Cell
+    repeat: int
+    index: int
+    prompts: Sequence[Prompt]
+
+    @property
+    def key(self) -> Key:
+        return self.cell, self.repeat, self.index
+
+
+@dataclass
+class Answering:
+    """One question on its way through a group: the conversation, and what is written down of it."""
+
+    conversation: Conversation
+    prompt_digests: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    accepted: list[int] | None = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def id(self) -> str:
+        return self.conversation.prompt.id
+
+    @property
+    def turn(self) -> int:
+        return len(self.conversation.spans)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.error is None and self.conversation.has_next_turn
+
+    def ask(self, config: BenchConfig, temperature: float, repeat: int) -> Ask:
+        """The next turn."""
+        talk = self.conversation
+        if self.turn:
+            talk.token_ids = talk.with_next_turn()
+        self.prompt_tokens += len(talk.token_ids)
+        self.prompt_digests.append(digest(talk.token_ids))
+        sampling = config.sampling(temperature, repeat, self.id, self.turn)
+        return Ask(self._messages(), talk.token_ids, sampling, self.turn)
+
+    def _messages(self) -> list[dict[str, str]]:
+        prompt = self.conversation.prompt
+        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        for turn, text in zip(prompt.turns, self.texts, strict=False):
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
+        return [*messages, {"role": "user", "content": prompt.turns[self.turn]}]
+
+    def take(self, reply: Reply | str) -> None:
+        if isinstance(reply, str):
+            self.error = reply
+            return
+        self.conversation.answer(reply.token_ids, reply.finish)
+        self.texts.append(reply.text)
+        self.num_tokens.append(reply.num_tokens)
+        if reply.accepted is None or self.accepted is None:
+            self.accepted = None
+        else:
+            self.accepted += reply.accepted
+
+    def answer(self) -> dict[str, Any]:
+        talk = self.conversation
+        return {
+            "id": self.id,
+            "turn_tokens": [talk.token_ids[start:end] for start, end in talk.spans],
+            "tokens": self.num_tokens,
+            "text": self.texts,
+            "finish": talk.finish,
+            "rounds": None if self.accepted is None else len(self.accepted),
+            "accepted": histogram(self.accepted or []),
+            "error": self.error,
+        }
+
+
+def histogram(lengths: Sequence[int]) -> list[int]:
+    """How many rounds accepted 0, 1, 2, .. draft tokens."""
+    counts = Counter(lengths)
+    return [counts[length] for length in range(max(lengths, default=-1) + 1)]
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def check_prompts(rows: Iterable[Row]) -> None:
+    """Wherever two methods were asked the same after the same words, they must have read the same tokens."""
+    read: dict[tuple[str, str], tuple[str, str]] = {}
+    for row in rows:
+        method = row["cell"]["method"]
+        for answer, digests in zip(row["answers"], row["prompts"], strict=True):
+            for turn, tokens in enumerate(digests):
+                said = answer["id"], digest(answer["turn_tokens"][:turn])
+                other, expected = read.setdefault(said, (method, tokens))
+                if tokens != expected:
+                    raise Unequal(f"{method} and {other} read different prompts for {answer['id']}")

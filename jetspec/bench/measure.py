@@ -1,0 +1,218 @@
+"""Measuring: every method on every task, group by group, into a file that survives any kill.
+
+A run is a folder. `rows.jsonl` has a line per group of questions that were decoded together; a run that was stopped
+goes on with the groups that it does not hold. `run.json` says what the rows were made with: nothing else is mixed in.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from jetspec.bench.groups import Answering, Group, GroupFile, Key, Row, check_prompts, digest
+from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, check_ready, kind_of, open_method, with_head_of
+from jetspec.bench.recipe import BenchConfig, MethodConfig, method_dict
+from jetspec.bench.tasks import read_task
+from jetspec.engine.llm import LLM
+from jetspec.record import current_commit, hardware, shown, write_record
+from jetspec.train.answers import fingerprint
+from jetspec.train.prompts import Prompt
+from jetspec.train.regenerate import Conversation, require_template
+from jetspec.train.rows import earlier_runs
+
+ROWS_FILE, RUN_FILE = "rows.jsonl", "run.json"
+TURN_ROOM = 64
+"""Tokens that a chat template may write around a turn."""
+
+
+class Bench:
+    """A benchmark over one load of the target."""
+
+    def __init__(self, config: BenchConfig, llm: LLM, folder: Path) -> None:
+        require_template(llm.tokenizer)
+        self.config, self.llm, self.folder = config, llm, folder
+        self.methods = config.contenders(kind_of(llm.head) if llm.head else None)
+        self.variables = {} if config.thinking is None else {"enable_thinking": config.thinking}
+        data_dir = Path(config.data_dir) if config.data_dir else None
+        self.questions = {task: read_task(task, data_dir, config.limit) for task in config.tasks}
+
+    @cached_property
+    def max_len(self) -> int:
+        """Room for the longest conversation, or as much of it as the model can read."""
+        longest = max(self._longest(prompt) for prompts in self.questions.values() for prompt in prompts)
+        return min(longest, self.context)
+
+    @property
+    def context(self) -> int:
+        return self.llm.target.decoder.config.max_len
+
+    def _longest(self, prompt: Prompt) -> int:
+        later = [len(self.llm.tokenizer.encode(turn)) + TURN_ROOM for turn in prompt.turns[1:]]
+        return len(self._start(prompt).conversation.token_ids) + sum(later) + len(prompt.turns) * self.config.max_tokens
+
+    def _start(self, prompt: Prompt) -> Answering:
+        return Answering(Conversation(prompt, self.llm.tokenizer, **self.variables))
+
+    def run(self, progress: bool = False) -> dict[Key, Row]:
+        """Measure what the folder does not hold yet; returns all rows of this benchmark."""
+        with closing(GroupFile(self.folder / ROWS_FILE)) as file:
+            keep_settings(self.folder / RUN_FILE, self.settings(), file.rows)
+            check_prompts(file.rows.values())
+            wanted = [group for method in self.methods for group in self.groups(method)]
+            todo = [group for group in wanted if group.key not in file.rows]
+            names = {group.cell.method for group in todo}
+            for method in self.methods:
+                if method.name in names:
+                    check_ready(self.llm, method)
+            interval = 0.5 if sys.stderr.isatty() else 30
+            with tqdm(total=len(todo), unit="group", mininterval=interval, disable=not progress) as bar:
+                for method in self.methods:
+                    mine = [group for group in todo if group.cell.method == method.name]
+                    for row in self._measure(method, mine, bar):
+                        file.append(row)
+                        bar.update()
+            check_prompts(file.rows.values())
+            return {group.key: file.rows[group.key] for group in wanted}
+
+    def groups(self, method: MethodConfig) -> Iterator[Group]:
+        """In the order of measuring: all that one engine serves, one repeat after the other."""
+        cells = self.config.cells(method)
+        for _, same_engine in groupby(cells, key=lambda cell: (cell.budget, cell.batch)):
+            served = list(same_engine)
+            for repeat in range(self.config.repeats):
+                for cell in served:
+                    prompts = self.questions[cell.task][: method.limit]
+                    for index, first in enumerate(range(0, len(prompts), cell.batch)):
+                        yield Group(cell, repeat, index, prompts[first : first + cell.batch])
+
+    def _measure(self, method: MethodConfig, groups: Sequence[Group], bar: tqdm[Any]) -> Iterator[Row]:
+        """Rows of a method; what decodes is made ready once per budget and batch size, outside all timing."""
+        if not groups:
+            return
+        llm = with_head_of(self.llm, method)
+        for (budget, batch), some in groupby(groups, key=lambda group: (group.cell.budget, group.cell.batch)):
+            opened, warm = open_method(llm, method, budget, batch, self.max_len, **self.variables), set()
+            for group in some:
+                bar.set_description(f"{method.name} {budget or ''} x{batch} {group.cell.task}", refresh=False)
+                if group.cell not in warm:
+                    self._warm_up(opened, group)
+                    warm.add(group.cell)
+                yield self.decode(opened, group)
+            del opened
+            release_memory()
+
+    def _warm_up(self, method: Method, group: Group) -> None:
+        """A few tokens of the group's own questions. What fails here will fail again where it is written down."""
+        asks = [self._start(prompt).ask(self.config, group.cell.temperature, group.repeat) for prompt in group.prompts]
+        short = [replace(ask, sampling=replace(ask.sampling, max_tokens=self.config.warmup)) for ask in asks]
+        if fitting := [ask for ask in short if len(ask.prompt) < self.context]:
+            with suppress(OSError, RuntimeError):
+                method.warm_up(fitting)
+
+    def decode(self, method: Method, group: Group) -> Row:
+        """One group, turn by turn, as a row. What fails is in it."""
+        under_way = [self._start(prompt) for prompt in group.prompts]
+        prefill_s = decode_s = 0.0
+        while live := [one for one in under_way if one.goes_on]:
+            asks = [one.ask(self.config, group.cell.temperature, group.repeat) for one in live]
+            for one, ask in zip(live, asks, strict=True):
+                if len(ask.prompt) >= self.context:
+                    one.error = f"the prompt has {len(ask.prompt)} tokens, the context holds {self.context}"
+            pairs = [(one, ask) for one, ask in zip(live, asks, strict=True) if one.error is None]
+            if not pairs:
+                break
+            timed = self._try(method, [ask for _, ask in pairs])
+            for (one, ask), reply in zip(pairs, timed.replies, strict=True):
+                if isinstance(reply, Reply):
+                    self.check_reply(group.cell.method, ask, reply)
+                one.take(reply)
+            prefill_s += timed.prefill_s
+            decode_s += timed.decode_s
+        return {
+            "cell": asdict(group.cell),
+            "repeat": group.repeat,
+            "group": group.index,
+            "ids": [one.id for one in under_way],
+            "prompt_tokens": [one.prompt_tokens for one in under_way],
+            "prompts": [one.prompt_digests for one in under_way],
+            "prefill_s": prefill_s,
+            "decode_s": decode_s,
+            "answers": [one.answer() for one in under_way],
+        }
+
+    @staticmethod
+    def _try(method: Method, asks: Sequence[Ask]) -> Timed:
+        """A group that cannot be decoded together is a group of errors."""
+        try:
+            return method.decode(asks)
+        except Unequal:
+            raise
+        except (ValueError, OSError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return Timed([reason] * len(asks), 0.0, 0.0)
+
+    def check_reply(self, method: str, ask: Ask, reply: Reply) -> None:
+        """All methods stop at the same tokens and lengths, or there is nothing to compare."""
+        limit, count = ask.sampling.max_tokens, reply.num_tokens
+        room = self.context - len(ask.prompt)
+        ends = self.llm.target.eos_tokens
+        problem = None
+        if reply.finish not in ("stop", "length"):
+            problem = f"it ended by {reply.finish!r}"
+        elif count > limit:
+            problem = f"it wrote {count} tokens where {limit} are allowed"
+        elif reply.finish == "length" and count < min(limit, room):
+            problem = f"it stopped for its length after {count} tokens where {limit} are allowed"
+        elif count == len(reply.token_ids) and any(token in ends for token in reply.token_ids[:-1]):
+            problem = "it went on after an end token"
+        if problem:
+            raise Unequal(f"{method} does not follow the rules of the others: {problem}")
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that a row depends on, beside its key."""
+        config, decoder = self.config, self.llm.target.decoder
+        shared = {
+            "model": self.llm.model_name,
+            "weights": fingerprint(decoder),
+            "dtype": str(decoder.embedding.dtype).removeprefix("torch."),
+            "device": decoder.embedding.device.type,
+            "hardware": hardware(),
+            "max_tokens": config.max_tokens,
+            "seed": config.seed,
+            "thinking": str(config.thinking),
+            "head": str(config.head and shown(config.head)),
+        }
+        tasks = {
+            f"task {task}": digest([[p.id, p.system, p.turns] for p in self.questions[task]]) for task in config.tasks
+        }
+        return shared | tasks | {f"method {method.name}": method_dict(method) for method in self.methods}
+
+
+def release_memory() -> None:
+    """Give back what an engine held, before the next one looks for room."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key]) -> None:
+    """Refuse settings that rows were not made with; write down those that are new."""
+    runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
+    held = {name for cell, _, _ in rows for name in (f"method {cell.method}", f"task {cell.task}")}
+    for name, before in changed.items():
+        is_used = name in held if name.startswith(("method ", "task ")) else bool(held)
+        if is_used and before is not None:
+            raise ValueError(f"the rows in {path.parent} were made with another {name}; choose another --out")
+    earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
+    write_record(path, {"settings": {**earlier, **settings}, "runs": [*runs, {"commit": current_commit()}]})

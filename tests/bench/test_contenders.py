@@ -1,0 +1,148 @@
+"""Outside contenders: transformers with the same rules, and servers that are asked the same."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetspec.bench.contenders import RoundCounter
+from jetspec.bench.methods import Unequal
+from jetspec.engine.llm import LLM
+from jetspec.types import SamplingParams
+from tests.bench.tiny_bench import make_bench, results_of, write_setup
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_setup(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder / "model", device="cpu")
+
+
+class Server(ThreadingHTTPServer):
+    """An OpenAI-compatible server in front of an LLM, as far as a benchmark asks one."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.llm, self.lock = llm.with_drafter("none"), threading.Lock()
+        self.extra_tokens = 0
+        self.broken: str | None = None
+        self.asked: list[dict[str, Any]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self._send(json.dumps({"data": [{"id": "tiny"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        if self.server.broken and body["messages"][-1]["content"] == self.server.broken:
+            self.send_error(500)
+            return
+        sampling = SamplingParams(body["temperature"], max_tokens=body["max_tokens"], seed=body["seed"])
+        with self.server.lock:
+            done = self.server.llm.chat(body["messages"], sampling)
+        middle = len(done.text) // 2
+        deltas = [{"delta": {"content": part}} for part in (done.text[:middle], done.text[middle:])]
+        usage = {"prompt_tokens": done.stats.prompt_tokens + self.server.extra_tokens}
+        usage["completion_tokens"] = len(done.token_ids)
+        events: list[dict[str, Any]] = [{"choices": [delta]} for delta in deltas]
+        events += [{"choices": [{"delta": {}, "finish_reason": done.finish_reason}]}, {"choices": [], "usage": usage}]
+        self._send("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+
+    def _send(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def serving(llm: LLM) -> Iterator[Server]:
+    server = Server(llm)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_server_is_a_method_like_any_other(folder: Path, llm: LLM) -> None:
+    with serving(llm) as server:
+        bench = make_bench(folder, "served", llm, url=server.url, tasks=["sums", "talk"], batches=[1, 2])
+        cells = results_of(bench)["cells"]
+    own = {(c["task"], c["batch"]): c for c in cells if c["method"] == "plain"}
+    served = [cell for cell in cells if cell["method"] == "server"]
+    assert len(served) == 4 and all(body["model"] == "tiny" for body in server.asked)
+    for cell in served:
+        if cell["task"] == "sums":  # a second turn quotes the first answer as text, and random bytes are none
+            assert cell["tokens"] == own["sums", cell["batch"]]["tokens"]
+            assert cell["lossless"]["identical"] == cell["lossless"]["compared"] == 10
+        assert cell["errors"] == []
+        assert cell["tokens_per_round"] is None and cell["accepted"] == [] and cell["budget"] is None
+        assert cell["lossless"]["check"] == "greedy text" and cell["speedup"]["mean"] > 0
+    assert any(len(body["messages"]) == 3 for body in server.asked), "the second turn brings the first answer along"
+
+
+def test_a_server_with_another_template_is_refused(folder: Path, llm: LLM) -> None:
+    with serving(llm) as server, pytest.raises(Unequal, match="another model or another chat template"):
+        server.extra_tokens = 3
+        make_bench(folder, "template", llm, methods=[f"server={server.url}"]).run()
+
+
+def test_a_request_that_fails_is_a_row(folder: Path, llm: LLM) -> None:
+    with serving(llm) as server:
+        server.broken = "3 and 3 is"
+        bench = make_bench(folder, "broken", llm, methods=[f"server={server.url}"], batches=[5])
+        cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
+    assert {error["id"] for error in cell["errors"]} == {"sums-3"} and cell["questions"] == 5
+    assert all("HTTPError" in error["error"] for error in cell["errors"])
+
+
+def test_a_server_that_is_not_there_is_refused_before_anything_is_measured(folder: Path, llm: LLM) -> None:
+    with serving(llm) as server:
+        url = server.url
+    with pytest.raises(ValueError, match="no OpenAI-compatible server answers"):
+        make_bench(folder, "absent", llm, methods=[f"server={url}"]).run()
+    assert not (folder / "absent" / "rows.jsonl").exists()
+
+
+def test_assisted_generation_with_the_target_itself_as_assistant(folder: Path, llm: LLM) -> None:
+    method = {"name": "transformers-assisted", "assistant": str(folder / "model")}
+    cells = results_of(make_bench(folder, "assisted", llm, methods=[method], limit=2, repeats=1))["cells"]
+    assisted = cells[1]
+    assert assisted["lossless"]["identical"] == 2 and assisted["tokens"] == cells[0]["tokens"]
+    assert assisted["tokens_per_round"] > 1.5
+
+
+def test_rounds_beyond_the_end_of_the_text_do_not_count() -> None:
+    import torch
+
+    counter = RoundCounter()
+    for size in (7, 3, 1, 4):  # the prompt, then three rounds
+        counter.put(torch.zeros(size))
+    assert counter.accepted(8) == [2, 0, 3]
+    assert counter.accepted(6) == [2, 0, 1]
+    assert counter.accepted(3) == [2]

@@ -1,0 +1,262 @@
+"""Measuring: the same questions for everybody, nothing lost, nothing measured twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetspec.bench import measure
+from jetspec.bench.groups import read_lines
+from jetspec.bench.measure import ROWS_FILE, Bench
+from jetspec.bench.methods import Ask, EngineMethod, Method, Reply, Timed, Unequal, open_method
+from jetspec.bench.recipe import MethodConfig
+from jetspec.engine.llm import LLM
+from tests.bench.tiny_bench import make_bench, results_of, without_times, write_questions, write_setup
+from tests.train.tiny_model import CONTEXT, END_TOKEN
+
+ROOT = Path(__file__).parent.parent.parent
+Change = Callable[[Reply], Reply | str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_setup(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder / "model", device="cpu")
+
+
+def all_methods(folder: Path) -> list[Any]:
+    heads = {"dflash": "bidirectional", "ddtree": "bidirectional", "jetspec": "causal", "jetspec-edge": "edge"}
+    heads["jetspec-paper"] = "causal"
+    ours = [f"{name}={folder / head}" for name, head in heads.items()]
+    return ["ngram", *ours, "transformers", {"name": "transformers-lookup", "batches": [1]}]
+
+
+class Meddler:
+    """A method that does what it is told and then changes its replies."""
+
+    def __init__(self, inner: Method, change: Change) -> None:
+        self.inner, self.change = inner, change
+
+    def warm_up(self, asks: Sequence[Ask]) -> None:
+        pass
+
+    def decode(self, asks: Sequence[Ask]) -> Timed:
+        timed = self.inner.decode(asks)
+        return replace(timed, replies=[r if isinstance(r, str) else self.change(r) for r in timed.replies])
+
+
+def meddle(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    """Let every method but the plain one change its replies."""
+
+    def open_meddler(llm: LLM, method: MethodConfig, *args: Any, **options: Any) -> Method:
+        opened = open_method(llm, method, *args, **options)
+        return opened if method.name == "plain" else Meddler(opened, change)
+
+    monkeypatch.setattr(measure, "open_method", open_meddler)
+
+
+def test_every_method_writes_what_plain_decoding_writes(folder: Path, llm: LLM) -> None:
+    options: dict[str, Any] = {"tasks": ["sums", "talk"], "temperatures": [0, 1], "batches": [1, 2], "limit": 2}
+    bench = make_bench(folder, "all", llm, methods=all_methods(folder), repeats=1, max_tokens=6, **options)
+    cells = results_of(bench)["cells"]
+    assert len(cells) == 4 * (2 * 8 + 1)
+    for cell in cells:
+        compared = cell["lossless"]
+        can_compare = cell["method"] != "plain" and (cell["temperature"] == 0 or "transformers" not in cell["method"])
+        assert (compared is not None) == can_compare
+        if compared:
+            assert compared["identical"] == compared["compared"] == 2
+            assert compared["check"] == ("greedy tokens" if cell["temperature"] == 0 else "seeded tokens")
+        rounds = sum(cell["accepted"])
+        assert cell["tokens"] == rounds + sum(kept * count for kept, count in enumerate(cell["accepted"]))
+        assert cell["tokens_per_round"] == pytest.approx(cell["tokens"] / rounds)
+        assert cell["tokens_per_s"]["mean"] > 0 and cell["prefill_s"]["mean"] > 0
+        assert (cell["budget"] is None) == ("transformers" in cell["method"])
+
+
+def test_all_methods_read_the_same_tokens(folder: Path, llm: LLM) -> None:
+    bench = make_bench(folder, "prompts", llm, methods=[f"jetspec={folder / 'causal'}", "transformers"], tasks=["talk"])
+    read: dict[str, set[str]] = {}
+    for row in bench.run().values():
+        assert all(len(digests) == 2 for digests in row["prompts"])
+        read.setdefault(row["cell"]["method"], set()).add(
+            json.dumps([row["ids"], row["prompts"], row["prompt_tokens"]])
+        )
+    assert len(read) == 3 and read["plain"] == read["jetspec"] == read["transformers"]
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_table(folder: Path, llm: LLM) -> None:
+    options: dict[str, Any] = {"tasks": ["sums", "talk"], "repeats": 3, "temperatures": [0, 1], "max_tokens": 12}
+    flags = ["--tasks", "sums,talk", "-r", "3", "-t", "0,1", "-n", "12", "--budgets", "6", "--methods", "ngram"]
+    flags += ["--data-dir", str(folder / "eval"), "--out", str(folder / "killed"), "--device", "cpu"]
+    rows = folder / "killed" / ROWS_FILE
+    command = [sys.executable, "-m", "jetspec", "bench", "--model", str(folder / "model"), *flags]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not (rows.exists() and rows.read_bytes().count(b"\n") >= 4):
+            assert child.poll() is None, "it ended before it could be killed"
+            time.sleep(0.005)
+        child.send_signal(signal.SIGKILL)
+    finally:
+        child.wait()
+    whole = rows.read_bytes().rpartition(b"\n")[0]
+    with rows.open("ab") as file:  # a kill may also cut a line in half
+        file.write(b'{"cell": {"method": "pl')
+
+    killed = make_bench(folder, "killed", llm, **options, warmup=16)
+    done = killed.run()
+    undisturbed = make_bench(folder, "undisturbed", llm, **options, warmup=16)
+    assert without_times(results_of(killed, done)) == without_times(results_of(undisturbed))
+    after = rows.read_bytes()
+    assert after.startswith(whole) and len(whole) < len(after)
+    assert after.count(b"\n") == len(done) == len(read_lines(rows)[0])
+
+
+def test_what_is_there_is_not_measured_again(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_bench(folder, "again", llm).run()
+    before = (folder / "again" / ROWS_FILE).read_bytes()
+    make_bench(folder, "again", llm).run()
+    assert (folder / "again" / ROWS_FILE).read_bytes() == before
+    opened: list[str] = []
+
+    def open_seen(llm: LLM, method: MethodConfig, *args: Any, **options: Any) -> Method:
+        opened.append(method.name)
+        return open_method(llm, method, *args, **options)
+
+    monkeypatch.setattr(measure, "open_method", open_seen)
+    make_bench(folder, "again", llm, methods=["ngram", f"ddtree={folder / 'bidirectional'}"]).run()
+    assert opened == ["ddtree"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_tokens": 9}, {"seed": 1}, {"methods": [{"name": "ngram", "width": 2}]}, {"limit": 3}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes: dict[str, Any]) -> None:
+    make_bench(folder, "settings", llm).run()
+    with pytest.raises(ValueError, match="choose another --out"):
+        make_bench(folder, "settings", llm, **changes).run()
+
+
+def test_a_question_that_fails_is_reported_and_the_others_are_answered(folder: Path, llm: LLM) -> None:
+    write_questions(folder, "long", [["short"], ["x" * CONTEXT], ["short as well"]])
+    bench = make_bench(folder, "long", llm, tasks=["long"], batches=[1, 3])
+    for cell in results_of(bench)["cells"]:
+        assert cell["questions"] == 3 and cell["speedup"] is not None
+        assert {error["id"] for error in cell["errors"]} == {"long-1"}
+        assert all("the context holds" in error["error"] for error in cell["errors"])
+        if cell["lossless"]:
+            assert cell["lossless"]["compared"] == 2 * 2
+
+
+def test_a_method_that_breaks_is_reported(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(reply: Reply) -> Reply:
+        raise RuntimeError("out of\nluck")
+
+    meddle(monkeypatch, break_down)
+    cells = results_of(make_bench(folder, "broken", llm))["cells"]
+    broken = next(cell for cell in cells if cell["method"] == "ngram")
+    assert [error["error"] for error in broken["errors"]] == ["RuntimeError: out of luck"] * 10
+    assert broken["speedup"] is None and broken["tokens"] == 0 and broken["tokens_per_s"]["mean"] is None
+
+
+def test_differences_are_listed_with_their_gap(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slip(reply: Reply) -> Reply:
+        ids = [*reply.token_ids]
+        ids[2] = (ids[2] + 1) % 100
+        return replace(reply, token_ids=ids)
+
+    meddle(monkeypatch, slip)
+    for temperature in (0, 1):
+        bench = make_bench(folder, f"slips-{temperature}", llm, temperatures=[temperature], repeats=1)
+        found = results_of(bench)["cells"][1]["lossless"]
+        assert found["identical"] == 0 and found["compared"] == 5
+        assert [(d["turn"], d["position"]) for d in found["different"]] == [(0, 2)] * 5
+        assert all(d["gap"] > 0 for d in found["different"])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda r: replace(r, num_tokens=99), "wrote 99 tokens"),
+        (lambda r: replace(r, finish="length", token_ids=r.token_ids[:1], num_tokens=1), "stopped for its length"),
+        (lambda r: replace(r, token_ids=[END_TOKEN, *r.token_ids[1:]]), "went on after an end token"),
+        (lambda r: replace(r, finish="content_filter"), "ended by 'content_filter'"),
+    ],
+)
+def test_other_rules_are_refused(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Change, why: str
+) -> None:
+    meddle(monkeypatch, change)
+    with pytest.raises(Unequal, match=why):
+        make_bench(folder, str(tmp_path / "rules"), llm).run()
+
+
+def test_other_prompts_are_refused(folder: Path, llm: LLM) -> None:
+    bench = make_bench(folder, "other", llm)
+    bench.run()
+    path = folder / "other" / ROWS_FILE
+    *lines, last = path.read_text().splitlines()
+    row = json.loads(last)
+    row["prompts"][0][0] = "0" * 16
+    path.write_text("\n".join([*lines, json.dumps(row)]) + "\n")
+    with pytest.raises(Unequal, match="read different prompts"):
+        bench.run()
+
+
+def test_a_group_in_which_a_graph_was_captured_is_decoded_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = EngineMethod(llm.with_drafter("ngram"))
+    captured, decoded = iter([0, 1, 1, 1]), iter([Timed([], 5.0, 5.0), Timed([], 1.0, 1.0)])
+    monkeypatch.setattr(method, "_num_captured", lambda: next(captured))
+    monkeypatch.setattr(method, "_decode", lambda asks: next(decoded))
+    assert method.decode([]).decode_s == 1.0
+
+
+def test_prefill_and_decoding_add_up_to_the_whole(folder: Path, llm: LLM) -> None:
+    bench = make_bench(folder, "times", llm)
+    group = next(iter(bench.groups(bench.methods[0])))
+    opened = open_method(llm, bench.methods[0], 1, 1, bench.max_len)
+    began = time.perf_counter()
+    row = bench.decode(opened, group)
+    assert 0 < row["prefill_s"] + row["decode_s"] <= time.perf_counter() - began
+
+
+def test_draws_depend_on_question_turn_and_repeat_but_not_on_the_method(folder: Path, llm: LLM) -> None:
+    config = make_bench(folder, "draws", llm).config
+    seeds = {config.sampling(1.0, repeat, id, turn).seed for repeat in (0, 1) for id in "ab" for turn in (0, 1)}
+    assert len(seeds) == 8
+
+
+def test_a_head_of_another_kind_is_refused(folder: Path, llm: LLM) -> None:
+    for method in ("jetspec", "ddtree", "eagle3"):
+        with pytest.raises(ValueError, match=f"{method} needs a head of kind .* is of kind edge"):
+            make_bench(folder, "kinds", llm, methods=[f"{method}={folder / 'edge'}"]).run()
+    with pytest.raises(ValueError, match="needs a head: name it as jetspec=FOLDER"):
+        make_bench(folder, "kinds", llm, methods=["jetspec"]).run()
+
+
+@pytest.mark.parametrize(
+    ("head", "method"), [("edge", "jetspec-edge"), ("causal", "jetspec"), ("bidirectional", "ddtree")]
+)
+def test_the_usual_methods_include_the_head_where_there_is_one(folder: Path, head: str, method: str) -> None:
+    def names(bench: Bench) -> list[str]:
+        return [method.name for method in bench.methods]
+
+    with_head = LLM(folder / "model", folder / head, device="cpu")
+    assert names(make_bench(folder, "usual", with_head, methods=None)) == ["plain", "ngram", method]
+    assert names(make_bench(folder, "usual", with_head, methods=["ngram"])) == ["plain", "ngram"]
+    assert names(make_bench(folder, "usual", LLM(folder / "model", device="cpu"), methods=None)) == ["plain", "ngram"]

@@ -1,0 +1,246 @@
+"""Rows to a table: what may be claimed, what is graded, and the forms of the table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from jetspec.bench.groups import histogram
+from jetspec.bench.recipe import Cell
+from jetspec.bench.results import DrawnPass, Lossless, Measured, Summary, acceptance, speedup, spread
+from jetspec.cli import app
+from jetspec.engine.llm import LLM
+from jetspec.terminal.bench import COLUMNS, write_table
+from tests.bench.tiny_bench import make_bench, results_of, write_questions, write_setup
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_setup(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder / "model", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def cells(folder: Path, llm: LLM) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = results_of(make_bench(folder, "cells", llm, methods=["ngram", "transformers"]))[
+        "cells"
+    ]
+    return found
+
+
+def measured(speeds: Sequence[float], method: str = "mine", errors: Sequence[str] = ()) -> Measured:
+    """A cell of one question per repeat, which wrote so many tokens in a second."""
+    failed = [{"id": id, "tokens": [], "error": "no", "rounds": 0, "accepted": []} for id in errors]
+    rows = [
+        [
+            {
+                "ids": ["q", *errors],
+                "decode_s": 1.0,
+                "answers": [{"id": "q", "tokens": [speed], "error": None, "rounds": 1}, *failed],
+            }
+        ]
+        for speed in speeds
+    ]
+    return Measured(Cell(method, "task", 0.0, 1, 1), rows)
+
+
+# -- statistics
+
+
+def test_a_ratio_inside_the_spread_is_no_difference() -> None:
+    clear = speedup(measured([20, 21, 19]), measured([10, 10.5, 9.5], "plain"))
+    assert clear and clear["differs"] and clear["mean"] == pytest.approx(2) and clear["over"] == "plain"
+    unclear = speedup(measured([10, 12, 14]), measured([9, 11, 13], "plain"))
+    assert unclear and not unclear["differs"] and unclear["mean"] > 1
+
+
+def test_one_repeat_has_no_spread_and_claims_nothing() -> None:
+    once = speedup(measured([50]), measured([1], "plain"))
+    assert once and once["sd"] is None and once["differs"] is False
+    assert spread([3.0]) == {"mean": 3.0, "sd": None, "values": [3.0]}
+
+
+def test_no_speedup_over_other_questions() -> None:
+    base = measured([1, 1], errors=["hard"])
+    assert speedup(measured([2, 2], errors=["hard"]), base) is not None
+    assert speedup(measured([2, 2]), base) is None, "no group in common"
+    solved = [
+        [{**row, "answers": [{**a, "error": None} for a in row["answers"]]} for row in rows] for rows in base.repeats
+    ]
+    assert speedup(Measured(base.cell, solved), base) is None, "it did not fail where the other did"
+    assert speedup(measured([2, 2]), None) is None
+
+
+def test_a_method_with_a_limit_is_compared_on_its_own_questions(folder: Path, llm: LLM) -> None:
+    methods = ["ngram", {"name": "transformers", "limit": 2}]
+    bench = make_bench(folder, "limited", llm, methods=methods)
+    summary = Summary(bench, bench.run())
+    cells = {cell["method"]: cell for cell in summary.results()["cells"]}
+    assert [cells[name]["questions"] for name in ("plain", "ngram", "transformers")] == [5, 5, 2]
+    mine, base = (
+        next(m for c, m in summary.measured.items() if c.method == name) for name in ("ngram", "transformers")
+    )
+    assert mine.beside(base).speeds != mine.speeds and len(mine.beside(base).all_answers) == 4
+    assert cells["ngram"]["speedup_transformers"]["mean"] == pytest.approx(
+        (sum(mine.beside(base).speeds) / 2) / (sum(base.speeds) / 2)
+    )
+
+
+@given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=5), st.floats(0.1, 10))
+def test_a_speedup_does_not_depend_on_the_unit_of_time(speeds: list[float], factor: float) -> None:
+    base = measured([s * factor for s in speeds])
+    assert (found := speedup(base, base)) and found["mean"] == pytest.approx(1) and not found["differs"]
+
+
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=40))
+def test_acceptance_counts_every_round_once(lengths: list[int]) -> None:
+    tokens = len(lengths) + sum(lengths)
+    answer = {"id": "q", "tokens": [tokens], "rounds": len(lengths), "accepted": histogram(lengths), "error": None}
+    mine = Measured(Cell("mine", "task", 0.0, 16, 1), [[{"decode_s": 1.0, "answers": [answer]}]])
+    per_round, counts = acceptance(mine)
+    assert sum(counts) == len(lengths) and per_round == pytest.approx(tokens / len(lengths))
+    assert sum(kept * count for kept, count in enumerate(counts)) == sum(lengths)
+
+
+# -- grading
+
+
+@dataclass(frozen=True)
+class Verdict:
+    correct: bool | None
+
+
+def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: Path, llm: LLM) -> None:
+    write_questions(folder, "gsm8k", [[f"{i} and {i} is"] for i in range(5)])
+    graded: list[tuple[str, str]] = []
+
+    def grader(task: str, question: Mapping[str, Any], text: str) -> Verdict:
+        assert task == "gsm8k"
+        graded.append((question["id"], text))
+        return Verdict({"0": True, "1": False, "2": True}.get(question["answer"]))
+
+    bench = make_bench(folder, "graded", llm, tasks=["gsm8k", "sums"], repeats=2)
+    cells = results_of(bench, grader=grader)["cells"]
+    scores = {(cell["method"], cell["task"]): cell["score"] for cell in cells}
+    expected = {"correct": 2, "graded": 3, "share": pytest.approx(2 / 3)}
+    assert scores["plain", "gsm8k"] == scores["ngram", "gsm8k"] == expected
+    assert scores["plain", "sums"] is None
+    assert len(graded) == len(set(graded)) == 5
+
+
+def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) -> None:
+    def grader(task: str, question: Mapping[str, Any], text: str) -> Verdict:
+        raise ValueError("grading needs a package")
+
+    write_questions(folder, "mbpp", [["def f():"]])
+    bench = make_bench(folder, "ungraded", llm, tasks=["mbpp"])
+    results = results_of(bench, grader=grader)
+    assert all(cell["score"] is None for cell in results["cells"])
+    assert results["notes"] == ["mbpp is not graded: grading needs a package"]
+
+
+# -- losslessness
+
+
+def test_the_noise_of_a_draw_is_that_of_the_engine(folder: Path, llm: LLM) -> None:
+    """The drawn token is the best of the logits that gaps are taken from: so its gap to itself is 0."""
+    bench = make_bench(folder, "drawn", llm, temperatures=[0.8], repeats=1)
+    summary = Summary(bench, bench.run())
+    fresh = Lossless(bench).fresh
+    rows = [row for (cell, _, _), row in summary.rows.items() if cell.method == "ngram"]
+    prompts = {prompt.id: prompt for prompt in bench.questions["sums"]}
+    for answer in (answer for row in rows for answer in row["answers"]):
+        prompt = llm.tokenizer.encode_chat([{"role": "user", "content": prompts[answer["id"]].turns[0]}])
+        tokens = answer["turn_tokens"][0]
+        judge = DrawnPass(fresh, bench.config.sampling(0.8, 0, answer["id"], 0))
+        for place, token in enumerate(tokens):
+            assert int(judge.logits([*prompt, *tokens[:place]]).argmax()) == token
+
+
+# -- the table
+
+
+def test_every_form_holds_every_cell(cells: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    def written(output: Any) -> str:
+        write_table(cells, output)
+        return capsys.readouterr().out
+
+    assert json.loads(written("json")) == cells
+    assert [json.loads(line) for line in written("jsonl").splitlines()] == cells
+    rows = list(csv.DictReader(io.StringIO(written("csv"))))
+    assert [float(row["tokens_per_s_mean"]) for row in rows] == [cell["tokens_per_s"]["mean"] for cell in cells]
+    head, rule, *lines = written("md").splitlines()
+    assert [word.strip() for word in head.strip("|").split("|")] == list(COLUMNS) and set(rule) <= set("|-: ")
+    assert len({len(line) for line in (head, rule, *lines)}) == 1
+    for line, cell in zip(lines, cells, strict=True):
+        mean, sd = cell["tokens_per_s"]["mean"], cell["tokens_per_s"]["sd"]
+        assert f"{mean:.1f} ± {sd:.1f}" in line
+        words = [word.strip() for word in line.strip("|").split("|")]
+        assert words[0] == cell["method"]
+        if cell["method"] not in ("plain", "transformers"):
+            assert ("(≈)" in words[7]) == (not cell["speedup"]["differs"])
+
+
+# -- the command
+
+
+def run_command(folder: Path, *words: str) -> Result:
+    usual = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--tasks", "sums", "--device", "cpu"]
+    usual += ["-n", "6", "-r", "2", "--out", str(folder / "command")]
+    return CliRunner().invoke(app, ["bench", *usual, *words])
+
+
+def test_the_command_prints_the_table_and_writes_the_record(folder: Path) -> None:
+    methods = f"ngram,ddtree={folder / 'bidirectional'}"
+    done = run_command(folder, "--methods", methods, "--budgets", "4,8", "--batch", "1,2", "--output", "jsonl")
+    assert done.exit_code == 0, done.output
+    cells = [json.loads(line) for line in done.stdout.splitlines()]
+    record = json.loads((folder / "command" / "results.json").read_text())
+    assert cells == record["cells"] and len(cells) == 2 + 4 + 4
+    assert {"command", "commit", "hardware", "versions", "recipe"} <= set(record)
+    assert [method["name"] for method in record["recipe"]["methods"]] == ["plain", "ngram", "ddtree"]
+    before = (folder / "command" / "rows.jsonl").read_bytes()
+    again = run_command(folder, "--methods", methods, "--budgets", "4,8", "--batch", "1,2", "--output", "jsonl")
+    assert again.stdout == done.stdout and (folder / "command" / "rows.jsonl").read_bytes() == before
+    fresh = run_command(folder, "--budgets", "4", "--methods", "ngram", "--fresh")
+    assert fresh.exit_code == 0 and "± " in fresh.stdout
+    assert len((folder / "command" / "rows.jsonl").read_bytes().splitlines()) == 2 * 5 * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--budgets", "many"], "budgets are numbers such as 1,8"),
+        (["--methods", "jetspec"], "jetspec needs a head: name it as jetspec=FOLDER"),
+        (["--tasks", "nowhere"], "there is no task 'nowhere'"),
+        (["--data-dir", "nowhere"], "is not a folder of questions"),
+        (["--repeats", "0"], "repeats is 0"),
+        (["--url", "http://127.0.0.1:9/v1"], "no OpenAI-compatible server answers"),
+        (["nowhere.yaml"], "cannot read the recipe nowhere.yaml"),
+    ],
+)
+def test_wrong_use_is_one_line_and_status_2(folder: Path, words: list[str], why: str) -> None:
+    done = run_command(folder, *words, "--out", str(folder / "wrong"))
+    assert done.exit_code == 2 and why in done.stderr.splitlines()[-1] and done.stdout == ""
+
+
+def test_text_of_ours_that_differs_in_float32_is_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {"check": "greedy tokens", "compared": 1, "identical": 0}
+    found["different"] = [{"id": "q", "repeat": 0, "turn": 0, "position": 3, "gap": 0.5}]
+    monkeypatch.setattr(Lossless, "of", lambda self, mine, plain: found)
+    done = run_command(folder, "--methods", "ngram", "--out", str(folder / "differs"))
+    assert done.exit_code == 1 and "ngram differs from plain in q, turn 0, from token 3 on" in done.stderr
