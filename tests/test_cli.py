@@ -557,5 +557,5 @@ def test_default_model_decodes_alike_both_ways() -> None:
     assert result.exit_code == 0
     value = json.loads(result.stdout)
     [comparison] = value["results"]
-    assert value["drafter"] == "ngram" and comparison["identical"]
+    assert value["drafter"] == "head" and comparison["identical"]
     assert comparison["speculative"]["stats"]["rounds"] < comparison["plain"]["stats"]["rounds"]
