@@ -66,6 +66,14 @@ class HeadConfig:
         """Positions drafted in one pass."""
         return self.block_size if self.shifted else self.block_size - 1
 
+    def draft_depth(self, asked: int | None) -> int:
+        """Depth of trees that ask for one, or not: no deeper than a block reaches."""
+        return min(asked or self.depth, self.depth)
+
+    def num_in_flight(self, tree: TreeConfig) -> int:
+        """Most nodes that a round passes through the head."""
+        return self.block_size
+
     @property
     def causal_layers(self) -> tuple[bool, ...]:
         """Per layer, whether a slot sees only those before it."""

@@ -19,7 +19,8 @@ from jetspec.config import TreeConfig
 from jetspec.dispatch import force
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
-from jetspec.models.head_format import CARD_FILE, load_head, save_head
+from jetspec.models.head_folder import CARD_FILE
+from jetspec.models.head_format import load_head, save_head
 from jetspec.train.blocks import Blocks, choose_anchors, document_mask, lay_out
 from jetspec.train.card import model_card
 from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint, settings

@@ -202,7 +202,7 @@ def test_a_full_disk_leaves_no_checkpoint(answers: Path, tmp_path: Path, monkeyp
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("jetspec.models.head_format.save_file", full)
+    monkeypatch.setattr("jetspec.models.head_folder.save_file", full)
     with pytest.raises(OSError, match="No space"):
         trainer.save()
     assert list((tmp_path / "checkpoints").iterdir()) == []
