@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def read(config: TrainConfig, target: Decoder) -> Sequence[Document]:
-    return read_data(config, target.config.vocab_size, start_head(config, target).head_config.mask_token)
+    return read_data(config, target.config.vocab_size, start_head(config, target))
 
 
 def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, list[Document]]:

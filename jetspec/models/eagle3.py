@@ -27,8 +27,18 @@ from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.config import TreeConfig
-from jetspec.models.decoder import Attend, Attention, DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm, Rope
-from jetspec.models.draft_head import Embedder
+from jetspec.models.decoder import (
+    Attend,
+    Attention,
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    DecoderStack,
+    Linear,
+    RMSNorm,
+    Rope,
+)
+from jetspec.models.draft_head import Embedder, init_weights
 from jetspec.models.masked_attention import Visible, attend_own
 from jetspec.ops import HeadNorm
 from jetspec.tree import GrowingTree
@@ -121,6 +131,17 @@ class Eagle3Head(DecoderStack):
     @property
     def layer(self) -> Eagle3Layer:
         return cast(Eagle3Layer, self.layers[0])
+
+    def init_weights(self, seed: int = 0) -> Eagle3Head:
+        """Fresh weights."""
+        return init_weights(self, seed)
+
+    @torch.no_grad()
+    def adopt(self, token_of: Tensor, target: Decoder) -> None:
+        """Draft these tokens, and start from the rows and the norm by which the target predicts them."""
+        self.token_of.copy_(token_of)
+        self.lm_head.weight.copy_(target.lm_head[token_of])
+        self.norm.weight.copy_(target.norm.weight)
 
     def embed(self, token: Tensor, target: Embedder) -> Tensor:
         return target.embed(token) if self.embedding is None else nn.functional.embedding(token, self.embedding)
@@ -217,12 +238,15 @@ class Eagle3Head(DecoderStack):
         those before its anchor. Returns the normed states of every step, (R, A, D, M): step s speaks about the token
         s + 1 places behind the anchor.
         """
-        before = self.fc(tap).roll(1, -2)  # at the start of a text it is another's, but nobody sees that row
+        # At the start of a text it is another's, but nobody sees that row.
+        before = self.fc(tap).to(self.norm.weight.dtype).roll(1, -2)
         k, v = self._keys(embedded, before, self.rope(position))
         hidden, at = _rows(before, anchor), position.gather(-1, anchor)
         steps = torch.arange(drafted.shape[-2], device=at.device)
         # Keys of the chain so far, the newest first, with room for all, so that every step has the same shapes.
-        k_own, v_own = (x.new_zeros(*anchor.shape, len(steps) - 1, *x.shape[-2:]) for x in (k, v))
+        k_own, v_own = (
+            x.new_zeros(*anchor.shape, len(steps) - 1, *x.shape[-2:]).requires_grad_(x.requires_grad) for x in (k, v)
+        )
         states = []
         for step, x in enumerate(drafted.unbind(-2)):
             rope = self.rope(at + step)

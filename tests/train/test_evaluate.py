@@ -26,18 +26,15 @@ from jetspec.train import evaluate
 from jetspec.train.answers import Answerer, decode, find_tasks, read_questions
 from jetspec.train.data import Document
 from jetspec.train.evaluate import (
-    ABSENT,
-    BEYOND,
     HeadScore,
-    Reading,
     answer_spans,
-    coming_tokens,
     follow,
     make_trees,
     score_head,
     walk,
 )
 from jetspec.train.prompts import Prompt
+from jetspec.train.reading import ABSENT, BEYOND, BlockReading, coming_tokens
 from jetspec.tree import DraftTree
 from jetspec.types import Completion, SamplingParams
 from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_head
@@ -66,8 +63,8 @@ def trained_pair(edge: bool, causal: bool) -> tuple[Decoder, DraftHead]:
 
 def draft_loss(target: Decoder, head: DraftHead, document: Document) -> torch.Tensor:
     [(start, end)] = answer_spans(document)
-    reading, anchor = Reading(target, head, document.tokens), torch.arange(start - 1, end - 1)
-    hidden = reading.draft(anchor)
+    reading, anchor = BlockReading(target, head, document.tokens), torch.arange(start - 1, end - 1)
+    hidden = reading.states(anchor)
     label = coming_tokens(reading.token_T, anchor, torch.full_like(anchor, end), hidden.shape[1])
     logits = target.logits(hidden)
     if head.edge is not None:
@@ -153,7 +150,7 @@ def test_the_targets_logprob_of_a_path_is_that_of_a_fresh_pass() -> None:
     text, path = [3, 8, 21, 40, 7, 7, 19], torch.tensor([[5, 6, 9], [1, 30, 2], [44, 0, 11]])
     anchors = [0, 3, 6]
     with torch.inference_mode():
-        found = Reading(target, head, np.array(text)).logprob(torch.tensor(anchors), path)
+        found = BlockReading(target, head, np.array(text)).logprob(torch.tensor(anchors), path)
     for row, anchor in enumerate(anchors):
         logits, _ = run_decoder(target, text[: anchor + 1] + path[row].tolist())
         expected = logits.log_softmax(-1)[anchor:-1].gather(1, path[row, :, None])[:, 0]
@@ -167,10 +164,10 @@ def test_a_gap_is_the_heads_logprob_of_its_chain_less_the_targets() -> None:
     score = score_head(target, head, [document], ("16",), TreeConfig(width=4), num_gaps=1000)
     gaps = []
     with torch.inference_mode():
-        reading = Reading(target, head, document.tokens)
+        reading = BlockReading(target, head, document.tokens)
         for anchor in range(2, 10):
             length = min(head.head_config.depth, 10 - anchor)
-            logq = target.logits(reading.draft(torch.tensor([anchor]))[0]).log_softmax(-1)
+            logq = target.logits(reading.states(torch.tensor([anchor]))[0]).log_softmax(-1)
             best, path = logq.max(-1)
             logits, _ = run_decoder(target, [*document.tokens[: anchor + 1].tolist(), *path.tolist()])
             logp = logits.log_softmax(-1)[anchor:-1].gather(1, path[:, None])[:, 0]
