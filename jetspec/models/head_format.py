@@ -263,4 +263,4 @@ def _foreign(path: Path) -> str | None:
 
 
 def _refusal(path: Path, kind: str) -> str:
-    return f"{path} is a {kind} head, which cannot run here; JetSpec and DFlash heads can"
+    return f"{path} is a head of another kind, {kind}, which cannot run here; use a JetSpec or DFlash head"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,12 +37,14 @@ def tiny_head(target: Decoder, *, seed: int = 3, edge: bool = False, causal: boo
     return randomize(DraftHead(config), seed, 0.3)
 
 
-def tiny_eagle3(target: Decoder, *, seed: int = 3, draft_vocab: int | None = None, depth: int = 4) -> Eagle3Head:
+def tiny_eagle3(
+    target: Decoder, *, seed: int = 3, draft_vocab: int | None = None, depth: int = 4, **changes: Any
+) -> Eagle3Head:
     """Its vocabulary is every other token, or all."""
     vocab = target.config.vocab_size
     layers = DecoderConfig("llama", vocab, 32, 1, 4, 2, 8, 64, max_len=256)
     config = Eagle3Config(layers, (0, target.config.num_layers - 2, target.config.num_layers - 1), vocab, depth)
-    head = randomize(Eagle3Head(replace(config, draft_vocab_size=draft_vocab or vocab)), seed, 0.3)
+    head = randomize(Eagle3Head(replace(config, draft_vocab_size=draft_vocab or vocab, **changes)), seed, 0.3)
     if draft_vocab is not None:
         head.token_of.copy_(torch.arange(draft_vocab) * 2 % vocab)
     return head
