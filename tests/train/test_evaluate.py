@@ -22,6 +22,7 @@ from jetspec.cli import app
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
+from jetspec.models.heads import Head
 from jetspec.train import evaluate
 from jetspec.train.answers import Answerer, decode, find_tasks, read_questions
 from jetspec.train.data import Document
@@ -37,7 +38,7 @@ from jetspec.train.prompts import Prompt
 from jetspec.train.reading import ABSENT, BEYOND, BlockReading, coming_tokens
 from jetspec.tree import DraftTree
 from jetspec.types import Completion, SamplingParams
-from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_head
+from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head
 from tests.models.paged import run_decoder
 
 BUDGETS = ("chain", "2", "7", "16", "40")
@@ -233,7 +234,7 @@ class Chatter:
     model_name, max_prompt_tokens = "tiny", 200
     config = EngineConfig(max_batch=3)
 
-    def __init__(self, target: Decoder, head: DraftHead | None = None, tree: TreeConfig | None = None) -> None:
+    def __init__(self, target: Decoder, head: Head | None = None, tree: TreeConfig | None = None) -> None:
         self.target, self.head, self.tree = SimpleNamespace(decoder=target), head, tree
         self.tokenizer, self.num_calls = self, 0
 
@@ -315,7 +316,8 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def load(model: str, head: str | None = None, **options: Any) -> Chatter:
         target, trained = trained_pair(edge=True, causal=True)
-        return Chatter(target, trained if head else None)
+        heads: dict[str | None, Head | None] = {None: None, "eagle3": tiny_eagle3(target)}
+        return Chatter(target, heads.get(head, trained))
 
     monkeypatch.setitem(sys.modules, "jetspec.engine.llm", SimpleNamespace(LLM=load))
     folder = tmp_path / "questions"
@@ -330,12 +332,13 @@ def command(folder: Path, *words: str) -> Result:
     return CliRunner().invoke(app, ["eval-head", "--data-dir", str(folder), "-n", "12", "--width", "4", *words])
 
 
-def test_the_command_reports_both_numbers_and_they_agree(data_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["mine", "eagle3"])
+def test_the_command_reports_both_numbers_and_they_agree(head: str, data_dir: Path, tmp_path: Path) -> None:
     record = tmp_path / "results" / "mine.json"
-    result = command(data_dir, "--head", "mine", "--budgets", "chain,16", "--json", "--out", str(record))
+    result = command(data_dir, "--head", head, "--budgets", "chain,16", "--json", "--out", str(record))
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["head"] == "mine" and found["tokens_per_round"].keys() == {"chat", "quiz"}
+    assert found["head"] == head and found["tokens_per_round"].keys() == {"chat", "quiz"}
     for task, row in found["tokens_per_round"].items():
         assert row.keys() == {"chain", "16"}
         for budget, value in row.items():
@@ -360,6 +363,7 @@ def test_the_table_shows_tasks_and_budgets(data_dir: Path) -> None:
         (["--head", "mine", "--budgets", "chain,big"], "'big' is no budget"),
         (["--head", "mine", "--tasks", "maths"], "there is no task 'maths'"),
         ([], "give one with --head"),
+        (["--head", "eagle3", "--expand", "paper"], "an EAGLE-3 head ranks by probability"),
     ],
 )
 def test_the_command_refuses_in_one_line(data_dir: Path, words: list[str], message: str) -> None:
