@@ -80,7 +80,7 @@ class Eagle3Config:
     def num_in_flight(self, tree: TreeConfig) -> int:
         """Most nodes that a round passes through the layer: the anchor and the frontiers of all levels but the last."""
         levels = min(self.draft_depth(tree.depth), tree.budget - 1)
-        return 1 + (levels - 1) * self.frontier(tree)
+        return 1 + max(levels - 1, 0) * self.frontier(tree)
 
     def frontier(self, tree: TreeConfig) -> int:
         """Nodes of a level that it goes on from."""

@@ -51,9 +51,13 @@ NAMES = Names(
 
 
 def is_eagle3(folder: Path) -> bool:
+    """By its name, or by a reduced vocabulary, which among the layouts without a name of their own only this one has."""
     raw = raw_config(folder) if folder.is_dir() else {}
-    kind = raw.get("speculators_model_type")
-    return kind == "eagle3" if kind is not None else any("Eagle3" in name for name in architectures(raw))
+    if (kind := raw.get("speculators_model_type")) is not None:
+        return bool(kind == "eagle3")
+    names = architectures(raw)
+    is_plain = names <= {"LlamaForCausalLM"} and "dflash_config" not in raw
+    return any("Eagle3" in name for name in names) or (is_plain and "draft_vocab_size" in raw)
 
 
 def load_eagle3(

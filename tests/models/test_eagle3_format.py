@@ -89,6 +89,12 @@ def test_what_is_written_is_read_back(config: Eagle3Config, tmp_path: Path) -> N
     assert_same(load(tmp_path / "head"), head)
 
 
+@pytest.mark.parametrize("names", [["LlamaForCausalLMEagle3"], ["LlamaForCausalLM"], None])
+def test_it_is_known_by_its_name_or_its_vocabulary(names: list[str] | None, folder: Path) -> None:
+    edit_config(folder, lambda raw: {**raw, "architectures": names})
+    assert_same(load(folder), random_eagle3(PLAIN))
+
+
 def test_names_and_numbers_are_the_published_ones(folder: Path) -> None:
     stored, raw = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     attention = {f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"}
