@@ -51,7 +51,7 @@ NAMES = Names(
 
 
 def is_eagle3(folder: Path) -> bool:
-    """By its name, or by a reduced vocabulary, which among the layouts without a name of their own only this one has."""
+    """By its name, or by a reduced vocabulary: of the layouts without a name of their own only this one has it."""
     raw = raw_config(folder) if folder.is_dir() else {}
     if (kind := raw.get("speculators_model_type")) is not None:
         return bool(kind == "eagle3")
