@@ -728,7 +728,8 @@ def profile(
 
     timed = default_rounds(options.device) if rounds is None else rounds
     works = [Workload(length, options.batch, timed) for length in contexts or [1024]]
-    shape = HeadShape(head_options.head_layers, head_options.block, edge_rank=128 if head_options.edge else 0)
+    edge_rank = 128 if head_options.edge else 0
+    shape = HeadShape(num_layers=head_options.head_layers, block_size=head_options.block, edge_rank=edge_rank)
     where = Where(options.shape, options.dtype, options.device)
     choice, report = HeadChoice(head_options.head, shape), Report(options.as_json, options.out)
     profile_rounds(where, weights, choice, trees, works, report)

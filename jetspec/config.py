@@ -21,7 +21,7 @@ class TreeConfig:
     budget: int = 64
     """Most nodes in the tree, the anchor included."""
     width: int = 8
-    """Most children of one node."""
+    """Most children of one node. Heads that draft level by level go on from so many nodes of a level."""
     depth: int | None = None
     """Longest path below the anchor. None: as deep as the drafter reaches."""
     expand: Expand = "optimal"

@@ -310,6 +310,11 @@ class BatchLayout:
     page_size: int
     max_queries: int
     """Most tokens of one request, known without looking at the tensors."""
+    first_seen: int = 0
+    """Cached positions before this one are seen by nobody."""
+    earlier: int = 0
+    """Tokens that former forwards left in flight, equally many in every request. They lie between the cached ones and
+    those of this forward, and the ancestor bits begin with them."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +322,8 @@ class TreeBatch:
     """Tokens placed for one forward: a tree says which tokens, this says where they live.
 
     `slot_T` is the place in storage (page * S + offset), `position_T` the place in the sequence. Siblings share
-    a position, never a slot. `ancestor_BNW` None means a chain: each token sees those before it.
+    a position, never a slot. `ancestor_BNW` None means a chain: each token sees those before it, all of them this
+    forward's.
     """
 
     token_T: Tensor

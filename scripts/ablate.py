@@ -21,8 +21,7 @@ from tqdm import tqdm
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.llm import LLM
 from jetspec.models.decoder import Decoder
-from jetspec.models.draft_head import DraftHead
-from jetspec.models.head_format import save_head
+from jetspec.models.heads import Head, save_any_head
 from jetspec.record import current_commit, write_record
 from jetspec.train.answers import Answerer, find_tasks, fingerprint, read_questions
 from jetspec.train.config import TrainConfig, load_recipe
@@ -97,7 +96,7 @@ def main() -> None:
             data[True] = read(replace(base, data=(str(args.corpus),)), target)
         head, results = run_variant(variant.of(base), target, data[variant.corpus], answers, name)
         if args.keep_heads is not None:
-            save_head(head, args.keep_heads / name, torch.bfloat16)
+            save_any_head(head, args.keep_heads / name)
         about = {"variant": name, "tables": variant.about, "questions": args.limit, "tokens": args.tokens}
         write_record(args.out / f"{name}.json", {**about, **results}, commit)
         print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
@@ -109,7 +108,7 @@ def is_done(name: str, records: Path, heads: Path | None) -> bool:
 
 
 def read(config: TrainConfig, target: Decoder) -> Sequence[Document]:
-    return read_data(config, target.config.vocab_size, start_head(config, target).head_config.mask_token)
+    return read_data(config, target.config.vocab_size, start_head(config, target))
 
 
 def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, list[Document]]:
@@ -133,7 +132,7 @@ def run_variant(
     documents: Sequence[Document],
     answers: Mapping[str, Sequence[Document]],
     name: str,
-) -> tuple[DraftHead, dict[str, Any]]:
+) -> tuple[Head, dict[str, Any]]:
     """Train from scratch, then count teacher-forced rounds."""
     head = start_head(config, target).to(target.embedding.device)
     trainer = Trainer(config, target, head, PackedData(documents, config.row_len, config.seed))

@@ -48,7 +48,7 @@ class FullTree:
         parent = ((node - 1).clamp(min=0) // 2).expand_as(token)
         return DraftTree.from_parents(token, parent, torch.full_like(state.anchor_B, self.lookahead), max_depth=8)
 
-    def observe(self, *_: torch.Tensor) -> None:
+    def observe(self, *_: object) -> None:
         raise AssertionError("nothing is tapped")
 
 

@@ -38,8 +38,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = load_target(config.model, dtype, device).decoder
-    mask_token = start_head(config, target).head_config.mask_token
-    documents = read_data(config, target.config.vocab_size, mask_token)
+    documents = read_data(config, target.config.vocab_size, start_head(config, target))
     data = PackedData(documents, config.row_len, config.seed)
     rows = []
     for anchors in map(int, args.anchors.split(",")):

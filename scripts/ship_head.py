@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from jetspec.models.head_format import CARD_FILE, WEIGHTS_FILE, load_head, save_head
+from jetspec.models.head_folder import CARD_FILE, WEIGHTS_FILE
+from jetspec.models.head_format import load_head, save_head
 from jetspec.models.hub import DEFAULT_MODEL, HEADS
 from jetspec.train.data import lines_of
 from scripts.pages import put_between

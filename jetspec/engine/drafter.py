@@ -1,4 +1,4 @@
-"""Who guesses: the head, the text itself, or nobody. All of them hand the round a tree."""
+"""Who guesses: a head, the text itself, or nobody. All of them hand the round a tree."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from jetspec.config import TreeConfig
 from jetspec.engine.kv_cache import KVCache
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
-from jetspec.tree import Candidates, DraftTree, build_tree
-from jetspec.types import Request, RowSampling, Wants
+from jetspec.models.eagle3 import Eagle3Head
+from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, pack_bits
+from jetspec.types import Request, RowSampling, TreeBatch, Wants
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Drafter(Protocol):
     def build(self, state: RoundState, drafted: Any) -> DraftTree:
         """Make a tree of the guesses."""
 
-    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor) -> None:
-        """See the tapped states of tokens that were committed."""
+    def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
+        """See tokens that were committed, with their tapped states."""
 
 
 class NoDrafter:
@@ -68,7 +69,7 @@ class NoDrafter:
     def build(self, state: RoundState, drafted: None) -> DraftTree:
         return DraftTree.root(state.anchor_B)
 
-    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor) -> None:
+    def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         raise AssertionError("nothing is tapped")
 
 
@@ -80,7 +81,7 @@ class HeadDrafter:
     def __init__(self, head: DraftHead, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
         config = head.head_config
         self.head, self.target, self.cache, self.tree = head, target, cache, tree
-        self.depth = min(tree.depth or config.depth, config.depth)
+        self.depth = config.draft_depth(tree.depth)
         self.tap_layers = config.tap_layers
         self.lookahead = max(tree.budget, config.block_size, self.depth + 1)
         self.slot_1S = torch.arange(config.block_size, device=cache.device)[None]
@@ -90,21 +91,57 @@ class HeadDrafter:
         token_BS = self.head.block_tokens(state.anchor_B)
         block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), None)
         hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, : self.depth]
-        return self.head.candidates(hidden_BDM, self.target, self.tree, self.heat(state.sampling))
-
-    @staticmethod
-    def heat(sampling: RowSampling) -> Tensor | None:
-        """The tree is drafted from the distribution that will be sampled: with the request's temperature."""
-        if not sampling.any_sampled:
-            return None
-        return torch.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
+        return self.head.candidates(hidden_BDM, self.target, self.tree, draft_heat(state.sampling))
 
     def build(self, state: RoundState, drafted: Candidates) -> DraftTree:
         return build_tree(state.anchor_B, drafted, self.tree, self.depth)
 
-    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor) -> None:
+    def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         assert self.cache.head is not None
-        self.head.observe(tap_TX, position_T, slot_T, self.cache.head.layers)
+        self.head.observe(tap_TX, batch.position_T, batch.slot_T, self.cache.head.layers)
+
+
+class Eagle3Drafter:
+    """A head that drafts level by level, on what it has drafted."""
+
+    on_device = True
+
+    def __init__(self, head: Eagle3Head, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
+        config = head.head_config
+        self.head, self.target, self.cache, self.tree = head, target, cache, tree
+        self.depth = min(config.draft_depth(tree.depth), tree.budget - 1)
+        self.tap_layers = config.tap_layers
+        self.width, size = config.frontier(tree), config.num_in_flight(tree)
+        self.lookahead = max(tree.budget, size)
+        node_N = torch.arange(size, device=cache.device)
+        self.depth_1N = (node_N + self.width - 1)[None] // self.width
+        self.own_1NW = pack_bits(torch.eye(size, dtype=torch.bool, device=cache.device))[None]
+
+    def draft(self, state: RoundState) -> GrowingTree:
+        assert self.cache.head is not None and self.cache.head.feature_SM is not None
+        B = len(state.anchor_B)
+        depth_BN, own_BNW = self.depth_1N.expand(B, -1), self.own_1NW.expand(B, -1, -1)
+        nodes = self.cache.place(state.row_B, depth_BN, depth_BN, own_BNW)
+        feature_BM = self.cache.head.feature_SM[self.cache.slot_before(nodes.layout)]
+        growing = GrowingTree(state.anchor_B, self.width, self.tree.budget)
+        heat_B = draft_heat(state.sampling)
+        return self.head.grow(growing, self.depth, nodes, feature_BM, self.target, self.cache.head.layers, heat_B)
+
+    def build(self, state: RoundState, drafted: GrowingTree) -> DraftTree:
+        return drafted.tree()
+
+    def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
+        pool = self.cache.head
+        assert pool is not None and pool.feature_SM is not None
+        before_T = self.cache.slots_before(batch)
+        self.head.observe(tap_TX, batch, before_T, self.target, pool.layers, pool.feature_SM)
+
+
+def draft_heat(sampling: RowSampling) -> Tensor | None:
+    """The tree is drafted from the distribution that will be sampled: with the request's temperature."""
+    if not sampling.any_sampled:
+        return None
+    return torch.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
 
 
 @dataclass
@@ -191,7 +228,7 @@ class NgramDrafter:
                 kept.append(nodes[i])
         return [Continuation(n.token, place[n.parent], n.depth, n.weight) for n in kept]
 
-    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor) -> None:
+    def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         raise AssertionError("nothing is tapped")
 
 

@@ -12,13 +12,14 @@ import torch
 
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.detokenize import Decode, TextStream
-from jetspec.engine.drafter import Drafter, HeadDrafter, NgramDrafter, NoDrafter
+from jetspec.engine.drafter import Drafter, Eagle3Drafter, HeadDrafter, NgramDrafter, NoDrafter
 from jetspec.engine.graphs import EagerRounds, GraphRounds, Launched, Lineup, Rounds
 from jetspec.engine.kv_cache import KVCache, page_bytes
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.scheduler import Scheduler
 from jetspec.models.decoder import Decoder
-from jetspec.models.draft_head import DraftHead
+from jetspec.models.eagle3 import Eagle3Head
+from jetspec.models.heads import Head
 from jetspec.types import (
     Completion,
     Constraint,
@@ -34,12 +35,15 @@ CPU_CACHE_GB = 2.0
 GPU_CACHE_FRAC = 0.8
 
 
-def check_drafter(drafter: DrafterName, head: DraftHead | None, tree: TreeConfig) -> None:
+def check_drafter(drafter: DrafterName, head: Head | None, tree: TreeConfig) -> None:
     """Settings that do not go together are refused, not ignored."""
     if drafter == "head" and head is None:
         raise ValueError("the drafter is `head` but no head was given; give one or choose ngram or none")
-    if drafter == "ngram" and (tree.expand, tree.score) != ("optimal", "accum_logp"):
+    is_default = (tree.expand, tree.score) == ("optimal", "accum_logp")
+    if drafter == "ngram" and not is_default:
         raise ValueError("expand and score are for trees of a head; the ngram drafter ranks by matches alone")
+    if drafter == "head" and isinstance(head, Eagle3Head) and not is_default:
+        raise ValueError("expand and score are for heads that draft in one pass; an EAGLE-3 head ranks by probability")
 
 
 class Engine:
@@ -52,7 +56,7 @@ class Engine:
     def __init__(
         self,
         target: Decoder,
-        head: DraftHead | None = None,
+        head: Head | None = None,
         *,
         drafter: DrafterName,
         tree: TreeConfig,
@@ -69,8 +73,8 @@ class Engine:
         wanted = min(config.max_len or target.config.max_len, target.config.max_len)
         self.uses_graphs = self._uses_graphs(drafter, config)
         self.ahead = int(self.uses_graphs) if config.ahead is None else config.ahead
-        depth = (head.head_config.depth if head else 0) if tree.budget > 1 else 0
-        reach = max(tree.budget, head.head_config.block_size + 1 if head else 1) + self.ahead * (depth + 1)
+        depth = (head.head_config.draft_depth(tree.depth) if head else 0) if tree.budget > 1 else 0
+        reach = max(tree.budget, head.head_config.num_in_flight(tree) + 1 if head else 1) + self.ahead * (depth + 1)
         self.cache = self._make_cache(head, config, wanted + reach, reach)
         self.drafter = self._make_drafter(drafter, head, tree)
         # Rounds that were launched but not read have moved on by up to a path each.
@@ -182,7 +186,7 @@ class Engine:
         batch = self.cache.place_chunks(chunks)
         out = self.target(batch, self.cache.target.layers, self.drafter.tap_layers)
         if out.tap_TX is not None:
-            self.drafter.observe(out.tap_TX, batch.position_T, batch.slot_T)
+            self.drafter.observe(out.tap_TX, batch)
         if self.device.type == "cuda" and not self.in_flight:  # nobody is kept waiting by a look at the clock
             torch.cuda.synchronize()
         for request, count in chunks:
@@ -298,7 +302,7 @@ class Engine:
             if not 0 <= token < self.target.config.vocab_size:
                 raise ValueError(f"token id {token} is not in the vocabulary")
 
-    def _make_drafter(self, name: DrafterName, head: DraftHead | None, tree: TreeConfig) -> Drafter:
+    def _make_drafter(self, name: DrafterName, head: Head | None, tree: TreeConfig) -> Drafter:
         if name == "none" or tree.budget == 1:
             return NoDrafter()
         self.target.prepare()
@@ -306,6 +310,8 @@ class Engine:
             return NgramDrafter(tree)
         assert head is not None
         head.prepare()
+        if isinstance(head, Eagle3Head):
+            return Eagle3Drafter(head, self.target, self.cache, tree)
         return HeadDrafter(head, self.target, self.cache, tree)
 
     def _uses_graphs(self, drafter: DrafterName, config: EngineConfig) -> bool:
@@ -315,12 +321,13 @@ class Engine:
             raise ValueError("execution `graph` needs a GPU and a drafter that works on it; use eager")
         return possible and config.execution != "eager"
 
-    def _make_cache(self, head: DraftHead | None, config: EngineConfig, row_len: int, reach: int) -> KVCache:
+    def _make_cache(self, head: Head | None, config: EngineConfig, row_len: int, reach: int) -> KVCache:
         models = [self.target.config] + ([head.config] if head else [])
         dtype = self.target.embedding.dtype
+        feature_size = head.config.hidden_size if isinstance(head, Eagle3Head) else 0
         num_pages = config.num_pages
         if num_pages is None:
-            affordable = self._cache_bytes(config) // page_bytes(models, config.page_size, dtype)
+            affordable = self._cache_bytes(config) // page_bytes(models, config.page_size, dtype, feature_size)
             num_pages = max(1, min(config.max_batch * -(-row_len // config.page_size), affordable))
         row_len = min(row_len, num_pages * config.page_size)
         return KVCache(
@@ -333,6 +340,7 @@ class Engine:
             dtype=dtype,
             device=self.device,
             prefix_cache=config.prefix_cache,
+            feature_size=feature_size,
             idle_len=reach if self.uses_graphs else 0,
         )
 

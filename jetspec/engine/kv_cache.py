@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -107,27 +108,38 @@ class PagePool:
 
 
 class KVPool:
-    """Storage for one model's K and V in all layers."""
+    """Storage for one model's K and V in all layers, and for a feature of each position where it wants one."""
 
     def __init__(
-        self, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        feature_size: int = 0,
     ) -> None:
         shape = (2, config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = tuple(KVPages(k, v) for k, v in zip(*self.storage, strict=True))
+        self.feature_SM = None
+        """By slot."""
+        if feature_size:
+            self.feature_SM = torch.zeros(num_pages * page_size, feature_size, dtype=dtype, device=device)
 
 
-def page_bytes(configs: Sequence[DecoderConfig], page_size: int, dtype: torch.dtype) -> int:
+def page_bytes(configs: Sequence[DecoderConfig], page_size: int, dtype: torch.dtype, feature_size: int = 0) -> int:
     """Memory of one page over all pools."""
     rows = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
-    return rows * page_size * dtype.itemsize
+    return (rows + feature_size) * page_size * dtype.itemsize
 
 
 class KVCache:
     """Rows of a page table, one per admitted request, over a page pool and the storage of target and head.
 
     With `idle_len` there is one row more, for the places of a padded batch that nobody takes: it has pages of its
-    own for so many positions, and its length stays 0.
+    own for so many positions, and its length stays 0. With `feature_size` the head's storage has room for a vector of
+    that size per position.
     """
 
     def __init__(
@@ -142,13 +154,16 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         prefix_cache: bool,
+        feature_size: int = 0,
         idle_len: int = 0,
     ) -> None:
         self.page_size = page_size
         self.device = device
         idle_pages = self.pages_for(idle_len)
         self.target = KVPool(target, num_pages + idle_pages, page_size, dtype, device)
-        self.head = KVPool(head, num_pages + idle_pages, page_size, dtype, device) if head is not None else None
+        self.head = None
+        if head is not None:
+            self.head = KVPool(head, num_pages + idle_pages, page_size, dtype, device, feature_size)
         self.pool = PagePool(num_pages, page_size, prefix_cache)
         self.idle_row = num_rows if idle_len else None
         width = max(self.pages_for(row_len), idle_pages)
@@ -237,11 +252,25 @@ class KVCache:
         layout = BatchLayout(self.page_RP[row_B], self.length_R[row_B], start_B1, self.page_size, longest)
         return TreeBatch(token_T, position_T, slot_T, layout, None)
 
-    def path_places(self, batch: TreeBatch, num: int) -> tuple[Tensor, Tensor]:
-        """Positions and slots that the accepted path of each request ends up in, (B, num): those of its first nodes."""
-        length_B = batch.layout.cached_len_B
+    def place_path(self, batch: TreeBatch, path_BD1: Tensor) -> TreeBatch:
+        """The accepted paths of placed trees, where they end up: in the slots of the trees' first nodes."""
+        (B, num), length_B = path_BD1.shape, batch.layout.cached_len_B
+        token_BD1 = batch.token_T.view(B, -1).gather(1, path_BD1)
         position_BD1 = length_B[:, None] + torch.arange(num, device=self.device)
-        return position_BD1, batch.slot_T.view(len(length_B), -1)[:, :num]
+        slot_BD1 = batch.slot_T.view(B, -1)[:, :num]
+        start_B1 = torch.arange(0, B * num + 1, num, device=self.device)
+        layout = replace(batch.layout, query_start_B1=start_B1, max_queries=num)
+        return TreeBatch(token_BD1.flatten(), position_BD1.flatten(), slot_BD1.flatten(), layout, None)
+
+    def slot_before(self, layout: BatchLayout) -> Tensor:
+        """The slot of each request's last cached position; where there is none, that of the first position to come."""
+        last_B1 = (layout.cached_len_B - 1).clamp(min=0)[:, None]
+        page_B1 = layout.page_BP.gather(1, last_B1 // self.page_size)
+        return (page_B1 * self.page_size + last_B1 % self.page_size)[:, 0]
+
+    def slots_before(self, batch: TreeBatch) -> Tensor:
+        """The slot of the position before each token of chains, (T). At position 0 it is the token's own."""
+        return batch.slot_T.roll(1).index_copy_(0, batch.layout.query_start_B1[:-1], self.slot_before(batch.layout))
 
     def compact(self, row_B: Tensor, batch: TreeBatch, verdict: Acceptance) -> None:
         """Move the accepted path's K/V down behind the prefix and advance the lengths.

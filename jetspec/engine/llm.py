@@ -14,8 +14,7 @@ from tqdm import tqdm
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.constraint import Grammars
 from jetspec.engine.engine import Engine, check_drafter
-from jetspec.models.draft_head import DraftHead
-from jetspec.models.head_format import load_head
+from jetspec.models.heads import Head, load_any_head
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import Target, load_target
@@ -58,13 +57,13 @@ class LLM:
         target = load_target(model, choose_dtype(dtype, place), place)
         loaded, head = None, head or shipped_head(model)
         if head is not None and drafter in (None, "head"):
-            loaded = load_head(head, target.decoder.config, dtype=target.decoder.embedding.dtype, device=place)
+            loaded = load_any_head(head, target.decoder.config, dtype=target.decoder.embedding.dtype, device=place)
         self._start(target, loaded, drafter, tree, engine or EngineConfig())
 
     def _start(
         self,
         target: Target,
-        head: DraftHead | None,
+        head: Head | None,
         drafter: DrafterName | None,
         tree: TreeConfig | None,
         config: EngineConfig,
@@ -74,9 +73,10 @@ class LLM:
         self.drafter: DrafterName = drafter or ("head" if head else "ngram")
         on_cpu = target.decoder.embedding.device.type == "cpu"
         self.tree = tree or (TreeConfig(budget=CPU_BUDGET) if on_cpu else TreeConfig())
-        reach = head.head_config.depth if head else None
-        if self.drafter == "head" and reach and self.tree.depth and self.tree.depth > reach:
-            raise ValueError(f"depth is {self.tree.depth}, but this head drafts {reach} positions")
+        if self.drafter == "head" and head and self.tree.depth:
+            reach = head.head_config.draft_depth(self.tree.depth)
+            if reach < self.tree.depth:
+                raise ValueError(f"depth is {self.tree.depth}, but this head drafts {reach} positions")
         check_drafter(self.drafter, head, self.tree)
 
     @cached_property
@@ -126,7 +126,7 @@ class LLM:
         place, dtype = decoder.embedding.device, decoder.embedding.dtype
         other = object.__new__(type(self))
         other._start(
-            self.target, load_head(head, decoder.config, dtype=dtype, device=place), None, self.tree, self.config
+            self.target, load_any_head(head, decoder.config, dtype=dtype, device=place), None, self.tree, self.config
         )
         return other
 

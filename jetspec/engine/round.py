@@ -79,8 +79,6 @@ class Round:
         self.cache.compact(state.row_B, batch, verdict)
         self.cache.rows.anchor_R[state.row_B] = verdict.bonus_B
         if out.tap_TX is not None:
-            B, D1 = verdict.path_BD1.shape
-            tap_BNX = out.tap_TX.unflatten(0, (B, -1))
+            tap_BNX = out.tap_TX.unflatten(0, (len(verdict.path_BD1), -1))
             tap_BD1X = tap_BNX.gather(1, verdict.path_BD1[..., None].expand(-1, -1, tap_BNX.shape[-1]))
-            position, slot = self.cache.path_places(batch, D1)
-            self.drafter.observe(tap_BD1X.flatten(0, 1), position.flatten(), slot.flatten())
+            self.drafter.observe(tap_BD1X.flatten(0, 1), self.cache.place_path(batch, verdict.path_BD1))

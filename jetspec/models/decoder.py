@@ -159,11 +159,12 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention around an `Attend`. Leading dimensions are free: (..., M) in, (..., M) out."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, inputs: int | None = None) -> None:
+        """`inputs` is the width of what it reads, if that is not the hidden size."""
         super().__init__()
         c = config
         self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
-        self.qkv = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.qkv_bias)
+        self.qkv = Linear(inputs or c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.qkv_bias)
         self.out = Linear(c.num_heads * c.head_dim, c.hidden_size, c.out_bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
@@ -235,10 +236,12 @@ class DecoderStack(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(
+        self, config: DecoderConfig, make_layer: Callable[[DecoderConfig, int], DecoderLayer] = DecoderLayer
+    ) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(make_layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         with torch.device("cpu"):  # real numbers even while the weights are on the meta device: nothing loads it
             self.register_buffer("inv_freq", config.rope.inv_freq(config.head_dim), persistent=False)

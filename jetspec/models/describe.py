@@ -10,7 +10,7 @@ import torch
 
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.gguf import GGUFFile
-from jetspec.models.head_format import check_fits, describe_head, read_config
+from jetspec.models.heads import describe_any_head, why_not
 from jetspec.models.hub import resolve
 from jetspec.models.weights import OpenModel, load_tokenizer, open_model
 
@@ -18,7 +18,7 @@ from jetspec.models.weights import OpenModel, load_tokenizer, open_model
 def describe(path_or_id: str | Path) -> dict[str, Any]:
     """Facts about a target or a head, by name. Fetches what is not on disk yet."""
     path = resolve(path_or_id)
-    head = describe_head(path)
+    head = describe_any_head(path)
     if head is not None:
         return {"kind": "head", "path": str(path)} | head
     return {"kind": "target", "path": str(path)} | _describe_target(open_model(path))
@@ -30,7 +30,7 @@ def fits(model: dict[str, Any], head: dict[str, Any]) -> list[str]:
         return [f"a target and a head are needed, not a {model['kind']} and a {head['kind']}"]
     if "problem" in head:
         return [head["problem"]]
-    return check_fits(read_config(Path(head["path"])), open_model(Path(model["path"])).config)
+    return why_not(Path(head["path"]), open_model(Path(model["path"])).config)
 
 
 def _describe_target(model: OpenModel) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from jetspec.models.masked_attention import Visible, attend_masked, narrow
 from jetspec.ops import HeadNorm
 from jetspec.tree import Candidates, EdgeFactors, pack_bits
 from jetspec.types import KVPages, TreeBatch
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,14 @@ class HeadConfig:
         """Positions drafted in one pass."""
         return self.block_size if self.shifted else self.block_size - 1
 
+    def draft_depth(self, asked: int | None) -> int:
+        """Depth of trees that ask for one, or not: no deeper than a block reaches."""
+        return min(asked or self.depth, self.depth)
+
+    def num_in_flight(self, tree: TreeConfig) -> int:
+        """Most nodes that a round passes through the head."""
+        return self.block_size
+
     @property
     def causal_layers(self) -> tuple[bool, ...]:
         """Per layer, whether a slot sees only those before it."""
@@ -82,6 +92,17 @@ def default_tap_layers(num_taps: int, num_target_layers: int) -> tuple[int, ...]
     if num_taps == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+
+
+def init_weights(head: M, seed: int) -> M:
+    """Fresh matrices and biases."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in head.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    return head
 
 
 class EdgeTerm(nn.Module):
@@ -126,12 +147,7 @@ class DraftHead(DecoderStack):
 
     def init_weights(self, seed: int = 0) -> DraftHead:
         """Fresh weights. The edge term starts at zero, so that training starts from the plain head."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02, generator=generator)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        init_weights(self, seed)
         if self.edge is not None:
             nn.init.zeros_(self.edge.successor)
             if self.edge.gate is not None:

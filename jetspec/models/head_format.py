@@ -6,36 +6,33 @@ refused by name.
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import re
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-from jetspec.models.decoder import DecoderConfig, RopeConfig
+from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
-from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf, parts_of
+from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
 from jetspec.models.gguf import GGUFFile
+from jetspec.models.head_folder import (
+    CONFIG_FILE,
+    HeadTensors,
+    Names,
+    architectures,
+    layer_fields,
+    misfits,
+    published_tensors,
+    raw_config,
+    table,
+    write_folder,
+)
 from jetspec.models.hub import resolve
-from jetspec.models.weights import DType, read_json
+from jetspec.models.weights import DType
 
-CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
-OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
 MAX_BLOCK = 256
-STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
-SCALE = "_scale"
-"""A matrix stored as int8 has a second tensor of this ending: a factor per row."""
-
 # The spellings of a flag: some inside dflash_config, some beside it.
 CAUSAL = ("dflash_config.causal_head", "dflash_config.causal", "is_causal")
 SHIFTED = (
@@ -43,18 +40,19 @@ SHIFTED = (
     *("shift_label", "draft_shift", "sample_from_anchor"),
 )
 
-OWN = {
-    "fc.weight": "fc.weight",
-    "hidden_norm.weight": "hidden_norm.weight",
-    "adapter.weight": "hidden_dim_adapter.proj.weight",
-    "edge.predecessor": "edge.predecessor.weight",
-    "edge.successor": "edge.successor.weight",
-    "edge.gate.weight": "edge.gate.weight",
-}
-"""Our names -> the published ones, for what a head has and a decoder has not."""
-ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-BORROWED = {"embed_tokens.weight", "lm_head.weight"}
-"""Copies of the target's matrices, which some writers add. A head uses the target's own."""
+NAMES = Names(
+    own={
+        "fc.weight": "fc.weight",
+        "hidden_norm.weight": "hidden_norm.weight",
+        "adapter.weight": "hidden_dim_adapter.proj.weight",
+        "edge.predecessor": "edge.predecessor.weight",
+        "edge.successor": "edge.successor.weight",
+        "edge.gate.weight": "edge.gate.weight",
+    },
+    aliases={"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
+    # Copies of the target's matrices, which some writers add. A head uses the target's own.
+    aside=frozenset({"embed_tokens.weight", "lm_head.weight"}),
+)
 
 
 def load_head(
@@ -74,18 +72,11 @@ def load_head(
     with torch.device("meta"):
         head = DraftHead(config)
     try:
-        tensors = _Tensors(folder)
+        tensors = HeadTensors(folder, NAMES)
         tensors.check(head)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    stored_dtype = tensors.dtype("fc.weight") if dtype == "auto" else dtype
-    if stored_dtype == torch.int8:
-        stored_dtype = torch.float32
-    state = {}
-    for name, parameter in head.named_parameters():
-        state[name] = torch.empty(parameter.shape, dtype=stored_dtype, device=device)
-        tensors.read(name, config, state[name])
-    head.load_state_dict(state, assign=True)
+    head.load_state_dict(tensors.weights(head, dtype, device), assign=True)
     return head.to(device).requires_grad_(False).eval()
 
 
@@ -97,40 +88,7 @@ def save_head(
     `dtype` int8 stores each row of a matrix as 8-bit numbers with a factor: half the size, for JetSpec alone to read.
     It replaces an older head; a folder that holds anything else is not touched.
     """
-    folder = Path(folder).absolute()
-    _check_replaceable(folder)
-    config = write_config(head.head_config, dtype)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
-    try:
-        fresh.mkdir()
-        (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if card is not None:
-            (fresh / CARD_FILE).write_text(card, encoding="utf-8")
-        write_tensors(_published_tensors(head, dtype), fresh / WEIGHTS_FILE)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(fresh, folder)
-    except BaseException:
-        if old.exists() and not folder.exists():
-            os.replace(old, folder)
-        raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """A safetensors file that whoever may read its neighbours may read. What the system refuses is an OSError."""
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error
-    path.chmod(mode)  # the library's own choice is the owner alone
+    write_folder(folder, write_config(head.head_config, dtype), published_tensors(head, NAMES, dtype), card)
 
 
 def describe_head(folder: str | Path) -> dict[str, Any] | None:
@@ -172,12 +130,7 @@ def check_fits(head: HeadConfig, target: DecoderConfig) -> list[str]:
         problems.append(f"it reads states of size {head.target_hidden_size}, the target's have {target.hidden_size}")
     if head.layers.hidden_size != target.hidden_size:
         problems.append(f"its hidden size is {head.layers.hidden_size}, the target's is {target.hidden_size}")
-    if head.layers.vocab_size != target.vocab_size:
-        problems.append(f"its vocabulary has {head.layers.vocab_size} tokens, the target's has {target.vocab_size}")
-    if head.num_target_layers not in (None, target.num_layers):
-        problems.append(f"it was made for {head.num_target_layers} layers, the target has {target.num_layers}")
-    if outside := [i for i in head.tap_layers if not 0 <= i < target.num_layers]:
-        problems.append(f"it taps layer {outside[0]}, the target has layers 0 to {target.num_layers - 1}")
+    problems += misfits(head.layers.vocab_size, head.num_target_layers, head.tap_layers, target)
     if head.mask_token >= target.vocab_size:
         problems.append(f"its mask token {head.mask_token} is outside the target's vocabulary of {target.vocab_size}")
     return problems
@@ -190,13 +143,13 @@ def read_config(folder: Path) -> HeadConfig:
     if not _is_head(folder):
         raise ValueError(f"{folder} is not a draft head: it needs a {CONFIG_FILE} that names DFlashDraftModel")
     try:
-        return _from_published(_raw_config(folder))
+        return _from_published(raw_config(folder))
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
 
 
 def _from_published(raw: Mapping[str, Any]) -> HeadConfig:
-    own = _table(raw, "dflash_config")
+    own = table(raw, "dflash_config")
     if unknown := [key for key in ("use_swa", "attention_sink_bias") if own.get(key)]:
         raise ValueError(f"dflash_config.{unknown[0]} is not supported")
     layers, outer, inner = _layers_config(raw), Fields(raw), Fields(own)
@@ -213,13 +166,13 @@ def _from_published(raw: Mapping[str, Any]) -> HeadConfig:
         shifted=bool(_flag(raw, SHIFTED)),
         target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
         num_target_layers=num_target_layers,
-        edge=_edge_config(Fields(_table(own, "edge"))) if own.get("edge") is not None else None,
+        edge=_edge_config(Fields(table(own, "edge"))) if own.get("edge") is not None else None,
     )
 
 
 def _layers_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """A head's layers are Qwen3's, whatever the model type says. Where layers have kinds, these say who is windowed."""
-    if "rope_theta" not in {**raw, **_table(raw, "rope_parameters")}:
+    if "rope_theta" not in {**raw, **table(raw, "rope_parameters")}:
         raise ValueError("rope_theta is missing; a guess would only lower the acceptance")
     changes: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
     if isinstance(kinds := raw.get("layer_types"), list):
@@ -245,18 +198,11 @@ def _edge_config(c: Fields) -> EdgeConfig:
 
 def _flag(raw: Mapping[str, Any], spellings: tuple[str, ...]) -> bool | None:
     """What any of the spellings says. None: nothing does."""
-    flat = {**raw, **{f"dflash_config.{key}": value for key, value in _table(raw, "dflash_config").items()}}
+    flat = {**raw, **{f"dflash_config.{key}": value for key, value in table(raw, "dflash_config").items()}}
     said = {key: Fields(flat).flag(key) for key in spellings if flat.get(key) is not None}
     if len(set(said.values())) > 1:
         raise ValueError("contradictory: " + ", ".join(f"{key} is {str(said[key]).lower()}" for key in said))
     return next(iter(said.values()), None)
-
-
-def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = raw.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{key} is not a table")
-    return value
 
 
 def write_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -280,26 +226,12 @@ def write_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "hidden_size": c.hidden_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.inner_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps,
-        "attention_bias": c.qkv_bias,
-        "vocab_size": c.vocab_size,
-        "max_position_embeddings": c.max_len,
-        "rope_theta": c.rope.theta,
-        "rope_scaling": _rope_scaling(c.rope),
+        **layer_fields(c, dtype),
         "layer_types": ["sliding_attention" if c.window(i) else "full_attention" for i in range(c.num_layers)],
         "sliding_window": next(iter(windows), None),
         "use_sliding_window": bool(windows),
         "max_window_layers": c.num_layers,
-        "tie_word_embeddings": False,
         "num_target_layers": config.num_target_layers,
-        "dtype": str(dtype).removeprefix("torch."),
         "block_size": config.block_size,
         "dflash_config": own,
     }
@@ -308,32 +240,9 @@ def write_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
     return out
 
 
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.divisors:
-        raise ValueError("rotary frequencies with a factor each cannot be written; give the head a plain rope")
-    if rope.kind == "default":
-        return None
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.original_len:
-        scaling["original_max_position_embeddings"] = rope.original_len
-    if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.kind == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.attention_factor}
-    return scaling
-
-
-def _raw_config(folder: Path) -> dict[str, Any]:
-    """What config.json says; nothing where there is none."""
-    try:
-        return read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-
-
 def _is_head(folder: Path) -> bool:
-    raw = _raw_config(folder)
-    return bool(ARCHITECTURES & _architectures(raw)) or "dflash_config" in raw
+    raw = raw_config(folder)
+    return bool(ARCHITECTURES & architectures(raw)) or "dflash_config" in raw
 
 
 def _foreign(path: Path) -> str | None:
@@ -341,8 +250,8 @@ def _foreign(path: Path) -> str | None:
     if path.suffix == ".gguf":
         is_head = GGUFFile(path).metadata.get("general.architecture") == "dflash"
         return "GGUF (dflash)" if is_head else None
-    raw = _raw_config(path)
-    names, own = _architectures(raw), _table(raw, "dflash_config")
+    raw = raw_config(path)
+    names, own = architectures(raw), table(raw, "dflash_config")
     marks = {
         f"speculators ({raw.get('speculators_model_type')})": "speculators_model_type" in raw,
         "DSpark": {"Qwen3DSparkModel", "DSparkDraftModel"} & names or "markov_rank" in {*raw, *own},
@@ -354,136 +263,4 @@ def _foreign(path: Path) -> str | None:
 
 
 def _refusal(path: Path, kind: str) -> str:
-    return f"{path} is a {kind} head, which JetSpec cannot run yet; it runs JetSpec and DFlash heads"
-
-
-def _architectures(raw: Mapping[str, Any]) -> set[str]:
-    names = raw.get("architectures")
-    return set(map(str, names)) if isinstance(names, list) else set()
-
-
-def _stored_parts(name: str, c: DecoderConfig) -> Iterator[tuple[str, int]]:
-    """Names of the tensors behind one of our parameters, and the rows of each. 0: all."""
-    if name in OWN:
-        yield OWN[name], 0
-        return
-    names = [part.hf.removeprefix("model.") for part in parts_of(name, is_expert=False)]
-    key_rows = c.num_kv_heads * c.head_dim
-    rows = {1: [0], 2: [c.inner_size] * 2, 3: [c.num_heads * c.head_dim, key_rows, key_rows]}[len(names)]
-    yield from zip(names, rows, strict=True)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A stored tensor and the part of one of our parameters that it fills."""
-
-    name: str
-    out: Tensor
-
-
-class _Tensors:
-    """The tensors of a head's folder under their published names. Shapes and dtypes are known before any is read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.files: dict[str, tuple[Any, str]] = {}
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ValueError(f"{WEIGHTS_FILE} is missing; weights in other files, such as pickles, are never opened")
-        for path in paths:
-            self._add(path)
-
-    def _add(self, path: Path) -> None:
-        try:
-            file: Any = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path.name} cannot be read, it may be incomplete ({error})") from None
-        for stored in file.keys():  # noqa: SIM118  the handle is no mapping
-            name = stored.removeprefix("model.")
-            name = ALIASES.get(name, name)
-            if name in self.files:
-                raise ValueError(f"tensor {name} is stored twice")
-            if name not in BORROWED:
-                self.files[name] = file, stored
-
-    def dtype(self, name: str) -> torch.dtype:
-        file, stored = self.files[name]
-        kind = file.get_slice(stored).get_dtype()
-        if kind not in STORED:
-            raise ValueError(f"tensor {name} is stored as {kind}; {', '.join(STORED)} can be read")
-        return STORED[kind]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        file, stored = self.files[name]
-        return tuple(file.get_slice(stored).get_shape())
-
-    def check(self, head: DraftHead) -> None:
-        """Names, shapes and dtypes are those that the config asks for, no more and no fewer."""
-        pieces = [p for name, value in head.named_parameters() for p in self.pieces(name, head.config, value)]
-        wanted = {piece.name: tuple(piece.out.shape) for piece in pieces}
-        if missing := [name for name in wanted if name not in self.files]:
-            raise ValueError(f"tensors are missing: {_some(missing)}")
-        scales = {name + SCALE for name in wanted if self.dtype(name) == torch.int8}
-        if missing := [name for name in scales if name not in self.files]:
-            raise ValueError(f"tensors are missing: {_some(missing)}")
-        if unknown := [name for name in self.files if name not in wanted and name not in scales]:
-            raise ValueError(f"tensors are not part of the config: {_some(unknown)}")
-        for name, shape in {**wanted, **{name: (wanted[name.removesuffix(SCALE)][0], 1) for name in scales}}.items():
-            self.dtype(name)
-            if self.shape(name) != shape:
-                raise ValueError(f"tensor {name} has shape {self.shape(name)}; the config asks for {shape}")
-
-    def read(self, name: str, config: HeadConfig, out: Tensor) -> None:
-        """Fill one of our parameters."""
-        for piece in self.pieces(name, config.layers, out):
-            value = self.tensor(piece.name)
-            if value.dtype == torch.int8:
-                value = value.float() * self.tensor(piece.name + SCALE).float()
-            piece.out.copy_(value)
-
-    def tensor(self, name: str) -> Tensor:
-        file, stored = self.files[name]
-        return file.get_tensor(stored)
-
-    def pieces(self, name: str, c: DecoderConfig, out: Tensor) -> Iterator[_Piece]:
-        """Where the stored tensors go: rows of ours, which some writers stack as we do."""
-        parts = dict(_stored_parts(name, c))
-        first = next(iter(parts))
-        stacked = first.replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
-        if len(parts) == 1 or stacked in self.files:
-            yield _Piece(first if len(parts) == 1 else stacked, out)
-        else:
-            yield from map(_Piece, parts, out.split(list(parts.values())))
-
-
-def _published_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for name, parameter in head.named_parameters():
-        stored = dict(_stored_parts(name, head.config))
-        parts = parameter.detach().split([rows or len(parameter) for rows in stored.values()])
-        for key, part in zip(stored, parts, strict=True):
-            if dtype == torch.int8:
-                out |= _as_int8(key, part.to("cpu", torch.float32))
-            else:
-                out[key] = part.to("cpu", dtype, copy=True)
-    return out
-
-
-def _as_int8(name: str, value: Tensor) -> dict[str, Tensor]:
-    """Rows as multiples of a 127th of their largest entry; norms stay as they are."""
-    if value.dim() == 1:
-        return {name: value.clone()}
-    scale = (value.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
-    return {name: (value / scale).round().to(torch.int8), name + SCALE: scale}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _check_replaceable(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; a head is saved as a folder")
-    if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN_FILES):
-        raise ValueError(f"{folder} holds other files ({_some(others)}); save the head in a folder of its own")
+    return f"{path} is a head of another kind, {kind}, which cannot run here; use a JetSpec or DFlash head"

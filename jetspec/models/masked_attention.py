@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(row, head, query, key) -> whether that query sees that key. All are indices, which broadcast."""
@@ -70,11 +70,40 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     if isinstance(visible, Tensor):
         mask = visible.unsqueeze(-3)
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    out: Tensor = _flex(q, k, v, visible)
+    return out
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, visible: BlockMask, **options: Any) -> Any:
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, norms and rotations leave them wider
     alone = q.is_cuda and not torch.compiler.is_compiling()
     attend: Any = _compiled(flex_attention) if alone else flex_attention
-    out: Tensor = attend(q, k, v, block_mask=visible, enable_gqa=True)
-    return out
+    return attend(q, k, v, block_mask=visible, enable_gqa=True, **options)
+
+
+def attend_own(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, k_own: Tensor, v_own: Tensor, filled: Tensor
+) -> Tensor:
+    """`attend_masked` (rows, queries, H, E) where every query also sees keys that are its own alone.
+
+    These are (rows, queries, D, G, E), of which all queries see the `filled` (D), one at least.
+    """
+    repeat, scale = q.shape[-2] // k.shape[-2], q.shape[-1] ** -0.5
+    q_own = q.unflatten(-2, (-1, repeat)).to(v.dtype)
+    own = torch.einsum("...ghe,...dge->...ghd", q_own, k_own.to(v.dtype)).flatten(-3, -2).float() * scale
+    own = own.masked_fill(~filled, -torch.inf)
+    if isinstance(visible, Tensor):
+        score = torch.einsum("rqghe,rtge->rqght", q_own, k.to(v.dtype)).flatten(-3, -2).float() * scale
+        score = score.masked_fill(~visible.unsqueeze(-2), -torch.inf)
+        shared, own = torch.cat((score, own), -1).softmax(-1).to(v.dtype).split((k.shape[-3], len(filled)), -1)
+        out = torch.einsum("rqght,rtge->rqghe", shared.unflatten(-2, (-1, repeat)), v).flatten(-3, -2)
+    else:
+        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+        mean, aux = _flex(q, k, v, visible, return_aux=AuxRequest(lse=True))
+        # The softmax over all keys is that over the shared ones, weighed against the own ones.
+        weight = torch.cat((aux.lse.transpose(-2, -1)[..., None].float(), own), -1).softmax(-1).to(v.dtype)
+        out, own = mean.transpose(-3, -2) * weight[..., :1], weight[..., 1:]
+    return out + torch.einsum("...ghd,...dge->...ghe", own.unflatten(-2, (-1, repeat)), v_own).flatten(-3, -2)
 
 
 @cache

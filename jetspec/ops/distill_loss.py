@@ -25,8 +25,8 @@ Rows = tuple[Tensor, Tensor, Tensor]
 """Loss, hit and label probability, (R,) each."""
 ScoreRows = Callable[[Tensor, Tensor | None, Tensor, Tensor, Kind, float, bool], Rows]
 """What `distill_loss_reference` states and a kernel may do faster."""
-Student = tuple[Tensor, Tensor | None, Tensor | None]
-"""Hidden, edge and successor."""
+Student = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Hidden, edge, successor and output matrix."""
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -56,19 +56,21 @@ def distill_loss(
     temperature: float = 1.0,
     edge_RQ: Tensor | None = None,
     successor_VQ: Tensor | None = None,
+    student_head_VM: Tensor | None = None,
     chunk: int = 1024,
     implementation: Implementation = "auto",
 ) -> DistillLoss:
     """How far the student's distribution q is from the teacher's p, or from the label, row by row.
 
-        z = lm_head hidden (+ successor edge)     q = softmax(z / T)
-        u = lm_head teacher                       p = softmax(u / T)
+        z = student_head hidden (+ successor edge)     q = softmax(z / T)
+        u = lm_head teacher                            p = softmax(u / T)
 
         forward_kl   T^2 * sum p (log p - log q)
         reverse_kl   T^2 * sum q (log q - log p)
         sft          -log q(label), with T = 1 and no teacher
 
-    Gradients reach `hidden`, `edge` and `successor`; everything else is constant. The logits of at most `chunk` rows
+    A student without an output matrix of its own uses `lm_head`. Gradients reach `hidden`, `edge`, `successor` and
+    `student_head`; everything else is constant. The logits of at most `chunk` rows
     exist at a time, in autocast's dtype where it is on and otherwise in that of `hidden`; losses and probabilities
     are fp32 or wider. Every label is a token id, also where the weight is 0.
     """
@@ -84,11 +86,11 @@ def distill_loss(
         chunk=chunk,
         score_rows=_pick(implementation, hidden_RM.device),
     )
-    student = (hidden_RM, edge_RQ, successor_VQ)
+    student = (hidden_RM, edge_RQ, successor_VQ, student_head_VM)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student):
         return DistillLoss(*_DistillLoss.apply(*student, lesson))
     with torch.no_grad():
-        return DistillLoss(*_score(student, (None, None, None), lesson))
+        return DistillLoss(*_score(student, [None] * len(student), lesson))
 
 
 def label_prob(
@@ -98,6 +100,7 @@ def label_prob(
     *,
     edge_RQ: Tensor | None = None,
     successor_VQ: Tensor | None = None,
+    student_head_VM: Tensor | None = None,
     chunk: int = 1024,
     implementation: Implementation = "auto",
 ) -> Tensor:
@@ -113,6 +116,7 @@ def label_prob(
             kind="sft",
             edge_RQ=edge_RQ,
             successor_VQ=successor_VQ,
+            student_head_VM=student_head_VM,
             chunk=chunk,
             implementation=implementation,
         ).label_prob_R
@@ -191,10 +195,15 @@ class _DistillLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_RM: Tensor, edge_RQ: Tensor | None, successor_VQ: Tensor | None, lesson: _Lesson
+        ctx: Any,
+        hidden_RM: Tensor,
+        edge_RQ: Tensor | None,
+        successor_VQ: Tensor | None,
+        student_head_VM: Tensor | None,
+        lesson: _Lesson,
     ) -> tuple[Tensor, ...]:
-        student = (hidden_RM, edge_RQ, successor_VQ)
-        wanted = zip(student, ctx.needs_input_grad[:3], strict=True)
+        student = (hidden_RM, edge_RQ, successor_VQ, student_head_VM)
+        wanted = zip(student, ctx.needs_input_grad[: len(student)], strict=True)
         grads = [torch.zeros_like(x, dtype=_at_least_fp32(x)) if x is not None and want else None for x, want in wanted]
         loss_sum, *rows = _score(student, grads, lesson)
         ctx.save_for_backward(*grads)
@@ -209,10 +218,10 @@ class _DistillLoss(torch.autograd.Function):
 
 def _score(student: Student, grads: Sequence[Tensor | None], lesson: _Lesson) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The weighted sum, then `Rows`. Fills those of the student's gradients that are not None."""
-    (hidden, edge, successor), (d_hidden, d_edge, d_successor) = student, grads
+    (hidden, edge, successor, head), (d_hidden, d_edge, d_successor, d_head) = student, grads
     dtype = _compute_dtype(hidden)
     lesson = replace(lesson, lm_head_VM=lesson.lm_head_VM.to(dtype))
-    products = [_Product(hidden, lesson.lm_head_VM, d_hidden, None)]
+    products = [_Product(hidden, lesson.lm_head_VM if head is None else head.to(dtype), d_hidden, d_head)]
     if edge is not None and successor is not None:
         products.append(_Product(edge, successor.to(dtype), d_edge, d_successor))
 

@@ -37,12 +37,14 @@ class RequestGroup:
     seen: Tensor
     """(requests, Q, J): prefix and ancestors, no padding."""
     query_position: Tensor
-    key_position: Tensor
+    key_position: Tensor | None
+    """None where former forwards left tokens in flight, whose positions nobody kept."""
 
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> Tensor | None:
         """What to add to the scores, (requests, 1, repeat * Q, J), or None for nothing."""
         seen = self.seen
         if window is not None:
+            assert self.key_position is not None, "no window looks at tokens of former forwards"
             seen = seen & (self.key_position[:, None] > self.query_position[:, :, None] - window)
         if bool(seen.all()):
             return None
@@ -114,23 +116,26 @@ def _plan_group(batch: TreeBatch, rows: list[int], count: int) -> RequestGroup:
     row = torch.tensor(rows, device=device)
     token = layout.query_start_B1[row, None] + torch.arange(count, device=device)
     position, cached = batch.position_T[token], layout.cached_len_B[row, None]
-    index = torch.arange(int(cached.max()) + count, device=device)
+    in_flight_count = layout.earlier + count
+    index = torch.arange(int(cached.max()) + in_flight_count, device=device)
     slot = layout.page_BP[row[:, None], index // layout.page_size] * layout.page_size + index % layout.page_size
 
-    node = (index - cached).clamp(0, count - 1)
+    node = (index - cached).clamp(0, in_flight_count - 1)
     in_flight = index >= cached
-    visible = _visible(batch.ancestor_BNW, row, count).expand(len(rows), -1, -1)
+    visible = _visible(batch.ancestor_BNW, row, count, in_flight_count).expand(len(rows), -1, -1)
     ancestor = visible.gather(2, node[:, None].expand(-1, count, -1))
-    seen = (ancestor | ~in_flight[:, None]) & (index < cached + count)[:, None]
-    key_position = torch.where(in_flight, position.gather(1, node), index)
+    prefix = ~in_flight & (index >= layout.first_seen)
+    seen = torch.where(in_flight[:, None], ancestor, prefix[:, None]) & (index < cached + in_flight_count)[:, None]
+    key_position = None if layout.earlier else torch.where(in_flight, position.gather(1, node), index)
     return RequestGroup(_as_slice(token.flatten()), _as_slice(slot.flatten()), seen, position, key_position)
 
 
-def _visible(ancestor_BNW: Tensor | None, row: Tensor, count: int) -> Tensor:
-    """Which in-flight tokens see which: a chain, or what the bits say."""
+def _visible(ancestor_BNW: Tensor | None, row: Tensor, count: int, in_flight_count: int) -> Tensor:
+    """Which tokens in flight each of this forward sees: a chain, or what the bits say."""
     if ancestor_BNW is None:
+        assert count == in_flight_count, "a chain is of one forward"
         return torch.ones(1, count, count, dtype=torch.bool, device=row.device).tril_()
-    bit = torch.arange(count, device=row.device)
+    bit = torch.arange(in_flight_count, device=row.device)
     words = ancestor_BNW[row, :count][:, :, bit // 32]
     return (words >> (bit % 32).to(words.dtype)) & 1 != 0
 

@@ -47,7 +47,10 @@ def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale
     layout, (T, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
     B, P = layout.page_BP.shape
     # A lone node sees the prefix and itself, as in a chain, whose kernel needs no bits.
-    ancestor = batch.ancestor_BNW if layout.max_queries > 1 else None
+    is_lone = layout.max_queries == 1 and not layout.earlier and not layout.first_seen
+    ancestor = None if is_lone else batch.ancestor_BNW
+    assert ancestor is not None or not (layout.earlier or layout.first_seen), "a chain is of one forward and sees all"
+    assert window is None or not layout.earlier, "no window looks at tokens of former forwards"
     _check_strides(q_THE, pages, layout.page_BP, ancestor)
 
     tiling = _choose_tiling(layout.max_queries * (H // G), E, q_THE.element_size())
@@ -73,6 +76,8 @@ def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale
             lse,
             scale * math.log2(math.e),
             window or 0,
+            layout.first_seen,
+            layout.earlier,
             tiles,
             q_THE.stride(0),
             q_THE.stride(1),
@@ -123,7 +128,12 @@ def _choose_splits(warps: int, max_queries: int, max_blocks: int) -> int:
     return 1 << (splits.bit_length() - 1) if splits > 1 else 1
 
 
-@triton.jit(do_not_specialize=["window", "tiles", "page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"])
+@triton.jit(
+    do_not_specialize=[
+        *("window", "first_seen", "earlier", "tiles"),
+        *("page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"),
+    ]
+)
 def _tree_attention_kernel(
     q_ptr,
     k_ptr,
@@ -137,6 +147,8 @@ def _tree_attention_kernel(
     lse_ptr,
     scale,
     window,
+    first_seen,
+    earlier,
     tiles,
     q_stride_t,
     q_stride_h,
@@ -160,9 +172,9 @@ def _tree_attention_kernel(
     """One tile of queries over one run of key blocks.
 
     Keys of a request are numbered by their place in its pages. Those below `shared` are visible to the whole tile,
-    up to a window: the prefix, and without a TREE also what is in flight up to the tile's first node. The
-    rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are numbered
-    together, and a split takes an equal run of them; runs past the last block are empty and leave only a mark.
+    up to a window: the prefix from `first_seen` on, and without a TREE also what is in flight up to the tile's first
+    node. The rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are
+    numbered together, and a split takes an equal run of them; runs past the last block are empty and leave only a mark.
     """
     # Late tiles of a chain see the most keys, so they start first. Tiles that share keys run side by side.
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -184,12 +196,12 @@ def _tree_attention_kernel(
     head = group * REPEAT + row % REPEAT
     cached = tl.load(cached_ptr + request).to(tl.int32)
     shared = cached if TREE else cached + first_node + 1
-    end = cached + (count if TREE else tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // REPEAT + 1, count))
-    begin = 0
+    end = cached + (earlier + count if TREE else tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // REPEAT + 1, count))
+    begin = first_seen
     if WINDOWED:
         position = tl.load(position_ptr + token).to(tl.int32) if TREE else cached + node
         hidden = position - window  # the last position that is out of sight
-        begin = tl.maximum(tl.min(hidden) + 1, 0)
+        begin = tl.maximum(tl.min(hidden) + 1, first_seen)
 
     shared_blocks = tl.cdiv(tl.maximum(shared - begin, 0), BLOCK_N)
     num_blocks = shared_blocks + tl.cdiv(end - shared, BLOCK_N)

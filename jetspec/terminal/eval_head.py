@@ -12,6 +12,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from jetspec.config import TreeConfig
+from jetspec.engine.engine import check_drafter
 from jetspec.record import shown, write_record
 from jetspec.terminal.generate import write_json
 from jetspec.terminal.screen import err, out
@@ -55,6 +56,7 @@ def eval_head(llm: LLM, plan: EvalPlan, as_json: bool) -> None:
     """Let the target answer, score the head on the answers, decode them again; then show what came out."""
     if llm.head is None:
         raise ValueError("there is no head to evaluate; give one with --head")
+    check_drafter("head", llm.head, plan.tree)
     documents = _answers(llm, plan)
     scores = {}
     for task, answers in documents.items():
@@ -93,7 +95,7 @@ def _decode(llm: LLM, plan: EvalPlan, documents: Mapping[str, Sequence[Document]
     """Task -> budget -> what decoding gave; one engine at a time."""
     assert llm.head is not None
     real: dict[str, dict[str, Decoded]] = {task: {} for task in documents}
-    for name, tree in plan.trees(llm.head.head_config.depth).items():
+    for name, tree in plan.trees(llm.head.head_config.draft_depth(plan.tree.depth)).items():
         fast = llm.with_drafter("head", tree)
         for task, answers in documents.items():
             _say(f"{task}: decoding with {_label(name)}")
@@ -113,7 +115,7 @@ def _results(
         "batch": llm.config.max_batch,
         "limit": plan.limit,
         "max_tokens": plan.max_tokens,
-        "tree": {**asdict(plan.tree), "budget": None, "depth": plan.tree.depth or llm.head.head_config.depth},
+        "tree": {**asdict(plan.tree), "budget": None, "depth": llm.head.head_config.draft_depth(plan.tree.depth)},
         "tokens_per_round": forced,
         "mean": _mean(forced),
         "real": {task: {name: asdict(d) for name, d in row.items()} for task, row in real.items()},

@@ -16,7 +16,7 @@ from rich.table import Table
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import choose_device, choose_dtype
-from jetspec.models.draft_head import DraftHead
+from jetspec.models.heads import Head
 from jetspec.models.weights import Target, load_target
 from jetspec.terminal.screen import err, working
 from jetspec.train.checkpoint import checkpoints, claimed, step_of
@@ -70,7 +70,7 @@ def prompts_of(validation: PackedBatch, count: int) -> list[list[int]]:
     return [document.tokens[: max(int(document.written.argmax()), 1)].tolist() for document in documents]
 
 
-def score_head(target: Target, head: DraftHead, prompts: list[list[int]]) -> dict[str, float]:
+def score_head(target: Target, head: Head, prompts: list[list[int]]) -> dict[str, float]:
     """Tokens per round of a chain and of a tree when the engine really decodes with this head.
 
     A few rounds are sooner done one by one than captured.
@@ -99,8 +99,9 @@ def show_plan(config: TrainConfig, trainer: Trainer, step: int) -> None:
     table = Table(show_header=False, box=None)
     table.add_row("target", config.model)
     table.add_row("data", f"{len(trainer.data.documents):,} conversations, {tokens:,} tokens per pass")
-    table.add_row("trained", f"{size:,} weights of a {'causal' if config.head.causal else 'bidirectional'} head")
-    table.add_row("step", f"{rows} rows of {config.row_len} tokens, {config.anchors} blocks each")
+    kind = "an EAGLE-3" if config.head.kind == "eagle3" else "a causal" if config.head.causal else "a bidirectional"
+    table.add_row("trained", f"{size:,} weights of {kind} head")
+    table.add_row("step", f"{rows} rows of {config.row_len} tokens, {config.anchors} {config.head.drafts} each")
     table.add_row(
         "steps", f"{config.steps:,}, {config.steps * rows / trainer.data.rows_per_pass:.1f} passes over the data"
     )

@@ -1,4 +1,4 @@
-"""Anchored blocks: where drafts start, what each slot sees, and what it should say.
+"""Drafts to learn from: where they start, what they see, and what they should say.
 
 The block at anchor a is [x_a, MASK, ..] at positions a, a + 1, ..; its slots see the context strictly before a, as
 they will when decoding, where the anchor's own tap does not exist yet.
@@ -17,24 +17,30 @@ from jetspec.train.data import OnDevice, PackedBatch
 
 
 @dataclass(frozen=True)
-class Blocks(OnDevice):
-    """A blocks per row of S slots each, laid out slot by slot: Q = A * S. D depths per block are predicted.
+class Drafts(OnDevice):
+    """A drafts per row, each of the D tokens behind its anchor.
 
     Made on the host, where how many predictions are valid can be known without waiting for a device.
     """
 
-    token_RQ: Tensor
-    position_RQ: Tensor
     start_RA: Tensor
-    """Index in the row of the first context row that a block sees."""
+    """Index in the row of the first token of the anchor's document."""
     end_RA: Tensor
-    """Index in the row of the first context row that it no longer sees: its anchor. A padding block sees none."""
+    """Index in the row of the anchor. A draft sees what lies before it; one that is padding sees nothing."""
     source_RAD: Tensor
     """The token before the predicted one, counted through all rows: the teacher's row, and the edge term's parent."""
     label_RAD: Tensor
     valid_RAD: Tensor
     drafted_P: Tensor
     """Where `valid_RAD` is true, counted through all of it: the predictions that are taught."""
+
+
+@dataclass(frozen=True)
+class Blocks(Drafts):
+    """Drafts by blocks of S slots each, laid out slot by slot: Q = A * S."""
+
+    token_RQ: Tensor
+    position_RQ: Tensor
 
 
 def sees_document(position_RT: Tensor) -> Sees:
@@ -61,6 +67,17 @@ def sees_block(blocks: Blocks, num_context: int, block_size: int, causal: bool) 
     return sees
 
 
+def sees_before(drafts: Drafts) -> Sees:
+    """What an autoregressive draft sees of the text: what its document holds before the anchor, but for its first
+    token, which has no feature before it."""
+    start_RA, end_RA = drafts.start_RA, drafts.end_RA
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key > start_RA[row, query]) & (key < end_RA[row, query])
+
+    return sees
+
+
 def document_mask(batch: PackedBatch) -> Visible:
     R, T = batch.token_RT.shape
     return make_visible(sees_document(batch.position_RT), R, T, T, batch.token_RT.device)
@@ -69,6 +86,11 @@ def document_mask(batch: PackedBatch) -> Visible:
 def block_mask(batch: PackedBatch, blocks: Blocks, head: HeadConfig) -> Visible:
     (R, Q), T = blocks.token_RQ.shape, batch.token_RT.shape[1]
     return make_visible(sees_block(blocks, T, head.block_size, head.causal), R, Q, T + Q, blocks.token_RQ.device)
+
+
+def draft_mask(batch: PackedBatch, drafts: Drafts) -> Visible:
+    (R, A), T = drafts.end_RA.shape, batch.token_RT.shape[1]
+    return make_visible(sees_before(drafts), R, A, T, drafts.end_RA.device)
 
 
 def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -87,21 +109,26 @@ def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -
 
 
 def lay_out(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig) -> Blocks:
-    R, T = batch.token_RT.shape
-    A, S, D = anchor_RA.shape[1], head.block_size, head.depth
+    (R, A), S = anchor_RA.shape, head.block_size
     token = torch.full((R, A, S), head.mask_token)
     token[:, :, 0] = batch.token_RT.gather(1, anchor_RA)
     position_RA = batch.position_RT.gather(1, anchor_RA)
-
-    source = anchor_RA[..., None] + torch.arange(D)
-    label_at = (source + 1).clamp(max=T - 1).flatten(1)
-    document_RA = batch.document_RT.gather(1, anchor_RA)
-    same = batch.document_RT.gather(1, label_at).view(R, A, D) == document_RA[..., None]
-    fits = (source + 1 < T) & same & batch.written_RT.gather(1, label_at).view(R, A, D)
-    valid = (fits & valid_RA[..., None]).long().cumprod(-1).bool()  # a block ends at its first invalid label
     return Blocks(
+        **vars(lay_out_drafts(batch, anchor_RA, valid_RA, head.depth)),
         token_RQ=token.flatten(1),
         position_RQ=(position_RA[..., None] + torch.arange(S)).flatten(1),
+    )
+
+
+def lay_out_drafts(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int) -> Drafts:
+    (R, T), (_, A), D = batch.token_RT.shape, anchor_RA.shape, depth
+    source = anchor_RA[..., None] + torch.arange(D)
+    label_at = (source + 1).clamp(max=T - 1).flatten(1)
+    document_RA, position_RA = (x.gather(1, anchor_RA) for x in (batch.document_RT, batch.position_RT))
+    same = batch.document_RT.gather(1, label_at).view(R, A, D) == document_RA[..., None]
+    fits = (source + 1 < T) & same & batch.written_RT.gather(1, label_at).view(R, A, D)
+    valid = (fits & valid_RA[..., None]).long().cumprod(-1).bool()  # a draft ends at its first invalid label
+    return Drafts(
         start_RA=torch.where(valid_RA, anchor_RA - position_RA, 0),
         end_RA=torch.where(valid_RA, anchor_RA, 0),
         source_RAD=source.clamp(max=T - 1) + T * torch.arange(R)[:, None, None],
@@ -109,3 +136,8 @@ def lay_out(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadC
         valid_RAD=valid,
         drafted_P=valid.flatten().nonzero()[:, 0],
     )
+
+
+def lay_out_chains(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int) -> Drafts:
+    """Autoregressive drafts, which need a feature before their anchor: none starts at a document's first token."""
+    return lay_out_drafts(batch, anchor_RA, valid_RA & (batch.position_RT.gather(1, anchor_RA) > 0), depth)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec.models.draft_head import HeadConfig
+from jetspec.models.eagle3 import Eagle3Config
 from jetspec.record import make_record, shown
 from jetspec.train.config import DataFile, LossConfig, TrainConfig
 from jetspec.train.data import lines_of
@@ -16,7 +17,7 @@ from jetspec.train.data import lines_of
 
 def model_card(
     config: TrainConfig,
-    head: HeadConfig,
+    head: HeadConfig | Eagle3Config,
     steps: int,
     minutes: float,
     num_documents: int,
@@ -31,9 +32,9 @@ def model_card(
     sections = [
         "\n".join(("---", *licence, f"base_model: {model}", "tags: [speculative-decoding]", "---")),
         f"# Draft head for {model}",
-        f"Drafts up to {head.depth} tokens in one pass for JetSpec, which verifies them with the target: the text "
-        "stays the target's own.",
-        "## Shape\n\n" + _table(_shape(head)),
+        f"Drafts up to {head.depth} tokens {'in one pass' if isinstance(head, HeadConfig) else 'step by step'} for "
+        "JetSpec, which verifies them with the target: the text stays the target's own.",
+        "## Shape\n\n" + _table(_shape(head) if isinstance(head, HeadConfig) else _eagle3_shape(head)),
         "## Training\n\n" + _table(_training(config, steps, minutes, num_documents)),
         "## Results\n\n" + (_table(_results(results, steps)) if results else "Nothing was measured."),
         "## Origin\n\n"
@@ -75,6 +76,17 @@ def _shape(head: HeadConfig) -> dict[str, Any]:
     }
 
 
+def _eagle3_shape(head: Eagle3Config) -> dict[str, Any]:
+    return {
+        "kind": "EAGLE-3, one layer",
+        "hidden size": head.layers.hidden_size,
+        "MLP size": head.layers.inner_size,
+        "steps unrolled in training": head.depth,
+        "target layers read": ", ".join(map(str, head.tap_layers)),
+        "tokens it can draft": f"{head.draft_vocab_size:,} of {head.layers.vocab_size:,}",
+    }
+
+
 def _training(config: TrainConfig, steps: int, minutes: float, num_documents: int) -> dict[str, Any]:
     return {
         **{f"data: {Path(file.path).name}": _rows(file) for file in config.files},
@@ -82,7 +94,7 @@ def _training(config: TrainConfig, steps: int, minutes: float, num_documents: in
         "steps": f"{steps:,}",
         "time": f"{minutes:,.1f} minutes",
         "batch per process": f"{config.rows * config.accumulate} rows of {config.row_len} tokens, "
-        f"{config.anchors} blocks each",
+        f"{config.anchors} {config.head.drafts} each",
         "loss": _loss(config.loss),
         "optimizer": f"{config.optimizer.kind}, learning rate {config.optimizer.lr:g}",
         "seed": config.seed,

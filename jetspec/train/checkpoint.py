@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jetspec.files import lock
-from jetspec.models.head_format import write_tensors
+from jetspec.models.head_folder import write_tensors
 from jetspec.train.config import DataFile, TrainConfig
 from jetspec.train.parallel import split_like, whole
 
@@ -34,7 +34,7 @@ BATCH = ("rows", "accumulate", "processes")
 def run_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Numbers]:
     """All that a run needs to go on, on the host. Weights that are split are gathered, so all processes must ask."""
     tensors, numbers = optimizer_state(head, optimizers)
-    weights = {f"head.{name}": _on_host(p) for name, p in head.named_parameters()}
+    weights = {f"head.{name}": _on_host(x) for name, x in head.state_dict().items()}
     return weights | tensors, numbers
 
 
@@ -127,8 +127,8 @@ def load_checkpoint(
         ) from error
     check_same(raw["config"], settings(config, processes), config.out)
     with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            parameter.copy_(split_like(tensors[f"head.{name}"], parameter))
+        for name, value in head.state_dict().items():
+            value.copy_(split_like(tensors[f"head.{name}"], value))
     restore_optimizers(head, optimizers, tensors, raw["optimizers"])
     return raw
 

@@ -12,11 +12,17 @@ from typing import Any, Literal
 
 import yaml
 
+from jetspec.models.eagle3 import DEPTH, NUM_TAPS
+
 COUNTS = (
     *("steps", "rows", "row_len", "anchors", "anchors_at_once", "accumulate"),
     *("log_every", "validate_every", "save_every", "keep"),
 )
 """Settings that must be at least 1."""
+
+BLOCK_ONLY = ("num_layers", "block_size", "causal", "mask_token", "edge_rank")
+EAGLE3_ONLY = ("depth", "draft_vocab")
+"""Settings of a head that mean nothing to the other kind."""
 
 OnBad = Literal["stop", "skip"]
 
@@ -45,6 +51,8 @@ class DataFile:
 class HeadShape:
     """The head to train. What is None follows the target, or the head to start from."""
 
+    kind: Literal["block", "eagle3"] = "block"
+    """`block` drafts all positions in one pass. `eagle3` goes step by step through a single layer, a baseline."""
     num_layers: int = 5
     block_size: int = 16
     causal: bool = True
@@ -55,8 +63,20 @@ class HeadShape:
     inner_size: int | None = None
     edge_rank: int = 0
     """Rank of the edge term. 0: none, or that of the head to start from."""
+    depth: int | None = None
+    """EAGLE-3: steps that training unrolls. None: 7, as in its paper."""
+    draft_vocab: int | None = None
+    """EAGLE-3: tokens that it can draft, the most frequent of the data. None: 32000, or all if those are fewer."""
 
     def __post_init__(self) -> None:
+        others = EAGLE3_ONLY if self.kind == "block" else BLOCK_ONLY
+        for name in others:
+            if getattr(self, name) != getattr(HeadShape, name):
+                raise ValueError(f"head.{name} does not apply to a head of kind {self.kind}; leave it out")
+        at_least(1, "head.depth", self.depth)
+        at_least(1, "head.draft_vocab", self.draft_vocab)
+        if self.kind == "eagle3" and self.tap_layers is not None and len(self.tap_layers) != NUM_TAPS:
+            raise ValueError(f"head.tap_layers names {len(self.tap_layers)} layers; an EAGLE-3 head taps {NUM_TAPS}")
         at_least(1, "head.num_layers", self.num_layers)
         at_least(2, "head.block_size", self.block_size)
         at_least(0, "head.mask_token", self.mask_token)
@@ -66,6 +86,16 @@ class HeadShape:
             raise ValueError("head.tap_layers is empty; name at least one layer, or null for the usual ones")
         for layer in self.tap_layers or ():
             at_least(0, "head.tap_layers", layer)
+
+    @property
+    def drafts(self) -> str:
+        """What an anchor begins, in words."""
+        return "blocks" if self.kind == "block" else "chains"
+
+    @property
+    def span(self) -> int:
+        """Tokens that a draft covers, its anchor included."""
+        return self.block_size if self.kind == "block" else 1 + (self.depth or DEPTH)
 
 
 @dataclass(frozen=True)
@@ -138,9 +168,9 @@ class TrainConfig:
     rows: int = 8
     row_len: int = 1024
     anchors: int = 64
-    """Blocks per packed row."""
+    """Drafts per packed row."""
     anchors_at_once: int = 64
-    """Blocks per row in one pass of the head. More of them take further passes, and no more memory."""
+    """Drafts per row in one pass of the head. More of them take further passes, and no more memory."""
     accumulate: int = 1
     validation_rows: int = 16
     """Packed rows kept out of training, with all other answers to their prompts."""
@@ -167,8 +197,8 @@ class TrainConfig:
         at_least(0, "seed", self.seed)
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes is {self.minutes}; it must be positive, or null for no limit")
-        if self.row_len <= self.head.block_size:
-            raise ValueError(f"row_len {self.row_len} cannot hold a block of {self.head.block_size}")
+        if self.row_len <= self.head.span:
+            raise ValueError(f"row_len {self.row_len} cannot hold a block of {self.head.span}")
         if self.train_only_edge and not self.head.edge_rank:
             raise ValueError("train_only_edge needs an edge term: set head.edge_rank")
         if self.train_only_edge and self.start is None:

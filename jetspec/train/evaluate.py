@@ -18,14 +18,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from jetspec.config import TreeConfig
-from jetspec.models.decoder import Decoder, DecoderStack
-from jetspec.models.draft_head import DraftHead
+from jetspec.models.decoder import Decoder
+from jetspec.models.heads import Head
 from jetspec.train.data import Document
-from jetspec.tree import Candidates, DraftTree, build_tree
-from jetspec.types import BatchLayout, KVPages, TreeBatch
+from jetspec.train.reading import (
+    BEYOND,
+    RANKS,
+    Reading,
+    coming_tokens,
+    first_choices,
+    floats_per_anchor,
+    read_text,
+)
+from jetspec.tree import DraftTree
 
-RANKS = (1, 2, 4, 8, 16)
-"""How often the true token is among this many best ones is reported."""
 NEAR_NATS = 5.0
 """A top path is near the target when their log-probabilities of it differ by no more than this."""
 GREEDY_SHARE = 0.95
@@ -34,9 +40,6 @@ NUM_GAPS = 64
 """Anchors whose top path the target scores."""
 MAX_FLOATS = 1 << 28
 """Most numbers in one tensor: as many anchors are drafted at once as this allows."""
-
-ABSENT, BEYOND = 1 << 30, -1
-"""Ranks of a token that is no candidate, and of a place beyond the end of the text."""
 
 
 def draft_depth(tree: TreeConfig, reach: int) -> int:
@@ -55,61 +58,6 @@ def make_trees(budgets: Sequence[str], tree: TreeConfig, reach: int) -> dict[str
         return replace(tree, budget=int(name))
 
     return {name: make(name) for name in budgets}
-
-
-class Reading:
-    """A text as the target has read it: K and V of the target and of the head at every position.
-
-    Each position is a page of its own. So anchors share the pages before them, have pages of their own from there
-    on, and one forward serves them all.
-    """
-
-    def __init__(self, target: Decoder, head: DraftHead, tokens: np.ndarray) -> None:
-        self.target, self.head = target, head
-        self.target_pages, self.head_pages = _make_pages(target, len(tokens)), _make_pages(head, len(tokens))
-        batch = _whole(tokens, target.embedding.device)
-        self.token_T = batch.token_T
-        tap_TX = target(batch, self.target_pages, head.head_config.tap_layers).tap_TX
-        head.observe(tap_TX, batch.position_T, batch.position_T, self.head_pages)
-
-    def draft(self, anchor_B: Tensor) -> Tensor:
-        """The head's states for depths 1..D, (B, D, M), at these positions: it has seen the text before them."""
-        batch, pages = self._place(anchor_B, self.head.block_tokens(self.token_T[anchor_B]), self.head_pages)
-        return self.head.propose(batch, self.target, pages)
-
-    def logprob(self, anchor_B: Tensor, path_BD: Tensor) -> Tensor:
-        """The target's log-probability of every token on paths that leave the text behind their anchors, (B, D)."""
-        token_BD = torch.cat((self.token_T[anchor_B, None], path_BD[:, :-1]), dim=1)
-        batch, pages = self._place(anchor_B, token_BD, self.target_pages)
-        logits_TV = self.target.logits(self.target(batch, pages).hidden_TM).float()
-        return logits_TV.log_softmax(-1).gather(1, path_BD.reshape(-1, 1)).view_as(path_BD)
-
-    def _place(self, anchor_B: Tensor, token_BN: Tensor, pages: list[KVPages]) -> tuple[TreeBatch, list[KVPages]]:
-        """Chains of tokens from their anchors on, and pages with room for them behind those of the text."""
-        (B, N), T, device = token_BN.shape, len(self.token_T), token_BN.device
-        own_BN = T + torch.arange(B * N, device=device).view(B, N)
-        index_P, anchor_B1 = torch.arange(T + N, device=device), anchor_B[:, None]
-        page_BP = torch.where(index_P < anchor_B1, index_P, own_BN.gather(1, (index_P - anchor_B1).clamp(0, N - 1)))
-        layout = BatchLayout(page_BP, anchor_B, torch.arange(B + 1, device=device) * N, page_size=1, max_queries=N)
-        position_BN = anchor_B1 + torch.arange(N, device=device)
-        batch = TreeBatch(token_BN.flatten(), position_BN.flatten(), own_BN.flatten(), layout, None)
-        room = (0, 0, 0, 0, 0, 0, 0, B * N)
-        return batch, [KVPages(F.pad(page.k, room), F.pad(page.v, room)) for page in pages]
-
-
-def _whole(tokens: np.ndarray, device: torch.device) -> TreeBatch:
-    """A text from its first token on, each position a page."""
-    token_T = torch.as_tensor(tokens, dtype=torch.long, device=device)
-    position_T = torch.arange(len(tokens), device=device)
-    start_B1 = position_T.new_tensor([0, len(tokens)])
-    layout = BatchLayout(position_T[None], position_T.new_zeros(1), start_B1, page_size=1, max_queries=len(tokens))
-    return TreeBatch(token_T, position_T, position_T, layout, None)
-
-
-def _make_pages(model: DecoderStack, count: int) -> list[KVPages]:
-    c, like = model.config, model.norm.weight
-    shape = (count, 1, c.num_kv_heads, c.head_dim)
-    return [KVPages(like.new_empty(shape), like.new_empty(shape)) for _ in range(c.num_layers)]
 
 
 @dataclass(frozen=True)
@@ -203,7 +151,7 @@ def _shares(event_AD: Tensor, given_AD: Tensor) -> list[float | None]:
 @torch.inference_mode()
 def score_head(
     target: Decoder,
-    head: DraftHead,
+    head: Head,
     documents: Sequence[Document],
     budgets: Sequence[str],
     tree: TreeConfig,
@@ -216,7 +164,7 @@ def score_head(
     Where it wrote greedily they are the rounds of greedy decoding; a sampled text leaves the likely path more often,
     and its rounds are shorter.
     """
-    trees = make_trees(budgets, tree, head.head_config.depth)
+    trees = make_trees(budgets, tree, head.head_config.draft_depth(tree.depth))
     starts = [0, *accumulate(sum(e - s for s, e in answer_spans(document)) for document in documents)]
     picked = np.zeros(starts[-1], dtype=bool)
     picked[np.linspace(0, starts[-1] - 1, min(num_gaps, starts[-1])).astype(int)] = True
@@ -226,12 +174,9 @@ def score_head(
     return HeadScore.join([scorer.score(document, picked[first:last]) for document, (first, last) in bar])
 
 
-@torch.no_grad()
 def is_greedy(target: Decoder, document: Document) -> bool:
     """Whether the target's own first choices are what it wrote, but for a few near ties."""
-    batch = _whole(document.tokens, target.embedding.device)
-    choice_T = target.logits(target(batch, _make_pages(target, len(document.tokens))).hidden_TM).argmax(-1)
-    agrees = (choice_T[:-1] == batch.token_T[1:]).cpu().numpy()[document.written[1:]]
+    agrees = first_choices(target, document.tokens)[document.written[1:]]
     return bool(agrees.mean() >= GREEDY_SHARE) if len(agrees) else False
 
 
@@ -243,19 +188,18 @@ def answer_spans(document: Document) -> list[tuple[int, int]]:
 
 
 class _Scorer:
-    def __init__(self, target: Decoder, head: DraftHead, trees: Mapping[str, TreeConfig], tree: TreeConfig) -> None:
+    def __init__(self, target: Decoder, head: Head, trees: Mapping[str, TreeConfig], tree: TreeConfig) -> None:
         self.target, self.head, self.trees, self.width = target, head, trees, tree.width
-        self.depth = draft_depth(tree, head.head_config.depth)
-        # One set of candidates serves all trees and the ranks. A shortlist must stay as it is: it shapes the scores.
-        self.offer = replace(tree, width=max(tree.width, min(RANKS[-1], tree.shortlist or RANKS[-1])))
+        self.depth = head.head_config.draft_depth(tree.depth)
+        most = max(t.budget for t in trees.values())
+        # One pass of the head serves all trees and the ranks.
+        self.offer = replace(tree, budget=max(most, self.depth + 1))
         self.chain = TreeConfig(budget=self.depth + 1, width=1)
-        vocab, most = target.config.vocab_size, max(t.budget for t in trees.values())
-        edges = most * (tree.shortlist or vocab) if head.edge is not None else 0
-        self.batch = max(1, MAX_FLOATS // max(self.depth * vocab, edges))
+        self.batch = max(1, MAX_FLOATS // floats_per_anchor(head, self.offer))
 
     def score(self, document: Document, picked: np.ndarray) -> HeadScore:
         """`picked` says at which anchors the target scores the top path."""
-        reading = Reading(self.target, self.head, document.tokens)
+        reading = read_text(self.target, self.head, document.tokens)
         spans = answer_spans(document)
         anchors = np.concatenate([np.arange(start - 1, end - 1) for start, end in spans])
         ends = np.concatenate([np.full(end - start, end) for start, end in spans])
@@ -277,18 +221,14 @@ class _Scorer:
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """On the host: accepted lengths per tree, ranks, gaps."""
         at_B, stop_B = anchor_B.to(reading.token_T.device), end_B.to(reading.token_T.device)
-        candidates = self.head.candidates(reading.draft(at_B)[:, : self.depth], self.target, self.offer)
+        drafted = reading.draft(at_B, self.offer)
         coming_BD = coming_tokens(reading.token_T, at_B, stop_B, self.depth)
-        root_B = reading.token_T[at_B]
-        accepted = {
-            name: follow(build_tree(root_B, candidates, tree, self.depth), coming_BD).cpu()
-            for name, tree in self.trees.items()
-        }
+        accepted = {name: follow(drafted.tree(tree), coming_BD).cpu() for name, tree in self.trees.items()}
         gap_B = torch.empty(0)
         if picked_B.any():
-            chain = build_tree(root_B, candidates, self.chain, self.depth)
-            gap_B = self._gaps(reading, at_B, stop_B, chain, picked_B.nonzero()[:, 0].to(at_B.device))
-        return accepted, true_ranks(candidates, root_B, coming_BD).cpu(), gap_B
+            row_R = picked_B.nonzero()[:, 0].to(at_B.device)
+            gap_B = self._gaps(reading, at_B, stop_B, drafted.tree(self.chain), row_R)
+        return accepted, drafted.ranks(coming_BD).cpu(), gap_B
 
     def _gaps(self, reading: Reading, at_B: Tensor, stop_B: Tensor, chain: DraftTree, row_R: Tensor) -> Tensor:
         """log q - log p of the top paths of some rows, cut where the text ends."""
@@ -297,12 +237,6 @@ class _Scorer:
         logp_RD = reading.logprob(at_B[row_R], chain.token_BN[row_R, 1:]).cumsum(1)
         logq_RN = chain.score_BN[row_R]
         return (logq_RN.gather(1, length_R1) - logp_RD.gather(1, length_R1 - 1))[:, 0].cpu()
-
-
-def coming_tokens(token_T: Tensor, anchor_B: Tensor, end_B: Tensor, depth: int) -> Tensor:
-    """The tokens behind each anchor, (B, D); BEYOND from the end on."""
-    index_BD = anchor_B[:, None] + torch.arange(1, depth + 1, device=token_T.device)
-    return torch.where(index_BD < end_B[:, None], token_T[index_BD.clamp(max=len(token_T) - 1)], BEYOND)
 
 
 def follow(tree: DraftTree, coming_BD: Tensor) -> Tensor:
@@ -315,17 +249,6 @@ def follow(tree: DraftTree, coming_BD: Tensor) -> Tensor:
         node_B = torch.where(found_B, child_BN.int().argmax(1), node_B)
         length_B = length_B + found_B
     return length_B
-
-
-def true_ranks(candidates: Candidates, root_B: Tensor, coming_BD: Tensor) -> Tensor:
-    """Place of each coming token among the candidates that its true parent offers, (B, D)."""
-    parent_BD = torch.cat((root_B[:, None], coming_BD[:, :-1]), dim=1).clamp(min=0)
-    ranks = []
-    for i in range(coming_BD.shape[1]):
-        token_B1K, _ = candidates.children(i + 1, parent_BD[:, i : i + 1], RANKS[-1])
-        found_BK = token_B1K[:, 0] == coming_BD[:, i : i + 1]
-        ranks.append(torch.where(found_BK.any(1), found_BK.int().argmax(1), ABSENT))
-    return torch.where(coming_BD == BEYOND, BEYOND, torch.stack(ranks, dim=1))
 
 
 def walk(accepted: Sequence[int]) -> Iterator[int]:

@@ -1,10 +1,10 @@
-"""From blocks to a number: states of the slots, weights of the positions, distillation, and what was right."""
+"""From drafts to a number: states of the head, weights of the positions, distillation, and what was right."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from jetspec import ops
 from jetspec.dispatch import force
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
-from jetspec.train.blocks import Blocks, block_mask
+from jetspec.models.eagle3 import Eagle3Head
+from jetspec.train.blocks import Blocks, Drafts, block_mask, draft_mask
 from jetspec.train.config import LossConfig
 from jetspec.train.data import PackedBatch
 
@@ -62,35 +63,72 @@ class DraftLoss(NamedTuple):
         )
 
 
+class Student(TypedDict, total=False):
+    """What `ops.distill_loss` must know of a head besides its states."""
+
+    edge_RQ: Tensor | None
+    successor_VQ: Tensor | None
+    student_head_VM: Tensor | None
+
+
 def draft_loss(
     head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, seen: Hidden, config: LossConfig
 ) -> DraftLoss:
     """One pass of the head over all blocks. Slot k at anchor a is taught by the target's row at a + k - 1."""
     at = blocks.drafted_P
     hidden = block_states(head, target, batch, blocks, seen).flatten(0, 2).index_select(0, at)
-    label, source = blocks.label_RAD.flatten()[at], blocks.source_RAD.flatten()[at]
     edge = successor = None
     if head.edge is not None:
-        parent = batch.token_RT.flatten()[source]
+        parent = batch.token_RT.flatten()[blocks.source_RAD.flatten()[at]]
         edge = nn.functional.embedding(parent, head.edge.predecessor) * head.edge.gates(hidden)
         successor = head.edge.successor
+    label = blocks.label_RAD.flatten()[at]
+    return distil(hidden, label, blocks, target.lm_head, seen, config, edge_RQ=edge, successor_VQ=successor)
 
-    valid = blocks.valid_RAD
+
+def unrolled_loss(
+    head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: Drafts, seen: Hidden, config: LossConfig
+) -> DraftLoss:
+    """An autoregressive head goes on from its own states, as it will when decoding, along what the target wrote.
+
+    Teacher and head are compared over the head's vocabulary. Of a token that it cannot draft it learns nothing.
+    """
+    at, vocabulary = drafts.drafted_P, head.token_of
+    hidden = chain_states(head, target, batch, drafts, seen).flatten(0, 2).index_select(0, at)
+    number = torch.arange(len(vocabulary), device=vocabulary.device)
+    own_of = vocabulary.new_full((target.config.vocab_size,), -1).scatter(0, vocabulary, number)
+    label = own_of[drafts.label_RAD.flatten()[at]]
+    teacher_head = target.lm_head if len(vocabulary) == len(target.lm_head) else target.lm_head[vocabulary]
+    own_head = head.lm_head.weight
+    return distil(hidden, label, drafts, teacher_head, seen, config, student_head_VM=own_head)
+
+
+def distil(
+    hidden: Tensor,
+    label: Tensor,
+    drafts: Drafts,
+    teacher_head: Tensor,
+    seen: Hidden,
+    config: LossConfig,
+    **student: Unpack[Student],
+) -> DraftLoss:
+    """From the states of the predictions that are taught. A label below 0 cannot be: it counts as wrong, no more."""
+    at, valid, known = drafts.drafted_P, drafts.valid_RAD, label >= 0
+    label = label.clamp(min=0)
     weight = position_weights(valid.shape[-1], config, hidden.device).expand(valid.shape)
     if config.dpace is not None:
-        found = ops.label_prob(hidden, target.lm_head, label, edge_RQ=edge, successor_VQ=successor)
+        found = ops.label_prob(hidden, teacher_head, label, **student) * known
         weight = stakes(_spread(found, at, valid), valid, config.dpace)
-    weight = weight.flatten()[at]
+    weight = weight.flatten()[at] * known
     result = ops.distill_loss(
         hidden,
-        seen.hidden_TM.flatten(0, 1)[source],
-        target.lm_head,
+        seen.hidden_TM.flatten(0, 1)[drafts.source_RAD.flatten()[at]],
+        teacher_head,
         label,
         weight,
         kind=config.kind,
         temperature=config.temperature,
-        edge_RQ=edge,
-        successor_VQ=successor,
+        **student,
     )
     return DraftLoss(
         loss_sum=result.loss_sum,
@@ -111,6 +149,16 @@ def block_states(head: DraftHead, target: Decoder, batch: PackedBatch, blocks: B
     with force("reference"):  # also where nothing needs a gradient: a compiled layer fuses what kernels would
         states = head.forward_blocks(embedded, blocks.position_RQ, seen.tap_TX, batch.position_RT, visible)
     return head.predicting(states.unflatten(1, (-1, head.head_config.block_size)))
+
+
+def chain_states(head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: Drafts, seen: Hidden) -> Tensor:
+    """The head's states of every step of every draft, (R, A, D, M)."""
+    assert seen.tap_TX is not None
+    drafted_RAD = batch.token_RT.flatten()[drafts.source_RAD]
+    embedded, drafted = (head.embed(x, target).to(head.norm.weight.dtype) for x in (batch.token_RT, drafted_RAD))
+    visible = draft_mask(batch, drafts)
+    with force("reference"):
+        return head.forward_unrolled(embedded, seen.tap_TX, batch.position_RT, drafts.end_RA, drafted, visible)
 
 
 def _spread(value_P: Tensor, at_P: Tensor, valid_RAD: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.opti
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a weight maps states to states: all matrices but the codebooks and gates of the edge term."""
-    return parameter.dim() == 2 and not name.startswith("edge.")
+    """Whether a weight maps states to states: all matrices but those of the edge term and of the output."""
+    return parameter.dim() == 2 and not name.startswith(("edge.", "lm_head."))
 
 
 def lr_frac(step: float, steps: int, config: OptimizerConfig) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from jetspec.models.draft_head import DraftHead
+from jetspec.models.heads import Head
 
 
 def shard(module: nn.Module, device: torch.device) -> None:
@@ -39,10 +41,17 @@ def split_like(x: Tensor, other: Tensor) -> Tensor:
     return distribute_tensor(x, other.device_mesh, other.placements) if isinstance(other, DTensor) else x
 
 
-def frozen_copy(head: DraftHead, dtype: torch.dtype) -> DraftHead:
+H = TypeVar("H", bound=Head)
+
+
+def frozen_copy(head: H, dtype: torch.dtype) -> H:
     """The head as it would be loaded for decoding. All processes must ask for it."""
+
+    def copied(x: Tensor) -> Tensor:
+        return whole(x.detach()).to(dtype if x.is_floating_point() else x.dtype, copy=True)
+
     with torch.device("meta"):
-        copy = DraftHead(head.head_config)
-    weights = {name: whole(p.detach()).to(dtype, copy=True) for name, p in head.named_parameters()}
-    copy.load_state_dict(weights, assign=True)
-    return copy.to(head.inv_freq.device).requires_grad_(False).eval()
+        copy = type(head)(head.head_config)  # type: ignore[arg-type]
+    copy.load_state_dict({name: copied(x) for name, x in head.state_dict().items()}, assign=True)
+    copy.to(head.inv_freq.device).requires_grad_(False).eval()
+    return copy

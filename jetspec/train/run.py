@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,29 +13,37 @@ import torch.distributed as dist
 
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
-from jetspec.models.head_format import load_head
+from jetspec.models.eagle3 import DEPTH, Eagle3Config, Eagle3Head, eagle3_tap_layers
+from jetspec.models.heads import Head, load_any_head
 from jetspec.train.config import HeadShape, TrainConfig
 from jetspec.train.data import Documents, PackedData, Tally, read_documents
 from jetspec.train.trainer import Score, Trainer
+
+DRAFT_VOCAB = 32_000
+"""Tokens of an EAGLE-3 head, unless a recipe says otherwise."""
 
 
 def make_trainer(config: TrainConfig, target: Decoder, score: Score | None = None) -> Trainer:
     """Everything but the target, ready to run."""
     head = start_head(config, target)
-    documents = read_data(config, target.config.vocab_size, head.head_config.mask_token)
+    documents = read_data(config, target.config.vocab_size, head)
     validation = None
     if config.validation_rows:
         held_out, documents = documents.hold_out(config.validation_rows * 4, config.seed)
         packed = PackedData(held_out, config.row_len, config.seed)
         validation = packed.batch(0, min(config.validation_rows, packed.rows_per_pass))
     times = np.array([file.times for file in config.files])[documents.file_D]
-    data = PackedData(documents.take(np.arange(len(documents)).repeat(times)), config.row_len, config.seed)
+    documents = documents.take(np.arange(len(documents)).repeat(times))
+    if isinstance(head, Eagle3Head) and config.start is None:
+        head.adopt(frequent_tokens(documents, head.head_config.draft_vocab_size), target)
+    data = PackedData(documents, config.row_len, config.seed)
     return Trainer(config, target, head.to(target.embedding.device), data, validation, score)
 
 
-def read_data(config: TrainConfig, vocab_size: int, mask_token: int) -> Documents:
+def read_data(config: TrainConfig, vocab_size: int, head: Head) -> Documents:
     """The documents of the recipe. What was cut or left out is said once, by the first process."""
     tally = Tally()
+    mask_token = head.head_config.mask_token if isinstance(head, DraftHead) else None
     paths = [file.path for file in config.files]
     documents = read_documents(
         paths, config.row_len, vocab_size, mask_token=mask_token, on_bad=config.on_bad, tally=tally
@@ -45,13 +54,27 @@ def read_data(config: TrainConfig, vocab_size: int, mask_token: int) -> Document
     return documents
 
 
-def start_head(config: TrainConfig, target: Decoder) -> DraftHead:
+def frequent_tokens(documents: Documents, count: int) -> torch.Tensor:
+    """The tokens that the target wrote most often, ascending. Of equally frequent ones the lower come first."""
+    times_N = np.zeros(len(documents.token_N) + 1, np.int64)
+    np.add.at(times_N, documents.start_D, 1)
+    np.add.at(times_N, documents.end_D, -1)
+    times_N = times_N.cumsum()[:-1] * documents.written_N
+    seen_V = np.bincount(documents.token_N, weights=times_N, minlength=count)
+    return torch.from_numpy(np.sort(np.argsort(-seen_V, kind="stable")[:count]))
+
+
+def start_head(config: TrainConfig, target: Decoder) -> Head:
     """A fresh head, or the one to start from, with a fresh edge term if the recipe adds one."""
+    if config.start is None and config.head.kind == "eagle3":
+        return Eagle3Head(eagle3_config(config.head, target.config)).init_weights(config.seed)
     if config.start is None:
         check_shape(config.head, target.config)
         return DraftHead(head_config(config.head, target.config)).init_weights(config.seed)
-    head = load_head(config.start, target.config, dtype=torch.float32)
+    head = load_any_head(config.start, target.config, dtype=torch.float32)
     check_agrees(config.head, head.head_config, config.start)
+    if isinstance(head, Eagle3Head):
+        return head
     if config.row_len <= head.head_config.block_size:
         raise ValueError(f"row_len {config.row_len} cannot hold a block of {head.head_config.block_size}")
     if config.head.edge_rank and head.edge is None:
@@ -71,16 +94,38 @@ def check_shape(shape: HeadShape, target: DecoderConfig) -> None:
         )
     if shape.mask_token >= target.vocab_size:
         raise ValueError(f"head.mask_token is {shape.mask_token}; the vocabulary of the target has {target.vocab_size}")
-    taps = head_config(shape, target).tap_layers
+    check_taps(head_config(shape, target).tap_layers, shape, target)
+
+
+def check_taps(taps: tuple[int, ...], shape: HeadShape, target: DecoderConfig) -> None:
     if not all(0 <= layer < target.num_layers for layer in taps):
         named = f"is {list(taps)}" if shape.tap_layers else f"would be {list(taps)} by default"
         raise ValueError(f"head.tap_layers {named}; the target has layers 0 to {target.num_layers - 1}")
 
 
-def check_agrees(shape: HeadShape, head: HeadConfig, start: str) -> None:
+def check_agrees(shape: HeadShape, head: HeadConfig | Eagle3Config, start: str) -> None:
     """Refuse a setting that the head to start from contradicts. One at its default counts as not given."""
+    kind = "block" if isinstance(head, HeadConfig) else "eagle3"
+    if shape.kind != kind:
+        raise ValueError(f"head.kind is {shape.kind}, but the head to start from, {start}, is of kind {kind}")
+    for name, value in (_found(head, shape) if isinstance(head, HeadConfig) else _eagle3_found(head)).items():
+        wanted = getattr(shape, name)
+        if wanted not in (getattr(HeadShape, name), value):
+            raise ValueError(f"head.{name} is {wanted}, but {value} in the head to start from, {start}; leave it out")
+
+
+def _eagle3_found(head: Eagle3Config) -> dict[str, Any]:
+    return {
+        "tap_layers": head.tap_layers,
+        "inner_size": head.layers.inner_size,
+        "depth": head.depth,
+        "draft_vocab": head.draft_vocab_size,
+    }
+
+
+def _found(head: HeadConfig, shape: HeadShape) -> dict[str, Any]:
     layers = head.layers
-    found = {
+    return {
         "num_layers": layers.num_layers,
         "block_size": head.block_size,
         "causal": head.causal,
@@ -89,10 +134,22 @@ def check_agrees(shape: HeadShape, head: HeadConfig, start: str) -> None:
         "inner_size": layers.inner_size,
         "edge_rank": head.edge.rank if head.edge else shape.edge_rank,
     }
-    for name, value in found.items():
-        wanted = getattr(shape, name)
-        if wanted not in (getattr(HeadShape, name), value):
-            raise ValueError(f"head.{name} is {wanted}, but {value} in the head to start from, {start}; leave it out")
+
+
+def eagle3_config(shape: HeadShape, target: DecoderConfig) -> Eagle3Config:
+    """A head in the image of its target, of one layer."""
+    vocab = min(DRAFT_VOCAB, target.vocab_size) if shape.draft_vocab is None else shape.draft_vocab
+    if vocab > target.vocab_size:
+        raise ValueError(f"head.draft_vocab is {vocab}; the vocabulary of the target has {target.vocab_size}")
+    taps = eagle3_tap_layers(target.num_layers) if shape.tap_layers is None else shape.tap_layers
+    check_taps(taps, shape, target)
+    return Eagle3Config(
+        layers=replace(layers_like(target, 1, shape.inner_size), family="llama", qk_norm=False),
+        tap_layers=taps,
+        draft_vocab_size=vocab,
+        depth=shape.depth or DEPTH,
+        num_target_layers=target.num_layers,
+    )
 
 
 def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:
@@ -100,19 +157,7 @@ def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:
 
     Without a mask token it takes the last id, which does to measure speed.
     """
-    layers = DecoderConfig(
-        family="qwen3",
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        num_layers=shape.num_layers,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        inner_size=target.inner_size if shape.inner_size is None else shape.inner_size,
-        max_len=target.max_len,
-        rope=target.rope,
-        qk_norm=True,
-    )
+    layers = layers_like(target, shape.num_layers, shape.inner_size)
     taps = default_tap_layers(shape.num_layers, target.num_layers) if shape.tap_layers is None else shape.tap_layers
     return HeadConfig(
         layers=layers,
@@ -122,6 +167,22 @@ def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:
         causal=shape.causal,
         num_target_layers=target.num_layers,
         edge=EdgeConfig(shape.edge_rank) if shape.edge_rank else None,
+    )
+
+
+def layers_like(target: DecoderConfig, num_layers: int, inner_size: int | None) -> DecoderConfig:
+    return DecoderConfig(
+        family="qwen3",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_layers=num_layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        inner_size=target.inner_size if inner_size is None else inner_size,
+        max_len=target.max_len,
+        rope=target.rope,
+        qk_norm=True,
     )
 
 

@@ -20,9 +20,10 @@ from tqdm import tqdm
 from jetspec.config import TreeConfig
 from jetspec.dispatch import force
 from jetspec.models.decoder import Decoder, Hidden
-from jetspec.models.draft_head import DraftHead
-from jetspec.models.head_format import CARD_FILE, load_head, save_head
-from jetspec.train.blocks import Blocks, choose_anchors, document_mask, lay_out
+from jetspec.models.eagle3 import Eagle3Head
+from jetspec.models.head_folder import CARD_FILE
+from jetspec.models.heads import Head, load_any_head, save_any_head
+from jetspec.train.blocks import Blocks, Drafts, choose_anchors, document_mask, lay_out, lay_out_chains
 from jetspec.train.card import model_card
 from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint, settings
 from jetspec.train.clock import Speed, TimeLimit
@@ -30,14 +31,14 @@ from jetspec.train.config import LossConfig, TrainConfig
 from jetspec.train.data import Ahead, Document, PackedBatch, PackedData
 from jetspec.train.evaluate import is_greedy, score_head
 from jetspec.train.log import RunLog
-from jetspec.train.loss import DraftLoss, Metrics, draft_loss
+from jetspec.train.loss import DraftLoss, Metrics, draft_loss, unrolled_loss
 from jetspec.train.optimizer import lr_frac, make_optimizers
 from jetspec.train.parallel import frozen_copy, local, shard
 
-Score = Callable[[DraftHead], dict[str, float]]
+Score = Callable[[Head], dict[str, float]]
 """How a checkpoint does when it really decodes."""
-Lesson = tuple[PackedBatch, list[Blocks]]
-"""Packed rows, and the blocks to draft in them, as many at a time as fit in one pass."""
+Lesson = tuple[PackedBatch, list[Drafts]]
+"""Packed rows, and the drafts to make in them, as many at a time as fit in one pass."""
 
 TREE_BUDGET, TREE_DOCUMENTS, TREE_TOKENS = 64, 8, 64
 """Validation counts rounds of such trees on the first tokens of so many answers."""
@@ -46,12 +47,15 @@ TREE_BUDGET, TREE_DOCUMENTS, TREE_TOKENS = 64, 8, 64
 class Drafting(nn.Module):
     """A head with its loss: all that backward goes through, as one module, which is what can be sharded."""
 
-    def __init__(self, head: DraftHead, config: LossConfig) -> None:
+    def __init__(self, head: Head, config: LossConfig) -> None:
         super().__init__()
         self.head, self.config = head, config
 
-    def forward(self, target: Decoder, batch: PackedBatch, blocks: Blocks, seen: Hidden) -> DraftLoss:
-        return draft_loss(self.head, target, batch, blocks, seen, self.config)
+    def forward(self, target: Decoder, batch: PackedBatch, drafts: Drafts, seen: Hidden) -> DraftLoss:
+        if isinstance(self.head, Eagle3Head):
+            return unrolled_loss(self.head, target, batch, drafts, seen, self.config)
+        assert isinstance(drafts, Blocks)
+        return draft_loss(self.head, target, batch, drafts, seen, self.config)
 
 
 class Trainer:
@@ -61,7 +65,7 @@ class Trainer:
         self,
         config: TrainConfig,
         target: Decoder,
-        head: DraftHead,
+        head: Head,
         data: PackedData,
         validation: PackedBatch | None = None,
         score: Score | None = None,
@@ -73,7 +77,7 @@ class Trainer:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         head.requires_grad_(not config.train_only_edge)
         if config.train_only_edge:
-            assert head.edge is not None
+            assert not isinstance(head, Eagle3Head) and head.edge is not None
             head.edge.requires_grad_(True)
         self.drafting = Drafting(head, config.loss)
         if self._compiles:
@@ -169,7 +173,7 @@ class Trainer:
         """The head in the published layout and in bfloat16, with a card that says where it comes from."""
         head = frozen_copy(self.head, torch.bfloat16)
         if self.rank == 0:
-            save_head(head, self.folder / "head", card=self._card())
+            save_any_head(head, self.folder / "head", self._card())
 
     def _card(self) -> str:
         minutes, count = self.limit.used_s / 60, len(self.data.documents)
@@ -180,7 +184,7 @@ class Trainer:
         now = frozen_copy(self.head, torch.bfloat16).state_dict()
         folder = self.folder.absolute() / "head"
         try:
-            there = load_head(folder, device=self.device).state_dict() if folder.is_dir() else {}
+            there = load_any_head(folder, device=self.device).state_dict() if folder.is_dir() else {}
         except (ValueError, OSError):
             return False
         return there.keys() == now.keys() and all(torch.equal(there[name], value) for name, value in now.items())
@@ -246,14 +250,19 @@ class Trainer:
             return list(islice((document for document in cuts if is_greedy(self.target, document)), TREE_DOCUMENTS))
 
     def lesson(self, batch: PackedBatch, number: int) -> Lesson:
-        """Blocks for a batch on the host; its number chooses the anchors."""
+        """Drafts for a batch on the host; its number chooses the anchors."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + number)
         anchor_RA, valid_RA = choose_anchors(batch, self.config.anchors, generator)
         groups = zip(*(x.split(self.config.anchors_at_once, dim=1) for x in (anchor_RA, valid_RA)), strict=True)
-        blocks = [lay_out(batch, anchor, valid, self.head.head_config) for anchor, valid in groups]
+        drafts = [self._lay_out(batch, anchor, valid) for anchor, valid in groups]
         if self.device.type != "cuda":
-            return batch, blocks
-        return batch.pinned(), [part.pinned() for part in blocks]
+            return batch, drafts
+        return batch.pinned(), [part.pinned() for part in drafts]
+
+    def _lay_out(self, batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor) -> Drafts:
+        if isinstance(self.head, Eagle3Head):
+            return lay_out_chains(batch, anchor_RA, valid_RA, self.head.head_config.depth)
+        return lay_out(batch, anchor_RA, valid_RA, self.head.head_config)
 
     def drafts(self, lesson: Lesson) -> Iterator[DraftLoss]:
         """Capture the target's states once, then draft group by group."""
@@ -261,9 +270,9 @@ class Trainer:
         with torch.no_grad():
             taps = self.head.head_config.tap_layers
             seen = self.target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
-        for blocks in lesson[1]:
+        for drafts in lesson[1]:
             with self._precision():
-                part: DraftLoss = self.drafting(self.target, batch, blocks.to(self.device), seen)
+                part: DraftLoss = self.drafting(self.target, batch, drafts.to(self.device), seen)
             yield part
             del part  # before the next pass: it may hold all that backward would need
 

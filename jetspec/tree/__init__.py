@@ -2,7 +2,7 @@
 
 from jetspec.tree.accept import Acceptance, accept, accepted_tokens
 from jetspec.tree.adjust import forbid, penalize
-from jetspec.tree.build import Candidates, EdgeFactors, build_tree, build_tree_reference
+from jetspec.tree.build import Candidates, EdgeFactors, GrowingTree, build_tree, build_tree_reference
 from jetspec.tree.draft_tree import DraftTree, children_of, draw, pack_bits, unpack_bits
 from jetspec.tree.sample import choose_nodes, choose_token, filter_logits, gumbel
 
@@ -11,6 +11,7 @@ __all__ = [
     "Candidates",
     "DraftTree",
     "EdgeFactors",
+    "GrowingTree",
     "accept",
     "accepted_tokens",
     "build_tree",

@@ -131,7 +131,12 @@ def _next_level(parents: _Level, first: int, candidates: Candidates, config: Tre
     merit_BWK = score_BWK
     if config.expand == "paper":
         merit_BWK = torch.where(score_BWK > -torch.inf, above_BW1, score_BWK)
-    merit_BX, index_BX = _best_first(merit_BWK.flatten(1), config.budget - depth)
+    return _rank(token_BWK, score_BWK, merit_BWK, first, config.budget - depth)
+
+
+def _rank(token_BWK: Tensor, score_BWK: Tensor, merit_BWK: Tensor, first: int, count: int) -> _Level:
+    """The `count` best of some parents' children, where `first` is the number of the first parent."""
+    merit_BX, index_BX = _best_first(merit_BWK.flatten(1), count)
     return _Level(
         token_BW=token_BWK.flatten(1).gather(1, index_BX),
         parent_BW=first + index_BX // token_BWK.shape[-1],
@@ -141,7 +146,7 @@ def _next_level(parents: _Level, first: int, candidates: Candidates, config: Tre
 
 
 def _increment(logprob_BWK: Tensor, entropy_BD: Tensor | None, config: TreeConfig, depth: int) -> Tensor:
-    """What a node adds to its parent's score; never above 0, so that rounding cannot lift a child over its parent.
+    """What a node adds to its parent's score.
 
     The entropy score is summed along the path as well. That is our reading of the paper's entropy-guided score: the
     entropy of a node's depth alone could rise along a path, and best nodes would then lack their parents.
@@ -153,8 +158,13 @@ def _increment(logprob_BWK: Tensor, entropy_BD: Tensor | None, config: TreeConfi
         step_BWK = torch.where(logprob_BWK > -torch.inf, -entropy_B11, logprob_BWK)
         if config.score == "hybrid":
             step_BWK = logprob_BWK - config.entropy_weight * entropy_B11
-    # What is not a number would be sorted before all that are, the anchor among them.
-    return step_BWK.clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    return _never_up(step_BWK)
+
+
+def _never_up(step: Tensor) -> Tensor:
+    """At most 0, so that rounding cannot lift a child over its parent. What is not a number would be sorted before all
+    that are, the anchor among them."""
+    return step.clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def _best_nodes(levels: list[_Level], budget: int, max_depth: int) -> DraftTree:
@@ -180,6 +190,42 @@ def _best_first(value_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values and their places; the earlier of equals first, which topk does not promise."""
     value_BX, index_BX = value_BX.sort(dim=1, descending=True, stable=True)
     return value_BX[:, :count], index_BX[:, :count]
+
+
+class GrowingTree:
+    """A tree for drafters that read what they have drafted before they go on (EAGLE-2): a beam with memory.
+
+    Every level has a frontier, its `width` best nodes. The drafter names the best children of each; all of them become
+    candidates, and the best of them the next frontier. In the end the best candidates of all levels are the tree. Their
+    parents are among them, because a score never rises along a path. Fixed shapes, no host sync.
+    """
+
+    def __init__(self, anchor_B: Tensor, width: int, budget: int) -> None:
+        self.width, self.budget = width, budget
+        zero_B1 = torch.zeros_like(anchor_B)[:, None]
+        self.levels = [_Level(anchor_B[:, None], zero_B1, zero_B1.float(), zero_B1.float())]
+
+    @property
+    def frontier_BW(self) -> Tensor:
+        """Tokens of the nodes to go on from, best first."""
+        return self.levels[-1].token_BW[:, : self.width]
+
+    def extend(self, token_BWK: Tensor, logprob_BWK: Tensor) -> Tensor:
+        """Add the children of the frontier, best first for each of its nodes.
+
+        Returns the place of each new frontier node's parent in the old frontier, (B, W).
+        """
+        above, depth = self.levels[-1], len(self.levels)
+        first = sum(level.token_BW.shape[1] for level in self.levels[:-1])
+        score_BWK = above.score_BW[:, : self.width, None] + _never_up(logprob_BWK)
+        level = _rank(token_BWK, score_BWK, score_BWK, first, max(self.width, self.budget - depth))
+        self.levels.append(level)
+        return level.parent_BW[:, : self.width] - first
+
+    def tree(self, budget: int | None = None) -> DraftTree:
+        """The best candidates so far: `budget` of them, which may be fewer than were planned for."""
+        budget = self.budget if budget is None else budget
+        return _best_nodes(self.levels, budget, min(len(self.levels), budget) - 1)
 
 
 class _Node(NamedTuple):

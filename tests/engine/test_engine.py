@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec.config import EngineConfig, TreeConfig
+from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.models.heads import Head
 from jetspec.types import Request, SamplingParams
-from tests.engine.tiny import VOCAB, Script, make_engine, plain, run, tiny_decoder, tiny_head, use
+from tests.engine.tiny import VOCAB, Script, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, use
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10, [11, 12, 13], [5, 4] * 6 + [30], [40, 41, 42, 43]]
@@ -25,18 +26,22 @@ def truth(sampling: SamplingParams) -> dict[tuple[int, ...], list[int]]:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 6])
 @pytest.mark.parametrize("budget", [1, 2, 8, 40])
-@pytest.mark.parametrize("who", ["ngram", "head", "bidirectional", "edge"])
+@pytest.mark.parametrize("who", ["ngram", "head", "bidirectional", "edge", "eagle3", "eagle3_few_tokens"])
 def test_output_is_the_targets_own(who: str, budget: int, batch: int, sampling: SamplingParams) -> None:
-    head = None if who == "ngram" else tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
+    head: Head | None = tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
+    if who == "ngram":
+        head = None
+    elif who.startswith("eagle3"):
+        head = tiny_eagle3(TARGET, draft_vocab=3 if who == "eagle3_few_tokens" else None)
     tree = TreeConfig(budget=budget, width=4)
     config = EngineConfig(page_size=4, max_batch=batch)
     engine = make_engine(TARGET, "ngram" if who == "ngram" else "head", head, tree, config)
     assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
 
 
-@pytest.mark.parametrize("edge", [True, False])
-def test_a_head_that_computes_no_numbers_does_no_harm(edge: bool) -> None:
-    head = tiny_head(TARGET, edge=edge)
+@pytest.mark.parametrize("who", ["edge", "head", "eagle3"])
+def test_a_head_that_computes_no_numbers_does_no_harm(who: str) -> None:
+    head = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=who == "edge")
     head.norm.weight.fill_(torch.nan)
     engine = make_engine(TARGET, "head", head, TreeConfig(budget=6, width=4))
     done = run(engine, PROMPTS, GREEDY)
@@ -95,13 +100,14 @@ def test_preemption_happens_and_is_invisible() -> None:
     assert preempted
 
 
-@pytest.mark.parametrize("who", ["none", "head"])
-def test_prefix_cache_hits_change_nothing_but_the_work(who: str) -> None:
-    head = tiny_head(TARGET, edge=True) if who == "head" else None
+@pytest.mark.parametrize("kind", ["none", "head", "eagle3"])
+def test_prefix_cache_hits_change_nothing_but_the_work(kind: str) -> None:
+    head = {"none": None, "head": tiny_head(TARGET, edge=True), "eagle3": tiny_eagle3(TARGET)}[kind]
+    who: DrafterName = "head" if head else "none"
     shared = [7, 8, 9, 10] * 5
     prompts = [[*shared, 1, 2], [*shared, 3], shared, [*shared, 1, 2, 4]]
-    engine = make_engine(TARGET, who, head, config=EngineConfig(page_size=4, max_batch=1))  # type: ignore[arg-type]
-    cold = make_engine(TARGET, who, head, config=EngineConfig(page_size=4, max_batch=1, prefix_cache=False))  # type: ignore[arg-type]
+    engine = make_engine(TARGET, who, head, config=EngineConfig(page_size=4, max_batch=1))
+    cold = make_engine(TARGET, who, head, config=EngineConfig(page_size=4, max_batch=1, prefix_cache=False))
     warm_done, cold_done = run(engine, prompts, GREEDY), run(cold, prompts, GREEDY)
     assert [c.token_ids for c in warm_done] == [c.token_ids for c in cold_done]
     assert [c.stats.accepted_lengths for c in warm_done] == [c.stats.accepted_lengths for c in cold_done]
@@ -129,10 +135,10 @@ def test_max_tokens_cuts_inside_a_path(limit: int) -> None:
     assert (done.token_ids, done.finish_reason) == (TRUTH[id(GREEDY)][0][:limit], "length")
 
 
-@pytest.mark.parametrize("who", ["none", "ngram", "head"])
+@pytest.mark.parametrize("who", ["none", "ngram", "head", "eagle3"])
 def test_the_context_is_filled_to_its_last_position(who: str) -> None:
-    head = tiny_head(TARGET) if who == "head" else None
-    engine = make_engine(TARGET, who, head, config=EngineConfig(max_len=24, page_size=5))  # type: ignore[arg-type]
+    head = {"head": tiny_head(TARGET), "eagle3": tiny_eagle3(TARGET)}.get(who)
+    engine = make_engine(TARGET, "head" if head else who, head, config=EngineConfig(max_len=24, page_size=5))  # type: ignore[arg-type]
     done = run(engine, PROMPTS[:1], SamplingParams(max_tokens=99))[0]
     assert (done.token_ids, done.finish_reason) == (TRUTH[id(GREEDY)][0][: 24 - 7], "length")
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.dispatch import force
 from jetspec.engine.graphs import batch_sizes
+from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
 from tests.engine import test_constraint as constraints
 from tests.engine import test_requests as requests
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH
-from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_head
+from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
 
 
 @given(st.integers(1, 5000))
@@ -36,10 +37,14 @@ def test_graphs_need_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("execution", ["eager", "graph"])
-@pytest.mark.parametrize("who", ["none", "head", "bidirectional", "edge"])
+@pytest.mark.parametrize("who", ["none", "head", "bidirectional", "edge", "eagle3"])
 def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: SamplingParams) -> None:
     target = tiny_decoder().cuda()
-    head = None if who == "none" else tiny_head(target, edge=who == "edge", causal=who != "bidirectional").cuda()
+    head: Head | None = tiny_head(target, edge=who == "edge", causal=who != "bidirectional").cuda()
+    if who == "none":
+        head = None
+    elif who == "eagle3":
+        head = tiny_eagle3(target, draft_vocab=20).cuda()
     for budget, batch in ((8, 3), (40, 6)):
         config = EngineConfig(page_size=4, max_batch=batch, execution=execution, num_pages=60)  # type: ignore[arg-type]
         tree = TreeConfig(budget=budget, width=4)
@@ -49,9 +54,10 @@ def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: 
 
 
 @pytest.mark.gpu
-def test_kernels_and_references_write_the_same() -> None:
+@pytest.mark.parametrize("who", ["edge", "eagle3"])
+def test_kernels_and_references_write_the_same(who: str) -> None:
     target = tiny_decoder().cuda()
-    head = tiny_head(target, edge=True).cuda()
+    head = (tiny_head(target, edge=True) if who == "edge" else tiny_eagle3(target)).cuda()
     config = EngineConfig(page_size=4, execution="eager")
     with force("reference"):
         expected = run(make_engine(target, "head", head, config=config), PROMPTS, GREEDY)

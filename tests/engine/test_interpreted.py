@@ -9,15 +9,20 @@ import torch
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.dispatch import force
+from jetspec.models.heads import Head
 from jetspec.types import Completion, SamplingParams
-from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_head
+from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
 
 PROMPTS = [[1, 2, 3], [9]]
 
 
 def decode(who: str, sampling: SamplingParams) -> list[Completion]:
     target = tiny_decoder(vocab=20, layers=2)
-    head = None if who == "none" else tiny_head(target, edge=who == "edge", block=3)
+    head: Head | None = tiny_head(target, edge=who == "edge", block=3)
+    if who == "none":
+        head = None
+    elif who == "eagle3":
+        head = tiny_eagle3(target, draft_vocab=9, depth=2)
     tree = TreeConfig(budget=4, width=3, shortlist=8)
     config = EngineConfig(page_size=4, ahead=1)
     return run(make_engine(target, "head" if head else "none", head, tree, config), PROMPTS, sampling)
@@ -36,7 +41,7 @@ def compare(who: str, sampling: SamplingParams) -> None:
             assert abs(found.logprob - right.logprob) < 1e-4
 
 
-@pytest.mark.parametrize("who", ["none", "edge"])
+@pytest.mark.parametrize("who", ["none", "edge", "eagle3"])
 def test_kernels_decode_like_references(interpreter: Executor, who: str) -> None:
     interpreter.submit(compare, who, SamplingParams(max_tokens=3)).result()
 

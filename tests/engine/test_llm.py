@@ -93,8 +93,8 @@ def test_a_model_brings_its_own_head(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert LLM(model, device="cpu").drafter == "ngram"
     monkeypatch.setattr(module, "shipped_head", lambda name: tmp_path / "4")
     own = LLM(model, device="cpu")
-    assert own.drafter == "head" and own.head is not None and own.head.head_config.block_size == 4
+    assert own.drafter == "head" and own.head is not None and own.head.head_config.depth == 3
     other = LLM(model, tmp_path / "6", device="cpu")
-    assert other.head is not None and other.head.head_config.block_size == 6
+    assert other.head is not None and other.head.head_config.depth == 5
     assert LLM(model, drafter="ngram", device="cpu").head is None
     assert own.generate(PROMPTS[:2])[1].token_ids == plain.generate(PROMPTS[:2])[1].token_ids

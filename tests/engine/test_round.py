@@ -8,8 +8,9 @@ import torch
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.kv_cache import KVCache
+from jetspec.models.heads import Head
 from jetspec.types import KVPages, Request, SamplingParams, Update
-from tests.engine.tiny import Script, make_engine, plain, run, tiny_decoder, tiny_head, use
+from tests.engine.tiny import Script, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, use
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10]
@@ -49,9 +50,11 @@ def check_cache(engine: Engine, updates: list[Update]) -> None:
             torch.testing.assert_close(rows(engine.cache, pages, request), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("who", ["causal", "bidirectional", "edge"])
+@pytest.mark.parametrize("who", ["causal", "bidirectional", "edge", "eagle3"])
 def test_cache_of_target_and_head_equals_a_fresh_pass(who: str) -> None:
-    head = tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
+    head: Head = tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
+    if who == "eagle3":
+        head = tiny_eagle3(TARGET)
     engine = make_engine(
         TARGET, "head", head, TreeConfig(budget=30, width=5), EngineConfig(page_size=4, prefill_chunk=5)
     )
@@ -95,9 +98,10 @@ def test_the_lossless_test_can_fail(damage, monkeypatch: pytest.MonkeyPatch) -> 
     assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] != TRUTH
 
 
-def test_rows_behind_the_length_are_never_read() -> None:
+@pytest.mark.parametrize("who", ["edge", "eagle3"])
+def test_rows_behind_the_length_are_never_read(who: str) -> None:
     """Block rows, rejected nodes and padding lie behind the cached length. Poison there changes nothing."""
-    head = tiny_head(TARGET, edge=True)
+    head = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=True)
     engine = make_engine(TARGET, "head", head, TreeConfig(budget=12, width=4), EngineConfig(page_size=4))
 
     def poison(engine: Engine, updates: list[Update]) -> None:
@@ -109,5 +113,7 @@ def test_rows_behind_the_length_are_never_read() -> None:
                 for layer in pool.layers:
                     layer.k[pages[position // 4], position % 4] = 1e6
                     layer.v[pages[position // 4], position % 4] = 1e6
+                if pool.feature_SM is not None:
+                    pool.feature_SM[pages[position // 4] * 4 + position % 4] = 1e6
 
     assert [c.token_ids for c in run(engine, PROMPTS, GREEDY, poison)] == TRUTH

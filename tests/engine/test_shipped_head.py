@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jetspec.engine.llm import LLM
-from jetspec.models.head_format import CARD_FILE, WEIGHTS_FILE
+from jetspec.models.draft_head import DraftHead
+from jetspec.models.head_folder import CARD_FILE, WEIGHTS_FILE
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.types import SamplingParams
 from scripts.pages import put_between
@@ -21,7 +22,7 @@ QUESTION = [{"role": "user", "content": "Tom has 5 apples and buys 7 more. How m
 @pytest.mark.model
 def test_it_is_used_by_default_and_guesses_well() -> None:
     llm = LLM(device="cpu", dtype="float32")
-    assert llm.drafter == "head" and llm.head is not None and llm.head.edge is not None
+    assert llm.drafter == "head" and isinstance(llm.head, DraftHead) and llm.head.edge is not None
     ask = SamplingParams(max_tokens=48)
     fast, plain = llm.chat(QUESTION, ask), llm.with_drafter("none").chat(QUESTION, ask)
     assert fast.token_ids == plain.token_ids

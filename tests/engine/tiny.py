@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,8 +14,10 @@ from jetspec.engine.drafter import RoundState
 from jetspec.engine.engine import Engine
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
+from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
+from jetspec.models.heads import Head
 from jetspec.tree import DraftTree
-from jetspec.types import Completion, SamplingParams, Update
+from jetspec.types import Completion, SamplingParams, TreeBatch, Update
 
 VOCAB = 48
 
@@ -32,6 +35,19 @@ def tiny_head(target: Decoder, *, seed: int = 3, edge: bool = False, causal: boo
     term = EdgeConfig(rank=8) if edge else None
     config = HeadConfig(layers, taps, mask_token=2, block_size=block, causal=causal, edge=term)
     return randomize(DraftHead(config), seed, 0.3)
+
+
+def tiny_eagle3(
+    target: Decoder, *, seed: int = 3, draft_vocab: int | None = None, depth: int = 4, **changes: Any
+) -> Eagle3Head:
+    """Its vocabulary is every other token, or all."""
+    vocab = target.config.vocab_size
+    layers = DecoderConfig("llama", vocab, 32, 1, 4, 2, 8, 64, max_len=256)
+    config = Eagle3Config(layers, (0, target.config.num_layers - 2, target.config.num_layers - 1), vocab, depth)
+    head = randomize(Eagle3Head(replace(config, draft_vocab_size=draft_vocab or vocab, **changes)), seed, 0.3)
+    if draft_vocab is not None:
+        head.token_of.copy_(torch.arange(draft_vocab) * 2 % vocab)
+    return head
 
 
 def randomize(module: M, seed: int, spread: float) -> M:
@@ -92,7 +108,7 @@ class Script:
             tip = first + family.index(t)
         return nodes
 
-    def observe(self, *_: torch.Tensor) -> None:
+    def observe(self, tap_TX: torch.Tensor, batch: TreeBatch) -> None:
         raise AssertionError("nothing is tapped")
 
 
@@ -105,7 +121,7 @@ def use(engine: Engine, drafter: Script) -> Engine:
 def make_engine(
     target: Decoder,
     drafter: DrafterName = "none",
-    head: DraftHead | None = None,
+    head: Head | None = None,
     tree: TreeConfig | None = None,
     config: EngineConfig | None = None,
     **options: object,

@@ -112,6 +112,65 @@ def test_one_plan_serves_layers_of_every_window(kind: str) -> None:
         torch.testing.assert_close(out, naive(q, pages, batch, 0.3, window), atol=1e-5, rtol=1e-4)
 
 
+def last_nodes(batch: TreeBatch, count: int) -> TreeBatch:
+    """The last nodes of equally large trees alone: those before them are left in flight by former forwards."""
+    rows, most = len(batch.layout.cached_len_B), batch.layout.max_queries
+    layout = replace(
+        batch.layout,
+        query_start_B1=torch.arange(rows + 1) * count,
+        max_queries=count,
+        earlier=most - count,
+    )
+    flat = (batch.token_T, batch.position_T, batch.slot_T)
+    token, position, slot = (x.view(rows, most)[:, -count:].flatten() for x in flat)
+    assert batch.ancestor_BNW is not None
+    return TreeBatch(token, position, slot, layout, batch.ancestor_BNW[:, -count:])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    cached=st.lists(st.integers(0, 20), min_size=1, max_size=3),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 9)),
+    page_size=st.integers(1, 7),
+    seed=st.integers(0, 99),
+)
+def test_nodes_see_those_that_former_forwards_left_in_flight(
+    cached: list[int], sizes: tuple[int, int], page_size: int, seed: int
+) -> None:
+    batch = scattered_batch(cached, [sum(sizes)] * len(cached), page_size, "tree", seed)
+    q, pages = random_inputs(batch, HEADS, KV_HEADS, SIZE)
+    q_last = q.unflatten(0, (len(cached), -1))[:, -sizes[1] :].flatten(0, 1)
+    whole = tree_attention(q, pages, plan_attention(batch), 0.3, None).unflatten(0, (len(cached), -1))
+    last = tree_attention(q_last, pages, plan_attention(last_nodes(batch, sizes[1])), 0.3, None)
+    torch.testing.assert_close(last, whole[:, -sizes[1] :].flatten(0, 1), atol=1e-5, rtol=1e-4)
+
+
+def test_nobody_sees_the_positions_before_the_first_seen() -> None:
+    batch = scattered_batch([9, 1, 0], [4, 4, 4], 4, "tree", 0)
+    q, pages = random_inputs(batch, HEADS, KV_HEADS, SIZE)
+    out = tree_attention(
+        q, pages, plan_attention(replace(batch, layout=replace(batch.layout, first_seen=1))), 0.3, None
+    )
+    before = tree_attention(q, pages, plan_attention(batch), 0.3, None)
+    first_slots = batch.layout.page_BP[:2, 0] * 4
+    pages.k.flatten(0, 1)[first_slots] = 1e3
+    after = tree_attention(
+        q, pages, plan_attention(replace(batch, layout=replace(batch.layout, first_seen=1))), 0.3, None
+    )
+    assert torch.equal(out, after) and out.isfinite().all()
+    assert torch.equal(out[8:], before[8:]) and not torch.allclose(out[:8], before[:8])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("split", [True, False])
+def test_kernel_sees_what_the_reference_sees_of_former_forwards(interpreter: Executor, count: int, split: bool) -> None:
+    batch = scattered_batch([70, 0, 33, 1], [38] * 4, 4, "tree", 0)
+    q, pages = random_inputs(batch, 2, 1, 8)
+    batch = last_nodes(batch, count)
+    batch = replace(batch, layout=replace(batch.layout, first_seen=1))
+    interpreter.submit(compare_interpreted, batch, q[: 4 * count], pages, None, split).result()
+
+
 def random_inputs(
     batch: TreeBatch, heads: int, kv_heads: int, size: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, KVPages]:
@@ -127,7 +186,7 @@ def keep_used(pages: KVPages, batch: TreeBatch) -> KVPages:
     """Pages in which every slot that belongs to no request is NaN: who reads one shows it."""
     layout, size = batch.layout, batch.layout.page_size
     used = torch.zeros(pages.k.shape[:2], dtype=torch.bool).flatten()
-    counts = layout.query_start_B1.diff()
+    counts = layout.query_start_B1.diff() + layout.earlier
     for page_P, length in zip(layout.page_BP, (layout.cached_len_B + counts).tolist(), strict=True):
         index = torch.arange(length)
         used[page_P[index // size] * size + index % size] = True
@@ -228,9 +287,8 @@ def test_kernel_compiles_for_hopper(
     shape = {"TREE": tree, "WINDOWED": windowed, "PAGE_SIZE": 16, "G": 8, "REPEAT": repeat, "E": size, "SPLITS": splits}
     absent = ({} if tree else {"ancestor_ptr": None}) | ({} if splits > 1 else {"lse_ptr": None})
     names = kernel._tree_attention_kernel.arg_names
-    types = dict.fromkeys([n for n in names if "_stride_" in n or n in ("window", "tiles", "W")], "i32") | {
-        "scale": "fp32"
-    }
+    numbers = ("window", "first_seen", "earlier", "tiles", "W")
+    types = dict.fromkeys([n for n in names if "_stride_" in n or n in numbers], "i32") | {"scale": "fp32"}
     types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
     types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v")} | {"out_ptr": "*fp32" if splits > 1 else f"*{dtype}"}
     ptx = compile_for_hopper(kernel._tree_attention_kernel, types, shape | tiling | absent, **options)

@@ -102,5 +102,6 @@ def test_an_override_that_is_no_yaml_is_named(tmp_path: Path, override: str) -> 
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_of_the_repository_names_its_mask_token(path: Path) -> None:
-    assert load_recipe(path).head.mask_token is not None
+def test_every_recipe_of_a_block_head_names_its_mask_token(path: Path) -> None:
+    head = load_recipe(path).head
+    assert head.mask_token is not None or head.kind == "eagle3"

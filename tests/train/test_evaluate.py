@@ -22,25 +22,23 @@ from jetspec.cli import app
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
+from jetspec.models.heads import Head
 from jetspec.train import evaluate
 from jetspec.train.answers import Answerer, decode, find_tasks, read_questions
 from jetspec.train.data import Document
 from jetspec.train.evaluate import (
-    ABSENT,
-    BEYOND,
     HeadScore,
-    Reading,
     answer_spans,
-    coming_tokens,
     follow,
     make_trees,
     score_head,
     walk,
 )
 from jetspec.train.prompts import Prompt
+from jetspec.train.reading import ABSENT, BEYOND, BlockReading, coming_tokens
 from jetspec.tree import DraftTree
 from jetspec.types import Completion, SamplingParams
-from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_head
+from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head
 from tests.models.paged import run_decoder
 
 BUDGETS = ("chain", "2", "7", "16", "40")
@@ -66,8 +64,8 @@ def trained_pair(edge: bool, causal: bool) -> tuple[Decoder, DraftHead]:
 
 def draft_loss(target: Decoder, head: DraftHead, document: Document) -> torch.Tensor:
     [(start, end)] = answer_spans(document)
-    reading, anchor = Reading(target, head, document.tokens), torch.arange(start - 1, end - 1)
-    hidden = reading.draft(anchor)
+    reading, anchor = BlockReading(target, head, document.tokens), torch.arange(start - 1, end - 1)
+    hidden = reading.states(anchor)
     label = coming_tokens(reading.token_T, anchor, torch.full_like(anchor, end), hidden.shape[1])
     logits = target.logits(hidden)
     if head.edge is not None:
@@ -153,7 +151,7 @@ def test_the_targets_logprob_of_a_path_is_that_of_a_fresh_pass() -> None:
     text, path = [3, 8, 21, 40, 7, 7, 19], torch.tensor([[5, 6, 9], [1, 30, 2], [44, 0, 11]])
     anchors = [0, 3, 6]
     with torch.inference_mode():
-        found = Reading(target, head, np.array(text)).logprob(torch.tensor(anchors), path)
+        found = BlockReading(target, head, np.array(text)).logprob(torch.tensor(anchors), path)
     for row, anchor in enumerate(anchors):
         logits, _ = run_decoder(target, text[: anchor + 1] + path[row].tolist())
         expected = logits.log_softmax(-1)[anchor:-1].gather(1, path[row, :, None])[:, 0]
@@ -167,10 +165,10 @@ def test_a_gap_is_the_heads_logprob_of_its_chain_less_the_targets() -> None:
     score = score_head(target, head, [document], ("16",), TreeConfig(width=4), num_gaps=1000)
     gaps = []
     with torch.inference_mode():
-        reading = Reading(target, head, document.tokens)
+        reading = BlockReading(target, head, document.tokens)
         for anchor in range(2, 10):
             length = min(head.head_config.depth, 10 - anchor)
-            logq = target.logits(reading.draft(torch.tensor([anchor]))[0]).log_softmax(-1)
+            logq = target.logits(reading.states(torch.tensor([anchor]))[0]).log_softmax(-1)
             best, path = logq.max(-1)
             logits, _ = run_decoder(target, [*document.tokens[: anchor + 1].tolist(), *path.tolist()])
             logp = logits.log_softmax(-1)[anchor:-1].gather(1, path[:, None])[:, 0]
@@ -237,7 +235,7 @@ class Chatter:
     model_name, max_prompt_tokens = "tiny", 200
     config = EngineConfig(max_batch=3)
 
-    def __init__(self, target: Decoder, head: DraftHead | None = None, tree: TreeConfig | None = None) -> None:
+    def __init__(self, target: Decoder, head: Head | None = None, tree: TreeConfig | None = None) -> None:
         self.target, self.head, self.tree = SimpleNamespace(decoder=target), head, tree
         self.tokenizer, self.num_calls = self, 0
 
@@ -319,7 +317,8 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def load(model: str, head: str | None = None, **options: Any) -> Chatter:
         target, trained = trained_pair(edge=True, causal=True)
-        return Chatter(target, trained if head else None)
+        heads: dict[str | None, Head | None] = {None: None, "eagle3": tiny_eagle3(target)}
+        return Chatter(target, heads.get(head, trained))
 
     monkeypatch.setitem(sys.modules, "jetspec.engine.llm", SimpleNamespace(LLM=load))
     folder = tmp_path / "questions"
@@ -334,12 +333,13 @@ def command(folder: Path, *words: str) -> Result:
     return CliRunner().invoke(app, ["eval-head", "--data-dir", str(folder), "-n", "12", "--width", "4", *words])
 
 
-def test_the_command_reports_both_numbers_and_they_agree(data_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["mine", "eagle3"])
+def test_the_command_reports_both_numbers_and_they_agree(head: str, data_dir: Path, tmp_path: Path) -> None:
     record = tmp_path / "results" / "mine.json"
-    result = command(data_dir, "--head", "mine", "--budgets", "chain,16", "--json", "--out", str(record))
+    result = command(data_dir, "--head", head, "--budgets", "chain,16", "--json", "--out", str(record))
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["head"] == "mine" and found["tokens_per_round"].keys() == {"chat", "quiz"}
+    assert found["head"] == head and found["tokens_per_round"].keys() == {"chat", "quiz"}
     for task, row in found["tokens_per_round"].items():
         assert row.keys() == {"chain", "16"}
         for budget, value in row.items():
@@ -364,6 +364,7 @@ def test_the_table_shows_tasks_and_budgets(data_dir: Path) -> None:
         (["--head", "mine", "--budgets", "chain,big"], "'big' is no budget"),
         (["--head", "mine", "--tasks", "maths"], "there is no task 'maths'"),
         ([], "give one with --head"),
+        (["--head", "eagle3", "--expand", "paper"], "an EAGLE-3 head ranks by probability"),
     ],
 )
 def test_the_command_refuses_in_one_line(data_dir: Path, words: list[str], message: str) -> None:

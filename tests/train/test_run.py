@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from jetspec.models.head_format import load_head, save_head
+from jetspec.models.draft_head import DraftHead
+from jetspec.models.heads import load_any_head, save_any_head
 from jetspec.train.config import HeadShape, TrainConfig
 from jetspec.train.run import make_trainer, start_head
 from tests.engine.tiny import tiny_decoder
@@ -86,7 +87,7 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, 
 
 @pytest.fixture
 def finished(tmp_path: Path) -> str:
-    save_head(start_head(recipe(tmp_path, "a"), TARGET), tmp_path / "head")
+    save_any_head(start_head(recipe(tmp_path, "a"), TARGET), tmp_path / "head")
     return str(tmp_path / "head")
 
 
@@ -110,18 +111,19 @@ def test_a_head_to_start_from_is_not_silently_another(tmp_path: Path, finished: 
 
 def test_an_edge_term_is_added_or_kept_but_not_changed(tmp_path: Path, finished: str) -> None:
     added = start_head(recipe(tmp_path, "a", start=finished, head=HeadShape(edge_rank=4), train_only_edge=True), TARGET)
-    assert added.edge is not None and added.head_config.edge is not None and added.head_config.edge.rank == 4
-    for name, value in load_head(finished, TARGET.config, dtype=torch.float32).named_parameters():
+    assert isinstance(added, DraftHead) and added.head_config.edge is not None and added.head_config.edge.rank == 4
+    for name, value in load_any_head(finished, TARGET.config, dtype=torch.float32).named_parameters():
         assert torch.equal(added.get_parameter(name), value), name
-    save_head(added, tmp_path / "edged")
+    save_any_head(added, tmp_path / "edged")
     config = recipe(tmp_path, "a", start=str(tmp_path / "edged"), head=HeadShape())
-    assert start_head(config, TARGET).edge is not None
+    again = start_head(config, TARGET)
+    assert isinstance(again, DraftHead) and again.edge is not None
     with pytest.raises(ValueError, match=r"head\.edge_rank is 8, but 4"):
         start_head(replace(config, head=HeadShape(edge_rank=8)), TARGET)
 
 
 def test_a_row_must_hold_a_block_of_the_head_to_start_from(tmp_path: Path) -> None:
-    save_head(start_head(recipe(tmp_path, "a", head=replace(SHAPE, block_size=20)), TARGET), tmp_path / "head")
+    save_any_head(start_head(recipe(tmp_path, "a", head=replace(SHAPE, block_size=20)), TARGET), tmp_path / "head")
     config = recipe(tmp_path, "a", start=str(tmp_path / "head"), head=HeadShape(), row_len=20)
     with pytest.raises(ValueError, match="row_len 20 cannot hold a block of 20"):
         start_head(config, TARGET)

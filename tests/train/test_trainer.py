@@ -23,8 +23,8 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.spawn import spawn
 
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head
+from jetspec.models.heads import Head
 from jetspec.terminal.train import time_left, train_recipe, where_it_stopped
 from jetspec.train.checkpoint import checkpoints, claimed
 from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfig, TrainConfig
@@ -204,7 +204,7 @@ def test_a_full_disk_leaves_no_checkpoint(answers: Path, tmp_path: Path, monkeyp
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("jetspec.models.head_format.save_file", full)
+    monkeypatch.setattr("jetspec.models.head_folder.save_file", full)
     with pytest.raises(OSError, match="No space"):
         trainer.save()
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -215,7 +215,7 @@ def test_a_head_that_was_not_written_is_made_up_for(
 ) -> None:
     """The kill comes after the last checkpoint, when the head is still that of the one before."""
 
-    def score(head: DraftHead) -> dict[str, float]:
+    def score(head: Head) -> dict[str, float]:
         return {"chain": float(head.fc.weight.sum())}
 
     whole, killed, again = (
@@ -238,7 +238,7 @@ def test_a_head_that_was_not_written_is_made_up_for(
 
 
 def test_the_head_is_there_before_it_is_scored(answers: Path, tmp_path: Path) -> None:
-    def score(head: DraftHead) -> dict[str, float]:
+    def score(head: Head) -> dict[str, float]:
         assert torch.equal(load_head(tmp_path / "head").fc.weight, head.fc.weight.bfloat16())
         return {"chain": 1.5}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jetspec.config import Expand, Score, TreeConfig
 from jetspec.dispatch import force
-from jetspec.tree import Candidates, DraftTree, EdgeFactors, build_tree, build_tree_reference
+from jetspec.tree import Candidates, DraftTree, EdgeFactors, GrowingTree, build_tree, build_tree_reference
 from tests.kernels import compile_for_hopper
 
 VOCAB = 6
@@ -104,6 +104,46 @@ def test_device_and_heap_agree(
     for row in range(batch):
         assert_same(tree, row, heap_tree(row, candidates, config, depth, row))
         assert_same(tree, row, build_tree(anchor_B[row : row + 1], one_request(candidates, row), config, depth))
+
+
+def grow(candidates: Candidates, batch: int, depth: int, width: int, frontier: int, budget: int) -> GrowingTree:
+    tree = GrowingTree(torch.arange(batch), frontier, budget)
+    for d in range(1, depth + 1):
+        tree.extend(*candidates.children(d, tree.frontier_BW, width))
+    return tree
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, st.integers(1, 40), st.integers(1, VOCAB), sizes, st.booleans())
+def test_a_tree_that_grows_with_a_wide_frontier_is_the_best_one(
+    seed: int, budget: int, width: int, size: tuple[int, int, int], ties: bool
+) -> None:
+    batch, depth, _ = size
+    candidates = random_candidates(seed, *size, ties, own=True)
+    grown = grow(candidates, batch, depth, width, frontier=budget, budget=budget).tree()
+    best = build_tree(torch.arange(batch), candidates, TreeConfig(budget=budget, width=width), depth)
+    grown.validate()
+    for row in range(batch):
+        assert_same(grown, row, best, row)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, st.integers(1, 40), st.integers(1, 4), sizes, st.booleans())
+def test_a_tree_that_grows_is_whole_and_its_best_nodes_are_those_of_a_smaller_budget(
+    seed: int, budget: int, frontier: int, size: tuple[int, int, int], ties: bool
+) -> None:
+    batch, depth, width = size
+    candidates = random_candidates(seed, *size, ties, own=True)
+    growing = grow(candidates, batch, depth, width, frontier, budget=40)
+    small, large = growing.tree(budget), growing.tree()
+    small.validate()
+    large.validate()
+    alone = grow(candidates, batch, depth, width, frontier, budget).tree()
+    for row in range(batch):
+        assert_same(small, row, alone, row)
+        kept = int(small.size_B[row])
+        assert torch.equal(small.token_BN[row, :kept], large.token_BN[row, :kept])
+        assert torch.equal(small.parent_BN[row, :kept], large.parent_BN[row, :kept])
 
 
 @settings(max_examples=60, deadline=None)

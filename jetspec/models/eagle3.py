@@ -1,0 +1,291 @@
+"""The EAGLE-3 head: one decoder layer that drafts token by token on its own hidden states. A baseline.
+
+It reads tokens one step ahead of features. The *feature* f_p of a position is three tapped layers of the target, fused
+to one vector by `fc`. The *row* of a token is what the layer's attention reads of it:
+
+    row p = [ input_norm(embedding of x_p) ; hidden_norm(f_{p-1}) ]
+
+So the feature at p - 1 and the token at p together predict the token at p + 1. Position 0 has no feature before it:
+it has no row, and nobody sees its place in the cache. Row p is a function of the tokens up to p, like all else that is
+cached at position p, and prefixes can be shared. (Others keep the same row at position p - 1; attention feels only
+the distance between rows.)
+
+The tree is grown from the anchor x_n. Its row reads the feature f_{n-1}; further down the target has seen nothing yet,
+and a node's row reads the layer's own output at its parent in place of a feature. The layer's output, before its
+norm, is what the next step reads; after the norm, `lm_head` turns it into logits over a reduced vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from jetspec import ops
+from jetspec.config import TreeConfig
+from jetspec.models.decoder import (
+    Attend,
+    Attention,
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    DecoderStack,
+    Linear,
+    RMSNorm,
+    Rope,
+)
+from jetspec.models.draft_head import Embedder, init_weights
+from jetspec.models.masked_attention import Visible, attend_own
+from jetspec.ops import HeadNorm
+from jetspec.tree import GrowingTree
+from jetspec.types import KVPages, TreeBatch
+
+NUM_TAPS = 3
+DEPTH = 7
+"""Steps that its authors train for."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Everything about a head but its weights."""
+
+    layers: DecoderConfig
+    """Shape of its one layer; `vocab_size` is the target's."""
+    tap_layers: tuple[int, ...]
+    """Target layers it reads: outputs, counted from 0."""
+    draft_vocab_size: int
+    """Tokens it can draft."""
+    depth: int = DEPTH
+    """Steps that it drafts unless a tree asks for another depth."""
+    target_hidden_size: int | None = None
+    """Set when the target's hidden size is not the head's."""
+    num_target_layers: int | None = None
+    norm_before_residual: bool = False
+    """Whether the layer adds to the norm of what it reads, instead of to what it reads."""
+    own_embedding: bool = False
+    """Whether it brings an embedding. If not, it borrows the target's."""
+
+    @property
+    def tap_size(self) -> int:
+        return (self.target_hidden_size or self.layers.hidden_size) * NUM_TAPS
+
+    def draft_depth(self, asked: int | None) -> int:
+        """Depth of trees that ask for one, or not: who drafts step by step can always go on."""
+        return asked or self.depth
+
+    def num_in_flight(self, tree: TreeConfig) -> int:
+        """Most nodes that a round passes through the layer: the anchor and the frontiers of all levels but the last."""
+        levels = min(self.draft_depth(tree.depth), tree.budget - 1)
+        return 1 + max(levels - 1, 0) * self.frontier(tree)
+
+    def frontier(self, tree: TreeConfig) -> int:
+        """Nodes of a level that it goes on from."""
+        return min(tree.width, self.draft_vocab_size)
+
+
+def eagle3_tap_layers(num_target_layers: int) -> tuple[int, ...]:
+    """The layers its authors tap: the inputs of layers 2, N / 2 and N - 3, which are outputs of those before."""
+    return (1, num_target_layers // 2 - 1, num_target_layers - 4)
+
+
+class Eagle3Layer(DecoderLayer):
+    """A decoder layer over two streams: attention reads both side by side, the residual is that of the hidden one."""
+
+    def __init__(self, config: DecoderConfig, layer: int, norm_before_residual: bool) -> None:
+        super().__init__(config, layer)
+        self.attention = Attention(config, inputs=2 * config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm_before_residual = norm_before_residual
+
+    def row(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
+
+    def forward(self, x: Tensor, h: Tensor, rope: Rope, attend: Attend, next_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """From an embedding x and a hidden state h to the next hidden state and its norm."""
+        residual = self.hidden_norm(h) if self.norm_before_residual else h
+        residual, inner = self.post_norm.after(residual, self.attention(self.row(x, h), rope, attend))
+        return next_norm.after(residual, self.mlp(inner))
+
+
+class Eagle3Head(DecoderStack):
+    """The layer with what surrounds it."""
+
+    token_of: Tensor
+    """The target's token for each of the head's, ascending."""
+    embedding: Tensor | None
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config.layers, partial(Eagle3Layer, norm_before_residual=config.norm_before_residual))
+        assert config.layers.num_layers == 1
+        self.head_config = config
+        size = config.layers.hidden_size
+        self.fc = Linear(config.tap_size, size)
+        self.lm_head = Linear(size, config.draft_vocab_size)
+        self.register_buffer("token_of", torch.arange(config.draft_vocab_size))
+        self.register_buffer("embedding", torch.empty(config.layers.vocab_size, size) if config.own_embedding else None)
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        return cast(Eagle3Layer, self.layers[0])
+
+    def init_weights(self, seed: int = 0) -> Eagle3Head:
+        """Fresh weights."""
+        return init_weights(self, seed)
+
+    @torch.no_grad()
+    def adopt(self, token_of: Tensor, target: Decoder) -> None:
+        """Draft these tokens, and start from the rows and the norm by which the target predicts them."""
+        self.token_of.copy_(token_of)
+        self.lm_head.weight.copy_(target.lm_head[token_of])
+        self.norm.weight.copy_(target.norm.weight)
+
+    def embed(self, token: Tensor, target: Embedder) -> Tensor:
+        return target.embed(token) if self.embedding is None else nn.functional.embedding(token, self.embedding)
+
+    def observe(
+        self,
+        tap_TX: Tensor,
+        batch: TreeBatch,
+        before_T: Tensor,
+        target: Embedder,
+        cache: Sequence[KVPages],
+        feature_SM: Tensor,
+    ) -> None:
+        """Cache features and rows of newly committed tokens. `before_T` is the slot of the position before each.
+
+        With a single layer, what later tokens see of a row needs no attention.
+        """
+        feature_SM.index_copy_(0, batch.slot_T, self.fc(tap_TX))
+        kv = self.layer.attention.context(self.layer.row(self.embed(batch.token_T, target), feature_SM[before_T]))
+        rope = self.rope(batch.position_T)
+        ops.rotate_store(kv, self.config.num_kv_heads, rope, self.layer.attention.head_norm, cache[0], batch.slot_T)
+
+    def step(
+        self, batch: TreeBatch, hidden_TM: Tensor, target: Embedder, cache: Sequence[KVPages]
+    ) -> tuple[Tensor, Tensor]:
+        """From nodes and the hidden states of their parents to their own: as the next step reads them, and normed."""
+        (attend,), rope = self.paged(batch, cache), self.rope(batch.position_T)
+        return self.layer(self.embed(batch.token_T, target), hidden_TM, rope, attend, self.norm)
+
+    def best_tokens(self, normed: Tensor, count: int, heat: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The best tokens after states (.., M), best first, and their log-probabilities over the head's vocabulary."""
+        logits = self.lm_head(normed)
+        if heat is not None:
+            logits = logits.float() / heat
+        token, logprob = ops.topk_logprob(logits, min(count, self.head_config.draft_vocab_size))
+        return self.token_of[token], logprob
+
+    def grow(
+        self,
+        tree: GrowingTree,
+        depth: int,
+        nodes: TreeBatch,
+        feature_BM: Tensor,
+        target: Embedder,
+        cache: Sequence[KVPages],
+        heat_B: Tensor | None = None,
+    ) -> GrowingTree:
+        """Extend a tree to `depth`, a pass for each level. `feature_BM` is the feature before each anchor.
+
+        `nodes` says where the anchor and the frontiers go, one level behind the other; the mask of each is its own bit.
+        Where nothing is cached there is no feature, and no child.
+        """
+        B, layout = len(feature_BM), replace(nodes.layout, first_seen=1)
+        position_BN, slot_BN = (x.view(B, -1) for x in (nodes.position_T, nodes.slot_T))
+        assert nodes.ancestor_BNW is not None
+        heat_B11 = None if heat_B is None else heat_B[:, None, None]
+        hidden_BWM, seen_BWw, first = feature_BM[:, None], nodes.ancestor_BNW[:, :1], 0
+        for level in range(depth):
+            token_BW = tree.frontier_BW
+            W = token_BW.shape[1]
+            places = slice(first, first + W)
+            if level:
+                seen_BWw = seen_BWw | nodes.ancestor_BNW[:, places]
+            start_B1 = torch.arange(0, B * W + 1, W, device=token_BW.device)
+            batch = TreeBatch(
+                token_BW.flatten(),
+                position_BN[:, places].flatten(),
+                slot_BN[:, places].flatten(),
+                replace(layout, query_start_B1=start_B1, max_queries=W, earlier=first),
+                seen_BWw,
+            )
+            hidden_TM, normed_TM = self.step(batch, hidden_BWM.flatten(0, 1), target, cache)
+            token_BWK, logprob_BWK = self.best_tokens(normed_TM.unflatten(0, (B, W)), tree.width, heat_B11)
+            if not level:
+                logprob_BWK = logprob_BWK.masked_fill((layout.cached_len_B == 0)[:, None, None], -torch.inf)
+            parent_BW = tree.extend(token_BWK, logprob_BWK)
+            hidden_BWM, seen_BWw = _rows(hidden_TM.unflatten(0, (B, W)), parent_BW), _rows(seen_BWw, parent_BW)
+            first += W
+        return tree
+
+    def forward_unrolled(
+        self,
+        embedded: Tensor,
+        tap: Tensor,
+        position: Tensor,
+        anchor: Tensor,
+        drafted: Tensor,
+        visible: Visible,
+    ) -> Tensor:
+        """The drafts of chains that spell the text, without a cache, for training: its own states in place of features.
+
+        Text as embeddings (R, T, M), taps (R, T, X) and positions (R, T); chains from `anchor` (R, A) on, whose tokens'
+        embeddings are `drafted` (R, A, D, M). `visible` (R, A, T): the rows of the text that a chain sees, which are
+        those before its anchor. Returns the normed states of every step, (R, A, D, M): step s speaks about the token
+        s + 1 places behind the anchor.
+        """
+        # At the start of a text it is another's, but nobody sees that row.
+        before = self.fc(tap).to(self.norm.weight.dtype).roll(1, -2)
+        k, v = self._keys(embedded, before, self.rope(position))
+        hidden, at = _rows(before, anchor), position.gather(-1, anchor)
+        steps = torch.arange(drafted.shape[-2], device=at.device)
+        # Keys of the chain so far, the newest first, with room for all, so that every step has the same shapes.
+        k_own, v_own = (
+            x.new_zeros(*anchor.shape, len(steps) - 1, *x.shape[-2:]).requires_grad_(x.requires_grad) for x in (k, v)
+        )
+        states = []
+        for step, x in enumerate(drafted.unbind(-2)):
+            rope = self.rope(at + step)
+            attend = partial(self._attend_unrolled, k, v, visible, k_own, v_own, steps[:-1] < step)
+            k_new, v_new = self._keys(x, hidden, rope)
+            hidden, normed = self.layer(x, hidden, rope, attend, self.norm)
+            k_own, v_own = _push(k_own, k_new), _push(v_own, v_new)
+            states.append(normed)
+        return torch.stack(states, -2)
+
+    def _keys(self, embedded: Tensor, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """K and V of rows, turned to their positions."""
+        kv = self.layer.attention.context(self.layer.row(embedded, hidden))
+        _, k, v = ops.rotate_qkv(kv, self.config.num_kv_heads, rope, self.layer.attention.head_norm)
+        return k, v
+
+    def _attend_unrolled(
+        self,
+        k: Tensor,
+        v: Tensor,
+        visible: Visible,
+        k_own: Tensor,
+        v_own: Tensor,
+        filled: Tensor,
+        qkv: Tensor,
+        rope: Rope,
+        norm: HeadNorm | None,
+    ) -> Tensor:
+        """Attention of one step of every chain: over the text before its anchor, the chain so far, and itself."""
+        q, k_self, v_self = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
+        k_own, v_own = torch.cat((k_own, k_self.unsqueeze(-3)), -3), torch.cat((v_own, v_self.unsqueeze(-3)), -3)
+        return attend_own(q, k, v, visible, k_own, v_own, nn.functional.pad(filled, (0, 1), value=True))
+
+
+def _push(own: Tensor, new: Tensor) -> Tensor:
+    """The new one in front, the last one gone."""
+    return torch.cat((new.unsqueeze(-3), own[..., :-1, :, :]), -3)
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows (.., W, X) of (.., N, X) by their numbers (.., W)."""
+    return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))

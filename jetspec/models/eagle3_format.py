@@ -1,0 +1,239 @@
+"""EAGLE-3 heads on disk: the published layout, read and written, and the one of the speculators library, read.
+
+Layers are named by number, and there are two ways to count. `eagle_config.eagle_aux_hidden_state_layer_ids` names
+layers by their outputs, as we do; the key of that name at the top, and speculators, count the embedding as 0, so that
+every number is one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetspec.models.decoder import DecoderConfig
+from jetspec.models.eagle3 import DEPTH, NUM_TAPS, Eagle3Config, Eagle3Head, eagle3_tap_layers
+from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
+from jetspec.models.head_folder import (
+    CONFIG_FILE,
+    HeadTensors,
+    Names,
+    architectures,
+    layer_fields,
+    misfits,
+    published_tensors,
+    raw_config,
+    table,
+    write_folder,
+)
+from jetspec.models.weights import DType
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+EMBEDDING = "embed_tokens.weight"
+TAPS = "eagle_aux_hidden_state_layer_ids"
+MAX_DEPTH = 255
+UNSUPPORTED = ("norm_before_fc", "norm_output", "parallel_drafting")
+"""Switches of other writers that change what a head computes."""
+NAMES = Names(
+    own={
+        "fc.weight": "fc.weight",
+        "lm_head.weight": "lm_head.weight",
+        "layers.0.hidden_norm.weight": "midlayer.hidden_norm.weight",
+    },
+    # The last two are copies of the target's, which speculators keep for training.
+    aside=frozenset({"d2t", "t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight"}),
+    layer="midlayer.",
+)
+
+
+def is_eagle3(folder: Path) -> bool:
+    """By its name, or by a reduced vocabulary: of the layouts without a name of their own only this one has it."""
+    raw = raw_config(folder) if folder.is_dir() else {}
+    if (kind := raw.get("speculators_model_type")) is not None:
+        return bool(kind == "eagle3")
+    names = architectures(raw)
+    is_plain = names <= {"LlamaForCausalLM"} and "dflash_config" not in raw
+    return any("Eagle3" in name for name in names) or (is_plain and "draft_vocab_size" in raw)
+
+
+def load_eagle3(
+    folder: Path, config: Eagle3Config, dtype: DType = "auto", device: torch.device | str = "cpu"
+) -> Eagle3Head:
+    """A head for inference. `config` is that of the folder, with all layers that it taps."""
+    with torch.device("meta"):
+        head = Eagle3Head(config)
+    try:
+        tensors = HeadTensors(folder, NAMES)
+        tensors.check(head)
+        state = tensors.weights(head, dtype, device)
+        state["token_of"] = _read_vocabulary(tensors, config)
+        if config.own_embedding:
+            state["embedding"] = _read_embedding(tensors, config).to(device, state["fc.weight"].dtype)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    head.load_state_dict(state, assign=True)
+    return head.to(device).requires_grad_(False).eval()
+
+
+def _read_vocabulary(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
+    """The target's token for each of the head's. `d2t` says how much to add to the head's; `t2d` marks those taken."""
+    size, vocab_size = config.draft_vocab_size, config.layers.vocab_size
+    if "d2t" not in tensors.aside:
+        if size != vocab_size:
+            raise ValueError(f"tensor d2t is missing: {size} of {vocab_size} tokens are drafted, and it says which")
+        return torch.arange(size)
+    added = _read_aside(tensors, "d2t", (size,))
+    if added.is_floating_point() or added.dtype == torch.bool:
+        raise ValueError(f"tensor d2t is stored as {added.dtype}; it must hold whole numbers")
+    token = torch.arange(size) + added.long()
+    if token.min() < 0 or token.max() >= vocab_size or len(token.unique()) < size:
+        raise ValueError(f"tensor d2t does not name {size} different tokens of a vocabulary of {vocab_size}")
+    if "t2d" in tensors.aside:
+        taken = _read_aside(tensors, "t2d", (vocab_size,)).bool()
+        if not torch.equal(taken.nonzero()[:, 0], token.sort().values):
+            raise ValueError("tensors d2t and t2d contradict each other")
+    return token
+
+
+def _read_embedding(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
+    return _read_aside(tensors, EMBEDDING, (config.layers.vocab_size, config.layers.hidden_size))
+
+
+def _read_aside(tensors: HeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
+    value = tensors.tensor(name)
+    if value.shape != shape:
+        raise ValueError(f"tensor {name} has shape {tuple(value.shape)}; the config asks for {shape}")
+    return value
+
+
+def save_eagle3(
+    head: Eagle3Head, folder: str | Path, dtype: torch.dtype = torch.bfloat16, card: str | None = None
+) -> None:
+    """Write a head in the published layout, with a model card if given. The folder appears complete or not at all."""
+    tensors = published_tensors(head, NAMES, dtype)
+    token = head.token_of.cpu()
+    tensors["d2t"] = token - torch.arange(len(token))
+    tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).scatter_(0, token, True)
+    if head.embedding is not None:
+        tensors[EMBEDDING] = head.embedding.to("cpu", torch.bfloat16 if dtype == torch.int8 else dtype, copy=True)
+    write_folder(folder, write_eagle3_config(head.head_config, dtype), tensors, card)
+
+
+def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
+    """The contents of config.json. Readers elsewhere know one of the two keys for tapped layers: both are written."""
+    c = config.layers
+    assert c.qkv_bias == c.out_bias and c.moe is None and not any(c.windows)
+    own = {TAPS: list(config.tap_layers), "use_aux_hidden_state": True, "ttt_length": config.depth}
+    out: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],
+        "model_type": c.family,
+        **layer_fields(c, dtype),
+        "mlp_bias": c.mlp_bias,
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "num_target_layers": config.num_target_layers,
+        "eagle_config": own,
+        TAPS: [layer + 1 for layer in config.tap_layers],
+    }
+    if config.target_hidden_size is not None:
+        out["target_hidden_size"] = config.target_hidden_size
+    return out
+
+
+def read_eagle3_config(folder: Path) -> Eagle3Config:
+    """The config of a head's folder. Every number in it is checked here and trusted afterwards.
+
+    `tap_layers` is empty where neither they nor the target's layers are named: then the target decides.
+    """
+    try:
+        config = _from_published(raw_config(folder))
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
+    try:
+        return replace(config, own_embedding=EMBEDDING in HeadTensors(folder, NAMES).aside)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def _from_published(raw: Mapping[str, Any]) -> Eagle3Config:
+    if found := [key for key in UNSUPPORTED if raw.get(key)]:
+        raise ValueError(f"{found[0]} is not supported")
+    is_speculators = "speculators_model_type" in raw
+    layers = _layer_config(table(raw, "transformer_layer_config") if is_speculators else raw)
+    outer, own = Fields(raw), table(raw, "eagle_config")
+    target_hidden_size = outer.size("target_hidden_size", layers.hidden_size)
+    num_target_layers = outer.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
+    return Eagle3Config(
+        layers=layers,
+        tap_layers=_tap_layers(raw, own) or (eagle3_tap_layers(num_target_layers) if num_target_layers else ()),
+        draft_vocab_size=outer.integer("draft_vocab_size", 1, layers.vocab_size, layers.vocab_size),
+        depth=Fields(own).integer("ttt_length", 1, MAX_DEPTH, DEPTH),
+        target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
+        num_target_layers=num_target_layers,
+        norm_before_residual=outer.flag("norm_before_residual"),
+    )
+
+
+def _layer_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    layers = config_from_hf({"model_type": "llama", **raw, "tie_word_embeddings": False})
+    if layers.num_layers != 1:
+        raise ValueError(f"num_hidden_layers is {layers.num_layers}; EAGLE-3 heads of one layer can run")
+    if layers.moe is not None or any(layers.windows):
+        raise ValueError("EAGLE-3 heads with experts or sliding windows are not supported")
+    return layers
+
+
+def _tap_layers(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ...]:
+    """What any of the keys says, by our count. Empty: nothing does."""
+    keys = {TAPS: (raw, 1), "aux_hidden_state_layer_ids": (raw, 1), f"eagle_config.{TAPS}": (own, 0)}
+    said = {}
+    for key, (section, more) in keys.items():
+        ids = section.get(key.rpartition(".")[2])
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or len(ids) != NUM_TAPS:
+            raise ValueError(f"{key} does not name {NUM_TAPS} layers")
+        said[key] = tuple(Fields({key: i}).integer(key, more, MAX_LAYERS) - more for i in ids)
+    if len(set(said.values())) > 1:
+        raise ValueError("contradictory: " + ", ".join(f"{key} means layers {list(said[key])}" for key in said))
+    return next(iter(said.values()), ())
+
+
+def describe_eagle3(folder: Path) -> dict[str, Any]:
+    """What a folder says about the head in it."""
+    config = read_eagle3_config(folder)
+    with torch.device("meta"):
+        head = Eagle3Head(config)
+    return {
+        "format": "EAGLE-3" + (" (speculators)" if "speculators_model_type" in raw_config(folder) else ""),
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "layers": 1,
+        "hidden_size": config.layers.hidden_size,
+        "vocab_size": config.layers.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "depth": config.depth,
+        "own_embedding": config.own_embedding,
+        "tap_layers": list(config.tap_layers) or "as the target decides",
+        "num_target_layers": config.num_target_layers,
+        "target_hidden_size": config.target_hidden_size or config.layers.hidden_size,
+    }
+
+
+def for_target(config: Eagle3Config, target: DecoderConfig) -> Eagle3Config:
+    """With the usual layers of the target, where the head's files name none."""
+    return config if config.tap_layers else replace(config, tap_layers=eagle3_tap_layers(target.num_layers))
+
+
+def check_eagle3_fits(head: Eagle3Config, target: DecoderConfig) -> list[str]:
+    """Why a head cannot serve a target, in plain words. Empty: it can."""
+    problems = []
+    read_size = head.target_hidden_size or head.layers.hidden_size
+    if read_size != target.hidden_size:
+        problems.append(f"it reads states of size {read_size}, the target's have {target.hidden_size}")
+    if head.layers.hidden_size != target.hidden_size and not head.own_embedding:
+        problems.append(f"its hidden size is {head.layers.hidden_size}, and it brings no embedding of that size")
+    return problems + misfits(head.layers.vocab_size, head.num_target_layers, head.tap_layers, target)

@@ -1,0 +1,66 @@
+"""Heads of any kind: what they have in common for whoever loads, keeps or describes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetspec.models.decoder import DecoderConfig
+from jetspec.models.draft_head import DraftHead
+from jetspec.models.eagle3 import Eagle3Head
+from jetspec.models.eagle3_format import (
+    check_eagle3_fits,
+    describe_eagle3,
+    for_target,
+    is_eagle3,
+    load_eagle3,
+    read_eagle3_config,
+    save_eagle3,
+)
+from jetspec.models.head_format import check_fits, describe_head, load_head, read_config, save_head
+from jetspec.models.hub import resolve
+from jetspec.models.weights import DType
+
+Head = DraftHead | Eagle3Head
+
+
+def load_any_head(
+    path_or_id: str | Path,
+    target: DecoderConfig | None = None,
+    dtype: DType = "auto",
+    device: torch.device | str = "cpu",
+) -> Head:
+    """A head from a folder or a Hugging Face id, for inference. With a target given, the head must fit it."""
+    folder = resolve(path_or_id)
+    if not is_eagle3(folder):
+        return load_head(path_or_id, target, dtype, device)
+    config = read_eagle3_config(folder)
+    if target is not None:
+        config = for_target(config, target)
+        if problems := check_eagle3_fits(config, target):
+            raise ValueError(f"{path_or_id} is a head for another model: {'; '.join(problems)}")
+    if not config.tap_layers:
+        raise ValueError(f"{folder} does not say which layers it taps; load it together with its target")
+    return load_eagle3(folder, config, dtype, device)
+
+
+def save_any_head(head: Head, folder: str | Path, card: str | None = None) -> None:
+    """In the published layout of its kind, in bfloat16."""
+    if isinstance(head, Eagle3Head):
+        save_eagle3(head, folder, card=card)
+    else:
+        save_head(head, folder, card=card)
+
+
+def describe_any_head(path: Path) -> dict[str, Any] | None:
+    """What a folder says about the head in it. None: it holds no head."""
+    return describe_eagle3(path) if is_eagle3(path) else describe_head(path)
+
+
+def why_not(path: Path, target: DecoderConfig) -> list[str]:
+    """Why the head of a folder cannot serve a target. Empty: it can."""
+    if not is_eagle3(path):
+        return check_fits(read_config(path), target)
+    return check_eagle3_fits(for_target(read_eagle3_config(path), target), target)

@@ -1,0 +1,107 @@
+"""The tree that an EAGLE-3 head drafts in the engine is the one of its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.engine import Engine
+from jetspec.engine.kv_cache import KVCache
+from jetspec.models.decoder import Decoder
+from jetspec.models.eagle3 import Eagle3Head
+from jetspec.tree import draw
+from jetspec.types import RoundTrace, SamplingParams, TreeBatch
+from tests.engine.tiny import make_engine, tiny_decoder, tiny_eagle3
+from tests.models.slow_eagle3 import slow_tree
+
+TARGET = tiny_decoder()
+PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8] * 3]
+
+
+def paths(trace: RoundTrace) -> dict[tuple[int, ...], float]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(trace.tokens[1:], trace.parents[1:], strict=True):
+        found.append((*found[parent], token))
+    return dict(zip(found, trace.scores, strict=True))
+
+
+def rounds(engine: Engine, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], RoundTrace]]:
+    """The text before every round, and what the round was."""
+    texts = {engine.add(p, SamplingParams(max_tokens=tokens), trace=True): list(p) for p in prompts}
+    seen = []
+    while engine.has_work:
+        for update in engine.step():
+            assert update.trace is not None
+            seen.append((list(texts[update.request_id]), update.trace))
+            texts[update.request_id] += update.token_ids
+    return seen
+
+
+def wrong_trees(head: Eagle3Head, target: Decoder, tree: TreeConfig, seen: list[tuple[list[int], RoundTrace]]) -> int:
+    wrong = 0
+    for text, trace in seen:
+        depth = head.head_config.draft_depth(tree.depth)
+        expected, found = slow_tree(head, target, text, tree.width, depth, tree.budget), paths(trace)
+        same = expected.keys() == found.keys()
+        wrong += not same or any(abs(found[path] - score) > 1e-4 for path, score in expected.items())
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("tree", "draft_vocab"),
+    [
+        (TreeConfig(budget=9, width=3), None),
+        (TreeConfig(budget=20, width=2, depth=5), 20),
+        (TreeConfig(budget=4, width=1), None),
+        (TreeConfig(budget=3, width=5), 4),
+        (TreeConfig(budget=60, width=3, depth=2), 7),
+    ],
+)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_every_tree_is_that_of_the_definition(tree: TreeConfig, draft_vocab: int | None, norm_first: bool) -> None:
+    head = tiny_eagle3(TARGET, draft_vocab=draft_vocab, norm_before_residual=norm_first)
+    engine = make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2, prefill_chunk=3))
+    seen = rounds(engine, PROMPTS, 5)
+    assert wrong_trees(head, TARGET, tree, seen) == 0, draw(seen[0][1].tokens, seen[0][1].parents)
+
+
+def feature_of_the_same_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "slots_before", lambda self, batch: batch.slot_T)
+
+
+def feature_before_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = KVCache.slots_before
+
+    def earlier(self: KVCache, batch: TreeBatch) -> torch.Tensor:
+        return before(self, batch).roll(1)
+
+    monkeypatch.setattr(KVCache, "slots_before", earlier)
+
+
+def anchor_reads_an_old_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        KVCache, "slot_before", lambda self, layout: layout.page_BP[:, 0] * self.page_size + layout.cached_len_B * 0
+    )
+
+
+@pytest.mark.parametrize(
+    "damage", [feature_of_the_same_position, feature_before_the_one_before, anchor_reads_an_old_feature]
+)
+def test_an_off_by_one_is_seen(damage, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    head, tree = tiny_eagle3(TARGET), TreeConfig(budget=9, width=3, depth=2)
+    damage(monkeypatch)
+    seen = rounds(make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4)), PROMPTS[:1], 4)
+    assert wrong_trees(head, TARGET, tree, seen) > 0
+
+
+def test_taps_of_the_neighbouring_layer_are_seen() -> None:
+    head, tree = tiny_eagle3(TARGET), TreeConfig(budget=9, width=3, depth=2)
+    engine = make_engine(TARGET, "head", head, tree)
+    engine.drafter.tap_layers = (1, 1, 2)
+    assert wrong_trees(head, TARGET, tree, rounds(engine, PROMPTS[:1], 4)) > 0
+
+
+def test_settings_for_heads_of_one_pass_are_refused() -> None:
+    with pytest.raises(ValueError, match="an EAGLE-3 head ranks by probability"):
+        make_engine(TARGET, "head", tiny_eagle3(TARGET), TreeConfig(expand="paper"))

@@ -1,0 +1,205 @@
+"""EAGLE-3 heads in files: what is written is read back, other spellings mean the same, and damage has a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jetspec.engine.llm import LLM
+from jetspec.models.decoder import DecoderConfig, RopeConfig
+from jetspec.models.describe import describe, fits
+from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
+from jetspec.models.eagle3_format import save_eagle3
+from jetspec.models.head_format import load_head
+from jetspec.models.heads import load_any_head
+from jetspec.types import SamplingParams
+from tests.train.tiny_model import VOCAB, write_model
+
+Json = dict[str, Any]
+
+LAYER = DecoderConfig("llama", 40, 16, 1, 4, 2, 8, 24, max_len=128, rope=RopeConfig(theta=5000.0))
+PLAIN = Eagle3Config(LAYER, (1, 2, 4), draft_vocab_size=11, num_target_layers=8)
+HEADS = {
+    "plain": PLAIN,
+    "whole_vocabulary": replace(PLAIN, draft_vocab_size=40),
+    "own_embedding": replace(PLAIN, own_embedding=True),
+    "other_target_size": replace(PLAIN, own_embedding=True, target_hidden_size=12),
+    "norm_first": replace(PLAIN, norm_before_residual=True, depth=3),
+    "qwen3": replace(PLAIN, layers=replace(LAYER, family="qwen3", qk_norm=True)),
+    "biased": replace(PLAIN, layers=replace(LAYER, qkv_bias=True, out_bias=True, mlp_bias=True)),
+}
+TARGET = replace(LAYER, num_layers=8, num_heads=2, inner_size=20)
+
+
+def random_eagle3(config: Eagle3Config, seed: int = 0) -> Eagle3Head:
+    head, generator = Eagle3Head(config), torch.Generator().manual_seed(seed)
+    for parameter in head.parameters():
+        parameter.data.normal_(0.3, 0.3, generator=generator)
+    if head.embedding is not None:
+        head.embedding.normal_(generator=generator)
+    tokens = torch.randperm(config.layers.vocab_size, generator=generator)[: config.draft_vocab_size]
+    head.token_of.copy_(tokens.sort().values)
+    return head.requires_grad_(False).eval()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_eagle3(random_eagle3(PLAIN), tmp_path / "head", torch.float32)
+    return tmp_path / "head"
+
+
+def edit_config(folder: Path, change: Callable[[Json], Json]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+
+def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
+def assert_same(a: Eagle3Head, b: Eagle3Head) -> None:
+    assert a.head_config == b.head_config
+    assert a.state_dict().keys() == b.state_dict().keys()
+    for name, value in a.state_dict().items():
+        assert torch.equal(value, b.state_dict()[name]), name
+
+
+def load(folder: Path, target: DecoderConfig | None = None) -> Eagle3Head:
+    head = load_any_head(folder, target)
+    assert isinstance(head, Eagle3Head)
+    return head
+
+
+@pytest.mark.parametrize("config", HEADS.values(), ids=HEADS.keys())
+def test_what_is_written_is_read_back(config: Eagle3Config, tmp_path: Path) -> None:
+    head = random_eagle3(config)
+    save_eagle3(head, tmp_path / "head", torch.float32)
+    assert_same(load(tmp_path / "head"), head)
+
+
+@pytest.mark.parametrize("names", [["LlamaForCausalLMEagle3"], ["LlamaForCausalLM"], None])
+def test_it_is_known_by_its_name_or_its_vocabulary(names: list[str] | None, folder: Path) -> None:
+    edit_config(folder, lambda raw: {**raw, "architectures": names})
+    assert_same(load(folder), random_eagle3(PLAIN))
+
+
+def test_names_and_numbers_are_the_published_ones(folder: Path) -> None:
+    stored, raw = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    attention = {f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"}
+    mlp = {f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+    norms = {f"midlayer.{x}.weight" for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    assert stored.keys() == attention | mlp | norms | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    assert stored["midlayer.self_attn.q_proj.weight"].shape == (32, 2 * 16)
+    assert stored["fc.weight"].shape == (16, 3 * 16)
+    own = torch.arange(11)
+    assert torch.equal(own + stored["d2t"], stored["t2d"].nonzero()[:, 0])
+    assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["draft_vocab_size"] == 11
+    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 3, 5]
+
+
+def test_the_spelling_of_speculators_means_the_same(folder: Path) -> None:
+    def respell(raw: Json) -> Json:
+        outer = ("draft_vocab_size", "norm_before_residual", "num_target_layers", "eagle_aux_hidden_state_layer_ids")
+        inner = without(raw, *outer, "eagle_config", "architectures")
+        found = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+        return {**found, "transformer_layer_config": inner, **{key: raw[key] for key in outer}}
+
+    edit_config(folder, respell)
+    edit_tensors(folder, lambda t: {name.replace("midlayer.", "layers.0."): value for name, value in t.items()})
+    assert_same(load(folder), random_eagle3(PLAIN))
+
+
+def test_layers_that_nobody_names_are_those_of_the_authors(folder: Path) -> None:
+    """Inputs of layers 2, N / 2 and N - 3."""
+    assert eagle3_tap_layers(36) == (1, 17, 32)
+    edit_config(folder, lambda raw: without(raw, "eagle_config", "eagle_aux_hidden_state_layer_ids"))
+    assert load(folder).head_config.tap_layers == eagle3_tap_layers(8) == (1, 3, 4)
+    edit_config(folder, lambda raw: without(raw, "num_target_layers"))
+    assert load(folder, TARGET).head_config.tap_layers == (1, 3, 4)
+    with pytest.raises(ValueError, match="load it together with its target"):
+        load(folder)
+    assert describe(folder)["tap_layers"] == "as the target decides"
+
+
+CONFIG_DAMAGE: dict[str, Callable[[Json], Json]] = {
+    "num_hidden_layers is 2": lambda raw: {**raw, "num_hidden_layers": 2},
+    "contradictory": lambda raw: {**raw, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
+    "does not name 3 layers": lambda raw: {**raw, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
+    "norm_before_fc is not supported": lambda raw: {**raw, "norm_before_fc": True},
+    "draft_vocab_size is 41": lambda raw: {**raw, "draft_vocab_size": 41},
+    "hidden_size is missing": lambda raw: without(raw, "hidden_size"),
+    "tensor fc.weight has shape .16, 48.; the config asks for .16, 60.": lambda raw: {**raw, "target_hidden_size": 20},
+}
+TENSOR_DAMAGE: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "tensor d2t is missing": lambda t: without(t, "d2t"),
+    "tensor d2t has shape .10,.": lambda t: {**t, "d2t": t["d2t"][:10].clone()},
+    "d2t is stored as torch.float32": lambda t: {**t, "d2t": t["d2t"].float()},
+    "does not name 11 different tokens": lambda t: {**t, "d2t": t["d2t"] + 40},
+    "does not name 11 different": lambda t: {**t, "d2t": -torch.arange(11)},
+    "contradict each other": lambda t: {**t, "t2d": ~t["t2d"]},
+    "tensors are missing: midlayer.hidden_norm.weight": lambda t: without(t, "midlayer.hidden_norm.weight"),
+    "not part of the config: other": lambda t: {**t, "other": torch.zeros(1)},
+    "tensor lm_head.weight has shape": lambda t: {**t, "lm_head.weight": torch.zeros(40, 16)},
+    "tensor embed_tokens.weight has shape": lambda t: {**t, "embed_tokens.weight": torch.zeros(40, 12)},
+}
+
+
+@pytest.mark.parametrize("message", CONFIG_DAMAGE)
+def test_a_broken_config_is_refused_by_name(message: str, folder: Path) -> None:
+    edit_config(folder, CONFIG_DAMAGE[message])
+    with pytest.raises(ValueError, match=message):
+        load_any_head(folder)
+
+
+@pytest.mark.parametrize("message", TENSOR_DAMAGE)
+def test_broken_tensors_are_refused_by_name(message: str, folder: Path) -> None:
+    edit_tensors(folder, TENSOR_DAMAGE[message])
+    with pytest.raises(ValueError, match=message):
+        load_any_head(folder)
+
+
+def test_a_head_for_another_target_is_refused(folder: Path) -> None:
+    cases: list[tuple[Json, str]] = [
+        ({"vocab_size": 41}, "its vocabulary has 40 tokens, the target's has 41"),
+        ({"hidden_size": 20}, "it reads states of size 16"),
+        ({"num_layers": 4}, "it was made for 8 layers, the target has 4"),
+    ]
+    for change, message in cases:
+        with pytest.raises(ValueError, match=message):
+            load_any_head(folder, replace(TARGET, **change))
+
+
+def test_pickles_are_never_opened(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickles, are never opened"):
+        load_any_head(folder)
+
+
+def test_where_only_heads_of_one_pass_serve_it_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ValueError, match="kind, EAGLE-3, which cannot run here"):
+        load_head(folder)
+
+
+def test_a_folder_given_as_head_just_works(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    layer = DecoderConfig("llama", VOCAB, 32, 1, 4, 2, 8, 64, max_len=256)
+    save_eagle3(random_eagle3(Eagle3Config(layer, (0, 0, 1), 100)), tmp_path / "head")
+    assert fits(describe(model), describe(tmp_path / "head")) == []
+    llm = LLM(model, tmp_path / "head", device="cpu")
+    assert llm.drafter == "head" and isinstance(llm.head, Eagle3Head)
+    sampling, prompts = SamplingParams(max_tokens=20), ["hello there", "a"]
+    expected = LLM(model, drafter="none", device="cpu").generate(prompts, sampling)
+    assert [c.token_ids for c in llm.generate(prompts, sampling)] == [c.token_ids for c in expected]
