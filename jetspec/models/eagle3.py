@@ -138,10 +138,9 @@ class Eagle3Head(DecoderStack):
 
     @torch.no_grad()
     def adopt(self, token_of: Tensor, target: Decoder) -> None:
-        """Draft these tokens, and start from the rows and the norm by which the target predicts them."""
+        """Draft these tokens, and start from the rows by which the target predicts them."""
         self.token_of.copy_(token_of)
         self.lm_head.weight.copy_(target.lm_head[token_of])
-        self.norm.weight.copy_(target.norm.weight)
 
     def embed(self, token: Tensor, target: Embedder) -> Tensor:
         return target.embed(token) if self.embedding is None else nn.functional.embedding(token, self.embedding)
