@@ -52,6 +52,21 @@ class SamplingParams:
             raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
 
 
+@dataclass(frozen=True)
+class TreeLimits:
+    """A smaller tree than the engine's, for one request. A budget of 1 is plain decoding, a width of 1 a chain."""
+
+    budget: int
+    """Most nodes in the tree, the anchor included."""
+    width: int
+    """Most children of one node."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("budget", self.budget), ("width", self.width)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
 @dataclass
 class RoundStats:
     """What one request cost. `completion_tokens == rounds + sum(accepted_lengths)` always holds:
@@ -129,6 +144,8 @@ class Update:
     """New text. Empty while a character or a possible stop string is incomplete."""
     completion: Completion | None = None
     """Set on the last update."""
+    drafted: int = 0
+    """Draft tokens that the round checked."""
     trace: RoundTrace | None = None
     """Set when the request asked for traces."""
 
@@ -167,6 +184,8 @@ class Request:
     """Tokens cached up to which its pages suffice for the next round."""
     moves: int = 0
     """Times it gained or lost its row: what a round found before the last of them no longer counts."""
+    limits: TreeLimits | None = None
+    """None: the engine's own tree."""
     want_trace: bool = False
     quiet: bool = False
     """Only the completion is wanted: no updates before it, and no text."""

@@ -207,7 +207,7 @@ class StandingRound:
         return time_ms(as_graph(self.whole, self.device), self.device, rounds)
 
     def whole(self) -> None:
-        self.packed_BD2 = self.round(self.state).packed_BD2
+        self.packed_BD3 = self.round(self.state).packed_BD3
         self.rewind()
 
     def stages_ms(self, rounds: int) -> dict[str, float]:

@@ -27,6 +27,10 @@ class RoundState:
     anchor_B: Tensor
     sampling: RowSampling
     requests: list[Request]
+    limits: tuple[Tensor, Tensor] | None = None
+    """Budget and width per request, where one of them wants less than the whole tree."""
+    is_plain: bool = False
+    """Nobody wants a tree."""
 
 
 class Drafter(Protocol):

@@ -18,7 +18,7 @@ from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.scheduler import Scheduler
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
-from jetspec.types import Completion, Request, RoundTrace, SamplingParams, Update
+from jetspec.types import Completion, Request, RoundTrace, SamplingParams, TreeLimits, Update
 
 CPU_CACHE_GB = 2.0
 GPU_CACHE_FRAC = 0.8
@@ -83,14 +83,26 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, tokens: Sequence[int], sampling: SamplingParams, *, trace: bool = False, quiet: bool = False) -> int:
-        """Queue a prompt; the returned id names it in the updates. A quiet one gets only its last update."""
+    def add(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        limits: TreeLimits | None = None,
+        trace: bool = False,
+        quiet: bool = False,
+    ) -> int:
+        """Queue a prompt; the returned id names it in the updates. A quiet one gets only its last update.
+
+        Limits cut its trees out of the engine's. They cost as much as the whole ones, but for rounds in which nobody
+        wants more than the anchor: those are plain.
+        """
         self._check(tokens)
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         longest = min(len(tokens) + sampling.max_tokens, self.max_len)
         ends = frozenset() if sampling.ignore_eos else self.eos_tokens
         request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, longest, ends)
-        request.want_trace, request.quiet = trace, quiet
+        request.limits, request.want_trace, request.quiet = limits, trace, quiet
         request.stats.prompt_tokens = len(tokens)
         self.next_id += 1
         self.requests[request.id] = request
@@ -150,16 +162,17 @@ class Engine:
         for i, (request, moves) in enumerate(zip(lineup.requests, lineup.moves, strict=True)):
             if request.moves != moves:
                 continue
-            length, *tokens = rows[i]
+            length, size, *tokens = rows[i]
             trace = self._trace(launched.result, i) if request.want_trace else None
             request.num_cached += length + 1
             kept = self._append(request, tokens[: length + 1])
             request.stats.accepted_lengths.append(len(kept) - 1)
             if request.finish_reason:
-                updates.append(self._finish(request, kept, trace, now))
+                updates.append(self._finish(request, kept, trace, now, size - 1))
             elif not request.quiet:
                 text = self.texts.get(request.id)
-                updates.append(Update(request.id, kept, text.take() if text else "", trace=trace))
+                new = text.take() if text else ""
+                updates.append(Update(request.id, kept, new, drafted=size - 1, trace=trace))
         return updates
 
     def _append(self, request: Request, tokens: list[int]) -> list[int]:
@@ -177,7 +190,7 @@ class Engine:
             return tokens[:count]
         return tokens
 
-    def _finish(self, request: Request, kept: list[int], trace: RoundTrace | None, now: float) -> Update:
+    def _finish(self, request: Request, kept: list[int], trace: RoundTrace | None, now: float, drafted: int) -> Update:
         assert request.finish_reason
         text = self.texts.get(request.id)
         last = text.finish() if text else ""
@@ -185,7 +198,7 @@ class Engine:
         written = request.tokens[request.prompt_len :]
         completion = Completion(text.text if text else "", written, request.finish_reason, request.stats)
         self._remove(request)
-        return Update(request.id, kept, last, completion, trace)
+        return Update(request.id, kept, last, completion, drafted, trace)
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)

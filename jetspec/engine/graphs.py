@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,16 @@ from torch import Tensor
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.rows import upload
-from jetspec.types import Request
+from jetspec.types import Request, TreeLimits
+
+Drafting = Literal["whole", "limited", "none"]
+"""What a batch wants of the drafter: its trees, trees of which some are cut to a request's limits, or nothing."""
+
+
+def drafting_for(limits: list[TreeLimits | None]) -> Drafting:
+    if limits and all(limit is not None and limit.budget == 1 for limit in limits):
+        return "none"
+    return "limited" if any(limits) else "whole"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +33,7 @@ class Lineup:
     any_sampled: bool
     any_filtered: bool
     wants_trace: bool
+    drafting: Drafting
 
     @staticmethod
     def of(requests: list[Request]) -> Lineup:
@@ -35,6 +45,7 @@ class Lineup:
             any_sampled=any(p.temperature > 0 for p in params),
             any_filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
             wants_trace=any(request.want_trace for request in requests),
+            drafting=drafting_for([request.limits for request in requests]),
         )
 
     def is_of(self, requests: list[Request]) -> bool:
@@ -52,7 +63,8 @@ class Launched:
     arrived: torch.cuda.Event | None = None
 
     def read(self) -> list[list[int]]:
-        """Per request: draft tokens kept, then the committed tokens, the last one repeated to the end of the row."""
+        """Per request: draft tokens kept, nodes of the tree, then the committed tokens, the last one repeated to the
+        end of the row."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.packed[: len(self.lineup.requests)].tolist()
@@ -75,8 +87,12 @@ class EagerRounds:
         if lineup is not self.lineup:
             self.lineup, self.row_B = lineup, upload(lineup.rows, torch.int64, rows.device)
         sampling = rows.sampling(self.row_B, lineup.any_sampled, lineup.any_filtered)
-        result = self.round(RoundState(self.row_B, rows.anchor_R[self.row_B], sampling, lineup.requests))
-        return Launched(lineup, result, result.packed_BD2)
+        limits = rows.limits(self.row_B) if lineup.drafting == "limited" else None
+        state = RoundState(
+            self.row_B, rows.anchor_R[self.row_B], sampling, lineup.requests, limits, lineup.drafting == "none"
+        )
+        result = self.round(state)
+        return Launched(lineup, result, result.packed_BD3)
 
 
 @dataclass
@@ -100,12 +116,12 @@ class GraphRounds:
     def __init__(self, round: Round, max_batch: int) -> None:
         self.round, self.device = round, round.cache.device
         self.sizes = batch_sizes(max_batch)
-        self.graphs: dict[tuple[int, bool, bool], Captured] = {}
+        self.graphs: dict[tuple[int, bool, bool, Drafting], Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def launch(self, lineup: Lineup) -> Launched:
         size = next(size for size in self.sizes if size >= len(lineup.rows))
-        key = (size, lineup.any_sampled, lineup.any_filtered)
+        key = (size, lineup.any_sampled, lineup.any_filtered, lineup.drafting)
         if key not in self.graphs:
             self.graphs[key] = self.capture(*key)
         captured = self.graphs[key]
@@ -121,7 +137,7 @@ class GraphRounds:
         arrived.record()
         return Launched(lineup, captured.result, packed, arrived)
 
-    def capture(self, size: int, any_sampled: bool, any_filtered: bool) -> Captured:
+    def capture(self, size: int, any_sampled: bool, any_filtered: bool, drafting: Drafting) -> Captured:
         """Record a round. Nothing but idle rows take part, so the runs that warm it up leave no trace."""
         assert self.round.cache.idle_row is not None
         row_B = torch.full((size,), self.round.cache.idle_row, device=self.device)
@@ -129,8 +145,9 @@ class GraphRounds:
 
         def run() -> tuple[RoundResult, Tensor]:
             sampling = rows.sampling(row_B, any_sampled, any_filtered)
-            result = self.round(RoundState(row_B, rows.anchor_R[row_B], sampling, []))
-            return result, result.packed_BD2
+            limits = rows.limits(row_B) if drafting == "limited" else None
+            result = self.round(RoundState(row_B, rows.anchor_R[row_B], sampling, [], limits, drafting == "none"))
+            return result, result.packed_BD3
 
         aside = torch.cuda.Stream(self.device)
         aside.wait_stream(torch.cuda.current_stream(self.device))

@@ -23,9 +23,9 @@ class RoundResult:
     token_BD1: Tensor
 
     @property
-    def packed_BD2(self) -> Tensor:
-        """Lengths and tokens side by side: all that the host needs, in one piece."""
-        return torch.cat((self.verdict.length_B[:, None], self.token_BD1), 1)
+    def packed_BD3(self) -> Tensor:
+        """Lengths, sizes of the trees and tokens side by side: all that the host needs, in one piece."""
+        return torch.cat((self.verdict.length_B[:, None], self.tree.size_B[:, None], self.token_BD1), 1)
 
 
 class Round:
@@ -39,13 +39,19 @@ class Round:
         self.target, self.drafter, self.cache = target, drafter, cache
 
     def __call__(self, state: RoundState) -> RoundResult:
-        drafted = self.drafter.draft(state)
-        tree = self.drafter.build(state, drafted)
+        tree = self.tree(state)
         batch = self.cache.place(state.row_B, tree.token_BN, tree.depth_BN, tree.ancestor_BNW)
         out, logits_BNV = self.verify(batch, tree)
         verdict = accept(tree, logits_BNV, state.sampling, batch.layout.cached_len_B)
         self.commit(state, batch, out, verdict)
         return RoundResult(tree, verdict, accepted_tokens(tree, verdict))
+
+    def tree(self, state: RoundState) -> DraftTree:
+        """Draft and build, as far as the requests want it."""
+        if state.is_plain:
+            return DraftTree.root(state.anchor_B)
+        tree = self.drafter.build(state, self.drafter.draft(state))
+        return tree if state.limits is None else tree.limited(*state.limits)
 
     def verify(self, batch: TreeBatch, tree: DraftTree) -> tuple[Hidden, Tensor]:
         """The target's distribution after every node, from one pass over the tree."""

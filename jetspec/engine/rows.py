@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.types import Request, RowSampling
+from jetspec.config import MAX_BUDGET, MAX_WIDTH
+from jetspec.types import Request, RowSampling, TreeLimits
 
 COLUMNS = {
     "length": torch.int64,
@@ -23,7 +24,11 @@ COLUMNS = {
     "top_p": torch.float32,
     "min_p": torch.float32,
     "seed": torch.int64,
+    "budget": torch.int64,
+    "width": torch.int64,
 }
+
+NO_LIMITS = TreeLimits(MAX_BUDGET, MAX_WIDTH)
 
 
 class RowTable:
@@ -45,7 +50,7 @@ class RowTable:
 
     def enter(self, request: Request) -> None:
         """A request was given its row."""
-        sampling = request.sampling
+        sampling, limits = request.sampling, request.limits or NO_LIMITS
         self.set(
             request.row,
             length=request.num_cached,
@@ -55,7 +60,13 @@ class RowTable:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=request.seed,
+            budget=limits.budget,
+            width=limits.width,
         )
+
+    def limits(self, row_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Budget and width of the trees of the given rows."""
+        return self.columns["budget"][row_B], self.columns["width"][row_B]
 
     def set(self, row: int, **values: float) -> None:
         for name, value in values.items():
