@@ -144,10 +144,10 @@ class Update:
     """New text. Empty while a character or a possible stop string is incomplete."""
     completion: Completion | None = None
     """Set on the last update."""
-    drafted: int = 0
-    """Draft tokens that the round checked."""
     trace: RoundTrace | None = None
     """Set when the request asked for traces."""
+    drafted: int = 0
+    """Draft tokens that the round checked."""
 
 
 class RequestState(Enum):

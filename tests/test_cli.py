@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 
 import jetspec
 from jetspec.cli import ModelOptions, SamplingOptions, app
-from jetspec.config import TreeConfig
+from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.terminal.chat import Chat
 from jetspec.terminal.compare import compare
@@ -66,6 +66,7 @@ class FakeLLM:
         *,
         drafter: str | None = None,
         tree: TreeConfig | None = None,
+        engine: EngineConfig | None = None,
         dtype: str = "auto",
         device: str = "auto",
     ) -> None:

@@ -198,7 +198,7 @@ class Engine:
         written = request.tokens[request.prompt_len :]
         completion = Completion(text.text if text else "", written, request.finish_reason, request.stats)
         self._remove(request)
-        return Update(request.id, kept, last, completion, drafted, trace)
+        return Update(request.id, kept, last, completion, trace, drafted)
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)

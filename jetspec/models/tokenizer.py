@@ -7,6 +7,7 @@ the vocabulary inside a GGUF file.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -90,8 +91,22 @@ class Tokenizer:
         token = self._backend.id_to_token(id)
         if token is None:
             return f"<{id}>"
-        text = _from_bytes(token) if self._is_byte_level else token.replace("▁", " ")
+        text = (
+            self.token_bytes(id).decode(errors="backslashreplace") if self._is_byte_level else token.replace("▁", " ")
+        )
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+    def token_bytes(self, id: int) -> bytes:
+        """What one token adds to a text. Only whole characters are text, so a token may be part of one."""
+        token = self._backend.id_to_token(id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            known = all(c in BYTE_OF for c in token)
+            return bytes(BYTE_OF[c] for c in token) if known else token.encode()
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text that the model's chat template makes of a conversation."""
@@ -184,12 +199,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
-
-
-def _from_bytes(token: str) -> str:
-    if any(c not in BYTE_OF for c in token):
-        return token
-    return bytes(BYTE_OF[c] for c in token).decode("utf-8", errors="backslashreplace")
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
