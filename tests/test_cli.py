@@ -135,7 +135,7 @@ def test_importing_is_instant(code: str) -> None:
 
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"jetspec {version('jetspec')}\n"
-    for command in ("generate", "compare", "chat", "tree", "info"):
+    for command in ("generate", "compare", "chat", "tree", "info", "serve", "load"):
         assert command in run("--help").stdout
         assert "Examples:" in run(command, "--help").stdout
     for command in ("invent", "regenerate"):

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
-from itertools import takewhile
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 import jetspec
 from jetspec.engine.llm import LLM
 from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, Vocabulary, event
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused, broken, gone
+from jetspec.serve.errors import Refused, add_handlers, gone, stopping
 from jetspec.serve.guard import Guard, facts, log
 from jetspec.serve.metrics import Metrics
 from jetspec.serve.prepare import Desk, Prepared
@@ -43,6 +41,7 @@ from jetspec.serve.protocol import (
     TextCompletion,
     TreeShape,
 )
+from jetspec.serve.stream import EventStream, watched
 from jetspec.serve.worker import EngineThread, Ticket
 from jetspec.types import Grammar
 
@@ -53,10 +52,6 @@ PREPARERS = 2
 """Threads that make token ids of requests, so that a long prompt does not keep everybody waiting."""
 COMPILE_S = 5.0
 """Longest that making a grammar of a schema may take."""
-MAX_QUOTE = 200
-"""Characters of what a client wrote that an error repeats."""
-FIELD = re.compile(r"(?!str$|list$|literal)[a-z0-9_]+")
-"""A part of an error's place that names a field or an entry, and not one of the types that it may have."""
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in {
@@ -83,45 +78,6 @@ def with_chunks(document: dict[str, Any]) -> dict[str, Any]:
     schema = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
     document["components"]["schemas"] |= {**schema.pop("$defs"), "ChatChunk": schema}
     return document
-
-
-class EventStream(Response):
-    """Sends chunks as they come. A client that goes away gives its ticket back at once."""
-
-    def __init__(self, events: AsyncGenerator[bytes], ticket: Ticket, write_timeout_s: float) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
-        self.events, self.ticket, self.write_timeout_s = events, ticket, write_timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def push(message: dict[str, Any]) -> None:
-            async with asyncio.timeout(self.write_timeout_s):
-                await send(message)
-
-        try:
-            async with aclosing(self.events) as events, watched(receive, self.ticket):
-                await push({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for data in events:
-                    await push({"type": "http.response.body", "body": data, "more_body": True})
-                await push({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            facts.get()["cut_off"] = True  # a response without its end makes the web server close the connection
-
-
-@asynccontextmanager
-async def watched(receive: Receive, ticket: Ticket) -> AsyncIterator[None]:
-    """Give the ticket back as soon as the client is gone."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        ticket.give_back()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
 
 
 class Server:
@@ -156,10 +112,7 @@ class Server:
             docs_url=None,
             redoc_url=None,
         )
-        app.add_exception_handler(Refused, _refuse)
-        app.add_exception_handler(RequestValidationError, _refuse_invalid)
-        app.add_exception_handler(HTTPException, _refuse_http)
-        app.add_exception_handler(Exception, _refuse_failure)
+        add_handlers(app)
         if self.config.origins:
             app.add_middleware(
                 CORSMiddleware,
@@ -177,6 +130,7 @@ class Server:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "prepare"))
         self.worker.start()
         yield
+        self.worker.refuse_all(stopping())
         await asyncio.to_thread(self.worker.stop)
         self.compiler.shutdown(wait=False, cancel_futures=True)
 
@@ -244,7 +198,7 @@ class Server:
             said["asked"] = asked.model_dump(exclude_unset=True)
         prepared = await asyncio.to_thread(prepare, asked, said.get("tenant", ""))
         if prepared.grammar is not None:
-            await self._compile(prepared.grammar)
+            await self._compile(prepared.grammar, "tools" if prepared.in_call else "response_format")
         ticket = self.worker.submit(prepared.jobs)
         answer = make_answer(prepared, self.words, self.model_name)
         try:
@@ -258,11 +212,12 @@ class Server:
             raise
         if asked.stream:
             has_bill = asked.stream_options is not None and asked.stream_options.include_usage
-            events = self._events(ticket, answer, has_bill, said)
-            return EventStream(events, ticket, self.config.write_timeout_s)
+            events = self._events(ticket, answer, has_bill)
+            close = partial(self._close, ticket, answer, said)
+            return EventStream(events, ticket, close, self.config.write_timeout_s)
         return await self._collect(request, ticket, answer, said)
 
-    async def _compile(self, grammar: Grammar) -> None:
+    async def _compile(self, grammar: Grammar, param: str) -> None:
         """Have a grammar ready before the engine needs it, in a thread where it keeps nobody else waiting."""
         try:
             grammars = await asyncio.to_thread(lambda: self.llm.grammars)  # the first time, this reads the vocabulary
@@ -270,12 +225,12 @@ class Server:
             async with asyncio.timeout(COMPILE_S):
                 await asyncio.shield(compiling)
         except TimeoutError:
-            raise Refused(f"the schema takes longer than {COMPILE_S:g} s to read", param="response_format") from None
+            raise Refused(f"the schema takes longer than {COMPILE_S:g} s to read", param=param) from None
         except ValueError as error:
-            raise Refused(str(error), param="response_format") from error
+            raise Refused(str(error), param=param) from error
         except Exception as error:  # whatever a schema of strange form may lead to
             log.warning("a schema failed", exc_info=error)
-            raise Refused("the schema cannot be used", param="response_format") from error
+            raise Refused("the schema cannot be used", param=param) from error
 
     async def _collect(self, request: Request, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> Response:
         try:
@@ -288,9 +243,7 @@ class Server:
             raise gone()
         return Response(answer.whole().model_dump_json(exclude_none=True), media_type="application/json")
 
-    async def _events(
-        self, ticket: Ticket, answer: Answer, has_bill: bool, said: dict[str, Any]
-    ) -> AsyncGenerator[bytes]:
+    async def _events(self, ticket: Ticket, answer: Answer, has_bill: bool) -> AsyncGenerator[bytes]:
         try:
             for chunk in answer.start():
                 yield _event(chunk)
@@ -301,9 +254,7 @@ class Server:
                 yield _event(answer.bill())
             yield DONE
         except Refused as why:
-            yield event(why.response().body.decode())  # type: ignore[union-attr]
-        finally:
-            self._close(ticket, answer, said)
+            yield event(json.dumps(why.body()))
 
     def _close(self, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> None:
         self.worker.close(ticket)
@@ -323,30 +274,3 @@ def _event(chunk: Chunk) -> bytes:
 
 def _state(status: str, code: int = 200) -> Response:
     return JSONResponse({"status": status}, code)
-
-
-async def _refuse(request: Request, why: Exception) -> Response:
-    assert isinstance(why, Refused)
-    return why.response()
-
-
-async def _refuse_invalid(request: Request, error: Exception) -> Response:
-    """One thing that is wrong, and where: of the forms that a field may have, the one that came closest."""
-    assert isinstance(error, RequestValidationError)
-    first = max(reversed(error.errors()), key=lambda found: len(found["loc"]))
-    place = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "extra_forbidden":
-        where = ".".join(place)[:MAX_QUOTE]
-        return Refused(f"{where} is not supported", param=where, code="unsupported_parameter").response()
-    where = ".".join(takewhile(FIELD.fullmatch, place))
-    text = str(first["msg"])[:MAX_QUOTE]
-    return Refused(f"{where}: {text}" if where else text, param=where or None).response()
-
-
-async def _refuse_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return Refused(str(error.detail), status=error.status_code).response()
-
-
-async def _refuse_failure(request: Request, error: Exception) -> Response:
-    return broken().response()

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import takewhile
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+MAX_QUOTE = 200
+"""Characters of what a client wrote that an error repeats."""
+FIELD = re.compile(r"(?!str$|list$|literal)[a-z0-9_]+")
+"""A part of an error's place that names a field or an entry, and not one of the types that it may have."""
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -55,3 +64,38 @@ def gone() -> Refused:
 
 def stopping() -> Refused:
     return Refused("the server is shutting down", status=503, code="shutting_down", retry_after=30)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Whatever goes wrong in a route is told in the same form."""
+    app.add_exception_handler(Refused, _refuse)
+    app.add_exception_handler(RequestValidationError, _refuse_invalid)
+    app.add_exception_handler(HTTPException, _refuse_http)
+    app.add_exception_handler(Exception, _refuse_failure)
+
+
+async def _refuse(request: Request, why: Exception) -> Response:
+    assert isinstance(why, Refused)
+    return why.response()
+
+
+async def _refuse_invalid(request: Request, error: Exception) -> Response:
+    """One thing that is wrong, and where: of the forms that a field may have, the one that came closest."""
+    assert isinstance(error, RequestValidationError)
+    first = max(reversed(error.errors()), key=lambda found: len(found["loc"]))
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "extra_forbidden":
+        where = ".".join(place)[:MAX_QUOTE]
+        return Refused(f"{where} is not supported", param=where, code="unsupported_parameter").response()
+    where = ".".join(takewhile(FIELD.fullmatch, place))
+    text = str(first["msg"])[:MAX_QUOTE]
+    return Refused(f"{where}: {text}" if where else text, param=where or None).response()
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return Refused(str(error.detail), status=error.status_code).response()
+
+
+async def _refuse_failure(request: Request, error: Exception) -> Response:
+    return broken().response()

@@ -68,13 +68,18 @@ class Guard:
             raise Refused(f"the headers have more than {MAX_HEADERS} bytes")
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
         if self.digests:
-            if not is_open:
+            if not (is_open or self._asks_permission(scope, headers)):
                 visit.facts["tenant"] = self._tenant(headers.get("authorization", ""))
         elif self.config.is_local and _host_name(headers.get("host", "")) not in LOCAL_NAMES:
             # A web page can point a name of its own at this machine, and then ask in the name of who looks at it.
             raise Refused("without API keys, this server answers to localhost only")
         if self.num_inside >= self.config.max_requests and not is_open:
             raise Refused("too many requests at a time", status=429, code="too_many_requests", retry_after=1)
+
+    def _asks_permission(self, scope: Scope, headers: Headers) -> bool:
+        """Whether a browser only asks what a page may do. It sends no key then, and no route is reached."""
+        asks = "origin" in headers and "access-control-request-method" in headers
+        return bool(self.config.origins) and scope["method"] == "OPTIONS" and asks
 
     def _tenant(self, authorization: str) -> str:
         """Who asks. Every key is compared, in constant time, so that time tells nothing about any of them."""

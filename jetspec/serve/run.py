@@ -17,6 +17,7 @@ from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import stopping
 from jetspec.serve.guard import MAX_HEADERS
 from jetspec.serve.log import set_up_log
+from jetspec.types import SamplingParams
 
 LAST_WORDS_S = 3.0
 """What clients have to read the end of their answers once the engine is done with them."""
@@ -77,6 +78,7 @@ class Host(uvicorn.Server):
 
 
 def serve(llm: LLM, config: ServeConfig, listener: socket.socket) -> None:
-    """Answer requests until told to stop."""
+    """Answer requests until told to stop. A first answer goes to nobody, so that no client waits for a cold start."""
     set_up_log()
+    llm.generate([llm.tokenizer.encode("Hello")], SamplingParams(max_tokens=2))
     Host(Server(llm, config)).run(sockets=[listener])

@@ -127,8 +127,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step that it is in. What is still open is refused first."""
-        self.refuse_all(stopping())
+        """End the thread after the step that it is in."""
         self._orders.put(None)
         if self._thread.ident is not None:
             self._thread.join()

@@ -121,6 +121,12 @@ def test_other_origins_are_off_unless_named(locked: Live, live: Live) -> None:
     assert allowed(locked, ORIGIN) == ORIGIN
     assert allowed(locked, "https://evil.example") is None
     assert allowed(live, ORIGIN) is None
+    for server, origin, status in ((locked, ORIGIN, 200), (locked, "https://evil.example", 400), (live, ORIGIN, 405)):
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        response = httpx.options(f"{server.url}/v1/chat/completions", headers=asked)
+        assert response.status_code == status
+        assert response.headers.get("access-control-allow-origin") == (ORIGIN if status == 200 else None)
+    assert httpx.options(f"{locked.url}/v1/chat/completions").status_code == 401
 
 
 def test_without_keys_only_local_names_are_answered(live: Live) -> None:
