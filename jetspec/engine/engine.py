@@ -149,7 +149,8 @@ class Engine:
             seed = None if sampling.seed is None else (sampling.seed + i) % (1 << 63)
             params = replace(sampling, seed=seed)
             ids.append(self.add(tokens, params, limits=limits, trace=trace, quiet=quiet, cache_salt=cache_salt))
-            self.requests[ids[i]].twin = self.requests[ids[0]] if i else None
+            if i and self.cache.pool.remembers:
+                self.requests[ids[i]].twin = self.requests[ids[0]]
         return ids
 
     def cancel(self, request_id: int) -> None:

@@ -146,12 +146,13 @@ class WrittenTokens:
         row = upload(list(self.entered), torch.int64, device)
         for table in (self.count_RV, self.biased_RX, self.bias_RX):
             table[row] = 0
-        for request in self.entered.values():
+        # A request may have lost the row again since; what is written for it then is written over by the next one.
+        for held, request in self.entered.items():
             if request.sampling.logit_bias:
                 token, bias = zip(*request.sampling.logit_bias.items(), strict=True)
-                self.biased_RX[request.row, : len(token)] = upload(token, torch.int64, device)
-                self.bias_RX[request.row, : len(bias)] = upload(bias, torch.float32, device)
-        text = [(r.row, token) for r in self.entered.values() for token in r.tokens[r.prompt_len :]]
+                self.biased_RX[held, : len(token)] = upload(token, torch.int64, device)
+                self.bias_RX[held, : len(bias)] = upload(bias, torch.float32, device)
+        text = [(held, token) for held, r in self.entered.items() for token in r.tokens[r.prompt_len :]]
         if text:
             row_T, token_T = upload(text, torch.int64, device).unbind(1)
             self._add(row_T, token_T, torch.ones_like(token_T))

@@ -18,14 +18,14 @@ class Pages(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(8, PAGE)
-        self.held: list[tuple[list[int], list[int]]] = []
-        self.content: dict[int, tuple[int, ...]] = {}
+        self.held: list[tuple[list[int], list[int], str]] = []
+        self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
 
-    @rule(tokens=tokens_strategy)
-    def start(self, tokens: list[int]) -> None:
-        known = self.pool.recall(tokens)
+    @rule(tokens=tokens_strategy, salt=st.sampled_from(["", "1", "other"]))
+    def start(self, tokens: list[int], salt: str) -> None:
+        known = self.pool.recall(tokens, salt)
         for i, page in enumerate(known):
-            assert self.content[page] == tuple(tokens[: (i + 1) * PAGE])
+            assert self.content[page] == (salt, tuple(tokens[: (i + 1) * PAGE]))
         missing = -(-len(tokens) // PAGE) - len(known)
         before = self.pool.num_available
         fresh = self.pool.allocate(missing)
@@ -34,24 +34,30 @@ class Pages(RuleBasedStateMachine):
             self.pool.release(known)
             return
         assert len(fresh) == missing
-        used = {page for _, pages in self.held for page in pages}
+        used = {page for _, pages, _ in self.held for page in pages}
         assert not used & set(fresh) and len(set(fresh)) == len(fresh)
         pages = known + fresh
         for i in range(len(known), len(pages)):
-            self.content[pages[i]] = tuple(tokens[: (i + 1) * PAGE])
-        self.held.append((tokens, pages))
+            self.content[pages[i]] = (salt, tuple(tokens[: (i + 1) * PAGE]))
+        self.held.append((tokens, pages, salt))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99))
+    def share(self, which: int) -> None:
+        """Pages may be recalled by others while they are in use."""
+        self.pool.remember(*self.held[which % len(self.held)])
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99), remember=st.booleans())
     def finish(self, which: int, remember: bool) -> None:
-        tokens, pages = self.held.pop(which % len(self.held))
+        tokens, pages, salt = self.held.pop(which % len(self.held))
         if remember:
-            self.pool.remember(tokens, pages)
+            self.pool.remember(tokens, pages, salt)
         self.pool.release(pages)
 
     @invariant()
     def every_page_is_somewhere(self) -> None:
-        used = {page for _, pages in self.held for page in pages}
+        used = {page for _, pages, _ in self.held for page in pages}
         free, unused = set(self.pool.free_pages), set(self.pool.unused)
         assert not (free & unused or free & used or unused & used)
         assert free | unused | used == set(range(8))

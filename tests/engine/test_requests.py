@@ -91,6 +91,16 @@ def test_rows_change_hands_cleanly(num_pages: int | None, ahead: int) -> None:
         assert completion.token_ids == expected[i % 6]
 
 
+def test_a_request_that_loses_its_row_at_once_leaves_no_penalty_behind() -> None:
+    """It is sent back, or cancelled, before the device has heard of it."""
+    engine = engine_of("none", max_batch=2)
+    leaving = engine.add([9], replace(PENALIZED, logit_bias={20: 100.0}))
+    engine.scheduler.next_chunks()
+    engine.cancel(leaving)
+    done = run(engine, PROMPTS, [GREEDY, *[SETTINGS["bias"]] * 5])
+    assert [c.token_ids for c in done] == [TRUTH[id(GREEDY)][0], *TEXTS["bias"][1:]]
+
+
 def test_nobody_pays_for_what_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("penalize", "forbid", "PathLogprobs", "TreeMasks"):
         monkeypatch.setattr(round_module, name, None)

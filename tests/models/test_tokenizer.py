@@ -203,6 +203,20 @@ def test_token_text_is_one_printable_line() -> None:
     assert SENTENCEPIECE.token_text(SENTENCEPIECE.encode("hello")[0]) == " hello"
 
 
+@given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="▁<"), min_size=1))
+@settings(max_examples=60, deadline=None)
+def test_the_bytes_of_tokens_make_up_the_text(text: str) -> None:
+    for tokenizer, prefix in ((GGUF["gpt-2"], b""), (SENTENCEPIECE, b" ")):
+        parts = tokenizer.token_bytes()
+        assert b"".join(parts[id] for id in tokenizer.encode(text)) == prefix + text.encode()
+
+
+def test_control_tokens_add_no_bytes() -> None:
+    for tokenizer in (GGUF["gpt-2"], SENTENCEPIECE):
+        assert all(not tokenizer.token_bytes()[id] for id in tokenizer.eos_tokens)
+        assert len(tokenizer.token_bytes()) == tokenizer.vocab_size
+
+
 def test_byte_alphabet_is_the_librarys() -> None:
     assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
     assert sorted(BYTE_OF.values()) == list(range(256))
