@@ -140,8 +140,8 @@ class ModelOptions:
     width: Annotated[int | None, _option("Most children of one node; 1 is a chain.", panel="Tree")] = None
     depth: Annotated[int | None, _option("Longest path below the anchor.", panel="Tree")] = None
 
-    def load(self) -> LLM:
-        """The model, with the library's own tree wherever no option says otherwise."""
+    def load(self, engine: EngineConfig | None = None) -> LLM:
+        """The model, with the library's own tree and engine wherever no option says otherwise."""
         from jetspec.terminal.screen import working
 
         shape = {name: value for name, value in asdict(self).items() if name in TREE_SHAPE and value is not None}
@@ -149,7 +149,8 @@ class ModelOptions:
         with working(f"Loading {self.model}"):
             from jetspec.engine.llm import LLM
 
-            llm = LLM(self.model, self.head, drafter=self.drafter, dtype=self.dtype, device=self.device)
+            drafter, dtype, device = self.drafter, self.dtype, self.device
+            llm = LLM(self.model, self.head, drafter=drafter, engine=engine, dtype=dtype, device=device)
             return llm.with_drafter(llm.drafter, replace(llm.tree, **shape)) if shape else llm
 
 
@@ -753,6 +754,101 @@ def op(
 
     where, report = Where(options.shape, options.dtype, options.device), Report(options.as_json, options.out)
     profile_operations(name, where, budget=budget, context=context, batch=options.batch, report=report)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Where the server listens, to whom, and how much it takes."""
+
+    host: Annotated[str, _option("Address to listen on; 0.0.0.0 is everywhere.", panel="Server")] = "127.0.0.1"
+    port: Annotated[int, _option("0: any free one.", "--port", "-p", panel="Server")] = 8000
+    name: Annotated[str | None, _option("What clients call the model.", panel="Server", metavar="NAME")] = None
+    api_keys: Annotated[Path | None, _option("File of keys, one per line.", panel="Server", metavar="FILE")] = None
+    allow_origin: Annotated[
+        list[str] | None, _option("Web site that may ask from a browser; repeatable.", panel="Server", metavar="URL")
+    ] = None
+    chat_template: Annotated[
+        Path | None, _option("Jinja file in place of the model's own.", panel="Model", metavar="FILE")
+    ] = None
+    log_text: Annotated[bool, _option("Log prompts and answers, too.", "--log-text", panel="Server")] = False
+    max_batch: Annotated[int, _option("Answers written together.", panel="Limits")] = 32
+    max_queue: Annotated[int, _option("Answers that may wait for it.", panel="Limits")] = 64
+    max_len: Annotated[int | None, _option("Longest prompt and answer.", panel="Limits")] = None
+    max_prompt: Annotated[int | None, _option("Longest prompt, in tokens.", panel="Limits")] = None
+    max_tokens: Annotated[int | None, _option("Longest answer, in tokens.", panel="Limits")] = None
+    max_body: Annotated[int, _option("Bytes of a request.", panel="Limits")] = 4 << 20
+    drain: Annotated[float, _option("Seconds to finish answers when stopped.", panel="Limits")] = 30.0
+
+
+@app.command(
+    epilog=_examples(
+        "jetspec serve",
+        "jetspec serve --head heads/mine --port 9000 --max-batch 64",
+        "jetspec serve --host 0.0.0.0 --api-keys keys.txt",
+        'curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\',
+        """  -d '{"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Hi"}]}'""",
+    )
+)
+@spread
+def serve(options: ModelOptions, asked: ServeOptions) -> None:
+    """Answer OpenAI clients over HTTP.
+
+    The log goes to stderr, one JSON object per line. Ctrl-C or SIGTERM: what is being written is finished first.
+    """
+    from jetspec.serve.config import ServeConfig, read_keys
+    from jetspec.terminal.serve import serve_model
+
+    config = ServeConfig(
+        host=asked.host,
+        port=asked.port,
+        model_name=asked.name,
+        keys=read_keys(asked.api_keys) if asked.api_keys else (),
+        origins=tuple(asked.allow_origin or ()),
+        max_queue=asked.max_queue,
+        max_body=asked.max_body,
+        max_prompt=asked.max_prompt,
+        max_tokens=asked.max_tokens,
+        drain_s=asked.drain,
+        log_text=asked.log_text,
+    )
+    template = asked.chat_template.read_text(encoding="utf-8") if asked.chat_template else None
+    engine = EngineConfig(max_batch=asked.max_batch, max_len=asked.max_len)
+    serve_model(lambda: options.load(engine), config, template)
+
+
+@app.command(
+    epilog=_examples(
+        "jetspec load --requests 64 --concurrency 8",
+        "jetspec load --url http://127.0.0.1:9000 --rate 4 --requests 400 --data questions.jsonl --out load.json",
+    )
+)
+def load(
+    url: Annotated[str, _option("The server, without /v1.", metavar="URL")] = "http://127.0.0.1:8000",
+    requests: Annotated[int, typer.Option(min=1, help="How many to send.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Most at a time.")] = 8,
+    rate: Annotated[
+        float | None, _option("Arrivals per second, at random times; when left out, as answers come.")
+    ] = None,
+    data: Annotated[Path | None, _option("Prompts: a .jsonl file; three built-in ones when left out.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 128,
+    temperature: Annotated[float, _option("0 is greedy.", "--temperature", "-t")] = 0.0,
+    budget: Annotated[int | None, _option("Nodes of a tree, of a JetSpec server; 1 is plain.")] = None,
+    model: Annotated[str | None, _option("By default the first that the server has.", metavar="NAME")] = None,
+    api_key: Annotated[Path | None, _option("File with a key in its first line.", metavar="FILE")] = None,
+    seed: Annotated[int, _option("Of the arrivals.")] = 0,
+    out: Annotated[Path | None, _option("Write a record, and a plot beside it.", "--out", metavar="FILE")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put an OpenAI-compatible server under load, and time it.
+
+    Exit status 1: some requests failed.
+    """
+    from jetspec.bench.load import Load
+    from jetspec.terminal.load import run_load
+
+    plan = Load(url, requests, concurrency, rate, max_tokens, temperature, budget, model, seed)
+    if not run_load(plan, data, api_key, out, as_json):
+        raise typer.Exit(NEGATIVE)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ A digit adds to the letter before it: BD1 is (B, D + 1).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -101,6 +101,25 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class TreeLimits:
+    """A smaller tree than the engine's, for one request. A budget of 1 is plain decoding, a width of 1 a chain."""
+
+    budget: int
+    """Most nodes in the tree, the anchor included."""
+    width: int
+    """Most children of one node."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("budget", self.budget), ("width", self.width)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+Drafting = Literal["whole", "limited", "none"]
+"""What a batch wants of the drafter: its trees, trees of which some are cut to a request's limits, or nothing."""
+
+
+@dataclass(frozen=True)
 class Wants:
     """What somebody in a batch asks for. A round does only the work that is asked for."""
 
@@ -108,15 +127,18 @@ class Wants:
     filtered: bool = False
     penalized: bool = False
     logprobs: bool = False
+    drafting: Drafting = "whole"
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> Wants:
+    def of(cls, params: Iterable[SamplingParams], limits: Sequence[TreeLimits | None] = ()) -> Wants:
         different = {id(p): p for p in params}.values()
+        is_plain = bool(limits) and all(limit is not None and limit.budget == 1 for limit in limits)
         return cls(
             sampled=any(p.is_sampled for p in different),
             filtered=any(p.is_filtered for p in different),
             penalized=any(p.is_penalized for p in different),
             logprobs=any(p.logprobs is not None for p in different),
+            drafting="none" if is_plain else "limited" if any(limits) else "whole",
         )
 
 
@@ -238,6 +260,8 @@ class Update:
     """Set when the request asked for traces."""
     logprobs: list[TokenLogprob] | None = None
     """Of `token_ids`, if the request asked for them."""
+    drafted: int = 0
+    """Draft tokens that the round checked."""
 
 
 class RequestState(Enum):
@@ -274,6 +298,8 @@ class Request:
     """Tokens cached up to which its pages suffice for the next round."""
     moves: int = 0
     """Times it gained or lost its row: what a round found before the last of them no longer counts."""
+    limits: TreeLimits | None = None
+    """None: the engine's own tree."""
     want_trace: bool = False
     quiet: bool = False
     """Only the completion is wanted: no updates before it, and no text."""

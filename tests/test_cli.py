@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 
 import jetspec
 from jetspec.cli import ModelOptions, SamplingOptions, app
-from jetspec.config import TreeConfig
+from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.terminal.chat import Chat
 from jetspec.terminal.compare import compare
@@ -66,6 +66,7 @@ class FakeLLM:
         *,
         drafter: str | None = None,
         tree: TreeConfig | None = None,
+        engine: EngineConfig | None = None,
         dtype: str = "auto",
         device: str = "auto",
     ) -> None:
@@ -134,7 +135,7 @@ def test_importing_is_instant(code: str) -> None:
 
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"jetspec {version('jetspec')}\n"
-    for command in ("generate", "compare", "chat", "tree", "info"):
+    for command in ("generate", "compare", "chat", "tree", "info", "serve", "load"):
         assert command in run("--help").stdout
         assert "Examples:" in run(command, "--help").stdout
     for command in ("invent", "regenerate"):

@@ -206,7 +206,7 @@ class StandingRound:
         return time_ms(as_graph(self.whole, self.device), self.device, rounds)
 
     def whole(self) -> None:
-        self.packed_BD2 = self.round(self.state).packed
+        self.packed_BD3 = self.round(self.state).packed
         self.rewind()
 
     def stages_ms(self, rounds: int, stages: Sequence[str] = STAGES) -> dict[str, float]:

@@ -35,7 +35,7 @@ class TextStream:
 
     def take(self) -> str:
         """Text that became certain since the last call."""
-        end = len(self.text) - self._held_back()
+        end = len(self.text) - overlap(self.text, self.stop)
         new = self.text[self.shown : end]
         self.shown = max(self.shown, end)
         return new
@@ -57,12 +57,13 @@ class TextStream:
             self.text = self.text[: min(cuts)]
         return bool(cuts)
 
-    def _held_back(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        longest = 0
-        for stop in self.stop:
-            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+
+def overlap(text: str, strings: Sequence[str]) -> int:
+    """Length of the longest end of the text that one of the strings begins with."""
+    longest = 0
+    for string in strings:
+        for size in range(min(len(string) - 1, len(text)), longest, -1):
+            if text.endswith(string[:size]):
+                longest = size
+                break
+    return longest

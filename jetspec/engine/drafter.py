@@ -30,6 +30,8 @@ class RoundState:
     requests: list[Request]
     """None of them when a round is captured."""
     wants: Wants = field(default_factory=Wants)
+    limits: tuple[Tensor, Tensor] | None = None
+    """Budget and width per request, where one of them wants less than the whole tree."""
 
     @property
     def is_constrained(self) -> bool:

@@ -28,6 +28,7 @@ from jetspec.types import (
     RoundTrace,
     SamplingParams,
     TokenLogprob,
+    TreeLimits,
     Update,
 )
 
@@ -104,20 +105,24 @@ class Engine:
         tokens: Sequence[int],
         sampling: SamplingParams,
         *,
+        limits: TreeLimits | None = None,
         trace: bool = False,
         quiet: bool = False,
         cache_salt: str = "",
     ) -> int:
         """Queue a prompt; the returned id names it in the updates. A quiet one gets only its last update.
 
-        Pages of a prompt are shared with those who give the same `cache_salt`.
+        Limits cut its trees out of the engine's. They cost as much as the whole ones, but for rounds in which nobody
+        wants more than the anchor: those are plain. Pages of a prompt are shared with those who give the same
+        `cache_salt`.
         """
         self._check(tokens, sampling)
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         longest = min(len(tokens) + sampling.max_tokens, self.max_len)
         ends = frozenset() if sampling.ignore_eos else self.eos_tokens
         request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, longest, ends)
-        request.want_trace, request.quiet, request.cache_salt = trace, quiet, cache_salt
+        request.limits, request.want_trace, request.quiet = limits, trace, quiet
+        request.cache_salt = cache_salt
         if sampling.grammar is not None:
             request.constraint = self._constraint(sampling.grammar)
         request.stats.prompt_tokens = len(tokens)
@@ -134,6 +139,7 @@ class Engine:
         sampling: SamplingParams,
         count: int,
         *,
+        limits: TreeLimits | None = None,
         trace: bool = False,
         quiet: bool = False,
         cache_salt: str = "",
@@ -146,7 +152,7 @@ class Engine:
         for i in range(count):
             seed = None if sampling.seed is None else (sampling.seed + i) % (1 << 63)
             params = replace(sampling, seed=seed)
-            ids.append(self.add(tokens, params, trace=trace, quiet=quiet, cache_salt=cache_salt))
+            ids.append(self.add(tokens, params, limits=limits, trace=trace, quiet=quiet, cache_salt=cache_salt))
             if i and self.cache.pool.remembers:
                 self.requests[ids[i]].twin = self.requests[ids[0]]
         return ids
@@ -201,17 +207,18 @@ class Engine:
         for i, (request, moves) in enumerate(zip(lineup.requests, lineup.moves, strict=True)):
             if request.moves != moves:
                 continue
-            tokens, packed = rows[i]
+            size, tokens, packed = rows[i]
             trace = self._trace(launched.result, i) if request.want_trace else None
             request.num_cached += len(tokens)
             kept = self._append(request, tokens)
             logprobs = self._logprobs(request, launched.result, packed, kept)
             request.stats.accepted_lengths.append(len(kept) - 1)
             if request.finish_reason:
-                updates.append(self._finish(request, kept, now, trace, logprobs))
+                updates.append(self._finish(request, kept, now, trace, logprobs, size - 1))
             elif not request.quiet:
                 text = self.texts.get(request.id)
-                updates.append(Update(request.id, kept, text.take() if text else "", None, trace, logprobs))
+                new = text.take() if text else ""
+                updates.append(Update(request.id, kept, new, None, trace, logprobs, size - 1))
         return updates
 
     def _logprobs(
@@ -248,6 +255,7 @@ class Engine:
         now: float,
         trace: RoundTrace | None,
         logprobs: list[TokenLogprob] | None,
+        drafted: int,
     ) -> Update:
         assert request.finish_reason
         text = self.texts.get(request.id)
@@ -262,7 +270,7 @@ class Engine:
             request.logprobs if request.sampling.logprobs is not None else None,
         )
         self._remove(request)
-        return Update(request.id, kept, last, completion, trace, logprobs)
+        return Update(request.id, kept, last, completion, trace, logprobs, drafted)
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)

@@ -35,7 +35,7 @@ class Lineup:
             requests,
             rows=[request.row for request in requests],
             moves=[request.moves for request in requests],
-            wants=Wants.of(request.sampling for request in requests),
+            wants=Wants.of((r.sampling for r in requests), [r.limits for r in requests]),
             is_constrained=is_constrained,
             waits=is_constrained or any(request.want_trace for request in requests),
         )
@@ -53,11 +53,12 @@ class Launched:
     result: RoundResult
     packed: Download
 
-    def read(self) -> list[tuple[list[int], list[float]]]:
-        """Per request: the committed tokens, and their log-probabilities as `PathLogprobs` packs them."""
-        width = 1 + self.result.token_BD1.shape[1]
+    def read(self) -> list[tuple[int, list[int], list[float]]]:
+        """Per request: nodes of the tree, the committed tokens, and their log-probabilities as `PathLogprobs` packs
+        them."""
+        width = 2 + self.result.token_BD1.shape[1]
         rows = self.packed.read()[: len(self.lineup.requests)].tolist()
-        return [([int(token) for token in row[1 : int(row[0]) + 2]], row[width:]) for row in rows]
+        return [(int(row[1]), [int(token) for token in row[2 : int(row[0]) + 3]], row[width:]) for row in rows]
 
 
 class Rounds(Protocol):
@@ -81,7 +82,8 @@ class EagerRounds:
 
 
 def round_state(rows: RowTable, row_B: Tensor, wants: Wants, requests: list[Request]) -> RoundState:
-    return RoundState(row_B, rows.anchor_R[row_B], rows.sampling(row_B, wants), requests, wants)
+    limits = rows.limits(row_B) if wants.drafting == "limited" else None
+    return RoundState(row_B, rows.anchor_R[row_B], rows.sampling(row_B, wants), requests, wants, limits)
 
 
 @dataclass

@@ -27,9 +27,10 @@ class RoundResult:
 
     @property
     def packed(self) -> Tensor:
-        """All that the host needs, in one piece: lengths and tokens side by side, then log-probabilities, if any."""
-        packed_BD2 = torch.cat((self.verdict.length_B[:, None], self.token_BD1), 1)
-        return packed_BD2 if self.logprobs is None else torch.cat((packed_BD2, self.logprobs.packed_BX), 1)
+        """All that the host needs, in one piece, per request: draft tokens kept, nodes of the tree, the committed
+        tokens, then log-probabilities, if any."""
+        packed_BD3 = torch.cat((self.verdict.length_B[:, None], self.tree.size_B[:, None], self.token_BD1), 1)
+        return packed_BD3 if self.logprobs is None else torch.cat((packed_BD3, self.logprobs.packed_BX), 1)
 
 
 class Round:
@@ -43,8 +44,7 @@ class Round:
         self.target, self.drafter, self.cache = target, drafter, cache
 
     def __call__(self, state: RoundState) -> RoundResult:
-        drafted = self.drafter.draft(state)
-        tree = self.drafter.build(state, drafted)
+        tree = self.tree(state)
         batch = self.cache.place(state.row_B, tree.token_BN, tree.depth_BN, tree.ancestor_BNW)
         masks = TreeMasks(tree, state.requests) if state.is_constrained else None
         out, logits_BNV = self.verify(batch, tree)
@@ -52,6 +52,13 @@ class Round:
         verdict = accept(tree, adjusted_BNV, state.sampling, batch.layout.cached_len_B)
         self.commit(state, batch, out, verdict)
         return self.report(state, tree, logits_BNV, verdict)
+
+    def tree(self, state: RoundState) -> DraftTree:
+        """Draft and build, as far as the requests want it."""
+        if state.wants.drafting == "none":
+            return DraftTree.root(state.anchor_B)
+        tree = self.drafter.build(state, self.drafter.draft(state))
+        return tree if state.limits is None else tree.limited(*state.limits)
 
     def verify(self, batch: TreeBatch, tree: DraftTree) -> tuple[Hidden, Tensor]:
         """The target's distribution after every node, from one pass over the tree."""

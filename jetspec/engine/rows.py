@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.types import MAX_BIASED_TOKENS, Request, RowPenalties, RowSampling, Wants
+from jetspec.config import MAX_BUDGET, MAX_WIDTH
+from jetspec.types import MAX_BIASED_TOKENS, Request, RowPenalties, RowSampling, TreeLimits, Wants
 
 COLUMNS = {
     "length": torch.int64,
@@ -25,7 +26,11 @@ COLUMNS = {
     "seed": torch.int64,
     "presence": torch.float32,
     "frequency": torch.float32,
+    "budget": torch.int64,
+    "width": torch.int64,
 }
+
+NO_LIMITS = TreeLimits(MAX_BUDGET, MAX_WIDTH)
 
 
 class RowTable:
@@ -52,7 +57,7 @@ class RowTable:
 
     def enter(self, request: Request) -> None:
         """A request was given its row."""
-        sampling = request.sampling
+        sampling, limits = request.sampling, request.limits or NO_LIMITS
         self.set(
             request.row,
             length=request.num_cached,
@@ -64,11 +69,17 @@ class RowTable:
             seed=request.seed,
             presence=sampling.presence_penalty,
             frequency=sampling.frequency_penalty,
+            budget=limits.budget,
+            width=limits.width,
         )
         if sampling.is_penalized and self.written is None:
             self.written = WrittenTokens(self.num_rows, self.vocab_size, self.device)
         if self.written is not None:
             self.written.enter(request)
+
+    def limits(self, row_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Budget and width of the trees of the given rows."""
+        return self.columns["budget"][row_B], self.columns["width"][row_B]
 
     def set(self, row: int, **values: float) -> None:
         for name, value in values.items():

@@ -72,6 +72,30 @@ class DraftTree:
         size_B = torch.full((batch,), num_nodes, device=token_BN.device)
         return cls.from_parents(token_BN, parent_N.expand(batch, -1), size_B, num_nodes - 1)
 
+    def limited(self, budget_B: Tensor, width_B: Tensor) -> DraftTree:
+        """What is left when a tree of the batch may have so many nodes, and a node of it so many children.
+
+        Nodes come best first, so the best are kept, and with them their parents. A limit of 0 counts as 1.
+        """
+        node_N = torch.arange(self.token_BN.shape[1], device=self.token_BN.device)
+        twin_BNN = self.parent_BN[:, :, None] == self.parent_BN[:, None]
+        # The root is its own parent, but not its own child.
+        rank_BN = (twin_BNN & (node_N[:, None] > node_N) & (node_N > 0)).sum(-1)
+        fits_BN = (rank_BN < width_B.clamp(min=1)[:, None]) & (node_N < self.size_B[:, None])
+        kept_BN = (self.ancestor_BNW & ~pack_bits(fits_BN)[:, None] == 0).all(-1)
+        kept_BN &= kept_BN.cumsum(1) <= budget_B.clamp(min=1)[:, None]
+        size_B, place_BN = kept_BN.sum(1), kept_BN.cumsum(1) - 1
+        order_BN = (~kept_BN).int().sort(stable=True).indices
+        if order_BN.device.type == "cpu":  # a look is free, and every node that is not there saves time
+            order_BN = order_BN[:, : int(size_B.max())]
+        return DraftTree.from_parents(
+            token_BN=self.token_BN.gather(1, order_BN),
+            parent_BN=place_BN.gather(1, self.parent_BN.gather(1, order_BN)).clamp(min=0),
+            size_B=size_B,
+            max_depth=min(self.max_depth, order_BN.shape[1] - 1),
+            score_BN=None if self.score_BN is None else self.score_BN.gather(1, order_BN),
+        )
+
     def visible_BNN(self) -> Tensor:
         """The mask as booleans: entry (i, j) says whether node i may attend node j."""
         return unpack_bits(self.ancestor_BNW, self.token_BN.shape[1])

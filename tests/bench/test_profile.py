@@ -108,8 +108,8 @@ def test_stages_add_up_to_the_round(edge: int) -> None:
     still.whole()
     for stage in STAGES:
         getattr(still, stage)()
-    assert torch.equal(still.token_BD1, still.packed_BD2[:, 1:])
-    assert torch.equal(still.verdict.length_B, still.packed_BD2[:, 0])
+    assert torch.equal(still.token_BD1, still.packed_BD3[:, 2:])
+    assert torch.equal(still.verdict.length_B, still.packed_BD3[:, 0])
     assert int(table.length_R.sum()) == int(before[0].sum() + (still.verdict.length_B + 1).sum())
     still.rewind()
     assert torch.equal(table.length_R, before[0]) and torch.equal(table.anchor_R, before[1])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.models.heads import Head
-from jetspec.types import Request, SamplingParams
+from jetspec.types import Request, SamplingParams, TreeLimits
 from tests.engine.tiny import VOCAB, Script, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, use
 
 TARGET = tiny_decoder()
@@ -206,6 +206,44 @@ def test_a_mixed_batch_gives_each_request_its_own_sampling() -> None:
     done = run(make_engine(TARGET, "head", tiny_head(TARGET)), PROMPTS, params)
     expected = [TRUTH[id(param)][i] for i, param in enumerate(params)]
     assert [c.token_ids for c in done] == expected
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("who", ["ngram", "head"])
+def test_each_request_may_want_less_of_the_tree(who: str, sampling: SamplingParams) -> None:
+    """Alone and in a mixed batch: no tree is larger than its request wants, and no text changes."""
+    limits = [None, TreeLimits(1, 4), TreeLimits(5, 4), TreeLimits(40, 1), TreeLimits(1, 1), TreeLimits(12, 2)]
+    head = tiny_head(TARGET) if who == "head" else None
+    for batch in (1, 6):
+        tree, config = TreeConfig(budget=12, width=4), EngineConfig(page_size=4, max_batch=batch)
+        engine = make_engine(TARGET, who, head, tree, config)  # type: ignore[arg-type]
+        pairs = zip(PROMPTS, limits, strict=True)
+        ids = [engine.add(prompt, sampling, limits=limit, trace=True) for prompt, limit in pairs]
+        done = {}
+        while engine.has_work:
+            for update in engine.step():
+                limit, trace = limits[ids.index(update.request_id)] or TreeLimits(12, 4), update.trace
+                assert trace is not None and update.drafted == len(trace.tokens) - 1 < limit.budget
+                children = [trace.parents[1:].count(node) for node in range(len(trace.tokens))]
+                assert max(children) <= limit.width
+                if update.completion:
+                    done[update.request_id] = update.completion.token_ids
+        assert [done[i] for i in ids] == TRUTH[id(sampling)]
+
+
+def test_plain_requests_leave_the_head_its_context() -> None:
+    """A prefix written in plain rounds drafts as well as one written with trees."""
+    head, shared = tiny_head(TARGET), PROMPTS[0]
+    accepted = []
+    for limits in (None, TreeLimits(1, 1)):
+        engine = make_engine(TARGET, "head", head, config=EngineConfig(page_size=4, max_batch=1))
+        engine.add(shared, GREEDY, limits=limits)
+        while engine.has_work:
+            engine.step()
+        after = run(engine, [shared + TRUTH[id(GREEDY)][0][:20]], GREEDY)[0]
+        assert after.stats.cached_tokens == 24
+        accepted.append(after.stats.accepted_lengths)
+    assert accepted[0] == accepted[1]
 
 
 def test_traces_tell_what_happened() -> None:

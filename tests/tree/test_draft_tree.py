@@ -126,3 +126,33 @@ def test_the_drawing_shows_tokens_scores_and_path() -> None:
     lines = small_tree().show(lambda token: chr(ord("a") + token), path=[0, 1, 3]).splitlines()
     assert lines == ["'f'  0.00  ✓", "├─ 'g'  -0.50  ✓", "│  └─ 'g'  -0.75  ✓", "└─ 'h'  -1.50"]
     assert DraftTree.chain(torch.tensor([[1, 2]])).show() == "1\n└─ 2"
+
+
+@fast
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 40), st.integers(0, 12), st.integers(0, 4))
+def test_limits_keep_the_first_nodes_that_they_allow(
+    seed: int, batch: int, num_nodes: int, budget: int, width: int
+) -> None:
+    """Node by node: a node stays while there is room, its parent stayed, and fewer siblings than `width` came first."""
+    tree = random_tree(seed, batch, num_nodes)
+    small = tree.limited(torch.full((batch,), budget), torch.full((batch,), width))
+    small.validate()
+    for row in range(batch):
+        parents, kept = tree.parent_BN[row].tolist(), [0]
+        num_children = [0] * num_nodes
+        for node in range(1, int(tree.size_B[row])):
+            num_children[parents[node]] += 1
+            allowed = num_children[parents[node]] <= max(width, 1) and parents[node] in kept
+            if allowed and len(kept) < max(budget, 1):
+                kept.append(node)
+        size = int(small.size_B[row])
+        assert small.token_BN[row, :size].tolist() == kept
+        assert [kept[p] for p in small.parent_BN[row, :size].tolist()] == [parents[node] for node in kept]
+
+
+def test_limits_that_limit_nothing_change_nothing() -> None:
+    tree = random_tree(5, 3, 20)
+    same = tree.limited(torch.full((3,), 99), torch.full((3,), 99))
+    size = same.token_BN.shape[1]
+    assert size == int(tree.size_B.max())
+    assert same.token_BN.equal(tree.token_BN[:, :size]) and same.parent_BN.equal(tree.parent_BN[:, :size])

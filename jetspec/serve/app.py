@@ -1,0 +1,276 @@
+"""The routes. They translate between HTTP and tickets; nothing is decoded here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import FileResponse
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+import jetspec
+from jetspec.engine.llm import LLM
+from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, Vocabulary, event
+from jetspec.serve.config import ServeConfig
+from jetspec.serve.errors import Refused, add_handlers, gone, stopping
+from jetspec.serve.guard import Guard, facts, log
+from jetspec.serve.metrics import Metrics
+from jetspec.serve.prepare import Desk, Prepared
+from jetspec.serve.protocol import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    CompletionRequest,
+    ErrorAnswer,
+    Generation,
+    Health,
+    ModelCard,
+    ModelList,
+    TextCompletion,
+    TreeShape,
+)
+from jetspec.serve.stream import EventStream, watched
+from jetspec.serve.worker import EngineThread, Ticket
+from jetspec.types import Grammar
+
+STATIC = Path(__file__).parent / "static"
+PAGE_POLICY = "default-src 'self' 'unsafe-inline' data:"
+"""The page may load what this server has, and nothing else."""
+PREPARERS = 2
+"""Threads that make token ids of requests, so that a long prompt does not keep everybody waiting."""
+COMPILE_S = 5.0
+"""Longest that making a grammar of a schema may take."""
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": text}
+    for status, text in {
+        400: "The request is wrong, or asks for what is not supported; the message names it.",
+        401: "The API key is missing or wrong.",
+        404: "There is no such model.",
+        408: "The request did not arrive in time.",
+        413: "The request is too large.",
+        429: "The queue is full; Retry-After says when to come back.",
+        500: "The engine has failed.",
+        503: "The server is shutting down.",
+    }.items()
+}
+
+
+def may_stream(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """How a route answers that sends these chunks when asked to stream."""
+    schema = {"$ref": f"#/components/schemas/{chunk.__name__}"}
+    return {200: {"content": {"text/event-stream": {"schema": schema}}}, **REFUSALS}
+
+
+def with_chunks(document: dict[str, Any]) -> dict[str, Any]:
+    """The OpenAPI document with the schema of chunks, which no route returns as its whole body."""
+    schema = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+    document["components"]["schemas"] |= {**schema.pop("$defs"), "ChatChunk": schema}
+    return document
+
+
+class Server:
+    """The application over one LLM: its engine thread, its metrics, its routes."""
+
+    def __init__(self, llm: LLM, config: ServeConfig) -> None:
+        self.config = config
+        self.model_name = config.model_name or llm.model_name
+        self.created = int(time.time())
+        self.words, self.llm = Vocabulary(llm.tokenizer), llm
+        self.metrics = Metrics(llm.engine, self.model_name)
+        self.compiler = ThreadPoolExecutor(1, "compile")
+        self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
+        self.shape = TreeShape(
+            drafter=llm.drafter, budget=llm.tree.budget, width=llm.tree.width, max_len=llm.engine.max_len
+        )
+        self.desk = Desk(
+            llm.tokenizer,
+            llm.tree,
+            model_name=self.model_name,
+            max_len=llm.engine.max_len,
+            max_prompt=config.max_prompt,
+            max_tokens=config.max_tokens,
+        )
+
+    def app(self) -> ASGIApp:
+        app = FastAPI(
+            title="JetSpec",
+            version=jetspec.__version__,
+            description="Tree-speculative decoding behind OpenAI's API.",
+            lifespan=self._lifespan,
+            docs_url=None,
+            redoc_url=None,
+        )
+        add_handlers(app)
+        if self.config.origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self.config.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["Authorization", "Content-Type"],
+            )
+        self._add_api(app)
+        self._add_operations(app)
+        app.openapi = lambda: with_chunks(type(app).openapi(app))  # type: ignore[method-assign]
+        return Guard(app, self.config, self.metrics.answered)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "prepare"))
+        self.worker.start()
+        yield
+        self.worker.refuse_all(stopping())
+        await asyncio.to_thread(self.worker.stop)
+        self.compiler.shutdown(wait=False, cancel_futures=True)
+
+    def _add_api(self, app: FastAPI) -> None:
+        @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=may_stream(ChatChunk))
+        async def chat(asked: ChatRequest, request: Request) -> Response:
+            """Answer a conversation. With `stream`, chunks come as server-sent events, one per round."""
+            return await self._answer(asked, request, self.desk.chat, ChatAnswer)
+
+        @app.post("/v1/completions", response_model=TextCompletion, responses=may_stream(TextCompletion))
+        async def complete(asked: CompletionRequest, request: Request) -> Response:
+            """Go on with a text. With `stream`, chunks come as server-sent events, one per round."""
+            return await self._answer(asked, request, self.desk.completion, TextAnswer)
+
+        @app.get("/v1/models", responses=REFUSALS)
+        async def models() -> ModelList:
+            return ModelList(data=[self._card()])
+
+        @app.get("/v1/models/{name:path}", responses=REFUSALS)
+        async def model(name: str) -> ModelCard:
+            if name != self.model_name:
+                raise Refused("there is no such model here", status=404, code="model_not_found")
+            return self._card()
+
+    def _add_operations(self, app: FastAPI) -> None:
+        @app.get("/health", responses={503: {"model": Health}})
+        async def health() -> Response:
+            """Whether the engine lives."""
+            return _state("failed", 503) if self.worker.failure else _state("ok")
+
+        @app.get("/ready", responses={503: {"model": Health}})
+        async def ready() -> Response:
+            """Whether another request would be taken."""
+            if self.worker.is_ready:
+                return _state("ready")
+            dead = self.worker.failure is not None
+            return _state("failed" if dead else "stopping" if self.worker.is_stopping else "busy", 503)
+
+        @app.get("/metrics", response_class=Response)
+        async def metrics() -> Response:
+            """Counters for Prometheus."""
+            return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+        if (STATIC / "index.html").exists():
+            app.mount("/static", StaticFiles(directory=STATIC))
+
+            @app.get("/", include_in_schema=False)
+            async def playground() -> Response:
+                return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
+
+    def _card(self) -> ModelCard:
+        return ModelCard(id=self.model_name, created=self.created, jetspec=self.shape)
+
+    async def _answer(
+        self,
+        asked: Generation,
+        request: Request,
+        prepare: Callable[[Any, str], Prepared],
+        make_answer: Callable[..., Answer],
+    ) -> Response:
+        said = facts.get()
+        if asked.user:
+            said["user"] = asked.user
+        if self.config.log_text:
+            said["asked"] = asked.model_dump(exclude_unset=True)
+        prepared = await asyncio.to_thread(prepare, asked, said.get("tenant", ""))
+        if prepared.grammar is not None:
+            await self._compile(prepared.grammar, "tools" if prepared.in_call else "response_format")
+        ticket = self.worker.submit(prepared.jobs)
+        answer = make_answer(prepared, self.words, self.model_name)
+        try:
+            async with watched(request.receive, ticket):
+                await asyncio.wait([ticket.joined])
+            if ticket.joined.cancelled():
+                raise gone()
+            ticket.joined.result()
+        except BaseException:
+            self.worker.close(ticket)
+            raise
+        if asked.stream:
+            has_bill = asked.stream_options is not None and asked.stream_options.include_usage
+            events = self._events(ticket, answer, has_bill)
+            close = partial(self._close, ticket, answer, said)
+            return EventStream(events, ticket, close, self.config.write_timeout_s)
+        return await self._collect(request, ticket, answer, said)
+
+    async def _compile(self, grammar: Grammar, param: str) -> None:
+        """Have a grammar ready before the engine needs it, in a thread where it keeps nobody else waiting."""
+        try:
+            grammars = await asyncio.to_thread(lambda: self.llm.grammars)  # the first time, this reads the vocabulary
+            compiling = asyncio.get_running_loop().run_in_executor(self.compiler, grammars.compile, grammar)
+            async with asyncio.timeout(COMPILE_S):
+                await asyncio.shield(compiling)
+        except TimeoutError:
+            raise Refused(f"the schema takes longer than {COMPILE_S:g} s to read", param=param) from None
+        except ValueError as error:
+            raise Refused(str(error), param=param) from error
+        except Exception as error:  # whatever a schema of strange form may lead to
+            log.warning("a schema failed", exc_info=error)
+            raise Refused("the schema cannot be used", param=param) from error
+
+    async def _collect(self, request: Request, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> Response:
+        try:
+            async with watched(request.receive, ticket):
+                async for index, update in ticket.updates():
+                    answer.take(index, update)
+        finally:
+            self._close(ticket, answer, said)
+        if len(answer.completions) < ticket.num_answers:
+            raise gone()
+        return Response(answer.whole().model_dump_json(exclude_none=True), media_type="application/json")
+
+    async def _events(self, ticket: Ticket, answer: Answer, has_bill: bool) -> AsyncGenerator[bytes]:
+        try:
+            for chunk in answer.start():
+                yield _event(chunk)
+            async for index, update in ticket.updates():
+                if chunk_now := answer.take(index, update):
+                    yield _event(chunk_now)
+            if has_bill and len(answer.completions) == ticket.num_answers:
+                yield _event(answer.bill())
+            yield DONE
+        except Refused as why:
+            yield event(json.dumps(why.body()))
+
+    def _close(self, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> None:
+        self.worker.close(ticket)
+        stats = [done.stats for done in answer.completions.values()]
+        said["answers"] = f"{len(stats)} of {ticket.num_answers}"
+        said["prompt_tokens"] = sum(len(job.tokens) for job in ticket.jobs)
+        said["completion_tokens"] = sum(s.completion_tokens for s in stats)
+        said["rounds"] = sum(s.rounds for s in stats)
+        if self.config.log_text:
+            said["answered"] = [done.text for done in answer.completions.values()]
+
+
+def _event(chunk: Chunk) -> bytes:
+    """All ASCII: some readers of lines take characters such as U+2028 for the end of one."""
+    return event(chunk.model_dump_json(exclude_none=True, ensure_ascii=True))
+
+
+def _state(status: str, code: int = 200) -> Response:
+    return JSONResponse({"status": status}, code)

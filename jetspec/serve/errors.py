@@ -1,0 +1,101 @@
+"""What clients are told when something is wrong: the cause and the fix, and nothing of the inside."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import takewhile
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+MAX_QUOTE = 200
+"""Characters of what a client wrote that an error repeats."""
+FIELD = re.compile(r"(?!str$|list$|literal)[a-z0-9_]+")
+"""A part of an error's place that names a field or an entry, and not one of the types that it may have."""
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refused(Exception):
+    """A request that is not answered, with the HTTP status that says so."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        # All ASCII: a message may quote what no encoding can write.
+        return Response(json.dumps(self.body()), self.status, headers, "application/json")
+
+
+def failed() -> Refused:
+    """The engine broke down. What happened is in the server's log."""
+    return Refused("the engine has failed; the server needs a restart", status=500, code="engine_failed")
+
+
+def broken() -> Refused:
+    """A mistake of ours."""
+    return Refused("something went wrong inside the server", status=500, code="internal_error")
+
+
+def gone() -> Refused:
+    """For the log: the client is not there to read it."""
+    return Refused("the client went away", status=499, code="client_gone")
+
+
+def stopping() -> Refused:
+    return Refused("the server is shutting down", status=503, code="shutting_down", retry_after=30)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Whatever goes wrong in a route is told in the same form."""
+    app.add_exception_handler(Refused, _refuse)
+    app.add_exception_handler(RequestValidationError, _refuse_invalid)
+    app.add_exception_handler(HTTPException, _refuse_http)
+    app.add_exception_handler(Exception, _refuse_failure)
+
+
+async def _refuse(request: Request, why: Exception) -> Response:
+    assert isinstance(why, Refused)
+    return why.response()
+
+
+async def _refuse_invalid(request: Request, error: Exception) -> Response:
+    """One thing that is wrong, and where: of the forms that a field may have, the one that came closest."""
+    assert isinstance(error, RequestValidationError)
+    first = max(reversed(error.errors()), key=lambda found: len(found["loc"]))
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "extra_forbidden":
+        where = ".".join(place)[:MAX_QUOTE]
+        return Refused(f"{where} is not supported", param=where, code="unsupported_parameter").response()
+    where = ".".join(takewhile(FIELD.fullmatch, place))
+    text = str(first["msg"])[:MAX_QUOTE]
+    return Refused(f"{where}: {text}" if where else text, param=where or None).response()
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return Refused(str(error.detail), status=error.status_code).response()
+
+
+async def _refuse_failure(request: Request, error: Exception) -> Response:
+    return broken().response()

@@ -1,0 +1,155 @@
+"""What every request passes before a route sees it: a name, a key, and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jetspec.serve.config import ServeConfig
+from jetspec.serve.errors import Refused, broken
+
+OPEN_PATHS = ("/", "/health")
+OPEN_FOLDER = "/static/"
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+MAX_HEADERS = 32 << 10
+GIVEN_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+log = logging.getLogger("jetspec.serve")
+
+facts: ContextVar[dict[str, Any]] = ContextVar("facts")
+"""What the log line of the present request will say. Handlers add to it."""
+
+
+class Guard:
+    """Wraps the application. It never looks into a body; it only counts its bytes."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, answered: Callable[[str, int, float], None]) -> None:
+        self.app, self.config, self.answered = app, config, answered
+        self.digests = [_digest(key) for key in config.keys]
+        self.num_inside = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        visit = Visit(scope, send)
+        token = facts.set(visit.facts)
+        try:
+            self._check(scope, visit)
+            self.num_inside += 1
+            try:
+                await self.app(scope, await self._body(scope, receive), visit.send)
+            finally:
+                self.num_inside -= 1
+        except Refused as why:
+            await why.response()(scope, receive, visit.send)
+        except Exception as error:
+            log.error("a handler failed", exc_info=error, extra={"facts": {"id": visit.id}})
+            if not visit.status:
+                await broken().response()(scope, receive, visit.send)
+        finally:
+            facts.reset(token)
+            visit.report(self.answered)
+
+    def _check(self, scope: Scope, visit: Visit) -> None:
+        headers = Headers(scope=scope)
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+            raise Refused(f"the headers have more than {MAX_HEADERS} bytes")
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
+        if self.digests:
+            if not (is_open or self._asks_permission(scope, headers)):
+                visit.facts["tenant"] = self._tenant(headers.get("authorization", ""))
+        elif self.config.is_local and _host_name(headers.get("host", "")) not in LOCAL_NAMES:
+            # A web page can point a name of its own at this machine, and then ask in the name of who looks at it.
+            raise Refused("without API keys, this server answers to localhost only")
+        if self.num_inside >= self.config.max_requests and not is_open:
+            raise Refused("too many requests at a time", status=429, code="too_many_requests", retry_after=1)
+
+    def _asks_permission(self, scope: Scope, headers: Headers) -> bool:
+        """Whether a browser only asks what a page may do. It sends no key then, and no route is reached."""
+        asks = "origin" in headers and "access-control-request-method" in headers
+        return bool(self.config.origins) and scope["method"] == "OPTIONS" and asks
+
+    def _tenant(self, authorization: str) -> str:
+        """Who asks. Every key is compared, in constant time, so that time tells nothing about any of them."""
+        scheme, _, key = authorization.partition(" ")
+        given, found = _digest(key.strip()), None
+        for digest in self.digests:
+            if hmac.compare_digest(given, digest):
+                found = digest
+        if found is None or scheme.lower() != "bearer":
+            raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
+        return found.hex()[:16]
+
+    async def _body(self, scope: Scope, receive: Receive) -> Receive:
+        """Read the whole body, within bytes and time; the routes get it in one piece."""
+        most = self.config.max_body
+        too_large = Refused(f"the request is larger than {most} bytes", status=413, code="request_too_large")
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdecimal() or int(length[:20]) > most:
+            raise too_large
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(self.config.read_timeout_s):
+                while more:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError:
+            raise Refused("the request did not arrive in time", status=408, code="request_timeout") from None
+        first: Message | None = {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        async def replay() -> Message:
+            nonlocal first
+            message, first = first, None
+            return message or await receive()
+
+        return replay
+
+
+class Visit:
+    """One request on its way: its id, how it was answered, and when."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        given = Headers(scope=scope).get("x-request-id", "")
+        self.id = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+        self.facts: dict[str, Any] = {"id": self.id, "method": scope["method"]}
+        self.scope, self._send = scope, send
+        self.began = time.perf_counter()
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = self.id
+            headers["X-Content-Type-Options"] = "nosniff"
+        await self._send(message)
+
+    def report(self, answered: Callable[[str, int, float], None]) -> None:
+        """Only known routes are named: what a client makes up must not fill the metrics."""
+        route = getattr(self.scope.get("route"), "path", "other")
+        seconds = time.perf_counter() - self.began
+        answered(route, self.status, seconds)
+        log.info("request", extra={"facts": self.facts | {"route": route, "status": self.status, "s": seconds}})
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+def _host_name(host: str) -> str:
+    return re.sub(r":\d+$", "", host).lower()

@@ -1,0 +1,260 @@
+"""From what a client asks to jobs for the engine. Runs beside the event loop, because texts can be long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from jetspec.config import TreeConfig
+from jetspec.models.tokenizer import Tokenizer
+from jetspec.serve.errors import Refused
+from jetspec.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Message,
+    SchemaFormat,
+    TextFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from jetspec.serve.schema import check_schema
+from jetspec.serve.tools import BEGIN, call_schema, check_template
+from jetspec.serve.worker import Job
+from jetspec.types import Grammar, SamplingParams, TreeLimits
+
+FORCED = f"{BEGIN}\n"
+"""Written in the model's name where it must call a tool."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the engine is to do, and how its answers are to be read."""
+
+    jobs: list[Job]
+    shows_logprobs: bool = False
+    reads_tools: bool = False
+    """Answers may hold tool calls."""
+    in_call: bool = False
+    """Answers begin inside a tool call."""
+
+    @property
+    def num_answers(self) -> int:
+        return sum(job.count for job in self.jobs)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """All jobs have the same."""
+        return self.jobs[0].sampling.grammar
+
+
+class Desk:
+    """Knows what this server's model and engine can do, and refuses the rest by name."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tree: TreeConfig,
+        *,
+        model_name: str,
+        max_len: int,
+        max_prompt: int | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.tokenizer, self.tree, self.model_name = tokenizer, tree, model_name
+        self.vocab_size = tokenizer.vocab_size
+        self.max_prompt = min(max_prompt or max_len, max_len - 1)
+        self.max_tokens = min(max_tokens or max_len, max_len)
+
+    def chat(self, asked: ChatRequest, tenant: str) -> Prepared:
+        self._check_common(asked)
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise Refused("top_logprobs needs logprobs", param="top_logprobs")
+        tools, forced = chosen_tools(asked)
+        if tools or any(map(uses_tools, asked.messages)):
+            check_template(self.tokenizer.chat_template)
+        grammar = self._grammar(asked, tools, forced)
+        variables: dict[str, Any] = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+        if asked.chat_template_kwargs:
+            variables |= asked.chat_template_kwargs.model_dump(exclude_none=True)
+        text = self._render([template_message(message) for message in asked.messages], variables)
+        tokens = self._encode(text + FORCED if forced else text, "messages", add_special=False)
+        limit = asked.max_completion_tokens or asked.max_tokens
+        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        jobs = self._jobs(asked, [tokens], tenant, limit, logprobs, grammar)
+        return Prepared(jobs, asked.logprobs, reads_tools=bool(tools), in_call=forced)
+
+    def completion(self, asked: CompletionRequest, tenant: str) -> Prepared:
+        self._check_common(asked)
+        prompts = [self._encode(prompt) for prompt in each_prompt(asked.prompt)]
+        jobs = self._jobs(asked, prompts, tenant, asked.max_tokens, asked.logprobs, None)
+        return Prepared(jobs, asked.logprobs is not None)
+
+    def _grammar(self, asked: ChatRequest, tools: list[Tool], forced: bool) -> Grammar | None:
+        """What the answer must look like: a call that is forced, or the format that was asked for."""
+        for tool in tools:
+            check_schema(tool.function.parameters, "tools")
+            if tool.function.strict and not forced:
+                raise Refused("strict needs a tool_choice that forces the call", param="tools")
+        form = asked.response_format
+        if isinstance(form, TextFormat):
+            form = None
+        if form and tools:
+            raise Refused("response_format and tools do not go together", param="response_format")
+        if forced:
+            return Grammar("json_schema", json.dumps(call_schema(tools)))
+        if isinstance(form, SchemaFormat):
+            return Grammar("json_schema", check_schema(form.json_schema.schema_, "response_format"))
+        return Grammar("json_object") if form else None
+
+    def _check_common(self, asked: Generation) -> None:
+        if asked.model != self.model_name:
+            raise Refused(
+                f"the model {asked.model!r} is not served here; {self.model_name!r} is",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        if asked.stream_options and not asked.stream:
+            raise Refused("stream_options needs stream", param="stream_options")
+        if asked.jetspec and asked.jetspec.trace and not asked.stream:
+            raise Refused("jetspec.trace needs stream", param="jetspec.trace")
+
+    def _render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        if self.tokenizer.chat_template is None:
+            raise Refused("this model has no chat template; use /v1/completions", param="messages")
+        try:
+            return self.tokenizer.chat(messages, **variables)
+        except ValueError as error:
+            # What a template says about a conversation is for the client; how it broke is not.
+            why = f": {error.__cause__}" if type(error.__cause__) is TemplateError else ""
+            raise Refused(f"the chat template does not take this conversation{why}", param="messages") from error
+
+    def _encode(self, prompt: str | list[int], param: str = "prompt", add_special: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            try:
+                return self.tokenizer.encode(prompt, add_special)
+            except ValueError as error:
+                raise Refused(str(error), param=param) from error
+        self._check_tokens(prompt, param)
+        return prompt
+
+    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        if tokens and max(tokens) >= self.vocab_size:
+            raise Refused(f"token id {max(tokens)} is not in the vocabulary", param=param)
+
+    def _jobs(
+        self,
+        asked: Generation,
+        prompts: list[list[int]],
+        tenant: str,
+        limit: int | None,
+        logprobs: int | None,
+        grammar: Grammar | None,
+    ) -> list[Job]:
+        for tokens in prompts:
+            self._check_prompt(tokens)
+        limits, trace = self._limits(asked), bool(asked.jetspec and asked.jetspec.trace)
+        if trace and logprobs is None:
+            logprobs = 0
+        sampling = self._sampling(asked, limit, logprobs, grammar)
+        salt = json.dumps([tenant, asked.cache_salt]) if tenant or asked.cache_salt else ""
+        return [Job(tokens, sampling, asked.n, limits, trace, salt) for tokens in prompts]
+
+    def _sampling(
+        self, asked: Generation, limit: int | None, logprobs: int | None, grammar: Grammar | None
+    ) -> SamplingParams:
+        if limit is not None and limit > self.max_tokens:
+            raise Refused(f"max_tokens is {limit}; here it may be at most {self.max_tokens}", param="max_tokens")
+        if grammar and asked.ignore_eos:
+            raise Refused("ignore_eos does not go together with a form of the answer", param="ignore_eos")
+        bias = {int(token): value for token, value in asked.logit_bias.items()}
+        self._check_tokens(list(bias), "logit_bias")
+        return SamplingParams(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            max_tokens=limit or self.max_tokens,
+            stop=tuple(asked.stop),
+            ignore_eos=asked.ignore_eos,
+            seed=asked.seed,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            logit_bias=bias,
+            logprobs=logprobs,
+            grammar=grammar,
+        )
+
+    def _limits(self, asked: Generation) -> TreeLimits | None:
+        tree = asked.jetspec
+        if tree is None or (tree.budget is None and tree.width is None):
+            return None
+        for name, value, most in (
+            ("budget", tree.budget, self.tree.budget),
+            ("width", tree.width, self.tree.width),
+        ):
+            if value is not None and value > most:
+                raise Refused(f"{name} is {value}; this server's trees have {most}", param=f"jetspec.{name}")
+        return TreeLimits(tree.budget or self.tree.budget, tree.width or self.tree.width)
+
+    def _check_prompt(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            raise Refused("the prompt is empty", param="prompt")
+        if len(tokens) > self.max_prompt:
+            raise Refused(
+                f"the prompt has {len(tokens)} tokens; here it may have at most {self.max_prompt}",
+                code="context_length_exceeded",
+            )
+
+
+def chosen_tools(asked: ChatRequest) -> tuple[list[Tool], bool]:
+    """The tools that the model is told of, and whether it must call one."""
+    choice = asked.tool_choice
+    if choice == "none":
+        return [], False
+    if choice == "auto":
+        return asked.tools, False
+    names = [tool.function.name for tool in asked.tools]
+    wanted = choice.function.name if isinstance(choice, ToolChoice) else None
+    tools = [tool for tool in asked.tools if wanted in (None, tool.function.name)]
+    if not tools:
+        raise Refused(f"tool_choice wants a tool that is not there; there are: {names}", param="tool_choice")
+    return tools, True
+
+
+def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Any]:
+    """The prompts of a completion: a text or token ids are one of them."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def uses_tools(message: Message) -> bool:
+    return message.role == "tool" or bool(message.tool_calls)
+
+
+def read_arguments(call: ToolCall) -> Any:
+    try:
+        return json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        raise Refused("the arguments of a tool call are not JSON", param="messages") from None
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it: plain text, and the arguments of a call as an object."""
+    said: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": value}}
+            for call, value in zip(message.tool_calls, map(read_arguments, message.tool_calls), strict=True)
+        ]
+    if message.tool_call_id:
+        said["tool_call_id"] = message.tool_call_id
+    return said

@@ -1,0 +1,84 @@
+"""The server as a process: its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from jetspec.engine.llm import LLM
+from jetspec.serve.app import Server
+from jetspec.serve.config import ServeConfig
+from jetspec.serve.errors import stopping
+from jetspec.serve.guard import MAX_HEADERS
+from jetspec.serve.log import set_up_log
+from jetspec.types import SamplingParams
+
+LAST_WORDS_S = 3.0
+"""What clients have to read the end of their answers once the engine is done with them."""
+
+
+def open_socket(config: ServeConfig) -> socket.socket:
+    """Listen. Where the system can, a connection whose peer takes no bytes is dropped by it after a while."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.write_timeout_s * 1000))
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}") from None
+    return listener
+
+
+class Host(uvicorn.Server):
+    """uvicorn with a graceful end: answers have `drain_s` to be finished, then their clients are told."""
+
+    def __init__(self, server: Server) -> None:
+        self.worker, self.drain_s = server.worker, server.config.drain_s
+        super().__init__(
+            uvicorn.Config(
+                server.app(),
+                http="h11",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=int(self.drain_s + LAST_WORDS_S),
+                h11_max_incomplete_event_size=MAX_HEADERS,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.worker.is_stopping = True
+        deadline = asyncio.get_running_loop().call_later(self.drain_s, self.worker.refuse_all, stopping())
+        await super().shutdown(sockets)
+        deadline.cancel()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A signal asks for a graceful end, and that is then the end: it is not raised again."""
+        if threading.current_thread() is not threading.main_thread():  # only this one may listen to signals
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(llm: LLM, config: ServeConfig, listener: socket.socket) -> None:
+    """Answer requests until told to stop. A first answer goes to nobody, so that no client waits for a cold start."""
+    set_up_log()
+    llm.generate([llm.tokenizer.encode("Hello")], SamplingParams(max_tokens=2))
+    Host(Server(llm, config)).run(sockets=[listener])

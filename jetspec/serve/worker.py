@@ -1,0 +1,265 @@
+"""The engine in a thread of its own. Handlers hand in tickets and await what comes of them.
+
+Everything that touches the engine happens in this one thread, between two steps: so a request that joins or leaves
+does so within a round, and the engine needs no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+from jetspec.engine.engine import Engine
+from jetspec.serve.errors import Refused, failed, stopping
+from jetspec.types import SamplingParams, TreeLimits, Update
+
+LONGEST_RETRY_S = 60
+FORGETTING = 0.2
+"""Weight of the latest answer in the mean time that answers take."""
+
+log = logging.getLogger("jetspec.serve")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Answers to one prompt that the engine is to write."""
+
+    tokens: list[int]
+    sampling: SamplingParams
+    count: int = 1
+    limits: TreeLimits | None = None
+    trace: bool = False
+    cache_salt: str = ""
+
+
+class Watcher(Protocol):
+    """Sees every update, in the engine's thread."""
+
+    def joined(self, prompt_tokens: int) -> None: ...
+
+    def saw(self, update: Update, waited_s: float, is_first: bool) -> None:
+        """`waited_s` is the time since the update before, or since the request came."""
+
+
+class Ticket:
+    """The answers to one HTTP request, as the event loop sees them."""
+
+    def __init__(self, jobs: Sequence[Job], leave: Callable[[Ticket], None]) -> None:
+        self.jobs = jobs
+        self.num_answers = sum(job.count for job in jobs)
+        self.loop = asyncio.get_running_loop()
+        self.arrived = time.perf_counter()
+        self.joined: asyncio.Future[None] = self.loop.create_future()
+        """Done once the engine has taken the jobs, or has refused one."""
+        self._news: asyncio.Queue[tuple[int, Update] | Refused | None] = asyncio.Queue()
+        self._left = self.num_answers
+        self._leave = leave
+
+    @property
+    def is_open(self) -> bool:
+        return self._left > 0
+
+    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+        """Which answer, and what is new of it, until all are complete. A ticket that was given back just ends."""
+        while self.is_open:
+            news = await self._news.get()
+            if news is None:
+                return
+            if isinstance(news, Refused):
+                raise news
+            index, update = news
+            self._left -= update.completion is not None
+            yield index, update
+
+    def give_back(self) -> None:
+        """Nobody waits for the answers any more."""
+        if self.is_open:
+            self._left = 0
+            self._news.put_nowait(None)
+            self.joined.cancel()
+            self._leave(self)
+
+    def tell(self, news: list[tuple[int, Update]]) -> None:
+        for item in news:
+            self._news.put_nowait(item)
+
+    def refuse(self, why: Refused) -> None:
+        if not self.joined.done():
+            self._left = 0
+            self.joined.set_exception(why)
+        self._news.put_nowait(why)
+
+
+@dataclass
+class Place:
+    """Where the updates of one engine request go. Lives in the engine's thread."""
+
+    ticket: Ticket
+    index: int
+    last_s: float
+    is_first: bool = True
+
+
+class EngineThread:
+    """Runs an engine's steps while there is work, and tells tickets what became of them."""
+
+    def __init__(self, engine: Engine, watcher: Watcher, max_batch: int, max_queue: int) -> None:
+        self.engine, self.watcher = engine, watcher
+        self.max_batch, self.max_open = max_batch, max_batch + max_queue
+        self.failure: BaseException | None = None
+        self.is_stopping = False
+        self._open: dict[Ticket, int] = {}
+        """Unfinished tickets and their answers; known to the event loop only."""
+        self._mean_s = 1.0
+        self._places: dict[int, Place] = {}
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step that it is in."""
+        self._orders.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # Called by the event loop.
+
+    @property
+    def num_open(self) -> int:
+        return sum(self._open.values())
+
+    @property
+    def is_ready(self) -> bool:
+        return self._thread.is_alive() and not (self.failure or self.is_stopping) and self.num_open < self.max_open
+
+    def submit(self, jobs: Sequence[Job]) -> Ticket:
+        """Queue jobs, or refuse them at once: the engine has failed, the server stops, or the queue is full."""
+        if self.failure:
+            raise failed()
+        if self.is_stopping:
+            raise stopping()
+        ticket = Ticket(jobs, self._give_back)
+        wanted = ticket.num_answers
+        if wanted > self.max_open:
+            raise Refused(f"this request wants {wanted} answers; at most {self.max_open} can wait at a time")
+        if self.num_open + wanted > self.max_open:
+            raise Refused(
+                "the queue is full; try again later", status=429, code="queue_full", retry_after=self._retry_after()
+            )
+        self._open[ticket] = wanted
+        self._orders.put(partial(self._join, ticket))
+        return ticket
+
+    def close(self, ticket: Ticket) -> None:
+        """Be done with a ticket, finished or not."""
+        if ticket.is_open:
+            ticket.give_back()
+        else:
+            self._mean_s += FORGETTING * (time.perf_counter() - ticket.arrived - self._mean_s)
+        self._open.pop(ticket, None)
+
+    def refuse_all(self, why: Refused) -> None:
+        for ticket in list(self._open):
+            self._give_back(ticket)
+            ticket.refuse(why)
+
+    def _give_back(self, ticket: Ticket) -> None:
+        self._orders.put(partial(self._drop, ticket))
+
+    def _retry_after(self) -> int:
+        """About when a place in the queue will be free."""
+        waiting = max(self.num_open - self.max_batch, 1)
+        return max(1, min(LONGEST_RETRY_S, math.ceil(waiting / self.max_batch * self._mean_s)))
+
+    # Called in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self.engine.has_work:
+                    self._deliver(self.engine.step())
+        except BaseException as error:
+            self.failure = error
+            log.error("engine failed", exc_info=error)
+            for place in self._places.values():
+                self._tell(place.ticket, partial(place.ticket.refuse, failed()))
+            self._places.clear()
+            while order := self._orders.get():  # tickets that came in meanwhile
+                order()
+
+    def _obey(self) -> bool:
+        """Carry out what was ordered; wait for an order when there is nothing else to do. False: stop."""
+        while not (self._orders.empty() and self.engine.has_work):
+            order = self._orders.get()
+            if order is None:
+                return False
+            order()
+        return True
+
+    def _join(self, ticket: Ticket) -> None:
+        try:
+            if self.failure:
+                raise failed()
+            ids = [request_id for job in ticket.jobs for request_id in self._add(job)]
+        except Exception as error:
+            for request_id in self.engine.requests.keys() - self._places.keys():
+                self.engine.cancel(request_id)
+            self._tell(ticket, partial(ticket.refuse, _refusal(error)))
+            return
+        for index, request_id in enumerate(ids):
+            self._places[request_id] = Place(ticket, index, ticket.arrived)
+        self.watcher.joined(sum(len(job.tokens) * job.count for job in ticket.jobs))
+        self._tell(ticket, partial(_set_done, ticket.joined))
+
+    def _add(self, job: Job) -> list[int]:
+        return self.engine.add_several(
+            job.tokens, job.sampling, job.count, limits=job.limits, trace=job.trace, cache_salt=job.cache_salt
+        )
+
+    def _drop(self, ticket: Ticket) -> None:
+        for request_id in [id for id, place in self._places.items() if place.ticket is ticket]:
+            del self._places[request_id]
+            self.engine.cancel(request_id)
+
+    def _deliver(self, updates: list[Update]) -> None:
+        """One message per ticket and step, however many answers it has."""
+        now = time.perf_counter()
+        news: dict[Ticket, list[tuple[int, Update]]] = {}
+        for update in updates:
+            place = self._places[update.request_id]
+            self.watcher.saw(update, now - place.last_s, place.is_first)
+            place.last_s, place.is_first = now, False
+            news.setdefault(place.ticket, []).append((place.index, update))
+            if update.completion:
+                del self._places[update.request_id]
+        for ticket, items in news.items():
+            self._tell(ticket, partial(ticket.tell, items))
+
+    @staticmethod
+    def _tell(ticket: Ticket, call: Callable[[], None]) -> None:
+        ticket.loop.call_soon_threadsafe(call)
+
+
+def _refusal(error: Exception) -> Refused:
+    """What is said of a request that the engine did not take."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, ValueError):
+        return Refused(str(error))
+    log.error("a request could not be started", exc_info=error)
+    return Refused("this request could not be started", status=500, code="request_failed")
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,31 @@
+"""`jetspec serve`: what is said before the server takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jetspec.serve.config import ServeConfig
+from jetspec.terminal.screen import err
+
+if TYPE_CHECKING:
+    from jetspec.engine.llm import LLM
+
+
+def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | None) -> None:
+    """Take the port, then load: a port that is taken is said at once. `template` replaces the model's own."""
+    try:
+        from jetspec.serve.run import open_socket, serve
+    except ImportError as error:
+        raise ValueError(f"the server needs the package {error.name}: pip install 'jetspec[serve]'") from None
+    with open_socket(config) as listener:
+        llm = load()
+        if template is not None:
+            llm.tokenizer.chat_template = template
+        listener.listen()
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        err().print(f"Serving {config.model_name or llm.model_name} at http://{shown}:{port}/v1", markup=False)
+        if not (config.keys or config.is_local):
+            err().print("Anyone who reaches this port may use the model; --api-keys closes it.", style="yellow")
+        serve(llm, config, listener)
