@@ -127,7 +127,12 @@ class ModelOptions:
     model: Annotated[
         str, _option("Target: a name, folder or GGUF file.", "--model", "-m", panel="Model", metavar="NAME")
     ] = "smollm2-135m-instruct"
-    head: Annotated[str | None, _option("Draft head: a name or folder.", panel="Model", metavar="NAME")] = None
+    head: Annotated[
+        str | None,
+        _option(
+            "Draft head: a name or folder; by default the model's own, if it has one.", panel="Model", metavar="NAME"
+        ),
+    ] = None
     drafter: Annotated[DrafterName | None, _option("Who guesses; by default the head.", panel="Model")] = None
     dtype: Annotated[DtypeName, _option("float32, bfloat16, float16.", panel="Model", metavar="TYPE")] = "auto"
     device: Annotated[str, _option("cpu or cuda.", panel="Model", metavar="NAME")] = "auto"
@@ -358,7 +363,9 @@ def eval_head(
     model: Annotated[str, _option("Target: a name, folder or GGUF file.", "--model", "-m", metavar="NAME")] = (
         "smollm2-135m-instruct"
     ),
-    head: Annotated[str | None, _option("Draft head: a name or folder.", metavar="NAME")] = None,
+    head: Annotated[
+        str | None, _option("Draft head: a name or folder; by default the model's own.", metavar="NAME")
+    ] = None,
     tasks: EvalTasks = None,
     limit: Annotated[int, typer.Option(min=1, help="Conversations per task.")] = 80,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 256,

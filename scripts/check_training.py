@@ -6,6 +6,7 @@ python -m scripts.check_training --recipe recipes/smollm2_135m.yaml --anchors 12
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,7 @@ def main() -> None:
 def measure(config: TrainConfig, target: Decoder, data: PackedData, warmup: int) -> dict[str, Any]:
     """Draft positions that had a label, per second, and the most memory that was held."""
     device = target.embedding.device
+    gc.collect()  # an earlier trainer is a cycle: its memory would count here
     trainer = Trainer(config, target, start_head(config, target).to(device), data)
     for _ in range(warmup):
         trainer.train_step()

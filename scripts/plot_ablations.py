@@ -19,9 +19,10 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from scripts.pages import put_between
+
 Records = Mapping[str, Mapping[str, Any]]
 
-BEGIN, END = "<!-- ablations: begin -->", "<!-- ablations: end -->"
 TABLES: dict[str, tuple[str, ...]] = {
     "Mask and edge term": ("causal", "bidirectional", "edge-32", "edge-128", "edge-256"),
     "Loss": ("causal", "sft", "reverse-kl"),
@@ -55,7 +56,7 @@ def main() -> None:
         draw(title, {name: records[name]["mean"] for name in found}, picture)
         link = os.path.relpath(picture, args.page.parent)
         parts += [f"### {title}", table({name: records[name] for name in found}), f"![{title}]({link})"]
-    args.page.write_text(put_between(args.page.read_text(), "\n\n".join(parts)))
+    args.page.write_text(put_between(args.page.read_text(), "ablations", "\n\n".join(parts)))
 
 
 def table(records: Records) -> str:
@@ -79,14 +80,6 @@ def draw(title: str, means: Mapping[str, Mapping[str, float]], path: Path) -> No
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
-
-
-def put_between(page: str, text: str) -> str:
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine, check_drafter
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head
-from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import Target, load_target
 from jetspec.types import Completion, SamplingParams, Update
@@ -50,11 +50,12 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
     ) -> None:
-        """`drafter` None means the head if there is one, else `ngram`. `dtype` auto is float32 on a CPU, bfloat16
-        on a GPU; `device` auto is the GPU if there is one."""
+        """`head` None means the one that comes with the package for this model, if there is one; `drafter` None means
+        the head, or without one `ngram`. `dtype` auto is float32 on a CPU, bfloat16 on a GPU; `device` auto is the
+        GPU if there is one."""
         place = choose_device(device)
         target = load_target(model, choose_dtype(dtype, place), place)
-        loaded = None
+        loaded, head = None, head or shipped_head(model)
         if head is not None and drafter in (None, "head"):
             loaded = load_head(head, target.decoder.config, dtype=target.decoder.embedding.dtype, device=place)
         self._start(target, loaded, drafter, tree, engine or EngineConfig())

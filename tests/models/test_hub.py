@@ -199,3 +199,11 @@ def test_names_that_are_nothing(name: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="neither a file or folder"):
         hub.resolve(name)
+
+
+def test_the_default_model_brings_its_head_and_no_other_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "HEADS", tmp_path)
+    assert hub.shipped_head(hub.DEFAULT_MODEL) is None
+    (tmp_path / hub.DEFAULT_MODEL).mkdir()
+    assert hub.shipped_head(hub.DEFAULT_MODEL) == tmp_path / hub.DEFAULT_MODEL
+    assert hub.shipped_head("owner/model") is None and hub.shipped_head(tmp_path) is None

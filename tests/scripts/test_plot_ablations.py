@@ -10,6 +10,7 @@ import pytest
 
 from scripts import plot_ablations
 from scripts.ablate import VARIANTS
+from scripts.pages import marks, put_between
 
 
 def write(folder: Path, name: str, value: float) -> None:
@@ -23,7 +24,8 @@ def test_a_page_gets_what_its_records_say(tmp_path: Path, monkeypatch: pytest.Mo
     page.parent.mkdir()
     for name, value in (("causal", 2.5), ("edge-128", 3.25), ("sft", 2.0)):
         write(records, name, value)
-    page.write_text(f"before\n{plot_ablations.BEGIN}\nold\n{plot_ablations.END}\nafter\n")
+    begin, end = marks("ablations")
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     plots = tmp_path / "docs" / "plots"
     args = ["plot", "--records", str(records), "--page", str(page), "--plots", str(plots)]
     monkeypatch.setattr(sys, "argv", args)
@@ -39,7 +41,7 @@ def test_a_page_gets_what_its_records_say(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_page_without_the_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks the marks"):
-        plot_ablations.put_between("text", "more")
+        put_between("text", "name", "more")
 
 
 def test_every_variant_is_in_a_table() -> None:

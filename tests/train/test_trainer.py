@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from time import perf_counter as time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -545,3 +547,35 @@ def test_positions_outside_the_vocabulary_are_refused(answers: Path, tmp_path: P
     small = tiny_decoder(vocab=8)
     with pytest.raises(ValueError, match="vocabulary of 8"):
         make_trainer(recipe(answers, tmp_path, head=replace(SHAPE, mask_token=7)), small)
+
+
+def test_no_pass_outlives_its_backward(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else memory would grow with the number of anchors, though they are drafted a few at a time."""
+    trainer = make_trainer(recipe(answers, tmp_path, anchors=8, anchors_at_once=2), TARGET)
+    drafts = trainer.drafts
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(lesson: Any) -> Any:
+        for part in drafts(lesson):
+            assert all(old() is None for old in seen)
+            seen.append(weakref.ref(part.loss_sum))
+            yield part
+            del part
+
+    monkeypatch.setattr(trainer, "drafts", watched)
+    trainer.train_step()
+    assert len(seen) == 4
+
+
+def test_trees_are_counted_on_greedy_text_alone(answers: Path, tmp_path: Path) -> None:
+    """Else the number could not be compared with what decoding reaches."""
+    rng = np.random.default_rng(0)
+    written = [json.loads(line) for line in answers.read_text().splitlines()]
+    sampled = [{**row, "token_ids": row["token_ids"][:2] + rng.integers(3, 40, 24).tolist()} for row in written]
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("".join(json.dumps(row) + "\n" for row in sampled + written))
+    trainer = make_trainer(recipe(mixed, tmp_path / "run", validation_rows=4), TARGET)
+    assert trainer.validation is not None
+    kept = [tuple(document.tokens.tolist()) for document in trainer.greedy]
+    assert 0 < len(kept) < len(list(trainer.validation.documents()))
+    assert set(kept) <= {tuple(row["token_ids"]) for row in written}

@@ -1,0 +1,50 @@
+"""The head that comes with the package, on the model it was made for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jetspec.engine.llm import LLM
+from jetspec.models.head_format import CARD_FILE, WEIGHTS_FILE
+from jetspec.models.hub import DEFAULT_MODEL, shipped_head
+from jetspec.types import SamplingParams
+from scripts.pages import put_between
+from scripts.ship_head import MAX_BYTES, decoded, measured
+
+ROOT = Path(__file__).parents[2]
+QUESTION = [{"role": "user", "content": "Tom has 5 apples and buys 7 more. How many apples does he have now?"}]
+
+
+@pytest.mark.model
+def test_it_is_used_by_default_and_guesses_well() -> None:
+    llm = LLM(device="cpu", dtype="float32")
+    assert llm.drafter == "head" and llm.head is not None and llm.head.edge is not None
+    ask = SamplingParams(max_tokens=48)
+    fast, plain = llm.chat(QUESTION, ask), llm.with_drafter("none").chat(QUESTION, ask)
+    assert fast.token_ids == plain.token_ids
+    assert fast.stats.tokens_per_round > 3
+
+
+def test_it_is_small_and_its_card_names_every_task() -> None:
+    folder = shipped_head(DEFAULT_MODEL)
+    assert folder is not None and (folder / WEIGHTS_FILE).stat().st_size <= MAX_BYTES
+    card = (folder / CARD_FILE).read_text()
+    for task in ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval"):
+        assert f"| {task} |" in card
+
+
+def test_a_card_says_what_the_record_says() -> None:
+    counts = {"a": {"chain": 2.0, "64": 3.0}, "b": {"chain": 4.0, "64": 5.0}}
+    about = {"dtype": "bfloat16", "limit": 3, "max_tokens": 9, "tree": {"width": 8}, "hardware": {}, "commit": "c0ffee"}
+    text = measured(json.loads(json.dumps({**about, "tokens_per_round": counts, "real": {}})))
+    assert "| b | 4.00 | 5.00 |" in text and "| mean | 3.00 | 4.00 |" in text and "c0ffee" in text
+    assert "Decoding" not in text
+
+
+def test_the_readme_shows_the_record() -> None:
+    record = json.loads((ROOT / "docs" / "results" / "head_smollm2.json").read_text())
+    page = (ROOT / "README.md").read_text()
+    assert page == put_between(page, "head", decoded(record))
