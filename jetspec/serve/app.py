@@ -45,8 +45,14 @@ from jetspec.serve.protocol import (
 from jetspec.serve.worker import EngineThread, Ticket
 
 STATIC = Path(__file__).parent / "static"
-PAGE_POLICY = "default-src 'self' 'unsafe-inline' data:"
-"""The page may load what this server has, and nothing else."""
+PAGE_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "connect")),
+        *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors")),
+    )
+)
+"""The page may load what this server has, and nothing else: no script or style of the page's own text."""
 MAX_QUOTE = 200
 """Characters of what a client wrote that an error repeats."""
 FIELD = re.compile(r"(?!str$|list$|literal)[a-z0-9_]+")
