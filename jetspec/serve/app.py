@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import jetspec
 from jetspec.engine.llm import LLM
 from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, event
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused, broken
+from jetspec.serve.errors import Refused, broken, gone
 from jetspec.serve.guard import Guard, facts
 from jetspec.serve.metrics import Metrics
 from jetspec.serve.prepare import Desk, Prepared
@@ -53,6 +54,8 @@ PAGE_POLICY = "; ".join(
     )
 )
 """The page may load what this server has, and nothing else: no script or style of the page's own text."""
+PREPARERS = 2
+"""Threads that make token ids of requests, so that a long prompt does not keep everybody waiting."""
 MAX_QUOTE = 200
 """Characters of what a client wrote that an error repeats."""
 FIELD = re.compile(r"(?!str$|list$|literal)[a-z0-9_]+")
@@ -88,7 +91,7 @@ def with_chunks(document: dict[str, Any]) -> dict[str, Any]:
 class EventStream(Response):
     """Sends chunks as they come. A client that goes away gives its ticket back at once."""
 
-    def __init__(self, events: AsyncIterator[bytes], ticket: Ticket, write_timeout_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], ticket: Ticket, write_timeout_s: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self.events, self.ticket, self.write_timeout_s = events, ticket, write_timeout_s
@@ -98,11 +101,14 @@ class EventStream(Response):
             async with asyncio.timeout(self.write_timeout_s):
                 await send(message)
 
-        async with watched(receive, self.ticket):
-            await push({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for data in self.events:
-                await push({"type": "http.response.body", "body": data, "more_body": True})
-            await push({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            async with aclosing(self.events) as events, watched(receive, self.ticket):
+                await push({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for data in events:
+                    await push({"type": "http.response.body", "body": data, "more_body": True})
+                await push({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            facts.get()["cut_off"] = True  # a response without its end makes the web server close the connection
 
 
 @asynccontextmanager
@@ -170,6 +176,7 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "prepare"))
         self.worker.start()
         yield
         await asyncio.to_thread(self.worker.stop)
@@ -240,7 +247,11 @@ class Server:
         ticket = self.worker.submit(prepared.jobs)
         answer = make_answer(prepared, self.tokenizer, self.model_name)
         try:
-            await ticket.joined
+            async with watched(request.receive, ticket):
+                await asyncio.wait([ticket.joined])
+            if ticket.joined.cancelled():
+                raise gone()
+            ticket.joined.result()
         except BaseException:
             self.worker.close(ticket)
             raise
@@ -258,12 +269,12 @@ class Server:
         finally:
             self._close(ticket, answer, said)
         if len(answer.completions) < len(ticket.jobs):
-            return Response(status_code=499)  # nobody is there to read it
+            raise gone()
         return Response(answer.whole().model_dump_json(exclude_none=True), media_type="application/json")
 
     async def _events(
         self, ticket: Ticket, answer: Answer, has_bill: bool, said: dict[str, Any]
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes]:
         try:
             for chunk in answer.start():
                 yield _event(chunk)
@@ -303,9 +314,9 @@ async def _refuse(request: Request, why: Exception) -> Response:
 
 
 async def _refuse_invalid(request: Request, error: Exception) -> Response:
-    """The first thing that is wrong, and where."""
+    """One thing that is wrong, and where: of the forms that a field may have, the one that came closest."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    first = max(reversed(error.errors()), key=lambda found: len(found["loc"]))
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "extra_forbidden":
         where = ".".join(place)[:MAX_QUOTE]

@@ -48,5 +48,10 @@ def broken() -> Refused:
     return Refused("something went wrong inside the server", status=500, code="internal_error")
 
 
+def gone() -> Refused:
+    """For the log: the client is not there to read it."""
+    return Refused("the client went away", status=499, code="client_gone")
+
+
 def stopping() -> Refused:
     return Refused("the server is shutting down", status=503, code="shutting_down", retry_after=30)

@@ -22,6 +22,7 @@ from jetspec.serve.errors import Refused, broken
 OPEN_PATHS = ("/", "/health")
 OPEN_FOLDER = "/static/"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+MAX_HEADERS = 32 << 10
 GIVEN_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 log = logging.getLogger("jetspec.serve")
@@ -63,6 +64,8 @@ class Guard:
 
     def _check(self, scope: Scope, visit: Visit) -> None:
         headers = Headers(scope=scope)
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+            raise Refused(f"the headers have more than {MAX_HEADERS} bytes")
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
         if self.digests:
             if not is_open:

@@ -64,7 +64,7 @@ class Desk:
         if asked.chat_template_kwargs:
             variables |= asked.chat_template_kwargs.model_dump(exclude_none=True)
         text = self._render([template_message(message) for message in asked.messages], variables)
-        tokens = self.tokenizer.encode(text)
+        tokens = self._encode(text, "messages", add_special=False)
         limit = asked.max_completion_tokens or asked.max_tokens
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         return Prepared(list(self._jobs(asked, [tokens], limit, logprobs)), reads_tools=bool(tools))
@@ -97,9 +97,12 @@ class Desk:
             why = f": {error.__cause__}" if type(error.__cause__) is TemplateError else ""
             raise Refused(f"the chat template does not take this conversation{why}", param="messages") from error
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
+    def _encode(self, prompt: str | list[int], param: str = "prompt", add_special: bool = True) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special=True)
+            try:
+                return self.tokenizer.encode(prompt, add_special)
+            except ValueError as error:
+                raise Refused(str(error), param=param) from error
         if max(prompt) >= self.tokenizer.vocab_size:
             raise Refused(f"token id {max(prompt)} is not in the vocabulary", param="prompt")
         return prompt
@@ -125,7 +128,7 @@ class Desk:
             "top_k": asked.top_k,
             "min_p": asked.min_p,
             "max_tokens": limit or self.max_tokens,
-            "stop": asked.stops,
+            "stop": tuple(asked.stop),
             "ignore_eos": asked.ignore_eos,
         }
         optional = {

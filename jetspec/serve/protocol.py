@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
 
@@ -20,7 +20,11 @@ MAX_MESSAGES = 2048
 ShortText = Annotated[str, StringConstraints(max_length=256)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Stops = Annotated[
+    list[StopText],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop, json_schema_input_type=str | list[str]),
+]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
 
 
@@ -65,7 +69,7 @@ class Generation(Asked):
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     """0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    stop: StopText | Stops = []
+    stop: Stops = []
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     """Answers 2 to n take the numbers that follow."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -76,10 +80,6 @@ class Generation(Asked):
     user: ShortText | None = None
     """A name for the log; it changes nothing."""
     jetspec: TreeOptions | None = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class TextPart(Asked):

@@ -15,11 +15,11 @@ from jetspec.engine.llm import LLM
 from jetspec.serve.app import Server
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import stopping
+from jetspec.serve.guard import MAX_HEADERS
 from jetspec.serve.log import set_up_log
 
 LAST_WORDS_S = 3.0
 """What clients have to read the end of their answers once the engine is done with them."""
-MAX_HEADERS = 32 << 10
 
 
 def open_socket(config: ServeConfig) -> socket.socket:

@@ -81,6 +81,7 @@ class Ticket:
         if self.is_open:
             self._left = 0
             self._news.put_nowait(None)
+            self.joined.cancel()
             self._leave(self)
 
     def tell(self, news: list[tuple[int, Update]]) -> None:

@@ -22,6 +22,7 @@ def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | No
         llm = load()
         if template is not None:
             llm.tokenizer.chat_template = template
+        listener.listen()
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         err().print(f"Serving {config.model_name or llm.model_name} at http://{shown}:{port}/v1", markup=False)

@@ -52,12 +52,12 @@ class Live:
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
 
-    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-        asked = {"model": NAME, **({"prompt": "ab"} if path == "/v1/completions" else {}), **body}
-        return httpx.post(self.url + path, json=asked, timeout=60)
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json={"model": NAME, "prompt": "ab", **body}, timeout=60)
 
     def chat(self, **body: Any) -> httpx.Response:
-        return self.post("/v1/chat/completions", **{"messages": [{"role": "user", "content": "hi"}], **body})
+        asked = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], **body}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=asked, timeout=60)
 
     @property
     def pages_in_use(self) -> int:

@@ -148,6 +148,7 @@ async function meet() {
     at(id).value = most;
     at(id).disabled = !drafts();
   }
+  at("length").max = Math.min(at("length").max, model.jetspec.max_len);
   if (!drafts()) at("race").title = "This server decodes plainly: it was started without a drafter";
   else if (drafter === "ngram") at("model").textContent += " · drafts from the text so far";
   showSliders();

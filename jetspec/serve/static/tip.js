@@ -24,8 +24,8 @@ function aboutToken({ round, tokens }) {
   const lines = [`Round ${round.round}`];
   for (const token of tokens) {
     lines.push(`depth ${token.depth} of ${round.tokens.length}`);
-    lines.push(isOwn(token) ? "the target’s own token" : `drafted at ${chance(token.draft_logprob)}`);
-    if (token.logprob != null) lines.push(`target ${chance(token.logprob)}`);
+    lines.push(isOwn(token) ? "not in the draft: the target’s own" : `draft: ${chance(token.draft_logprob)}`);
+    if (token.logprob != null) lines.push(`target: ${chance(token.logprob)}`);
   }
   return lines;
 }
@@ -37,8 +37,8 @@ function aboutNode({ tree }, node) {
   const sum = tree.scores[node];
   return [
     `${quote(pathText(tree, node))}, ${verdict}`,
-    `drafted at ${chance(nodeLogprob(tree, node))}`,
-    sum == null ? "" : `its path ${chance(sum)}`,
+    `draft: ${chance(nodeLogprob(tree, node))}`,
+    sum == null ? "" : `path so far: ${chance(sum)}`,
   ].filter(Boolean);
 }
 
@@ -52,7 +52,7 @@ const quote = (text) => `“${text}”`;
 
 /** A log-probability, and the same in per cent. */
 function chance(logprob) {
-  return `${logprob.toFixed(2).replace("-", "−")} (${(100 * Math.exp(logprob)).toFixed(0)} %)`;
+  return `log-probability ${logprob.toFixed(2).replace("-", "−")} (${(100 * Math.exp(logprob)).toFixed(0)} %)`;
 }
 
 function paragraph(text) {

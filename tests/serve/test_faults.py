@@ -1,0 +1,246 @@
+"""What goes wrong stays small: clients that leave or dawdle, a full queue, an engine that breaks, a stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from jetspec.serve.config import ServeConfig
+from jetspec.types import SamplingParams, Update
+from scripts.check_serve import ServerProcess, check
+from tests.serve.live import NAME, Live, streaming, tiny_llm, wait_until
+
+LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+class Gate:
+    """Holds the engine between two steps, so that a test can look at it."""
+
+    def __init__(self, live: Live) -> None:
+        self.engine, self.step = live.llm.engine, live.llm.engine.step
+        self.open = threading.Event()
+        self.open.set()
+        self.rounds = 0
+        self.engine.step = self.held  # type: ignore[method-assign]
+
+    def held(self) -> list[Update]:
+        self.open.wait()
+        self.rounds += 1
+        return self.step()
+
+
+@pytest.fixture
+def fresh(folder: Path) -> Iterator[Live]:
+    with Live(tiny_llm(folder, max_batch=4), ServeConfig(port=0, max_queue=4, drain_s=5)) as server:
+        yield server
+
+
+def raw_request(live: Live, **body: Any) -> socket.socket:
+    """A client of which nothing is known but its socket."""
+    asked = json.dumps({"model": NAME, "prompt": "ab", "stream": True, **LONG, **body}).encode()
+    host, port = live.listener.getsockname()
+    client = socket.create_connection((host, port))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    client.sendall(head.encode() + f"Content-Length: {len(asked)}\r\n\r\n".encode() + asked)
+    return client
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_pages_within_a_round(fresh: Live, stream: bool) -> None:
+    gate = Gate(fresh)
+    client = raw_request(fresh, stream=stream, n=2)
+    wait_until(lambda: gate.rounds > 3)
+    assert fresh.pages_in_use
+    gate.open.clear()
+    client.close()
+    wait_until(lambda: fresh.server.worker.num_open == 0)
+    before = gate.rounds
+    gate.open.set()
+    wait_until(lambda: fresh.pages_in_use == 0)
+    assert gate.rounds <= before + 1
+    assert fresh.post(temperature=0).status_code == 200
+
+
+def test_a_waiting_request_can_leave_the_queue(fresh: Live) -> None:
+    gate = Gate(fresh)
+    gate.open.clear()
+    clients = [raw_request(fresh) for _ in range(6)]
+    wait_until(lambda: fresh.server.worker.num_open == 6)
+    for client in clients:
+        client.close()
+    wait_until(lambda: fresh.server.worker.num_open == 0)
+    gate.open.set()
+    fresh.wait_for_rest()
+
+
+def test_a_full_queue_says_when_to_come_back(fresh: Live) -> None:
+    gate = Gate(fresh)
+    gate.open.clear()
+    clients = [raw_request(fresh, n=4), raw_request(fresh, n=3)]
+    wait_until(lambda: fresh.server.worker.num_open == 7)
+    assert httpx.get(f"{fresh.url}/ready").status_code == 200
+    response = fresh.post(n=2)
+    assert response.status_code == 429 and 1 <= int(response.headers["Retry-After"]) <= 60
+    with pytest.raises(openai.RateLimitError):
+        fresh.client().completions.create(model=NAME, prompt="ab", n=2)
+    clients.append(raw_request(fresh))
+    wait_until(lambda: fresh.server.worker.num_open == 8)
+    assert httpx.get(f"{fresh.url}/ready").json() == {"status": "busy"}
+    assert httpx.get(f"{fresh.url}/health").status_code == 200
+    gate.open.set()
+    for client in clients:
+        client.close()
+    fresh.wait_for_rest()
+    assert fresh.post(n=8, max_tokens=2).status_code == 200
+    assert fresh.post(n=9, max_tokens=2).status_code == 400
+
+
+def test_a_slow_reader_holds_up_nobody(fresh: Live, alone: Any) -> None:
+    """It does not read at all; the engine is done with it all the same, and others are served meanwhile."""
+    slow = [raw_request(fresh, jetspec={"trace": True}) for _ in range(3)]
+    expected = alone.generate("cd", SamplingParams(max_tokens=20))[0].text
+    assert fresh.post(prompt="cd", max_tokens=20, temperature=0).json()["choices"][0]["text"] == expected
+    wait_until(lambda: not fresh.llm.engine.requests)
+    assert fresh.pages_in_use == 0
+    for client in slow:
+        client.settimeout(10)
+        data = b""
+        while b"[DONE]" not in data:
+            data += client.recv(1 << 16)
+        client.close()
+
+
+def test_a_reader_that_never_reads_is_cut_off(folder: Path) -> None:
+    config = ServeConfig(port=0, write_timeout_s=0.5)
+    with Live(tiny_llm(folder), config) as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(server.listener.getsockname())
+        asked = {"model": NAME, "prompt": ["ab"] * 16, "stream": True, **LONG, "jetspec": {"trace": True}}
+        body = json.dumps(asked).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: server.server.worker.num_open)
+        server.wait_for_rest()
+        client.close()
+
+
+def test_an_engine_that_breaks_fails_all_requests_and_says_so(fresh: Live) -> None:
+    gate = Gate(fresh)
+    with ThreadPoolExecutor(4) as pool:
+        whole = [pool.submit(fresh.post, **LONG) for _ in range(2)]
+        with streaming(fresh, **LONG) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            wait_until(lambda: fresh.server.worker.num_open == 3)
+
+            def broken() -> list[Update]:
+                raise RuntimeError("secret detail at 0x1234")
+
+            gate.step = broken
+            last = [line for line in lines if line][-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "engine_failed" and "secret" not in last
+        for answer in whole:
+            assert answer.result().status_code == 500 and "secret" not in answer.result().text
+    health = httpx.get(f"{fresh.url}/health")
+    assert (health.status_code, health.json()) == (503, {"status": "failed"})
+    assert httpx.get(f"{fresh.url}/ready").json() == {"status": "failed"}
+    began = time.monotonic()
+    assert fresh.post().status_code == 500
+    with pytest.raises(openai.InternalServerError):
+        fresh.client().completions.create(model=NAME, prompt="ab")
+    assert time.monotonic() - began < 5
+
+
+def test_a_stream_that_fails_raises_in_the_openai_client(fresh: Live) -> None:
+    gate = Gate(fresh)
+    stream = fresh.client().completions.create(model=NAME, prompt="ab", stream=True, extra_body=LONG)
+    next(iter(stream))
+    gate.step = None  # type: ignore[assignment]
+    with pytest.raises(openai.APIError, match="engine has failed"):
+        list(stream)
+
+
+def test_a_job_that_cannot_start_fails_alone(fresh: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, asked = fresh.llm.engine.add, []
+
+    def picky(tokens: Any, *args: Any, **options: Any) -> int:
+        asked.append(tokens)
+        if len(asked) == 2:
+            raise KeyError("secret")
+        return add(tokens, *args, **options)
+
+    monkeypatch.setattr(fresh.llm.engine, "add", picky)
+    response = fresh.post(n=3)
+    assert response.status_code == 500 and "secret" not in response.text
+    fresh.wait_for_rest()
+    assert fresh.post().status_code == 200
+    assert httpx.get(f"{fresh.url}/health").status_code == 200
+
+
+def test_a_stop_lets_answers_finish(folder: Path, alone: Any) -> None:
+    expected = alone.generate("ab", SamplingParams(max_tokens=200, ignore_eos=True))[0].text
+    with Live(tiny_llm(folder), ServeConfig(port=0)) as server, streaming(server, **LONG) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        server.host.should_exit = True
+        wait_until(lambda: server.server.worker.is_stopping)
+        said = [json.loads(line[6:])["choices"][0]["text"] for line in [first, *lines] if line.startswith("data: {")]
+        assert "".join(said) == expected
+    with pytest.raises(httpx.ConnectError):
+        server.post()
+
+
+def test_a_stop_does_not_wait_for_ever(folder: Path) -> None:
+    with Live(tiny_llm(folder), ServeConfig(port=0, drain_s=0.5)) as server:
+        gate = Gate(server)
+        with streaming(server, **LONG) as response:
+            lines = response.iter_lines()
+            next(lines)
+            gate.open.clear()
+            server.host.should_exit = True
+            last = [line for line in lines if line][-1]
+            gate.open.set()
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+
+
+def test_sigterm_under_load(folder: Path) -> None:
+    """Every request ends with its whole answer, and the process with status 0."""
+    with ServerProcess(str(folder), "--max-batch", "4") as server:
+        asked = {"model": server.model, "prompt": "ab", **LONG}
+        alone = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()["choices"][0]["text"]
+        with ThreadPoolExecutor(12) as pool:
+            answers = [
+                pool.submit(httpx.post, f"{server.url}/v1/completions", json=asked, timeout=60) for _ in range(12)
+            ]
+            wait_until(
+                lambda: (
+                    "num_requests_running" in (page := httpx.get(f"{server.url}/metrics").text)
+                    and 'vllm:num_requests_running{model_name="tiny"} 4.0' in page
+                )
+            )
+            server.process.send_signal(signal.SIGTERM)
+            texts = [answer.result().json()["choices"][0]["text"] for answer in answers]
+        assert texts == [alone] * 12
+        assert server.process.wait(20) == 0
+        assert '"level": "error"' not in server.log
+
+
+def test_many_streams_at_once(folder: Path) -> None:
+    """`scripts/check_serve.py` does this for two minutes."""
+    results = check(str(folder), streams=64, seconds=4, num_requests=12)
+    assert results["problems"] == {}
+    assert results["answers"] > 64 and results["hang_ups"] > 0
