@@ -1,7 +1,7 @@
 """The pictures of the playground in the documentation, taken from a server on the default model.
 
-    python -m scripts.screenshots                       # starts a server of its own
-    python -m scripts.screenshots --url http://127.0.0.1:8000
+python -m scripts.screenshots                       # starts a server of its own
+python -m scripts.screenshots --url http://127.0.0.1:8000
 """
 
 from __future__ import annotations
