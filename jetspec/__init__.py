@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from jetspec.engine.llm import LLM
     from jetspec.models.draft_head import DraftHead
     from jetspec.models.head_format import load_head
-    from jetspec.types import Completion, SamplingParams
+    from jetspec.types import Completion, Grammar, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "DraftHead", "EngineConfig", "SamplingParams", "TreeConfig", "load_head"]
+__all__ = ["LLM", "Completion", "DraftHead", "EngineConfig", "Grammar", "SamplingParams", "TreeConfig", "load_head"]
 
 _HOME = {
     "LLM": "jetspec.engine.llm",
     "Completion": "jetspec.types",
     "DraftHead": "jetspec.models.draft_head",
     "EngineConfig": "jetspec.config",
+    "Grammar": "jetspec.types",
     "SamplingParams": "jetspec.types",
     "TreeConfig": "jetspec.config",
     "load_head": "jetspec.models.head_format",

@@ -162,6 +162,8 @@ class SamplingOptions:
     top_p: Annotated[float, _option("Keep the best up to this mass.", panel="Sampling")] = 1.0
     top_k: Annotated[int, _option("Keep the k best tokens; 0: all.", panel="Sampling")] = 0
     min_p: Annotated[float, _option("Drop below this share of the best.", panel="Sampling")] = 0.0
+    presence_penalty: Annotated[float, _option("Against tokens written already.", panel="Sampling")] = 0.0
+    frequency_penalty: Annotated[float, _option("The same, for each time.", panel="Sampling")] = 0.0
     seed: Annotated[int | None, _option("Same seed, same text, whatever drafts.", panel="Sampling")] = None
     max_tokens: Annotated[int, _option("Most tokens to write.", "--max-tokens", "-n", panel="Sampling")] = 256
     stop: Annotated[

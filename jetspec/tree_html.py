@@ -27,19 +27,6 @@ class DrawnRound:
     text: str
 
 
-def children_of(trace: RoundTrace) -> list[list[int]]:
-    """Children of every node, in node order, which is best first among siblings."""
-    children: list[list[int]] = [[] for _ in trace.tokens]
-    for node, parent in enumerate(trace.parents[1:], start=1):
-        children[parent].append(node)
-    return children
-
-
-def logprob(trace: RoundTrace, node: int) -> float:
-    """Log-probability of one node after its parent; the trace holds sums along the path."""
-    return trace.scores[node] - trace.scores[trace.parents[node]]
-
-
 def label(text: str) -> str:
     """A token in quotes, so that its spaces can be seen."""
     return f'"{text}"'
@@ -104,12 +91,12 @@ def _picture(trace: RoundTrace, token_text: Callable[[int], str]) -> str:
     """The tree from left to right, a column per depth. The target's own token is drawn as one more node."""
     nodes = len(trace.tokens)
     tokens, parents = [*trace.tokens, trace.bonus], [*trace.parents, trace.path[-1]]
-    numbers = ["", *(f" {logprob(trace, node):.2f}" for node in range(1, nodes)), ""]
+    numbers = ["", *(f" {trace.logprobs[node]:.2f}" for node in range(1, nodes)), ""]
     labels = [label(token_text(token)) + number for token, number in zip(tokens, numbers, strict=True)]
     on_path = {*trace.path, nodes}
     boxes = _place(parents, labels, on_path)
     kinds = ["bonus" if n == nodes else "kept" if n in on_path else "dropped" for n in range(nodes + 1)]
-    weights = [1.0, *(math.exp(min(logprob(trace, node), 0.0)) for node in range(1, nodes)), 1.0]
+    weights = [1.0, *(math.exp(min(trace.logprobs[node], 0.0)) for node in range(1, nodes)), 1.0]
     # The path is drawn last, over the lines it crosses.
     order = sorted(range(1, nodes + 1), key=lambda node: node in on_path)
     lines = [_line(boxes[parents[n]], boxes[n], kinds[n], weights[n]) for n in order]

@@ -8,14 +8,28 @@ A digit adds to the letter before it: BD1 is (B, D + 1).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf"]
+
+MAX_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text must look like. `source` is the schema, expression or grammar; any JSON object needs none."""
+
+    kind: GrammarKind
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,17 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     """The same seed gives the same text, whatever the tree. None: a fresh one per request."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that the answer holds already."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of a token once for each time the answer holds it."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of these tokens."""
+    logprobs: int | None = None
+    """Report log-probabilities: of every token written and of so many most probable ones in its place, as the target
+    gives them, before penalties, temperature and filters."""
+    grammar: Grammar | None = None
+    """Write only what this allows."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 100:
@@ -50,6 +75,29 @@ class SamplingParams:
             raise ValueError("a stop string is empty")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be between -2 and 2")
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise ValueError(f"logit_bias names {len(self.logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
+        if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
+            raise ValueError("a value of logit_bias is not between -100 and 100")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs is {self.logprobs}; it must be between 0 and {MAX_LOGPROBS}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("a grammar says where the text ends, so it does not go together with ignore_eos")
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.temperature > 0
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.is_sampled and bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
+    def is_penalized(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
 @dataclass(frozen=True)
@@ -65,6 +113,46 @@ class TreeLimits:
         for name, value in (("budget", self.budget), ("width", self.width)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+Drafting = Literal["whole", "limited", "none"]
+"""What a batch wants of the drafter: its trees, trees of which some are cut to a request's limits, or nothing."""
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What somebody in a batch asks for. A round does only the work that is asked for."""
+
+    sampled: bool = False
+    filtered: bool = False
+    penalized: bool = False
+    logprobs: bool = False
+    drafting: Drafting = "whole"
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams], limits: Sequence[TreeLimits | None] = ()) -> Wants:
+        different = {id(p): p for p in params}.values()
+        is_plain = bool(limits) and all(limit is not None and limit.budget == 1 for limit in limits)
+        return cls(
+            sampled=any(p.is_sampled for p in different),
+            filtered=any(p.is_filtered for p in different),
+            penalized=any(p.is_penalized for p in different),
+            logprobs=any(p.logprobs is not None for p in different),
+            drafting="none" if is_plain else "limited" if any(limits) else "whole",
+        )
+
+
+class Constraint(Protocol):
+    """What one request may write, given what it has written. Stateful: it stands behind the committed text."""
+
+    def allow(self, mask_W: Tensor) -> None:
+        """Write down which tokens may come next: bit t % 32 of word t // 32 (int32, on the host) is token t."""
+
+    def advance(self, token: int) -> bool:
+        """Go on by one token. False, and nothing changes, if it may not come next."""
+
+    def rollback(self, count: int) -> None:
+        """Take back the last tokens that were gone on by."""
 
 
 @dataclass
@@ -111,6 +199,16 @@ class RoundStats:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """How probable the target found a token that was written, and what it found most probable there."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """Tokens and their log-probabilities, best first; the token itself may be among them."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """Finished output. `token_ids` ends with the end token when the model wrote one; `text` never shows it."""
 
@@ -118,6 +216,8 @@ class Completion:
     token_ids: list[int]
     finish_reason: FinishReason
     stats: RoundStats
+    logprobs: list[TokenLogprob] | None = None
+    """One per token, if the request asked for them."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +233,18 @@ class RoundTrace:
     bonus: int
     """The target's own token after the path."""
 
+    @cached_property
+    def depths(self) -> list[int]:
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @cached_property
+    def logprobs(self) -> list[float]:
+        """Log-probability of each node after its parent, under the draft; 0 for the anchor."""
+        return [score - self.scores[parent] for score, parent in zip(self.scores, self.parents, strict=True)]
+
 
 @dataclass(frozen=True)
 class Update:
@@ -146,6 +258,8 @@ class Update:
     """Set on the last update."""
     trace: RoundTrace | None = None
     """Set when the request asked for traces."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of `token_ids`, if the request asked for them."""
     drafted: int = 0
     """Draft tokens that the round checked."""
 
@@ -189,6 +303,13 @@ class Request:
     want_trace: bool = False
     quiet: bool = False
     """Only the completion is wanted: no updates before it, and no text."""
+    cache_salt: str = ""
+    """Pages are shared only between requests of the same salt."""
+    twin: Request | None = None
+    """A request with the same prompt, whose pages are worth waiting for."""
+    constraint: Constraint | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of what it has written, if it asked for them."""
     stats: RoundStats = field(default_factory=RoundStats)
     finish_reason: FinishReason | None = None
 
@@ -255,6 +376,17 @@ class RowSampling:
             top_p_B=column([p.top_p for p in params], torch.float32),
             min_p_B=column([p.min_p for p in params], torch.float32),
             seed_B=column(seeds, torch.int64),
-            any_sampled=any(p.temperature > 0 for p in params),
-            any_filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
+            any_sampled=any(p.is_sampled for p in params),
+            any_filtered=any(p.is_filtered for p in params),
         )
+
+
+@dataclass(frozen=True)
+class RowPenalties:
+    """What to add to the target's logits, one row per request: a bias, less what the text so far costs a token."""
+
+    presence_B: Tensor
+    frequency_B: Tensor
+    count_BV: Tensor
+    """How often each token was written."""
+    bias_BV: Tensor

@@ -146,7 +146,7 @@ def test_version_and_help() -> None:
 def test_sampling_defaults_are_the_librarys() -> None:
     assert SamplingOptions().params() == SamplingParams()
     asked = {f.name for f in fields(SamplingOptions)}
-    assert asked == {f.name for f in fields(SamplingParams)} - {"ignore_eos"}
+    assert asked == {f.name for f in fields(SamplingParams)} - {"ignore_eos", "logit_bias", "logprobs", "grammar"}
 
 
 def test_default_model_is_the_librarys() -> None:

@@ -11,14 +11,13 @@ import torch
 from jetspec.bench.floor import count_experts, plain_floor, round_floor
 from jetspec.bench.timing import Moment, as_graph, time_ms
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.engine.drafter import RoundState
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import Launched, Lineup, Rounds
+from jetspec.engine.graphs import Launched, Lineup, Rounds, round_state
 from jetspec.engine.rows import upload
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.tree import accept, accepted_tokens
-from jetspec.types import SamplingParams
+from jetspec.types import SamplingParams, Wants
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
 PREFILL_CHUNK = 65_536
@@ -200,14 +199,13 @@ class StandingRound:
         self.table = engine.cache.rows
         self.length_R, self.anchor_R = self.table.length_R.clone(), self.table.anchor_R.clone()
         row_B = upload(engine.lineup.rows, torch.int64, self.device)
-        sampling = self.table.sampling(row_B, any_sampled=False, any_filtered=False)
-        self.state = RoundState(row_B, self.table.anchor_R[row_B], sampling, engine.lineup.requests)
+        self.state = round_state(self.table, row_B, Wants(), engine.lineup.requests)
 
     def round_ms(self, rounds: int) -> float:
         return time_ms(as_graph(self.whole, self.device), self.device, rounds)
 
     def whole(self) -> None:
-        self.packed_BD3 = self.round(self.state).packed_BD3
+        self.packed_BD3 = self.round(self.state).packed
         self.rewind()
 
     def stages_ms(self, rounds: int) -> dict[str, float]:

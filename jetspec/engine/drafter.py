@@ -15,7 +15,7 @@ from jetspec.engine.kv_cache import KVCache
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.tree import Candidates, DraftTree, build_tree
-from jetspec.types import Request, RowSampling
+from jetspec.types import Request, RowSampling, Wants
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,14 @@ class RoundState:
     anchor_B: Tensor
     sampling: RowSampling
     requests: list[Request]
+    """None of them when a round is captured."""
+    wants: Wants = field(default_factory=Wants)
     limits: tuple[Tensor, Tensor] | None = None
     """Budget and width per request, where one of them wants less than the whole tree."""
-    is_plain: bool = False
-    """Nobody wants a tree."""
+
+    @property
+    def is_constrained(self) -> bool:
+        return any(request.constraint for request in self.requests)
 
 
 class Drafter(Protocol):

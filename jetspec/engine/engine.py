@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,17 @@ from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.scheduler import Scheduler
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
-from jetspec.types import Completion, Request, RoundTrace, SamplingParams, TreeLimits, Update
+from jetspec.types import (
+    Completion,
+    Constraint,
+    Grammar,
+    Request,
+    RoundTrace,
+    SamplingParams,
+    TokenLogprob,
+    TreeLimits,
+    Update,
+)
 
 CPU_CACHE_GB = 2.0
 GPU_CACHE_FRAC = 0.8
@@ -35,7 +46,8 @@ def check_drafter(drafter: DrafterName, head: DraftHead | None, tree: TreeConfig
 class Engine:
     """Continuous batching of speculative rounds over one target.
 
-    Requests join and leave between rounds. `decode` turns token ids into text; without it there is none.
+    Requests join and leave between rounds. `decode` turns token ids into text; without it there is none. `constrain`
+    makes a grammar's constraint for one text; without it there are no grammars.
     """
 
     def __init__(
@@ -48,9 +60,10 @@ class Engine:
         config: EngineConfig,
         eos_tokens: frozenset[int] = frozenset(),
         decode: Decode | None = None,
+        constrain: Callable[[Grammar], Constraint] | None = None,
     ) -> None:
         self.target, self.eos_tokens = target, eos_tokens
-        self.decode = decode
+        self.decode, self.constrain = decode, constrain
         self.device = target.embedding.device
         check_drafter(drafter, head, tree)
         head = head if drafter == "head" else None
@@ -91,18 +104,23 @@ class Engine:
         limits: TreeLimits | None = None,
         trace: bool = False,
         quiet: bool = False,
+        cache_salt: str = "",
     ) -> int:
         """Queue a prompt; the returned id names it in the updates. A quiet one gets only its last update.
 
         Limits cut its trees out of the engine's. They cost as much as the whole ones, but for rounds in which nobody
-        wants more than the anchor: those are plain.
+        wants more than the anchor: those are plain. Pages of a prompt are shared with those who give the same
+        `cache_salt`.
         """
-        self._check(tokens)
+        self._check(tokens, sampling)
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         longest = min(len(tokens) + sampling.max_tokens, self.max_len)
         ends = frozenset() if sampling.ignore_eos else self.eos_tokens
         request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, longest, ends)
         request.limits, request.want_trace, request.quiet = limits, trace, quiet
+        request.cache_salt = cache_salt
+        if sampling.grammar is not None:
+            request.constraint = self._constraint(sampling.grammar)
         request.stats.prompt_tokens = len(tokens)
         self.next_id += 1
         self.requests[request.id] = request
@@ -110,6 +128,29 @@ class Engine:
             self.texts[request.id] = TextStream(self.decode, sampling.stop)
         self.scheduler.add(request)
         return request.id
+
+    def add_several(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        count: int,
+        *,
+        limits: TreeLimits | None = None,
+        trace: bool = False,
+        quiet: bool = False,
+        cache_salt: str = "",
+    ) -> list[int]:
+        """`add` a prompt several times. With a prefix cache its full pages are computed once and shared.
+
+        A seed s becomes s, s + 1, and so on, so the first text is the one that a single request would write.
+        """
+        ids = []
+        for i in range(count):
+            seed = None if sampling.seed is None else (sampling.seed + i) % (1 << 63)
+            params = replace(sampling, seed=seed)
+            ids.append(self.add(tokens, params, limits=limits, trace=trace, quiet=quiet, cache_salt=cache_salt))
+            self.requests[ids[i]].twin = self.requests[ids[0]] if i else None
+        return ids
 
     def cancel(self, request_id: int) -> None:
         """Drop a request and free its pages. One that is gone already is no error."""
@@ -126,8 +167,7 @@ class Engine:
                 self._line_up(batch)
             self.cache.flush()
             self.in_flight.append(self.rounds.launch(self.lineup))
-        # A trace is drawn from the device's own result, which the next round overwrites.
-        ahead = self.ahead if batch and not self.lineup.wants_trace else 0
+        ahead = self.ahead if batch and not self.lineup.waits else 0
         updates: list[Update] = []
         while len(self.in_flight) > ahead:
             updates += self._publish(self.in_flight.popleft())
@@ -162,24 +202,37 @@ class Engine:
         for i, (request, moves) in enumerate(zip(lineup.requests, lineup.moves, strict=True)):
             if request.moves != moves:
                 continue
-            length, size, *tokens = rows[i]
+            size, tokens, packed = rows[i]
             trace = self._trace(launched.result, i) if request.want_trace else None
-            request.num_cached += length + 1
-            kept = self._append(request, tokens[: length + 1])
+            request.num_cached += len(tokens)
+            kept = self._append(request, tokens)
+            logprobs = self._logprobs(request, launched.result, packed, kept)
             request.stats.accepted_lengths.append(len(kept) - 1)
             if request.finish_reason:
-                updates.append(self._finish(request, kept, trace, now, size - 1))
+                updates.append(self._finish(request, kept, now, trace, logprobs, size - 1))
             elif not request.quiet:
                 text = self.texts.get(request.id)
                 new = text.take() if text else ""
-                updates.append(Update(request.id, kept, new, drafted=size - 1, trace=trace))
+                updates.append(Update(request.id, kept, new, None, trace, logprobs, size - 1))
         return updates
+
+    def _logprobs(
+        self, request: Request, result: RoundResult, packed: list[float], kept: list[int]
+    ) -> list[TokenLogprob] | None:
+        if request.sampling.logprobs is None:
+            return None
+        assert result.logprobs is not None
+        new = result.logprobs.unpack(packed, kept, request.sampling.logprobs)
+        request.logprobs += new
+        return new
 
     def _append(self, request: Request, tokens: list[int]) -> list[int]:
         """Add committed tokens up to the first that ends the text; what a plain decoder would have written."""
         text, written = self.texts.get(request.id), request.tokens
         for count, token in enumerate(tokens, 1):
             written.append(token)
+            if request.constraint is not None:
+                request.constraint.advance(token)
             stopped = text is not None and text.push(token)
             if stopped or token in request.end_tokens:
                 request.finish_reason = "stop"
@@ -190,15 +243,29 @@ class Engine:
             return tokens[:count]
         return tokens
 
-    def _finish(self, request: Request, kept: list[int], trace: RoundTrace | None, now: float, drafted: int) -> Update:
+    def _finish(
+        self,
+        request: Request,
+        kept: list[int],
+        now: float,
+        trace: RoundTrace | None,
+        logprobs: list[TokenLogprob] | None,
+        drafted: int,
+    ) -> Update:
         assert request.finish_reason
         text = self.texts.get(request.id)
         last = text.finish() if text else ""
         request.stats.decode_s = now - self.decode_began[request.id]
         written = request.tokens[request.prompt_len :]
-        completion = Completion(text.text if text else "", written, request.finish_reason, request.stats)
+        completion = Completion(
+            text.text if text else "",
+            written,
+            request.finish_reason,
+            request.stats,
+            request.logprobs if request.sampling.logprobs is not None else None,
+        )
         self._remove(request)
-        return Update(request.id, kept, last, completion, trace, drafted)
+        return Update(request.id, kept, last, completion, trace, logprobs, drafted)
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -220,16 +287,23 @@ class Engine:
             bonus=int(verdict.bonus_B[row]),
         )
 
-    def _check(self, tokens: Sequence[int]) -> None:
+    def _constraint(self, grammar: Grammar) -> Constraint:
+        if self.constrain is None:
+            raise ValueError("this engine knows no vocabulary, which a grammar needs; give it `constrain`")
+        if not self.eos_tokens:
+            raise ValueError("this model has no end token, by which a text that follows a grammar ends; use no grammar")
+        return self.constrain(grammar)
+
+    def _check(self, tokens: Sequence[int], sampling: SamplingParams) -> None:
         if not tokens:
             raise ValueError("the prompt is empty: give at least one token")
         if len(tokens) >= self.max_len:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {self.max_len} with the answer"
             )
-        low, high = min(tokens), max(tokens)
-        if low < 0 or high >= self.target.config.vocab_size:
-            raise ValueError(f"token id {low if low < 0 else high} is not in the vocabulary")
+        for token in (min(tokens), max(tokens), *sampling.logit_bias):
+            if not 0 <= token < self.target.config.vocab_size:
+                raise ValueError(f"token id {token} is not in the vocabulary")
 
     def _make_drafter(self, name: DrafterName, head: DraftHead | None, tree: TreeConfig) -> Drafter:
         if name == "none" or tree.budget == 1:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.round import Round, RoundResult
-from jetspec.engine.rows import upload
-from jetspec.types import Request, TreeLimits
-
-Drafting = Literal["whole", "limited", "none"]
-"""What a batch wants of the drafter: its trees, trees of which some are cut to a request's limits, or nothing."""
-
-
-def drafting_for(limits: list[TreeLimits | None]) -> Drafting:
-    if limits and all(limit is not None and limit.budget == 1 for limit in limits):
-        return "none"
-    return "limited" if any(limits) else "whole"
+from jetspec.engine.rows import Download, RowTable, upload
+from jetspec.types import Request, Wants
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,22 +21,23 @@ class Lineup:
     requests: list[Request]
     rows: list[int]
     moves: list[int]
-    any_sampled: bool
-    any_filtered: bool
-    wants_trace: bool
-    drafting: Drafting
+    wants: Wants
+    is_constrained: bool
+    """Somebody's next tokens depend on a look at the tree."""
+    waits: bool
+    """Nothing may start before the host has read this round: a constraint must follow the text, and a trace is drawn
+    from the device's own result, which the next round overwrites."""
 
     @staticmethod
     def of(requests: list[Request]) -> Lineup:
-        params = {id(request.sampling): request.sampling for request in requests}.values()
+        is_constrained = any(request.constraint for request in requests)
         return Lineup(
             requests,
             rows=[request.row for request in requests],
             moves=[request.moves for request in requests],
-            any_sampled=any(p.temperature > 0 for p in params),
-            any_filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
-            wants_trace=any(request.want_trace for request in requests),
-            drafting=drafting_for([request.limits for request in requests]),
+            wants=Wants.of((r.sampling for r in requests), [r.limits for r in requests]),
+            is_constrained=is_constrained,
+            waits=is_constrained or any(request.want_trace for request in requests),
         )
 
     def is_of(self, requests: list[Request]) -> bool:
@@ -59,15 +51,14 @@ class Launched:
 
     lineup: Lineup
     result: RoundResult
-    packed: Tensor
-    arrived: torch.cuda.Event | None = None
+    packed: Download
 
-    def read(self) -> list[list[int]]:
-        """Per request: draft tokens kept, nodes of the tree, then the committed tokens, the last one repeated to the
-        end of the row."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.packed[: len(self.lineup.requests)].tolist()
+    def read(self) -> list[tuple[int, list[int], list[float]]]:
+        """Per request: nodes of the tree, the committed tokens, and their log-probabilities as `PathLogprobs` packs
+        them."""
+        width = 2 + self.result.token_BD1.shape[1]
+        rows = self.packed.read()[: len(self.lineup.requests)].tolist()
+        return [(int(row[1]), [int(token) for token in row[2 : int(row[0]) + 3]], row[width:]) for row in rows]
 
 
 class Rounds(Protocol):
@@ -86,13 +77,13 @@ class EagerRounds:
         rows = self.round.cache.rows
         if lineup is not self.lineup:
             self.lineup, self.row_B = lineup, upload(lineup.rows, torch.int64, rows.device)
-        sampling = rows.sampling(self.row_B, lineup.any_sampled, lineup.any_filtered)
-        limits = rows.limits(self.row_B) if lineup.drafting == "limited" else None
-        state = RoundState(
-            self.row_B, rows.anchor_R[self.row_B], sampling, lineup.requests, limits, lineup.drafting == "none"
-        )
-        result = self.round(state)
-        return Launched(lineup, result, result.packed_BD3)
+        result = self.round(round_state(rows, self.row_B, lineup.wants, lineup.requests))
+        return Launched(lineup, result, Download(result.packed))
+
+
+def round_state(rows: RowTable, row_B: Tensor, wants: Wants, requests: list[Request]) -> RoundState:
+    limits = rows.limits(row_B) if wants.drafting == "limited" else None
+    return RoundState(row_B, rows.anchor_R[row_B], rows.sampling(row_B, wants), requests, wants, limits)
 
 
 @dataclass
@@ -110,18 +101,21 @@ class GraphRounds:
     """A round is captured when a batch of its size first comes up, and replayed from then on.
 
     A batch is padded to the next captured size with the cache's idle row. All graphs share their memory, because
-    only one runs at a time.
+    only one runs at a time. A batch with constraints needs the host in the middle of a round, so it runs as written.
     """
 
     def __init__(self, round: Round, max_batch: int) -> None:
         self.round, self.device = round, round.cache.device
         self.sizes = batch_sizes(max_batch)
-        self.graphs: dict[tuple[int, bool, bool, Drafting], Captured] = {}
+        self.eager = EagerRounds(round)
+        self.graphs: dict[tuple[int, Wants], Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def launch(self, lineup: Lineup) -> Launched:
+        if lineup.is_constrained:
+            return self.eager.launch(lineup)
         size = next(size for size in self.sizes if size >= len(lineup.rows))
-        key = (size, lineup.any_sampled, lineup.any_filtered, lineup.drafting)
+        key = (size, lineup.wants)
         if key not in self.graphs:
             self.graphs[key] = self.capture(*key)
         captured = self.graphs[key]
@@ -131,23 +125,17 @@ class GraphRounds:
             captured.row_B.copy_(upload(rows, torch.int64, self.device))
             captured.lineup = lineup
         captured.graph.replay()
-        packed = torch.empty(captured.packed.shape, dtype=torch.int64, pin_memory=True)
-        packed.copy_(captured.packed, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return Launched(lineup, captured.result, packed, arrived)
+        return Launched(lineup, captured.result, Download(captured.packed))
 
-    def capture(self, size: int, any_sampled: bool, any_filtered: bool, drafting: Drafting) -> Captured:
+    def capture(self, size: int, wants: Wants) -> Captured:
         """Record a round. Nothing but idle rows take part, so the runs that warm it up leave no trace."""
         assert self.round.cache.idle_row is not None
         row_B = torch.full((size,), self.round.cache.idle_row, device=self.device)
         rows = self.round.cache.rows
 
         def run() -> tuple[RoundResult, Tensor]:
-            sampling = rows.sampling(row_B, any_sampled, any_filtered)
-            limits = rows.limits(row_B) if drafting == "limited" else None
-            result = self.round(RoundState(row_B, rows.anchor_R[row_B], sampling, [], limits, drafting == "none"))
-            return result, result.packed_BD3
+            result = self.round(round_state(rows, row_B, wants, []))
+            return result, result.packed
 
         aside = torch.cuda.Stream(self.device)
         aside.wait_stream(torch.cuda.current_stream(self.device))

@@ -18,6 +18,8 @@ from jetspec.models.decoder import DecoderConfig
 from jetspec.tree import Acceptance
 from jetspec.types import BatchLayout, KVPages, Request, TreeBatch
 
+PageKey = tuple[int | str, tuple[int, ...]]
+
 
 class PagePool:
     """Which pages are free, in use or remembered. Numbers only, no storage.
@@ -33,10 +35,10 @@ class PagePool:
         self.free_pages = list(range(num_pages - 1, -1, -1))
         self.users = [0] * num_pages
         self.remembers = remember
-        # A remembered page is found by the serial number of the page before it and its own tokens. Serials are
-        # never reused, so pages behind a forgotten one cannot be reached by mistake.
-        self.index: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        # A remembered page is found by its own tokens and the serial number of the page before it, or the salt if it
+        # is the first. Serials are never reused, so pages behind a forgotten one cannot be reached by mistake.
+        self.index: dict[PageKey, int] = {}
+        self.key_of: dict[int, PageKey] = {}
         self.serial_of: dict[int, int] = {}
         self.next_serial = 1
         self.unused: OrderedDict[int, None] = OrderedDict()
@@ -66,31 +68,34 @@ class PagePool:
                 else:
                     self.free_pages.append(page)
 
-    def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make the full pages of a sequence recallable. A page whose content is known already stays anonymous."""
+    def remember(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
+        """Make the full pages of a sequence recallable by those who know the salt.
+
+        A page whose content is known already stays anonymous.
+        """
         if not self.remembers:
             return
-        serial = 0
+        before: int | str = salt
         for i in range(len(tokens) // self.page_size):
-            key = (serial, tuple(tokens[i * self.page_size : (i + 1) * self.page_size]))
+            key = (before, tuple(tokens[i * self.page_size : (i + 1) * self.page_size]))
             page = self.index.get(key)
             if page is None:
                 page = pages[i]
                 self.index[key], self.key_of[page] = page, key
                 self.serial_of[page] = self.next_serial
                 self.next_serial += 1
-            serial = self.serial_of[page]
+            before = self.serial_of[page]
 
-    def recall(self, tokens: Sequence[int]) -> list[int]:
+    def recall(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The remembered pages of the longest known prefix, taken into use."""
         pages: list[int] = []
-        serial = 0
+        before: int | str = salt
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
-            page = self.index.get((serial, tuple(tokens[start : start + self.page_size])))
+            page = self.index.get((before, tuple(tokens[start : start + self.page_size])))
             if page is None:
                 break
             pages.append(page)
-            serial = self.serial_of[page]
+            before = self.serial_of[page]
         for page in pages:
             self.users[page] += 1
             self.unused.pop(page, None)
@@ -150,7 +155,7 @@ class KVCache:
         self.page_RP = torch.zeros(num_rows + bool(idle_len), width, dtype=torch.int64, device=device)
         if idle_len:
             self.page_RP[num_rows, :idle_pages] = torch.arange(num_pages, num_pages + idle_pages)
-        self.rows = RowTable(len(self.page_RP), device)
+        self.rows = RowTable(len(self.page_RP), target.vocab_size, device)
         # Entries of the page table that changed on the host.
         self.new_pages: dict[tuple[int, int], int] = {}
         self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
@@ -167,7 +172,7 @@ class KVCache:
         """
         if not self.free_rows:
             return False
-        pages = self.pool.recall(request.tokens[:-1])
+        pages = self.pool.recall(request.tokens[:-1], request.cache_salt)
         missing = self.pages_for(len(request.tokens) - 1 + tokens_ahead) - len(pages)
         fresh = self.pool.allocate(missing)
         if fresh is None:
@@ -194,9 +199,8 @@ class KVCache:
 
     def release(self, request: Request) -> None:
         """Take a request's row back; its full pages stay recallable."""
-        pages = self.pages_of[request.row]
-        self.pool.remember(request.tokens[: request.num_cached], pages)
-        self.pool.release(pages)
+        self._remember(request)
+        self.pool.release(self.pages_of[request.row])
         self.pages_of[request.row] = []
         self.free_rows.append(request.row)
         request.row, request.num_cached, request.moves = -1, 0, request.moves + 1
@@ -257,6 +261,12 @@ class KVCache:
         """Count tokens that a prefill chunk has stored."""
         request.num_cached += count
         self.rows.set(request.row, length=request.num_cached)
+        if request.is_prefilled:
+            self._remember(request)
+
+    def _remember(self, request: Request) -> None:
+        """Full pages are not written to again, so others may read them while the request goes on."""
+        self.pool.remember(request.tokens[: request.num_cached], self.pages_of[request.row], request.cache_salt)
 
     def _append(self, request: Request, pages: list[int], tokens_ahead: int) -> None:
         held = self.pages_of[request.row]

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.engine.constraint import Grammars
 from jetspec.engine.engine import Engine, check_drafter
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head
@@ -89,7 +90,14 @@ class LLM:
             config=self.config,
             eos_tokens=self.target.eos_tokens,
             decode=self.tokenizer.decode,
+            constrain=lambda grammar: self.grammars.start(grammar),
         )
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Made when it is first needed, because it reads the whole vocabulary."""
+        config = self.target.decoder.config
+        return Grammars(self.tokenizer.token_bytes(), config.vocab_size, self.target.eos_tokens)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetspec.engine.constraint import TreeMasks
 from jetspec.engine.drafter import Drafter, RoundState
 from jetspec.engine.kv_cache import KVCache
+from jetspec.engine.logprobs import PathLogprobs
 from jetspec.models.decoder import Decoder, Hidden
-from jetspec.tree import Acceptance, DraftTree, accept, accepted_tokens
+from jetspec.tree import Acceptance, DraftTree, accept, accepted_tokens, forbid, penalize
 from jetspec.types import TreeBatch
 
 
@@ -21,11 +23,14 @@ class RoundResult:
     tree: DraftTree
     verdict: Acceptance
     token_BD1: Tensor
+    logprobs: PathLogprobs | None = None
 
     @property
-    def packed_BD3(self) -> Tensor:
-        """Lengths, sizes of the trees and tokens side by side: all that the host needs, in one piece."""
-        return torch.cat((self.verdict.length_B[:, None], self.tree.size_B[:, None], self.token_BD1), 1)
+    def packed(self) -> Tensor:
+        """All that the host needs, in one piece, per request: draft tokens kept, nodes of the tree, the committed
+        tokens, then log-probabilities, if any."""
+        packed_BD3 = torch.cat((self.verdict.length_B[:, None], self.tree.size_B[:, None], self.token_BD1), 1)
+        return packed_BD3 if self.logprobs is None else torch.cat((packed_BD3, self.logprobs.packed_BX), 1)
 
 
 class Round:
@@ -41,14 +46,16 @@ class Round:
     def __call__(self, state: RoundState) -> RoundResult:
         tree = self.tree(state)
         batch = self.cache.place(state.row_B, tree.token_BN, tree.depth_BN, tree.ancestor_BNW)
+        masks = TreeMasks(tree, state.requests) if state.is_constrained else None
         out, logits_BNV = self.verify(batch, tree)
-        verdict = accept(tree, logits_BNV, state.sampling, batch.layout.cached_len_B)
+        adjusted_BNV = self.adjust(state, tree, logits_BNV, masks)
+        verdict = accept(tree, adjusted_BNV, state.sampling, batch.layout.cached_len_B)
         self.commit(state, batch, out, verdict)
-        return RoundResult(tree, verdict, accepted_tokens(tree, verdict))
+        return self.report(state, tree, logits_BNV, verdict)
 
     def tree(self, state: RoundState) -> DraftTree:
         """Draft and build, as far as the requests want it."""
-        if state.is_plain:
+        if state.wants.drafting == "none":
             return DraftTree.root(state.anchor_B)
         tree = self.drafter.build(state, self.drafter.draft(state))
         return tree if state.limits is None else tree.limited(*state.limits)
@@ -57,6 +64,22 @@ class Round:
         """The target's distribution after every node, from one pass over the tree."""
         out = self.target(batch, self.cache.target.layers, self.drafter.tap_layers)
         return out, self.target.logits(out.hidden_TM).unflatten(0, tree.token_BN.shape)
+
+    def adjust(self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, masks: TreeMasks | None) -> Tensor:
+        """What the target chooses by, if a request asks for more than the target's own logits."""
+        if state.wants.penalized:
+            logits_BNV = penalize(tree, logits_BNV, self.cache.rows.penalties(state.row_B))
+        if masks is not None:
+            logits_BNV = forbid(logits_BNV, *masks.compute(logits_BNV))
+        return logits_BNV
+
+    def report(self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, verdict: Acceptance) -> RoundResult:
+        """What was committed, counted for those who are penalized for it."""
+        token_BD1 = accepted_tokens(tree, verdict)
+        if state.wants.penalized:
+            self.cache.rows.count(state.row_B, token_BD1, verdict.length_B)
+        logprobs = PathLogprobs.of(logits_BNV, verdict, token_BD1) if state.wants.logprobs else None
+        return RoundResult(tree, verdict, token_BD1, logprobs)
 
     def commit(self, state: RoundState, batch: TreeBatch, out: Hidden, verdict: Acceptance) -> None:
         """Keep the accepted path's K/V, show its tapped states to the drafter, and take the bonus as next anchor."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
-from jetspec.types import Request, RowSampling, TreeLimits
+from jetspec.types import MAX_BIASED_TOKENS, Request, RowPenalties, RowSampling, TreeLimits, Wants
 
 COLUMNS = {
     "length": torch.int64,
@@ -24,6 +24,8 @@ COLUMNS = {
     "top_p": torch.float32,
     "min_p": torch.float32,
     "seed": torch.int64,
+    "presence": torch.float32,
+    "frequency": torch.float32,
     "budget": torch.int64,
     "width": torch.int64,
 }
@@ -32,13 +34,18 @@ NO_LIMITS = TreeLimits(MAX_BUDGET, MAX_WIDTH)
 
 
 class RowTable:
-    """Columns with one entry per row: tokens cached, the anchor, and how to sample."""
+    """Columns with one entry per row: tokens cached, the anchor, and how to sample.
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.device = device
+    What penalties need is a table of the vocabulary per row, which comes into being with the first request that asks
+    for them.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
         self.columns = {name: torch.zeros(num_rows, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
         self.columns["top_p"].fill_(1)
         self.changes: dict[str, dict[int, Any]] = defaultdict(dict)
+        self.written: WrittenTokens | None = None
 
     @property
     def length_R(self) -> Tensor:
@@ -60,9 +67,15 @@ class RowTable:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=request.seed,
+            presence=sampling.presence_penalty,
+            frequency=sampling.frequency_penalty,
             budget=limits.budget,
             width=limits.width,
         )
+        if sampling.is_penalized and self.written is None:
+            self.written = WrittenTokens(self.num_rows, self.vocab_size, self.device)
+        if self.written is not None:
+            self.written.enter(request)
 
     def limits(self, row_B: Tensor) -> tuple[Tensor, Tensor]:
         """Budget and width of the trees of the given rows."""
@@ -78,12 +91,14 @@ class RowTable:
             row = upload(list(changed), torch.int64, self.device)
             self.columns[name][row] = upload(list(changed.values()), COLUMNS[name], self.device)
         self.changes.clear()
+        if self.written is not None:
+            self.written.flush()
 
-    def sampling(self, row_B: Tensor, any_sampled: bool, any_filtered: bool) -> RowSampling:
+    def sampling(self, row_B: Tensor, wants: Wants) -> RowSampling:
         """How to sample the given rows. A greedy batch never looks, so nothing is gathered for it."""
 
         def column(name: str) -> Tensor:
-            return self.columns[name][row_B] if any_sampled else self.columns[name][:0]
+            return self.columns[name][row_B] if wants.sampled else self.columns[name][:0]
 
         return RowSampling(
             temperature_B=column("temperature"),
@@ -91,13 +106,94 @@ class RowTable:
             top_p_B=column("top_p"),
             min_p_B=column("min_p"),
             seed_B=column("seed"),
-            any_sampled=any_sampled,
-            any_filtered=any_filtered,
+            any_sampled=wants.sampled,
+            any_filtered=wants.filtered,
+        )
+
+    def count(self, row_B: Tensor, token_BD1: Tensor, length_B: Tensor) -> None:
+        """Remember what a round has written, for those who are penalized for it."""
+        assert self.written is not None
+        self.written.commit(row_B, token_BD1, length_B)
+
+    def penalties(self, row_B: Tensor) -> RowPenalties:
+        """What the given rows add to their logits. Somebody has asked for it, so the tables are there."""
+        assert self.written is not None
+        return RowPenalties(
+            presence_B=self.columns["presence"][row_B],
+            frequency_B=self.columns["frequency"][row_B],
+            count_BV=self.written.count_RV[row_B],
+            bias_BV=self.written.bias(row_B),
         )
 
 
+class WrittenTokens:
+    """How often each row has written each token, and the biases that its request asked for."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.count_RV = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self.biased_RX = torch.zeros(num_rows, MAX_BIASED_TOKENS, dtype=torch.int64, device=device)
+        self.bias_RX = torch.zeros(num_rows, MAX_BIASED_TOKENS, dtype=torch.float32, device=device)
+        self.entered: dict[int, Request] = {}
+
+    def enter(self, request: Request) -> None:
+        """A request was given its row: what the row held before is nobody's any more."""
+        self.entered[request.row] = request
+
+    def flush(self) -> None:
+        if not self.entered:
+            return
+        device = self.count_RV.device
+        row = upload(list(self.entered), torch.int64, device)
+        for table in (self.count_RV, self.biased_RX, self.bias_RX):
+            table[row] = 0
+        for request in self.entered.values():
+            if request.sampling.logit_bias:
+                token, bias = zip(*request.sampling.logit_bias.items(), strict=True)
+                self.biased_RX[request.row, : len(token)] = upload(token, torch.int64, device)
+                self.bias_RX[request.row, : len(bias)] = upload(bias, torch.float32, device)
+        text = [(r.row, token) for r in self.entered.values() for token in r.tokens[r.prompt_len :]]
+        if text:
+            row_T, token_T = upload(text, torch.int64, device).unbind(1)
+            self._add(row_T, token_T, torch.ones_like(token_T))
+        self.entered.clear()
+
+    def bias(self, row_B: Tensor) -> Tensor:
+        bias_BV = torch.zeros(len(row_B), self.count_RV.shape[1], device=row_B.device)
+        return bias_BV.scatter_add_(1, self.biased_RX[row_B], self.bias_RX[row_B])
+
+    def commit(self, row_B: Tensor, token_BD1: Tensor, length_B: Tensor) -> None:
+        """Count what a round has written: draft tokens and the bonus. No host sync."""
+        is_new_BD1 = torch.arange(token_BD1.shape[1], device=row_B.device) <= length_B[:, None]
+        self._add(row_B[:, None].expand_as(token_BD1).flatten(), token_BD1.flatten(), is_new_BD1.flatten())
+
+    def _add(self, row_T: Tensor, token_T: Tensor, times_T: Tensor) -> None:
+        place_T = row_T * self.count_RV.shape[1] + token_T
+        self.count_RV.view(-1).scatter_add_(0, place_T, times_T.to(torch.int32))
+
+
+class Download:
+    """A tensor on its way to the host. On a GPU the host goes on with other work until it reads."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.tensor = source
+        self.arrived: torch.cuda.Event | None = None
+        if source.is_cuda:
+            self.tensor = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self.tensor.copy_(source, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def read(self) -> Tensor:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tensor
+
+
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor on the device. On a GPU the host does not wait for it to arrive."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    """A small tensor on the device."""
+    return send(torch.tensor(values, dtype=dtype), device)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device. On a GPU the host does not wait for it to arrive."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

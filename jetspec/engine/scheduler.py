@@ -31,7 +31,7 @@ class Scheduler:
     def next_chunks(self) -> list[tuple[Request, int]]:
         """Admit what fits, and share one chunk of prompt tokens among those that still need some."""
         opens = self._opens()
-        while self.waiting and opens and self.cache.admit(self.waiting[0], self.lookahead):
+        while self.waiting and opens and self._admit(self.waiting[0]):
             request = self.waiting.popleft()
             request.state = RequestState.PREFILL
             if not request.stats.rounds:
@@ -45,6 +45,14 @@ class Scheduler:
                     chunks.append((request, count))
                     left -= count
         return chunks
+
+    def _admit(self, request: Request) -> bool:
+        """Let a request in, unless a twin is just computing the pages that it could share."""
+        if request.twin is not None:
+            if request.twin.state is RequestState.PREFILL and not request.twin.is_prefilled:
+                return False
+            request.twin = None
+        return self.cache.admit(request, self.lookahead)
 
     def _opens(self) -> bool:
         """Whether those in line may come in. All that run wait for a prefill, so it should serve several."""

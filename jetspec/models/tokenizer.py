@@ -91,22 +91,19 @@ class Tokenizer:
         token = self._backend.id_to_token(id)
         if token is None:
             return f"<{id}>"
-        text = (
-            self.token_bytes(id).decode(errors="backslashreplace") if self._is_byte_level else token.replace("▁", " ")
-        )
+        text = _from_bytes(token) if self._is_byte_level else token.replace("▁", " ")
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
-    def token_bytes(self, id: int) -> bytes:
-        """What one token adds to a text. Only whole characters are text, so a token may be part of one."""
-        token = self._backend.id_to_token(id)
-        if token is None:
-            return b""
-        if self._is_byte_level:
-            known = all(c in BYTE_OF for c in token)
-            return bytes(BYTE_OF[c] for c in token) if known else token.encode()
-        if re.fullmatch("<0x[0-9A-F]{2}>", token):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
+    def token_bytes(self) -> list[bytes]:
+        """What each token adds to a text, by id; nothing for control tokens and for ids that no token has."""
+        added = self._backend.get_added_tokens_decoder()
+        found = [b""] * self.vocab_size
+        for token, id in self._backend.get_vocab(with_added_tokens=True).items():
+            if id not in added:
+                found[id] = _token_bytes(token, self._is_byte_level)
+            elif not added[id].special:
+                found[id] = added[id].content.encode()
+        return found
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text that the model's chat template makes of a conversation."""
@@ -199,6 +196,24 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
+
+
+def _from_bytes(token: str) -> str:
+    raw = _byte_level(token)
+    return token if raw is None else raw.decode("utf-8", errors="backslashreplace")
+
+
+def _byte_level(token: str) -> bytes | None:
+    """The bytes that a byte-level token stands for; None if it is written in another way."""
+    return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else None
+
+
+def _token_bytes(token: str, is_byte_level: bool) -> bytes:
+    if is_byte_level:
+        return _byte_level(token) or token.encode()
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes.fromhex(token[3:5])
+    return token.replace("▁", " ").encode()
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

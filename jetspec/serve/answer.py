@@ -16,6 +16,8 @@ from jetspec.serve.protocol import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatLogprobs,
+    ChatTokenLogprob,
     Delta,
     Finish,
     FunctionCall,
@@ -23,13 +25,15 @@ from jetspec.serve.protocol import (
     Rounds,
     TextChoice,
     TextCompletion,
+    TextLogprobs,
+    TopLogprob,
     TracedRound,
     TracedToken,
     TracedTree,
     Usage,
 )
 from jetspec.serve.tools import ToolReader
-from jetspec.types import Completion, RoundTrace, Update
+from jetspec.types import Completion, RoundTrace, TokenLogprob, Update
 
 DONE = b"data: [DONE]\n\n"
 
@@ -72,6 +76,53 @@ class Trail:
         return speed
 
 
+class Vocabulary:
+    """What tokens look like, one by one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._bytes = tokenizer, tokenizer.token_bytes()
+
+    def raw(self, token: int) -> bytes:
+        """What it adds to a text: nothing, if it is a control token."""
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def text(self, token: int) -> str:
+        """Its own text, where a part of a character has none, and a control token its name."""
+        return self.raw(token).decode(errors="replace") or self.label(token)
+
+    def label(self, token: int) -> str:
+        """One printable line."""
+        return self._tokenizer.token_text(token)
+
+    def top(self, token: int, logprob: float) -> TopLogprob:
+        return TopLogprob(token=self.text(token), logprob=logprob, bytes=list(self.raw(token)))
+
+
+def chat_logprobs(found: list[TokenLogprob], words: Vocabulary) -> ChatLogprobs:
+    content = [
+        ChatTokenLogprob(
+            **words.top(entry.token, entry.logprob).model_dump(),
+            top_logprobs=[words.top(token, logprob) for token, logprob in entry.top],
+        )
+        for entry in found
+    ]
+    return ChatLogprobs(content=content)
+
+
+def text_logprobs(found: list[TokenLogprob], words: Vocabulary, offset: int) -> TextLogprobs:
+    """`offset` is the length of the text before."""
+    tokens, offsets = [words.text(entry.token) for entry in found], []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return TextLogprobs(
+        tokens=tokens,
+        token_logprobs=[entry.logprob for entry in found],
+        top_logprobs=[{words.text(token): logprob for token, logprob in entry.top} for entry in found],
+        text_offset=offsets,
+    )
+
+
 class Answer(Protocol):
     """The answers to one HTTP request, as they grow."""
 
@@ -102,10 +153,13 @@ class ChatState:
 
 
 class ChatAnswer:
-    def __init__(self, prepared: Prepared, tokenizer: Tokenizer, model: str) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, prepared: Prepared, words: Vocabulary, model: str) -> None:
+        self.words, self.shows_logprobs = words, prepared.shows_logprobs
         self.head = Heading.make("chatcmpl", model)
-        self.states = [ChatState(ToolReader() if prepared.reads_tools else None) for _ in prepared.jobs]
+        self.states = [
+            ChatState(ToolReader(prepared.in_call) if prepared.reads_tools else None)
+            for _ in range(prepared.num_answers)
+        ]
         self.completions: dict[int, Completion] = {}
 
     def start(self) -> list[Chunk]:
@@ -126,11 +180,13 @@ class ChatAnswer:
         if update.completion:
             self.completions[index] = update.completion
             state.finish = "tool_calls" if state.calls else update.completion.finish_reason
-        traced = trace_round(update, self.tokenizer, state.trail)
-        if not (text or made or update.completion or traced):
+        found = self._shown(update.logprobs)
+        traced = trace_round(update, self.words, state.trail)
+        if not (text or made or update.completion or traced or found):
             return None
         delta = Delta(content=text or None, tool_calls=made or None)
-        choice = ChatChunkChoice(index=index, delta=delta, finish_reason=state.finish)
+        logprobs = chat_logprobs(found, self.words) if found else None
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=state.finish)
         return self._chunk([choice], jetspec=traced)
 
     def whole(self) -> ChatCompletion:
@@ -138,12 +194,17 @@ class ChatAnswer:
         for index, state in enumerate(self.states):
             assert state.finish is not None
             message = AnswerMessage(content=state.said or (None if state.calls else ""), tool_calls=state.calls or None)
-            choices.append(ChatChoice(index=index, message=message, finish_reason=state.finish))
+            found = self._shown(self.completions[index].logprobs)
+            logprobs = chat_logprobs(found, self.words) if self.shows_logprobs else None
+            choices.append(ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=state.finish))
         usage = count_usage(self.completions)
         return ChatCompletion(**vars(self.head), choices=choices, usage=usage)
 
     def bill(self) -> Chunk:
         return self._chunk([], usage=count_usage(self.completions))
+
+    def _shown(self, logprobs: list[TokenLogprob] | None) -> list[TokenLogprob]:
+        return written(logprobs or [], self.words) if self.shows_logprobs else []
 
     def _chunk(
         self, choices: list[ChatChunkChoice], usage: Usage | None = None, jetspec: TracedRound | None = None
@@ -151,11 +212,17 @@ class ChatAnswer:
         return ChatChunk(**vars(self.head), choices=choices, usage=usage, jetspec=jetspec)
 
 
+def written(logprobs: list[TokenLogprob], words: Vocabulary) -> list[TokenLogprob]:
+    """Without the tokens that add nothing to the text, such as the one that ends it."""
+    return [entry for entry in logprobs if words.raw(entry.token)]
+
+
 class TextAnswer:
-    def __init__(self, prepared: Prepared, tokenizer: Tokenizer, model: str) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, prepared: Prepared, words: Vocabulary, model: str) -> None:
+        self.words, self.shows_logprobs = words, prepared.shows_logprobs
         self.head = Heading.make("cmpl", model)
-        self.trails = [Trail() for _ in prepared.jobs]
+        self.trails = [Trail() for _ in range(prepared.num_answers)]
+        self.offsets = [0] * prepared.num_answers
         self.completions: dict[int, Completion] = {}
 
     def start(self) -> list[Chunk]:
@@ -166,21 +233,31 @@ class TextAnswer:
         if update.completion:
             self.completions[index] = update.completion
             finish = update.completion.finish_reason
-        traced = trace_round(update, self.tokenizer, self.trails[index])
-        if not (update.text or finish or traced):
+        logprobs = self._logprobs(update.logprobs, self.offsets[index])
+        if logprobs:
+            self.offsets[index] += sum(map(len, logprobs.tokens))
+        traced = trace_round(update, self.words, self.trails[index])
+        if not (update.text or finish or traced or logprobs):
             return None
-        choice = TextChoice(index=index, text=update.text, finish_reason=finish)
+        choice = TextChoice(index=index, text=update.text, logprobs=logprobs, finish_reason=finish)
         return TextCompletion(**vars(self.head), choices=[choice], jetspec=traced)
 
     def whole(self) -> TextCompletion:
         choices = [
-            TextChoice(index=index, text=done.text, finish_reason=done.finish_reason)
+            TextChoice(
+                index=index, text=done.text, logprobs=self._logprobs(done.logprobs), finish_reason=done.finish_reason
+            )
             for index, done in sorted(self.completions.items())
         ]
         return TextCompletion(**vars(self.head), choices=choices, usage=count_usage(self.completions))
 
     def bill(self) -> Chunk:
         return TextCompletion(**vars(self.head), choices=[], usage=count_usage(self.completions))
+
+    def _logprobs(self, found: list[TokenLogprob] | None, offset: int = 0) -> TextLogprobs | None:
+        if not self.shows_logprobs:
+            return None
+        return text_logprobs(written(found or [], self.words), self.words, offset)
 
 
 def count_usage(completions: dict[int, Completion]) -> Usage:
@@ -197,30 +274,30 @@ def count_usage(completions: dict[int, Completion]) -> Usage:
     )
 
 
-def trace_round(update: Update, tokenizer: Tokenizer, trail: Trail) -> TracedRound | None:
+def trace_round(update: Update, words: Vocabulary, trail: Trail) -> TracedRound | None:
     """What the playground draws."""
     if update.trace is None:
         return None
     speed = trail.follow(update, time.perf_counter())
     return TracedRound(
         round=trail.rounds,
-        tokens=traced_tokens(update, update.trace, tokenizer),
+        tokens=traced_tokens(update, update.trace, words),
         tree=TracedTree(
-            tokens=[tokenizer.token_text(token) for token in update.trace.tokens],
+            tokens=[words.label(token) for token in update.trace.tokens],
             parents=update.trace.parents,
             scores=update.trace.scores,
             path=update.trace.path,
-            bonus=tokenizer.token_text(update.trace.bonus),
+            bonus=words.label(update.trace.bonus),
         ),
         tokens_per_s=speed,
     )
 
 
-def traced_tokens(update: Update, trace: RoundTrace, tokenizer: Tokenizer) -> list[TracedToken]:
+def traced_tokens(update: Update, trace: RoundTrace, words: Vocabulary) -> list[TracedToken]:
+    assert update.logprobs is not None, "who asks for traces gets log-probabilities"
     tokens = []
-    for depth, token in enumerate(update.token_ids, 1):
-        node = trace.path[depth] if depth < len(trace.path) else None
-        draft = None if node is None else trace.scores[node] - trace.scores[trace.parents[node]]
-        text = tokenizer.token_bytes(token).decode(errors="replace")
-        tokens.append(TracedToken(text=text, depth=depth, draft_logprob=draft))
+    for depth, entry in enumerate(update.logprobs, 1):
+        draft = trace.logprobs[trace.path[depth]] if depth < len(trace.path) else None
+        text = words.raw(entry.token).decode(errors="replace")
+        tokens.append(TracedToken(text=text, depth=depth, logprob=entry.logprob, draft_logprob=draft))
     return tokens

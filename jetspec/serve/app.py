@@ -24,10 +24,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jetspec
 from jetspec.engine.llm import LLM
-from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, event
+from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, Vocabulary, event
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import Refused, broken, gone
-from jetspec.serve.guard import Guard, facts
+from jetspec.serve.guard import Guard, facts, log
 from jetspec.serve.metrics import Metrics
 from jetspec.serve.prepare import Desk, Prepared
 from jetspec.serve.protocol import (
@@ -44,6 +44,7 @@ from jetspec.serve.protocol import (
     TreeShape,
 )
 from jetspec.serve.worker import EngineThread, Ticket
+from jetspec.types import Grammar
 
 STATIC = Path(__file__).parent / "static"
 PAGE_POLICY = "; ".join(
@@ -56,6 +57,8 @@ PAGE_POLICY = "; ".join(
 """The page may load what this server has, and nothing else: no script or style of the page's own text."""
 PREPARERS = 2
 """Threads that make token ids of requests, so that a long prompt does not keep everybody waiting."""
+COMPILE_S = 5.0
+"""Longest that making a grammar of a schema may take."""
 MAX_QUOTE = 200
 """Characters of what a client wrote that an error repeats."""
 FIELD = re.compile(r"(?!str$|list$|literal)[a-z0-9_]+")
@@ -134,8 +137,9 @@ class Server:
         self.config = config
         self.model_name = config.model_name or llm.model_name
         self.created = int(time.time())
-        self.tokenizer = llm.tokenizer
+        self.words, self.llm = Vocabulary(llm.tokenizer), llm
         self.metrics = Metrics(llm.engine, self.model_name)
+        self.compiler = ThreadPoolExecutor(1, "compile")
         self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
         self.shape = TreeShape(
             drafter=llm.drafter, budget=llm.tree.budget, width=llm.tree.width, max_len=llm.engine.max_len
@@ -180,6 +184,7 @@ class Server:
         self.worker.start()
         yield
         await asyncio.to_thread(self.worker.stop)
+        self.compiler.shutdown(wait=False, cancel_futures=True)
 
     def _add_api(self, app: FastAPI) -> None:
         @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=may_stream(ChatChunk))
@@ -244,8 +249,10 @@ class Server:
         if self.config.log_text:
             said["asked"] = asked.model_dump(exclude_unset=True)
         prepared = await asyncio.to_thread(prepare, asked, said.get("tenant", ""))
+        if prepared.grammar is not None:
+            await self._compile(prepared.grammar)
         ticket = self.worker.submit(prepared.jobs)
-        answer = make_answer(prepared, self.tokenizer, self.model_name)
+        answer = make_answer(prepared, self.words, self.model_name)
         try:
             async with watched(request.receive, ticket):
                 await asyncio.wait([ticket.joined])
@@ -261,6 +268,22 @@ class Server:
             return EventStream(events, ticket, self.config.write_timeout_s)
         return await self._collect(request, ticket, answer, said)
 
+    async def _compile(self, grammar: Grammar) -> None:
+        """Have a grammar ready before the engine needs it, in a thread where it keeps nobody else waiting."""
+        compiling = asyncio.get_running_loop().run_in_executor(
+            self.compiler, lambda: self.llm.grammars.compile(grammar)
+        )
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                await asyncio.shield(compiling)
+        except TimeoutError:
+            raise Refused(f"the schema takes longer than {COMPILE_S:g} s to read", param="response_format") from None
+        except ValueError as error:
+            raise Refused(str(error), param="response_format") from error
+        except Exception as error:  # whatever a schema of strange form may lead to
+            log.warning("a schema failed", exc_info=error)
+            raise Refused("the schema cannot be used", param="response_format") from error
+
     async def _collect(self, request: Request, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> Response:
         try:
             async with watched(request.receive, ticket):
@@ -268,7 +291,7 @@ class Server:
                     answer.take(index, update)
         finally:
             self._close(ticket, answer, said)
-        if len(answer.completions) < len(ticket.jobs):
+        if len(answer.completions) < ticket.num_answers:
             raise gone()
         return Response(answer.whole().model_dump_json(exclude_none=True), media_type="application/json")
 
@@ -281,7 +304,7 @@ class Server:
             async for index, update in ticket.updates():
                 if chunk_now := answer.take(index, update):
                     yield _event(chunk_now)
-            if has_bill and len(answer.completions) == len(ticket.jobs):
+            if has_bill and len(answer.completions) == ticket.num_answers:
                 yield _event(answer.bill())
             yield DONE
         except Refused as why:
@@ -292,7 +315,7 @@ class Server:
     def _close(self, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> None:
         self.worker.close(ticket)
         stats = [done.stats for done in answer.completions.values()]
-        said["answers"] = f"{len(stats)} of {len(ticket.jobs)}"
+        said["answers"] = f"{len(stats)} of {ticket.num_answers}"
         said["prompt_tokens"] = sum(len(job.tokens) for job in ticket.jobs)
         said["completion_tokens"] = sum(s.completion_tokens for s in stats)
         said["rounds"] = sum(s.rounds for s in stats)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -12,15 +12,24 @@ from jinja2 import TemplateError
 from jetspec.config import TreeConfig
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.serve.errors import Refused
-from jetspec.serve.protocol import ChatRequest, CompletionRequest, Generation, Message, TextFormat, ToolCall, ToolChoice
-from jetspec.serve.tools import check_template
+from jetspec.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Message,
+    SchemaFormat,
+    TextFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from jetspec.serve.schema import check_schema
+from jetspec.serve.tools import BEGIN, call_schema, check_template
 from jetspec.serve.worker import Job
-from jetspec.types import SamplingParams, TreeLimits
+from jetspec.types import Grammar, SamplingParams, TreeLimits
 
-MAX_SCHEMA_BYTES = 16 << 10
-MAX_SCHEMA_DEPTH = 16
-
-ENGINE_OPTIONS = {field.name for field in fields(SamplingParams)}
+FORCED = f"{BEGIN}\n"
+"""Written in the model's name where it must call a tool."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,20 @@ class Prepared:
     """What the engine is to do, and how its answers are to be read."""
 
     jobs: list[Job]
+    shows_logprobs: bool = False
     reads_tools: bool = False
     """Answers may hold tool calls."""
+    in_call: bool = False
+    """Answers begin inside a tool call."""
+
+    @property
+    def num_answers(self) -> int:
+        return sum(job.count for job in self.jobs)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """All jobs have the same."""
+        return self.jobs[0].sampling.grammar
 
 
 class Desk:
@@ -46,6 +67,7 @@ class Desk:
         max_tokens: int | None = None,
     ) -> None:
         self.tokenizer, self.tree, self.model_name = tokenizer, tree, model_name
+        self.vocab_size = tokenizer.vocab_size
         self.max_prompt = min(max_prompt or max_len, max_len - 1)
         self.max_tokens = min(max_tokens or max_len, max_len)
 
@@ -53,26 +75,42 @@ class Desk:
         self._check_common(asked)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise Refused("top_logprobs needs logprobs", param="top_logprobs")
-        tools = asked.tools if asked.tool_choice != "none" else []
-        if asked.response_format and not isinstance(asked.response_format, TextFormat):
-            raise Refused(f"response_format {asked.response_format.type} is not supported", param="response_format")
+        tools, forced = chosen_tools(asked)
         if tools or any(map(uses_tools, asked.messages)):
             check_template(self.tokenizer.chat_template)
-        if asked.tool_choice == "required" or isinstance(asked.tool_choice, ToolChoice):
-            raise Refused("tool_choice is auto or none here", param="tool_choice")
+        grammar = self._grammar(asked, tools, forced)
         variables: dict[str, Any] = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
         if asked.chat_template_kwargs:
             variables |= asked.chat_template_kwargs.model_dump(exclude_none=True)
         text = self._render([template_message(message) for message in asked.messages], variables)
-        tokens = self._encode(text, "messages", add_special=False)
+        tokens = self._encode(text + FORCED if forced else text, "messages", add_special=False)
         limit = asked.max_completion_tokens or asked.max_tokens
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        return Prepared(list(self._jobs(asked, [tokens], limit, logprobs)), reads_tools=bool(tools))
+        jobs = self._jobs(asked, [tokens], tenant, limit, logprobs, grammar)
+        return Prepared(jobs, asked.logprobs, reads_tools=bool(tools), in_call=forced)
 
     def completion(self, asked: CompletionRequest, tenant: str) -> Prepared:
         self._check_common(asked)
         prompts = [self._encode(prompt) for prompt in each_prompt(asked.prompt)]
-        return Prepared(list(self._jobs(asked, prompts, asked.max_tokens, asked.logprobs)))
+        jobs = self._jobs(asked, prompts, tenant, asked.max_tokens, asked.logprobs, None)
+        return Prepared(jobs, asked.logprobs is not None)
+
+    def _grammar(self, asked: ChatRequest, tools: list[Tool], forced: bool) -> Grammar | None:
+        """What the answer must look like: a call that is forced, or the format that was asked for."""
+        for tool in tools:
+            check_schema(tool.function.parameters, "tools")
+            if tool.function.strict and not forced:
+                raise Refused("strict needs a tool_choice that forces the call", param="tools")
+        form = asked.response_format
+        if isinstance(form, TextFormat):
+            form = None
+        if form and tools:
+            raise Refused("response_format and tools do not go together", param="response_format")
+        if forced:
+            return Grammar("json_schema", json.dumps(call_schema(tools)))
+        if isinstance(form, SchemaFormat):
+            return Grammar("json_schema", check_schema(form.json_schema.schema_, "response_format"))
+        return Grammar("json_object") if form else None
 
     def _check_common(self, asked: Generation) -> None:
         if asked.model != self.model_name:
@@ -103,43 +141,55 @@ class Desk:
                 return self.tokenizer.encode(prompt, add_special)
             except ValueError as error:
                 raise Refused(str(error), param=param) from error
-        if max(prompt) >= self.tokenizer.vocab_size:
-            raise Refused(f"token id {max(prompt)} is not in the vocabulary", param="prompt")
+        self._check_tokens(prompt, param)
         return prompt
 
+    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        if tokens and max(tokens) >= self.vocab_size:
+            raise Refused(f"token id {max(tokens)} is not in the vocabulary", param=param)
+
     def _jobs(
-        self, asked: Generation, prompts: list[list[int]], limit: int | None, logprobs: int | None
-    ) -> Iterator[Job]:
-        sampling = self._sampling(asked, limit, logprobs)
-        limits = self._limits(asked)
-        trace = bool(asked.jetspec and asked.jetspec.trace)
+        self,
+        asked: Generation,
+        prompts: list[list[int]],
+        tenant: str,
+        limit: int | None,
+        logprobs: int | None,
+        grammar: Grammar | None,
+    ) -> list[Job]:
         for tokens in prompts:
             self._check_prompt(tokens)
-            for index in range(asked.n):
-                seed = None if asked.seed is None else (asked.seed + index) % (1 << 63)
-                yield Job(tokens, replace(sampling, seed=seed), limits, trace)
+        limits, trace = self._limits(asked), bool(asked.jetspec and asked.jetspec.trace)
+        if trace and logprobs is None:
+            logprobs = 0
+        sampling = self._sampling(asked, limit, logprobs, grammar)
+        salt = json.dumps([tenant, asked.cache_salt]) if tenant or asked.cache_salt else ""
+        return [Job(tokens, sampling, asked.n, limits, trace, salt) for tokens in prompts]
 
-    def _sampling(self, asked: Generation, limit: int | None, logprobs: int | None) -> SamplingParams:
+    def _sampling(
+        self, asked: Generation, limit: int | None, logprobs: int | None, grammar: Grammar | None
+    ) -> SamplingParams:
         if limit is not None and limit > self.max_tokens:
             raise Refused(f"max_tokens is {limit}; here it may be at most {self.max_tokens}", param="max_tokens")
-        wanted: dict[str, Any] = {
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "top_k": asked.top_k,
-            "min_p": asked.min_p,
-            "max_tokens": limit or self.max_tokens,
-            "stop": tuple(asked.stop),
-            "ignore_eos": asked.ignore_eos,
-        }
-        optional = {
-            "presence_penalty": asked.presence_penalty or None,
-            "frequency_penalty": asked.frequency_penalty or None,
-            "logprobs": logprobs,
-        }
-        wanted |= {name: value for name, value in optional.items() if value is not None}
-        for name in sorted(wanted.keys() - ENGINE_OPTIONS):
-            raise Refused(f"{name} is not supported", param=name)
-        return SamplingParams(**wanted)
+        if grammar and asked.ignore_eos:
+            raise Refused("ignore_eos does not go together with a form of the answer", param="ignore_eos")
+        bias = {int(token): value for token, value in asked.logit_bias.items()}
+        self._check_tokens(list(bias), "logit_bias")
+        return SamplingParams(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            max_tokens=limit or self.max_tokens,
+            stop=tuple(asked.stop),
+            ignore_eos=asked.ignore_eos,
+            seed=asked.seed,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            logit_bias=bias,
+            logprobs=logprobs,
+            grammar=grammar,
+        )
 
     def _limits(self, asked: Generation) -> TreeLimits | None:
         tree = asked.jetspec
@@ -161,6 +211,21 @@ class Desk:
                 f"the prompt has {len(tokens)} tokens; here it may have at most {self.max_prompt}",
                 code="context_length_exceeded",
             )
+
+
+def chosen_tools(asked: ChatRequest) -> tuple[list[Tool], bool]:
+    """The tools that the model is told of, and whether it must call one."""
+    choice = asked.tool_choice
+    if choice == "none":
+        return [], False
+    if choice == "auto":
+        return asked.tools, False
+    names = [tool.function.name for tool in asked.tools]
+    wanted = choice.function.name if isinstance(choice, ToolChoice) else None
+    tools = [tool for tool in asked.tools if wanted in (None, tool.function.name)]
+    if not tools:
+        raise Refused(f"tool_choice wants a tool that is not there; there are: {names}", param="tool_choice")
+    return tools, True
 
 
 def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Any]:

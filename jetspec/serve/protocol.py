@@ -10,15 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
+from jetspec.types import MAX_BIASED_TOKENS, MAX_LOGPROBS
 
 MAX_ANSWERS = 16
-MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_TOOLS = 64
 MAX_MESSAGES = 2048
 
 ShortText = Annotated[str, StringConstraints(max_length=256)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Stops = Annotated[
     list[StopText],
@@ -74,6 +76,8 @@ class Generation(Asked):
     """Answers 2 to n take the numbers that follow."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[TokenIdText, Bias], Field(max_length=MAX_BIASED_TOKENS)] = {}
+    """Token ids, and what is added to their logits."""
     ignore_eos: bool = False
     cache_salt: ShortText | None = None
     """Prompts share cached prefixes only with those of the same salt (and the same API key)."""
@@ -209,12 +213,12 @@ class TopLogprob(BaseModel):
     bytes: list[int]
 
 
-class TokenLogprob(TopLogprob):
+class ChatTokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
 
 
 class TextLogprobs(BaseModel):
@@ -279,7 +283,7 @@ class TracedToken(BaseModel):
     text: str
     depth: int
     """Place in the round, from 1; the last one is the target's own, after the path."""
-    logprob: float | None = None
+    logprob: float
     """Under the target."""
     draft_logprob: float | None = None
     """Under the draft; the last token was not drafted."""

@@ -30,12 +30,14 @@ log = logging.getLogger("jetspec.serve")
 
 @dataclass(frozen=True)
 class Job:
-    """One answer that the engine is to write."""
+    """Answers to one prompt that the engine is to write."""
 
     tokens: list[int]
     sampling: SamplingParams
+    count: int = 1
     limits: TreeLimits | None = None
     trace: bool = False
+    cache_salt: str = ""
 
 
 class Watcher(Protocol):
@@ -52,12 +54,13 @@ class Ticket:
 
     def __init__(self, jobs: Sequence[Job], leave: Callable[[Ticket], None]) -> None:
         self.jobs = jobs
+        self.num_answers = sum(job.count for job in jobs)
         self.loop = asyncio.get_running_loop()
         self.arrived = time.perf_counter()
         self.joined: asyncio.Future[None] = self.loop.create_future()
         """Done once the engine has taken the jobs, or has refused one."""
         self._news: asyncio.Queue[tuple[int, Update] | Refused | None] = asyncio.Queue()
-        self._left = len(jobs)
+        self._left = self.num_answers
         self._leave = leave
 
     @property
@@ -65,7 +68,7 @@ class Ticket:
         return self._left > 0
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """Which job, and what became visible of it, until all are complete. A ticket that was given back just ends."""
+        """Which answer, and what is new of it, until all are complete. A ticket that was given back just ends."""
         while self.is_open:
             news = await self._news.get()
             if news is None:
@@ -114,7 +117,7 @@ class EngineThread:
         self.failure: BaseException | None = None
         self.is_stopping = False
         self._open: dict[Ticket, int] = {}
-        """Unfinished tickets and their jobs; known to the event loop only."""
+        """Unfinished tickets and their answers; known to the event loop only."""
         self._mean_s = 1.0
         self._places: dict[int, Place] = {}
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -146,14 +149,15 @@ class EngineThread:
             raise failed()
         if self.is_stopping:
             raise stopping()
-        if len(jobs) > self.max_open:
-            raise Refused(f"this request wants {len(jobs)} answers; at most {self.max_open} can wait at a time")
-        if self.num_open + len(jobs) > self.max_open:
+        ticket = Ticket(jobs, self._give_back)
+        wanted = ticket.num_answers
+        if wanted > self.max_open:
+            raise Refused(f"this request wants {wanted} answers; at most {self.max_open} can wait at a time")
+        if self.num_open + wanted > self.max_open:
             raise Refused(
                 "the queue is full; try again later", status=429, code="queue_full", retry_after=self._retry_after()
             )
-        ticket = Ticket(jobs, self._give_back)
-        self._open[ticket] = len(jobs)
+        self._open[ticket] = wanted
         self._orders.put(partial(self._join, ticket))
         return ticket
 
@@ -204,21 +208,24 @@ class EngineThread:
         return True
 
     def _join(self, ticket: Ticket) -> None:
-        ids: list[int] = []
         try:
             if self.failure:
                 raise failed()
-            for job in ticket.jobs:
-                ids.append(self.engine.add(job.tokens, job.sampling, limits=job.limits, trace=job.trace))
+            ids = [request_id for job in ticket.jobs for request_id in self._add(job)]
         except Exception as error:
-            for request_id in ids:
+            for request_id in self.engine.requests.keys() - self._places.keys():
                 self.engine.cancel(request_id)
             self._tell(ticket, partial(ticket.refuse, _refusal(error)))
             return
         for index, request_id in enumerate(ids):
             self._places[request_id] = Place(ticket, index, ticket.arrived)
-            self.watcher.joined(len(ticket.jobs[index].tokens))
+        self.watcher.joined(sum(len(job.tokens) * job.count for job in ticket.jobs))
         self._tell(ticket, partial(_set_done, ticket.joined))
+
+    def _add(self, job: Job) -> list[int]:
+        return self.engine.add_several(
+            job.tokens, job.sampling, job.count, limits=job.limits, trace=job.trace, cache_salt=job.cache_salt
+        )
 
     def _drop(self, ticket: Ticket) -> None:
         for request_id in [id for id, place in self._places.items() if place.ticket is ticket]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.text import Text
 
 from jetspec.terminal.screen import err, out
-from jetspec.tree_html import DrawnRound, children_of, count_nodes, label, logprob, write_page
+from jetspec.tree import children_of
+from jetspec.tree_html import DrawnRound, count_nodes, label, write_page
 from jetspec.types import RoundTrace, Update
 
 KEPT, DROPPED, BONUS = "●", "○", "◆"
@@ -37,7 +38,7 @@ def round_text(trace: RoundTrace, number: int, token_text: TokenText) -> Text:
 
 
 def _tree_lines(trace: RoundTrace, token_text: TokenText) -> Iterator[Text]:
-    children, path = children_of(trace), set(trace.path)
+    children, path = children_of(trace.parents), set(trace.path)
 
     def line(branch: str, mark: str, token: int, style: str, numbers: str = "") -> Text:
         return Text.assemble((branch, "dim"), (f"{mark} {label(token_text(token))}", style), (numbers, "dim"))
@@ -50,7 +51,7 @@ def _tree_lines(trace: RoundTrace, token_text: TokenText) -> Iterator[Text]:
         for child in children[node]:
             is_last = child == children[node][-1]
             kept = child in path
-            numbers = f"  {logprob(trace, child):.2f}  Σ {trace.scores[child]:.2f}"
+            numbers = f"  {trace.logprobs[child]:.2f}  Σ {trace.scores[child]:.2f}"
             style = "bold green" if kept else "default"
             yield line(
                 indent + ("└─" if is_last else "├─"), KEPT if kept else DROPPED, trace.tokens[child], style, numbers

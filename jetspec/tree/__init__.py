@@ -1,8 +1,9 @@
 """Draft trees: what they are, how they are built from candidates, and which path of them the target keeps."""
 
 from jetspec.tree.accept import Acceptance, accept, accepted_tokens
+from jetspec.tree.adjust import forbid, penalize
 from jetspec.tree.build import Candidates, EdgeFactors, build_tree, build_tree_reference
-from jetspec.tree.draft_tree import DraftTree, draw, pack_bits, unpack_bits
+from jetspec.tree.draft_tree import DraftTree, children_of, draw, pack_bits, unpack_bits
 from jetspec.tree.sample import choose_nodes, choose_token, filter_logits, gumbel
 
 __all__ = [
@@ -14,11 +15,14 @@ __all__ = [
     "accepted_tokens",
     "build_tree",
     "build_tree_reference",
+    "children_of",
     "choose_nodes",
     "choose_token",
     "draw",
     "filter_logits",
+    "forbid",
     "gumbel",
     "pack_bits",
+    "penalize",
     "unpack_bits",
 ]

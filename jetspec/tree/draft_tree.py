@@ -137,6 +137,15 @@ class DraftTree:
         return draw(self.token_BN[row, :size].tolist(), self.parent_BN[row, :size].tolist(), scores, path or (), decode)
 
 
+def children_of(parents: Sequence[int]) -> list[list[int]]:
+    """Children of every node, in node order. The root is nobody's child, and padding is left alone."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents):
+        if parent != node:
+            children[parent].append(node)
+    return children
+
+
 def pack_bits(visible_BNN: Tensor) -> Tensor:
     """Booleans (..., N) to int32 words (..., ceil(N / 32)); bit j of the row is entry j."""
     num_bits = visible_BNN.shape[-1]
@@ -160,9 +169,7 @@ def draw(
     decode: Callable[[int], str] | None = None,
 ) -> str:
     """A tree as text, one node per line: token, score, and a mark on the nodes of `path`."""
-    children: list[list[int]] = [[] for _ in tokens]
-    for node in range(1, len(tokens)):
-        children[parents[node]].append(node)
+    children = children_of(parents)
 
     def label(node: int) -> str:
         name = repr(decode(tokens[node])) if decode else str(tokens[node])

@@ -14,7 +14,7 @@ from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.tree import Acceptance, DraftTree, accept
 from jetspec.types import SamplingParams
-from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_head
+from tests.engine.tiny import make_engine, next_logits, run, tiny_decoder, tiny_head
 
 VOCAB, LENGTH, DRAWS = 4, 3, 20_000
 PROMPT = [1, 3, 0, 2]
@@ -32,14 +32,8 @@ def probabilities(target: Decoder, temperature: float) -> torch.Tensor:
     return law
 
 
-@torch.inference_mode()
 def next_token_law(target: Decoder, tokens: list[int], temperature: float) -> torch.Tensor:
-    engine = make_engine(target)
-    engine.add([*tokens, 0], SamplingParams())
-    ((request, _),) = engine.scheduler.next_chunks()
-    engine.cache.flush()
-    out = target(engine.cache.place_chunks([(request, len(tokens))]), engine.cache.target.layers)
-    return (target.logits(out.hidden_TM[-1]) / temperature).softmax(-1)
+    return (next_logits(target, tokens) / temperature).softmax(-1)
 
 
 def p_value(head: DraftHead, temperature: float, draws: int) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from jetspec.config import EngineConfig, TreeConfig
 from jetspec.dispatch import force
 from jetspec.engine.graphs import batch_sizes
 from jetspec.types import SamplingParams
+from tests.engine import test_constraint as constraints
+from tests.engine import test_requests as requests
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH
 from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_head
 
@@ -73,3 +77,37 @@ def test_requests_join_and_leave_while_graphs_replay() -> None:
         assert completion.token_ids == TRUTH[id(GREEDY)][index % len(PROMPTS)]
     assert int(engine.cache.length_R[engine.cache.idle_row]) == 0
     torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+@pytest.mark.parametrize("who", ["none", "edge"])
+@pytest.mark.parametrize("name", requests.SETTINGS)
+def test_the_gpu_penalizes_like_the_cpu(name: str, who: str, execution: str) -> None:
+    """In one batch with requests that ask for nothing, and with log-probabilities for some."""
+    target = tiny_decoder().cuda()
+    head = tiny_head(target, edge=True).cuda() if who == "edge" else None
+    config = EngineConfig(page_size=4, max_batch=4, execution=execution, num_pages=60)  # type: ignore[arg-type]
+    engine = make_engine(target, "head" if head else "none", head, TreeConfig(budget=12, width=4), config)
+    penalized = replace(requests.SETTINGS[name], logprobs=3)
+    params = [GREEDY if i % 3 == 2 else penalized for i in range(len(PROMPTS))]
+    for i, completion in enumerate(run(engine, PROMPTS, params)):
+        assert completion.token_ids == (TRUTH[id(GREEDY)] if i % 3 == 2 else requests.TEXTS[name])[i]
+        if i % 3 != 2:
+            requests.check_logprobs(PROMPTS[i], completion, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+def test_constrained_batches_and_graphs_take_turns(execution: str) -> None:
+    """While somebody is constrained the batch runs as written; before and after that it replays."""
+    target = tiny_decoder().cuda()
+    config = EngineConfig(page_size=4, max_batch=6, execution=execution, num_pages=100)  # type: ignore[arg-type]
+    options: Any = {"eos_tokens": constraints.NO_END, "constrain": lambda _: constraints.Sums()}
+    plain = make_engine(tiny_decoder(), **options)
+    constrained = constraints.SETTINGS["greedy"]
+    free = replace(GREEDY, max_tokens=40)
+    params = [constrained if i % 2 else free for i in range(len(PROMPTS))]
+    engine = make_engine(target, "head", tiny_head(target).cuda(), config=config, **options)
+    done = run(engine, PROMPTS, params)
+    assert [c.token_ids for c in done] == [c.token_ids for c in run(plain, PROMPTS, params)]

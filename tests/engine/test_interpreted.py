@@ -30,6 +30,10 @@ def compare(who: str, sampling: SamplingParams) -> None:
         done = decode(who, sampling)
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
     assert [c.stats.accepted_lengths for c in done] == [c.stats.accepted_lengths for c in expected]
+    for completion, other in zip(done, expected, strict=True):
+        for found, right in zip(completion.logprobs or (), other.logprobs or (), strict=True):
+            assert [t for t, _ in found.top] == [t for t, _ in right.top]
+            assert abs(found.logprob - right.logprob) < 1e-4
 
 
 @pytest.mark.parametrize("who", ["none", "edge"])
@@ -40,3 +44,8 @@ def test_kernels_decode_like_references(interpreter: Executor, who: str) -> None
 def test_kernels_sample_like_references(interpreter: Executor) -> None:
     sampling = SamplingParams(max_tokens=2, temperature=0.9, top_k=9, top_p=0.95, min_p=0.01, seed=5)
     interpreter.submit(compare, "head", sampling).result()
+
+
+def test_kernels_serve_penalties_and_log_probabilities(interpreter: Executor) -> None:
+    sampling = SamplingParams(max_tokens=3, frequency_penalty=1.5, presence_penalty=0.5, logit_bias={4: 2}, logprobs=2)
+    interpreter.submit(compare, "edge", sampling).result()

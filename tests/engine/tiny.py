@@ -133,3 +133,14 @@ def run(
 def plain(target: Decoder, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
     """What the target writes alone, by the simplest route: a fresh engine per prompt, one node per round."""
     return [run(make_engine(target), [prompt], sampling)[0].token_ids for prompt in prompts]
+
+
+@torch.inference_mode()
+def next_logits(target: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """The target's logits after some tokens, from one pass over them in a fresh engine."""
+    engine = make_engine(target)
+    engine.add([*tokens, 0], SamplingParams())
+    ((request, _),) = engine.scheduler.next_chunks()
+    engine.cache.flush()
+    out = target(engine.cache.place_chunks([(request, len(tokens))]), engine.cache.target.layers)
+    return target.logits(out.hidden_TM[-1])

@@ -1,0 +1,61 @@
+"""Bounds on the JSON schemas of clients, so that compiling one takes neither much time nor much memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from jetspec.serve.errors import Refused
+
+MAX_BYTES = 16 << 10
+MAX_DEPTH = 16
+MAX_COUNT = 1024
+"""Most characters, entries or properties that a schema may ask for, and most repetitions in a pattern."""
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+
+def check_schema(schema: dict[str, Any], param: str) -> str:
+    """The schema as JSON, if it is small enough."""
+    if depth_of(schema) > MAX_DEPTH:
+        raise Refused(f"{param} is nested deeper than {MAX_DEPTH}", param=param)
+    text = json.dumps(schema)
+    if len(text) > MAX_BYTES:
+        raise Refused(f"{param} has {len(text)} bytes; it may have {MAX_BYTES}", param=param)
+    for name, value in entries(schema):
+        if name in COUNTS and isinstance(value, int) and value > MAX_COUNT:
+            raise Refused(f"{name} in {param} is {value}; it may be at most {MAX_COUNT}", param=param)
+        if name == "pattern" and isinstance(value, str) and repetitions(value) > MAX_COUNT:
+            raise Refused(f"a pattern in {param} repeats more than {MAX_COUNT} times", param=param)
+    return text
+
+
+def depth_of(value: Any) -> int:
+    """How deep lists and objects lie in each other."""
+    level, depth = [value], 0
+    while level:
+        level = [part for whole in level for part in parts_of(whole)]
+        depth += 1
+    return depth - 1
+
+
+def parts_of(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def entries(value: Any) -> list[tuple[str, Any]]:
+    """Every name with its value, at any depth."""
+    found: list[tuple[str, Any]] = []
+    left = [value]
+    while left:
+        whole = left.pop()
+        if isinstance(whole, dict):
+            found += whole.items()
+        left += parts_of(whole)
+    return found
+
+
+def repetitions(pattern: str) -> int:
+    """At most how often a part of the pattern is repeated by counts, if all of them lie in each other."""
+    return math.prod(max(1, int(number[:9])) for number in re.findall(r"[{,](\d+)(?=[,}])", pattern))
