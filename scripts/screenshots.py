@@ -69,7 +69,7 @@ def take(browser: Browser, url: str, shot: Shot, folder: Path) -> Path:
     width, height = shot.size
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=shot.scheme)
     page.goto(url)
-    expect(page.get_by_role("button", name="Send")).to_be_enabled(timeout=PATIENCE_MS)
+    expect(page.locator("#model")).not_to_be_empty(timeout=PATIENCE_MS)
     shot.act(page)
     path = folder / f"{shot.name}.png"
     page.screenshot(path=path, animations="disabled")

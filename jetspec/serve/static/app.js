@@ -14,6 +14,7 @@ const NEAR_END = 80;
 let model = null;
 let messages = [];
 let running = null;
+let isAtEnd = true;
 
 // --- asking
 
@@ -58,7 +59,10 @@ function race(turn, signal) {
 /** Let `job` answer what is in the prompt. What went wrong is said, and the prompt is given back. */
 async function ask(template, job) {
   const prompt = at("prompt").value.trim();
-  if (!prompt || running || !model) return;
+  if (!prompt || running) return;
+  forgive();
+  if (!model) await meet();
+  if (!model || running) return;
   running = new AbortController();
   const turn = addTurn(template, prompt);
   messages.push({ role: "user", content: prompt });
@@ -95,7 +99,8 @@ function addTurn(template, prompt) {
   const turn = at(template).content.firstElementChild.cloneNode(true);
   turn.querySelector(".asked").textContent = prompt;
   at("turns").append(turn);
-  at("thread").scrollTop = at("thread").scrollHeight;
+  isAtEnd = true;
+  keepEndInView();
   return turn;
 }
 
@@ -111,15 +116,18 @@ function complain(error, turn) {
   else at("turns").append(card);
 }
 
+function forgive() {
+  for (const card of at("turns").querySelectorAll(".trouble")) card.remove();
+}
+
+/** Unless someone has scrolled up to read. */
 function keepEndInView() {
-  const thread = at("thread");
-  if (thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END) thread.scrollTop = thread.scrollHeight;
+  if (isAtEnd) at("thread").scrollTop = at("thread").scrollHeight;
 }
 
 function showState() {
   at("send").hidden = at("race").hidden = Boolean(running);
   at("stop").hidden = !running;
-  at("send").disabled = !model;
   at("race").disabled = !drafts();
   at("thread").setAttribute("aria-busy", String(Boolean(running)));
 }
@@ -198,7 +206,7 @@ at("examples").addEventListener("click", ({ target }) => {
 at("door").addEventListener("close", () => {
   if (!at("key").value) return;
   useKey(at("key").value);
-  at("turns").querySelectorAll(".trouble").forEach((card) => card.remove());
+  forgive();
   meet();
 });
 for (const id of sliders) at(id).addEventListener("input", showSliders);
@@ -224,6 +232,9 @@ addEventListener("pointerover", ({ target }) => {
   showTip(target.closest(".token, #tree g[data-node]") ?? focusedToken(), instruments.round);
 });
 addEventListener("scroll", () => showTip(null), { capture: true, passive: true });
+at("thread").addEventListener("scroll", ({ target }) => {
+  isAtEnd = target.scrollHeight - target.scrollTop - target.clientHeight < NEAR_END;
+});
 
 const focusedToken = () => (document.activeElement?.matches(".token") ? document.activeElement : null);
 

@@ -66,9 +66,9 @@ export class Instruments {
     }
     const numFolded = drawTree(at("tree"), at("tree-frame"), this.round, this.showsAll);
     at("tree-title").textContent = `Round ${this.round.round}`;
-    at("tree-facts").textContent = countNodes(this.round) + (numFolded ? `, ${numFolded} folded` : "");
+    at("tree-facts").textContent = countNodes(this.round);
     at("tree-all").hidden = !numFolded && !this.showsAll;
-    at("tree-all").textContent = this.showsAll ? "Fold" : "Show all";
+    at("tree-all").textContent = this.showsAll ? "Fold" : `Show ${numFolded} more`;
     at("tree-all").setAttribute("aria-pressed", String(this.showsAll));
   }
 
