@@ -7,15 +7,15 @@ python -m scripts.screenshots --url http://127.0.0.1:8000
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from jetspec.models.hub import DEFAULT_MODEL
+from scripts.check_serve import ServerProcess
 
 CHROMIUM = Path("/usr/bin/chromium")
 MAX_BYTES = 250_000
@@ -79,21 +79,6 @@ def take(browser: Browser, url: str, shot: Shot, folder: Path) -> Path:
     return path
 
 
-@contextmanager
-def own_server() -> Iterator[str]:
-    """A server on the default model, on a free port that it names."""
-    command = [sys.executable, "-m", "jetspec", "serve", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            line = next((line for line in process.stderr if line.startswith("Serving ")), "")
-            if not line:
-                raise ValueError("the server did not start; `jetspec serve` says why")
-            yield line.split()[-1].removesuffix("/v1")
-        finally:
-            process.terminate()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a running server; default: one that is started for this")
@@ -106,8 +91,8 @@ def main() -> None:
         if args.url:
             shoot(browser, args.url, args.out)
         else:
-            with own_server() as url:
-                shoot(browser, url, args.out)
+            with ServerProcess(DEFAULT_MODEL) as server:
+                shoot(browser, server.url, args.out)
         browser.close()
 
 

@@ -270,10 +270,9 @@ class Server:
 
     async def _compile(self, grammar: Grammar) -> None:
         """Have a grammar ready before the engine needs it, in a thread where it keeps nobody else waiting."""
-        compiling = asyncio.get_running_loop().run_in_executor(
-            self.compiler, lambda: self.llm.grammars.compile(grammar)
-        )
         try:
+            grammars = await asyncio.to_thread(lambda: self.llm.grammars)  # the first time, this reads the vocabulary
+            compiling = asyncio.get_running_loop().run_in_executor(self.compiler, grammars.compile, grammar)
             async with asyncio.timeout(COMPILE_S):
                 await asyncio.shield(compiling)
         except TimeoutError:
@@ -324,7 +323,8 @@ class Server:
 
 
 def _event(chunk: Chunk) -> bytes:
-    return event(chunk.model_dump_json(exclude_none=True))
+    """All ASCII: some readers of lines take characters such as U+2028 for the end of one."""
+    return event(chunk.model_dump_json(exclude_none=True, ensure_ascii=True))
 
 
 def _state(status: str, code: int = 200) -> Response:

@@ -26,6 +26,8 @@ def check_schema(schema: dict[str, Any], param: str) -> str:
     for name, value in entries(schema):
         if name in COUNTS and isinstance(value, int) and value > MAX_COUNT:
             raise Refused(f"{name} in {param} is {value}; it may be at most {MAX_COUNT}", param=param)
+        if name == "$ref" and not str(value).startswith("#"):
+            raise Refused(f"a $ref in {param} leads elsewhere; only those within it are followed", param=param)
         if name == "pattern" and isinstance(value, str) and repetitions(value) > MAX_COUNT:
             raise Refused(f"a pattern in {param} repeats more than {MAX_COUNT} times", param=param)
     return text

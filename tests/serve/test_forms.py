@@ -1,0 +1,249 @@
+"""What the engine can do beyond plain text: formats, tools, log-probabilities, penalties, biases, salts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from jetspec.engine.llm import LLM
+from jetspec.serve.config import ServeConfig
+from jetspec.types import SamplingParams
+from tests.serve.live import NAME, Live, events, streaming, tiny_llm
+
+HARD = "é漢字🙂\u200d🔥ﬀ"
+"""Characters of two, three and four bytes; the tiny model's tokens are bytes."""
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}<tool_call>{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a town.",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["town", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOTHING = {"type": "object", "additionalProperties": False}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+
+
+@pytest.fixture(scope="module")
+def tooled(folder: Path) -> Iterator[Live]:
+    llm = tiny_llm(folder)
+    llm.tokenizer.chat_template = TOOL_TEMPLATE
+    with Live(llm, ServeConfig(port=0)) as server:
+        yield server
+
+
+def test_no_character_is_broken(live: Live) -> None:
+    """A text of many bytes per character, streamed by a model whose tokens are bytes: every chunk is whole."""
+    form = schema_format({"const": HARD})
+    chunks = list(events(live.chat(response_format=form, temperature=0, stream=True, max_tokens=200)))
+    pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert json.loads("".join(pieces)) == HARD
+    assert len([piece for piece in pieces if piece]) > 3 and not any("\ufffd" in piece for piece in pieces)
+    cut = list(events(live.chat(response_format=form, temperature=0, stream=True, max_tokens=200, stop=["字🙂"])))
+    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in cut)
+    assert said == '"é漢' and cut[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("temperature", [0, 1.3])
+def test_an_answer_has_the_form_that_was_asked_for(live: Live, temperature: float) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    asked = {"response_format": schema_format(schema), "temperature": temperature, "seed": 5, "max_tokens": 150}
+    whole = live.chat(**asked).json()["choices"][0]
+    if whole["finish_reason"] == "stop":
+        assert set(json.loads(whole["message"]["content"])) == {"a", "b"}
+    plain = live.chat(**asked, jetspec={"budget": 1}).json()["choices"][0]
+    assert plain["message"]["content"] == whole["message"]["content"], "a form does not depend on the tree"
+    anything = live.chat(response_format={"type": "json_object"}, temperature=temperature, max_tokens=30).json()
+    assert anything["choices"][0]["message"]["content"].lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"type": "string", "maxLength": 100_000}, "maxLength"),
+        ({"type": "string", "pattern": "(a{100}){100}"}, "pattern"),
+        ({"enum": ["x" * 20_000]}, "bytes"),
+        ({"allOf": 5}, ""),
+        ({"type": "nonsense"}, ""),
+        ({"not": {"type": "string"}}, "not"),
+        ({"$ref": "http://example.org/schema"}, ""),
+        (json.loads('{"items":' * 30 + "{}" + "}" * 30), "deeper"),
+    ],
+)
+def test_schemas_that_cannot_be_kept_are_refused(live: Live, schema: dict[str, Any], word: str) -> None:
+    response = live.chat(response_format=schema_format(schema), max_tokens=4)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "response_format") and word in error["message"]
+    assert live.chat(max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_is_a_call(tooled: Live, choice: Any, stream: bool) -> None:
+    asked = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "temperature": 0.9, "seed": 1, "max_tokens": 120}
+    response = tooled.chat(**asked, stream=stream)
+    if stream:
+        chunks = list(events(response))
+        calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+        finish = chunks[-1]["choices"][0]["finish_reason"]
+        assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
+    else:
+        choice_found = response.json()["choices"][0]
+        calls, finish = choice_found["message"]["tool_calls"], choice_found["finish_reason"]
+    (call,) = calls
+    assert finish == "tool_calls" and call["id"].startswith("call_") and call["index"] == 0
+    if choice != "required" or call["function"]["name"] == "weather":
+        arguments = json.loads(call["function"]["arguments"])
+        assert arguments["town"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
+
+
+def test_conversations_with_calls_reach_the_template(tooled: Live) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "é"}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "time?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    answer = tooled.chat(messages=messages, tools=[CLOCK], max_tokens=2).json()
+    text = tooled.llm.tokenizer.chat(
+        [
+            {"role": "user", "content": "time?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "clock", "arguments": {"zone": "é"}}}],
+            },
+            {"role": "tool", "content": "noon"},
+        ],
+        tools=[CLOCK],
+    )
+    assert answer["usage"]["prompt_tokens"] == len(tooled.llm.tokenizer.encode(text))
+    messages[1]["tool_calls"] = [{**call, "function": {"name": "clock", "arguments": "{"}}]
+    assert tooled.chat(messages=messages).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tool_choice": "required"},
+        {"tools": [CLOCK], "response_format": {"type": "json_object"}},
+        {"tools": [CLOCK], "parallel_tool_calls": False},
+        {"tools": [{"type": "function", "function": {**CLOCK["function"], "strict": True}}]},  # type: ignore[dict-item]
+        {"tools": [{"type": "function", "function": {"name": "no spaces"}}]},
+    ],
+)
+def test_calls_that_cannot_be_made_are_refused(tooled: Live, asked: dict[str, Any]) -> None:
+    assert tooled.chat(**asked).status_code == 400
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_log_probabilities_are_the_engines_own(live: Live, alone: LLM, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=2, max_tokens=12, logprobs=3, ignore_eos=True)
+    expected = alone.generate("ab", sampling)[0]
+    assert expected.logprobs is not None
+    asked = {"temperature": temperature, "seed": 2, "max_tokens": 12, "logprobs": 3, "ignore_eos": True}
+    found = live.post(**asked).json()["choices"][0]["logprobs"]
+    shown = [entry for entry in expected.logprobs if entry.token < 256]
+    assert found["token_logprobs"] == pytest.approx([entry.logprob for entry in shown], abs=1e-4)
+    assert all(len(top) <= 3 for top in found["top_logprobs"])
+    with streaming(live, **asked) as response:
+        pieces = [chunk["choices"][0]["logprobs"] for chunk in events(response)]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for piece in pieces for value in piece[name]] == pytest.approx(found[name], abs=1e-4)
+
+
+def test_chat_log_probabilities_spell_the_text(live: Live) -> None:
+    asked = {"logprobs": True, "top_logprobs": 2, "temperature": 0, "max_tokens": 20}
+    choice = live.chat(**asked).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    text = bytes(byte for entry in content for byte in entry["bytes"]).decode(errors="replace")
+    assert text == choice["message"]["content"]
+    for entry in content:
+        best, second = entry["top_logprobs"]
+        assert entry["logprob"] == pytest.approx(best["logprob"], abs=1e-5) and best["logprob"] >= second["logprob"]
+    streamed = [chunk["choices"][0] for chunk in events(live.chat(**asked, stream=True))]
+    entries = [entry for choice in streamed for entry in choice.get("logprobs", {}).get("content", [])]
+    assert [entry["token"] for entry in entries] == [entry["token"] for entry in content]
+    assert "logprobs" not in live.chat(max_tokens=2).json()["choices"][0]
+
+
+def test_penalties_and_biases_change_the_text_as_in_the_engine(live: Live, alone: LLM) -> None:
+    plain = live.post(temperature=0, max_tokens=30).json()["choices"][0]["text"]
+    bias = {65: 50.0, 66: -5.0}
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
+        ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+        ({"logit_bias": {str(token): value for token, value in bias.items()}}, {"logit_bias": bias}),
+    ]
+    for asked, params in changes:
+        text = live.post(temperature=0, max_tokens=30, **asked).json()["choices"][0]["text"]
+        assert text == alone.generate("ab", SamplingParams(max_tokens=30, **params))[0].text != plain
+    for bad in ({"x": 1.0}, {"9999": 1.0}, {"65": 101.0}, {str(i): 1.0 for i in range(2000)}):
+        assert live.post(logit_bias=bad).status_code == 400
+
+
+def test_salts_and_keys_keep_prefixes_apart(folder: Path) -> None:
+    keys = ("a" * 20, "b" * 20)
+    with Live(tiny_llm(folder), ServeConfig(port=0, keys=keys)) as server:
+
+        def cached(key: str, salt: str | None) -> int:
+            asked: dict[str, Any] = {"model": NAME, "prompt": "a shared beginning of some length", "max_tokens": 2}
+            done = server.client(key).completions.create(**asked, extra_body={"cache_salt": salt})
+            return int(done.to_dict()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        whole = 32
+        assert [cached(keys[0], None), cached(keys[0], None)] == [0, whole]
+        assert [cached(keys[1], None), cached(keys[1], None)] == [0, whole]
+        assert [cached(keys[0], "x"), cached(keys[0], "x"), cached(keys[0], "y")] == [0, whole, 0]
+
+
+def test_several_answers_share_their_prompt(live: Live) -> None:
+    usage = live.post(prompt="a prompt that nobody has asked before", n=4, max_tokens=2).json()["usage"]
+    length = usage["prompt_tokens"] // 4
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 3 * ((length - 1) // 4 * 4)
+
+
+def test_the_openai_client_parses_forms(live: Live) -> None:
+    from pydantic import BaseModel
+
+    class Flag(BaseModel):
+        on: bool
+
+    done = live.client().chat.completions.parse(
+        model=NAME, messages=[{"role": "user", "content": "?"}], response_format=Flag, max_tokens=100, seed=1
+    )
+    message = done.choices[0].message
+    assert isinstance(message.parsed, Flag)
+    with pytest.raises(openai.BadRequestError, match="tools are not supported"):
+        live.client().chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": "?"}],
+            tools=[WEATHER],  # type: ignore[list-item]
+        )
+    assert httpx.get(f"{live.url}/health").status_code == 200
