@@ -24,6 +24,7 @@ from tests.serve.live import Live, tiny_llm
 
 SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
 PROMPT = "ab"
+IS_HIGH = "(frame) => frame.scrollHeight > frame.clientHeight"
 KEY = "a-key-that-nobody-guesses"
 Open = Callable[..., Page]
 
@@ -84,6 +85,13 @@ def ask(page: Page, prompt: str = PROMPT) -> None:
 
 def question(request: Request) -> dict[str, Any]:
     return json.loads(request.post_data or "{}")
+
+
+def answer_with(page: Page, chunk: dict[str, Any], end: str = "data: [DONE]\n\n") -> None:
+    """From now on the page gets this chunk for an answer, whatever it asks."""
+    body = f"data: {json.dumps(chunk)}\n\n{end}"
+    page.unroute("**/chat/completions")
+    page.route("**/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
 
 
 def own_answer(alone: LLM, prompt: str = PROMPT) -> Completion:
@@ -283,9 +291,7 @@ def test_what_goes_wrong_is_said_in_words(open_page: Open, errors: list[str]) ->
     page.route("**/chat/completions", lambda route: route.abort())
     ask(page)
     expect(alert).to_contain_text("The server cannot be reached")
-    page.unroute("**/chat/completions")
-    half = 'data: {"choices": [{"index": 0, "delta": {"content": "half"}}]}\n\n'
-    page.route("**/chat/completions", lambda route: route.fulfill(body=half, content_type="text/event-stream"))
+    answer_with(page, {"choices": [{"index": 0, "delta": {"content": "half"}}]}, end="")
     ask(page)
     expect(alert).to_contain_text("The answer broke off")
     assert len(errors) == 2 and all(error.startswith("Failed to load resource") for error in errors)
@@ -295,9 +301,7 @@ def test_what_goes_wrong_is_said_in_words(open_page: Open, errors: list[str]) ->
 def test_text_never_becomes_markup(open_page: Open) -> None:
     page = open_page()
     text = "<img src=x onerror=alert(1)><b>bold</b>"
-    said = {"choices": [{"index": 0, "delta": {"content": text}}]}
-    body = f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n"
-    page.route("**/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    answer_with(page, {"choices": [{"index": 0, "delta": {"content": text}}]})
     ask(page, text)
     expect(page.locator(".answer")).to_have_text(text)
     expect(page.locator(".asked")).to_have_text(text)
@@ -364,17 +368,17 @@ def test_large_trees_are_folded_and_nothing_is_lost(open_page: Open) -> None:
 
 def test_a_large_tree_fits_its_frame_until_all_is_wanted(open_page: Open) -> None:
     page = open_page(size="phone")
-    text = "own"
-    round_ = {"round": 1, "tokens": [{"text": text, "depth": 1}], "tree": random_tree(128, 3), "tokens_per_s": 1.0}
-    said = {"choices": [{"index": 0, "delta": {"content": text}}], "jetspec": round_}
-    body = f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n"
-    page.route("**/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
-    ask(page)
-    is_high = "(frame) => frame.scrollHeight > frame.clientHeight"
-    assert not page.locator("#tree-frame").evaluate(is_high)
+    sizes = (12, 20, 40, 128, 300, 128)
+    for number, size in enumerate(sizes):
+        tree = random_tree(size, number) | {"tokens": ["w" * (1 + node % 9) for node in range(size)]}
+        traced = {"round": 1, "tokens": [{"text": "own", "depth": 1}], "tree": tree, "tokens_per_s": 1.0}
+        answer_with(page, {"choices": [{"index": 0, "delta": {"content": "own"}}], "jetspec": traced})
+        ask(page)
+        expect(page.locator("#tree-facts")).to_contain_text(f"{size} nodes")
+        assert not page.locator("#tree-frame").evaluate(IS_HIGH)
     page.get_by_role("button", name=re.compile("Show \\d+ more")).click()
-    expect(page.locator("#tree g")).to_have_count(129)
-    assert page.locator("#tree-frame").evaluate(is_high)
+    expect(page.locator("#tree g")).to_have_count(sizes[-1] + 1)
+    assert page.locator("#tree-frame").evaluate(IS_HIGH)
     assert fits(page)
 
 

@@ -59,10 +59,14 @@ export function drawTree(svg, frame, round, isWhole) {
   const { tree } = round;
   const labels = [...tree.tokens, tree.bonus].map(label);
   const measure = ruler(svg);
-  const fit = (scale) => Math.max(MIN_ROWS, Math.floor((frame.clientHeight / scale - 2 * PAD) / ROW));
-  let layout = place(arrange(tree, isWhole ? Infinity : fit(1)), labels, measure, frame.clientWidth);
+  const lay = (maxRows) => place(arrange(tree, maxRows), labels, measure, frame.clientWidth);
+  const room = (scale) => (frame.clientHeight - 2 * PAD) / scale;
+  const fit = (scale) => Math.max(MIN_ROWS, Math.floor((room(scale) - PAD) / ROW));
+  let layout = lay(isWhole ? Infinity : fit(1));
   if (layout.numFolded && layout.scale < 1) {
-    layout = place(arrange(tree, fit(layout.scale)), labels, measure, frame.clientWidth);
+    // Scaled down, there is room for more rows; but with them it may be scaled less.
+    const more = lay(fit(layout.scale));
+    if (more.height <= room(more.scale)) layout = more;
   }
   const { nodes, width, height, scale, numFolded } = layout;
   const byNode = new Map(nodes.map((box) => [box.node, box]));
