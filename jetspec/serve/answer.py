@@ -22,6 +22,7 @@ from jetspec.serve.protocol import (
     Finish,
     FunctionCall,
     MadeCall,
+    MadeCallDelta,
     Rounds,
     TextChoice,
     TextCompletion,
@@ -171,10 +172,8 @@ class ChatAnswer:
         text, calls = update.text, list[FunctionCall]()
         if state.reader:
             text, calls = state.reader.push(text, is_last=update.completion is not None)
-        made = [
-            MadeCall(index=len(state.calls) + i, id=f"call_{uuid.uuid4().hex[:24]}", function=call)
-            for i, call in enumerate(calls)
-        ]
+        made = [MadeCall(id=f"call_{uuid.uuid4().hex[:24]}", function=call) for call in calls]
+        shown = [MadeCallDelta(index=len(state.calls) + i, **vars(call)) for i, call in enumerate(made)]
         state.said += text
         state.calls += made
         if update.completion:
@@ -182,9 +181,9 @@ class ChatAnswer:
             state.finish = "tool_calls" if state.calls else update.completion.finish_reason
         found = self._shown(update.logprobs)
         traced = trace_round(update, self.words, state.trail)
-        if not (text or made or update.completion or traced or found):
+        if not (text or shown or update.completion or traced or found):
             return None
-        delta = Delta(content=text or None, tool_calls=made or None)
+        delta = Delta(content=text or None, tool_calls=shown or None)
         logprobs = chat_logprobs(found, self.words) if found else None
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=state.finish)
         return self._chunk([choice], jetspec=traced)

@@ -234,16 +234,20 @@ class FunctionCall(BaseModel):
 
 
 class MadeCall(BaseModel):
-    index: int
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
+class MadeCallDelta(MadeCall):
+    """In a stream a call says which of the answer's calls it is."""
+
+    index: int
+
+
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
-    refusal: None = None
     tool_calls: list[MadeCall] | None = None
 
 
@@ -260,7 +264,7 @@ class ChatChoice(BaseModel):
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
-    tool_calls: list[MadeCall] | None = None
+    tool_calls: list[MadeCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
