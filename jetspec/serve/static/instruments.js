@@ -1,6 +1,7 @@
 /** Gauges and the tree: they follow the answer that is being written, or show a round that someone picked. */
 
 import { SHADES } from "./answer.js";
+import { make, set } from "./svg.js";
 import { countNodes, drawTree } from "./tree.js";
 
 const MIN_GAP_MS = 90;
@@ -107,13 +108,4 @@ function drawBars(svg, rounds) {
     return make("rect", { x, y: top - height, width: 0.72, height, class: `shade-${round.round % SHADES}` });
   });
   svg.replaceChildren(...bars, make("path", { d: `M0 ${top - 1}H${MAX_BARS}` }));
-}
-
-function make(name, attributes) {
-  return set(document.createElementNS("http://www.w3.org/2000/svg", name), attributes);
-}
-
-function set(element, attributes) {
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
 }

@@ -1,10 +1,11 @@
 /** The draft tree of a round as SVG: left to right, the accepted path straight along the top, rejected nodes below. */
 
+import { make, set } from "./svg.js";
+
 const [ROW, BOX, GAP, PAD, INSET] = [26, 20, 16, 8, 6];
 const MAX_LABEL = 14;
 const MIN_ROWS = 3;
 const MIN_SCALE = 0.75;
-const SVG = "http://www.w3.org/2000/svg";
 
 /**
  * Which nodes are drawn, and in which row. At most `maxRows` rows: the path is always there, then the best nodes;
@@ -74,10 +75,12 @@ export function drawTree(svg, frame, round, isWhole) {
   // The path is drawn last, over the lines it crosses.
   links.sort((a, b) => a.classList.contains("lit") - b.classList.contains("lit"));
   svg.replaceChildren(...links, ...nodes.map(boxOf));
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.setAttribute("width", Math.floor(width * scale));
-  svg.setAttribute("height", Math.floor(height * scale));
-  svg.setAttribute("aria-label", describe(round));
+  set(svg, {
+    viewBox: `0 0 ${width} ${height}`,
+    width: Math.floor(width * scale),
+    height: Math.floor(height * scale),
+    "aria-label": describe(round),
+  });
   const tip = byNode.get(tree.tokens.length);
   frame.scrollLeft = (tip.x + tip.width + PAD) * scale - frame.clientWidth;
   return numFolded;
@@ -135,7 +138,7 @@ function link(parent, child, tree) {
   const middle = end - GAP / 2;
   const isLit = child.kind !== "dropped";
   const chance = child.kind === "bonus" ? 1 : Math.exp(Math.min(nodeLogprob(tree, child.node), 0));
-  return element("path", {
+  return make("path", {
     class: `${child.kind}${isLit ? " lit" : ""}`,
     d: `M${start} ${parent.y}C${middle} ${parent.y} ${middle} ${child.y} ${end} ${child.y}`,
     "stroke-width": (1 + 2.5 * (Number.isFinite(chance) ? chance : 0)).toFixed(1),
@@ -143,21 +146,15 @@ function link(parent, child, tree) {
 }
 
 function boxOf(box) {
-  const group = element("g", { class: box.kind, "data-node": box.node });
-  const text = element("text", { x: box.x + INSET, y: box.y + 4 });
+  const group = make("g", { class: box.kind, "data-node": box.node });
+  const text = make("text", { x: box.x + INSET, y: box.y + 4 });
   text.textContent = box.text;
   if (box.more) {
-    const more = element("tspan", { class: "more" });
+    const more = make("tspan", { class: "more" });
     more.textContent = box.more;
     text.append(more);
   }
   const shape = { x: box.x, y: box.y - BOX / 2, width: box.width, height: BOX, rx: 5 };
-  group.append(element("rect", shape), text);
+  group.append(make("rect", shape), text);
   return group;
-}
-
-function element(name, attributes) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
 }
