@@ -46,8 +46,14 @@ from jetspec.serve.worker import EngineThread, Ticket
 from jetspec.types import Grammar
 
 STATIC = Path(__file__).parent / "static"
-PAGE_POLICY = "default-src 'self' 'unsafe-inline' data:"
-"""The page may load what this server has, and nothing else."""
+PAGE_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "connect")),
+        *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors")),
+    )
+)
+"""The page may load what this server has, and nothing else: no script or style of the page's own text."""
 PREPARERS = 2
 """Threads that make token ids of requests, so that a long prompt does not keep everybody waiting."""
 COMPILE_S = 5.0

@@ -1,0 +1,244 @@
+/** The playground: a conversation, its settings, and what to do about keys and clicks. */
+
+import { Trouble, decode, readModel, useKey } from "./api.js";
+import { Answer, about, neighbour } from "./answer.js";
+import { Instruments } from "./instruments.js";
+import { runRace } from "./race.js";
+import { showTip } from "./tip.js";
+
+const at = (id) => document.getElementById(id);
+const instruments = new Instruments();
+const sliders = ["budget", "width", "temperature", "length"];
+const NEAR_END = 80;
+
+let model = null;
+let messages = [];
+let running = null;
+let isAtEnd = true;
+
+// --- asking
+
+/** What every question of this page has in common. `tree` changes the sliders' tree. */
+function question(tree = {}) {
+  const number = (id) => Number(at(id).value);
+  const shape = { trace: true, budget: number("budget"), width: number("width"), ...tree };
+  return { model: model.id, messages, temperature: number("temperature"), max_tokens: number("length"), jetspec: shape };
+}
+
+async function chat(turn, signal) {
+  const answer = new Answer(turn.querySelector(".answer"));
+  instruments.follow(answer);
+  const take = (text, round) => {
+    answer.add(text, round);
+    instruments.grown(answer);
+    keepEndInView();
+  };
+  try {
+    const { finish, seconds } = await decode(question(), signal, take);
+    turn.querySelector(".sum").textContent = summary(answer, seconds, finish);
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+    turn.querySelector(".sum").textContent = "stopped";
+  }
+  return answer.text;
+}
+
+function race(turn, signal) {
+  // The same seed for both: the same text at any temperature. Salts of their own: no one finds a prompt cached.
+  const seed = Math.floor(Math.random() * 2 ** 31);
+  const start = (tree, take) => {
+    const body = { ...question(tree), seed, cache_salt: String(Math.random()) };
+    return decode(body, signal, (...taken) => {
+      take(...taken);
+      keepEndInView();
+    });
+  };
+  return runRace(turn, { start, length: Number(at("length").value), signal, instruments });
+}
+
+/** Let `job` answer what is in the prompt. What went wrong is said, and the prompt is given back. */
+async function ask(template, job) {
+  const prompt = at("prompt").value.trim();
+  if (!prompt || running) return;
+  forgive();
+  if (!model) await meet();
+  if (!model || running) return;
+  running = new AbortController();
+  const turn = addTurn(template, prompt);
+  messages.push({ role: "user", content: prompt });
+  at("prompt").value = "";
+  showState();
+  try {
+    const text = await job(turn, running.signal);
+    messages.push({ role: "assistant", content: text });
+    at("said").textContent = "The answer is complete.";
+  } catch (error) {
+    messages.pop();
+    if (!at("prompt").value) at("prompt").value = prompt;
+    if (error.name === "AbortError") at("said").textContent = "Stopped.";
+    else complain(error, turn);
+  } finally {
+    running = null;
+    turn.querySelector(".stage")?.remove();
+    showState();
+    keepEndInView();
+  }
+}
+
+function summary(answer, seconds, finish) {
+  const { tokens, rounds } = answer;
+  const facts = [`${tokens} tokens in ${rounds.length} rounds`, `${seconds.toFixed(1)} s`];
+  if (finish === "length") facts.push("cut at its length");
+  return facts.join(" · ");
+}
+
+// --- showing
+
+function addTurn(template, prompt) {
+  at("welcome").hidden = true;
+  const turn = at(template).content.firstElementChild.cloneNode(true);
+  turn.querySelector(".asked").textContent = prompt;
+  at("turns").append(turn);
+  isAtEnd = true;
+  keepEndInView();
+  return turn;
+}
+
+function complain(error, turn) {
+  if (!(error instanceof Trouble)) console.error(error);
+  const words = error instanceof Trouble ? error.message : "The page itself has failed; its console says how.";
+  if (error.status === 401) askForKey(words);
+  const card = document.createElement("p");
+  card.className = "trouble";
+  card.setAttribute("role", "alert");
+  card.textContent = words;
+  if (turn?.querySelector(".answer").textContent === "") turn.replaceWith(card);
+  else at("turns").append(card);
+}
+
+function forgive() {
+  for (const card of at("turns").querySelectorAll(".trouble")) card.remove();
+}
+
+/** Unless someone has scrolled up to read. */
+function keepEndInView() {
+  if (isAtEnd) at("thread").scrollTop = at("thread").scrollHeight;
+}
+
+function showState() {
+  at("send").hidden = at("race").hidden = Boolean(running);
+  at("stop").hidden = !running;
+  at("race").disabled = !drafts();
+  at("thread").setAttribute("aria-busy", String(Boolean(running)));
+}
+
+const drafts = () => Boolean(model) && model.jetspec.drafter !== "none" && model.jetspec.budget > 1;
+
+function showSliders() {
+  for (const id of sliders) {
+    const value = Number(at(id).value);
+    at(`${id}-now`).textContent = id === "temperature" ? value.toFixed(1) : value;
+  }
+}
+
+// --- the model and its key
+
+async function meet() {
+  try {
+    model = await readModel();
+  } catch (error) {
+    return complain(error);
+  }
+  const { drafter, budget, width } = model.jetspec;
+  at("model").textContent = model.id;
+  for (const [id, most] of [["budget", budget], ["width", width]]) {
+    at(id).max = most;
+    at(id).value = most;
+    at(id).disabled = !drafts();
+  }
+  at("length").max = Math.min(at("length").max, model.jetspec.max_len);
+  if (!drafts()) at("race").title = "This server decodes plainly: it was started without a drafter";
+  else if (drafter === "ngram") at("model").textContent += " · drafts from the text so far";
+  showSliders();
+  showState();
+}
+
+function askForKey(why) {
+  at("door-why").textContent = why;
+  at("key").value = "";
+  if (!at("door").open) at("door").showModal();
+}
+
+// --- keys and clicks
+
+at("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  ask("turn", chat);
+});
+at("race").addEventListener("click", () => ask("race-turn", race));
+at("stop").addEventListener("click", () => {
+  running?.abort();
+  at("prompt").focus();
+});
+at("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  at("composer").requestSubmit();
+});
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  showTip(null);
+  running?.abort();
+});
+at("new-chat").addEventListener("click", () => {
+  running?.abort();
+  messages = [];
+  at("turns").replaceChildren();
+  at("welcome").hidden = false;
+  instruments.follow(null);
+  at("prompt").focus();
+});
+at("examples").addEventListener("click", ({ target }) => {
+  if (!target.matches("button")) return;
+  at("prompt").value = target.textContent;
+  at("prompt").focus();
+});
+at("door").addEventListener("close", () => {
+  if (!at("key").value) return;
+  useKey(at("key").value);
+  forgive();
+  meet();
+});
+for (const id of sliders) at(id).addEventListener("input", showSliders);
+
+at("thread").addEventListener("keydown", (event) => {
+  if (!event.target.matches(".token")) return;
+  const next = neighbour(event.target, event.key);
+  if (!next) return;
+  event.preventDefault();
+  next.focus();
+});
+at("thread").addEventListener("focusin", ({ target }) => {
+  if (!target.matches(".token")) return;
+  const { answer, round } = about(target);
+  for (const span of answer.element.querySelectorAll('[tabindex="0"]')) span.tabIndex = -1;
+  target.tabIndex = 0;
+  if (round) instruments.show(answer, round);
+  showTip(target);
+});
+at("thread").addEventListener("focusout", () => showTip(null));
+at("thread").addEventListener("click", ({ target }) => target.matches(".token") && target.focus());
+addEventListener("pointerover", ({ target }) => {
+  showTip(target.closest(".token, #tree g[data-node]") ?? focusedToken(), instruments.round);
+});
+addEventListener("scroll", () => showTip(null), { capture: true, passive: true });
+at("thread").addEventListener("scroll", ({ target }) => {
+  isAtEnd = target.scrollHeight - target.scrollTop - target.clientHeight < NEAR_END;
+});
+
+const focusedToken = () => (document.activeElement?.matches(".token") ? document.activeElement : null);
+
+at("settings").open = matchMedia("(min-width: 60rem)").matches;
+showSliders();
+showState();
+meet();

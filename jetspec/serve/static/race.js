@@ -1,0 +1,132 @@
+/**
+ * The same prompt plainly and with the tree. They run one after the other, so that neither slows the other down;
+ * while JetSpec runs, the plain answer is shown again at the pace it had.
+ */
+
+import { Answer } from "./answer.js";
+
+const stillness = matchMedia("(prefers-reduced-motion: reduce)");
+
+class Lane {
+  constructor(element) {
+    this.find = (selector) => element.querySelector(selector);
+    this.answer = new Answer(this.find(".answer"));
+    this.takes = [];
+    this.seconds = 0;
+  }
+
+  /** Have it answered, `expected` tokens long at most. */
+  async run(decode, expected, grown) {
+    this.#start();
+    try {
+      const { seconds } = await decode((text, round, at) => {
+        this.takes.push({ text, round, at });
+        this.#take({ text, round }, expected);
+        grown(this.answer);
+      });
+      this.seconds = seconds;
+    } finally {
+      this.#finish();
+    }
+  }
+
+  /** Show the answer again as it came. Ends early when the signal says so. */
+  async replay(signal) {
+    const total = this.answer.tokens;
+    this.answer.clear();
+    this.#start();
+    const began = performance.now();
+    for (const take of this.takes) {
+      await until(began + take.at * 1000, signal);
+      this.#take(take, total);
+    }
+    this.#finish();
+  }
+
+  get text() {
+    return this.answer.text;
+  }
+
+  #take({ text, round }, expected) {
+    this.answer.add(text, round);
+    this.answer.element.scrollTop = this.answer.element.scrollHeight;
+    this.find("progress").value = Math.min(1, this.answer.tokens / expected);
+  }
+
+  #start() {
+    const began = performance.now();
+    const tick = () => {
+      this.#show((performance.now() - began) / 1000);
+      this.frame = requestAnimationFrame(tick);
+    };
+    tick();
+  }
+
+  #finish() {
+    cancelAnimationFrame(this.frame);
+    if (this.seconds) this.#show(this.seconds);
+    const { tokens, rounds } = this.answer;
+    this.find("progress").value = 1;
+    this.find(".sum").textContent = this.seconds
+      ? `${tokens} tokens in ${rounds.length} rounds, ${(tokens / this.seconds).toFixed(1)} tokens/s`
+      : "stopped";
+  }
+
+  #show(seconds) {
+    this.find(".clock").textContent = `${seconds.toFixed(2)} s`;
+  }
+}
+
+/**
+ * `start(budget, take)` has the prompt answered: a budget of 1 is plain, none is what the sliders say. Returns the
+ * text that was written.
+ */
+export async function runRace(turn, { start, length, signal, instruments }) {
+  const stage = turn.querySelector(".stage");
+  const plain = new Lane(turn.querySelector(".plain"));
+  const jetspec = new Lane(turn.querySelector(".jetspec"));
+  const grown = (answer) => instruments.grown(answer);
+
+  stage.textContent = "Plain decoding goes first, alone on the machine.";
+  instruments.follow(plain.answer);
+  await plain.run((take) => start({ budget: 1 }, take), length, grown);
+
+  const isReplayed = !stillness.matches;
+  stage.textContent = isReplayed ? "Now JetSpec, alone too. Beside it, plain at the pace it had." : "Now JetSpec.";
+  const numTokens = plain.answer.tokens;
+  const replayed = isReplayed ? plain.replay(signal) : null;
+  instruments.follow(jetspec.answer);
+  await jetspec.run((take) => start({}, take), numTokens, grown);
+  await replayed;
+  judge(turn.querySelector(".verdict"), plain, jetspec);
+  return jetspec.text;
+}
+
+function judge(verdict, plain, jetspec) {
+  const place = firstDifference(plain.text, jetspec.text);
+  const ratio = plain.seconds / jetspec.seconds;
+  const speed = document.createElement("strong");
+  speed.textContent = ratio >= 1 ? `${ratio.toFixed(2)}× as fast` : `${(1 / ratio).toFixed(2)}× slower here`;
+  const same = document.createElement("span");
+  same.className = "same";
+  same.textContent = place < 0 ? "identical texts" : `texts differ from character ${place + 1} on`;
+  const rounds = ` in ${jetspec.answer.rounds.length} rounds instead of ${plain.answer.rounds.length} `;
+  verdict.dataset.identical = String(place < 0);
+  verdict.replaceChildren(speed, rounds, same);
+}
+
+/** Index of the first character that differs; -1 when none does. */
+export function firstDifference(a, b) {
+  if (a === b) return -1;
+  let at = 0;
+  while (at < Math.min(a.length, b.length) && a[at] === b[at]) at += 1;
+  return at;
+}
+
+function until(moment, signal) {
+  return new Promise((resolve) => {
+    if (signal.aborted) return resolve();
+    setTimeout(resolve, Math.max(0, moment - performance.now()));
+    signal.addEventListener("abort", resolve, { once: true });
+  });
+}
