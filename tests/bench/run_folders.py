@@ -53,6 +53,8 @@ def make_run(
         "hardware": {"cpu": "A processor", "gpu": gpu},
         "versions": {"python": "3.11", "torch": "2.11"},
         "model": model,
+        "dtype": "bfloat16",
+        "notes": [],
         "recipe": {"model": model, "max_tokens": 128, "repeats": repeats},
         "cells": cells,
     }
@@ -83,9 +85,14 @@ def _cell(
     per_round = 1 + sum(a * n for a, n in enumerate(accepted)) / rounds if rounds else 1.0
     cost = 1.15 + (budget or 1) * batch / 900 if method in QUALITY else {"transformers": 3.0}.get(method, 1.0)
     values = [250 * batch**0.8 * per_round / cost * rng.gauss(1, noise) for _ in range(repeats)]
-    speed = {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if repeats > 1 else 0.0, "values": values}
+    speed = {
+        "mean": statistics.fmean(values),
+        "sd": statistics.stdev(values) if repeats > 1 else None,
+        "values": values,
+    }
     ratio, sd = per_round / cost, 0.5 if method == "ngram" else noise * per_round / cost
-    speedup = {"over": "plain", "mean": ratio, "sd": sd, "differs": abs(ratio - 1) > 2 * sd}
+    differs = repeats > 1 and abs(ratio - 1) > 2 * sd
+    speedup = {"over": "plain", "mean": ratio, "sd": sd if repeats > 1 else None, "differs": differs}
     compared, greedy = 40, temperature == 0
     check = "greedy tokens" if greedy else "seeded tokens"
     missed = (
@@ -107,7 +114,7 @@ def _cell(
         "prefill_s": {"mean": 0.02, "sd": 0.001, "values": [0.02] * repeats},
         "speedup": speedup,
         "speedup_transformers": {**speedup, "over": "transformers", "mean": 3 * per_round / cost, "differs": True},
-        "score": {"correct": 12, "graded": 40, "share": 0.3} if task in GRADED else None,
+        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0} if task in GRADED else None,
         "lossless": {"check": check, "compared": compared, "identical": compared - len(missed), "different": missed}
         if method != "plain" and (greedy or method != "transformers")
         else None,
@@ -143,7 +150,7 @@ def make_profile_record(path: Path, contexts: Sequence[int]) -> Path:
         "command": "python -m jetspec profile",
         "hardware": {"gpu": "NVIDIA H200"},
         "shape": "qwen3-8b",
-        "head": {"block_size": 16},
+        "head": {"block_size": 17},
         "runs": [{"budget": 64, "context": context, "batch": 1, "stages_ms": stages} for context in contexts],
     }
     path.write_text(json.dumps(record))
