@@ -252,25 +252,28 @@ def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Result])
 
 
 def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
-    """The speedup that the formula gives for every draft length, through what was measured at one."""
+    """The speedup that the formula gives for every draft length, through what was measured at one.
+
+    A method that is faster than its tokens per round explain has a cost below 0, which no formula fits.
+    """
     speeds = _series(cells, speedup_of)
-    drawn = [
-        (cell, accepted, speeds[cell.method][cell.budget].mean)
-        for cell, accepted in merged_histograms(at_best(cells))
-        if cell.method in speeds
-    ]
+    drawn = []
+    for cell, accepted in merged_histograms(at_best(cells)):
+        if cell.method in speeds:
+            alpha, depth, speedup = fit_alpha(accepted), len(accepted) - 1, speeds[cell.method][cell.budget].mean
+            cost = implied_cost(expected_tokens(alpha, depth), speedup, depth)
+            if cost >= 0:
+                drawn.append((cell, alpha, depth, speedup, cost))
     if not drawn:
         return None
 
     def draw(axes: Axes) -> None:
-        for cell, accepted, speedup in drawn:
-            alpha, depth, colour = fit_alpha(accepted), len(accepted) - 1, painter.colour(cell.method)
-            per_token = implied_cost(expected_tokens(alpha, depth), speedup, depth)
-            lengths = range(1, 2 * depth + 1)
-            one_pass = [expected_tokens(alpha, n) / (depth * per_token + 1) for n in lengths]
-            axes.plot(lengths, [expected_speedup(alpha, n, per_token) for n in lengths], color=colour, linestyle="--")
+        for cell, alpha, depth, speedup, cost in drawn:
+            lengths, colour = range(1, 2 * depth + 1), painter.colour(cell.method)
+            one_pass = [expected_tokens(alpha, n) / (depth * cost + 1) for n in lengths]
+            axes.plot(lengths, [expected_speedup(alpha, n, cost) for n in lengths], color=colour, linestyle="--")
             axes.plot(lengths, one_pass, color=colour, linewidth=1.2)
-            label = f"{cell.label} (L·c = {depth * per_token:.2f})"
+            label = f"{cell.label} (L·c = {depth * cost:.2f})"
             axes.plot([depth], [speedup], "o", color=colour, label=label)
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="draft length L", ylabel="speedup over plain")
@@ -280,7 +283,7 @@ def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result])
         "Points: measured, at the depth of the drafts. Dashed: (1 - α^(L+1)) / ((1 - α)(L·c + 1)), every draft token "
         "costing c target passes. Solid: the whole draft costing what it does at the point, as when one pass drafts "
         "all of it. α is fitted to accepted lengths, and c to the point: it holds all that a round costs beyond a "
-        "plain step."
+        "plain step. Methods that would need a c below 0 are left out."
     )
     return painter.plot(name, f"Equation 2: speedup, {where}", caption, draw)
 

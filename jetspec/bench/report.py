@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from jetspec.bench.check_tables import differences_table, errors_table, lossless_table, score_table
 from jetspec.bench.document import Block, Folded, Heading, Plot, Table, Text, Warned
 from jetspec.bench.paper import PaperTable, find_pairs, paper_costs, setting_differences
 from jetspec.bench.plots import (
@@ -25,16 +26,12 @@ from jetspec.bench.tables import (
     against_table,
     cells_table,
     cost_table,
-    differences_table,
-    errors_table,
     glance_table,
     groups_of,
     head_table,
-    lossless_table,
     paper_table,
     rounds_of,
     rounds_table,
-    score_table,
     speed_table,
     speedup_of,
     speedup_table,
@@ -116,22 +113,26 @@ def _speed(run: Run, title: str, painter: Painter | None, prefix: str) -> Iterat
         if painter is not None:
             mark = f"{prefix}t{cells[0].temperature:g}_b{cells[0].batch}"
             yield from _plots(painter, mark, where, cells)
-        tables = (
-            ("Speedup over plain decoding", speedup_table(cells)),
-            ("Tokens per second", speed_table(cells)),
-            ("Tokens per round", rounds_table(cells)),
-        )
-        for name, table in tables:
-            if table is not None:
-                yield Text(f"{name}:")
-                yield table
+        yield from _by_task(cells)
     if painter is not None:
         for temperature in dict.fromkeys(cell.temperature for cell in run.cells):
-            own, name = (
-                [c for c in run.cells if c.temperature == temperature],
-                f"{prefix}speedup_batch_t{temperature:g}",
-            )
-            yield from against_batch(painter, name, f"temperature {temperature:g}", own)
+            name, own = f"speedup_batch_t{temperature:g}", [c for c in run.cells if c.temperature == temperature]
+            yield from against_batch(painter, prefix + name, f"temperature {temperature:g}", own)
+
+
+def _by_task(cells: Sequence[Result]) -> Iterator[Block]:
+    """Nothing where every method has one cell: the table at a glance has shown it."""
+    if len(cells) == len({cell.method for cell in cells}):
+        return
+    tables = (
+        ("Speedup over plain decoding", speedup_table(cells)),
+        ("Tokens per second", speed_table(cells)),
+        ("Tokens per round", rounds_table(cells)),
+    )
+    for name, table in tables:
+        if table is not None:
+            yield Text(f"{name}:")
+            yield table
 
 
 def _plots(painter: Painter, mark: str, where: str, cells: Sequence[Result]) -> Iterator[Plot]:

@@ -151,20 +151,23 @@ class Results:
         questions = {prompt.id: prompt.row for prompt in self.bench.questions[task]}
         answers = [answer for answer in mine.answers(0).values() if not answer["error"]]
         try:
-            verdicts = [
-                self.grade(task, answer["id"], questions[answer["id"]], answer["text"][-1]) for answer in answers
-            ]
+            grades = [self.grade(task, answer["id"], questions[answer["id"]], answer["text"][-1]) for answer in answers]
         except ValueError as error:
             note = f"{task} is not graded: {error}"
             if note not in self.notes:
                 self.notes.append(note)
             return None
-        graded = [verdict for verdict in verdicts if verdict.correct is not None]
+        graded = [(grade, answer) for grade, answer in zip(grades, answers, strict=True) if grade.correct is not None]
         if not graded:
             return None
-        correct = sum(bool(verdict.correct) for verdict in graded)
-        partial = sum(verdict.is_partial for verdict in graded)
-        return {"correct": correct, "graded": len(graded), "share": correct / len(graded), "partial": partial}
+        correct = sum(bool(grade.correct) for grade, _ in graded)
+        return {
+            "correct": correct,
+            "graded": len(graded),
+            "share": correct / len(graded),
+            "partial": sum(grade.is_partial for grade, _ in graded),
+            "cut": sum(answer["finish"][-1] == "length" for _, answer in graded),
+        }
 
     def grade(self, task: str, id: str, question: Mapping[str, Any], text: str) -> Grade:
         """The same answer to the same question is graded once, whoever gave it."""

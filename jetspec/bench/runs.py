@@ -25,6 +25,8 @@ class Score:
     graded: int
     partial: int
     """How many of them were graded by fewer tests than the task is known for."""
+    cut: int
+    """How many of them reached the limit of tokens before they ended."""
 
     @property
     def share(self) -> Spread:
@@ -38,7 +40,7 @@ class Score:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any] | None) -> Score | None:
-        return None if raw is None else cls(raw["correct"], raw["graded"], raw["partial"])
+        return None if raw is None else cls(raw["correct"], raw["graded"], raw["partial"], raw["cut"])
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def cell_row(run: Run, cell: Result) -> dict[str, Any]:
         "correct": score.correct if score else None,
         "graded": score.graded if score else None,
         "partial": score.partial if score else None,
+        "cut": score.cut if score else None,
         "compared": lossless.compared if lossless else None,
         "identical": lossless.identical if lossless else None,
         "failed": len(cell.errors),

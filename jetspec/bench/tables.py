@@ -7,12 +7,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from jetspec.bench.document import Table
-from jetspec.bench.grade import MATH_TASKS
 from jetspec.bench.paper import Pair, paper_costs
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS
-from jetspec.bench.runs import PARTIAL_MARK, CostRecord, HeadRecord, Result, Run, Score
+from jetspec.bench.runs import CostRecord, HeadRecord, Result, Run
 from jetspec.bench.spread import NO_DIFFERENCE, Spread, speedup_text
-from jetspec.bench.tasks import BUILTIN
 
 NONE = "-"
 BOLD_CAPTION = "Mean ± standard deviation over repeats. Bold: the best of a column, and all within the spread of it."
@@ -187,117 +185,6 @@ def _detail_row(cell: Result) -> tuple[str, ...]:
         *(text_of(cell.round_cost), text_of(cell.prefill_s, 3)),
         *(str(cell.questions), str(cell.tokens), str(len(cell.errors))),
     )
-
-
-def score_table(run: Run) -> Table | None:
-    """Right answers, with their standard error, beside those of plain decoding; None where nothing was graded."""
-    graded = [cell for cell in run.cells if cell.score]
-    if not graded:
-        return None
-    rows = []
-    for cell in sorted(in_order(graded), key=lambda c: c.task):
-        assert cell.score is not None
-        plain = _plain_score(graded, cell)
-        share = cell.score.share
-        verdict = NONE if cell.is_plain or plain is None else _score_verdict(cell.score, plain)
-        rows.append(
-            (
-                *(
-                    cell.task,
-                    cell.method,
-                    text_of(cell.budget),
-                    f"{cell.temperature:g}",
-                    str(cell.batch),
-                    metric_of(cell.task),
-                ),
-                *(str(cell.score.graded), f"{share.mean:.4f}{cell.score.mark}", f"± {text_of(share.sd, 4)}", verdict),
-            )
-        )
-    columns = ("Tasks", "Method", "Budget", "Temperature", "Batch", "Metric", "n", "Value", "Stderr", "Against plain")
-    caption = "Value: share of right answers, with its standard error."
-    if any(cell.score.partial for cell in graded if cell.score):
-        caption += f" {PARTIAL_NOTE}"
-    return Table(columns, tuple(rows), caption, first_number=6)
-
-
-PARTIAL_NOTE = (
-    f"{PARTIAL_MARK} Questions without tests, graded by the calls in their docstrings: higher than published scores, "
-    "and only good for comparing methods."
-)
-
-
-def metric_of(task: str) -> str:
-    if task in MATH_TASKS:
-        return "exact_match"
-    return "exact_match, pass@1" if task == BUILTIN else "pass@1"
-
-
-def _plain_score(cells: Iterable[Result], cell: Result) -> Score | None:
-    """Of plain decoding on the same questions in the same way."""
-    setting = (PLAIN, cell.task, cell.temperature, cell.batch)
-    return next((c.score for c in cells if (c.method, c.task, c.temperature, c.batch) == setting), None)
-
-
-def _score_verdict(score: Score, plain: Score) -> str:
-    if (score.correct, score.graded) == (plain.correct, plain.graded):
-        return "same"
-    difference = score.share.mean - plain.share.mean
-    return f"{difference:+.4f}" if score.share.differs(plain.share) else f"{difference:+.4f} ({NO_DIFFERENCE})"
-
-
-def lossless_table(run: Run) -> Table | None:
-    """Per method and setting, over all tasks; None where nothing was compared."""
-    compared = in_order(cell for cell in run.cells if cell.lossless and not cell.is_plain)
-    if not compared:
-        return None
-    rows = []
-    for (temperature, batch, label), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
-        checks = [cell.lossless for cell in group if cell.lossless]
-        gaps = [check.widest_gap for check in checks if check.widest_gap is not None]
-        total, same = sum(check.compared for check in checks), sum(check.identical for check in checks)
-        rows.append(
-            (
-                *(label, f"{temperature:g}", str(batch), checks[0].check, str(total), str(same), str(total - same)),
-                f"{max(gaps):.4g}" if gaps else NONE,
-            )
-        )
-    columns = ("method, budget", "temperature", "batch", "check", "compared", "identical", "different", "widest gap")
-    caption = "Beside plain decoding. Gap: how far apart the target holds the two tokens where a text first differs."
-    return Table(columns, tuple(rows), caption)
-
-
-def differences_table(run: Run) -> Table | None:
-    """Every text that differs from the plain one."""
-    rows = [
-        (
-            *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), text_of(d.get("repeat"))),
-            *(str(d["turn"]), str(d["position"]), text_of(d["gap"], 4)),
-        )
-        for cell in run.cells
-        if cell.lossless
-        for d in cell.lossless.different
-    ]
-    columns = ("question", "method", "temperature", "batch", "repeat", "turn", "position", "gap")
-    return without_empty(Table(columns, tuple(rows), first_number=2)) if rows else None
-
-
-def errors_table(run: Run) -> Table | None:
-    rows = [
-        (cell.task, cell.label, f"{cell.temperature:g}", str(cell.batch), _error_text(error))
-        for cell in run.cells
-        for error in cell.errors
-    ]
-    return (
-        Table(("task", "method", "temperature", "batch", "failure"), tuple(rows), first_number=9, wraps=True)
-        if rows
-        else None
-    )
-
-
-def _error_text(error: object) -> str:
-    if isinstance(error, dict):
-        return f"{error.get('id', '')}: {error.get('error', error)}".removeprefix(": ")
-    return str(error)
 
 
 def paper_table(pairs: Sequence[Pair]) -> Table:

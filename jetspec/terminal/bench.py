@@ -9,13 +9,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jetspec.bench.check_tables import PARTIAL_NOTE
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
 from jetspec.bench.measure import ROWS_FILE, RUN_FILE, Bench
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
 from jetspec.bench.runs import RESULTS_FILE, Run
 from jetspec.bench.summary import SummaryForm
-from jetspec.bench.tables import PARTIAL_NOTE
 from jetspec.bench.tasks import BUILTIN, check_tasks
 from jetspec.engine.llm import LLM
 from jetspec.record import write_record
@@ -84,6 +84,8 @@ def remarks(run: Run) -> Iterator[str]:
     yield from run.record["notes"]
     if failed := sum(len(cell.errors) for cell in run.cells):
         yield f"{failed} answers failed; the record says why"
+    if cut := max((cell.score.cut for cell in run.cells if cell.score), default=0):
+        yield f"up to {cut} graded answers of a cell were cut at {run.recipe['max_tokens']} tokens: scores are too low"
     if any(cell.score and cell.score.partial for cell in run.cells):
         yield PARTIAL_NOTE
     for cell in run.cells:

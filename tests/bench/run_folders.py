@@ -6,11 +6,15 @@ import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from jetspec.bench.recipe import Cell
+from jetspec.bench.runs import Result
 from jetspec.train.evaluate import HeadScore
 
 DEPTH = 15
@@ -38,14 +42,11 @@ def make_run(
 ) -> Path:
     """Write results.json. `changes` goes into every cell."""
     rng = random.Random(0)
-    cells = []
-    for temperature in temperatures:
-        for batch in batches:
-            for task in tasks:
-                for method in methods:
-                    for budget in FIXED.get(method, budgets):
-                        cell = _cell(rng, method, task, temperature, budget, batch, repeats, noise)
-                        cells.append({**cell, **(changes or {})})
+    cells = [
+        {**make_cell(rng, Cell(method, task, temperature, budget, batch), repeats, noise), **(changes or {})}
+        for temperature, batch, task, method in product(temperatures, batches, tasks, methods)
+        for budget in FIXED.get(method, budgets)
+    ]
     record = {
         "command": "python -m jetspec bench recipe.yaml",
         "date": "2026-01-01T00:00:00+00:00",
@@ -63,16 +64,12 @@ def make_run(
     return folder
 
 
-def _cell(
-    rng: random.Random,
-    method: str,
-    task: str,
-    temperature: float,
-    budget: int | None,
-    batch: int,
-    repeats: int,
-    noise: float,
-) -> dict[str, Any]:
+def make_result(cell: Cell) -> Result:
+    return Result.read(make_cell(random.Random(0), cell))
+
+
+def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0.02) -> dict[str, Any]:
+    method, task, temperature, budget, batch = cell.method, cell.task, cell.temperature, cell.budget, cell.batch
     alpha = QUALITY.get(method, 0.0) + 0.03 * ((budget or 16).bit_length() - 6) - 0.05 * temperature
     alpha -= {"mt_bench": 0.08}.get(task, 0)
     accepted = [0] * (DEPTH + 1)
@@ -101,11 +98,7 @@ def _cell(
         else []
     )
     return {
-        "method": method,
-        "task": task,
-        "temperature": temperature,
-        "budget": budget,
-        "batch": batch,
+        **asdict(cell),
         "questions": 40,
         "tokens": 4096,
         "tokens_per_s": speed,
@@ -114,7 +107,7 @@ def _cell(
         "prefill_s": {"mean": 0.02, "sd": 0.001, "values": [0.02] * repeats},
         "speedup": speedup,
         "speedup_transformers": {**speedup, "over": "transformers", "mean": 3 * per_round / cost, "differs": True},
-        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0} if task in GRADED else None,
+        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0, "cut": 3} if task in GRADED else None,
         "lossless": {"check": check, "compared": compared, "identical": compared - len(missed), "different": missed}
         if method != "plain" and (greedy or method != "transformers")
         else None,

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from jetspec.bench.check_tables import score_table
 from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_html, to_markdown
 from jetspec.bench.paper import find_pairs, paper_rows
 from jetspec.bench.plots import INK
@@ -33,7 +34,7 @@ from jetspec.bench.scaling import (
 )
 from jetspec.bench.spread import ONE, Spread
 from jetspec.bench.summary import summary
-from jetspec.bench.tables import against_table, cells_table, cost_table, score_table, speedup_table
+from jetspec.bench.tables import against_table, cells_table, cost_table, speedup_table
 from jetspec.cli import app
 from tests.bench.run_folders import make_head_record, make_profile_record, make_run
 
@@ -261,6 +262,16 @@ def test_scores_stand_beside_those_of_plain_decoding(tmp_path: Path) -> None:
     found = {row[1]: (row[-3], row[-1]) for row in table.rows}
     assert found["plain"] == ("0.3000", "-") and found["jetspec-edge"] == ("0.3000", "same")
     assert found["ddtree"] == ("0.3250", "+0.0250 (no difference)") and found["dflash"] == ("1.0000", "+0.7000")
+
+
+def test_scores_of_fewer_tests_are_marked_with_a_footnote(tmp_path: Path) -> None:
+    few = {"score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 40, "cut": 0}}
+    marked, unmarked = (score_table(small_run(tmp_path, changes=changes)) for changes in (few, {}))
+    assert marked is not None and unmarked is not None
+    assert {row[-3] for row in marked.rows} == {"0.3000*"} and "* Questions without tests" in marked.caption
+    assert {row[-3] for row in unmarked.rows} == {"0.3000"} and "*" not in unmarked.caption
+    shown = summary(Inputs([small_run(tmp_path, changes=few)], [], []), "md").splitlines()[2:]
+    assert all(" 12/40* |" in line for line in shown)
 
 
 def test_the_paper_stands_beside_cells_of_the_same_setting_only(tmp_path: Path) -> None:
