@@ -8,15 +8,10 @@ from itertools import groupby
 from jetspec.bench.document import Table
 from jetspec.bench.grade import MATH_TASKS
 from jetspec.bench.recipe import PLAIN
-from jetspec.bench.runs import PARTIAL_MARK, Result, Run, Score
+from jetspec.bench.runs import Result, Run, Score, partial_note
 from jetspec.bench.spread import NO_DIFFERENCE
 from jetspec.bench.tables import NONE, in_order, text_of, without_empty
 from jetspec.bench.tasks import BUILTIN
-
-PARTIAL_NOTE = (
-    f"{PARTIAL_MARK} Questions without tests, graded by the calls in their docstrings: higher than published scores, "
-    "and only good for comparing methods."
-)
 
 
 def score_table(run: Run) -> Table | None:
@@ -63,9 +58,7 @@ def score_table(run: Run) -> Table | None:
         "against plain",
     )
     caption = "value: share of right answers, with its standard error. cut: answers that the limit of tokens ended."
-    if any(cell.score.partial for cell in graded if cell.score):
-        caption += f" {PARTIAL_NOTE}"
-    return Table(columns, tuple(rows), caption, first_number=6)
+    return Table(columns, tuple(rows), caption + partial_note(graded), first_number=6)
 
 
 def metric_of(task: str) -> str:

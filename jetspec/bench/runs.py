@@ -15,6 +15,10 @@ from jetspec.bench.spread import Spread
 RESULTS_FILE = "results.json"
 PARTIAL_MARK = "*"
 """Behind scores of fewer tests than a task is known for."""
+PARTIAL_NOTE = (
+    f"{PARTIAL_MARK} Questions without tests, graded by the calls in their docstrings: higher than published scores, "
+    "and only good for comparing methods."
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,11 @@ class Result(Cell):
     def round_cost(self) -> float | None:
         """Time of a round in plain steps: what its tokens would have cost, over how much faster they came."""
         return self.tokens_per_round / self.speedup.mean if self.tokens_per_round and self.speedup else None
+
+
+def partial_note(cells: Iterable[Result]) -> str:
+    """The footnote of a table in which a score is marked."""
+    return f" {PARTIAL_NOTE}" if any(cell.score and cell.score.partial for cell in cells) else ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import groupby
 from jetspec.bench.document import Table
 from jetspec.bench.paper import Pair, paper_costs
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS
-from jetspec.bench.runs import CostRecord, HeadRecord, Result, Run
+from jetspec.bench.runs import CostRecord, HeadRecord, Result, Run, partial_note
 from jetspec.bench.spread import NO_DIFFERENCE, Spread, speedup_text
 
 NONE = "-"
@@ -121,13 +121,14 @@ def glance_table(cells: Sequence[Result]) -> Table:
         rounds = [cell.tokens_per_round for cell in group if cell.tokens_per_round is not None]
         checks = [cell.lossless for cell in group if cell.lossless]
         scores = [cell.score.share for cell in group if cell.score]
+        marks = max((cell.score.mark for cell in group if cell.score), default="")
         rows.append(
             (
                 *(method, NONE if method == PLAIN else text_of(group[0].budget)),
                 Spread.average(cell.tokens_per_s for cell in group if cell.tokens_per_s).text(1),
                 speedup_text(Spread.average(speedups)) if speedups and method != PLAIN else NONE,
                 f"{sum(rounds) / len(rounds):.2f}" if rounds else NONE,
-                Spread.average(scores).text(3) if scores else NONE,
+                Spread.average(scores).text(3) + marks if scores else NONE,
                 f"{sum(c.identical for c in checks)}/{sum(c.compared for c in checks)}" if checks else NONE,
             )
         )
@@ -136,7 +137,7 @@ def glance_table(cells: Sequence[Result]) -> Table:
         "Means over tasks, ± standard deviation over repeats (of scores: standard error). "
         f"≈: {NO_DIFFERENCE} from plain decoding."
     )
-    return without_empty(Table(columns, tuple(rows), caption))
+    return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
 
 
 def at_best(cells: Sequence[Result]) -> list[Result]:
@@ -241,7 +242,7 @@ def verdict(a: Spread | None, b: Spread | None) -> str:
 
 
 def _share(cell: Result) -> str:
-    return cell.score.share.text(3) if cell.score else NONE
+    return cell.score.share.text(3) + cell.score.mark if cell.score else NONE
 
 
 def head_table(head: HeadRecord) -> Table:

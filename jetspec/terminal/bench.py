@@ -9,12 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jetspec.bench.check_tables import PARTIAL_NOTE
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
 from jetspec.bench.measure import ROWS_FILE, RUN_FILE, Bench
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
-from jetspec.bench.runs import RESULTS_FILE, Run
+from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, Run
 from jetspec.bench.summary import SummaryForm
 from jetspec.bench.tasks import BUILTIN, check_tasks
 from jetspec.engine.llm import LLM
