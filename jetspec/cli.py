@@ -31,6 +31,7 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """What the parser raises for words that it does not understand; Typer names only this one of its children."""
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+TableForm = Literal["md", "csv", "json", "jsonl"]
 TREE_SHAPE = ("budget", "width", "depth")
 
 
@@ -461,7 +462,7 @@ class BenchOptions:
 
 @app.command(
     epilog=_examples(
-        "jetspec bench --quick",
+        "jetspec bench --quick --report",
         "jetspec bench --tasks gsm8k,mbpp --data-dir data/eval --methods ngram,jetspec-edge=heads/mine --budgets 16,64",
         "jetspec bench recipes/bench/table01.yaml --data-dir data/eval --limit 10 --output csv > table01.csv",
         "jetspec bench --methods transformers --url http://localhost:8000/v1 --batch 1,8",
@@ -475,9 +476,8 @@ def bench(
     out: Annotated[
         Path | None, _option("Folder of the run; by default runs/bench/NAME.", "--out", metavar="FOLDER")
     ] = None,
-    output: Annotated[Literal["md", "csv", "json", "jsonl"], _option("Form of the table on stdout.", "--output")] = (
-        "md"
-    ),
+    output: Annotated[TableForm, _option("Form of the table on stdout.", "--output")] = "md",
+    make_report: Annotated[bool, _option("Make the report of the run as well.", "--report")] = False,
     fresh: Annotated[bool, _option("Delete what the run holds and start over.", "--fresh")] = False,
 ) -> None:
     """Measure methods against plain decoding.
@@ -491,7 +491,7 @@ def bench(
 
     plan = read_plan(recipe, {**(QUICK if quick else {}), **changes})
     name = "quick" if quick else recipe.stem if recipe else "bench"
-    if not run_plan(plan, out or Path("runs/bench") / name, output, fresh=fresh):
+    if not run_plan(plan, out or Path("runs/bench") / name, output, fresh=fresh, report=make_report):
         raise typer.Exit(NEGATIVE)
 
 
@@ -511,7 +511,7 @@ def report(
     out: Annotated[
         Path | None, _option("Where the report goes; by default `report` in the first run.", "--out", metavar="FOLDER")
     ] = None,
-    output: Annotated[Literal["md", "csv", "json", "jsonl"], _option("Form of the summary on stdout.")] = "md",
+    output: Annotated[TableForm, _option("Form of the table on stdout.", "--output")] = "md",
     paper: Annotated[bool, _option("The paper's results beside ours.", "--paper/--no-paper")] = True,
 ) -> None:
     """Turn measurements into tables and plots.
@@ -519,9 +519,9 @@ def report(
     Writes report.html, one page that needs nothing else, report.md, and the plots as files. Two runs are also compared
     with each other, cell by cell.
     """
-    from jetspec.terminal.report import write_report
+    from jetspec.terminal.report import report_folder, show, write_report
 
-    write_report(runs, out, output, paper)
+    write_report(show(runs, output), out or report_folder(runs[0]), paper)
 
 
 @app.command(

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from jetspec.bench.profile import Decoding, StandingRound, Workload
-from jetspec.bench.results import spread
 from jetspec.bench.shapes import open_head, open_target
+from jetspec.bench.spread import to_record
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.models.decoder import Decoder
@@ -73,20 +73,18 @@ def measure_cost(target: Decoder, config: CostConfig, context: int, depth: int) 
     return {
         "context": context,
         "depth": depth,
-        "draft_ms": spread([time["draft"] for time in times]),
-        "verify_ms": spread([time["verify"] for time in times]),
-        "c_percent": spread([100 * time["draft"] / (depth * time["verify"]) for time in times]),
+        "draft_ms": to_record([time["draft"] for time in times]),
+        "verify_ms": to_record([time["verify"] for time in times]),
+        "c_percent": to_record([100 * time["draft"] / (depth * time["verify"]) for time in times]),
     }
 
 
 def cost_results(config: CostConfig, costs: list[dict[str, Any]]) -> dict[str, Any]:
-    """In the form of a benchmark's results, with no cells."""
     device = choose_device(config.device)
     return {
         "model": shown(config.shape),
         "dtype": str(choose_dtype(config.dtype, device)).removeprefix("torch."),
         "device": device.type,
         "recipe": {**asdict(config), "shape": shown(config.shape)},
-        "cells": [],
         "costs": costs,
     }

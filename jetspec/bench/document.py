@@ -84,15 +84,22 @@ def _markdown(block: Block, plot_folder: str) -> str:
 
 
 def markdown_table(table: Table) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    """Readable as it stands, too: columns are as wide as they must be, unless cells are prose."""
 
-    rule = "|" + "".join("---|" if i < table.first_number else "---:|" for i in range(len(table.columns)))
-    rows = [
-        line([f"**{cell}**" if (r, c) in table.bold else cell for c, cell in enumerate(row)])
-        for r, row in enumerate(table.rows)
-    ]
-    return "\n".join([line(table.columns), rule, *rows])
+    def text(row: int, column: int, cell: str) -> str:
+        safe = cell.replace("|", "\\|")
+        return f"**{safe}**" if (row, column) in table.bold else safe
+
+    lines = [[text(r, c, cell) for c, cell in enumerate(row)] for r, row in enumerate((table.columns, *table.rows), -1)]
+    widths = [3 if table.wraps else max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    is_left = [column < table.first_number for column in range(len(widths))]
+    rule = ["-" * width if left else "-" * (width - 1) + ":" for left, width in zip(is_left, widths, strict=True)]
+
+    def padded(line: Sequence[str]) -> str:
+        columns = zip(line, widths, is_left, strict=True)
+        return "| " + " | ".join(c.ljust(width) if left else c.rjust(width) for c, width, left in columns) + " |"
+
+    return "\n".join(padded(line) for line in (lines[0], rule, *lines[1:]))
 
 
 def to_html(title: str, blocks: Sequence[Block]) -> str:

@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jetspec.bench.sandbox import Limits, run_tests
@@ -28,10 +28,13 @@ MBPP_TESTS = "Your code should pass these tests:\n"
 
 @dataclass(frozen=True)
 class Grade:
-    """None: this question has no grader."""
+    """What became of an answer."""
 
     correct: bool | None
+    """None: this question has no grader."""
     why: str
+    is_partial: bool = False
+    """Whether fewer tests were run than the task is known for, so that scores are higher than published ones."""
 
 
 def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
@@ -111,17 +114,14 @@ def _grade_humaneval(question: Mapping[str, Any], answer: str) -> Grade:
     if not functions:
         return Grade(None, "the question has no function to complete")
     name = question.get("entry_point") or functions[-1].name
-    tests = (
-        [question["test"], f"check({name})"]
-        if question.get("test")
-        else docstring_tests(name, ast.get_docstring(functions[-1]) or "", prompt + str(question.get("answer", "")))
-    )
-    if not tests:
-        return Grade(None, "the question has no tests")
     code = find_code(answer, name.__eq__)
-    if name not in defined_names(code):  # a body that goes on where the prompt ends
-        return _run(prompt + code, tests)
-    return _run(f"{prompt}\n{code}", tests)
+    # What does not define the function is a body that goes on where the prompt ends.
+    program = f"{prompt}\n{code}" if name in defined_names(code) else prompt + code
+    if question.get("test"):
+        return _run(program, [question["test"], f"check({name})"])
+    docstring, reference = ast.get_docstring(functions[-1]) or "", prompt + str(question.get("answer", ""))
+    tests = docstring_tests(name, docstring, reference)
+    return replace(_run(program, tests), is_partial=True) if tests else Grade(None, "the question has no tests")
 
 
 def docstring_tests(name: str, docstring: str, reference: str) -> list[str]:

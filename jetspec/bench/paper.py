@@ -10,30 +10,41 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jetspec.bench.runs import Cell, Run
+from jetspec.bench.recipe import PLAIN, TRANSFORMERS
+from jetspec.bench.runs import Result, Run
 
 MAIN_MODEL = "Qwen3-8B"
 """The target of all tables but one, which is compared with runs of its own target alone."""
 
+LOST = "the paper's value is lost, so ours stands beside it by rank"
+LEARNING_RATES = ("0.0003", "0.0006", "0.001", "0.002", "0.004")
+ENTROPY_WEIGHTS = ("0.01", "0.03", "0.1", "0.3", "1", "3")
+
 OURS: dict[str, tuple[tuple[str, ...], str]] = {
-    "plain": (("plain",), ""),
+    PLAIN: (("plain",), ""),
     "eagle3": (("EAGLE-3",), ""),
     "dflash": (("DFlash",), ""),
     "ddtree": (("DDTree",), ""),
     "jetspec-paper": (("JetSpec",), ""),
     "jetspec": (("JetSpec",), "our tree"),
     "jetspec-edge": (("JetSpec",), "our tree and edge head"),
-    "causal": (("forward KL", "causal"), ""),
-    "bidirectional": (("diffusion",), ""),
+    **{f"lr-{rate}": ((f"learning rate {i} of 5",), LOST) for i, rate in enumerate(LEARNING_RATES, 1)},
     "sft": (("SFT",), ""),
+    "forward-kl": (("forward KL",), ""),
     "reverse-kl": (("reverse KL",), ""),
-    "corpus": (("JetSpec-Corpus",), ""),
+    "jetspec-corpus": (("JetSpec-Corpus",), ""),
+    "causal": (("causal",), ""),
+    "bidirectional": (("diffusion",), ""),
     **{f"causal-gamma-{g}": ((f"causal, gamma {g}",), "") for g in (3, 7, 15)},
     **{f"bidirectional-gamma-{g}": ((f"diffusion, gamma {g}",), "") for g in (3, 7, 15)},
-    "accum_logp": (("accum_logp",), ""),
-    "entropy_guided": (("entropy_guided",), ""),
+    "accum-logp": (("accum_logp",), ""),
+    "entropy": (("entropy_guided",), ""),
+    **{f"hybrid-{weight}": ((f"hybrid, weight {i} of 6",), LOST) for i, weight in enumerate(ENTROPY_WEIGHTS, 1)},
 }
-"""Our method -> the paper's names of it, and what ours has that the paper's has not."""
+"""Our method -> the paper's names of it, and what a reader must know who compares the two."""
+
+OURS_ALONE = ("ngram", TRANSFORMERS, "transformers-assisted", "transformers-lookup", "server")
+"""Methods that the paper has not measured."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class PaperRow:
 class Pair:
     """A cell of ours and the paper's row for the same method, task and setting."""
 
-    cell: Cell
+    cell: Result
     row: PaperRow
     remark: str
     """What differs between the two methods, or is not known."""
@@ -99,7 +110,7 @@ def find_pairs(run: Run) -> list[Pair]:
     return [pair for cell in run.cells for pair in _pairs_of(cell, run.model)]
 
 
-def _pairs_of(cell: Cell, model: str) -> Iterator[Pair]:
+def _pairs_of(cell: Result, model: str) -> Iterator[Pair]:
     names, extra = OURS.get(cell.method, ((), ""))
     for row in paper_rows():
         if row.method not in names or (row.task, row.batch) != (cell.task, cell.batch):
@@ -108,7 +119,7 @@ def _pairs_of(cell: Cell, model: str) -> Iterator[Pair]:
             continue
         if row.table.model != MAIN_MODEL and not same_model(row.table.model, model):
             continue
-        unknown = "the paper's budget is not stated" if row.budget is None and cell.budget is not None else ""
+        unknown = "the paper's budget is not stated" if row.budget is None and not cell.is_plain else ""
         yield Pair(cell, row, "; ".join(filter(None, (extra, unknown))))
 
 

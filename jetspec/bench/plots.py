@@ -9,7 +9,8 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from jetspec.bench.document import Plot
-from jetspec.bench.runs import BASELINE, Cell, HeadRecord, Spread
+from jetspec.bench.recipe import PLAIN
+from jetspec.bench.runs import HeadRecord, Result
 from jetspec.bench.scaling import (
     expected_speedup,
     expected_tokens,
@@ -18,6 +19,7 @@ from jetspec.bench.scaling import (
     reach_shares,
     tokens_when_cut,
 )
+from jetspec.bench.spread import Spread
 from jetspec.bench.tables import at_best, speedup_of
 
 if TYPE_CHECKING:
@@ -98,9 +100,9 @@ def to_svg(figure: Figure, name: str) -> str:
     return re.sub(r"<svg ([^>]*)>", rf'<svg class="plot" role="img" \1>{SVG_STYLE}', svg, count=1)
 
 
-def speedup_bars(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> Plot | None:
+def speedup_bars(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
     """A group of bars per task, a bar per method."""
-    drawn = [cell for cell in at_best(cells) if cell.speedup and cell.method != BASELINE]
+    drawn = [cell for cell in at_best(cells) if cell.speedup and not cell.is_plain]
     if not drawn:
         return None
     tasks = list(dict.fromkeys(cell.task for cell in drawn))
@@ -109,7 +111,7 @@ def speedup_bars(painter: Painter, name: str, where: str, cells: Sequence[Cell])
 
     def draw(axes: Axes) -> None:
         for i, (method, label) in enumerate(labels.items()):
-            own = {cell.task: cell.speedup.value for cell in drawn if cell.method == method and cell.speedup}
+            own = {cell.task: cell.speedup for cell in drawn if cell.method == method and cell.speedup}
             places = [tasks.index(task) + (i - (len(labels) - 1) / 2) * width for task in own]
             heights, spreads = [s.mean for s in own.values()], [s.sd or 0 for s in own.values()]
             bars = axes.bar(places, heights, width * 0.92, yerr=spreads, color=painter.colour(method), label=label)
@@ -130,10 +132,15 @@ def _ink_errors(bars: Any) -> None:
 
 
 def against_budget(
-    painter: Painter, name: str, title: str, cells: Sequence[Cell], value: Callable[[Cell], Spread | None], unit: str
+    painter: Painter,
+    name: str,
+    title: str,
+    cells: Sequence[Result],
+    value: Callable[[Result], Spread | None],
+    unit: str,
 ) -> Plot | None:
     """A line per method over budgets, each point a mean over tasks. Methods without a budget are level lines."""
-    lines = {method: series for method, series in _series(cells, value).items() if method != BASELINE}
+    lines = {method: series for method, series in _series(cells, value).items() if method != PLAIN}
     budgets = sorted({budget for series in lines.values() for budget in series if budget is not None})
     if len(budgets) < 2:
         return None
@@ -152,7 +159,7 @@ def against_budget(
     return painter.plot(name, title, caption, draw)
 
 
-def _series(cells: Sequence[Cell], value: Callable[[Cell], Spread | None]) -> dict[str, dict[int | None, Spread]]:
+def _series(cells: Sequence[Result], value: Callable[[Result], Spread | None]) -> dict[str, dict[int | None, Spread]]:
     found: dict[str, dict[int | None, list[Spread]]] = {}
     for cell in cells:
         number = value(cell)
@@ -161,9 +168,9 @@ def _series(cells: Sequence[Cell], value: Callable[[Cell], Spread | None]) -> di
     return {m: {budget: Spread.average(v) for budget, v in series.items()} for m, series in found.items()}
 
 
-def against_batch(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> list[Plot]:
+def against_batch(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> list[Plot]:
     """Speedup over batch sizes: a picture per method that has several budgets, a line for each; else one for all."""
-    drawn = [cell for cell in cells if cell.speedup and cell.method != BASELINE]
+    drawn = [cell for cell in cells if cell.speedup and not cell.is_plain]
     if len({cell.batch for cell in drawn}) < 2:
         return []
     labels = {method: {c.label for c in drawn if c.method == method} for method in {c.method for c in drawn}}
@@ -172,14 +179,14 @@ def against_batch(painter: Painter, name: str, where: str, cells: Sequence[Cell]
     return [_batch_plot(painter, f"{name}_{m}", f"{m}, {where}", own) for m, own in parts.items()]
 
 
-def _batch_plot(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> Plot:
+def _batch_plot(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot:
     def draw(axes: Axes) -> None:
         shades = Painter()
         for label in dict.fromkeys(cell.label for cell in cells):
             at: dict[float, list[Spread]] = {}
             for cell in cells:
                 if cell.label == label and cell.speedup:
-                    at.setdefault(cell.batch, []).append(cell.speedup.value)
+                    at.setdefault(cell.batch, []).append(cell.speedup)
             _line(axes, {batch: Spread.average(at[batch]) for batch in sorted(at)}, shades.colour(label), label)
         axes.axhline(1, color=INK, linewidth=0.8)
         _powers(axes, sorted({cell.batch for cell in cells}))
@@ -190,7 +197,7 @@ def _batch_plot(painter: Painter, name: str, where: str, cells: Sequence[Cell]) 
     return painter.plot(name, f"Speedup against batch: {where}", caption, draw)
 
 
-def acceptance(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> Plot | None:
+def acceptance(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
     """How deep rounds get, per method."""
     histograms = merged_histograms(at_best(cells))
     if not histograms:
@@ -208,7 +215,7 @@ def acceptance(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -
     return painter.plot(name, f"Acceptance per depth, {where}", "Over all tasks, each method at its best budget.", draw)
 
 
-def merged_histograms(cells: Sequence[Cell]) -> list[tuple[Cell, list[int]]]:
+def merged_histograms(cells: Sequence[Result]) -> list[tuple[Result, list[int]]]:
     """Per method, one of its cells and the accepted lengths of all of them."""
     found = []
     for method in dict.fromkeys(cell.method for cell in cells):
@@ -220,7 +227,7 @@ def merged_histograms(cells: Sequence[Cell]) -> list[tuple[Cell, list[int]]]:
     return found
 
 
-def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> Plot | None:
+def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
     """Measured tokens per round against the formula with the one alpha that fits best."""
     histograms = merged_histograms(at_best(cells))
     if not histograms:
@@ -244,26 +251,29 @@ def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -
     return painter.plot(name, f"Equation 1: tokens per round, {where}", caption, draw)
 
 
-def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -> Plot | None:
-    """The speedup that the formula gives for every draft length, through what was measured at one."""
+def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
+    """The speedup that the formula gives for every draft length, through what was measured at one.
+
+    A method that is faster than its tokens per round explain has a cost below 0, which no formula fits.
+    """
     speeds = _series(cells, speedup_of)
-    drawn = [
-        (cell, accepted, speeds[cell.method][cell.budget].mean)
-        for cell, accepted in merged_histograms(at_best(cells))
-        if cell.method in speeds
-    ]
+    drawn = []
+    for cell, accepted in merged_histograms(at_best(cells)):
+        if cell.method in speeds:
+            alpha, depth, speedup = fit_alpha(accepted), len(accepted) - 1, speeds[cell.method][cell.budget].mean
+            cost = implied_cost(expected_tokens(alpha, depth), speedup, depth)
+            if cost >= 0:
+                drawn.append((cell, alpha, depth, speedup, cost))
     if not drawn:
         return None
 
     def draw(axes: Axes) -> None:
-        for cell, accepted, speedup in drawn:
-            alpha, depth, colour = fit_alpha(accepted), len(accepted) - 1, painter.colour(cell.method)
-            per_token = implied_cost(expected_tokens(alpha, depth), speedup, depth)
-            lengths = range(1, 2 * depth + 1)
-            one_pass = [expected_tokens(alpha, n) / (depth * per_token + 1) for n in lengths]
-            axes.plot(lengths, [expected_speedup(alpha, n, per_token) for n in lengths], color=colour, linestyle="--")
+        for cell, alpha, depth, speedup, cost in drawn:
+            lengths, colour = range(1, 2 * depth + 1), painter.colour(cell.method)
+            one_pass = [expected_tokens(alpha, n) / (depth * cost + 1) for n in lengths]
+            axes.plot(lengths, [expected_speedup(alpha, n, cost) for n in lengths], color=colour, linestyle="--")
             axes.plot(lengths, one_pass, color=colour, linewidth=1.2)
-            label = f"{cell.label} (L·c = {depth * per_token:.2f})"
+            label = f"{cell.label} (L·c = {depth * cost:.2f})"
             axes.plot([depth], [speedup], "o", color=colour, label=label)
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="draft length L", ylabel="speedup over plain")
@@ -273,7 +283,7 @@ def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Cell]) -
         "Points: measured, at the depth of the drafts. Dashed: (1 - α^(L+1)) / ((1 - α)(L·c + 1)), every draft token "
         "costing c target passes. Solid: the whole draft costing what it does at the point, as when one pass drafts "
         "all of it. α is fitted to accepted lengths, and c to the point: it holds all that a round costs beyond a "
-        "plain step."
+        "plain step. Methods that would need a c below 0 are left out."
     )
     return painter.plot(name, f"Equation 2: speedup, {where}", caption, draw)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from jetspec.bench.check_tables import differences_table, errors_table, lossless_table, score_table
 from jetspec.bench.document import Block, Folded, Heading, Plot, Table, Text, Warned
 from jetspec.bench.paper import PaperTable, find_pairs, paper_costs, setting_differences
 from jetspec.bench.plots import (
@@ -20,21 +21,17 @@ from jetspec.bench.plots import (
     gap_histogram,
     speedup_bars,
 )
-from jetspec.bench.runs import Cell, HeadRecord, Inputs, ProfileRecord, Run
+from jetspec.bench.runs import CostRecord, HeadRecord, Inputs, Result, Run
 from jetspec.bench.tables import (
     against_table,
     cells_table,
     cost_table,
-    differences_table,
-    errors_table,
     glance_table,
     groups_of,
     head_table,
-    lossless_table,
     paper_table,
     rounds_of,
     rounds_table,
-    score_table,
     speed_table,
     speedup_of,
     speedup_table,
@@ -81,8 +78,8 @@ def _parts(plan: ReportPlan) -> Iterator[Iterator[Block]]:
             yield _paper(run, _titled("Beside the paper", run, plan))
     if plan.inputs.heads:
         yield _heads(plan.inputs.heads, painter)
-    for profile in plan.inputs.profiles:
-        yield _costs(profile, plan.paper)
+    for record in plan.inputs.costs:
+        yield _costs(record, plan.paper)
     yield _everything(plan)
 
 
@@ -116,25 +113,29 @@ def _speed(run: Run, title: str, painter: Painter | None, prefix: str) -> Iterat
         if painter is not None:
             mark = f"{prefix}t{cells[0].temperature:g}_b{cells[0].batch}"
             yield from _plots(painter, mark, where, cells)
-        tables = (
-            ("Speedup over plain decoding", speedup_table(cells)),
-            ("Tokens per second", speed_table(cells)),
-            ("Tokens per round", rounds_table(cells)),
-        )
-        for name, table in tables:
-            if table is not None:
-                yield Text(f"{name}:")
-                yield table
+        yield from _by_task(cells)
     if painter is not None:
         for temperature in dict.fromkeys(cell.temperature for cell in run.cells):
-            own, name = (
-                [c for c in run.cells if c.temperature == temperature],
-                f"{prefix}speedup_batch_t{temperature:g}",
-            )
-            yield from against_batch(painter, name, f"temperature {temperature:g}", own)
+            name, own = f"speedup_batch_t{temperature:g}", [c for c in run.cells if c.temperature == temperature]
+            yield from against_batch(painter, prefix + name, f"temperature {temperature:g}", own)
 
 
-def _plots(painter: Painter, mark: str, where: str, cells: Sequence[Cell]) -> Iterator[Plot]:
+def _by_task(cells: Sequence[Result]) -> Iterator[Block]:
+    """Nothing where every method has one cell: the table at a glance has shown it."""
+    if len(cells) == len({cell.method for cell in cells}):
+        return
+    tables = (
+        ("Speedup over plain decoding", speedup_table(cells)),
+        ("Tokens per second", speed_table(cells)),
+        ("Tokens per round", rounds_table(cells)),
+    )
+    for name, table in tables:
+        if table is not None:
+            yield Text(f"{name}:")
+            yield table
+
+
+def _plots(painter: Painter, mark: str, where: str, cells: Sequence[Result]) -> Iterator[Plot]:
     drawn = (
         speedup_bars(painter, f"speedup_{mark}", where, cells),
         against_budget(
@@ -219,14 +220,15 @@ def _other_settings(model: str, device: str, table: PaperTable) -> Iterator[Bloc
         yield Warned(f"Not the paper's settings: {'; '.join(different)}.")
 
 
-def _costs(profile: ProfileRecord, beside_paper: bool) -> Iterator[Block]:
-    table, _ = paper_costs()
-    yield Heading(f"Cost of drafting: {profile.name}")
+def _costs(record: CostRecord, beside_paper: bool) -> Iterator[Block]:
+    yield Heading(f"Cost of drafting: {record.name}")
+    paper, known = paper_costs()
+    beside_paper = beside_paper and any((cost.context, cost.depth) in known for cost in record.costs)
     if beside_paper:
-        yield from _other_settings(profile.model, profile.device, table)
-    yield cost_table(profile, beside_paper)
+        yield from _other_settings(record.model, record.device, paper)
+    yield cost_table(record, beside_paper)
     if beside_paper:
-        yield Text(f"The paper's are those of its table {table.number}. {table.note}")
+        yield Text(f"The paper's are those of its table {paper.number}. {paper.note}")
 
 
 def _heads(heads: Sequence[HeadRecord], painter: Painter | None) -> Iterator[Block]:
@@ -241,7 +243,7 @@ def _heads(heads: Sequence[HeadRecord], painter: Painter | None) -> Iterator[Blo
 
 def _everything(plan: ReportPlan) -> Iterator[Block]:
     yield Heading("Where the numbers come from")
-    inputs: list[Run | HeadRecord | ProfileRecord] = [*plan.runs, *plan.inputs.heads, *plan.inputs.profiles]
+    inputs: list[Run | HeadRecord | CostRecord] = [*plan.runs, *plan.inputs.heads, *plan.inputs.costs]
     rows: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("command", lambda record: str(record.get("command"))),
         ("date", lambda record: str(record.get("date"))),
@@ -253,7 +255,7 @@ def _everything(plan: ReportPlan) -> Iterator[Block]:
     lines = tuple((name, *(show(each.record) for each in inputs)) for name, show in rows)
     yield Table(columns, lines, first_number=len(columns), wraps=True)
     for run in plan.runs:
-        yield Folded(f"All cells: {run.name}", cells_table(run.cells))
+        yield Folded(f"All cells: {run.name}", cells_table([run], details=True))
         yield Folded(f"Recipe: {run.name}", json.dumps(run.recipe, indent=1))
 
 

@@ -1,44 +1,27 @@
-"""From rows to a table: speed with its spread, tokens per round, scores, and whether the text is the target's own."""
+"""From rows to a record: speed with its spread, tokens per round, scores, and whether the text is the target's own."""
 
 from __future__ import annotations
 
-import importlib
-import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from jetspec.bench.grade import Grade, grade
 from jetspec.bench.groups import Key, Row
 from jetspec.bench.measure import Bench
 from jetspec.bench.precision import FreshPass, find_differences
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS, Cell
+from jetspec.bench.spread import ONE, Spread, to_record
 from jetspec.bench.tasks import GRADED_AS, TASKS
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
 from jetspec.types import RowSampling, SamplingParams
-
-SPREADS = 2
-"""A speedup is a difference when it is this many standard deviations away from 1."""
-
-
-class Graded(Protocol):
-    @property
-    def correct(self) -> bool | None: ...
-
-
-Grader = Callable[[str, Mapping[str, Any], str], Graded]
-
-
-def load_grader() -> Grader:
-    grader: Grader = importlib.import_module("jetspec.bench.grade").grade
-    return grader
 
 
 @dataclass(frozen=True)
@@ -85,15 +68,6 @@ class Measured:
         return [(error["id"], error["repeat"]) for error in self.errors]
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean and sample standard deviation, where there are enough values for them."""
-    return {
-        "mean": statistics.fmean(values) if values else None,
-        "sd": statistics.stdev(values) if len(values) > 1 else None,
-        "values": list(values),
-    }
-
-
 def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
     """The ratio of mean speeds on the groups that both were given, with the spread of both.
 
@@ -103,15 +77,11 @@ def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
     if base is None:
         return None
     mine, base = mine.beside(base), base.beside(mine)
-    if not mine.speeds or not base.speeds or mine.failed != base.failed:
+    a, b = Spread.of(mine.speeds), Spread.of(base.speeds)
+    if a is None or b is None or mine.failed != base.failed:
         return None
-    a, b = spread(mine.speeds), spread(base.speeds)
-    ratio = a["mean"] / b["mean"]
-    sd = None
-    if a["sd"] is not None and b["sd"] is not None:
-        sd = ratio * math.hypot(a["sd"] / a["mean"], b["sd"] / b["mean"])
-    differs = sd is not None and abs(ratio - 1) > SPREADS * sd
-    return {"over": base.cell.method, "mean": ratio, "sd": sd, "differs": differs}
+    ratio = a.over(b)
+    return {"over": base.cell.method, **asdict(ratio), "differs": bool(ratio.differs(ONE))}
 
 
 def acceptance(mine: Measured) -> tuple[float | None, list[int]]:
@@ -122,18 +92,20 @@ def acceptance(mine: Measured) -> tuple[float | None, list[int]]:
     return (sum(sum(answer["tokens"]) for answer in answers) / rounds if rounds else None), counts
 
 
+Grader = Callable[[str, Mapping[str, Any], str], Grade]
+
+
 @dataclass
-class Summary:
-    """Turns the rows of a benchmark into its results."""
+class Results:
+    """Turns the rows of a benchmark into its record."""
 
     bench: Bench
     rows: Mapping[Key, Row]
-    grader: Grader | None = None
-    """None: the one of this package."""
+    grader: Grader = grade
     notes: list[str] = field(default_factory=list)
     """What a reader of the table should know."""
 
-    def results(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         decoder, config = self.bench.llm.target.decoder, self.bench.config
         return {
             "model": self.bench.llm.model_name,
@@ -160,10 +132,10 @@ class Summary:
             **asdict(mine.cell),
             "questions": len(mine.answers(0)),
             "tokens": sum(sum(answer["tokens"]) for answer in mine.all_answers),
-            "tokens_per_s": spread(mine.speeds),
+            "tokens_per_s": to_record(mine.speeds),
             "tokens_per_round": per_round,
             "accepted": counts,
-            "prefill_s": spread([sum(row["prefill_s"] for row in rows) for rows in mine.repeats]),
+            "prefill_s": to_record([sum(row["prefill_s"] for row in rows) for rows in mine.repeats]),
             "speedup": speedup(mine, plain),
             "speedup_transformers": speedup(mine, self.measured.get(mine.cell.beside(TRANSFORMERS, None))),
             "score": self.score(mine),
@@ -179,38 +151,41 @@ class Summary:
         questions = {prompt.id: prompt.row for prompt in self.bench.questions[task]}
         answers = [answer for answer in mine.answers(0).values() if not answer["error"]]
         try:
-            verdicts = [
-                self.grade(task, answer["id"], questions[answer["id"]], answer["text"][-1]) for answer in answers
-            ]
-        except (ImportError, ValueError) as error:
+            grades = [self.grade(task, answer["id"], questions[answer["id"]], answer["text"][-1]) for answer in answers]
+        except ValueError as error:
             note = f"{task} is not graded: {error}"
             if note not in self.notes:
                 self.notes.append(note)
             return None
-        graded = [verdict for verdict in verdicts if verdict is not None]
+        graded = [(grade, answer) for grade, answer in zip(grades, answers, strict=True) if grade.correct is not None]
         if not graded:
             return None
-        return {"correct": sum(graded), "graded": len(graded), "share": sum(graded) / len(graded)}
+        correct = sum(bool(grade.correct) for grade, _ in graded)
+        return {
+            "correct": correct,
+            "graded": len(graded),
+            "share": correct / len(graded),
+            "partial": sum(grade.is_partial for grade, _ in graded),
+            "cut": sum(answer["finish"][-1] == "length" for _, answer in graded),
+        }
 
-    def grade(self, task: str, id: str, question: Mapping[str, Any], text: str) -> bool | None:
+    def grade(self, task: str, id: str, question: Mapping[str, Any], text: str) -> Grade:
         """The same answer to the same question is graded once, whoever gave it."""
         key = id, text
         if key not in self._grades:
-            if self.grader is None:
-                self.grader = load_grader()
-            self._grades[key] = self.grader(question.get(GRADED_AS, task), question, text).correct
+            self._grades[key] = self.grader(question.get(GRADED_AS, task), question, text)
         return self._grades[key]
 
     @cached_property
-    def _grades(self) -> dict[tuple[str, str], bool | None]:
+    def _grades(self) -> dict[tuple[str, str], Grade]:
         return {}
 
     @cached_property
-    def lossless(self) -> Lossless:
-        return Lossless(self.bench)
+    def lossless(self) -> LosslessCheck:
+        return LosslessCheck(self.bench)
 
 
-class Lossless:
+class LosslessCheck:
     """Compares answers with those of plain decoding, token by token.
 
     Greedy answers of everybody are compared, and drawn ones of our engine, which draws by seed and position alone. In

@@ -9,68 +9,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-RESULTS = "results.json"
-BASELINE = "plain"
-NO_DIFFERENCE = "no difference"
-SPREADS = 2
-"""Values differ when they are more than this many standard deviations apart."""
+from jetspec.bench.recipe import PLAIN, Cell
+from jetspec.bench.spread import Spread
 
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and standard deviation over repeats. None: a single repeat has no spread."""
-
-    mean: float
-    sd: float | None = None
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any] | float | None) -> Spread | None:
-        """From a record: a number, or mean and deviation. None where everything failed, so that there is no mean."""
-        if raw is None or isinstance(raw, int | float):
-            return None if raw is None else cls(float(raw))
-        alone = len(raw.get("values", (0, 0))) < 2
-        return None if raw["mean"] is None else cls(raw["mean"], None if alone else raw.get("sd"))
-
-    @classmethod
-    def average(cls, parts: Iterable[Spread]) -> Spread:
-        """Of independent measurements, each counting the same."""
-        parts = list(parts)
-        known = [part.sd for part in parts if part.sd is not None]
-        sd = math.sqrt(sum(x * x for x in known)) / len(parts) if len(known) == len(parts) else None
-        return cls(sum(part.mean for part in parts) / len(parts), sd)
-
-    def over(self, other: Spread) -> Spread:
-        """The quotient; relative deviations add as squares."""
-        ratio = self.mean / other.mean
-        if self.sd is None or other.sd is None:
-            return Spread(ratio)
-        return Spread(ratio, ratio * math.hypot(self.sd / self.mean, other.sd / other.mean))
-
-    def differs(self, other: Spread) -> bool | None:
-        """Whether the two lie further apart than their spreads explain. None: there is no spread to judge by."""
-        if self.sd is None or other.sd is None:
-            return None
-        return abs(self.mean - other.mean) > SPREADS * math.hypot(self.sd, other.sd)
-
-    def text(self, digits: int = 2) -> str:
-        return f"{self.mean:.{digits}f}" + ("" if self.sd is None else f" ± {self.sd:.{digits}f}")
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """Over another method, with whether it is more than the spread."""
-
-    value: Spread
-    differs: bool
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any] | None, has_spread: bool) -> Speedup | None:
-        if raw is None:
-            return None
-        return cls(Spread(float(raw["mean"]), raw.get("sd") if has_spread else None), bool(raw["differs"]))
-
-    def text(self) -> str:
-        return self.value.text() + ("" if self.differs or self.value.sd is None else f" ({NO_DIFFERENCE})")
+RESULTS_FILE = "results.json"
+PARTIAL_MARK = "*"
+"""Behind scores of fewer tests than a task is known for."""
+PARTIAL_NOTE = (
+    f"{PARTIAL_MARK} Questions without tests, graded by the calls in their docstrings: higher than published scores, "
+    "and only good for comparing methods."
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +27,10 @@ class Score:
 
     correct: int
     graded: int
+    partial: int
+    """How many of them were graded by fewer tests than the task is known for."""
+    cut: int
+    """How many of them reached the limit of tokens before they ended."""
 
     @property
     def share(self) -> Spread:
@@ -86,9 +38,13 @@ class Score:
         p = self.correct / self.graded
         return Spread(p, math.sqrt(p * (1 - p) / (self.graded - 1)) if self.graded > 1 else None)
 
+    @property
+    def mark(self) -> str:
+        return PARTIAL_MARK if self.partial else ""
+
     @classmethod
     def read(cls, raw: Mapping[str, Any] | None) -> Score | None:
-        return cls(raw["correct"], raw["graded"]) if raw and raw["graded"] else None
+        return None if raw is None else cls(raw["correct"], raw["graded"], raw["partial"], raw["cut"])
 
 
 @dataclass(frozen=True)
@@ -105,7 +61,7 @@ class Lossless:
     def read(cls, raw: Mapping[str, Any] | None) -> Lossless | None:
         if raw is None:
             return None
-        return cls(raw.get("check", "greedy tokens"), raw["compared"], raw["identical"], tuple(raw["different"]))
+        return cls(raw["check"], raw["compared"], raw["identical"], tuple(raw["different"]))
 
     @property
     def widest_gap(self) -> float | None:
@@ -113,14 +69,9 @@ class Lossless:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Result(Cell):
     """What one method did on one task with one setting."""
 
-    method: str
-    task: str
-    temperature: float
-    budget: int | None
-    batch: int
     questions: int
     tokens: int
     tokens_per_s: Spread | None
@@ -129,43 +80,47 @@ class Cell:
     accepted: tuple[int, ...]
     """Rounds by accepted length, from 0."""
     prefill_s: Spread | None
-    speedup: Speedup | None
-    speedup_transformers: Speedup | None
+    speedup: Spread | None
+    """Over plain decoding."""
+    speedup_transformers: Spread | None
     score: Score | None
     lossless: Lossless | None
     errors: tuple[Any, ...]
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any]) -> Cell:
-        speed = Spread.read(raw["tokens_per_s"])
-        has_spread = speed is not None and speed.sd is not None
-        per_round = Spread.read(raw.get("tokens_per_round"))
+    def read(cls, raw: Mapping[str, Any]) -> Result:
+        spreads = ("tokens_per_s", "prefill_s", "speedup", "speedup_transformers")
         read: dict[str, Any] = {
-            "tokens_per_s": speed,
-            "tokens_per_round": per_round and per_round.mean,
-            "accepted": tuple(raw.get("accepted") or ()),
-            "prefill_s": Spread.read(raw.get("prefill_s")),
-            "speedup": Speedup.read(raw.get("speedup"), has_spread),
-            "speedup_transformers": Speedup.read(raw.get("speedup_transformers"), has_spread),
-            "score": Score.read(raw.get("score")),
-            "lossless": Lossless.read(raw.get("lossless")),
-            "errors": tuple(raw.get("errors") or ()),
+            **{name: Spread.read(raw[name]) for name in spreads},
+            "accepted": tuple(raw["accepted"]),
+            "score": Score.read(raw["score"]),
+            "lossless": Lossless.read(raw["lossless"]),
+            "errors": tuple(raw["errors"]),
         }
         return cls(**read, **{f.name: raw[f.name] for f in fields(cls) if f.name not in read})
 
     @property
-    def key(self) -> tuple[str, str, float, int | None, int]:
-        """What makes two cells of two runs the same measurement."""
-        return self.method, self.task, self.temperature, self.budget, self.batch
+    def key(self) -> Cell:
+        """What makes two results of two runs the same measurement."""
+        return Cell(self.method, self.task, self.temperature, self.budget, self.batch)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.method == PLAIN
 
     @property
     def label(self) -> str:
-        return self.method if self.budget is None or self.method == BASELINE else f"{self.method} {self.budget}"
+        return self.method if self.budget is None or self.is_plain else f"{self.method} {self.budget}"
 
     @property
     def round_cost(self) -> float | None:
         """Time of a round in plain steps: what its tokens would have cost, over how much faster they came."""
-        return self.tokens_per_round / self.speedup.value.mean if self.tokens_per_round and self.speedup else None
+        return self.tokens_per_round / self.speedup.mean if self.tokens_per_round and self.speedup else None
+
+
+def partial_note(cells: Iterable[Result]) -> str:
+    """The footnote of a table in which a score is marked."""
+    return f" {PARTIAL_NOTE}" if any(cell.score and cell.score.partial for cell in cells) else ""
 
 
 @dataclass(frozen=True)
@@ -174,7 +129,7 @@ class Run:
 
     name: str
     record: Mapping[str, Any]
-    cells: tuple[Cell, ...]
+    cells: tuple[Result, ...]
 
     @property
     def recipe(self) -> Mapping[str, Any]:
@@ -200,7 +155,7 @@ class Run:
             parts.append(f"repeats: {self.recipe['repeats']}")
         return f"{' '.join(words)}; {', '.join(parts)}."
 
-    def cell(self, key: tuple[Any, ...]) -> Cell | None:
+    def cell(self, key: Cell) -> Result | None:
         return next((cell for cell in self.cells if cell.key == key), None)
 
 
@@ -222,29 +177,26 @@ class DraftCost:
     """What drafting costs beside verifying, at one setting."""
 
     context: int
+    depth: int
+    """Tokens drafted in a pass."""
     budget: int
     batch: int
-    length: int
-    """Tokens drafted in a pass, the anchor's slot included."""
-    draft_ms: float
-    verify_ms: float
-
-    @property
-    def percent(self) -> float:
-        """Of a drafted token, in verify passes."""
-        return 100 * self.draft_ms / (self.length * self.verify_ms)
+    draft_ms: Spread
+    verify_ms: Spread
+    c_percent: Spread
+    """Of a drafted token, in verify passes."""
 
 
 @dataclass(frozen=True)
-class ProfileRecord:
-    """What `jetspec profile` timed."""
+class CostRecord:
+    """What `jetspec bench` with `measure: costs` timed, or `jetspec profile`."""
 
     name: str
     record: Mapping[str, Any]
 
     @property
     def model(self) -> str:
-        return str(self.record["shape"])
+        return str(self.record["model"] if "costs" in self.record else self.record["shape"])
 
     @property
     def device(self) -> str:
@@ -252,11 +204,22 @@ class ProfileRecord:
 
     @property
     def costs(self) -> list[DraftCost]:
-        length = self.record["head"]["block_size"]
-        return [
-            DraftCost(r["context"], r["budget"], r["batch"], length, r["stages_ms"]["draft"], r["stages_ms"]["verify"])
-            for r in self.record["runs"]
-        ]
+        return [_chain_cost(raw) for raw in self.record["costs"]] if "costs" in self.record else self._profiled()
+
+    def _profiled(self) -> list[DraftCost]:
+        """Of a profile: a block holds the token that is known, and drafts."""
+        depth = self.record["head"]["block_size"] - 1
+        found = []
+        for run in self.record["runs"]:
+            draft, verify = run["stages_ms"]["draft"], run["stages_ms"]["verify"]
+            times = Spread(draft), Spread(verify), Spread(100 * draft / (depth * verify))
+            found.append(DraftCost(run["context"], depth, run["budget"], run["batch"], *times))
+        return found
+
+
+def _chain_cost(raw: Mapping[str, Any]) -> DraftCost:
+    times = {name: Spread(raw[name]["mean"], raw[name]["sd"]) for name in ("draft_ms", "verify_ms", "c_percent")}
+    return DraftCost(raw["context"], raw["depth"], raw["depth"] + 1, 1, **times)
 
 
 def device_of(record: Mapping[str, Any]) -> str:
@@ -271,16 +234,16 @@ class Inputs:
 
     runs: list[Run]
     heads: list[HeadRecord]
-    profiles: list[ProfileRecord]
+    costs: list[CostRecord]
 
 
 def read_inputs(paths: Iterable[Path]) -> Inputs:
     """Told apart by what they hold. Names are those of folders or files; a prime tells apart two of one name."""
     found, seen = Inputs([], [], []), set[str]()
     for path in paths:
-        file = path / RESULTS if path.is_dir() else path
+        file = path / RESULTS_FILE if path.is_dir() else path
         record = _read_json(file)
-        name = path.stem if path.is_file() and path.name != RESULTS else file.resolve().parent.name
+        name = path.stem if path.is_file() and path.name != RESULTS_FILE else file.resolve().parent.name
         while name in seen:
             name += "'"
         seen.add(name)
@@ -288,8 +251,8 @@ def read_inputs(paths: Iterable[Path]) -> Inputs:
             found.runs.append(Run(name, record, _read_cells(file, record["cells"])))
         elif "details" in record:
             found.heads.append(HeadRecord(name, record))
-        elif "shape" in record and "runs" in record:
-            found.profiles.append(ProfileRecord(name, record))
+        elif "costs" in record or {"shape", "runs"} <= set(record):
+            found.costs.append(CostRecord(name, record))
         else:
             raise ValueError(f"{file} is no result of `jetspec bench`, `jetspec eval-head` or `jetspec profile`")
     return found
@@ -308,11 +271,11 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     return record
 
 
-def _read_cells(file: Path, raw: Iterable[Mapping[str, Any]]) -> tuple[Cell, ...]:
+def _read_cells(file: Path, raw: Iterable[Mapping[str, Any]]) -> tuple[Result, ...]:
     cells = []
     for number, cell in enumerate(raw):
         try:
-            cells.append(Cell.read(cell))
+            cells.append(Result.read(cell))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: cell {number} cannot be read ({error!r})") from None
     if not cells:

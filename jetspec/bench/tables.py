@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from jetspec.bench.document import Table
-from jetspec.bench.grade import MATH_TASKS
 from jetspec.bench.paper import Pair, paper_costs
-from jetspec.bench.runs import BASELINE, NO_DIFFERENCE, Cell, HeadRecord, ProfileRecord, Run, Score, Spread
+from jetspec.bench.recipe import PLAIN, TRANSFORMERS
+from jetspec.bench.runs import CostRecord, HeadRecord, Result, Run, partial_note
+from jetspec.bench.spread import NO_DIFFERENCE, Spread, speedup_text
 
 NONE = "-"
 BOLD_CAPTION = "Mean ± standard deviation over repeats. Bold: the best of a column, and all within the spread of it."
@@ -34,14 +35,14 @@ def without_empty(table: Table) -> Table:
     )
 
 
-def in_order(cells: Iterable[Cell]) -> list[Cell]:
+def in_order(cells: Iterable[Result]) -> list[Result]:
     """Methods as they come, each with its budgets from small to large."""
     cells = list(cells)
     rank = {method: i for i, method in enumerate(dict.fromkeys(cell.method for cell in cells))}
     return sorted(cells, key=lambda c: (c.temperature, c.batch, rank[c.method], c.budget or 0))
 
 
-def groups_of(cells: Iterable[Cell]) -> list[tuple[str, list[Cell]]]:
+def groups_of(cells: Iterable[Result]) -> list[tuple[str, list[Result]]]:
     """Cells that may stand in one table: of one temperature and batch size."""
     ordered = in_order(cells)
     return [
@@ -51,8 +52,8 @@ def groups_of(cells: Iterable[Cell]) -> list[tuple[str, list[Cell]]]:
 
 
 def matrix(
-    cells: Sequence[Cell],
-    value: Callable[[Cell], Spread | None],
+    cells: Sequence[Result],
+    value: Callable[[Result], Spread | None],
     show: Callable[[Spread], str],
     caption: str = BOLD_CAPTION,
 ) -> Table:
@@ -83,55 +84,51 @@ def _best(column: Sequence[Spread | None]) -> list[int]:
     return [row for _, row in known if (number := column[row]) is not None and not best.differs(number)]
 
 
-def speedup_table(cells: Sequence[Cell]) -> Table | None:
+def speedup_table(cells: Sequence[Result]) -> Table | None:
     """None where there is nothing to be faster than."""
-    faster = [cell for cell in cells if cell.speedup and cell.method != BASELINE]
+    faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
     caption = f"{BOLD_CAPTION} ≈: {NO_DIFFERENCE} from plain decoding."
     return matrix(faster, speedup_of, speedup_text, caption) if faster else None
 
 
-def speedup_of(cell: Cell) -> Spread | None:
-    return cell.speedup.value if cell.speedup else None
+def speedup_of(cell: Result) -> Spread | None:
+    return cell.speedup
 
 
-def speedup_text(value: Spread) -> str:
-    """Marked where it is not more than the spread."""
-    return value.text() if value.differs(Spread(1.0, 0.0)) is not False else f"≈ {value.text()}"
-
-
-def speed_table(cells: Sequence[Cell]) -> Table:
+def speed_table(cells: Sequence[Result]) -> Table:
     return matrix(cells, lambda cell: cell.tokens_per_s, lambda value: value.text(1))
 
 
-def rounds_table(cells: Sequence[Cell]) -> Table | None:
+def rounds_table(cells: Sequence[Result]) -> Table | None:
     """Tokens per round; None where no method has rounds."""
-    having = [cell for cell in cells if cell.tokens_per_round is not None and cell.method != BASELINE]
+    having = [cell for cell in cells if cell.tokens_per_round is not None and not cell.is_plain]
     if not having:
         return None
     caption = "Over all rounds of all repeats: accepted drafts, and the target's own token."
     return matrix(having, rounds_of, Spread.text, caption)
 
 
-def rounds_of(cell: Cell) -> Spread | None:
+def rounds_of(cell: Result) -> Spread | None:
     return None if cell.tokens_per_round is None else Spread(cell.tokens_per_round)
 
 
-def glance_table(cells: Sequence[Cell]) -> Table:
+def glance_table(cells: Sequence[Result]) -> Table:
     """Every method at its best budget, over all tasks."""
     rows = []
     for method, own in groupby(at_best(in_order(cells)), key=lambda cell: cell.method):
         group = list(own)
-        speedups = [cell.speedup.value for cell in group if cell.speedup]
+        speedups = [cell.speedup for cell in group if cell.speedup]
         rounds = [cell.tokens_per_round for cell in group if cell.tokens_per_round is not None]
         checks = [cell.lossless for cell in group if cell.lossless]
         scores = [cell.score.share for cell in group if cell.score]
+        marks = max((cell.score.mark for cell in group if cell.score), default="")
         rows.append(
             (
-                *(method, NONE if method == BASELINE else text_of(group[0].budget)),
+                *(method, NONE if method == PLAIN else text_of(group[0].budget)),
                 Spread.average(cell.tokens_per_s for cell in group if cell.tokens_per_s).text(1),
-                speedup_text(Spread.average(speedups)) if speedups and method != BASELINE else NONE,
+                speedup_text(Spread.average(speedups)) if speedups and method != PLAIN else NONE,
                 f"{sum(rounds) / len(rounds):.2f}" if rounds else NONE,
-                Spread.average(scores).text(3) if scores else NONE,
+                Spread.average(scores).text(3) + marks if scores else NONE,
                 f"{sum(c.identical for c in checks)}/{sum(c.compared for c in checks)}" if checks else NONE,
             )
         )
@@ -140,10 +137,10 @@ def glance_table(cells: Sequence[Cell]) -> Table:
         "Means over tasks, ± standard deviation over repeats (of scores: standard error). "
         f"≈: {NO_DIFFERENCE} from plain decoding."
     )
-    return without_empty(Table(columns, tuple(rows), caption))
+    return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
 
 
-def at_best(cells: Sequence[Cell]) -> list[Cell]:
+def at_best(cells: Sequence[Result]) -> list[Result]:
     """Every method with its best budget only: the fastest over the tasks, of those that were measured on most."""
     speeds: dict[str, dict[int | None, list[float]]] = {}
     for cell in cells:
@@ -154,117 +151,41 @@ def at_best(cells: Sequence[Cell]) -> list[Cell]:
 
 
 CELL_COLUMNS = (
-    *("task", "method", "temperature", "budget", "batch", "tokens/s", "speedup", "over transformers"),
-    *("tokens per round", "round in plain steps", "prefill s", "questions", "tokens", "failed"),
+    *("method", "task", "temp", "budget", "batch", "tokens/s", "tokens/round", "speedup"),
+    *("over transformers", "score", "same text"),
 )
+DETAIL_COLUMNS = ("round in plain steps", "prefill s", "questions", "tokens", "failed")
 
 
-def cells_table(cells: Iterable[Cell]) -> Table:
-    """Everything that was measured."""
-    rows = []
-    for cell in in_order(cells):
-        over = cell.speedup_transformers
-        rows.append(
-            (
-                *(cell.task, cell.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
-                text_of(cell.tokens_per_s, 1),
-                cell.speedup.text() if cell.speedup and cell.method != BASELINE else NONE,
-                over.text() if over else NONE,
-                *(text_of(cell.tokens_per_round), text_of(cell.round_cost), text_of(cell.prefill_s, 3)),
-                *(str(cell.questions), str(cell.tokens), str(len(cell.errors))),
-            )
-        )
-    return without_empty(Table(CELL_COLUMNS, tuple(rows), first_number=2))
-
-
-def score_table(run: Run) -> Table | None:
-    """Right answers, with their standard error, beside those of plain decoding; None where nothing was graded."""
-    graded = [cell for cell in run.cells if cell.score]
-    if not graded:
-        return None
-    rows = []
-    for cell in sorted(in_order(graded), key=lambda c: c.task):
-        assert cell.score is not None
-        plain = _plain_score(graded, cell)
-        share = cell.score.share
-        metric = "exact_match" if cell.task in MATH_TASKS else "pass@1"
-        verdict = NONE if cell.method == BASELINE or plain is None else _score_verdict(cell.score, plain)
-        rows.append(
-            (
-                *(cell.task, cell.method, text_of(cell.budget), f"{cell.temperature:g}", str(cell.batch), metric),
-                *(str(cell.score.graded), f"{share.mean:.4f}", f"± {text_of(share.sd, 4)}", verdict),
-            )
-        )
-    columns = ("Tasks", "Method", "Budget", "Temperature", "Batch", "Metric", "n", "Value", "Stderr", "Against plain")
-    return Table(columns, tuple(rows), "Value: share of right answers, with its standard error.", first_number=6)
-
-
-def _plain_score(cells: Iterable[Cell], cell: Cell) -> Score | None:
-    """Of plain decoding on the same questions in the same way."""
-    setting = (BASELINE, cell.task, cell.temperature, cell.batch)
-    return next((c.score for c in cells if (c.method, c.task, c.temperature, c.batch) == setting), None)
-
-
-def _score_verdict(score: Score, plain: Score) -> str:
-    if (score.correct, score.graded) == (plain.correct, plain.graded):
-        return "same"
-    difference = score.share.mean - plain.share.mean
-    return f"{difference:+.4f}" if score.share.differs(plain.share) else f"{difference:+.4f} ({NO_DIFFERENCE})"
-
-
-def lossless_table(run: Run) -> Table | None:
-    """Per method and setting, over all tasks; None where nothing was compared."""
-    compared = in_order(cell for cell in run.cells if cell.lossless and cell.method != BASELINE)
-    if not compared:
-        return None
-    rows = []
-    for (temperature, batch, label), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
-        checks = [cell.lossless for cell in group if cell.lossless]
-        gaps = [check.widest_gap for check in checks if check.widest_gap is not None]
-        total, same = sum(check.compared for check in checks), sum(check.identical for check in checks)
-        rows.append(
-            (
-                *(label, f"{temperature:g}", str(batch), checks[0].check, str(total), str(same), str(total - same)),
-                f"{max(gaps):.4g}" if gaps else NONE,
-            )
-        )
-    columns = ("method, budget", "temperature", "batch", "check", "compared", "identical", "different", "widest gap")
-    caption = "Beside plain decoding. Gap: how far apart the target holds the two tokens where a text first differs."
-    return Table(columns, tuple(rows), caption)
-
-
-def differences_table(run: Run) -> Table | None:
-    """Every text that differs from the plain one."""
+def cells_table(runs: Sequence[Run], details: bool = False) -> Table:
+    """Everything that was measured: a row per cell, under the name of its run where there are several."""
+    named = len(runs) > 1
     rows = [
-        (
-            *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), text_of(d.get("repeat"))),
-            *(str(d["turn"]), str(d["position"]), text_of(d["gap"], 4)),
-        )
-        for cell in run.cells
-        if cell.lossless
-        for d in cell.lossless.different
+        ((run.name,) if named else ()) + _cell_row(cell) + (_detail_row(cell) if details else ())
+        for run in runs
+        for cell in in_order(run.cells)
     ]
-    columns = ("question", "method", "temperature", "batch", "repeat", "turn", "position", "gap")
-    return without_empty(Table(columns, tuple(rows), first_number=2)) if rows else None
+    columns = (("run",) if named else ()) + CELL_COLUMNS + (DETAIL_COLUMNS if details else ())
+    return without_empty(Table(columns, tuple(rows), first_number=3 if named else 2))
 
 
-def errors_table(run: Run) -> Table | None:
-    rows = [
-        (cell.task, cell.label, f"{cell.temperature:g}", str(cell.batch), _error_text(error))
-        for cell in run.cells
-        for error in cell.errors
-    ]
+def _cell_row(cell: Result) -> tuple[str, ...]:
+    score, lossless = cell.score, cell.lossless
     return (
-        Table(("task", "method", "temperature", "batch", "failure"), tuple(rows), first_number=9, wraps=True)
-        if rows
-        else None
+        *(cell.method, cell.task, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
+        *(text_of(cell.tokens_per_s, 1), text_of(cell.tokens_per_round)),
+        speedup_text(cell.speedup) if cell.speedup and not cell.is_plain else NONE,
+        speedup_text(cell.speedup_transformers) if cell.speedup_transformers and cell.method != TRANSFORMERS else NONE,
+        f"{score.correct}/{score.graded}{score.mark}" if score else NONE,
+        f"{lossless.identical}/{lossless.compared}" if lossless else NONE,
     )
 
 
-def _error_text(error: object) -> str:
-    if isinstance(error, dict):
-        return f"{error.get('id', '')}: {error.get('error', error)}".removeprefix(": ")
-    return str(error)
+def _detail_row(cell: Result) -> tuple[str, ...]:
+    return (
+        *(text_of(cell.round_cost), text_of(cell.prefill_s, 3)),
+        *(str(cell.questions), str(cell.tokens), str(len(cell.errors))),
+    )
 
 
 def paper_table(pairs: Sequence[Pair]) -> Table:
@@ -275,7 +196,7 @@ def paper_table(pairs: Sequence[Pair]) -> Table:
         rows.append(
             (
                 *(cell.task, cell.method, row.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
-                *(cell.speedup.text() if cell.speedup else NONE, text_of(row.speedup)),
+                *(speedup_text(cell.speedup) if cell.speedup else NONE, text_of(row.speedup)),
                 *(text_of(cell.tokens_per_round), text_of(row.tokens_per_round)),
                 *(text_of(cell.tokens_per_s, 1), text_of(row.tokens_per_s, 1), pair.remark or NONE),
             )
@@ -320,8 +241,8 @@ def verdict(a: Spread | None, b: Spread | None) -> str:
     return ("B faster" if b.mean > a.mean else "A faster") if differs else NO_DIFFERENCE
 
 
-def _share(cell: Cell) -> str:
-    return cell.score.share.text(3) if cell.score else NONE
+def _share(cell: Result) -> str:
+    return cell.score.share.text(3) + cell.score.mark if cell.score else NONE
 
 
 def head_table(head: HeadRecord) -> Table:
@@ -333,16 +254,16 @@ def head_table(head: HeadRecord) -> Table:
     return Table(("task", *trees), tuple(rows), "Tokens per round on the target's own text.")
 
 
-def cost_table(profile: ProfileRecord, beside_paper: bool) -> Table:
-    """What a drafted token costs, and what it costs in the paper at the same context and draft length."""
+def cost_table(record: CostRecord, beside_paper: bool) -> Table:
+    """What a drafted token costs, and what it costs in the paper at the same context and depth."""
     _, paper = paper_costs()
     rows = [
         (
-            *(str(c.context), str(c.budget), str(c.batch), str(c.length), f"{c.draft_ms:.3f}", f"{c.verify_ms:.3f}"),
-            *(f"{c.percent:.3f}", text_of(paper.get((c.context, c.length)) if beside_paper else None, 3)),
+            *(str(c.context), str(c.depth), str(c.budget), str(c.batch), c.draft_ms.text(3), c.verify_ms.text(3)),
+            *(c.c_percent.text(3), text_of(paper.get((c.context, c.depth)) if beside_paper else None, 3)),
         )
-        for c in profile.costs
+        for c in record.costs
     ]
-    columns = ("context", "budget", "batch", "draft length", "draft ms", "verify ms", "c in %", "paper's")
-    caption = "c: time of a draft pass over draft length and time of a verify pass."
+    columns = ("context", "depth", "budget", "batch", "draft ms", "verify ms", "c in %", "paper's")
+    caption = "c: time of a draft pass over the tokens that it drafts and the time of a verify pass."
     return without_empty(Table(columns, tuple(rows), caption, first_number=0))

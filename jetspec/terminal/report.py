@@ -9,7 +9,7 @@ from pathlib import Path
 from jetspec.bench.document import Plot, to_html, to_markdown
 from jetspec.bench.plots import has_matplotlib
 from jetspec.bench.report import EXTRA, TITLE, ReportPlan, build_report
-from jetspec.bench.runs import read_inputs
+from jetspec.bench.runs import Inputs, read_inputs
 from jetspec.bench.summary import SummaryForm, summary
 from jetspec.files import write_whole
 from jetspec.terminal.screen import err, working
@@ -17,11 +17,16 @@ from jetspec.terminal.screen import err, working
 PLOTS = "plots"
 
 
-def write_report(paths: Sequence[Path], folder: Path | None, form: SummaryForm, paper: bool) -> None:
-    """Read runs and records, write the report into a folder: by default `report` in the first run."""
+def show(paths: Sequence[Path], form: SummaryForm) -> Inputs:
+    """Read runs and records, and print what they hold."""
     inputs = read_inputs(paths)
-    if folder is None:
-        folder = (paths[0] if paths[0].is_dir() else paths[0].parent) / "report"
+    sys.stdout.write(summary(inputs, form))
+    sys.stdout.flush()
+    return inputs
+
+
+def write_report(inputs: Inputs, folder: Path, paper: bool = True) -> None:
+    """The report of what was read, into a folder."""
     plots = has_matplotlib()
     if not plots:
         err().print(EXTRA, markup=False)
@@ -33,6 +38,9 @@ def write_report(paths: Sequence[Path], folder: Path | None, form: SummaryForm, 
         write_whole(folder / PLOTS / f"{picture.name}.svg", picture.svg + "\n")
     write_whole(folder / "report.md", to_markdown(TITLE, blocks, PLOTS))
     write_whole(folder / "report.html", to_html(TITLE, blocks))
-    if inputs.runs:
-        sys.stdout.write(summary(inputs.runs, form))
     err().print(f"{folder / 'report.html'}, report.md and {len(pictures)} plots", style="dim", markup=False)
+
+
+def report_folder(path: Path) -> Path:
+    """Where the report of a run or record goes unless said otherwise."""
+    return (path if path.is_dir() else path.parent) / "report"

@@ -6,11 +6,15 @@ import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from jetspec.bench.recipe import Cell
+from jetspec.bench.runs import Result
 from jetspec.train.evaluate import HeadScore
 
 DEPTH = 15
@@ -38,14 +42,11 @@ def make_run(
 ) -> Path:
     """Write results.json. `changes` goes into every cell."""
     rng = random.Random(0)
-    cells = []
-    for temperature in temperatures:
-        for batch in batches:
-            for task in tasks:
-                for method in methods:
-                    for budget in FIXED.get(method, budgets):
-                        cell = _cell(rng, method, task, temperature, budget, batch, repeats, noise)
-                        cells.append({**cell, **(changes or {})})
+    cells = [
+        {**make_cell(rng, Cell(method, task, temperature, budget, batch), repeats, noise), **(changes or {})}
+        for temperature, batch, task, method in product(temperatures, batches, tasks, methods)
+        for budget in FIXED.get(method, budgets)
+    ]
     record = {
         "command": "python -m jetspec bench recipe.yaml",
         "date": "2026-01-01T00:00:00+00:00",
@@ -53,6 +54,8 @@ def make_run(
         "hardware": {"cpu": "A processor", "gpu": gpu},
         "versions": {"python": "3.11", "torch": "2.11"},
         "model": model,
+        "dtype": "bfloat16",
+        "notes": [],
         "recipe": {"model": model, "max_tokens": 128, "repeats": repeats},
         "cells": cells,
     }
@@ -61,16 +64,12 @@ def make_run(
     return folder
 
 
-def _cell(
-    rng: random.Random,
-    method: str,
-    task: str,
-    temperature: float,
-    budget: int | None,
-    batch: int,
-    repeats: int,
-    noise: float,
-) -> dict[str, Any]:
+def make_result(cell: Cell) -> Result:
+    return Result.read(make_cell(random.Random(0), cell))
+
+
+def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0.02) -> dict[str, Any]:
+    method, task, temperature, budget, batch = cell.method, cell.task, cell.temperature, cell.budget, cell.batch
     alpha = QUALITY.get(method, 0.0) + 0.03 * ((budget or 16).bit_length() - 6) - 0.05 * temperature
     alpha -= {"mt_bench": 0.08}.get(task, 0)
     accepted = [0] * (DEPTH + 1)
@@ -83,9 +82,14 @@ def _cell(
     per_round = 1 + sum(a * n for a, n in enumerate(accepted)) / rounds if rounds else 1.0
     cost = 1.15 + (budget or 1) * batch / 900 if method in QUALITY else {"transformers": 3.0}.get(method, 1.0)
     values = [250 * batch**0.8 * per_round / cost * rng.gauss(1, noise) for _ in range(repeats)]
-    speed = {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if repeats > 1 else 0.0, "values": values}
+    speed = {
+        "mean": statistics.fmean(values),
+        "sd": statistics.stdev(values) if repeats > 1 else None,
+        "values": values,
+    }
     ratio, sd = per_round / cost, 0.5 if method == "ngram" else noise * per_round / cost
-    speedup = {"over": "plain", "mean": ratio, "sd": sd, "differs": abs(ratio - 1) > 2 * sd}
+    differs = repeats > 1 and abs(ratio - 1) > 2 * sd
+    speedup = {"over": "plain", "mean": ratio, "sd": sd if repeats > 1 else None, "differs": differs}
     compared, greedy = 40, temperature == 0
     check = "greedy tokens" if greedy else "seeded tokens"
     missed = (
@@ -94,11 +98,7 @@ def _cell(
         else []
     )
     return {
-        "method": method,
-        "task": task,
-        "temperature": temperature,
-        "budget": budget,
-        "batch": batch,
+        **asdict(cell),
         "questions": 40,
         "tokens": 4096,
         "tokens_per_s": speed,
@@ -107,7 +107,7 @@ def _cell(
         "prefill_s": {"mean": 0.02, "sd": 0.001, "values": [0.02] * repeats},
         "speedup": speedup,
         "speedup_transformers": {**speedup, "over": "transformers", "mean": 3 * per_round / cost, "differs": True},
-        "score": {"correct": 12, "graded": 40, "share": 0.3} if task in GRADED else None,
+        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0, "cut": 3} if task in GRADED else None,
         "lossless": {"check": check, "compared": compared, "identical": compared - len(missed), "different": missed}
         if method != "plain" and (greedy or method != "transformers")
         else None,
@@ -143,7 +143,7 @@ def make_profile_record(path: Path, contexts: Sequence[int]) -> Path:
         "command": "python -m jetspec profile",
         "hardware": {"gpu": "NVIDIA H200"},
         "shape": "qwen3-8b",
-        "head": {"block_size": 16},
+        "head": {"block_size": 17},
         "runs": [{"budget": 64, "context": context, "batch": 1, "stages_ms": stages} for context in contexts],
     }
     path.write_text(json.dumps(record))

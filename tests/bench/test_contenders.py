@@ -91,7 +91,7 @@ def serving(llm: LLM) -> Iterator[Server]:
 
 def test_a_server_is_a_method_like_any_other(folder: Path, llm: LLM) -> None:
     with serving(llm) as server:
-        bench = make_bench(folder, "served", llm, url=server.url, tasks=["sums", "talk"], batches=[1, 2])
+        bench = make_bench(folder, "served", llm, url=server.url, tasks=["sums", "talk"], batches=[1, 2], repeats=1)
         cells = results_of(bench)["cells"]
     own = {(c["task"], c["batch"]): c for c in cells if c["method"] == "plain"}
     served = [cell for cell in cells if cell["method"] == "server"]
@@ -99,7 +99,7 @@ def test_a_server_is_a_method_like_any_other(folder: Path, llm: LLM) -> None:
     for cell in served:
         if cell["task"] == "sums":  # a second turn quotes the first answer as text, and random bytes are none
             assert cell["tokens"] == own["sums", cell["batch"]]["tokens"]
-            assert cell["lossless"]["identical"] == cell["lossless"]["compared"] == 10
+            assert cell["lossless"]["identical"] == cell["lossless"]["compared"] == 5
         assert cell["errors"] == []
         assert cell["tokens_per_round"] is None and cell["accepted"] == [] and cell["budget"] is None
         assert cell["lossless"]["check"] == "greedy text" and cell["speedup"]["mean"] > 0

@@ -117,6 +117,14 @@ def test_tests_of_the_question_go_before_its_docstring() -> None:
     assert humaneval(f"```python\n{REFERENCE}```", test=test, entry_point="largest") is False
 
 
+def test_a_grade_by_the_docstring_alone_says_so() -> None:
+    question = {"turns": [HUMANEVAL], "answer": REFERENCE}
+    by_test = {**question, "test": "def check(candidate): pass", "entry_point": "largest"}
+    assert grade("humaneval", question, REFERENCE).is_partial
+    assert not grade("humaneval", by_test, REFERENCE).is_partial
+    assert not grade("mbpp", {"turns": [MBPP]}, "").is_partial and not math("1", "1").is_partial
+
+
 def test_without_examples_there_is_no_grade() -> None:
     assert docstring_tests("largest", "No example: largest() or largest(numbers).", REFERENCE) == []
 

@@ -69,10 +69,10 @@ def meddle(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
 
 
 def test_every_method_writes_what_plain_decoding_writes(folder: Path, llm: LLM) -> None:
-    options: dict[str, Any] = {"tasks": ["sums", "talk"], "temperatures": [0, 1], "batches": [1, 2], "limit": 2}
+    options: dict[str, Any] = {"tasks": ["talk"], "temperatures": [0, 1], "batches": [2]}
     bench = make_bench(folder, "all", llm, methods=all_methods(folder), repeats=1, max_tokens=6, **options)
     cells = results_of(bench)["cells"]
-    assert len(cells) == 4 * (2 * 8 + 1)
+    assert len(cells) == 2 * (8 + 2), "plain decoding comes in the batch size of prompt lookup, too"
     for cell in cells:
         compared = cell["lossless"]
         can_compare = cell["method"] != "plain" and (cell["temperature"] == 0 or "transformers" not in cell["method"])
@@ -99,8 +99,8 @@ def test_all_methods_read_the_same_tokens(folder: Path, llm: LLM) -> None:
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_table(folder: Path, llm: LLM) -> None:
-    options: dict[str, Any] = {"tasks": ["sums", "talk"], "repeats": 3, "temperatures": [0, 1], "max_tokens": 12}
-    flags = ["--tasks", "sums,talk", "-r", "3", "-t", "0,1", "-n", "12", "--budgets", "6", "--methods", "ngram"]
+    options: dict[str, Any] = {"tasks": ["sums", "talk"], "temperatures": [1]}
+    flags = ["--tasks", "sums,talk", "-r", "2", "-t", "1", "-n", "8", "--budgets", "6", "--methods", "ngram"]
     flags += ["--data-dir", str(folder / "eval"), "--out", str(folder / "killed"), "--device", "cpu"]
     rows = folder / "killed" / ROWS_FILE
     command = [sys.executable, "-m", "jetspec", "bench", "--model", str(folder / "model"), *flags]
@@ -154,7 +154,7 @@ def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes
 
 def test_a_question_that_fails_is_reported_and_the_others_are_answered(folder: Path, llm: LLM) -> None:
     write_questions(folder, "long", [["short"], ["x" * CONTEXT], ["short as well"]])
-    bench = make_bench(folder, "long", llm, tasks=["long"], batches=[1, 3])
+    bench = make_bench(folder, "long", llm, tasks=["long"], batches=[1, 3], max_tokens=4)
     for cell in results_of(bench)["cells"]:
         assert cell["questions"] == 3 and cell["speedup"] is not None
         assert {error["id"] for error in cell["errors"]} == {"long-1"}
@@ -181,9 +181,8 @@ def test_differences_are_listed_with_their_gap(folder: Path, llm: LLM, monkeypat
         return replace(reply, token_ids=ids)
 
     meddle(monkeypatch, slip)
-    for temperature in (0, 1):
-        bench = make_bench(folder, f"slips-{temperature}", llm, temperatures=[temperature], repeats=1)
-        found = results_of(bench)["cells"][1]["lossless"]
+    cells = results_of(make_bench(folder, "slips", llm, temperatures=[0, 1], repeats=1, max_tokens=4))["cells"]
+    for found in (cell["lossless"] for cell in cells if cell["method"] == "ngram"):
         assert found["identical"] == 0 and found["compared"] == 5
         assert [(d["turn"], d["position"]) for d in found["different"]] == [(0, 2)] * 5
         assert all(d["gap"] > 0 for d in found["different"])

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
-from jetspec.bench.costs import CostConfig
+from jetspec.bench.costs import CostConfig, cost_results
+from jetspec.bench.paper import OURS, OURS_ALONE, find_pairs, paper_costs, paper_rows
 from jetspec.bench.recipe import KINDS, PLAIN, BenchConfig, MethodConfig
+from jetspec.bench.runs import CostRecord, Run
+from jetspec.bench.tables import cost_table
 from jetspec.bench.tasks import BUILTIN, BUILTIN_FILE, GRADED_AS, TASKS, check_tasks, read_task
 from jetspec.terminal.bench import read_plan
 from jetspec.train.answers import read_questions
 from scripts.ablate import VARIANTS
+from tests.bench.run_folders import make_result
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "bench").glob("*.yaml"))
 
@@ -164,9 +168,54 @@ def test_shipped_recipes_are_valid(path: Path) -> None:
         assert len(plan.contenders()) > 1 and set(plan.tasks) <= set(TASKS)
 
 
-def test_every_paper_table_that_can_be_made_has_a_recipe() -> None:
-    tables = {path.stem for path in RECIPES}
-    assert {f"table{number:02d}" for number in (1, 2, 3, 4, 5, 6, 7, 10, 11, 12)} <= tables
+def test_methods_of_recipes_have_their_paper_rows_or_are_ours_alone() -> None:
+    named = {row.method for row in paper_rows()}
+    assert {name for names, _ in OURS.values() for name in names} == named, "all of the paper's methods are ours, too"
+    assert not set(OURS) & set(OURS_ALONE) and set(KINDS) <= {*OURS, *OURS_ALONE}
+    for path in RECIPES:
+        plan = read_plan(path, {})
+        methods = plan.contenders() if isinstance(plan, BenchConfig) else []
+        for method in methods:
+            assert method.name in OURS or method.name in OURS_ALONE, f"{path.stem}: {method.name}"
+
+
+def test_every_paper_table_has_a_recipe() -> None:
+    numbers = {row.table.number for row in paper_rows()} | {paper_costs()[0].number}
+    assert numbers == {1, 2, 3, 4, 5, 6, 7, 10, 11, 12}
+    assert {f"table{number:02d}" for number in numbers} == {path.stem for path in RECIPES if "table" in path.stem}
+
+
+def run_of(path: Path) -> Run:
+    """What a recipe would measure, with made-up numbers."""
+    plan = make_config(path, {})
+    cells = [make_result(cell) for method in plan.contenders() for cell in plan.cells(method)]
+    return Run(path.stem, {"model": plan.model}, tuple(cells))
+
+
+@pytest.mark.parametrize("number", sorted({row.table.number for row in paper_rows()}))
+def test_a_run_of_a_tables_recipe_stands_beside_that_table(number: int) -> None:
+    run = run_of(next(path for path in RECIPES if path.stem == f"table{number:02d}"))
+    pairs = [pair for pair in find_pairs(run) if pair.row.table.number == number]
+    rows = [row for row in paper_rows() if row.table.number == number]
+    # A chain is as long as a block: ours has no second budget.
+    expected = [row for row in rows if (row.method, row.budget) != ("DFlash", 32)]
+    assert {id(pair.row) for pair in pairs} == {id(row) for row in expected}
+    paired = {pair.cell.method for pair in find_pairs(run)}
+    assert {cell.method for cell in run.cells} <= {*paired, PLAIN, *OURS_ALONE}
+    told = {pair.cell.method for pair in pairs if "lost" in pair.remark}
+    assert told == {name for name in paired if name.startswith(("lr-", "hybrid-"))}
+
+
+def test_a_run_of_table_12_stands_beside_it() -> None:
+    plan = read_plan(next(path for path in RECIPES if path.stem == "table12"), {})
+    assert isinstance(plan, CostConfig)
+    _, paper = paper_costs()
+    asked = {(context, depth) for context in plan.contexts for depth in plan.depths}
+    assert asked == {(context, depth) for context, depth in paper if depth <= 128}, "a head drafts up to 255 tokens"
+    time = {"mean": 1.0, "sd": 0.1, "values": [0.9, 1.1]}
+    costs = [{"context": c, "depth": d, "draft_ms": time, "verify_ms": time, "c_percent": time} for c, d in asked]
+    table = cost_table(CostRecord("run", cost_results(plan, costs)), beside_paper=True)
+    assert {row[-1] for row in table.rows} == {f"{paper[place]:.3f}" for place in asked}
 
 
 def test_heads_that_a_recipe_takes_from_the_ablations_are_made_there() -> None:

@@ -1,12 +1,10 @@
-"""Rows to a table: what may be claimed, what is graded, and the forms of the table."""
+"""Rows to a record: what may be claimed, what is graded, and the command that does it all."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from jetspec.bench.grade import Grade
 from jetspec.bench.groups import histogram
 from jetspec.bench.recipe import Cell
-from jetspec.bench.results import DrawnPass, Lossless, Measured, Summary, acceptance, speedup, spread
+from jetspec.bench.results import DrawnPass, LosslessCheck, Measured, Results, acceptance, speedup
+from jetspec.bench.spread import to_record
 from jetspec.cli import app
 from jetspec.engine.llm import LLM
-from jetspec.terminal.bench import COLUMNS, write_table
 from tests.bench.tiny_bench import make_bench, results_of, write_questions, write_setup
 
 
@@ -32,14 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     return LLM(folder / "model", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def cells(folder: Path, llm: LLM) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = results_of(make_bench(folder, "cells", llm, methods=["ngram", "transformers"]))[
-        "cells"
-    ]
-    return found
 
 
 def measured(speeds: Sequence[float], method: str = "mine", errors: Sequence[str] = ()) -> Measured:
@@ -71,7 +62,7 @@ def test_a_ratio_inside_the_spread_is_no_difference() -> None:
 def test_one_repeat_has_no_spread_and_claims_nothing() -> None:
     once = speedup(measured([50]), measured([1], "plain"))
     assert once and once["sd"] is None and once["differs"] is False
-    assert spread([3.0]) == {"mean": 3.0, "sd": None, "values": [3.0]}
+    assert to_record([3.0]) == {"mean": 3.0, "sd": None, "values": [3.0]}
 
 
 def test_no_speedup_over_other_questions() -> None:
@@ -88,11 +79,11 @@ def test_no_speedup_over_other_questions() -> None:
 def test_a_method_with_a_limit_is_compared_on_its_own_questions(folder: Path, llm: LLM) -> None:
     methods = ["ngram", {"name": "transformers", "limit": 2}]
     bench = make_bench(folder, "limited", llm, methods=methods)
-    summary = Summary(bench, bench.run())
-    cells = {cell["method"]: cell for cell in summary.results()["cells"]}
+    results = Results(bench, bench.run())
+    cells = {cell["method"]: cell for cell in results.record()["cells"]}
     assert [cells[name]["questions"] for name in ("plain", "ngram", "transformers")] == [5, 5, 2]
     mine, base = (
-        next(m for c, m in summary.measured.items() if c.method == name) for name in ("ngram", "transformers")
+        next(m for c, m in results.measured.items() if c.method == name) for name in ("ngram", "transformers")
     )
     assert mine.beside(base).speeds != mine.speeds and len(mine.beside(base).all_answers) == 4
     assert cells["ngram"]["speedup_transformers"]["mean"] == pytest.approx(
@@ -119,31 +110,30 @@ def test_acceptance_counts_every_round_once(lengths: list[int]) -> None:
 # -- grading
 
 
-@dataclass(frozen=True)
-class Verdict:
-    correct: bool | None
-
-
 def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: Path, llm: LLM) -> None:
     write_questions(folder, "gsm8k", [[f"{i} and {i} is"] for i in range(5)])
     graded: list[tuple[str, str]] = []
 
-    def grader(task: str, question: Mapping[str, Any], text: str) -> Verdict:
+    def grader(task: str, question: Mapping[str, Any], text: str) -> Grade:
         assert task == "gsm8k"
         graded.append((question["id"], text))
-        return Verdict({"0": True, "1": False, "2": True}.get(question["answer"]))
+        right = {"0": True, "1": False, "2": True}.get(question["answer"])
+        return Grade(right, "", is_partial=question["answer"] == "1")
 
     bench = make_bench(folder, "graded", llm, tasks=["gsm8k", "sums"], repeats=2)
-    cells = results_of(bench, grader=grader)["cells"]
+    rows = bench.run()
+    cells = results_of(bench, rows, grader)["cells"]
     scores = {(cell["method"], cell["task"]): cell["score"] for cell in cells}
-    expected = {"correct": 2, "graded": 3, "share": pytest.approx(2 / 3)}
+    firsts = [row["answers"][0] for (cell, repeat, _), row in rows.items() if (cell.method, repeat) == ("plain", 0)]
+    cut = sum(one["finish"] == ["length"] for one in firsts if one["id"] in ("gsm8k-0", "gsm8k-1", "gsm8k-2"))
+    expected = {"correct": 2, "graded": 3, "share": pytest.approx(2 / 3), "partial": 1, "cut": cut}
     assert scores["plain", "gsm8k"] == scores["ngram", "gsm8k"] == expected
     assert scores["plain", "sums"] is None
     assert len(graded) == len(set(graded)) == 5
 
 
 def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) -> None:
-    def grader(task: str, question: Mapping[str, Any], text: str) -> Verdict:
+    def grader(task: str, question: Mapping[str, Any], text: str) -> Grade:
         raise ValueError("grading needs a package")
 
     write_questions(folder, "mbpp", [["def f():"]])
@@ -159,9 +149,9 @@ def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) ->
 def test_the_noise_of_a_draw_is_that_of_the_engine(folder: Path, llm: LLM) -> None:
     """The drawn token is the best of the logits that gaps are taken from: so its gap to itself is 0."""
     bench = make_bench(folder, "drawn", llm, temperatures=[0.8], repeats=1)
-    summary = Summary(bench, bench.run())
-    fresh = Lossless(bench).fresh
-    rows = [row for (cell, _, _), row in summary.rows.items() if cell.method == "ngram"]
+    results = Results(bench, bench.run())
+    fresh = LosslessCheck(bench).fresh
+    rows = [row for (cell, _, _), row in results.rows.items() if cell.method == "ngram"]
     prompts = {prompt.id: prompt for prompt in bench.questions["sums"]}
     for answer in (answer for row in rows for answer in row["answers"]):
         prompt = llm.tokenizer.encode_chat([{"role": "user", "content": prompts[answer["id"]].turns[0]}])
@@ -169,30 +159,6 @@ def test_the_noise_of_a_draw_is_that_of_the_engine(folder: Path, llm: LLM) -> No
         judge = DrawnPass(fresh, bench.config.sampling(0.8, 0, answer["id"], 0))
         for place, token in enumerate(tokens):
             assert int(judge.logits([*prompt, *tokens[:place]]).argmax()) == token
-
-
-# -- the table
-
-
-def test_every_form_holds_every_cell(cells: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    def written(output: Any) -> str:
-        write_table(cells, output)
-        return capsys.readouterr().out
-
-    assert json.loads(written("json")) == cells
-    assert [json.loads(line) for line in written("jsonl").splitlines()] == cells
-    rows = list(csv.DictReader(io.StringIO(written("csv"))))
-    assert [float(row["tokens_per_s_mean"]) for row in rows] == [cell["tokens_per_s"]["mean"] for cell in cells]
-    head, rule, *lines = written("md").splitlines()
-    assert [word.strip() for word in head.strip("|").split("|")] == list(COLUMNS) and set(rule) <= set("|-: ")
-    assert len({len(line) for line in (head, rule, *lines)}) == 1
-    for line, cell in zip(lines, cells, strict=True):
-        mean, sd = cell["tokens_per_s"]["mean"], cell["tokens_per_s"]["sd"]
-        assert f"{mean:.1f} ± {sd:.1f}" in line
-        words = [word.strip() for word in line.strip("|").split("|")]
-        assert words[0] == cell["method"]
-        if cell["method"] not in ("plain", "transformers"):
-            assert ("(≈)" in words[7]) == (not cell["speedup"]["differs"])
 
 
 # -- the command
@@ -204,21 +170,50 @@ def run_command(folder: Path, *words: str) -> Result:
     return CliRunner().invoke(app, ["bench", *usual, *words])
 
 
-def test_the_command_prints_the_table_and_writes_the_record(folder: Path) -> None:
-    methods = f"ngram,ddtree={folder / 'bidirectional'}"
-    done = run_command(folder, "--methods", methods, "--budgets", "4,8", "--batch", "1,2", "--output", "jsonl")
+def test_the_command_prints_the_record_that_it_writes(folder: Path) -> None:
+    asked = ["--methods", f"ngram,ddtree={folder / 'bidirectional'}", "--budgets", "4,8", "--batch", "2"]
+    done = run_command(folder, *asked, "--output", "jsonl")
     assert done.exit_code == 0, done.output
-    cells = [json.loads(line) for line in done.stdout.splitlines()]
+    shown = [json.loads(line) for line in done.stdout.splitlines()]
     record = json.loads((folder / "command" / "results.json").read_text())
-    assert cells == record["cells"] and len(cells) == 2 + 4 + 4
     assert {"command", "commit", "hardware", "versions", "recipe"} <= set(record)
     assert [method["name"] for method in record["recipe"]["methods"]] == ["plain", "ngram", "ddtree"]
+
+    def key(cell: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(cell[name] for name in ("method", "task", "temperature", "budget", "batch"))
+
+    measured = {key(cell): cell for cell in record["cells"]}
+    assert len(shown) == len(measured) == 1 + 2 + 2
+    for row in shown:
+        cell = measured[key(row)]
+        assert (row["tokens_per_s"], row["tokens_per_s_sd"]) == (
+            cell["tokens_per_s"]["mean"],
+            cell["tokens_per_s"]["sd"],
+        )
+        assert (row["speedup"], row["differs"]) == (cell["speedup"]["mean"], cell["speedup"]["differs"])
+        assert row["tokens_per_round"] == cell["tokens_per_round"] and row["failed"] == 0
     before = (folder / "command" / "rows.jsonl").read_bytes()
-    again = run_command(folder, "--methods", methods, "--budgets", "4,8", "--batch", "1,2", "--output", "jsonl")
+    again = run_command(folder, *asked, "--output", "jsonl")
     assert again.stdout == done.stdout and (folder / "command" / "rows.jsonl").read_bytes() == before
-    fresh = run_command(folder, "--budgets", "4", "--methods", "ngram", "--fresh")
-    assert fresh.exit_code == 0 and "± " in fresh.stdout
-    assert len((folder / "command" / "rows.jsonl").read_bytes().splitlines()) == 2 * 5 * 2
+
+
+def test_a_report_is_one_command_away_and_shows_the_same_table(folder: Path) -> None:
+    where = ("--out", str(folder / "shown"))
+    done = run_command(folder, *where)
+    assert done.exit_code == 0 and done.stdout.startswith("| method") and " ± " in done.stdout
+    command = done.stderr.splitlines()[-1].partition(": jetspec ")[2]
+    report = CliRunner().invoke(app, shlex.split(command))
+    assert report.exit_code == 0 and report.stdout == done.stdout
+    assert (folder / "shown" / "report" / "report.html").exists()
+
+
+def test_a_fresh_run_keeps_nothing_and_makes_its_report(folder: Path) -> None:
+    where = ("--out", str(folder / "fresh"), "-r", "1")
+    first = run_command(folder, *where, "--methods", "ngram", "--budgets", "4")
+    fresh = run_command(folder, *where, "--methods", "plain", "--fresh", "--report")
+    assert first.exit_code == fresh.exit_code == 0 and "report.html" in fresh.stderr.splitlines()[-1]
+    assert len((folder / "fresh" / "rows.jsonl").read_bytes().splitlines()) == 5
+    assert "ngram" not in fresh.stdout + (folder / "fresh" / "report" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -241,6 +236,6 @@ def test_wrong_use_is_one_line_and_status_2(folder: Path, words: list[str], why:
 def test_text_of_ours_that_differs_in_float32_is_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {"check": "greedy tokens", "compared": 1, "identical": 0}
     found["different"] = [{"id": "q", "repeat": 0, "turn": 0, "position": 3, "gap": 0.5}]
-    monkeypatch.setattr(Lossless, "of", lambda self, mine, plain: found)
+    monkeypatch.setattr(LosslessCheck, "of", lambda self, mine, plain: found)
     done = run_command(folder, "--methods", "ngram", "--out", str(folder / "differs"))
     assert done.exit_code == 1 and "ngram differs from plain in q, turn 0, from token 3 on" in done.stderr

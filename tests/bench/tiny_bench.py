@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from jetspec.bench.grade import grade
 from jetspec.bench.groups import Key, Row
 from jetspec.bench.measure import Bench
 from jetspec.bench.recipe import BenchConfig
-from jetspec.bench.results import Grader, Summary
+from jetspec.bench.results import Grader, Results
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
 from jetspec.train.config import from_dict
@@ -45,8 +46,8 @@ def make_bench(folder: Path, run: str = "run", llm: LLM | None = None, **changes
     return Bench(config, llm or LLM(config.model, config.head, dtype=config.dtype, device="cpu"), folder / run)
 
 
-def results_of(bench: Bench, rows: dict[Key, Row] | None = None, grader: Grader | None = None) -> dict[str, Any]:
-    return Summary(bench, bench.run() if rows is None else rows, grader).results()
+def results_of(bench: Bench, rows: dict[Key, Row] | None = None, grader: Grader = grade) -> dict[str, Any]:
+    return Results(bench, bench.run() if rows is None else rows, grader).record()
 
 
 def without_times(results: dict[str, Any]) -> list[dict[str, Any]]:

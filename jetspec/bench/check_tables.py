@@ -1,0 +1,135 @@
+"""Tables of what was right: scores, texts that are those of plain decoding or not, and what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from jetspec.bench.document import Table
+from jetspec.bench.grade import MATH_TASKS
+from jetspec.bench.recipe import PLAIN
+from jetspec.bench.runs import Result, Run, Score, partial_note
+from jetspec.bench.spread import NO_DIFFERENCE
+from jetspec.bench.tables import NONE, in_order, text_of, without_empty
+from jetspec.bench.tasks import BUILTIN
+
+
+def score_table(run: Run) -> Table | None:
+    """Right answers, with their standard error, beside those of plain decoding; None where nothing was graded."""
+    graded = [cell for cell in run.cells if cell.score]
+    if not graded:
+        return None
+    rows = []
+    for cell in sorted(in_order(graded), key=lambda c: c.task):
+        assert cell.score is not None
+        plain = _plain_score(graded, cell)
+        share = cell.score.share
+        verdict = NONE if cell.is_plain or plain is None else _score_verdict(cell.score, plain)
+        rows.append(
+            (
+                *(
+                    cell.task,
+                    cell.method,
+                    text_of(cell.budget),
+                    f"{cell.temperature:g}",
+                    str(cell.batch),
+                    metric_of(cell.task),
+                ),
+                *(
+                    str(cell.score.graded),
+                    str(cell.score.cut),
+                    f"{share.mean:.4f}{cell.score.mark}",
+                    f"± {text_of(share.sd, 4)}",
+                    verdict,
+                ),
+            )
+        )
+    columns = (
+        "task",
+        "method",
+        "budget",
+        "temperature",
+        "batch",
+        "metric",
+        "n",
+        "cut",
+        "value",
+        "stderr",
+        "against plain",
+    )
+    caption = "value: share of right answers, with its standard error. cut: answers that the limit of tokens ended."
+    return Table(columns, tuple(rows), caption + partial_note(graded), first_number=6)
+
+
+def metric_of(task: str) -> str:
+    if task in MATH_TASKS:
+        return "exact_match"
+    return "exact_match, pass@1" if task == BUILTIN else "pass@1"
+
+
+def _plain_score(cells: Iterable[Result], cell: Result) -> Score | None:
+    """Of plain decoding on the same questions in the same way."""
+    setting = (PLAIN, cell.task, cell.temperature, cell.batch)
+    return next((c.score for c in cells if (c.method, c.task, c.temperature, c.batch) == setting), None)
+
+
+def _score_verdict(score: Score, plain: Score) -> str:
+    if (score.correct, score.graded) == (plain.correct, plain.graded):
+        return "same"
+    difference = score.share.mean - plain.share.mean
+    return f"{difference:+.4f}" if score.share.differs(plain.share) else f"{difference:+.4f} ({NO_DIFFERENCE})"
+
+
+def lossless_table(run: Run) -> Table | None:
+    """Per method and setting, over all tasks; None where nothing was compared."""
+    compared = in_order(cell for cell in run.cells if cell.lossless and not cell.is_plain)
+    if not compared:
+        return None
+    rows = []
+    for (temperature, batch, label), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
+        checks = [cell.lossless for cell in group if cell.lossless]
+        gaps = [check.widest_gap for check in checks if check.widest_gap is not None]
+        total, same = sum(check.compared for check in checks), sum(check.identical for check in checks)
+        rows.append(
+            (
+                *(label, f"{temperature:g}", str(batch), checks[0].check, str(total), str(same), str(total - same)),
+                f"{max(gaps):.4g}" if gaps else NONE,
+            )
+        )
+    columns = ("method, budget", "temperature", "batch", "check", "compared", "identical", "different", "widest gap")
+    caption = "Beside plain decoding. Gap: how far apart the target holds the two tokens where a text first differs."
+    return Table(columns, tuple(rows), caption)
+
+
+def differences_table(run: Run) -> Table | None:
+    """Every text that differs from the plain one."""
+    rows = [
+        (
+            *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), text_of(d.get("repeat"))),
+            *(str(d["turn"]), str(d["position"]), text_of(d["gap"], 4)),
+        )
+        for cell in run.cells
+        if cell.lossless
+        for d in cell.lossless.different
+    ]
+    columns = ("question", "method", "temperature", "batch", "repeat", "turn", "position", "gap")
+    return without_empty(Table(columns, tuple(rows), first_number=2)) if rows else None
+
+
+def errors_table(run: Run) -> Table | None:
+    rows = [
+        (cell.task, cell.label, f"{cell.temperature:g}", str(cell.batch), _error_text(error))
+        for cell in run.cells
+        for error in cell.errors
+    ]
+    return (
+        Table(("task", "method", "temperature", "batch", "failure"), tuple(rows), first_number=9, wraps=True)
+        if rows
+        else None
+    )
+
+
+def _error_text(error: object) -> str:
+    if isinstance(error, dict):
+        return f"{error.get('id', '')}: {error.get('error', error)}".removeprefix(": ")
+    return str(error)
