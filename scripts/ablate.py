@@ -46,10 +46,12 @@ class Variant:
     kind: str = "forward_kl"
     gamma: float | None = None
     lr: float | None = None
+    optimizer: str | None = None
     corpus: bool = False
 
     def of(self, base: TrainConfig) -> TrainConfig:
-        optimizer = replace(base.optimizer, lr=self.lr or base.optimizer.lr)
+        kind = self.optimizer or base.optimizer.kind
+        optimizer = replace(base.optimizer, lr=self.lr or base.optimizer.lr, kind=kind)  # type: ignore[arg-type]
         loss = replace(base.loss, kind=self.kind, gamma=self.gamma)  # type: ignore[arg-type]
         head = replace(base.head, edge_rank=self.edge_rank, causal=self.causal)
         return replace(base, head=head, loss=loss, optimizer=optimizer)
@@ -63,7 +65,8 @@ VARIANTS = {
     "reverse-kl": Variant("4", kind="reverse_kl"),
     **{f"causal-gamma-{gamma}": Variant("7", gamma=gamma) for gamma in (3, 7, 15)},
     **{f"bidirectional-gamma-{gamma}": Variant("7", causal=False, gamma=gamma) for gamma in (3, 7, 15)},
-    **{f"lr-{lr:g}": Variant("3", lr=lr) for lr in (3e-4, 6e-4, 1e-3, 4e-3)},
+    **{f"lr-{lr:g}": Variant("3", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
+    "adamw": Variant("", optimizer="adamw", lr=2e-3),
     "corpus": Variant("6", corpus=True),
 }
 

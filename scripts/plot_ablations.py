@@ -33,7 +33,8 @@ TABLES: dict[str, tuple[str, ...]] = {
         "bidirectional-gamma-7",
         "bidirectional-gamma-15",
     ),
-    "Learning rate": ("lr-0.0003", "lr-0.0006", "lr-0.001", "causal", "lr-0.004"),
+    "Learning rate": ("lr-0.001", "lr-0.002", "causal", "lr-0.01", "lr-0.02"),
+    "Optimizer": ("causal", "adamw"),
     "Whose text": ("causal", "corpus"),
 }
 """What is compared with what."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jetspec.bench import measure
 from jetspec.bench.groups import read_lines
@@ -104,7 +106,8 @@ def test_a_killed_run_goes_on_and_gives_the_same_table(folder: Path, llm: LLM) -
     flags += ["--data-dir", str(folder / "eval"), "--out", str(folder / "killed"), "--device", "cpu"]
     rows = folder / "killed" / ROWS_FILE
     command = [sys.executable, "-m", "jetspec", "bench", "--model", str(folder / "model"), *flags]
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    alike = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # only the same hardware goes on
+    child = subprocess.Popen(command, cwd=ROOT, env=alike, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while not (rows.exists() and rows.read_bytes().count(b"\n") >= 4):
             assert child.poll() is None, "it ended before it could be killed"

@@ -82,6 +82,7 @@ def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> N
             "kind": made.loss.kind != causal.loss.kind,
             "gamma": made.loss.gamma != causal.loss.gamma,
             "lr": made.optimizer.lr != causal.optimizer.lr,
+            "optimizer": made.optimizer.kind != causal.optimizer.kind,
         }
         assert sum(changed.values()) <= 2, name
         assert made.steps == base.steps and made.data == base.data and made.seed == base.seed
