@@ -2,8 +2,8 @@
 
 A program takes a tile of queries of one request and key head, and a run of its keys. The query heads that share
 a key head are rows of the same tile, so K and V are loaded once for all of them. Where tiles alone would leave the
-GPU idle, the keys are split between programs, whose results a second kernel combines. Grids depend on shapes only;
-lengths are read on the device, so that a captured launch serves requests of any length.
+GPU idle, the keys are split between programs, and the last of them to finish combines what all have found. Grids
+depend on shapes only; lengths are read on the device, so that a captured launch serves requests of any length.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,6 +11,7 @@ lengths are read on the device, so that a captured launch serves requests of any
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from jetspec.types import KVPages, TreeBatch
 WARPS = 132 * 8
 """Warps that fill a GPU: their tiles take all registers of Hopper's 132 multiprocessors."""
 MAX_SPLITS = 32
+MIN_RUN = 4
+"""Blocks of keys that are worth a program of their own, with the combining that it brings."""
 MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
 
@@ -58,10 +61,11 @@ def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale
     warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
     splits = _choose_splits(warps, layout.max_queries, max_blocks)
     out = q_THE.new_empty(T, H, E)
-    part, lse = out, None
+    part, lse, finished = None, None, None
     if splits > 1:
-        part = q_THE.new_empty(T, H, splits, E, dtype=torch.float32)
-        lse = q_THE.new_empty(T, H, splits, dtype=torch.float32)
+        part = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, tiling.BLOCK_E, dtype=torch.float32)
+        lse = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, dtype=torch.float32)
+        finished = _counters(q_THE.device)
     with torch.cuda.device_of(q_THE):
         _tree_attention_kernel[(tiles * B * G, splits)](
             q_THE,
@@ -72,8 +76,10 @@ def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale
             layout.query_start_B1,
             batch.position_T,
             ancestor,
+            out,
             part,
             lse,
+            finished,
             scale * math.log2(math.e),
             window or 0,
             layout.first_seen,
@@ -94,11 +100,16 @@ def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale
             REPEAT=H // G,
             E=E,
             SPLITS=splits,
+            MIN_RUN=MIN_RUN,
             **tiling._asdict(),
         )
-        if lse is not None:
-            _combine_kernel[(T * H,)](part, lse, out, E=E, BLOCK_E=tiling.BLOCK_E, SPLITS=splits, num_warps=2)
     return out
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """A number per tile whose keys are split: how many of its programs have finished. The last one resets it."""
+    return torch.zeros(WARPS, dtype=torch.int32, device=device)
 
 
 def _check_strides(q_THE: Tensor, pages: KVPages, page_BP: Tensor, ancestor: Tensor | None) -> None:
@@ -121,10 +132,11 @@ def _choose_tiling(rows: int, E: int, itemsize: int) -> Tiling:
 
 
 def _choose_splits(warps: int, max_queries: int, max_blocks: int) -> int:
-    """A power of two: as many runs of keys as still fit on the GPU together, each of a block at least."""
+    """As many runs of keys as fit on the GPU together, as long as each is worth it. A power of two, so that nearby
+    shapes share a compiled kernel."""
     if max_queries > MAX_SPLIT_QUERIES:
         return 1
-    splits = min(WARPS // warps, MAX_SPLITS, max_blocks)
+    splits = min(WARPS // warps, MAX_SPLITS, max_blocks // MIN_RUN)
     return 1 << (splits.bit_length() - 1) if splits > 1 else 1
 
 
@@ -144,7 +156,9 @@ def _tree_attention_kernel(
     position_ptr,
     ancestor_ptr,
     out_ptr,
+    part_ptr,
     lse_ptr,
+    finished_ptr,
     scale,
     window,
     first_seen,
@@ -165,6 +179,7 @@ def _tree_attention_kernel(
     REPEAT: tl.constexpr,
     E: tl.constexpr,
     SPLITS: tl.constexpr,
+    MIN_RUN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -174,7 +189,7 @@ def _tree_attention_kernel(
     Keys of a request are numbered by their place in its pages. Those below `shared` are visible to the whole tile,
     up to a window: the prefix from `first_seen` on, and without a TREE also what is in flight up to the tile's first
     node. The rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are
-    numbered together, and a split takes an equal run of them; runs past the last block are empty and leave only a mark.
+    numbered together, and a split takes an equal run of them. Short contexts leave the later splits nothing to do.
     """
     # Late tiles of a chain see the most keys, so they start first. Tiles that share keys run side by side.
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -184,6 +199,7 @@ def _tree_attention_kernel(
     group = pair % G
     start = tl.load(start_ptr + request)
     count = (tl.load(start_ptr + request + 1) - start).to(tl.int32)
+    cached = tl.load(cached_ptr + request).to(tl.int32)
     first_node = tile * BLOCK_M // REPEAT
     if first_node >= count:
         return
@@ -194,7 +210,6 @@ def _tree_attention_kernel(
     node = tl.minimum(row // REPEAT, count - 1)
     token = start + node
     head = group * REPEAT + row % REPEAT
-    cached = tl.load(cached_ptr + request).to(tl.int32)
     shared = cached if TREE else cached + first_node + 1
     end = cached + (earlier + count if TREE else tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // REPEAT + 1, count))
     begin = first_seen
@@ -205,14 +220,11 @@ def _tree_attention_kernel(
 
     shared_blocks = tl.cdiv(tl.maximum(shared - begin, 0), BLOCK_N)
     num_blocks = shared_blocks + tl.cdiv(end - shared, BLOCK_N)
-    run = tl.cdiv(num_blocks, SPLITS)
+    run = tl.maximum(tl.cdiv(num_blocks, SPLITS), MIN_RUN)
     first = split * run
     last = tl.minimum(first + run, num_blocks)
-    part = (token * (G * REPEAT) + head) * SPLITS + split
-    if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
-        if first >= last:
-            tl.store(lse_ptr + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
-            return
+    if first >= last and split > 0:  # a tile that sees nothing at all is still written, by its first program
+        return
 
     page_ptr += request * page_stride_b
     k_ptr += group * kv_stride_g
@@ -246,13 +258,48 @@ def _tree_attention_kernel(
         slot = _slot(page_ptr, key, PAGE_SIZE)
         top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
 
+    busy = tl.cdiv(num_blocks, run)  # splits that have something to do
+    if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
+        if busy > 1:
+            mine = tl.program_id(0) * SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
+            column = tl.arange(0, BLOCK_E)[None, :]
+            divisor = tl.where(total > 0, total, 1.0)
+            row_lse = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
+            tl.store(lse_ptr + mine + split * BLOCK_M, row_lse)
+            tl.store(part_ptr + (mine + split * BLOCK_M)[:, None] * BLOCK_E + column, acc / divisor[:, None])
+            # All of the program's stores come before its mark, and all loads of the last one after it.
+            tl.debug_barrier()
+            before = tl.atomic_add(finished_ptr + tl.program_id(0), 1, sem="acq_rel")
+            if before < busy - 1:
+                return
+            tl.store(finished_ptr + tl.program_id(0), 0)
+            top, total, acc = _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M, BLOCK_E)
+
     divisor = tl.where(total > 0, total, 1.0)
     column = tl.arange(0, BLOCK_E)[None, :]
+    place = (token * (G * REPEAT) + head)[:, None] * E + column
     out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + part[:, None] * E + column, out, mask=exists[:, None] & (column < E))
-    if SPLITS > 1:
-        lse = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
-        tl.store(lse_ptr + part, lse, mask=exists)
+    tl.store(out_ptr + place, out, mask=exists[:, None] & (column < E))
+
+
+@triton.jit
+def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The running softmax over the results of all splits, each of the weight of its sum of exponentials.
+
+    They were written by other multiprocessors, so they are read from the cache that all share.
+    """
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for split in range(busy):
+        lse = tl.load(lse_ptr + mine + split * BLOCK_M, cache_modifier=".cg")
+        part = tl.load(part_ptr + (mine + split * BLOCK_M)[:, None] * BLOCK_E + column, cache_modifier=".cg")
+        new_top = tl.maximum(top, lse)
+        keep, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+        acc = acc * keep[:, None] + part * weight[:, None]
+        total = total * keep + weight
+        top = new_top
+    return top, total, acc
 
 
 @triton.jit
@@ -296,17 +343,3 @@ def _load_rows(ptr, offset, E: tl.constexpr, BLOCK_E: tl.constexpr):
         return tl.load(ptr + offset[:, None] + column)
     else:
         return tl.load(ptr + offset[:, None] + column, mask=column < E, other=0.0)
-
-
-@triton.jit
-def _combine_kernel(part_ptr, lse_ptr, out_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr):
-    """The mean of one row's parts, weighted by their sums of exponentials. Parts of no weight are not read."""
-    row = tl.program_id(0).to(tl.int64)
-    part = row * SPLITS + tl.arange(0, SPLITS)
-    lse = tl.load(lse_ptr + part)
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    column = tl.arange(0, BLOCK_E)
-    used = (weight > 0)[:, None] & (column < E)[None, :]
-    parts = tl.load(part_ptr + part[:, None] * E + column[None, :], mask=used, other=0.0)
-    out = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + row * E + column, out.to(out_ptr.dtype.element_ty), mask=column < E)

@@ -200,14 +200,16 @@ def compare_interpreted(
     """Both implementations. Deterministic mode fills new tensors with NaN, so that nothing unwritten passes."""
     torch.set_num_threads(1)
     kernel: Any = importlib.import_module("jetspec.ops.tree_attention_triton")
-    warps, kernel.WARPS = kernel.WARPS, kernel.WARPS if split else 0
+    before = kernel.WARPS, kernel.MIN_RUN
+    kernel.WARPS, kernel.MIN_RUN = kernel.WARPS if split else 0, 1
     torch.use_deterministic_algorithms(True)
     try:
         with force("triton"):
             out = tree_attention(q, keep_used(pages, batch), plan_attention(batch), 0.3, window)
     finally:
         torch.use_deterministic_algorithms(False)
-        kernel.WARPS = warps
+        kernel.WARPS, kernel.MIN_RUN = before
+    assert not kernel._counters(q.device).any()
     expected = tree_attention(q, pages, plan_attention(batch), 0.3, window)
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
@@ -260,10 +262,9 @@ def test_splits_fill_the_gpu_and_no_more(warps: int, max_queries: int, max_block
     pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
     splits = kernel._choose_splits(warps, max_queries, max_blocks)
-    assert splits == 1 or (splits * warps <= kernel.WARPS and splits <= max_blocks)
-    assert splits.bit_count() == 1  # a block of the combining kernel
+    assert splits == 1 or (splits * warps <= kernel.WARPS and splits * kernel.MIN_RUN <= max_blocks)
     if max_queries <= 256:
-        assert 2 * splits > min(kernel.WARPS // warps, kernel.MAX_SPLITS, max_blocks)
+        assert 2 * splits > min(kernel.WARPS // warps, kernel.MAX_SPLITS, max_blocks // kernel.MIN_RUN)
 
 
 @pytest.mark.parametrize(
@@ -285,20 +286,16 @@ def test_kernel_compiles_for_hopper(
     tiling = kernel._choose_tiling(queries * repeat, size, 2 if dtype == "bf16" else 4)._asdict()
     options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
     shape = {"TREE": tree, "WINDOWED": windowed, "PAGE_SIZE": 16, "G": 8, "REPEAT": repeat, "E": size, "SPLITS": splits}
-    absent = ({} if tree else {"ancestor_ptr": None}) | ({} if splits > 1 else {"lse_ptr": None})
+    shape |= {"MIN_RUN": 4}
+    alone = dict.fromkeys(("part_ptr", "lse_ptr", "finished_ptr")) if splits == 1 else {}
+    absent: dict[str, Any] = ({} if tree else {"ancestor_ptr": None}) | alone
     names = kernel._tree_attention_kernel.arg_names
     numbers = ("window", "first_seen", "earlier", "tiles", "W")
     types = dict.fromkeys([n for n in names if "_stride_" in n or n in numbers], "i32") | {"scale": "fp32"}
     types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
-    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v")} | {"out_ptr": "*fp32" if splits > 1 else f"*{dtype}"}
+    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")} | {"finished_ptr": "*i32"}
     ptx = compile_for_hopper(kernel._tree_attention_kernel, types, shape | tiling | absent, **options)
     assert ("mma" in ptx) == (dtype == "bf16")
-
-
-def test_combining_kernel_compiles_for_hopper() -> None:
-    pytest.importorskip("triton")
-    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")._combine_kernel
-    assert "st.global" in compile_for_hopper(kernel, {"out_ptr": "*bf16"}, {"E": 64, "BLOCK_E": 64, "SPLITS": 32})
 
 
 def on_gpu(batch: TreeBatch) -> TreeBatch:
