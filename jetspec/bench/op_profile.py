@@ -127,10 +127,34 @@ def tree_attention(inputs: Inputs) -> Operation:
     )
 
 
-def add_rms_norm(inputs: Inputs) -> Operation:
+def rms_norm(inputs: Inputs) -> Operation:
     M = inputs.config.hidden_size
-    x, delta, weight = inputs.normal(inputs.T, M), inputs.normal(inputs.T, M), inputs.normal(M)
-    return Operation(lambda: ops.add_rms_norm(x, delta, weight, inputs.config.norm_eps), 4 * x.nbytes)
+    x, weight = inputs.normal(inputs.T, M), inputs.normal(M)
+    return Operation(lambda: (ops.rms_norm(x, weight, inputs.config.norm_eps),), 2 * x.nbytes)
+
+
+def norm_linear(inputs: Inputs) -> Operation:
+    """The first product of attention for a single row, which has a kernel of its own."""
+    c = inputs.config
+    x, norm = inputs.normal(1, c.hidden_size), inputs.normal(c.hidden_size)
+    weight = inputs.normal((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size).mul_(0.02)
+    return Operation(lambda: (ops.norm_linear(x, norm, c.norm_eps, weight),), weight.nbytes)
+
+
+def norm_swiglu(inputs: Inputs) -> Operation:
+    """The same of an MLP."""
+    c = inputs.config
+    x, norm = inputs.normal(1, c.hidden_size), inputs.normal(c.hidden_size)
+    weight = inputs.normal(2 * c.inner_size, c.hidden_size).mul_(0.02)
+    return Operation(lambda: (ops.norm_swiglu(x, norm, c.norm_eps, weight),), weight.nbytes)
+
+
+def add_linear(inputs: Inputs) -> Operation:
+    """The last product of an MLP for a single row. A copy is added to, since the operation may do so in place."""
+    c = inputs.config
+    x, total = inputs.normal(1, c.inner_size), inputs.normal(1, c.hidden_size)
+    weight = inputs.normal(c.hidden_size, c.inner_size).mul_(0.02)
+    return Operation(lambda: (ops.add_linear(total.clone(), x, weight),), weight.nbytes)
 
 
 def rotate_store(inputs: Inputs) -> Operation:
@@ -221,7 +245,10 @@ def mixture(inputs: Inputs) -> Operation:
 
 OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     "tree_attention": tree_attention,
-    "add_rms_norm": add_rms_norm,
+    "rms_norm": rms_norm,
+    "norm_linear": norm_linear,
+    "norm_swiglu": norm_swiglu,
+    "add_linear": add_linear,
     "rotate_store": rotate_store,
     "swiglu": swiglu,
     "topk_logprob": topk_logprob,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """total + forward(x), in place of `total`."""
+        return ops.add_linear(total, x, self.weight, self.bias)
+
 
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
@@ -151,13 +155,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm."""
-        return ops.add_rms_norm(x, delta, self.weight, self.eps)
-
 
 class Attention(nn.Module):
-    """Grouped-query attention around an `Attend`. Leading dimensions are free: (..., M) in, (..., M) out."""
+    """Grouped-query attention around an `Attend`. Leading dimensions are free: (..., M) in, (..., M) out.
+
+    Like an MLP it reads the norm of a stream and adds to it: the products can do both in passing.
+    """
 
     def __init__(self, config: DecoderConfig, inputs: int | None = None) -> None:
         """`inputs` is the width of what it reads, if that is not the hidden size."""
@@ -175,9 +178,10 @@ class Attention(nn.Module):
             return None
         return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        return self.out(attend(qkv, rope, self.head_norm).flatten(-2))
+    def forward(self, x: Tensor, norm: RMSNorm, rope: Rope, attend: Attend) -> Tensor:
+        qkv = ops.norm_linear(x, norm.weight, norm.eps, self.qkv.weight, self.qkv.bias)
+        seen = attend(qkv.unflatten(-1, (-1, self.head_dim)), rope, self.head_norm)
+        return self.out.add_to(x, seen.flatten(-2))
 
     def context(self, c: Tensor) -> Tensor:
         """Key and value heads (.., 2G, E) of rows that are only looked at: no queries, no MLP, no input norm."""
@@ -194,8 +198,9 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.inner_size, config.mlp_bias)
         self.down = Linear(config.inner_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate_up(x)))
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        inner = ops.norm_swiglu(x, norm.weight, norm.eps, self.gate_up.weight, self.gate_up.bias)
+        return self.down.add_to(x, inner)
 
 
 class MoE(nn.Module):
@@ -208,12 +213,12 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.inner_size, hidden_size))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.inner_size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        flat = norm(x).flatten(0, -2)
         weight, expert = self.router(flat).softmax(-1, dtype=torch.float32).topk(self.config.num_chosen, -1)
         if self.config.normalize:
             weight = weight / weight.sum(-1, keepdim=True)
-        return ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x)
+        return x + ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x)
 
 
 class DecoderLayer(nn.Module):
@@ -225,10 +230,8 @@ class DecoderLayer(nn.Module):
         sparse = config.moe is not None and layer in config.moe_layers
         self.mlp = MoE(config.hidden_size, config.moe) if sparse and config.moe else MLP(config)
 
-    def forward(self, x: Tensor, h: Tensor, rope: Rope, attend: Attend, next_norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """From a stream x and its norm h to the next of both. Each addition is made with the norm that reads it."""
-        x, h = self.post_norm.after(x, self.attention(h, rope, attend))
-        return next_norm.after(x, self.mlp(h))
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        return self.mlp(self.attention(x, self.input_norm, rope, attend), self.post_norm)
 
 
 class DecoderStack(nn.Module):
@@ -254,14 +257,13 @@ class DecoderStack(nn.Module):
 
     def run(self, x: Tensor, rope: Rope, attends: Sequence[Attend], tap_layers: tuple[int, ...] = ()) -> Hidden:
         """All layers. A tap is the output of a layer, before any norm."""
-        layers = cast(list[DecoderLayer], list(self.layers))
-        norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
-        h, taps = layers[0].input_norm(x), {}
-        for i, (layer, attend, norm) in enumerate(zip(layers, attends, norms, strict=True)):
-            x, h = layer(x, h, rope, attend, norm)
-            if i in tap_layers:
-                taps[i] = x
-        return Hidden(h, torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None)
+        tap = x.new_empty((*x.shape[:-1], len(tap_layers), x.shape[-1])) if tap_layers else None
+        for i, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
+            x = layer(x, rope, attend)
+            for j in (j for j, tapped in enumerate(tap_layers) if tapped == i):
+                assert tap is not None
+                tap[..., j, :] = x  # a copy: the next layer may add to x in place
+        return Hidden(self.norm(x), None if tap is None else tap.flatten(-2))
 
     def rope(self, position: Tensor) -> Rope:
         return ops.rope(position, self.inv_freq, self.config.rope.scale, self.norm.weight.dtype)

@@ -19,46 +19,25 @@ HEADS = 8
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.contiguous()
+    x, M = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
-    _launch_norm(x, None, weight, None, out, eps)
+    if rows := x.numel() // M:
+        block = triton.next_power_of_2(M)
+        num_warps = min(max(block // 512, 1), 16)
+        _rms_norm_kernel[(rows,)](x, weight, out, eps, M=M, BLOCK=block, num_warps=num_warps)
     return out
 
 
-def add_rms_norm_triton(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    assert x.shape == delta.shape
-    x, delta = x.contiguous(), delta.contiguous()
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    _launch_norm(x, delta, weight, total, out, eps)
-    return total, out
-
-
-def _launch_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float
-) -> None:
-    M = x.shape[-1]
-    rows = x.numel() // M
-    if rows:
-        block = triton.next_power_of_2(M)
-        num_warps = min(max(block // 512, 1), 16)
-        _rms_norm_kernel[(rows,)](x, delta, weight, total, out, eps, M=M, BLOCK=block, num_warps=num_warps)
-
-
 @triton.jit
-def _rms_norm_kernel(x_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, eps, M: tl.constexpr, BLOCK: tl.constexpr):
-    """A program norms one row, after adding `delta` to it if there is one."""
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, M: tl.constexpr, BLOCK: tl.constexpr):
+    """A program norms one row."""
     start = tl.program_id(0).to(tl.int64) * M
     lane = tl.arange(0, BLOCK)
     inside = lane < M
-    x = tl.load(x_ptr + start + lane, mask=inside, other=0.0)
-    if delta_ptr is not None:
-        delta = tl.load(delta_ptr + start + lane, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
-        tl.store(total_ptr + start + lane, x, mask=inside)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / M + eps)
+    x = tl.load(x_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x) / M + eps)
     weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + start + lane, wide * scale * weight, mask=inside)
+    tl.store(out_ptr + start + lane, x * scale * weight, mask=inside)
 
 
 def rope_triton(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:

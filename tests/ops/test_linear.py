@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import importlib
+from concurrent.futures import Executor
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from jetspec.dispatch import force
+from jetspec.ops import add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
+from tests.kernels import compile_for_hopper
+
+EPS = 1e-5
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 9, 16, 17, 32, 33])
@@ -51,3 +59,82 @@ def test_packing_ahead_changes_nothing() -> None:
     pack(weight)
     assert hasattr(weight, "packed") == HAS_MKL_PACKING
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", [(3,), (1,), (2, 5)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_products_with_what_stands_around_them(rows: tuple[int, ...], biased: bool) -> None:
+    x, norm, total = torch.randn(*rows, 8), torch.randn(8), torch.randn(*rows, 6)
+    weight, bias = torch.randn(6, 8), torch.randn(6) if biased else None
+    plain = F.linear(rms_norm(x, norm, EPS), weight, bias)
+    torch.testing.assert_close(norm_linear(x, norm, EPS, weight, bias), plain)
+    torch.testing.assert_close(norm_swiglu(x, norm, EPS, weight, bias), swiglu(plain))
+    torch.testing.assert_close(add_linear(total.clone(), x, weight, bias), total + F.linear(x, weight, bias))
+
+
+def test_additions_leave_a_stream_that_is_trained_alone() -> None:
+    total, x = torch.randn(3, 6, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    weight = torch.randn(6, 8, requires_grad=True)
+    add_linear(total, x, weight).sum().backward()
+    assert total.grad is not None and x.grad is not None and weight.grad is not None
+    with torch.autocast("cpu", torch.bfloat16):  # products come narrower than the stream
+        assert add_linear(total, x, weight).dtype == torch.float32
+
+
+def vector_problem(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str) -> list[Tensor | None]:
+    torch.manual_seed(outputs)
+    made = [torch.randn(shape).to(device, dtype) for shape in ((1, inputs), (inputs,), (outputs, inputs), (1, outputs))]
+    bias = torch.randn(outputs).to(device, dtype) if biased else None
+    return [*made, bias]
+
+
+def compare_vector(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str, tolerance: float) -> None:
+    x, norm, weight, total, bias = vector_problem(outputs, inputs, biased, dtype, device)
+    assert x is not None and norm is not None and weight is not None and total is not None
+
+    def run() -> list[Tensor]:
+        return [
+            linear(x, weight, bias),
+            norm_linear(x, norm, EPS, weight, bias),
+            norm_swiglu(x, norm, EPS, weight, bias),
+            add_linear(total.clone(), x, weight, bias),
+        ]
+
+    with force("triton"):
+        got = run()
+    with force("reference"):
+        want = run()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance * inputs**0.5, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (10, 1024), (36, 1500), (2, 3)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_kernel_of_a_single_row(interpreter: Executor, outputs: int, inputs: int, biased: bool) -> None:
+    interpreter.submit(compare_vector, outputs, inputs, biased, torch.float32, "cpu", 1e-5).result()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (960, 576), (4096, 12288)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
+def test_kernel_on_a_gpu(outputs: int, inputs: int, dtype: torch.dtype, tolerance: float) -> None:
+    compare_vector(outputs, inputs, False, dtype, "cuda", tolerance)
+
+
+@pytest.mark.gpu
+def test_residuals_are_added_in_place_on_a_gpu() -> None:
+    total, x, weight = (torch.randn(s, device="cuda") for s in ((64, 96), (64, 128), (96, 128)))
+    expected = total + F.linear(x, weight)
+    with torch.no_grad():
+        out = add_linear(total, x, weight)
+    assert out.data_ptr() == total.data_ptr()
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_kernel_compiles_for_hopper(gated: bool) -> None:
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("jetspec.ops.linear_triton")._vector_linear_kernel
+    types = dict.fromkeys(kernel.arg_names, "*bf16") | {"N": "i32", "eps": "fp32"}
+    constants = {"K": 4096, "GATED": gated, "BLOCK_N": 4 if gated else 8, "BLOCK_K": 1024, "bias_ptr": None}
+    assert "st.global" in compile_for_hopper(kernel, types, constants, num_warps=4, num_stages=4)
