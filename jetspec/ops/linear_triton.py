@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.overlap_triton import overlap, wait
+
 BLOCK_K = 1024
 TILE = 8192
 """Products that a program keeps apart."""
@@ -46,7 +48,7 @@ def vector_linear_triton(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=4,
-        num_stages=4,
+        **overlap(x),
     )
     return out
 
@@ -65,33 +67,43 @@ def _vector_linear_kernel(
     GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
-    """Some outputs. The norm divides by a number that is known at the end, and is applied there."""
+    """Some outputs. The norm divides by a number that is known at the end, and is applied there.
+
+    The weight is always read one block ahead, and its first block while the kernel before this one still runs.
+    """
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = output < N
     lane = tl.arange(0, BLOCK_K)
     row = weight_ptr + tl.minimum(output, N - 1).to(tl.int64)[:, None] * K + lane[None, :]
+    up_row = row + N.to(tl.int64) * K
     products = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    gated = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up_products = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
+    weight = tl.load(row, mask=(lane < K)[None, :], other=0.0)
+    up_weight = weight
+    if GATED:
+        up_weight = tl.load(up_row, mask=(lane < K)[None, :], other=0.0)
+    wait(OVERLAP)
     for start in tl.range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            weight = tl.load(row + start)
-            x = tl.load(x_ptr + start + lane).to(tl.float32)
-        else:
-            weight = tl.load(row + start, mask=(start + lane < K)[None, :], other=0.0)
-            x = tl.load(x_ptr + start + lane, mask=start + lane < K, other=0.0).to(tl.float32)
+        ahead = start + BLOCK_K
+        next_weight = tl.load(row + ahead, mask=(ahead + lane < K)[None, :], other=0.0)
+        next_up_weight = next_weight
+        if GATED:
+            next_up_weight = tl.load(up_row + ahead, mask=(ahead + lane < K)[None, :], other=0.0)
+        x = tl.load(x_ptr + start + lane, mask=start + lane < K, other=0.0).to(tl.float32)
         if norm_ptr is not None:
             squares += x * x
             x *= tl.load(norm_ptr + start + lane, mask=start + lane < K, other=0.0).to(tl.float32)
         products += weight.to(tl.float32) * x[None, :]
+        weight = next_weight
         if GATED:
-            above = row + N.to(tl.int64) * K + start
-            weight = tl.load(above, mask=(start + lane < K)[None, :], other=0.0)
-            gated += weight.to(tl.float32) * x[None, :]
+            up_products += up_weight.to(tl.float32) * x[None, :]
+            up_weight = next_up_weight
 
     y = tl.sum(products, 1)
-    up = tl.sum(gated, 1)
+    up = tl.sum(up_products, 1)
     if norm_ptr is not None:
         scale = tl.rsqrt(tl.sum(squares) / K + eps)
         y *= scale

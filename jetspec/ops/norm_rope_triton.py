@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.norm_rope import HeadNorm, Tables
+from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.types import KVPages
 
 ROPE_ROWS = 4
@@ -24,19 +25,22 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows := x.numel() // M:
         block = triton.next_power_of_2(M)
         num_warps = min(max(block // 512, 1), 16)
-        _rms_norm_kernel[(rows,)](x, weight, out, eps, M=M, BLOCK=block, num_warps=num_warps)
+        _rms_norm_kernel[(rows,)](x, weight, out, eps, M=M, BLOCK=block, num_warps=num_warps, **overlap(x))
     return out
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, M: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, eps, M: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False
+):
     """A program norms one row."""
     start = tl.program_id(0).to(tl.int64) * M
     lane = tl.arange(0, BLOCK)
     inside = lane < M
+    weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+    wait(OVERLAP)
     x = tl.load(x_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / M + eps)
-    weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + start + lane, x * scale * weight, mask=inside)
 
 
@@ -121,6 +125,7 @@ def _launch_rotate(
             G=num_kv_heads,
             HALF=E // 2,
             HEADS=HEADS,
+            **overlap(qkv),
         )
 
 
@@ -140,6 +145,7 @@ def _rotate_qkv_kernel(
     G: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """A program takes a few heads of a token, as two halves: element i of the one turns with element i of the other.
 
@@ -151,6 +157,7 @@ def _rotate_qkv_kernel(
     pair = tl.arange(0, HALF)
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
 
+    wait(OVERLAP)
     source = qkv_ptr + token * ((H + 2 * G) * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
     inside = (head < H + 2 * G)[:, None]
     low_in, high_in = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)

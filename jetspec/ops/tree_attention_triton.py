@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.types import KVPages, TreeBatch
 
 WARPS = 132 * 8
@@ -102,6 +103,7 @@ def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale
             SPLITS=splits,
             MIN_RUN=MIN_RUN,
             **tiling._asdict(),
+            **overlap(q_THE),
         )
     return out
 
@@ -183,6 +185,7 @@ def _tree_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """One tile of queries over one run of key blocks.
 
@@ -191,6 +194,7 @@ def _tree_attention_kernel(
     node. The rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are
     numbered together, and a split takes an equal run of them. Short contexts leave the later splits nothing to do.
     """
+    wait(OVERLAP)
     # Late tiles of a chain see the most keys, so they start first. Tiles that share keys run side by side.
     tile = tiles - 1 - tl.program_id(0) % tiles
     pair = tl.program_id(0) // tiles
