@@ -180,8 +180,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm, rope: Rope, attend: Attend) -> Tensor:
         qkv = ops.norm_linear(x, norm.weight, norm.eps, self.qkv.weight, self.qkv.bias)
-        seen = attend(qkv.unflatten(-1, (-1, self.head_dim)), rope, self.head_norm)
-        return self.out.add_to(x, seen.flatten(-2))
+        return self.out.add_to(x, self.look(qkv, rope, attend))
+
+    def look(self, qkv: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """What the queries see, head by head, side by side."""
+        return attend(qkv.unflatten(-1, (-1, self.head_dim)), rope, self.head_norm).flatten(-2)
 
     def context(self, c: Tensor) -> Tensor:
         """Key and value heads (.., 2G, E) of rows that are only looked at: no queries, no MLP, no input norm."""
