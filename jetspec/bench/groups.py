@@ -146,12 +146,12 @@ def digest(value: Any) -> str:
 
 def check_prompts(rows: Iterable[Row]) -> None:
     """Wherever two methods were asked the same after the same words, they must have read the same tokens."""
-    read: dict[tuple[str, str], tuple[str, str]] = {}
+    read: dict[tuple[str, str, str], tuple[str, str]] = {}
     for row in rows:
-        method = row["cell"]["method"]
+        method, task = row["cell"]["method"], row["cell"]["task"]
         for answer, digests in zip(row["answers"], row["prompts"], strict=True):
             for turn, tokens in enumerate(digests):
-                said = answer["id"], digest(answer["turn_tokens"][:turn])
+                said = task, answer["id"], digest(answer["turn_tokens"][:turn])
                 other, expected = read.setdefault(said, (method, tokens))
                 if tokens != expected:
                     raise Unequal(f"{method} and {other} read different prompts for {answer['id']}")

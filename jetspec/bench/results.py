@@ -171,13 +171,13 @@ class Results:
 
     def grade(self, task: str, id: str, question: Mapping[str, Any], text: str) -> Grade:
         """The same answer to the same question is graded once, whoever gave it."""
-        key = id, text
+        key = task, id, text
         if key not in self._grades:
             self._grades[key] = self.grader(question.get(GRADED_AS, task), question, text)
         return self._grades[key]
 
     @cached_property
-    def _grades(self) -> dict[tuple[str, str], Grade]:
+    def _grades(self) -> dict[tuple[str, str, str], Grade]:
         return {}
 
     @cached_property

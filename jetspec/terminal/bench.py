@@ -80,7 +80,7 @@ def is_lossless(config: BenchConfig, run: Run) -> bool:
 
 def remarks(run: Run) -> Iterator[str]:
     """What a table has no room for."""
-    yield from run.record["notes"]
+    yield from run.notes
     if failed := sum(len(cell.errors) for cell in run.cells):
         yield f"{failed} answers failed; the record says why"
     if cut := max((cell.score.cut for cell in run.cells if cell.score), default=0):

@@ -155,6 +155,14 @@ def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes
         make_bench(folder, "settings", llm, **changes).run()
 
 
+def test_ids_need_be_unique_within_a_task_only(folder: Path, llm: LLM) -> None:
+    for task in ("left", "right"):
+        row = {"id": 0, "turns": [f"{task} of"], "answer": "0"}
+        (folder / "eval" / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
+    cells = results_of(make_bench(folder, "ids", llm, tasks=["left", "right"]))["cells"]
+    assert {cell["task"] for cell in cells} == {"left", "right"} and all(cell["questions"] == 1 for cell in cells)
+
+
 def test_a_question_that_fails_is_reported_and_the_others_are_answered(folder: Path, llm: LLM) -> None:
     write_questions(folder, "long", [["short"], ["x" * CONTEXT], ["short as well"]])
     bench = make_bench(folder, "long", llm, tasks=["long"], batches=[1, 3], max_tokens=4)
