@@ -22,10 +22,14 @@ Key = tuple[Cell, int, int]
 
 
 class GroupFile(LineFile):
-    """Rows on disk."""
+    """Rows on disk. `fresh` forgets those that are there."""
+
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        self.fresh = fresh
+        super().__init__(path)
 
     def read(self) -> int:
-        self.rows, end = read_lines(self.path)
+        self.rows, end = ({}, 0) if self.fresh else read_lines(self.path)
         return end
 
     def append(self, row: Row) -> None:

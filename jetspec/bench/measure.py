@@ -23,6 +23,7 @@ from tqdm import tqdm
 from jetspec.bench.groups import Answering, Group, GroupFile, Key, Row, check_prompts, digest
 from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, check_ready, kind_of, open_method, with_head_of
 from jetspec.bench.recipe import BenchConfig, MethodConfig, method_dict
+from jetspec.bench.runs import RESULTS_FILE
 from jetspec.bench.tasks import read_task
 from jetspec.engine.llm import LLM
 from jetspec.record import current_commit, hardware, shown, write_record
@@ -64,10 +65,18 @@ class Bench:
     def _start(self, prompt: Prompt) -> Answering:
         return Answering(Conversation(prompt, self.llm.tokenizer, **self.variables))
 
-    def run(self, progress: bool = False) -> dict[Key, Row]:
-        """Measure what the folder does not hold yet; returns all rows of this benchmark."""
-        with closing(GroupFile(self.folder / ROWS_FILE)) as file:
-            keep_settings(self.folder / RUN_FILE, self.settings(), file.rows)
+    def run(self, progress: bool = False, fresh: bool = False) -> dict[Key, Row]:
+        """Measure what the folder does not hold yet; returns all rows of this benchmark.
+
+        `fresh` forgets what it holds, once it is known that all methods can be measured and nobody else writes there.
+        """
+        settings = self.settings()
+        for method in self.methods if fresh else ():
+            check_ready(self.llm, method)
+        with closing(GroupFile(self.folder / ROWS_FILE, fresh)) as file:
+            for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
+                (self.folder / name).unlink(missing_ok=True)
+            keep_settings(self.folder / RUN_FILE, settings, file.rows)
             check_prompts(file.rows.values())
             wanted = [group for method in self.methods for group in self.groups(method)]
             todo = [group for group in wanted if group.key not in file.rows]
@@ -196,7 +205,16 @@ class Bench:
         tasks = {
             f"task {task}": digest([[p.id, p.system, p.turns] for p in self.questions[task]]) for task in config.tasks
         }
-        return shared | tasks | {f"method {method.name}": method_dict(method) for method in self.methods}
+        methods = {f"method {method.name}": method_dict(method) for method in self.methods}
+        return shared | tasks | methods | self._heads()
+
+    def _heads(self) -> dict[str, str]:
+        """A head that was trained again keeps its name, so its weights are looked at."""
+        found = {}
+        for method in self.methods:
+            if method.of.head and (head := with_head_of(self.llm, method).head) is not None:
+                found[f"head of {method.name}"] = fingerprint(head)
+        return found
 
 
 def release_memory() -> None:
@@ -209,9 +227,11 @@ def release_memory() -> None:
 def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key]) -> None:
     """Refuse settings that rows were not made with; write down those that are new."""
     runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
-    held = {name for cell, _, _ in rows for name in (f"method {cell.method}", f"task {cell.task}")}
+    cells = {cell for cell, _, _ in rows}
+    held = {f"{kind} {cell.method}" for cell in cells for kind in ("method", "head of")}
+    held |= {f"task {cell.task}" for cell in cells}
     for name, before in changed.items():
-        is_used = name in held if name.startswith(("method ", "task ")) else bool(held)
+        is_used = name in held if name.startswith(("method ", "head of ", "task ")) else bool(held)
         if is_used and before is not None:
             raise ValueError(f"the rows in {path.parent} were made with another {name}; choose another --out")
     earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
