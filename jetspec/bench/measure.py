@@ -76,10 +76,10 @@ class Bench:
         with closing(GroupFile(self.folder / ROWS_FILE, fresh)) as file:
             for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
                 (self.folder / name).unlink(missing_ok=True)
-            keep_settings(self.folder / RUN_FILE, settings, file.rows)
-            check_prompts(file.rows.values())
             wanted = [group for method in self.methods for group in self.groups(method)]
             todo = [group for group in wanted if group.key not in file.rows]
+            keep_settings(self.folder / RUN_FILE, settings, file.rows, is_measured=bool(todo))
+            check_prompts(file.rows.values())
             names = {group.cell.method for group in todo}
             for method in self.methods:
                 if method.name in names:
@@ -93,6 +93,11 @@ class Bench:
                         bar.update()
             check_prompts(file.rows.values())
             return {group.key: file.rows[group.key] for group in wanted}
+
+    def commits(self) -> list[str]:
+        """Of the sources that measured what the folder holds."""
+        runs = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))["runs"]
+        return list(dict.fromkeys(str(run["commit"]) for run in runs))
 
     def groups(self, method: MethodConfig) -> Iterator[Group]:
         """In the order of measuring: all that one engine serves, one repeat after the other."""
@@ -224,8 +229,8 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key]) -> None:
-    """Refuse settings that rows were not made with; write down those that are new."""
+def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key], is_measured: bool) -> None:
+    """Refuse settings that rows were not made with; write down those that are new, and by which source it goes on."""
     runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
     cells = {cell for cell, _, _ in rows}
     held = {f"{kind} {cell.method}" for cell in cells for kind in ("method", "head of")}
@@ -235,4 +240,5 @@ def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key]) 
         if is_used and before is not None:
             raise ValueError(f"the rows in {path.parent} were made with another {name}; choose another --out")
     earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
-    write_record(path, {"settings": {**earlier, **settings}, "runs": [*runs, {"commit": current_commit()}]})
+    runs += [{"commit": current_commit()}] if is_measured else []
+    write_record(path, {"settings": {**earlier, **settings}, "runs": runs})

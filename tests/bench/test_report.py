@@ -256,12 +256,15 @@ def test_scores_stand_beside_those_of_plain_decoding(tmp_path: Path) -> None:
             cell["score"]["correct"] = 13
         if cell["method"] == "dflash" and cell["score"]:
             cell["score"]["correct"] = 40
+        if cell["method"] == "ngram" and cell["score"]:
+            cell["score"] |= {"correct": 3, "graded": 10}
     (folder / "results.json").write_text(json.dumps(record))
     table = score_table(read_run(folder))
     assert table is not None
     found = {row[1]: (row[-3], row[-1]) for row in table.rows}
     assert found["plain"] == ("0.3000", "-") and found["jetspec-edge"] == ("0.3000", "same")
     assert found["ddtree"] == ("0.3250", "+0.0250 (no difference)") and found["dflash"] == ("1.0000", "+0.7000")
+    assert found["ngram"] == ("0.3000", "other questions")
 
 
 def test_scores_of_fewer_tests_are_marked_with_a_footnote(tmp_path: Path) -> None:
