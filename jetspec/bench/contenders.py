@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from jetspec.models.weights import Target
 
 LOOKUP_TOKENS = 10
 TIMEOUT_S = 600
+MAX_REASON = 500
+"""Bytes kept of what a server says of a failure."""
 
 
 def check_ready(method: MethodConfig) -> None:
@@ -212,12 +215,19 @@ class ServerMethod:
         }
         return body | ({"chat_template_kwargs": dict(self.variables)} if self.variables else {})
 
+    def _open(self, request: urllib.request.Request) -> Any:
+        try:
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        except HTTPError as error:
+            said = " ".join(error.read(MAX_REASON).decode("utf-8", "replace").split())
+            raise ValueError(f"{error}: {said}" if said else str(error)) from None
+
     def _events(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The objects of an event stream."""
         request = urllib.request.Request(
             f"{self.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        with self._open(request) as response:
             for line in response:
                 data = line.decode().strip().removeprefix("data:").strip()
                 if data == "[DONE]":

@@ -79,7 +79,7 @@ def remarks(run: Run) -> Iterator[str]:
     """What a table has no room for."""
     yield from run.notes
     if failed := sum(len(cell.errors) for cell in run.cells):
-        yield f"{failed} answers failed; the record says why"
+        yield f"{failed} answers failed; the record says why, and --fresh asks all of them again"
     if cut := max((cell.score.cut for cell in run.cells if cell.score), default=0):
         yield f"up to {cut} graded answers of a cell were cut at {run.recipe['max_tokens']} tokens: scores are too low"
     if any(cell.score and cell.score.partial for cell in run.cells):

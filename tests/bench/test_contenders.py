@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
         if self.server.broken and body["messages"][-1]["content"] == self.server.broken:
-            self.send_error(500)
+            self.send_error(500, explain="three is too much")
             return
         if self.server.says is not None:
             self.send_response(200)
@@ -125,7 +125,7 @@ def test_a_request_that_fails_is_a_row(folder: Path, llm: LLM) -> None:
         bench = make_bench(folder, "broken", llm, methods=[f"server={server.url}"], batches=[5])
         cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
     assert {error["id"] for error in cell["errors"]} == {"sums-3"} and cell["questions"] == 5
-    assert all("HTTPError" in error["error"] for error in cell["errors"])
+    assert all("HTTP Error 500" in e["error"] and "three is too much" in e["error"] for e in cell["errors"])
 
 
 NONSENSE = {
