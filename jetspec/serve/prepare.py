@@ -23,7 +23,7 @@ from jetspec.serve.protocol import (
     ToolCall,
     ToolChoice,
 )
-from jetspec.serve.schema import check_schema
+from jetspec.serve.schema import check_schema, check_schemas
 from jetspec.serve.tools import BEGIN, call_schema, check_template
 from jetspec.serve.worker import Job
 from jetspec.types import Grammar, SamplingParams, TreeLimits
@@ -97,10 +97,9 @@ class Desk:
 
     def _grammar(self, asked: ChatRequest, tools: list[Tool], forced: bool) -> Grammar | None:
         """What the answer must look like: a call that is forced, or the format that was asked for."""
-        for tool in tools:
-            check_schema(tool.function.parameters, "tools")
-            if tool.function.strict and not forced:
-                raise Refused("strict needs a tool_choice that forces the call", param="tools")
+        check_schemas([tool.function.parameters for tool in tools], "tools")
+        if any(tool.function.strict for tool in tools) and not forced:
+            raise Refused("strict needs a tool_choice that forces the call", param="tools")
         form = asked.response_format
         if isinstance(form, TextFormat):
             form = None
