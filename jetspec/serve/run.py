@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import threading
@@ -24,7 +25,7 @@ LAST_WORDS_S = 3.0
 
 
 def open_socket(config: ServeConfig) -> socket.socket:
-    """Listen. Where the system can, a connection whose peer takes no bytes is dropped by it after a while."""
+    """Take the port. Where the system can, a connection whose peer takes no bytes is dropped by it after a while."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,8 +35,21 @@ def open_socket(config: ServeConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise ValueError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}") from None
+        raise taken(config, error) from None
     return listener
+
+
+def listen(listener: socket.socket, config: ServeConfig) -> None:
+    """Take connections. Another program may have bound the same port and been faster."""
+    try:
+        listener.listen()
+    except OSError as error:
+        raise taken(config, error) from None
+
+
+def taken(config: ServeConfig, error: OSError) -> ValueError:
+    fix = "; --port 0 takes any free one" if error.errno == errno.EADDRINUSE else ""
+    return ValueError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}{fix}")
 
 
 class Host(uvicorn.Server):
