@@ -9,8 +9,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jetspec.engine.llm import LLM
 from jetspec.serve.app import Server
@@ -52,6 +55,39 @@ def taken(config: ServeConfig, error: OSError) -> ValueError:
     return ValueError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}{fix}")
 
 
+class Connection(H11Protocol):
+    """uvicorn's, which by itself waits for ever for the head of a request."""
+
+    def __init__(self, patience_s: float, **given: Any) -> None:
+        super().__init__(**given)
+        self.patience_s = patience_s
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Between requests time runs, and single bytes do not stop it."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.patience_s, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
 class Host(uvicorn.Server):
     """uvicorn with a graceful end: answers have `drain_s` to be finished, then their clients are told."""
 
@@ -60,7 +96,7 @@ class Host(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 server.app(),
-                http="h11",
+                http=partial(Connection, server.config.read_timeout_s),  # type: ignore[arg-type]  # it is only called
                 ws="none",
                 log_config=None,
                 access_log=False,

@@ -7,6 +7,8 @@ import http.client
 import json
 import logging
 import re
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 from jetspec.serve.config import ServeConfig, read_keys
 from jetspec.serve.log import JsonLines
 from jetspec.serve.run import listen, open_socket
+from jetspec.types import Update
 from tests.serve.live import NAME, Live, tiny_llm, wait_until
 
 KEYS = ("first-key-0123456789", "other-key-0123456789")
@@ -113,6 +116,38 @@ def test_a_client_that_does_not_finish_its_request_is_cut_off(locked: Live) -> N
     connection.putheader("Content-Length", "100")
     connection.endheaders(b"{")
     assert connection.getresponse().status == 408
+
+
+def seconds_until_closed(client: socket.socket) -> float:
+    began = time.monotonic()
+    client.settimeout(10)
+    while client.recv(1 << 16):
+        pass
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("drip", [b"", b"GET /health HTTP/1.1\r\nX-Slow: "])
+def test_a_client_that_does_not_begin_its_request_is_cut_off(locked: Live, drip: bytes) -> None:
+    """Each open connection costs a file descriptor, and no key is needed for one. Single bytes do not help."""
+    with socket.create_connection(locked.listener.getsockname()) as client:
+        client.sendall(drip)
+        time.sleep(0.6)
+        client.sendall(drip and b"x")
+        assert seconds_until_closed(client) < 0.8
+
+
+def test_an_answer_may_take_longer_than_a_request(locked: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = locked.llm.engine.step
+
+    def slow_step() -> list[Update]:
+        time.sleep(0.4)
+        return step()
+
+    monkeypatch.setattr(locked.llm.engine, "step", slow_step)
+    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 4, "jetspec": {"budget": 1}, "ignore_eos": True})
+    began = time.monotonic()
+    assert post(locked, body.encode()).json()["usage"]["completion_tokens"] == 4
+    assert time.monotonic() - began > locked.config.read_timeout_s
 
 
 def test_other_origins_are_off_unless_named(locked: Live, live: Live) -> None:
