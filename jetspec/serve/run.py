@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -93,6 +94,7 @@ class Host(uvicorn.Server):
 
     def __init__(self, server: Server) -> None:
         self.worker, self.drain_s = server.worker, server.config.drain_s
+        self.num_signals = 0
         super().__init__(
             uvicorn.Config(
                 server.app(),
@@ -109,13 +111,27 @@ class Host(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.worker.is_stopping = True
-        deadline = asyncio.get_running_loop().call_later(self.drain_s, self.worker.refuse_all, stopping())
+        deadline = self.loop.call_later(self.drain_s, self.give_up)
         await super().shutdown(sockets)
         deadline.cancel()
+
+    def give_up(self) -> None:
+        """Break off every answer; clients are told."""
+        self.worker.is_stopping = True
+        self.worker.refuse_all(stopping())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets answers finish, the second breaks them off, a third waits for nobody."""
+        self.num_signals += 1
+        if self.num_signals == 2:
+            self.loop.call_soon_threadsafe(self.give_up)
+        else:
+            super().handle_exit(sig, frame)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """A signal asks for a graceful end, and that is then the end: it is not raised again."""
+        self.loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():  # only this one may listen to signals
             yield
             return
