@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -206,7 +206,7 @@ class MLP(nn.Module):
         self.down = Linear(config.inner_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        inner = ops.norm_swiglu(x, norm.weight, norm.eps, self.gate_up.weight, self.gate_up.bias, self.down.weight)
+        inner = ops.norm_swiglu(x, norm.weight, norm.eps, self.gate_up.weight, self.gate_up.bias)
         return self.down.add_to(x, inner)
 
 
@@ -280,15 +280,11 @@ class DecoderStack(nn.Module):
         plan = ops.plan_attention(batch)
         scale, G = self.config.head_dim**-0.5, self.config.num_kv_heads
 
-        def attend(
-            pages: KVPages, window: int | None, ahead: Tensor, qkv: Tensor, rope: Rope, norm: HeadNorm | None
-        ) -> Tensor:
-            q_THE = ops.rotate_store(qkv, G, rope, norm, pages, batch.slot_T, ahead)
-            return ops.tree_attention(q_THE, pages, plan, scale, window, ahead)
+        def attend(pages: KVPages, window: int | None, qkv: Tensor, rope: Rope, norm: HeadNorm | None) -> Tensor:
+            q_THE = ops.rotate_store(qkv, G, rope, norm, pages, batch.slot_T)
+            return ops.tree_attention(q_THE, pages, plan, scale, window)
 
-        next_weights = [cast(DecoderLayer, layer).attention.out.weight for layer in self.layers]
-        windows = [self.config.window(i) for i in range(len(self.layers))]
-        return [partial(attend, *its) for its in zip(cache, windows, next_weights, strict=True)]
+        return [partial(attend, pages, self.config.window(i)) for i, pages in enumerate(cache)]
 
 
 class Decoder(DecoderStack):

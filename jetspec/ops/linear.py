@@ -31,18 +31,16 @@ def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tenso
         from jetspec.ops.linear_triton import vector_linear_triton
 
         return vector_linear_triton(x, weight, bias, norm=norm, eps=eps)
-    return linear_reference(rms_norm(x, norm, eps, weight), weight, bias)
+    return linear_reference(rms_norm(x, norm, eps), weight, bias)
 
 
-def norm_swiglu(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
-) -> Tensor:
+def norm_swiglu(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`swiglu` of `norm_linear`: the start of an MLP. `weight` holds the rows of the gate, then those of the rest."""
     if _is_vector(x, weight, norm):
         from jetspec.ops.linear_triton import vector_linear_triton
 
         return vector_linear_triton(x, weight, bias, norm=norm, eps=eps, gated=True)
-    return swiglu(linear_reference(rms_norm(x, norm, eps, weight), weight, bias), ahead)
+    return swiglu(linear_reference(rms_norm(x, norm, eps), weight, bias))
 
 
 def add_linear(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

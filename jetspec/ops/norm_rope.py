@@ -28,15 +28,12 @@ class HeadNorm:
     eps: float
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None) -> Tensor:
-    """x / rms(x) * weight over the last dimension. The statistics are in fp32 whatever the dtype.
-
-    Here and elsewhere `ahead` is the weight of the next product, which a kernel may have fetched meanwhile.
-    """
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension. The statistics are in fp32 whatever the dtype."""
     if _has_kernel(x, weight):
         from jetspec.ops.norm_rope_triton import rms_norm_triton
 
-        return rms_norm_triton(x, weight, eps, ahead)
+        return rms_norm_triton(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -97,19 +94,13 @@ def rotate_qkv_reference(
 
 
 def rotate_store(
-    qkv_TXE: Tensor,
-    num_kv_heads: int,
-    tables: Tables,
-    norm: HeadNorm | None,
-    pages: KVPages,
-    slot_T: Tensor,
-    ahead: Tensor | None = None,
+    qkv_TXE: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
 ) -> Tensor:
     """`rotate_qkv` that writes K and V to their slots of the paged cache and returns q_THE. X is H + 2G here."""
     if _has_kernel(qkv_TXE, pages.k, *tables, *_weights(norm)):
         from jetspec.ops.norm_rope_triton import rotate_store_triton
 
-        return rotate_store_triton(qkv_TXE, num_kv_heads, tables, norm, pages, slot_T, ahead)
+        return rotate_store_triton(qkv_TXE, num_kv_heads, tables, norm, pages, slot_T)
     q_THE, k_TGE, v_TGE = rotate_qkv(qkv_TXE, num_kv_heads, tables, norm)
     store_kv(pages, k_TGE, v_TGE, slot_T)
     return q_THE

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.norm_rope import HeadNorm, Tables
-from jetspec.ops.overlap_triton import fetch, fetching, overlap, wait
+from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.types import KVPages
 
 ROPE_ROWS = 4
@@ -19,40 +19,21 @@ HEADS = 8
 """Heads of one program: few, so that even a single token is spread over several multiprocessors."""
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, M = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     if rows := x.numel() // M:
         block = triton.next_power_of_2(M)
         num_warps = min(max(block // 512, 1), 16)
-        _rms_norm_kernel[(rows,)](
-            x,
-            weight,
-            out,
-            eps,
-            M=M,
-            BLOCK=block,
-            num_warps=num_warps,
-            **fetching(x, ahead),
-            **overlap(x),
-        )
+        _rms_norm_kernel[(rows,)](x, weight, out, eps, M=M, BLOCK=block, num_warps=num_warps, **overlap(x))
     return out
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    eps,
-    ahead_ptr,
-    M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    x_ptr, weight_ptr, out_ptr, eps, M: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False
 ):
     """A program norms one row."""
-    fetch(ahead_ptr, AHEAD)
     start = tl.program_id(0).to(tl.int64) * M
     lane = tl.arange(0, BLOCK)
     inside = lane < M
@@ -103,19 +84,13 @@ def rotate_qkv_triton(
 
 
 def rotate_store_triton(
-    qkv_TXE: Tensor,
-    num_kv_heads: int,
-    tables: Tables,
-    norm: HeadNorm | None,
-    pages: KVPages,
-    slot_T: Tensor,
-    ahead: Tensor | None = None,
+    qkv_TXE: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
 ) -> Tensor:
     assert pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape[2] == num_kv_heads
     qkv_TXE = qkv_TXE.contiguous()
     T, X, E = qkv_TXE.shape
     q_THE = torch.empty((T, X - 2 * num_kv_heads, E), dtype=qkv_TXE.dtype, device=qkv_TXE.device)
-    _launch_rotate(qkv_TXE, num_kv_heads, tables, norm, q_THE, pages.k, pages.v, slot_T.contiguous(), ahead)
+    _launch_rotate(qkv_TXE, num_kv_heads, tables, norm, q_THE, pages.k, pages.v, slot_T.contiguous())
     return q_THE
 
 
@@ -128,7 +103,6 @@ def _launch_rotate(
     k: Tensor,
     v: Tensor | None,
     slot: Tensor | None,
-    ahead: Tensor | None = None,
 ) -> None:
     X, E = qkv.shape[-2:]
     cos, signed_sin = tables
@@ -151,7 +125,6 @@ def _launch_rotate(
             G=num_kv_heads,
             HALF=E // 2,
             HEADS=HEADS,
-            **fetching(qkv, ahead),
             **overlap(qkv),
         )
 
@@ -168,12 +141,10 @@ def _rotate_qkv_kernel(
     v_ptr,
     slot_ptr,
     eps,
-    ahead_ptr,
     H: tl.constexpr,
     G: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """A program takes a few heads of a token, as two halves: element i of the one turns with element i of the other.
@@ -186,7 +157,6 @@ def _rotate_qkv_kernel(
     pair = tl.arange(0, HALF)
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
 
-    fetch(ahead_ptr, AHEAD)
     wait(OVERLAP)
     source = qkv_ptr + token * ((H + 2 * G) * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
     inside = (head < H + 2 * G)[:, None]

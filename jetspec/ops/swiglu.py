@@ -8,7 +8,7 @@ from torch import Tensor
 from jetspec.dispatch import uses_kernel
 
 
-def swiglu(gate_up: Tensor, ahead: Tensor | None = None) -> Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for (..., 2I) with the gate first: (..., I).
 
     The kernel rounds the product alone, the reference silu(gate) too: in bf16 they differ by a rounding.
@@ -16,7 +16,7 @@ def swiglu(gate_up: Tensor, ahead: Tensor | None = None) -> Tensor:
     if uses_kernel(gate_up):
         from jetspec.ops.swiglu_triton import swiglu_triton
 
-        return swiglu_triton(gate_up, ahead)
+        return swiglu_triton(gate_up)
     return swiglu_reference(gate_up)
 
 

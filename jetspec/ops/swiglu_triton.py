@@ -9,37 +9,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.overlap_triton import fetch, fetching, overlap, wait
+from jetspec.ops.overlap_triton import overlap, wait
 
 BLOCK = 1024
 
 
-def swiglu_triton(gate_up: Tensor, ahead: Tensor | None = None) -> Tensor:
+def swiglu_triton(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     *lead, double = gate_up.shape
     out = torch.empty((*lead, double // 2), dtype=gate_up.dtype, device=gate_up.device)
     if rows := gate_up.numel() // double:
         grid = (rows, triton.cdiv(double // 2, BLOCK))
-        _swiglu_kernel[grid](
-            gate_up, out, INNER=double // 2, BLOCK=BLOCK, **fetching(gate_up, ahead), **overlap(gate_up)
-        )
+        _swiglu_kernel[grid](gate_up, out, INNER=double // 2, BLOCK=BLOCK, **overlap(gate_up))
     return out
 
 
 @triton.jit
-def _swiglu_kernel(
-    gate_up_ptr,
-    out_ptr,
-    ahead_ptr,
-    INNER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
-):
+def _swiglu_kernel(gate_up_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER
-    fetch(ahead_ptr, AHEAD)
     wait(OVERLAP)
     gate = tl.load(gate_up_ptr + row * 2 * INNER + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * INNER + INNER + column, mask=inside, other=0.0).to(tl.float32)

@@ -76,12 +76,7 @@ def plan_attention(batch: TreeBatch) -> AttentionPlan | KernelPlan:
 
 
 def tree_attention(
-    q_THE: Tensor,
-    pages: KVPages,
-    plan: AttentionPlan | KernelPlan,
-    scale: float,
-    window: int | None,
-    ahead: Tensor | None = None,
+    q_THE: Tensor, pages: KVPages, plan: AttentionPlan | KernelPlan, scale: float, window: int | None
 ) -> Tensor:
     """softmax(scale * q k + mask) v per request; `pages` already hold the in-flight K and V.
 
@@ -91,7 +86,7 @@ def tree_attention(
         return tree_attention_reference(q_THE, pages, plan, scale, window)
     from jetspec.ops.tree_attention_triton import tree_attention_triton
 
-    return tree_attention_triton(q_THE, pages, plan.batch, scale, window, ahead)
+    return tree_attention_triton(q_THE, pages, plan.batch, scale, window)
 
 
 def tree_attention_reference(

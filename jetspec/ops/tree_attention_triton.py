@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.overlap_triton import fetch, fetching, overlap, wait
+from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.types import KVPages, TreeBatch
 
 WARPS = 132 * 8
@@ -46,14 +46,7 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-def tree_attention_triton(
-    q_THE: Tensor,
-    pages: KVPages,
-    batch: TreeBatch,
-    scale: float,
-    window: int | None,
-    ahead: Tensor | None = None,
-) -> Tensor:
+def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale: float, window: int | None) -> Tensor:
     """`tree_attention` of in-flight tokens. In a chain, token i of a request is at position cached + i."""
     layout, (T, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
     B, P = layout.page_BP.shape
@@ -110,7 +103,6 @@ def tree_attention_triton(
             SPLITS=splits,
             MIN_RUN=MIN_RUN,
             **tiling._asdict(),
-            **fetching(q_THE, ahead),
             **overlap(q_THE),
         )
     return out
@@ -182,7 +174,6 @@ def _tree_attention_kernel(
     ancestor_stride_b,
     ancestor_stride_n,
     W,
-    ahead_ptr,
     TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -194,7 +185,6 @@ def _tree_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """One tile of queries over one run of key blocks.
@@ -204,7 +194,6 @@ def _tree_attention_kernel(
     node. The rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are
     numbered together, and a split takes an equal run of them. Short contexts leave the later splits nothing to do.
     """
-    fetch(ahead_ptr, AHEAD)
     wait(OVERLAP)
     # Late tiles of a chain see the most keys, so they start first. Tiles that share keys run side by side.
     tile = tiles - 1 - tl.program_id(0) % tiles
