@@ -35,7 +35,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     ),
     "Learning rate": ("lr-0.001", "lr-0.002", "causal", "lr-0.01", "lr-0.02"),
     "Optimizer": ("causal", "adamw"),
-    "Whose text": ("causal", "corpus"),
+    "Whose text": ("regenerated", "corpus"),
 }
 """What is compared with what."""
 
