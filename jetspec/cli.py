@@ -777,7 +777,7 @@ class ServeOptions:
     max_prompt: Annotated[int | None, _option("Longest prompt, in tokens.", panel="Limits")] = None
     max_tokens: Annotated[int | None, _option("Longest answer, in tokens.", panel="Limits")] = None
     max_body: Annotated[int, _option("Bytes of a request.", panel="Limits")] = 4 << 20
-    drain: Annotated[float, _option("Seconds to finish answers when stopped.", panel="Limits")] = 30.0
+    drain: Annotated[float, _option("Seconds to finish answers when stopped; 0: none.", panel="Limits")] = 30.0
 
 
 @app.command(
