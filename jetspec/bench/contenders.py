@@ -200,7 +200,7 @@ class ServerMethod:
                 " another model or another chat template, so the two cannot be compared"
             )
         text = readable(text)
-        return Reply(self.tokenizer.encode(text), text, finish, count, None), pieces
+        return Reply(self.tokenizer.encode_words(text), text, finish, count, None), pieces
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         sampling = ask.sampling

@@ -59,7 +59,7 @@ class Bench:
         return self.llm.target.decoder.config.max_len
 
     def _longest(self, prompt: Prompt) -> int:
-        later = [len(self.llm.tokenizer.encode(turn)) + TURN_ROOM for turn in prompt.turns[1:]]
+        later = [len(self.llm.tokenizer.encode_words(turn)) + TURN_ROOM for turn in prompt.turns[1:]]
         return len(self._start(prompt).conversation.token_ids) + sum(later) + len(prompt.turns) * self.config.max_tokens
 
     def _start(self, prompt: Prompt) -> Answering:

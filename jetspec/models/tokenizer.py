@@ -183,6 +183,25 @@ class Tokenizer:
         """
         cut = secrets.token_hex(8)
         text = self.chat(self._cut(messages, cut), **self._cut(variables, cut)) + begin
+        return self._encode_cut(text, cut, most)
+
+    def encode_behind(
+        self, mark: str, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Token ids of what stands behind the last `mark` in a conversation, which is in one of its messages."""
+        cut = secrets.token_hex(8)
+        text = self.chat(self._cut(messages, cut), add_generation_prompt, **self._cut(variables, cut))
+        _, found, rest = text.rpartition(mark)
+        if not found:
+            raise ValueError("the chat template leaves out earlier messages")
+        return self._encode_cut(rest, cut)
+
+    def encode_words(self, text: str) -> list[int]:
+        """Token ids of somebody's words, in which the names of control tokens are text."""
+        cut = secrets.token_hex(8)
+        return self._encode_cut(self._cut(text, cut), cut)
+
+    def _encode_cut(self, text: str, cut: str, most: int | None = None) -> list[int]:
         tokens: list[int] = []
         for piece in text.split(cut):
             tokens += self.encode(piece, most=None if most is None else most - len(tokens))

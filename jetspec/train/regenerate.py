@@ -10,10 +10,11 @@ killed goes on from what the file holds.
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,8 +37,8 @@ OnBad = Literal["stop", "skip"]
 
 SAMPLED_PROMPTS = 200
 """Prompts that a dry run encodes to estimate the rest."""
-PLACEHOLDER = "\ue000"
-"""Stands for an answer in a rendered conversation: a private character that no template touches."""
+PLACEHOLDER = secrets.token_hex(16)
+"""Stands for an answer in a rendered conversation: nobody's words hold it."""
 
 
 @dataclass(frozen=True)
@@ -107,20 +108,9 @@ class Conversation:
         What the target wrote stays as it is, token by token; encoding its text again could cut it up differently.
         """
         self.messages += [_assistant(PLACEHOLDER), _user(self.prompt.turns[len(self.spans)])]
-        glue = self.tokenizer.encode(after_answer(self.tokenizer, self.messages, True, **self.variables))
+        glue = self.tokenizer.encode_behind(PLACEHOLDER, self.messages, **self.variables)
         has_end = bool(glue) and self.token_ids[-1] == glue[0]
         return self.token_ids + glue[has_end:]
-
-
-def after_answer(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool, **variables: Any
-) -> str:
-    """What the chat template writes behind the last answer."""
-    text = tokenizer.chat(messages, add_generation_prompt, **variables)
-    _, found, rest = text.rpartition(PLACEHOLDER)
-    if not found:
-        raise ValueError("the chat template leaves out earlier answers")
-    return rest
 
 
 def _user(text: str) -> dict[str, str]:
@@ -188,7 +178,7 @@ def start_conversation(prompt: Prompt, tokenizer: Tokenizer, max_prompt_tokens: 
 def from_corpus(tokenizer: Tokenizer, eos_tokens: frozenset[int], max_len: int, prompts: Iterator[Prompt]) -> Results:
     """Take the responses of the data as they stand, each with the end token that the chat template writes."""
     require_template(tokenizer)
-    behind = tokenizer.encode(after_answer(tokenizer, [_user("."), _assistant(PLACEHOLDER)], False))
+    behind = tokenizer.encode_behind(PLACEHOLDER, [_user("."), _assistant(PLACEHOLDER)], add_generation_prompt=False)
     end = [token for token in behind[:1] if token in eos_tokens]
     for prompt in prompts:
         conversation = start_conversation(prompt, tokenizer, max_len)
@@ -198,7 +188,7 @@ def from_corpus(tokenizer: Tokenizer, eos_tokens: frozenset[int], max_len: int, 
         for response in prompt.responses:
             if conversation.spans:
                 conversation.token_ids = conversation.with_next_turn()
-            conversation.answer([*tokenizer.encode(response), *end], "stop")
+            conversation.answer([*tokenizer.encode_words(response), *end], "stop")
         if (count := len(conversation.token_ids)) > max_len:
             yield BadPrompt(prompt.where, f"is longer than the context ({count} tokens, {max_len} fit)")
         else:
