@@ -479,6 +479,7 @@ def bench(
     output: Annotated[TableForm, _option("Form of the table on stdout.", "--output")] = "md",
     make_report: Annotated[bool, _option("Make the report of the run as well.", "--report")] = False,
     fresh: Annotated[bool, _option("Delete what the run holds and start over.", "--fresh")] = False,
+    retry_failed: Annotated[bool, _option("Measure again where questions failed.", "--retry-failed")] = False,
 ) -> None:
     """Measure methods against plain decoding.
 
@@ -491,7 +492,8 @@ def bench(
 
     plan = read_plan(recipe, {**(QUICK if quick else {}), **changes})
     name = "quick" if quick else recipe.stem if recipe else "bench"
-    if not run_plan(plan, out or Path("runs/bench") / name, output, fresh=fresh, report=make_report):
+    folder, again = out or Path("runs/bench") / name, {"fresh": fresh, "retry_failed": retry_failed}
+    if not run_plan(plan, folder, output, **again, report=make_report):
         raise typer.Exit(NEGATIVE)
 
 
