@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+LOG_FILE = "log.jsonl"
+
 
 class RunLog:
     """Appends to `log.jsonl` of a folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "log.jsonl"
+        self.path = folder / LOG_FILE
         self.board = _board(folder / "tensorboard")
 
     def write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
@@ -26,6 +28,14 @@ class RunLog:
                 place = f"/{i + 1}" if isinstance(value, list) else ""
                 self.board.add_scalar(f"{kind}/{name}{place}", number, step)
         self.board.flush()
+
+
+def was_written(folder: Path, kind: str, step: int) -> bool:
+    """Whether the log of a folder has a whole line of this kind and step."""
+    path = folder / LOG_FILE
+    start = json.dumps({"kind": kind, "step": step}).removesuffix("}")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return any(line.startswith((f"{start},", f"{start}}}")) and line.endswith("\n") for line in lines)
 
 
 def _board(folder: Path) -> Any:

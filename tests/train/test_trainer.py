@@ -237,6 +237,37 @@ def test_a_head_that_was_not_written_is_made_up_for(
     assert "| steps | 6 |" in (tmp_path / "part" / "head" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("killed_at", [3, 6])
+def test_scores_that_were_not_written_are_made_up_for(answers: Path, tmp_path: Path, killed_at: int) -> None:
+    """The kill comes while a save is scored: the head is there, and its card says nothing of how it decodes."""
+    steps = list[int]()
+
+    def score(trainer: Trainer) -> dict[str, float]:
+        steps.append(trainer.step)
+        if len(steps) == killed_at // 3:
+            raise KeyboardInterrupt
+        return {"chain": trainer.step / 4}
+
+    def start() -> Trainer:
+        trainer = make_trainer(recipe(answers, tmp_path), TARGET)
+        trainer.score = lambda head: score(trainer)
+        return trainer
+
+    with pytest.raises(KeyboardInterrupt):
+        start().run()
+    again = start()
+    assert again.resume() == killed_at
+    again.run()
+    assert steps == sorted([3, 6, killed_at]), "each save was scored, and the one that was not, again"
+    assert "| decoding, tokens per round: chain | 1.500 |" in (tmp_path / "head" / "README.md").read_text()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in log if row["kind"] == "decode"] == [3, 6]
+    done = start()
+    done.resume()
+    done.run()
+    assert len(steps) == 3, "a finished run is left alone"
+
+
 def test_the_head_is_there_before_it_is_scored(answers: Path, tmp_path: Path) -> None:
     def score(head: Head) -> dict[str, float]:
         assert torch.equal(load_head(tmp_path / "head").fc.weight, head.fc.weight.bfloat16())
