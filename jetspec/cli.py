@@ -594,7 +594,7 @@ def regenerate(
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per GPU.")] = None,
     dtype: Annotated[DtypeName, _option("float32, bfloat16, float16.", metavar="TYPE")] = "auto",
     device: Annotated[str, _option("cpu, cuda (all GPUs) or one such as cuda:1.", metavar="NAME")] = "auto",
-    dry_run: Annotated[bool, _option("Count, and say what would happen.", "--dry-run")] = False,
+    dry_run: Annotated[bool, _option("Say what would happen and how long it takes.", "--dry-run")] = False,
 ) -> None:
     """Let the target answer prompts.
 

@@ -311,8 +311,10 @@ def _portable(config: RegenerateConfig) -> RegenerateConfig:
     return replace(config, model=shown(config.model))
 
 
-def plan(out: Path, data: PromptData, config: RegenerateConfig, places: Sequence[str], on_bad: OnBad) -> str:
-    """What a run would do, without loading the model."""
+def plan(
+    out: Path, data: PromptData, config: RegenerateConfig, places: Sequence[str], on_bad: OnBad
+) -> tuple[str, list[Prompt]]:
+    """What a run would do, in words and without loading the model; and the prompts that it would answer."""
     done = finished_ids(out)
     if done:
         _earlier_runs(out.with_name(f"{out.name}.meta.json"), config)
@@ -324,12 +326,13 @@ def plan(out: Path, data: PromptData, config: RegenerateConfig, places: Sequence
     prompt_tokens = round(len(todo) * sum(lengths) / max(1, len(lengths)))
     most = config.max_tokens * sum(len(prompt.turns) for prompt in todo)
     written = f"at most {most:,} to generate" if config.responses == "target" else "responses taken from the data"
-    return (
+    words = (
         f"would answer {tally.todo:,} prompts with {config.model}"
         f" ({tally.already:,} already in {out}, {tally.skipped:,} bad)\n"
         f"about {prompt_tokens:,} prompt tokens, {written}\n"
         f"in {len(places)} process{'es' if len(places) > 1 else ''} on {', '.join(dict.fromkeys(places))}"
     )
+    return words, todo
 
 
 def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:
