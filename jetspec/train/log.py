@@ -31,11 +31,18 @@ class RunLog:
 
 
 def was_written(folder: Path, kind: str, step: int) -> bool:
-    """Whether the log of a folder has a whole line of this kind and step."""
+    """Whether the log of a folder has such a line from when the step was last reached; it may be that of two runs."""
     path = folder / LOG_FILE
-    start = json.dumps({"kind": kind, "step": step}).removesuffix("}")
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return any(line.startswith((f"{start},", f"{start}}}")) and line.endswith("\n") for line in lines)
+    for line in reversed(path.read_text().splitlines() if path.exists() else []):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # half a line, left by a kill
+        if row["step"] < step:
+            return False
+        if (row["kind"], row["step"]) == (kind, step):
+            return True
+    return False
 
 
 def _board(folder: Path) -> Any:

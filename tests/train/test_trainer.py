@@ -29,6 +29,7 @@ from jetspec.terminal.train import time_left, train_recipe, where_it_stopped
 from jetspec.train.checkpoint import checkpoints, claimed
 from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfig, TrainConfig
 from jetspec.train.evaluate import score_head
+from jetspec.train.log import RunLog, was_written
 from jetspec.train.loss import DraftLoss
 from jetspec.train.run import make_trainer
 from jetspec.train.trainer import Trainer, cut
@@ -266,6 +267,27 @@ def test_scores_that_were_not_written_are_made_up_for(answers: Path, tmp_path: P
     done.resume()
     done.run()
     assert len(steps) == 3, "a finished run is left alone"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([], False),
+        ([("train", 3)], False),
+        ([("train", 3), ("decode", 3)], True),
+        ([("train", 3), ("decode", 3), ("train", 4)], True),
+        ([("decode", 3), ("train", 4), ("train", 1), ("train", 3)], False),
+        ([("decode", 3), ("train", 4), ("train", 1), ("train", 3), ("decode", 3)], True),
+    ],
+    ids=["nothing", "not scored", "scored", "gone on", "started over", "started over and scored"],
+)
+def test_the_log_tells_what_was_done_of_a_step(lines: list[tuple[str, int]], found: bool, tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for kind, step in lines:
+        log.write(kind, step, {"chain": 1.5})
+    with log.path.open("a") as file:
+        file.write('{"kind": "decode", "step": 3, "cha')
+    assert was_written(tmp_path, "decode", 3) == found
 
 
 def test_the_head_is_there_before_it_is_scored(answers: Path, tmp_path: Path) -> None:
