@@ -1,4 +1,4 @@
-"""The least a pass can take: its matrix products over the model's own weights, and nothing else."""
+"""What a pass cannot well do without: its matrix products over the model's own weights, by torch's library."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetspec import ops
 from jetspec.models.decoder import Decoder, DecoderLayer, DecoderStack, Linear, MoE
 from jetspec.models.draft_head import DraftHead
 
@@ -24,7 +24,7 @@ class Floor:
 
     def run(self) -> None:
         for weight, x in self.products:
-            ops.linear(x, weight)
+            F.linear(x, weight)
         for weight in self.reads:
             weight.view(torch.int64).sum()  # the widest loads there are
 

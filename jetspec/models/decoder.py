@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
-from jetspec.ops import HeadNorm
+from jetspec.ops import HeadNorm, Stream
 from jetspec.types import KVPages, TreeBatch
 
 Rope = tuple[Tensor, Tensor]
@@ -141,9 +141,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 
-    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, total: Tensor, x: Tensor, next_norm: RMSNorm) -> Stream:
         """total + forward(x), in place of `total`."""
-        return ops.add_linear(total, x, self.weight, self.bias)
+        return ops.add_linear(total, x, self.weight, self.bias, next_norm.weight)
 
 
 class RMSNorm(nn.Module):
@@ -159,7 +159,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention around an `Attend`. Leading dimensions are free: (..., M) in, (..., M) out.
 
-    Like an MLP it reads the norm of a stream and adds to it: the products can do both in passing.
+    Like an MLP it reads the norm of a stream and adds to it: the products can do both in passing, and begin the norm
+    that comes next.
     """
 
     def __init__(self, config: DecoderConfig, inputs: int | None = None) -> None:
@@ -178,9 +179,9 @@ class Attention(nn.Module):
             return None
         return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def forward(self, x: Tensor, norm: RMSNorm, rope: Rope, attend: Attend) -> Tensor:
-        qkv = ops.norm_linear(x, norm.weight, norm.eps, self.qkv.weight, self.qkv.bias)
-        return self.out.add_to(x, self.look(qkv, rope, attend))
+    def forward(self, stream: Stream, norm: RMSNorm, rope: Rope, attend: Attend, next_norm: RMSNorm) -> Stream:
+        qkv = ops.norm_linear(stream, norm.weight, norm.eps, self.qkv.weight, self.qkv.bias)
+        return self.out.add_to(stream.x, self.look(qkv, rope, attend), next_norm)
 
     def look(self, qkv: Tensor, rope: Rope, attend: Attend) -> Tensor:
         """What the queries see, head by head, side by side."""
@@ -205,9 +206,9 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.inner_size, config.mlp_bias)
         self.down = Linear(config.inner_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        inner = ops.norm_swiglu(x, norm.weight, norm.eps, self.gate_up.weight, self.gate_up.bias)
-        return self.down.add_to(x, inner)
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm) -> Stream:
+        inner = ops.norm_swiglu(stream, norm.weight, norm.eps, self.gate_up.weight, self.gate_up.bias)
+        return self.down.add_to(stream.x, inner, next_norm)
 
 
 class MoE(nn.Module):
@@ -220,12 +221,13 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.inner_size, hidden_size))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.inner_size))
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm) -> Stream:
+        x = stream.x
         flat = norm(x).flatten(0, -2)
         weight, expert = self.router(flat).softmax(-1, dtype=torch.float32).topk(self.config.num_chosen, -1)
         if self.config.normalize:
             weight = weight / weight.sum(-1, keepdim=True)
-        return x + ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x)
+        return Stream(x + ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x))
 
 
 class DecoderLayer(nn.Module):
@@ -237,8 +239,9 @@ class DecoderLayer(nn.Module):
         sparse = config.moe is not None and layer in config.moe_layers
         self.mlp = MoE(config.hidden_size, config.moe) if sparse and config.moe else MLP(config)
 
-    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        return self.mlp(self.attention(x, self.input_norm, rope, attend), self.post_norm)
+    def forward(self, stream: Stream, rope: Rope, attend: Attend, next_norm: RMSNorm) -> Stream:
+        stream = self.attention(stream, self.input_norm, rope, attend, self.post_norm)
+        return self.mlp(stream, self.post_norm, next_norm)
 
 
 class DecoderStack(nn.Module):
@@ -265,12 +268,14 @@ class DecoderStack(nn.Module):
     def run(self, x: Tensor, rope: Rope, attends: Sequence[Attend], tap_layers: tuple[int, ...] = ()) -> Hidden:
         """All layers. A tap is the output of a layer, before any norm."""
         tap = x.new_empty((*x.shape[:-1], len(tap_layers), x.shape[-1])) if tap_layers else None
-        for i, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
-            x = layer(x, rope, attend)
+        stream, layers = Stream(x), [cast(DecoderLayer, layer) for layer in self.layers]
+        next_norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
+        for i, (layer, attend, next_norm) in enumerate(zip(layers, attends, next_norms, strict=True)):
+            stream = layer(stream, rope, attend, next_norm)
             for j in (j for j, tapped in enumerate(tap_layers) if tapped == i):
                 assert tap is not None
-                tap[..., j, :] = x  # a copy: the next layer may add to x in place
-        return Hidden(self.norm(x), None if tap is None else tap.flatten(-2))
+                tap[..., j, :] = stream.x  # a copy: the next layer may add to it in place
+        return Hidden(self.norm(stream.x), None if tap is None else tap.flatten(-2))
 
     def rope(self, position: Tensor) -> Rope:
         return ops.rope(position, self.inv_freq, self.config.rope.scale, self.norm.weight.dtype)

@@ -40,7 +40,7 @@ from jetspec.models.decoder import (
 )
 from jetspec.models.draft_head import Embedder, init_weights
 from jetspec.models.masked_attention import Visible, attend_own
-from jetspec.ops import HeadNorm
+from jetspec.ops import HeadNorm, Stream
 from jetspec.tree import GrowingTree
 from jetspec.types import KVPages, TreeBatch
 
@@ -110,7 +110,7 @@ class Eagle3Layer(DecoderLayer):
         """From an embedding x and a hidden state h to the next hidden state and its norm."""
         seen = self.attention.look(self.attention.qkv(self.row(x, h)), rope, attend)
         hidden = (self.hidden_norm(h) if self.norm_before_residual else h) + self.attention.out(seen)
-        hidden = self.mlp(hidden, self.post_norm)
+        hidden = self.mlp(Stream(hidden), self.post_norm, next_norm).x
         return hidden, next_norm(hidden)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,47 +14,76 @@ from jetspec.ops.swiglu import swiglu
 
 FEW_ROWS = range(5, 17)
 SOME_ROWS = range(2, 33)
+FEW_ROWS_OF_A_GPU = range(2, 129)
 
 HAS_MKL_PACKING = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
 
 
+class Stream(NamedTuple):
+    """Rows that layers add to. Who wrote them may have begun the norm that comes next: see `add_linear`."""
+
+    x: Tensor
+    scaled: Tensor | None = None
+    """The rows times the norm's weight."""
+    squares: Tensor | None = None
+    """(parts, rows): sums of squares over parts of each row."""
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b."""
-    if _is_vector(x, weight):
+    if _rows(x, weight) == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
         return vector_linear_triton(x, weight, bias)
     return linear_reference(x, weight, bias)
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` of `rms_norm`: the start of attention."""
-    if _is_vector(x, weight, norm):
+    if _rows(stream.x, weight, norm) == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
-        return vector_linear_triton(x, weight, bias, norm=norm, eps=eps)
-    return linear_reference(rms_norm(x, norm, eps), weight, bias)
+        return vector_linear_triton(stream.x, weight, bias, norm=norm, eps=eps)
+    if stream.scaled is not None and stream.squares is not None:
+        from jetspec.ops.linear_triton import rows_linear_triton
+
+        return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps)
+    return linear_reference(rms_norm(stream.x, norm, eps), weight, bias)
 
 
-def norm_swiglu(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`swiglu` of `norm_linear`: the start of an MLP. `weight` holds the rows of the gate, then those of the rest."""
-    if _is_vector(x, weight, norm):
+    if _rows(stream.x, weight, norm) == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
-        return vector_linear_triton(x, weight, bias, norm=norm, eps=eps, gated=True)
-    return swiglu(linear_reference(rms_norm(x, norm, eps), weight, bias))
+        return vector_linear_triton(stream.x, weight, bias, norm=norm, eps=eps, gated=True)
+    if stream.scaled is not None and stream.squares is not None:
+        from jetspec.ops.linear_triton import rows_linear_triton
+
+        return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=True)
+    return swiglu(linear_reference(rms_norm(stream.x, norm, eps), weight, bias))
 
 
-def add_linear(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """total + x W^T + b: the end of attention and of an MLP. The result may take the memory of `total`."""
-    if _is_vector(x, weight, total):
+def add_linear(
+    total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, next_norm: Tensor | None = None
+) -> Stream:
+    """total + x W^T + b: the end of attention and of an MLP. The result may take the memory of `total`.
+
+    `next_norm` is the weight of the norm by which the stream will be read: where that saves a kernel, it is begun.
+    """
+    rows = _rows(x, weight, total)
+    if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
-        return vector_linear_triton(x, weight, bias, total=total)
+        return Stream(vector_linear_triton(x, weight, bias, total=total))
+    if rows == "few" and next_norm is not None and next_norm.dtype == x.dtype:
+        from jetspec.ops.linear_triton import rows_add_linear_triton
+
+        return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm))
     if uses_kernel(x, weight, total) and x.dtype == weight.dtype == total.dtype and x.dim() == 2:
         total = total if bias is None else total.add_(bias)
-        return total.addmm_(x, weight.t())
-    return total + linear_reference(x, weight, bias)
+        return Stream(total.addmm_(x, weight.t()))
+    return Stream(total + linear_reference(x, weight, bias))
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,10 +101,18 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return y if bias is None else y + bias
 
 
-def _is_vector(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
-    """A single row on a GPU: then a product does nothing but read its weight, and all around it costs as much."""
+def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "many"]:
+    """How many rows a product has, where a kernel of ours serves it. Of a single row, or a few, it does nothing but
+    read its weight, and all around it would cost as much."""
     same = all(y.dtype == x.dtype for y in (weight, *others))
-    return x.numel() == x.shape[-1] and same and weight.is_contiguous() and uses_kernel(x, weight, *others)
+    if not (same and weight.is_contiguous() and uses_kernel(x, weight, *others)):
+        return "many"
+    if x.numel() == x.shape[-1]:
+        return "one"
+    from jetspec.ops.linear_triton import can_copy, has_copy_engine
+
+    can = can_copy(x) and can_copy(weight) and all(y.is_contiguous() for y in others)
+    return "few" if can and len(x) in FEW_ROWS_OF_A_GPU and has_copy_engine(x) else "many"
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetspec.dispatch import force
-from jetspec.ops import add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
+from jetspec.ops import Stream, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
 from tests.kernels import compile_for_hopper
 
@@ -67,18 +67,18 @@ def test_products_with_what_stands_around_them(rows: tuple[int, ...], biased: bo
     x, norm, total = torch.randn(*rows, 8), torch.randn(8), torch.randn(*rows, 6)
     weight, bias = torch.randn(6, 8), torch.randn(6) if biased else None
     plain = F.linear(rms_norm(x, norm, EPS), weight, bias)
-    torch.testing.assert_close(norm_linear(x, norm, EPS, weight, bias), plain)
-    torch.testing.assert_close(norm_swiglu(x, norm, EPS, weight, bias), swiglu(plain))
-    torch.testing.assert_close(add_linear(total.clone(), x, weight, bias), total + F.linear(x, weight, bias))
+    torch.testing.assert_close(norm_linear(Stream(x), norm, EPS, weight, bias), plain)
+    torch.testing.assert_close(norm_swiglu(Stream(x), norm, EPS, weight, bias), swiglu(plain))
+    torch.testing.assert_close(add_linear(total.clone(), x, weight, bias).x, total + F.linear(x, weight, bias))
 
 
 def test_additions_leave_a_stream_that_is_trained_alone() -> None:
     total, x = torch.randn(3, 6, requires_grad=True), torch.randn(3, 8, requires_grad=True)
     weight = torch.randn(6, 8, requires_grad=True)
-    add_linear(total, x, weight).sum().backward()
+    add_linear(total, x, weight).x.sum().backward()
     assert total.grad is not None and x.grad is not None and weight.grad is not None
     with torch.autocast("cpu", torch.bfloat16):  # products come narrower than the stream
-        assert add_linear(total, x, weight).dtype == torch.float32
+        assert add_linear(total, x, weight).x.dtype == torch.float32
 
 
 def vector_problem(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str) -> list[Tensor | None]:
@@ -95,9 +95,9 @@ def compare_vector(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, 
     def run() -> list[Tensor]:
         return [
             linear(x, weight, bias),
-            norm_linear(x, norm, EPS, weight, bias),
-            norm_swiglu(x, norm, EPS, weight, bias),
-            add_linear(total.clone(), x, weight, bias),
+            norm_linear(Stream(x), norm, EPS, weight, bias),
+            norm_swiglu(Stream(x), norm, EPS, weight, bias),
+            add_linear(total.clone(), x, weight, bias).x,
         ]
 
     with force("triton"):
@@ -114,6 +114,61 @@ def test_kernel_of_a_single_row(interpreter: Executor, outputs: int, inputs: int
     interpreter.submit(compare_vector, outputs, inputs, biased, torch.float32, "cpu", 1e-5).result()
 
 
+def compare_rows(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype, device: str) -> None:
+    """The products of a layer, each reading what the one before it left."""
+    torch.manual_seed(rows)
+
+    def made(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape)).to(device, dtype)
+
+    total, x, norm = made(rows, size), made(rows, inner), made(size)
+    first, second = made(size, inner, scale=inner**-0.5), made(2 * inner, size, scale=size**-0.5)
+    bias = made(2 * inner) if biased else None
+
+    def run() -> tuple[Stream, list[Tensor]]:
+        stream = add_linear(total.clone(), x, first, None if bias is None else bias[:size], norm)
+        read = norm_linear(stream, norm, EPS, second, bias), norm_swiglu(stream, norm, EPS, second, bias)
+        return stream, [stream.x, *read]
+
+    with force("triton"):
+        stream, got = run()
+    with force("reference"):
+        _, want = run()
+    assert stream.squares is not None and stream.squares.shape[1] == rows
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-5
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=4 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), [(2, 40, 96), (16, 72, 40), (33, 64, 300), (128, 32, 64)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_kernel_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner: int, biased: bool) -> None:
+    interpreter.submit(compare_rows, rows, size, inner, biased, torch.float32, "cpu").result()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "size", "inner"), [(16, 4096, 12288), (64, 576, 1536), (65, 4096, 4096), (2, 72, 40)])
+def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int) -> None:
+    compare_rows(rows, size, inner, False, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("reads", [True, False])
+def test_kernel_of_a_few_rows_compiles_for_hopper(rows: int, reads: bool) -> None:
+    """As the first product of an MLP, or as the last. Wide products go through the tensor cores' own queue."""
+    module = importlib.import_module("jetspec.ops.linear_triton")
+    kernel, tiling = module._rows_linear_kernel, module._choose_tiling(rows, 12288 if reads else 4096, reads)._asdict()
+    options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
+    block = {"x_desc": tiling["BLOCK_M"], "weight_desc": tiling["BLOCK_N"]}
+    types = {name: f"tensordesc<bf16[{size}, {tiling['BLOCK_K']}]>" for name, size in block.items()}
+    types |= dict.fromkeys(("total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr"), "*bf16") | {"eps": "fp32"}
+    types |= dict.fromkeys(("T", "N", "K", "num_parts"), "i32")
+    absent = ("total", "next_norm", "scaled", "next_squares") if reads else ("squares",)
+    constants = {"GATED": reads, "PARTS": 128 if reads else 1, "bias_ptr": None} | {f"{n}_ptr": None for n in absent}
+    ptx = compile_for_hopper(kernel, types, {**constants, **tiling}, **options)
+    assert "cp.async.bulk.tensor" in ptx and ("wgmma" in ptx) == (rows >= 64)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (960, 576), (4096, 12288)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
@@ -126,7 +181,7 @@ def test_residuals_are_added_in_place_on_a_gpu() -> None:
     total, x, weight = (torch.randn(s, device="cuda") for s in ((64, 96), (64, 128), (96, 128)))
     expected = total + F.linear(x, weight)
     with torch.no_grad():
-        out = add_linear(total, x, weight)
+        out = add_linear(total, x, weight).x
     assert out.data_ptr() == total.data_ptr()
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-3)
 
