@@ -25,10 +25,14 @@ from jetspec.types import KVPages, TreeBatch
 WARPS = 132 * 8
 """Warps that fill a GPU: their tiles take all registers of Hopper's 132 multiprocessors."""
 MAX_SPLITS = 32
-MIN_RUN = 4
+MIN_RUN = 1
 """Blocks of keys that are worth a program of their own, with the combining that it brings."""
+FEW_ROWS, MANY_ROWS = 256, 1024
+"""Queries to one key head. Tiles of few rows are narrow, so that there are enough of them, and see many keys at once."""
 MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
+
+AT_ONCE = tl.constexpr(4)
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
@@ -129,8 +133,11 @@ def _choose_tiling(rows: int, E: int, itemsize: int) -> Tiling:
         return Tiling(min(block_m, 16), 32, block_e, num_warps=4, num_stages=2)
     if block_e > 128:
         return Tiling(min(block_m, 64), 64, block_e, num_warps=8, num_stages=2)
-    block_m = min(block_m, 128)
-    return Tiling(block_m, 64, block_e, num_warps=8 if block_m == 128 else 4, num_stages=3)
+    if rows <= FEW_ROWS:
+        return Tiling(min(block_m, 32), 128, block_e, num_warps=4, num_stages=2)
+    if rows <= MANY_ROWS:
+        return Tiling(64, 64, block_e, num_warps=4, num_stages=2)
+    return Tiling(128, 64, block_e, num_warps=8, num_stages=3)
 
 
 def _choose_splits(warps: int, max_queries: int, max_blocks: int) -> int:
@@ -290,19 +297,24 @@ def _tree_attention_kernel(
 def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """The running softmax over the results of all splits, each of the weight of its sum of exponentials.
 
-    They were written by other multiprocessors, so they are read from the cache that all share.
+    They were written by other multiprocessors, so they are read from the cache that all share, several at once: no load
+    depends on another.
     """
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for split in range(busy):
-        lse = tl.load(lse_ptr + mine + split * BLOCK_M, cache_modifier=".cg")
-        part = tl.load(part_ptr + (mine + split * BLOCK_M)[:, None] * BLOCK_E + column, cache_modifier=".cg")
-        new_top = tl.maximum(top, lse)
-        keep, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
-        acc = acc * keep[:, None] + part * weight[:, None]
-        total = total * keep + weight
-        top = new_top
+    for first in range(0, busy, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            split = first + i
+            rows = mine + split * BLOCK_M
+            lse = tl.load(lse_ptr + rows, mask=split < busy, other=float("-inf"), cache_modifier=".cg")
+            place = rows[:, None] * BLOCK_E + column
+            part = tl.load(part_ptr + place, mask=split < busy, other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, lse)
+            keep, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+            acc = acc * keep[:, None] + part * weight[:, None]
+            total = total * keep + weight
+            top = new_top
     return top, total, acc
 
 
