@@ -28,7 +28,7 @@ MAX_SPLITS = 32
 MIN_RUN = 1
 """Blocks of keys that are worth a program of their own, with the combining that it brings."""
 FEW_ROWS, MANY_ROWS = 256, 1024
-"""Queries to one key head. Tiles of few rows are narrow, so that there are enough of them, and see many keys at once."""
+"""Queries to one key head. Tiles of few rows are narrow, so that there are enough of them, and see many keys."""
 MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
 
