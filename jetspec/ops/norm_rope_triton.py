@@ -150,12 +150,23 @@ def _rotate_qkv_kernel(
     """A program takes a few heads of a token, as two halves: element i of the one turns with element i of the other.
 
     Keys and values go to row `slot` of theirs, or without slots to the token's own. Values are only copied, and
-    without a `v_ptr` not even that. Like the reference, this rounds after the norm and after the rotation.
+    without a `v_ptr` not even that. Like the reference, this rounds after the norm and after the rotation. Slots,
+    tables and weights are older than the kernel before this one, which makes the heads, so they are loaded first.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
+    row = token
+    if slot_ptr is not None:
+        row = tl.load(slot_ptr + token).to(tl.int64)
+    table = token * (2 * HALF) + pair
+    low_cos, high_cos = _row(cos_ptr + table), _row(cos_ptr + table + HALF)
+    low_sin, high_sin = _row(signed_sin_ptr + table), _row(signed_sin_ptr + table + HALF)
+    low_weight, high_weight = low_cos, high_cos
+    if q_norm_ptr is not None:
+        low_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair, is_q)
+        high_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair + HALF, is_q)
 
     wait(OVERLAP)
     source = qkv_ptr + token * ((H + 2 * G) * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
@@ -165,20 +176,14 @@ def _rotate_qkv_kernel(
     if q_norm_ptr is not None:
         square = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
-        low = _round(low * scale * _head_weight(q_norm_ptr, k_norm_ptr, pair, is_q), low_in.dtype)
-        high = _round(high * scale * _head_weight(q_norm_ptr, k_norm_ptr, pair + HALF, is_q), low_in.dtype)
+        low, high = _round(low * scale * low_weight, low_in.dtype), _round(high * scale * high_weight, low_in.dtype)
 
-    table = token * (2 * HALF) + pair
-    turned_low = low * _row(cos_ptr + table) + high * _row(signed_sin_ptr + table)
-    turned_high = high * _row(cos_ptr + table + HALF) + low * _row(signed_sin_ptr + table + HALF)
+    turned_low = low * low_cos + high * low_sin
+    turned_high = high * high_cos + low * high_sin
 
     q_out = q_ptr + token * (H * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
     tl.store(q_out, turned_low, mask=is_q[:, None])
     tl.store(q_out + HALF, turned_high, mask=is_q[:, None])
-
-    row = token
-    if slot_ptr is not None:
-        row = tl.load(slot_ptr + token).to(tl.int64)
     k_out = k_ptr + row * (G * 2 * HALF) + (head - H)[:, None] * (2 * HALF) + pair[None]
     tl.store(k_out, turned_low, mask=is_k[:, None])
     tl.store(k_out + HALF, turned_high, mask=is_k[:, None])

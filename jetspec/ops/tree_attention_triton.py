@@ -199,9 +199,11 @@ def _tree_attention_kernel(
     Keys of a request are numbered by their place in its pages. Those below `shared` are visible to the whole tile,
     up to a window: the prefix from `first_seen` on, and without a TREE also what is in flight up to the tile's first
     node. The rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are
-    numbered together, and a split takes an equal run of them. Short contexts leave the later splits nothing to do.
+    numbered together. A split takes a run of one kind, all as long; short contexts leave the last ones nothing to do.
+
+    Lengths, pages and masks are older than the kernel before this one, which writes q and the K and V in flight. So
+    the former are looked up while that one still runs, and pages always one block ahead.
     """
-    wait(OVERLAP)
     # Late tiles of a chain see the most keys, so they start first. Tiles that share keys run side by side.
     tile = tiles - 1 - tl.program_id(0) % tiles
     pair = tl.program_id(0) // tiles
@@ -212,13 +214,11 @@ def _tree_attention_kernel(
     count = (tl.load(start_ptr + request + 1) - start).to(tl.int32)
     cached = tl.load(cached_ptr + request).to(tl.int32)
     first_node = tile * BLOCK_M // REPEAT
-    if first_node >= count:
-        return
 
     # Rows past the last node repeat it, so that they load what exists; they are not stored.
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = row // REPEAT < count
-    node = tl.minimum(row // REPEAT, count - 1)
+    node = tl.maximum(tl.minimum(row // REPEAT, count - 1), 0)
     token = start + node
     head = group * REPEAT + row % REPEAT
     shared = cached if TREE else cached + first_node + 1
@@ -231,17 +231,27 @@ def _tree_attention_kernel(
 
     shared_blocks = tl.cdiv(tl.maximum(shared - begin, 0), BLOCK_N)
     num_blocks = shared_blocks + tl.cdiv(end - shared, BLOCK_N)
-    run = tl.maximum(tl.cdiv(num_blocks, SPLITS), MIN_RUN)
-    first = split * run
-    last = tl.minimum(first + run, num_blocks)
-    if first >= last and split > 0:  # a tile that sees nothing at all is still written, by its first program
+    first, last, busy = 0, num_blocks, 1
+    if SPLITS > 1:
+        run = tl.maximum(tl.cdiv(num_blocks, SPLITS - 1), MIN_RUN)
+        shared_splits = tl.cdiv(shared_blocks, run)
+        busy = tl.maximum(shared_splits + tl.cdiv(num_blocks - shared_blocks, run), 1)
+        is_shared = split < shared_splits
+        first = tl.where(is_shared, split * run, shared_blocks + (split - shared_splits) * run)
+        last = tl.minimum(first + run, tl.where(is_shared, shared_blocks, num_blocks))
+
+    lane = tl.arange(0, BLOCK_N)
+    page_ptr += request * page_stride_b
+    slot = _slot(page_ptr, begin + first * BLOCK_N + lane, shared, PAGE_SIZE)
+    first_own = tl.maximum(first, shared_blocks)
+    own_slot = _slot(page_ptr, shared + (first_own - shared_blocks) * BLOCK_N + lane, end, PAGE_SIZE)
+    wait(OVERLAP)
+    if first_node >= count or split >= busy:  # a tile that sees nothing at all is still written, by its first program
         return
 
-    page_ptr += request * page_stride_b
     k_ptr += group * kv_stride_g
     v_ptr += group * kv_stride_g
     q = _load_rows(q_ptr, token * q_stride_t + head * q_stride_h, E, BLOCK_E)
-    lane = tl.arange(0, BLOCK_N)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -251,10 +261,11 @@ def _tree_attention_kernel(
         seen = key[None, :] < shared
         if WINDOWED:
             seen = seen & (key[None, :] > hidden[:, None])
-        slot = _slot(page_ptr, tl.minimum(key, shared - 1), PAGE_SIZE)
+        next_slot = _slot(page_ptr, key + BLOCK_N, shared, PAGE_SIZE)
         top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
+        slot = next_slot
 
-    for block in range(tl.maximum(first, shared_blocks), last):
+    for block in range(first_own, last):
         key = shared + (block - shared_blocks) * BLOCK_N + lane
         if TREE:
             words_ptr = ancestor_ptr + request * ancestor_stride_b + node * ancestor_stride_n
@@ -262,14 +273,14 @@ def _tree_attention_kernel(
             seen = seen & (key[None, :] < end)
         else:
             seen = key[None, :] <= cached + node[:, None]
-        key = tl.minimum(key, end - 1)
         if WINDOWED:
-            key_position = tl.load(position_ptr + start + (key - cached)).to(tl.int32) if TREE else key
+            last_key = tl.minimum(key, end - 1)
+            key_position = tl.load(position_ptr + start + (last_key - cached)).to(tl.int32) if TREE else last_key
             seen = seen & (key_position[None, :] > hidden[:, None])
-        slot = _slot(page_ptr, key, PAGE_SIZE)
-        top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
+        next_slot = _slot(page_ptr, key + BLOCK_N, end, PAGE_SIZE)
+        top, total, acc = _visit(q, k_ptr, v_ptr, own_slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
+        own_slot = next_slot
 
-    busy = tl.cdiv(num_blocks, run)  # splits that have something to do
     if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
         if busy > 1:
             mine = tl.program_id(0) * SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -347,7 +358,9 @@ def _ancestors(words_ptr, first_word, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def _slot(page_ptr, key, PAGE_SIZE: tl.constexpr):
+def _slot(page_ptr, key, end, PAGE_SIZE: tl.constexpr):
+    """Where keys are stored; of those from `end` on, the last one's place, which exists and is not looked at."""
+    key = tl.maximum(tl.minimum(key, end - 1), 0)
     return tl.load(page_ptr + key // PAGE_SIZE) * PAGE_SIZE + key % PAGE_SIZE
 
 
