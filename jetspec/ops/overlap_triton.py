@@ -2,8 +2,8 @@
 
 A round launches hundreds of short kernels, each waiting for the last program of the one before it. A kernel that takes
 part may be launched as soon as all programs of its predecessor have begun, do what needs none of its results, such as
-reading weights and lengths, and must then `wait` for it. Every program waits, before anything else could end it: a kernel that was
-over before its predecessor would let its successor read what is not yet written.
+reading weights and lengths, and must then `wait` for it. Every program waits, before anything else could end it: a
+kernel that was over before its predecessor would let its successor read what is not yet written.
 
 What a kernel that takes no part has written may be read before the wait, however short ago that was: whatever follows
 such a kernel starts after its end. What a kernel that takes part has written may not.
