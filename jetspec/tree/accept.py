@@ -39,7 +39,9 @@ def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_le
     if uses_kernel(logits_BNV):
         from jetspec.tree.accept_triton import accept_triton
 
-        return accept_triton(tree, choose_nodes(logits_BNV, sampling, cached_len_B[:, None] + tree.depth_BN + 1))
+        # A greedy batch never looks at positions, so none are computed for it.
+        position_BN = cached_len_B[:, None] + tree.depth_BN + 1 if sampling.any_sampled else tree.depth_BN
+        return accept_triton(tree, choose_nodes(logits_BNV, sampling, position_BN))
     row_B = torch.arange(len(cached_len_B), device=cached_len_B.device)
     node_B = length_B = bonus_B = torch.zeros_like(row_B)
     walking_B = torch.ones_like(row_B, dtype=torch.bool)
