@@ -32,7 +32,7 @@ FEW_ROWS, MANY_ROWS = 256, 1024
 MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
 
-AT_ONCE = tl.constexpr(4)
+AT_ONCE = tl.constexpr(2)
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
