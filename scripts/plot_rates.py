@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
 from jetspec.bench.document import Table, markdown_table
 from jetspec.bench.load import PERCENTILES
@@ -28,6 +30,8 @@ from scripts.pages import put_between
 matplotlib.rcParams["svg.hashsalt"] = "rates"  # the same record, the same file
 SHOWN = {"p50": "-", "p95": "--"}
 """Percentiles in the plot, and how their lines are drawn."""
+LINE = 120
+"""Characters of a line on the page."""
 
 
 def main() -> None:
@@ -54,12 +58,13 @@ def describe(record: Mapping[str, Any]) -> str:
     hardware, texts = record["hardware"], record["texts"].values()
     where = hardware.get("gpu", hardware["cpu"]) if record["device"] == "cuda" else hardware["cpu"]
     compared, different = (sum(found[what] for found in texts) for what in ("compared", "different"))
-    return (
+    text = (
         f"{record['model']} in {record['dtype']} on {where}, {record['seconds']:g} s of Poisson arrivals per rate, "
         f"greedy answers of at most {record['max_tokens']} tokens, {record['max_batch']} of them written together. Of "
         f"{compared:,} requests that both servers answered, {different:,} got another text. Times are in milliseconds, "
         f"{', '.join(f'p{p}' for p in PERCENTILES)}; waiting are those without a token when the last request came."
     )
+    return textwrap.fill(text, LINE)
 
 
 def points(record: Mapping[str, Any], server: str) -> dict[float, dict[str, Any]]:
@@ -74,7 +79,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     times = dict(zip(TIMES, [*row, *others], strict=True))
     for server, color in zip(record["servers"], plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False):
         found = points(record, server)
-        speed.plot(list(found), [r["tokens_per_s"] for r in found.values()], marker="o", color=color, label=server)
+        speed.plot(list(found), [r["tokens_per_s"] for r in found.values()], marker="o", color=color)
         for key, axes in times.items():
             for percentile, line in SHOWN.items():
                 values = [r[key][percentile] for r in found.values()]
@@ -82,6 +87,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     speed.set(title="throughput", ylabel="tokens/s")
     for key, axes in times.items():
         axes.set(title=TIMES[key], ylabel="ms", yscale="log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
     ticks = sorted({rate for server in record["servers"] for rate in points(record, server)})
     for axes in (speed, *times.values()):
         axes.set_xscale("log")
@@ -89,9 +96,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         axes.minorticks_off()
         axes.set_xlabel("requests/s")
         axes.grid(alpha=0.3)
-    speed.legend(fontsize="small")
-    times["first_token_ms"].legend(fontsize="small")
-    figure.tight_layout()
+    figure.legend(*times["first_token_ms"].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize="small")
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
