@@ -180,8 +180,7 @@ class Run:
         began = time.perf_counter()
         for course in self.warm_up:
             timings, _ = self.send(course, server, clients, COLD_S)
-            if all(timing.error for timing in timings):
-                raise RuntimeError(f"no answer in the warm-up: {timings[0].error}\n{last_words(server)}")
+            check_alive(server, timings)
         models = httpx.get(f"{server.url}/v1/models", timeout=self.args.patience).json()
         warm_up_s = time.perf_counter() - began
         print(f"{name}: warm after {warm_up_s:.0f} s", flush=True)
@@ -201,8 +200,7 @@ class Run:
             print(f"{name}, {rate} requests/s: {describe(rates[rate])}", flush=True)
             if failed := {why: n for why, n in rates[rate]["errors"].items() if why != GIVEN_UP}:
                 self.problems.append(f"{name}, {rate} requests/s: {failed}")
-            if server.process.poll() is not None:
-                raise RuntimeError(f"the server died with status {server.process.returncode}\n{last_words(server)}")
+            check_alive(server, timings)
             self.save()
 
     def send(
@@ -242,8 +240,12 @@ def warm_up_courses(prompts: Iterator[list[Message]], max_batch: int, rate: floa
     yield Course(rate, list(islice(prompts, max(1, round(rate * BURST_S)))))
 
 
-def last_words(server: ServerProcess) -> str:
-    return server.log.strip()[-SHOWN_LOG:]
+def check_alive(server: ServerProcess, timings: Sequence[Timing]) -> None:
+    """Nothing more is sent to a server that is gone, or that answers nothing at all."""
+    died = server.process.poll() is not None
+    if died or all(timing.error == GIVEN_UP for timing in timings):
+        what = f"the server died with status {server.process.returncode}" if died else "the server does not answer"
+        raise RuntimeError(f"{what}\n{server.log.strip()[-SHOWN_LOG:]}")
 
 
 def behind(timings: Sequence[Timing]) -> dict[str, Any]:

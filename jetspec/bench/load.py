@@ -130,8 +130,8 @@ async def send_load(
         end = math.inf if part.patience_s is None else began + arrivals[-1] + part.patience_s
 
         async def one(number: int) -> Timing:
-            await asyncio.sleep(max(0.0, began + arrivals[number] - time.perf_counter()))
-            timing = Timing(time.perf_counter())
+            timing = Timing(began + arrivals[number])  # a client that wakes up late is slow, and that counts
+            await asyncio.sleep(max(0.0, timing.arrived - time.perf_counter()))
             try:
                 async with asyncio.timeout(end - time.perf_counter()), lanes:
                     if load.rate is None:
