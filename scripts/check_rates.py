@@ -241,11 +241,17 @@ def warm_up_courses(prompts: Iterator[list[Message]], max_batch: int, rate: floa
 
 
 def check_alive(server: ServerProcess, timings: Sequence[Timing]) -> None:
-    """Nothing more is sent to a server that is gone, or that answers nothing at all."""
-    died = server.process.poll() is not None
-    if died or all(timing.error == GIVEN_UP for timing in timings):
-        what = f"the server died with status {server.process.returncode}" if died else "the server does not answer"
-        raise RuntimeError(f"{what}\n{server.log.strip()[-SHOWN_LOG:]}")
+    """Nothing more is sent to a server that is gone, or that will not answer any more."""
+    errors = {timing.error for timing in timings}
+    if server.process.poll() is not None:
+        what = f"the server died with status {server.process.returncode}"
+    elif errors == {GIVEN_UP}:
+        what = "the server does not answer"
+    elif None not in errors and httpx.get(f"{server.url}/health").is_error:
+        what = "the server's engine failed"
+    else:
+        return
+    raise RuntimeError(f"{what}\n{server.log.strip()[-SHOWN_LOG:]}")
 
 
 def behind(timings: Sequence[Timing]) -> dict[str, Any]:

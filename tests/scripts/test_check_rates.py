@@ -7,15 +7,18 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jetspec.bench.load import GIVEN_UP, PERCENTILES, Timing
+from jetspec.serve.config import ServeConfig
 from jetspec.terminal.load import TIMES
 from scripts import check_rates, plot_rates
-from scripts.check_rates import Course, Run, behind, warm_up_courses
+from scripts.check_rates import Course, Run, behind, check_alive, warm_up_courses
 from scripts.pages import marks
+from tests.serve.live import Live, tiny_llm
 from tests.train.tiny_model import write_model
 
 RATES = ("4", "8")
@@ -115,6 +118,20 @@ def test_a_server_that_does_not_start_is_reported(
     assert status == 1 and record["servers"]["plain"] == {}
     (problem,) = record["problems"]
     assert problem.startswith("plain: ") and "jetspec: error" in problem and problem in capsys.readouterr().out
+
+
+def test_servers_that_will_not_answer_any_more(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal or two is not yet a reason to leave a server."""
+    process: Any = SimpleNamespace(poll=lambda: None)
+    with Live(tiny_llm(model), ServeConfig(port=0)) as live:
+        server: Any = SimpleNamespace(process=process, url=live.url, log="its log")
+        check_alive(server, [Timing(0.0, error="400: too long")])
+        monkeypatch.setattr(live.llm.engine, "step", None)
+        live.post()
+        check_alive(server, [Timing(0.0, error="500: failed"), Timing(0.0)])
+        for error, said in (("500: failed", "engine failed"), (GIVEN_UP, "does not answer")):
+            with pytest.raises(RuntimeError, match=rf"{said}\nits log"):
+                check_alive(server, [Timing(0.0, error=error)])
 
 
 @pytest.mark.usefixtures("threads")
