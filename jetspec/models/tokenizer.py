@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 CHAT_VARIABLES = ("tools", "documents", "enable_thinking", "date_string")
 """What a caller may hand to a chat template beside the messages."""
 
-CONTROL, USER_DEFINED = 3, 4
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "</s>")
 """Control tokens that end a turn or a text in the families we know."""
 
@@ -357,9 +357,10 @@ class _GGUFVocabulary:
         if len(set(self.tokens)) != len(self.tokens) or not self.tokens:
             raise ValueError("the GGUF vocabulary is empty or has a token twice")
         self.types: list[int] = self._list("token_type", int) or [1] * len(self.tokens)
-        self.id_of = {token: id for id, token in enumerate(self.tokens)}
         if len(self.types) != len(self.tokens):
             raise ValueError("the GGUF vocabulary has not one type per token")
+        # Converters fill up the rows of an embedding that no token has with names of their own.
+        self.id_of = {token: id for id, token in enumerate(self.tokens) if self.types[id] != UNUSED}
 
     def tokenizer(self) -> Tokenizer:
         kind = self._get("model")
