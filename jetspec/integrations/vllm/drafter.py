@@ -1,0 +1,157 @@
+"""Our head as vLLM's drafter. It proposes a tree for every request; its context lies in pages that vLLM manages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from jetspec.integrations.vllm.attention import TreeAttentionBackend, pages_of
+from jetspec.integrations.vllm.options import head_refusals, say, tree_config
+from jetspec.models.draft_head import DraftHead
+from jetspec.models.head_format import load_head
+from jetspec.tree import DraftTree, build_tree
+from jetspec.types import BatchLayout, KVPages, TreeBatch
+
+
+class HeadPages(AttentionLayerBase):
+    """The cache of one layer of the head, at the same slots as the target's: vLLM gives it room and shares it by
+    prefix, and a prefix hit brings both."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
+        self.kv_cache = torch.empty(0)
+
+    def get_attn_backend(self) -> type[TreeAttentionBackend]:
+        return TreeAttentionBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> FullAttentionSpec:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            dtype=self.dtype,
+        )
+
+
+class Borrowed:
+    """The target's embedding and output matrices, which may be spread over several processes."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def embed(self, token: Tensor) -> Tensor:
+        embedded: Tensor = self.target.embed_input_ids(token)
+        return embedded
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.target.compute_logits(hidden)
+        return logits
+
+
+class SlotTrees:
+    """The tree proposed to each request, by the place that vLLM's request state gives it: the order of a batch
+    changes between steps."""
+
+    def __init__(self, num_slots: int, budget: int, device: torch.device) -> None:
+        self.parent_RN = torch.zeros(num_slots, budget, dtype=torch.int64, device=device)
+        self.size_R = torch.ones(num_slots, dtype=torch.int64, device=device)
+
+    def write(self, slot_B: Tensor, tree: DraftTree) -> Tensor:
+        """Keep the shapes. Returns the tokens below the anchors, (B, budget - 1)."""
+        missing = self.parent_RN.shape[1] - tree.token_BN.shape[1]
+        self.parent_RN[slot_B] = F.pad(tree.parent_BN, (0, missing))
+        self.size_R[slot_B] = tree.size_B
+        return F.pad(tree.token_BN[:, 1:], (0, missing))
+
+
+class TreeDrafter(DraftModelSpeculator):
+    """One pass of the head per step, then the best tree of what it offers."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.tree = tree_config(vllm_config.additional_config, self.num_speculative_steps)
+        self.trees = SlotTrees(self.max_num_reqs, self.tree.budget, device)
+        self.committed: tuple[Tensor, Tensor] | None = None
+        """Of the step's rows: where the states of its committed tokens are, and their positions. Set by the runner."""
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> DraftHead:
+        head = load_head(self.draft_model_config.model, dtype=self.dtype, device=self.device)
+        self.head, self.target = head, Borrowed(target_model)
+        say(head_refusals(head.head_config, self.tree))
+        self.depth = min(head.head_config.draft_depth(self.tree.depth), self.tree.budget - 1)
+        self.layers = {
+            f"jetspec_head.layers.{i}": HeadPages(head.config.num_kv_heads, head.config.head_dim, self.dtype)
+            for i in range(head.config.num_layers)
+        }
+        self.vllm_config.compilation_config.static_forward_context.update(self.layers)
+        return head
+
+    def set_attn(self, *args: Any) -> None:
+        super().set_attn(*args)
+        groups = self.kv_cache_config.kv_cache_groups
+        self.group = next(i for i, group in enumerate(groups) if not self.layers.keys().isdisjoint(group.layer_names))
+        if not self.layers.keys() <= set(groups[self.group].layer_names):
+            raise ValueError("vLLM has spread the head's layers over several groups of its KV cache")
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """The head runs as it is written."""
+
+    def capture(self) -> None:
+        """Nothing to capture."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Show the head what was committed, then let it guess what follows. (B, budget - 1) tokens."""
+        batch = input_batch
+        if kwargs.get("dummy_run"):
+            return last_sampled.new_zeros(batch.num_reqs, self.num_speculative_steps)
+        assert aux_hidden_states and self.committed is not None
+        cache = [pages_of(layer.kv_cache) for layer in self.layers.values()]
+        row_T, position_T = self.committed
+        slot_T = slot_mappings[next(iter(self.layers))]
+        # Rows of rejected nodes land behind the end of the context, where the next block overwrites them.
+        self.head.observe(torch.cat(aux_hidden_states, -1)[row_T], position_T, slot_T[: len(row_T)], cache)
+
+        state_B = batch.idx_mapping
+        anchor_B = torch.where(num_sampled > 0, last_sampled.flatten()[state_B], next_prefill_tokens.flatten()[state_B])
+        length_B = (batch.seq_lens - num_rejected).long()
+        heat_B = torch.where(temperature[state_B] > 0, temperature[state_B], 1.0)
+        return self.trees.write(state_B, self.guess(anchor_B.long(), length_B, heat_B, cache))
+
+    def guess(self, anchor_B: Tensor, length_B: Tensor, heat_B: Tensor, cache: list[KVPages]) -> DraftTree:
+        """The best trees below the anchors, drafted with the temperatures that they will be sampled with."""
+        hidden_BDM = self.head.propose(self.block(anchor_B, length_B), self.target, cache)[:, : self.depth]
+        candidates = self.head.candidates(hidden_BDM, self.target, self.tree, heat_B)
+        return build_tree(anchor_B, candidates, self.tree, self.depth)
+
+    def block(self, anchor_B: Tensor, length_B: Tensor) -> TreeBatch:
+        """The head's input behind each context. Positions past the longest sequence lie in page 0, nobody's."""
+        token_BS = self.head.block_tokens(anchor_B)
+        (B, size), page_size = token_BS.shape, self.block_tables.block_sizes[self.group]
+        page_BP = self.block_tables.input_block_tables[self.group][:B].long()
+        page_BP = F.pad(page_BP, (0, size // page_size + 2))
+        position_BS = length_B[:, None] + torch.arange(size, device=length_B.device)
+        slot_BS = page_BP.gather(1, position_BS // page_size) * page_size + position_BS % page_size
+        start_B1 = torch.arange(0, B * size + 1, size, device=length_B.device)
+        layout = BatchLayout(page_BP, length_B, start_B1, page_size, size)
+        return TreeBatch(token_BS.flatten(), position_BS.flatten(), slot_BS.flatten(), layout, None)

@@ -1,0 +1,194 @@
+"""Where a step of vLLM becomes a round: the rows of a request are placed as a tree, and one path of it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from jetspec import ops
+from jetspec.integrations.vllm.attention import StepTrees
+from jetspec.integrations.vllm.drafter import TreeDrafter
+from jetspec.tree import Acceptance, DraftTree, accepted_tokens, walk
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The trees of a step among its rows. A request without one is its last row alone."""
+
+    tree: DraftTree
+    is_tree_B: Tensor
+    row_BN: Tensor
+    """Rows of the nodes; those of padding are the anchor's."""
+    position_T: Tensor
+    """Consecutive positions of the rows, as vLLM counts them."""
+
+    def path_rows(self, verdict: Acceptance) -> tuple[Tensor, Tensor]:
+        """Rows of the accepted paths, (B, D + 1), and those in whose place plain decoding would have them.
+
+        Behind the end of a path both are the anchor's.
+        """
+        step_D1 = torch.arange(verdict.path_BD1.shape[1], device=self.row_BN.device)
+        kept_BD1 = step_D1 <= verdict.length_B[:, None]
+        anchor_B1 = self.row_BN[:, :1]
+        source_BD1 = torch.where(kept_BD1, self.row_BN.gather(1, verdict.path_BD1), anchor_B1)
+        return source_BD1, torch.where(kept_BD1, anchor_B1 + step_D1, anchor_B1)
+
+
+class TreeRunner(CPUModelRunner):
+    """vLLM's model runner with trees for drafts."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.speculator = TreeDrafter(vllm_config, device)
+        self.step = StepTrees()
+        self.placed: Placed | None = None
+        self.is_plain_R = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
+        """Requests whose sampling looks at the rows before, which are no history in a tree: they decode plainly."""
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            self.is_plain_R[self.req_states.req_id_to_index[request.req_id]] = needs_history(request.sampling_params)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        for groups in self.attn_groups:
+            for group in groups:
+                group.get_metadata_builder().trees = self.step
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self.target_layers = [
+            [layers[name] for name in group.layer_names if not layers[name].is_draft_layer]
+            for group in self.kv_cache_config.kv_cache_groups
+        ]
+
+    def prepare_attn(self, input_batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Slots come from consecutive positions, so every node has its own. Then the positions become those of the
+        trees."""
+        block_tables, self.slots = super().prepare_attn(input_batch)
+        self.placed, self.step.tree = None, None
+        if input_batch.num_draft_tokens:
+            self.placed = self.place(input_batch)
+            self.step.tree, self.step.is_tree_B = self.placed.tree, self.placed.is_tree_B
+            self.set_positions(input_batch, self.placed)
+        self.speculator.committed = self.every_row(input_batch)
+        return block_tables, self.slots
+
+    def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        self.placed, self.step.tree = None, None
+        placed: tuple[tuple[Tensor, ...], Tensor] = super().prepare_dummy_attn(*args, **kwargs)
+        return placed
+
+    def place(self, input_batch: Any) -> Placed:
+        """The proposed trees, as far as the scheduler has kept them: it cuts behind, so a parent is never missing."""
+        batch, trees = input_batch, self.speculator.trees
+        state_B, end_B = batch.idx_mapping, batch.query_start_loc[1 : batch.num_reqs + 1].long()
+        drafted_B = torch.as_tensor(batch.num_draft_tokens_per_req, device=self.device).long()
+        anchor_B = end_B - drafted_B - 1
+        position_T = batch.positions.clone()
+        # Drafts before the end of a prompt are placeholders of the scheduler: nobody has proposed them.
+        is_tree_B = (drafted_B > 0) & (position_T[anchor_B] >= self.req_states.prefill_len.gpu[state_B])
+        is_tree_B &= ~self.is_plain_R[state_B]
+        size_B = torch.where(is_tree_B, trees.size_R[state_B].minimum(drafted_B + 1), 1)
+        node_N = torch.arange(trees.parent_RN.shape[1], device=self.device)
+        row_BN = anchor_B[:, None] + torch.where(node_N < size_B[:, None], node_N, 0)
+        token_BN = batch.input_ids[row_BN].long()
+        tree = DraftTree.from_parents(token_BN, trees.parent_RN[state_B], size_B, self.speculator.depth)
+        return Placed(tree, is_tree_B, row_BN, position_T)
+
+    def set_positions(self, input_batch: Any, placed: Placed) -> None:
+        """A node is as far behind the anchor as it is deep. The buffer stays the same."""
+        position_BN = placed.position_T[placed.row_BN[:, :1]] + placed.tree.depth_BN
+        input_batch.positions[placed.row_BN] = position_BN
+
+    def sample(
+        self, hidden_states: Tensor, input_batch: Any, grammar_output: Any
+    ) -> tuple[SamplerOutput, Tensor, Tensor]:
+        """Let vLLM's sampler choose a token after every node, and follow its choices."""
+        placed, batch = self.placed, input_batch
+        if placed is None:
+            plain: tuple[SamplerOutput, Tensor, Tensor] = super().sample(hidden_states, batch, grammar_output)
+            return plain
+        drawn_R = self.draw(hidden_states, batch, grammar_output)
+        batch.positions.copy_(placed.position_T)
+        first_B1 = batch.cu_num_logits[: batch.num_reqs, None].long()
+        verdict = walk(placed.tree, drawn_R[first_B1 + placed.row_BN - placed.row_BN[:, :1]])
+        source_BD1, target_BD1 = placed.path_rows(verdict)
+        self.compact(source_BD1, target_BD1)
+        self.speculator.committed = self.committed_rows(source_BD1, target_BD1, placed.position_T)
+        return self.report(batch, accepted_tokens(placed.tree, verdict), verdict.length_B)
+
+    def draw(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Tensor:
+        """A token after each row that has logits.
+
+        vLLM's noise depends on seed and position. A path has one node per position, and the positions are still the
+        trees': what is drawn along it is what plain decoding draws.
+        """
+        batch = input_batch
+        row_R = batch.logits_indices
+        logits_RV = self.model.compute_logits(hidden_states[row_R])
+        if grammar_output is not None:
+            self.structured_outputs_worker.apply_grammar_bitmask(
+                logits_RV, batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
+            )
+        drawn_R, _ = self.sampler.sample(
+            logits_RV,
+            batch.expanded_idx_mapping,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            batch.positions[row_R],
+            batch.input_ids[row_R],
+            batch.expanded_local_pos,
+            batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+        token_R: Tensor = drawn_R
+        return token_R
+
+    def compact(self, source_BD1: Tensor, target_BD1: Tensor) -> None:
+        """Move K and V of the accepted paths to where plain decoding would have written them."""
+        for slot_T, layers in zip(self.slots, self.target_layers, strict=True):
+            for layer in layers:
+                storage = layer.kv_cache.transpose(1, 2)[None, None]
+                ops.compact_kv(storage, slot_T[source_BD1], slot_T[target_BD1])
+
+    def every_row(self, input_batch: Any) -> tuple[Tensor, Tensor]:
+        """All rows, where all of them are committed."""
+        count = input_batch.num_tokens
+        return torch.arange(count, device=self.device), input_batch.positions[:count]
+
+    def committed_rows(self, source_BD1: Tensor, target_BD1: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the states of the committed tokens are, in the order of their positions."""
+        row_T = torch.arange(len(position_T), device=self.device)
+        row_T[target_BD1] = source_BD1
+        return row_T, position_T
+
+    def report(self, input_batch: Any, token_BD1: Tensor, length_B: Tensor) -> tuple[SamplerOutput, Tensor, Tensor]:
+        """What was committed, in vLLM's words. Requests in the middle of their prompts commit nothing."""
+        batch = input_batch
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            (length_B + 1).int(),
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        sampled = token_BD1.new_zeros(batch.num_reqs, self.num_speculative_steps + 1)
+        sampled[:, : token_BD1.shape[1]] = token_BD1
+        return SamplerOutput(sampled, None, None, num_sampled, num_rejected), num_sampled, num_rejected
+
+
+def needs_history(params: Any) -> bool:
+    """Whether what a request may write next depends on more than its path in the tree shows to vLLM's sampler."""
+    return params is not None and bool(
+        params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.bad_words
+        or params.structured_outputs
+        or getattr(params, "thinking_token_budget", None)
+    )
