@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -849,6 +850,39 @@ def load(
     plan = Load(url, requests, concurrency, rate, max_tokens, temperature, budget, model, seed)
     if not run_load(plan, data, api_key, out, as_json):
         raise typer.Exit(NEGATIVE)
+
+
+vllm = typer.Typer(no_args_is_help=True)
+app.add_typer(vllm, name="vllm", help="Draft trees inside vLLM.")
+
+
+@vllm.command(
+    "serve",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=_examples(
+        "jetspec vllm serve Qwen/Qwen3-0.6B --head heads/mine --dry-run",
+        "jetspec vllm serve Qwen/Qwen3-0.6B --head heads/mine --budget 32 --max-model-len 4096 --port 9000",
+    ),
+)
+def vllm_serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Target: what `vllm serve` takes.", metavar="MODEL")],
+    head: Annotated[str, _option("Draft head: a name or folder.", metavar="NAME")],
+    budget: Annotated[int, _option("Most nodes in a tree, the anchor included.")] = TreeConfig.budget,
+    width: Annotated[int, _option("Most children of one node; 1 is a chain.")] = TreeConfig.width,
+    depth: Annotated[int | None, _option("Longest path below the anchor.")] = None,
+    dry_run: Annotated[bool, _option("Only print the command.", "--dry-run")] = False,
+) -> None:
+    """Start vLLM's server with draft trees.
+
+    The command is printed, then run; options that are not listed here are vLLM's own.
+    """
+    from jetspec.integrations.vllm.command import run_command, serve_command
+
+    command = serve_command(model, head, TreeConfig(budget=budget, width=width, depth=depth), context.args)
+    print(shlex.join(command), flush=True)
+    if not dry_run:
+        run_command(command)
 
 
 def main() -> None:

@@ -1,0 +1,39 @@
+"""The command line that starts vLLM with trees. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from typing import NoReturn
+
+from jetspec.config import TreeConfig
+from jetspec.integrations.vllm import OPTIONS, WORKER
+from jetspec.integrations.vllm.options import head_refusals, say
+from jetspec.models.head_format import read_config
+from jetspec.models.hub import resolve
+
+
+def serve_command(model: str, head: str, tree: TreeConfig, more: Sequence[str] = ()) -> list[str]:
+    """`vllm serve` for a target, which vLLM finds by itself, and a head, with options of vLLM's own behind."""
+    folder = resolve(head)
+    say(head_refusals(read_config(folder), tree))
+    speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": tree.budget - 1}
+    shape: dict[str, object] = {"width": tree.width}
+    if tree.depth is not None:
+        shape["depth"] = tree.depth
+    return [
+        *("vllm", "serve", model),
+        *("--worker-cls", WORKER),
+        *("--speculative-config", json.dumps(speculative)),
+        *("--additional-config", json.dumps({OPTIONS: shape})),
+        *more,
+    ]
+
+
+def run_command(command: list[str]) -> NoReturn:
+    """Become vLLM."""
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"there is no {command[0]} on the path: pip install 'jetspec[vllm]'")
+    os.execvp(command[0], command)
