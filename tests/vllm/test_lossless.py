@@ -99,6 +99,22 @@ def test_requests_that_look_back_decode_plainly(plain: Any, trees: Any, oracle: 
     assert generate(trees, PROMPTS[:2], 12, **how) == generate(plain, PROMPTS[:2], 12, **how)
 
 
+def test_log_probabilities_are_those_of_the_path(plain: Any, trees: Any, oracle: Oracle) -> None:
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=2)
+
+    def reported(llm: Any) -> list[list[dict[int, Any]]]:
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], params, use_tqdm=False)
+        return [
+            [{token: entry.logprob for token, entry in place.items()} for place in output.outputs[0].logprobs]
+            for output in outputs
+        ]
+
+    for alone, with_trees in zip(reported(plain), reported(trees), strict=True):
+        assert len(with_trees) == 16
+        assert with_trees == [pytest.approx(place, abs=1e-3) for place in alone]
+    assert sum(oracle.seen) < 0.8 * len(PROMPTS) * 16
+
+
 def test_a_prefix_that_trees_have_written_is_found_again(
     plain: Any, trees: Any, oracle: Oracle, texts: list[list[int]]
 ) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from jetspec import ops
@@ -114,17 +116,19 @@ class TreeRunner(CPUModelRunner):
         if placed is None:
             plain: tuple[SamplerOutput, Tensor, Tensor] = super().sample(hidden_states, batch, grammar_output)
             return plain
-        drawn_R = self.draw(hidden_states, batch, grammar_output)
+        logits_RV, drawn_R = self.draw(hidden_states, batch, grammar_output)
         batch.positions.copy_(placed.position_T)
         first_B1 = batch.cu_num_logits[: batch.num_reqs, None].long()
-        verdict = walk(placed.tree, drawn_R[first_B1 + placed.row_BN - placed.row_BN[:, :1]])
+        shift_B1 = first_B1 - placed.row_BN[:, :1]
+        verdict = walk(placed.tree, drawn_R[placed.row_BN + shift_B1])
         source_BD1, target_BD1 = placed.path_rows(verdict)
+        logprobs = self.logprobs(batch, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
         self.compact(source_BD1, target_BD1)
         self.speculator.committed = self.committed_rows(source_BD1, target_BD1, placed.position_T)
-        return self.report(batch, accepted_tokens(placed.tree, verdict), verdict.length_B)
+        return self.report(batch, accepted_tokens(placed.tree, verdict), verdict.length_B, logprobs)
 
-    def draw(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Tensor:
-        """A token after each row that has logits.
+    def draw(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> tuple[Tensor, Tensor]:
+        """Logits, as log-probabilities are reported of them, and a token after each row that has any.
 
         vLLM's noise depends on seed and position. A path has one node per position, and the positions are still the
         trees': what is drawn along it is what plain decoding draws.
@@ -136,7 +140,7 @@ class TreeRunner(CPUModelRunner):
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits_RV, batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
-        drawn_R, _ = self.sampler.sample(
+        drawn_R, processed_RV = self.sampler.sample(
             logits_RV,
             batch.expanded_idx_mapping,
             batch.idx_mapping,
@@ -145,9 +149,23 @@ class TreeRunner(CPUModelRunner):
             batch.input_ids[row_R],
             batch.expanded_local_pos,
             batch.seq_lens_cpu_upper_bound.numpy(),
+            return_logprobs=self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None,
         )
-        token_R: Tensor = drawn_R
-        return token_R
+        return processed_RV if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES else logits_RV, drawn_R
+
+    def logprobs(
+        self, input_batch: Any, logits_RV: Tensor, drawn_R: Tensor, source_BD1: Tensor, target_BD1: Tensor
+    ) -> Any:
+        """Log-probabilities where a request wants them: vLLM reads the first rows of a request, so the path's come
+        first."""
+        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        if dims is None:
+            return None
+        row_R = torch.arange(len(drawn_R), device=self.device)
+        row_R[target_BD1] = source_BD1
+        is_raw = self.sampler.logprobs_mode in ("raw_logits", "processed_logits")
+        starts = input_batch.cu_num_logits_np.tolist()
+        return compute_topk_scores(logits_RV[row_R], dims[0], drawn_R[row_R], starts, logits_mode=is_raw)
 
     def compact(self, source_BD1: Tensor, target_BD1: Tensor) -> None:
         """Move K and V of the accepted paths to where plain decoding would have written them."""
@@ -167,7 +185,9 @@ class TreeRunner(CPUModelRunner):
         row_T[target_BD1] = source_BD1
         return row_T, position_T
 
-    def report(self, input_batch: Any, token_BD1: Tensor, length_B: Tensor) -> tuple[SamplerOutput, Tensor, Tensor]:
+    def report(
+        self, input_batch: Any, token_BD1: Tensor, length_B: Tensor, logprobs: Any
+    ) -> tuple[SamplerOutput, Tensor, Tensor]:
         """What was committed, in vLLM's words. Requests in the middle of their prompts commit nothing."""
         batch = input_batch
         num_sampled, num_rejected = get_num_sampled_and_rejected(
@@ -179,7 +199,7 @@ class TreeRunner(CPUModelRunner):
         )
         sampled = token_BD1.new_zeros(batch.num_reqs, self.num_speculative_steps + 1)
         sampled[:, : token_BD1.shape[1]] = token_BD1
-        return SamplerOutput(sampled, None, None, num_sampled, num_rejected), num_sampled, num_rejected
+        return SamplerOutput(sampled, logprobs, None, num_sampled, num_rejected), num_sampled, num_rejected
 
 
 def needs_history(params: Any) -> bool:
