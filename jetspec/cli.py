@@ -796,6 +796,7 @@ def serve(options: ModelOptions, asked: ServeOptions) -> None:
 
     The log goes to stderr, one JSON object per line. Ctrl-C or SIGTERM: what is being written is finished first.
     """
+    from jetspec.files import read_text
     from jetspec.serve.config import ServeConfig, read_keys
     from jetspec.terminal.serve import serve_model
 
@@ -812,7 +813,7 @@ def serve(options: ModelOptions, asked: ServeOptions) -> None:
         drain_s=asked.drain,
         log_text=asked.log_text,
     )
-    template = asked.chat_template.read_text(encoding="utf-8") if asked.chat_template else None
+    template = read_text(asked.chat_template) if asked.chat_template else None
     engine = EngineConfig(max_batch=asked.max_batch, max_len=asked.max_len)
     serve_model(lambda: options.load(engine), config, template)
 

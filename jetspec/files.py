@@ -1,10 +1,17 @@
-"""Writing files so that no failure leaves half of one, and no two runs write the same one."""
+"""Files: errors name them, no failure leaves half of one, and no two runs write the same one."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from typing import IO, Any
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text in UTF-8") from None
 
 
 def write_whole(path: Path, text: str) -> None:

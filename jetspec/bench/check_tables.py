@@ -68,13 +68,15 @@ def metric_of(task: str) -> str:
 
 
 def _plain_score(cells: Iterable[Result], cell: Result) -> Score | None:
-    """Of plain decoding on the same questions in the same way."""
+    """Of plain decoding on the same task in the same way."""
     setting = (PLAIN, cell.task, cell.temperature, cell.batch)
     return next((c.score for c in cells if (c.method, c.task, c.temperature, c.batch) == setting), None)
 
 
 def _score_verdict(score: Score, plain: Score) -> str:
-    if (score.correct, score.graded) == (plain.correct, plain.graded):
+    if score.graded != plain.graded:
+        return "other questions"  # some failed, or a method was asked fewer
+    if score.correct == plain.correct:
         return "same"
     difference = score.share.mean - plain.share.mean
     return f"{difference:+.4f}" if score.share.differs(plain.share) else f"{difference:+.4f} ({NO_DIFFERENCE})"

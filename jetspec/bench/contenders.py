@@ -8,7 +8,9 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from jetspec.models.weights import Target
 
 LOOKUP_TOKENS = 10
 TIMEOUT_S = 600
+MAX_REASON = 500
+"""Bytes kept of what a server says of a failure."""
 
 
 def check_ready(method: MethodConfig) -> None:
@@ -144,7 +148,9 @@ class RoundCounter:
 class ServerMethod:
     """Any OpenAI-compatible server, asked over a stream. It counts its own tokens and applies its own template.
 
-    Its prefill lasts until the last of the group has its first text.
+    Its prefill lasts until the last of the group has its first text, or until one of them has more than that: a server
+    that takes them one after the other is decoding by then. Answers that come in one piece show no prefill, and all of
+    the time counts as decoding.
     """
 
     def __init__(self, tokenizer: Tokenizer, url: str, model: str | None, variables: Mapping[str, Any]) -> None:
@@ -159,38 +165,42 @@ class ServerMethod:
         with ThreadPoolExecutor(len(asks)) as pool:
             answers = list(pool.map(self._answer, asks))
         ended = time.perf_counter()
-        first = max((at for _, at in answers if at is not None), default=ended)
-        return Timed([reply for reply, _ in answers], first - began, ended - first)
+        prefilled = prefill_end(answers, began, ended)
+        return Timed([reply for reply, _ in answers], prefilled - began, ended - prefilled)
 
-    def _answer(self, ask: Ask) -> tuple[Reply | str, float | None]:
-        """The reply and when its first text came, or what went wrong."""
+    def _answer(self, ask: Ask) -> tuple[Reply | str, list[float]]:
+        """The reply and when its pieces came, or what went wrong."""
         try:
             return self._follow(ask)
         except Unequal:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return f"{type(error).__name__}: {error}", None
+        except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{type(error).__name__}: {readable(str(error))}", []
 
-    def _follow(self, ask: Ask) -> tuple[Reply, float | None]:
-        text, finish, usage, first = "", None, None, None
+    def _follow(self, ask: Ask) -> tuple[Reply, list[float]]:
+        text, finish, usage, pieces = "", None, None, []
         for event in self._events(self._body(ask)):
-            if "error" in event:
+            if event.get("error"):
                 raise ValueError(f"the server says {event['error']}")
             usage = event.get("usage") or usage
             for choice in event.get("choices", ()):
                 piece = choice.get("delta", {}).get("content") or ""
-                if piece and first is None:
-                    first = time.perf_counter()
+                if piece:
+                    pieces.append(time.perf_counter())
                 text += piece
                 finish = choice.get("finish_reason") or finish
         if usage is None or finish is None:
             raise ValueError("the stream ended without a finish reason and a count of tokens")
+        count = usage["completion_tokens"]
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"the server counts {count!r} tokens")
         if ask.turn == 0 and usage["prompt_tokens"] != len(ask.prompt):
             raise Unequal(
                 f"{self.url} read {usage['prompt_tokens']} prompt tokens where ours are {len(ask.prompt)}: it runs"
                 " another model or another chat template, so the two cannot be compared"
             )
-        return Reply(self.tokenizer.encode(text), text, finish, usage["completion_tokens"], None), first
+        text = readable(text)
+        return Reply(self.tokenizer.encode(text), text, finish, count, None), pieces
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         sampling = ask.sampling
@@ -205,12 +215,19 @@ class ServerMethod:
         }
         return body | ({"chat_template_kwargs": dict(self.variables)} if self.variables else {})
 
+    def _open(self, request: urllib.request.Request) -> Any:
+        try:
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        except HTTPError as error:
+            said = " ".join(error.read(MAX_REASON).decode("utf-8", "replace").split())
+            raise ValueError(f"{error}: {said}" if said else str(error)) from None
+
     def _events(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The objects of an event stream."""
         request = urllib.request.Request(
             f"{self.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        with self._open(request) as response:
             for line in response:
                 data = line.decode().strip().removeprefix("data:").strip()
                 if data == "[DONE]":
@@ -219,10 +236,27 @@ class ServerMethod:
                     yield json.loads(data)
 
 
+def prefill_end(answers: Sequence[tuple[Reply | str, Sequence[float]]], began: float, ended: float) -> float:
+    """When the prompts of a group were read, from when the pieces of every answer came."""
+    written = [(reply, pieces) for reply, pieces in answers if isinstance(reply, Reply) and pieces]
+    if not written:
+        return ended
+    # A piece of two tokens may be a word and the end, and tells when prefill was over; a longer one does not.
+    if all(len(pieces) == 1 for _, pieces in written) and any(reply.num_tokens > 2 for reply, _ in written):
+        return began
+    later = [pieces[1] for _, pieces in written if len(pieces) > 1]
+    return min([max(pieces[0] for _, pieces in written), *later])
+
+
+def readable(text: str) -> str:
+    """Without halves of characters, which JSON can spell and no file can hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def first_model(url: str) -> str:
     """The first model that a server offers."""
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/models", timeout=30) as response:
             return str(json.load(response)["data"][0]["id"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"no OpenAI-compatible server answers at {url} ({error})") from None

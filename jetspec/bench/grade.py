@@ -40,7 +40,8 @@ class Grade:
 def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
     """Grade an answer to a question of a task. `answer` is the text of the last turn."""
     if task in MATH_TASKS:
-        return _grade_math(str(question["answer"]), answer)
+        expected = question.get("answer")
+        return Grade(None, "the question has no answer") if expected is None else _grade_math(str(expected), answer)
     try:
         if task == "humaneval":
             return _grade_humaneval(question, answer)

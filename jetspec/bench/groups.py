@@ -22,10 +22,14 @@ Key = tuple[Cell, int, int]
 
 
 class GroupFile(LineFile):
-    """Rows on disk."""
+    """Rows on disk. `fresh` forgets those that are there."""
+
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        self.fresh = fresh
+        super().__init__(path)
 
     def read(self) -> int:
-        self.rows, end = read_lines(self.path)
+        self.rows, end = ({}, 0) if self.fresh else read_lines(self.path)
         return end
 
     def append(self, row: Row) -> None:
@@ -146,12 +150,12 @@ def digest(value: Any) -> str:
 
 def check_prompts(rows: Iterable[Row]) -> None:
     """Wherever two methods were asked the same after the same words, they must have read the same tokens."""
-    read: dict[tuple[str, str], tuple[str, str]] = {}
+    read: dict[tuple[str, str, str], tuple[str, str]] = {}
     for row in rows:
-        method = row["cell"]["method"]
+        method, task = row["cell"]["method"], row["cell"]["task"]
         for answer, digests in zip(row["answers"], row["prompts"], strict=True):
             for turn, tokens in enumerate(digests):
-                said = answer["id"], digest(answer["turn_tokens"][:turn])
+                said = task, answer["id"], digest(answer["turn_tokens"][:turn])
                 other, expected = read.setdefault(said, (method, tokens))
                 if tokens != expected:
                     raise Unequal(f"{method} and {other} read different prompts for {answer['id']}")

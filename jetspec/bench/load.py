@@ -46,6 +46,11 @@ class Load:
         if self.rate is not None and not 0 < self.rate <= 1e6:
             raise ValueError(f"rate is {self.rate}; it must be positive")
 
+    @property
+    def base_url(self) -> str:
+        """Without the /v1 that clients are often given."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
     def arrivals(self) -> list[float]:
         """Seconds after the start at which requests come."""
         if self.rate is None:
@@ -89,7 +94,7 @@ async def send_load(
     """Send everything; chats are taken by turns. A request that fails is counted, not repeated."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=load.concurrency)
-    async with httpx.AsyncClient(base_url=load.url, headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=load.base_url, headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
         model = load.model or await first_model(client)
         lanes = asyncio.Semaphore(load.concurrency)
         began = time.perf_counter()
@@ -114,7 +119,10 @@ async def first_model(client: httpx.AsyncClient) -> str:
         raise ValueError(f"nobody answers at {client.base_url} ({type(error).__name__}); is the server up?") from None
     if answer.status_code != 200:
         raise ValueError(f"{client.base_url} lists no models: {_reason(answer.status_code, answer.text)}")
-    return str(answer.json()["data"][0]["id"])
+    try:
+        return str(answer.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{client.base_url} is no OpenAI-compatible server") from None
 
 
 async def follow(client: httpx.AsyncClient, body: dict[str, Any], timing: Timing) -> None:
@@ -137,6 +145,7 @@ async def follow(client: httpx.AsyncClient, body: dict[str, Any], timing: Timing
 def _note(chunk: dict[str, Any], timing: Timing) -> None:
     if "error" in chunk:
         timing.error = str(chunk["error"]["message"])
+        return
     if any(choice["delta"].get("content") or choice.get("finish_reason") for choice in chunk["choices"]):
         timing.chunks.append(time.perf_counter())
     if usage := chunk.get("usage"):

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from jetspec.bench.groups import Answering, Group, GroupFile, Key, Row, check_prompts, digest
 from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, check_ready, kind_of, open_method, with_head_of
 from jetspec.bench.recipe import BenchConfig, MethodConfig, method_dict
+from jetspec.bench.runs import RESULTS_FILE
 from jetspec.bench.tasks import read_task
 from jetspec.engine.llm import LLM
 from jetspec.record import current_commit, hardware, shown, write_record
@@ -64,13 +65,21 @@ class Bench:
     def _start(self, prompt: Prompt) -> Answering:
         return Answering(Conversation(prompt, self.llm.tokenizer, **self.variables))
 
-    def run(self, progress: bool = False) -> dict[Key, Row]:
-        """Measure what the folder does not hold yet; returns all rows of this benchmark."""
-        with closing(GroupFile(self.folder / ROWS_FILE)) as file:
-            keep_settings(self.folder / RUN_FILE, self.settings(), file.rows)
-            check_prompts(file.rows.values())
+    def run(self, progress: bool = False, fresh: bool = False) -> dict[Key, Row]:
+        """Measure what the folder does not hold yet; returns all rows of this benchmark.
+
+        `fresh` forgets what it holds, once it is known that all methods can be measured and nobody else writes there.
+        """
+        settings = self.settings()
+        for method in self.methods if fresh else ():
+            check_ready(self.llm, method)
+        with closing(GroupFile(self.folder / ROWS_FILE, fresh)) as file:
+            for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
+                (self.folder / name).unlink(missing_ok=True)
             wanted = [group for method in self.methods for group in self.groups(method)]
             todo = [group for group in wanted if group.key not in file.rows]
+            keep_settings(self.folder / RUN_FILE, settings, file.rows, is_measured=bool(todo))
+            check_prompts(file.rows.values())
             names = {group.cell.method for group in todo}
             for method in self.methods:
                 if method.name in names:
@@ -84,6 +93,11 @@ class Bench:
                         bar.update()
             check_prompts(file.rows.values())
             return {group.key: file.rows[group.key] for group in wanted}
+
+    def commits(self) -> list[str]:
+        """Of the sources that measured what the folder holds."""
+        runs = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))["runs"]
+        return list(dict.fromkeys(str(run["commit"]) for run in runs))
 
     def groups(self, method: MethodConfig) -> Iterator[Group]:
         """In the order of measuring: all that one engine serves, one repeat after the other."""
@@ -196,7 +210,16 @@ class Bench:
         tasks = {
             f"task {task}": digest([[p.id, p.system, p.turns] for p in self.questions[task]]) for task in config.tasks
         }
-        return shared | tasks | {f"method {method.name}": method_dict(method) for method in self.methods}
+        methods = {f"method {method.name}": method_dict(method) for method in self.methods}
+        return shared | tasks | methods | self._heads()
+
+    def _heads(self) -> dict[str, str]:
+        """A head that was trained again keeps its name, so its weights are looked at."""
+        found = {}
+        for method in self.methods:
+            if method.of.head and (head := with_head_of(self.llm, method).head) is not None:
+                found[f"head of {method.name}"] = fingerprint(head)
+        return found
 
 
 def release_memory() -> None:
@@ -206,13 +229,16 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key]) -> None:
-    """Refuse settings that rows were not made with; write down those that are new."""
+def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key], is_measured: bool) -> None:
+    """Refuse settings that rows were not made with; write down those that are new, and by which source it goes on."""
     runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
-    held = {name for cell, _, _ in rows for name in (f"method {cell.method}", f"task {cell.task}")}
+    cells = {cell for cell, _, _ in rows}
+    held = {f"{kind} {cell.method}" for cell in cells for kind in ("method", "head of")}
+    held |= {f"task {cell.task}" for cell in cells}
     for name, before in changed.items():
-        is_used = name in held if name.startswith(("method ", "task ")) else bool(held)
+        is_used = name in held if name.startswith(("method ", "head of ", "task ")) else bool(held)
         if is_used and before is not None:
             raise ValueError(f"the rows in {path.parent} were made with another {name}; choose another --out")
     earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
-    write_record(path, {"settings": {**earlier, **settings}, "runs": [*runs, {"commit": current_commit()}]})
+    runs += [{"commit": current_commit()}] if is_measured else []
+    write_record(path, {"settings": {**earlier, **settings}, "runs": runs})

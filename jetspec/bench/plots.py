@@ -33,6 +33,7 @@ COLOURS = ("#3b82c4", "#d9822b", "#2f9e6e", "#b05cc6", "#c94f4f", "#8a8f2c", "#7
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "jetspec",
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "font.family": "sans-serif",
     "font.size": 11,
     "axes.spines.top": False,

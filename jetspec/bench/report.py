@@ -99,7 +99,7 @@ def _warnings(run: Run) -> Iterator[Block]:
             f"{run.name}: {different} texts differ from those of plain decoding. A tie of two tokens that rounding "
             "decides is no error; the gaps below tell."
         )
-    yield from (Warned(f"{run.name}: {note}") for note in run.record.get("notes", ()))
+    yield from (Warned(f"{run.name}: {note}") for note in run.notes)
     if not any(cell.speedup for cell in run.cells):
         yield Warned(f"{run.name}: plain decoding was not measured, so there are no speedups.")
 

@@ -107,6 +107,7 @@ class Results:
 
     def record(self) -> dict[str, Any]:
         decoder, config = self.bench.llm.target.decoder, self.bench.config
+        self.notes += self._doubts()
         return {
             "model": self.bench.llm.model_name,
             "dtype": str(decoder.embedding.dtype).removeprefix("torch."),
@@ -115,6 +116,18 @@ class Results:
             "cells": [self.cell(measured) for measured in self.measured.values()],
             "notes": self.notes,
         }
+
+    def _doubts(self) -> list[str]:
+        """What cells do not show: batches that were never full, and rows of several sources."""
+        fullest: dict[tuple[str, int], int] = {}
+        for (cell, _, _), row in self.rows.items():
+            place = cell.task, cell.batch
+            fullest[place] = max(fullest.get(place, 0), len(row["ids"]))
+        short = {place: count for place, count in fullest.items() if count < place[1]}
+        found = [f"{task} in batches of {batch}: there are only {n} questions" for (task, batch), n in short.items()]
+        if len(commits := self.bench.commits()) > 1:
+            found.append(f"measured by several versions of the source, one after the other: {', '.join(commits)}")
+        return found
 
     @cached_property
     def measured(self) -> dict[Cell, Measured]:
@@ -171,13 +184,13 @@ class Results:
 
     def grade(self, task: str, id: str, question: Mapping[str, Any], text: str) -> Grade:
         """The same answer to the same question is graded once, whoever gave it."""
-        key = id, text
+        key = task, id, text
         if key not in self._grades:
             self._grades[key] = self.grader(question.get(GRADED_AS, task), question, text)
         return self._grades[key]
 
     @cached_property
-    def _grades(self) -> dict[tuple[str, str], Grade]:
+    def _grades(self) -> dict[tuple[str, str, str], Grade]:
         return {}
 
     @cached_property

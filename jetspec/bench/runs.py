@@ -136,6 +136,11 @@ class Run:
         return self.record.get("recipe") or {}
 
     @property
+    def notes(self) -> list[str]:
+        """What a reader of its tables should know."""
+        return list(self.record.get("notes") or ())
+
+    @property
     def model(self) -> str:
         return str(self.record.get("model") or self.recipe.get("model") or "unknown")
 
@@ -165,6 +170,19 @@ class HeadRecord:
 
     name: str
     record: Mapping[str, Any]
+
+    @property
+    def mean(self) -> Mapping[str, float]:
+        """Tokens per round over all tasks, by tree."""
+        return {tree: float(value) for tree, value in self.record["mean"].items()}
+
+    @property
+    def tokens_per_round(self) -> Mapping[str, Mapping[str, float]]:
+        """By task and tree."""
+        return {
+            task: {tree: float(row[tree]) for tree in self.mean}
+            for task, row in self.record["tokens_per_round"].items()
+        }
 
     @property
     def gaps(self) -> list[float]:
@@ -247,22 +265,37 @@ def read_inputs(paths: Iterable[Path]) -> Inputs:
         while name in seen:
             name += "'"
         seen.add(name)
-        if "cells" in record:
-            found.runs.append(Run(name, record, _read_cells(file, record["cells"])))
-        elif "details" in record:
-            found.heads.append(HeadRecord(name, record))
-        elif "costs" in record or {"shape", "runs"} <= set(record):
-            found.costs.append(CostRecord(name, record))
-        else:
-            raise ValueError(f"{file} is no result of `jetspec bench`, `jetspec eval-head` or `jetspec profile`")
+        try:
+            _take(found, file, name, record)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} is damaged ({error!r})") from None
     return found
+
+
+def _take(found: Inputs, file: Path, name: str, record: Mapping[str, Any]) -> None:
+    """Read all of a record, so that what it lacks is known before anything is printed."""
+    if "cells" in record:
+        found.runs.append(Run(name, record, _read_cells(file, list(record["cells"]))))
+    elif "details" in record:
+        head = HeadRecord(name, record)
+        if not head.mean or not head.tokens_per_round or not all(map(math.isfinite, head.gaps)):
+            raise ValueError(f"{file} holds no results of a head")
+        found.heads.append(head)
+    elif "costs" in record or {"shape", "runs"} <= set(record):
+        costs = CostRecord(name, record)
+        if not costs.costs:
+            raise ValueError(f"{file} has no costs")
+        found.costs.append(costs)
+    else:
+        raise ValueError(f"{file} is no result of `jetspec bench`, `jetspec eval-head` or `jetspec profile`")
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        stopped = "; a run that was stopped goes on with the same `jetspec bench`" if file.parent.is_dir() else ""
+        is_run = file.name == RESULTS_FILE and file.parent.is_dir()
+        stopped = "; a run that was stopped goes on with the same `jetspec bench`" if is_run else ""
         raise ValueError(f"there is no {file}{stopped}") from None
     except ValueError:
         raise ValueError(f"{file} is not JSON") from None
@@ -276,7 +309,7 @@ def _read_cells(file: Path, raw: Iterable[Mapping[str, Any]]) -> tuple[Result, .
     for number, cell in enumerate(raw):
         try:
             cells.append(Result.read(cell))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file}: cell {number} cannot be read ({error!r})") from None
     if not cells:
         raise ValueError(f"{file} has no cells")

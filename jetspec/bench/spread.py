@@ -30,7 +30,7 @@ class Spread:
     @classmethod
     def read(cls, raw: Mapping[str, Any] | None) -> Spread | None:
         """From a record."""
-        return None if raw is None or raw["mean"] is None else cls(raw["mean"], raw["sd"])
+        return None if raw is None or raw["mean"] is None else cls(float(raw["mean"]), raw["sd"])
 
     @classmethod
     def average(cls, parts: Iterable[Spread]) -> Spread:

@@ -247,11 +247,8 @@ def _share(cell: Result) -> str:
 
 def head_table(head: HeadRecord) -> Table:
     """Teacher-forced tokens per round, a column per tree."""
-    record = head.record
-    trees = list(record["mean"])
-    rows = [(task, *(text_of(row[tree]) for tree in trees)) for task, row in record["tokens_per_round"].items()]
-    rows.append(("mean", *(text_of(record["mean"][tree]) for tree in trees)))
-    return Table(("task", *trees), tuple(rows), "Tokens per round on the target's own text.")
+    rows = [(task, *map(text_of, row.values())) for task, row in (*head.tokens_per_round.items(), ("mean", head.mean))]
+    return Table(("task", *head.mean), tuple(rows), "Tokens per round on the target's own text.")
 
 
 def cost_table(record: CostRecord, beside_paper: bool) -> Table:

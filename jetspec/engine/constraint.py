@@ -137,7 +137,9 @@ class GrammarConstraint:
 def _reason(error: Exception) -> str:
     """The first line of a message, without the place in the library's source that it comes from."""
     first = str(error).strip().partition("\n")[0]
-    return re.sub(r"^\[[^]]*\] \S+: ", "", first) or type(error).__name__
+    if "Check failed" in first:  # an assertion of the library's, in terms of its inside
+        return "it is too large or too intricate"
+    return re.sub(r"^\[[^]]*\] \S+: ", "", first) or "it is not valid"
 
 
 ANNOTATIONS = frozenset(
@@ -151,6 +153,9 @@ IGNORED = frozenset(
 """Keywords that the library reads over, at least in some schemas."""
 ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Keywords beside which the library reads over all others."""
+
+READ_OVER = re.compile(r"\(\?(?!:|<\w|P<\w)|(?<=[^|(])\^|\$(?=[^|)])")
+"""Parts of an expression that the library reads over: what looks ahead, flags, anchors that are not at an end."""
 
 
 def check_schema(source: str) -> None:
@@ -184,9 +189,19 @@ def _ignored(schema: dict[str, Any]) -> set[str]:
 
 
 def _is_safe(pattern: str) -> bool:
-    """Whether an expression names no character that a JSON string must escape; the library would write it bare."""
+    """Whether an expression is followed to the letter.
+
+    The library reads over what looks ahead, flags, and anchors in the middle, and takes escapes that it does not know
+    for plain letters. A character that a JSON string must escape it would write bare.
+    """
     escapes = re.findall(r"\\(.)", pattern, re.DOTALL)
-    return pattern.isprintable() and '"' not in pattern and not any(e == "\\" or e in "abcefnrtuvx0" for e in escapes)
+    is_known = all(e in "dDsSwW" or not (e.isalnum() or e == "\\") for e in escapes)
+    return pattern.isprintable() and '"' not in pattern and is_known and not READ_OVER.search(_bare(pattern))
+
+
+def _bare(pattern: str) -> str:
+    """An expression with a letter in place of each escape and each class of characters."""
+    return re.sub(r"\[[^]]*\]", "x", re.sub(r"\\.", "x", pattern))
 
 
 def _parts(schema: dict[str, Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -30,7 +31,7 @@ END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_o
 
 
 class Tokenizer:
-    """One model's vocabulary. Only control tokens are special; their text is recognised wherever it occurs."""
+    """One model's vocabulary. Only control tokens are special; a plain text may hold them."""
 
     def __init__(
         self,
@@ -45,6 +46,9 @@ class Tokenizer:
         self.eos_tokens = eos_tokens | {
             id for id in [backend.token_to_id(self._named.get("eos_token", ""))] if id is not None
         }
+        self._control = _first_characters(
+            [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+        )
         self._is_byte_level = backend.decoder is not None and b"ByteLevel" in backend.decoder.__getstate__()
 
     @classmethod
@@ -117,9 +121,32 @@ class Tokenizer:
             self._named | variables | {"messages": messages, "add_generation_prompt": add_generation_prompt},
         )
 
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of a conversation. The template already wrote the first token, so none is added."""
-        return self.encode(self.chat(messages, **variables))
+    def encode_chat(self, messages: Sequence[Message], begin: str = "", **variables: Any) -> list[int]:
+        """Token ids of a conversation and of `begin`, the first words of its answer.
+
+        The template already wrote the first token, so none is added. A control token is one where the template writes
+        it; where somebody's words hold its text, they are cut inside it, so that nobody can begin a turn of another.
+        """
+        cut = secrets.token_hex(8)
+        text = self.chat(self._cut(messages, cut), **self._cut(variables, cut)) + begin
+        return [token for piece in text.split(cut) for token in self.encode(piece)]
+
+    def _cut(self, value: Any, cut: str) -> Any:
+        """The same value, with `cut` after the first character of each control token in its texts."""
+        if isinstance(value, str):
+            return self._control.sub(rf"\g<0>{cut}", value)
+        if isinstance(value, Mapping):
+            return {name: self._cut(part, cut) for name, part in value.items()}
+        return [self._cut(part, cut) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _first_characters(texts: Sequence[str]) -> re.Pattern[str]:
+    """Finds the first character of each of these texts, even where they overlap."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[:1], []).append(re.escape(text[1:]))
+    ways = [f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items() if first]
+    return re.compile("|".join(ways) or r"(?!)")
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:

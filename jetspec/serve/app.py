@@ -124,7 +124,7 @@ class Server:
                 CORSMiddleware,
                 allow_origins=self.config.origins,
                 allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type"],
+                allow_headers=["*"],  # clients in browsers send headers of their own; the origin is what counts
             )
         self._add_api(app)
         self._add_operations(app)

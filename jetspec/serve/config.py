@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetspec.files import read_text
+
 MIN_KEY = 16
 """Shortest API key in characters: shorter ones can be guessed."""
 
@@ -63,10 +65,15 @@ class ServeConfig:
         except ValueError:
             return self.host == "localhost"
 
+    @property
+    def shown_host(self) -> str:
+        """The host as addresses write it."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
 
 def read_keys(path: Path) -> tuple[str, ...]:
     """API keys from a file, one per line. On a command line they would be visible to every user of the machine."""
-    keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    keys = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
     if not keys:
         raise ValueError(f"{path} holds no key; write one per line")
     for number, key in enumerate(keys, 1):

@@ -37,6 +37,7 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServeConfig, answered: Callable[[str, int, float], None]) -> None:
         self.app, self.config, self.answered = app, config, answered
         self.digests = [_digest(key) for key in config.keys]
+        self.names = (*LOCAL_NAMES, _host_name(config.shown_host))
         self.num_inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +71,7 @@ class Guard:
         if self.digests:
             if not (is_open or self._asks_permission(scope, headers)):
                 visit.facts["tenant"] = self._tenant(headers.get("authorization", ""))
-        elif self.config.is_local and _host_name(headers.get("host", "")) not in LOCAL_NAMES:
+        elif self.config.is_local and _host_name(headers.get("host", "")) not in self.names:
             # A web page can point a name of its own at this machine, and then ask in the name of who looks at it.
             raise Refused("without API keys, this server answers to localhost only")
         if self.num_inside >= self.config.max_requests and not is_open:
@@ -82,15 +83,18 @@ class Guard:
         return bool(self.config.origins) and scope["method"] == "OPTIONS" and asks
 
     def _tenant(self, authorization: str) -> str:
-        """Who asks. Every key is compared, in constant time, so that time tells nothing about any of them."""
+        """Who asks: the number of the key, because logs name it, and of a key they must not hold even a hash.
+
+        Every key is compared, in constant time, so that time tells nothing about any of them.
+        """
         scheme, _, key = authorization.partition(" ")
-        given, found = _digest(key.strip()), None
-        for digest in self.digests:
+        given, found = _digest(key.strip()), 0
+        for number, digest in enumerate(self.digests, 1):
             if hmac.compare_digest(given, digest):
-                found = digest
-        if found is None or scheme.lower() != "bearer":
+                found = number
+        if not found or scheme.lower() != "bearer":
             raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
-        return found.hex()[:16]
+        return f"key {found}"
 
     async def _body(self, scope: Scope, receive: Receive) -> Receive:
         """Read the whole body, within bytes and time; the routes get it in one piece."""

@@ -23,7 +23,7 @@ from jetspec.serve.protocol import (
     ToolCall,
     ToolChoice,
 )
-from jetspec.serve.schema import check_schema
+from jetspec.serve.schema import check_schema, check_schemas
 from jetspec.serve.tools import BEGIN, call_schema, check_template
 from jetspec.serve.worker import Job
 from jetspec.types import Grammar, SamplingParams, TreeLimits
@@ -82,8 +82,8 @@ class Desk:
         variables: dict[str, Any] = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
         if asked.chat_template_kwargs:
             variables |= asked.chat_template_kwargs.model_dump(exclude_none=True)
-        text = self._render([template_message(message) for message in asked.messages], variables)
-        tokens = self._encode(text + FORCED if forced else text, "messages", add_special=False)
+        messages = [template_message(message) for message in asked.messages]
+        tokens = self._encode_chat(messages, FORCED if forced else "", variables)
         limit = asked.max_completion_tokens or asked.max_tokens
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         jobs = self._jobs(asked, [tokens], tenant, limit, logprobs, grammar)
@@ -97,10 +97,9 @@ class Desk:
 
     def _grammar(self, asked: ChatRequest, tools: list[Tool], forced: bool) -> Grammar | None:
         """What the answer must look like: a call that is forced, or the format that was asked for."""
-        for tool in tools:
-            check_schema(tool.function.parameters, "tools")
-            if tool.function.strict and not forced:
-                raise Refused("strict needs a tool_choice that forces the call", param="tools")
+        check_schemas([tool.function.parameters for tool in tools], "tools")
+        if any(tool.function.strict for tool in tools) and not forced:
+            raise Refused("strict needs a tool_choice that forces the call", param="tools")
         form = asked.response_format
         if isinstance(form, TextFormat):
             form = None
@@ -125,23 +124,25 @@ class Desk:
         if asked.jetspec and asked.jetspec.trace and not asked.stream:
             raise Refused("jetspec.trace needs stream", param="jetspec.trace")
 
-    def _render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    def _encode_chat(self, messages: list[dict[str, Any]], begin: str, variables: dict[str, Any]) -> list[int]:
         if self.tokenizer.chat_template is None:
             raise Refused("this model has no chat template; use /v1/completions", param="messages")
         try:
-            return self.tokenizer.chat(messages, **variables)
+            return self.tokenizer.encode_chat(messages, begin, **variables)
         except ValueError as error:
+            if error.__cause__ is None:
+                raise Refused(str(error), param="messages") from error
             # What a template says about a conversation is for the client; how it broke is not.
             why = f": {error.__cause__}" if type(error.__cause__) is TemplateError else ""
             raise Refused(f"the chat template does not take this conversation{why}", param="messages") from error
 
-    def _encode(self, prompt: str | list[int], param: str = "prompt", add_special: bool = True) -> list[int]:
+    def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             try:
-                return self.tokenizer.encode(prompt, add_special)
+                return self.tokenizer.encode(prompt, add_special=True)
             except ValueError as error:
-                raise Refused(str(error), param=param) from error
-        self._check_tokens(prompt, param)
+                raise Refused(str(error), param="prompt") from error
+        self._check_tokens(prompt, "prompt")
         return prompt
 
     def _check_tokens(self, tokens: Sequence[int], param: str) -> None:

@@ -10,27 +10,39 @@ from typing import Any
 from jetspec.serve.errors import Refused
 
 MAX_BYTES = 16 << 10
+MAX_ALL_BYTES = 4 * MAX_BYTES
+"""Of all schemas of a request together."""
 MAX_DEPTH = 16
 MAX_COUNT = 1024
-"""Most characters, entries or properties that a schema may ask for, and most repetitions in a pattern."""
+"""Most characters, entries or properties that a schema may ask for, and most repetitions in its patterns."""
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
 
 def check_schema(schema: dict[str, Any], param: str) -> str:
     """The schema as JSON, if it is small enough."""
-    if depth_of(schema) > MAX_DEPTH:
+    check_schemas([schema], param)
+    return json.dumps(schema)
+
+
+def check_schemas(schemas: list[dict[str, Any]], param: str) -> None:
+    """Refuse what is too large, one by one or all together: they become one grammar."""
+    if max(map(depth_of, schemas), default=0) > MAX_DEPTH:
         raise Refused(f"{param} is nested deeper than {MAX_DEPTH}", param=param)
-    text = json.dumps(schema)
-    if len(text) > MAX_BYTES:
-        raise Refused(f"{param} has {len(text)} bytes; it may have {MAX_BYTES}", param=param)
-    for name, value in entries(schema):
+    sizes = [len(json.dumps(schema)) for schema in schemas]
+    for size, most in ((max(sizes, default=0), MAX_BYTES), (sum(sizes), MAX_ALL_BYTES)):
+        if size > most:
+            raise Refused(f"{param} has {size} bytes; it may have {most}", param=param)
+    repeated = 0
+    for name, value in entries(schemas):
         if name in COUNTS and isinstance(value, int) and value > MAX_COUNT:
             raise Refused(f"{name} in {param} is {value}; it may be at most {MAX_COUNT}", param=param)
         if name == "$ref" and not str(value).startswith("#"):
             raise Refused(f"a $ref in {param} leads elsewhere; only those within it are followed", param=param)
-        if name == "pattern" and isinstance(value, str) and repetitions(value) > MAX_COUNT:
-            raise Refused(f"a pattern in {param} repeats more than {MAX_COUNT} times", param=param)
-    return text
+        if name == "pattern" and isinstance(value, str):
+            count = repetitions(value)
+            repeated += count if count > 1 else 0
+        if repeated > MAX_COUNT:
+            raise Refused(f"the patterns in {param} repeat more than {MAX_COUNT} times", param=param)
 
 
 def depth_of(value: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
-from jetspec.bench.measure import ROWS_FILE, RUN_FILE, Bench
+from jetspec.bench.measure import Bench
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
 from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, Run
@@ -59,13 +59,10 @@ def run_plan(plan: Plan, folder: Path, form: SummaryForm, *, fresh: bool = False
 def measure_methods(config: BenchConfig, folder: Path, fresh: bool) -> None:
     """Measure what the folder does not hold yet, and write its record."""
     check_tasks(config.tasks, Path(config.data_dir) if config.data_dir else None)
-    if fresh:
-        for name in (ROWS_FILE, RUN_FILE, RESULTS_FILE):
-            (folder / name).unlink(missing_ok=True)
     with working(f"Loading {config.model}"):
         llm = LLM(config.model, config.head, device=config.device, dtype=config.dtype)
     bench = Bench(config, llm, folder)
-    rows = bench.run(progress=True)
+    rows = bench.run(progress=True, fresh=fresh)
     with working("Grading"):
         record = Results(bench, rows).record()
     write_record(folder / RESULTS_FILE, record)
@@ -80,9 +77,9 @@ def is_lossless(config: BenchConfig, run: Run) -> bool:
 
 def remarks(run: Run) -> Iterator[str]:
     """What a table has no room for."""
-    yield from run.record["notes"]
+    yield from run.notes
     if failed := sum(len(cell.errors) for cell in run.cells):
-        yield f"{failed} answers failed; the record says why"
+        yield f"{failed} answers failed; the record says why, and --fresh asks all of them again"
     if cut := max((cell.score.cut for cell in run.cells if cell.score), default=0):
         yield f"up to {cut} graded answers of a cell were cut at {run.recipe['max_tokens']} tokens: scores are too low"
     if any(cell.score and cell.score.partial for cell in run.cells):

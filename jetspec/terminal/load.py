@@ -12,6 +12,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from jetspec.bench.load import PERCENTILES, Load, Message, Timing, send_load, summarize
+from jetspec.files import read_text
 from jetspec.record import write_record
 from jetspec.terminal.compare import DEMO_PROMPTS
 from jetspec.terminal.generate import write_json
@@ -26,7 +27,7 @@ def run_load(plan: Load, data: Path | None, key_file: Path | None, to: Path | No
     if to is not None and not to.parent.is_dir():
         raise FileNotFoundError(f"{to.parent} is not a folder; create it first")
     chats = read_chats(data, plan.requests)
-    key = key_file.read_text(encoding="utf-8").splitlines()[0].strip() if key_file else None
+    key = read_key(key_file) if key_file else None
     with tqdm(total=plan.requests, desc="requests", unit="request", leave=False) as bar:
         timings = asyncio.run(send_load(plan, chats, key, bar.update))
     summary = summarize(timings)
@@ -39,6 +40,14 @@ def run_load(plan: Load, data: Path | None, key_file: Path | None, to: Path | No
     else:
         show(summary)
     return not summary["failed"]
+
+
+def read_key(path: Path) -> str:
+    """A key for any server; ours alone wants long ones."""
+    lines = read_text(path).split()
+    if not lines:
+        raise ValueError(f"{path} holds no key; write it in the first line")
+    return lines[0]
 
 
 def read_chats(path: Path | None, count: int) -> list[list[Message]]:

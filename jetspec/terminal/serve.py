@@ -15,17 +15,16 @@ if TYPE_CHECKING:
 def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | None) -> None:
     """Take the port, then load: a port that is taken is said at once. `template` replaces the model's own."""
     try:
-        from jetspec.serve.run import open_socket, serve
+        from jetspec.serve.run import listen, open_socket, serve
     except ImportError as error:
         raise ValueError(f"the server needs the package {error.name}: pip install 'jetspec[serve]'") from None
     with open_socket(config) as listener:
         llm = load()
         if template is not None:
             llm.tokenizer.chat_template = template
-        listener.listen()
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        err().print(f"Serving {config.model_name or llm.model_name} at http://{shown}:{port}/v1", markup=False)
+        listen(listener, config)
+        address = f"http://{config.shown_host}:{listener.getsockname()[1]}/v1"
+        err().print(f"Serving {config.model_name or llm.model_name} at {address}", markup=False)
         if not (config.keys or config.is_local):
             err().print("Anyone who reaches this port may use the model; --api-keys closes it.", style="yellow")
         serve(llm, config, listener)

@@ -15,7 +15,7 @@ from torch import nn
 from jetspec.files import write_whole
 from jetspec.train.data import Document, lines_of, parse
 from jetspec.train.evaluate import answer_spans
-from jetspec.train.prompts import BadPrompt, Prompt, PromptData
+from jetspec.train.prompts import DATA_ENDINGS, BadPrompt, Prompt, PromptData
 from jetspec.types import Completion, SamplingParams
 
 
@@ -32,14 +32,15 @@ class Generator(Protocol):
 
 
 def find_tasks(folder: Path, names: Sequence[str] | None) -> dict[str, Path]:
-    """The files FOLDER/NAME.jsonl, or .jsonl.gz; without names, all of them."""
-    found = {path.name.partition(".jsonl")[0]: path for path in sorted(folder.glob("*.jsonl*"))}
+    """The files FOLDER/NAME.jsonl, or else .jsonl.gz; without names, all of them."""
+    files = [path for path in sorted(folder.glob("*.jsonl*"), reverse=True) if path.name.endswith(DATA_ENDINGS)]
+    found = {path.name.partition(".jsonl")[0]: path for path in files}
     if not found:
         raise ValueError(f"{folder} holds no .jsonl files of questions")
     for name in names or ():
         if name not in found:
-            raise ValueError(f"there is no task {name!r} in {folder}; it has {', '.join(found)}")
-    return {name: found[name] for name in names or found}
+            raise ValueError(f"there is no task {name!r} in {folder}; it has {', '.join(sorted(found))}")
+    return {name: found[name] for name in names or sorted(found)}
 
 
 def read_questions(path: Path, limit: int) -> list[Prompt]:

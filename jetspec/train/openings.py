@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jetspec.files import read_text
+
 KINDS: dict[str, tuple[str, ...]] = {
     "mathematics": (
         "A train leaves the station at",
@@ -100,10 +102,7 @@ def read_openings(name: str) -> tuple[str, ...]:
         return builtin_openings()
     if name == "none":
         return ("",)
-    try:
-        openings = tuple(Path(name).read_text(encoding="utf-8").splitlines())
-    except UnicodeDecodeError:
-        raise ValueError(f"{name} is not text in UTF-8") from None
+    openings = tuple(read_text(Path(name)).splitlines())
     if not openings:
         raise ValueError(f"{name} holds no openings")
     return openings

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 Responses = Literal["target", "corpus"]
 """Who answers: the target, or the data itself."""
+DATA_ENDINGS = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def parse_prompt(raw: Any, where: str, default_id: str, responses: Responses = "
             return BadPrompt(where, f"does not have one response per turn ({len(turns)})")
         if not all(map(_is_text, answers)):
             return BadPrompt(where, "has a response that is empty or not text")
+    if raw.get("id") is not None and not _is_text(str(raw["id"])):
+        return BadPrompt(where, "has an id that is empty or not text")
     used = answers if responses == "corpus" else []
     mark = stable_hash(json.dumps([system, *turns])) >> 32
     id = f"{default_id}-{mark:08x}" if raw.get("id") is None else str(raw["id"])
@@ -136,7 +139,7 @@ def _data_files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(file for file in path.iterdir() if file.name.endswith((".jsonl", ".jsonl.gz")))
+            found = sorted(file for file in path.iterdir() if file.name.endswith(DATA_ENDINGS))
             if not found:
                 raise ValueError(f"{path} holds no .jsonl or .jsonl.gz file")
             files += found

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from jetspec.bench.contenders import RoundCounter
-from jetspec.bench.methods import Unequal
+from jetspec.bench.contenders import RoundCounter, prefill_end
+from jetspec.bench.methods import Reply, Unequal
 from jetspec.engine.llm import LLM
 from jetspec.types import SamplingParams
 from tests.bench.tiny_bench import make_bench, results_of, write_setup
@@ -37,6 +37,7 @@ class Server(ThreadingHTTPServer):
         self.llm, self.lock = llm.with_drafter("none"), threading.Lock()
         self.extra_tokens = 0
         self.broken: str | None = None
+        self.says: bytes | None = None
         self.asked: list[dict[str, Any]] = []
 
     @property
@@ -54,7 +55,13 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
         if self.server.broken and body["messages"][-1]["content"] == self.server.broken:
-            self.send_error(500)
+            self.send_error(500, explain="three is too much")
+            return
+        if self.server.says is not None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(self.server.says) + ("dies" in str(self.server.says))))
+            self.end_headers()
+            self.wfile.write(self.server.says)
             return
         sampling = SamplingParams(body["temperature"], max_tokens=body["max_tokens"], seed=body["seed"])
         with self.server.lock:
@@ -118,7 +125,49 @@ def test_a_request_that_fails_is_a_row(folder: Path, llm: LLM) -> None:
         bench = make_bench(folder, "broken", llm, methods=[f"server={server.url}"], batches=[5])
         cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
     assert {error["id"] for error in cell["errors"]} == {"sums-3"} and cell["questions"] == 5
-    assert all("HTTPError" in error["error"] for error in cell["errors"])
+    assert all("HTTP Error 500" in e["error"] and "three is too much" in e["error"] for e in cell["errors"])
+
+
+NONSENSE = {
+    "a page": b"<html>",
+    "no object": b"data: [1]\n\n",
+    "no JSON": b"data: {\n\n",
+    "no choices": b'data: {"choices": 5}\n\n',
+    "dies": b'data: {"choices": [{"delta": {"content": "it dies"}}]}\n\n',
+    "not UTF-8": b"data: \xff\n\n",
+    "half a character": b'data: {"error": "\\ud800"}\n\n',
+    "tokens as text": b'data: {"choices": [{"finish_reason": "stop"}], "usage": {"completion_tokens": "5"}}\n\n',
+}
+
+
+@pytest.mark.parametrize("says", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_of_a_server_is_a_failure_and_not_the_end(says: bytes, folder: Path, llm: LLM, tmp_path: Path) -> None:
+    with serving(llm) as server:
+        server.says = says
+        options: dict[str, Any] = {"methods": [f"server={server.url}"], "limit": 2, "repeats": 1}
+        bench = make_bench(folder, str(tmp_path / "run"), llm, **options)
+        cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
+    assert len(cell["errors"]) == 2 and cell["speedup"] is None and cell["tokens_per_s"]["mean"] is None
+
+
+def answer_of(num_tokens: int, *pieces: float) -> tuple[Reply, list[float]]:
+    return Reply([], "", "stop", num_tokens, None), list(pieces)
+
+
+@pytest.mark.parametrize(
+    ("answers", "end"),
+    [
+        ([answer_of(9, 2, 3, 4)], 2),
+        ([answer_of(9, 2, 4, 5), answer_of(9, 3, 4, 5)], 3),
+        ([answer_of(9, 2, 3, 4), answer_of(9, 6, 7, 8)], 3),
+        ([answer_of(9, 8)], 1),
+        ([answer_of(2, 8)], 8),
+        ([("an error", [])], 9),
+    ],
+    ids=["streamed", "together", "one after the other", "in one piece", "a word", "failed"],
+)
+def test_no_token_but_the_first_is_written_during_prefill(answers: Any, end: float) -> None:
+    assert prefill_end(answers, began=1, ended=9) == end
 
 
 def test_a_server_that_is_not_there_is_refused_before_anything_is_measured(folder: Path, llm: LLM) -> None:

@@ -147,6 +147,10 @@ def test_a_program_that_leaves_early_has_not_passed() -> None:
     assert grade("mbpp", {"turns": [MBPP]}, "```python\nimport os\nos._exit(0)\n```").correct is False
 
 
+def test_mathematics_without_a_reference_has_no_grade() -> None:
+    assert grade("gsm8k", {"turns": ["1 + 1?"]}, "2").correct is None
+
+
 def test_other_tasks_have_no_grade() -> None:
     assert grade("mt_bench", {"turns": ["Hello."]}, "Hi.").correct is None
 

@@ -69,8 +69,23 @@ def test_a_server_under_load(tmp_path: Path, rate: float | None) -> None:
     assert all(timing.rounds == timing.tokens for timing in crowded if timing.error is None), "budget 1 is plain"
 
 
-def test_wrong_use_is_one_line() -> None:
+def test_a_stream_that_breaks_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also: an address that ends with /v1, as OpenAI's clients want it, is understood."""
+    with Live(tiny_llm(write_model(tmp_path / "tiny")), ServeConfig(port=0)) as live:
+        monkeypatch.setattr(live.llm.engine, "step", None)
+        (timing,) = asyncio.run(send_load(plan(f"{live.url}/v1/", requests=1), CHATS, None))
+    assert timing.error == "the engine has failed; the server needs a restart"
+
+
+def test_wrong_use_is_one_line(tmp_path: Path) -> None:
+    empty, binary = tmp_path / "empty", tmp_path / "binary"
+    empty.write_bytes(b"")
+    binary.write_bytes(b"\xff\xfe\x00")
     for words, said in (
+        (["load", "--api-key", str(empty)], "holds no key"),
+        (["load", "--api-key", str(binary)], "not text in UTF-8"),
+        (["serve", "--api-keys", str(binary)], "not text in UTF-8"),
+        (["serve", "--chat-template", str(binary)], "not text in UTF-8"),
         (["load", "--url", "localhost:1"], "http://"),
         (["load", "--url", "http://127.0.0.1:1"], "is the server up?"),
         (["load", "--rate", "-1"], "rate"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import pytest
 import torch
 
 from jetspec.bench import measure
-from jetspec.bench.groups import read_lines
+from jetspec.bench.groups import GroupFile, read_lines
 from jetspec.bench.measure import ROWS_FILE, Bench
 from jetspec.bench.methods import Ask, EngineMethod, Method, Reply, Timed, Unequal, open_method
 from jetspec.bench.recipe import MethodConfig
 from jetspec.engine.llm import LLM
+from jetspec.models.head_format import save_head
 from tests.bench.tiny_bench import make_bench, results_of, without_times, write_questions, write_setup
+from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import CONTEXT, END_TOKEN
 
 ROOT = Path(__file__).parent.parent.parent
@@ -153,6 +156,37 @@ def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes
     make_bench(folder, "settings", llm).run()
     with pytest.raises(ValueError, match="choose another --out"):
         make_bench(folder, "settings", llm, **changes).run()
+
+
+def test_rows_of_another_head_of_the_same_name_are_not_mixed_in(folder: Path, llm: LLM) -> None:
+    first, second = (tiny_head(llm.target.decoder, seed=seed) for seed in (1, 2))
+    save_head(first, folder / "mine", torch.float32)
+    options: dict[str, Any] = {"methods": [f"jetspec={folder / 'mine'}"], "limit": 1, "repeats": 1}
+    before = make_bench(folder, "trained", llm, **options).run()
+    save_head(second, folder / "mine", torch.float32)
+    with pytest.raises(ValueError, match="another head of jetspec; choose another --out"):
+        make_bench(folder, "trained", llm, **options).run()
+    save_head(first, folder / "mine", torch.float32)
+    assert make_bench(folder, "trained", llm, **options).run() == before
+
+
+def test_a_fresh_run_that_cannot_be_measured_forgets_nothing(folder: Path, llm: LLM) -> None:
+    make_bench(folder, "kept", llm).run()
+    before = {path.name: path.read_bytes() for path in (folder / "kept").iterdir()}
+    for wrong in ("server=http://127.0.0.1:9/v1", f"jetspec={folder / 'edge'}", f"jetspec={folder / 'nowhere'}"):
+        with pytest.raises(ValueError):
+            make_bench(folder, "kept", llm, methods=[wrong]).run(fresh=True)
+    with closing(GroupFile(folder / "kept" / ROWS_FILE)), pytest.raises(ValueError, match="another run is writing"):
+        make_bench(folder, "kept", llm).run(fresh=True)
+    assert {path.name: path.read_bytes() for path in (folder / "kept").iterdir()} == before
+
+
+def test_ids_need_be_unique_within_a_task_only(folder: Path, llm: LLM) -> None:
+    for task in ("left", "right"):
+        row = {"id": 0, "turns": [f"{task} of"], "answer": "0"}
+        (folder / "eval" / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
+    cells = results_of(make_bench(folder, "ids", llm, tasks=["left", "right"]))["cells"]
+    assert {cell["task"] for cell in cells} == {"left", "right"} and all(cell["questions"] == 1 for cell in cells)
 
 
 def test_a_question_that_fails_is_reported_and_the_others_are_answered(folder: Path, llm: LLM) -> None:

@@ -256,12 +256,15 @@ def test_scores_stand_beside_those_of_plain_decoding(tmp_path: Path) -> None:
             cell["score"]["correct"] = 13
         if cell["method"] == "dflash" and cell["score"]:
             cell["score"]["correct"] = 40
+        if cell["method"] == "ngram" and cell["score"]:
+            cell["score"] |= {"correct": 3, "graded": 10}
     (folder / "results.json").write_text(json.dumps(record))
     table = score_table(read_run(folder))
     assert table is not None
     found = {row[1]: (row[-3], row[-1]) for row in table.rows}
     assert found["plain"] == ("0.3000", "-") and found["jetspec-edge"] == ("0.3000", "same")
     assert found["ddtree"] == ("0.3250", "+0.0250 (no difference)") and found["dflash"] == ("1.0000", "+0.7000")
+    assert found["ngram"] == ("0.3000", "other questions")
 
 
 def test_scores_of_fewer_tests_are_marked_with_a_footnote(tmp_path: Path) -> None:
@@ -409,7 +412,13 @@ def test_the_summary_alone_is_on_stdout(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("[]", "is not a record"),
         ("{}", "no result of"),
         ('{"cells": []}', "no cells"),
+        ('{"cells": null}', "is damaged"),
         ('{"cells": [{"method": "plain"}]}', "cell 0 cannot be read"),
+        ('{"details": {}}', "is damaged"),
+        ('{"details": 3, "mean": {"16": 1}, "tokens_per_round": {"gsm8k": {"16": 1}}}', "is damaged"),
+        ('{"costs": []}', "no costs"),
+        ('{"costs": [{}]}', "is damaged"),
+        ('{"shape": "qwen3-8b", "runs": []}', "is damaged"),
     ],
 )
 def test_what_is_no_run_is_one_line_and_status_2(text: str | None, hint: str, tmp_path: Path) -> None:
@@ -428,6 +437,17 @@ def test_names_of_plots_are_names_of_files(tmp_path: Path) -> None:
     settings = {**SMALL, "temperatures": (0.6,), "batches": (1, 2), "methods": ("plain", "odd/../name", "jetspec")}
     names = [block.name for block in report(small_run(tmp_path, **settings), plots=True) if isinstance(block, Plot)]
     assert names and all(re.fullmatch(r"[\w-]+", name) for name in names)
+
+
+def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
+    run = small_run(tmp_path, **{**SMALL, "methods": ("plain", "$x_{$")})
+    pictures = [block.svg for block in report(run, plots=True) if isinstance(block, Plot)]
+    assert pictures and any("$x_{$" in svg for svg in pictures)
+
+
+def test_what_is_nowhere_is_no_stopped_run(tmp_path: Path) -> None:
+    result = invoke(tmp_path / "nowhere")
+    assert result.exit_code == 2 and "there is no" in result.stderr and "stopped" not in result.stderr
 
 
 def test_plots_of_two_runs_have_names_of_their_own(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from jetspec.bench import measure
 from jetspec.bench.grade import Grade
 from jetspec.bench.groups import histogram
 from jetspec.bench.recipe import Cell
@@ -130,6 +131,22 @@ def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: 
     assert scores["plain", "gsm8k"] == scores["ngram", "gsm8k"] == expected
     assert scores["plain", "sums"] is None
     assert len(graded) == len(set(graded)) == 5
+
+
+def test_batches_that_are_never_full_are_noted(folder: Path, llm: LLM) -> None:
+    notes = results_of(make_bench(folder, "full", llm, batches=[2, 8], repeats=1))["notes"]
+    assert notes == ["sums in batches of 8: there are only 5 questions"]
+
+
+def test_rows_of_several_sources_are_noted(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes_of(commit: str, repeats: int) -> list[str]:
+        monkeypatch.setattr(measure, "current_commit", lambda: commit)
+        notes: list[str] = results_of(make_bench(folder, "sources", llm, repeats=repeats))["notes"]
+        return notes
+
+    assert notes_of("old", 1) == notes_of("new", 1) == [], "the second time there is nothing left to measure"
+    (note,) = notes_of("new", 2)
+    assert note.endswith(": old, new")
 
 
 def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) -> None:

@@ -112,8 +112,13 @@ def test_chat(
     wanted = their_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
     assert target.tokenizer.chat(messages, add_generation_prompt=prompt) == wanted
     if prompt:
-        ids = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert target.tokenizer.encode_chat(messages) == ids
+        ids: Any = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ours = target.tokenizer.encode_chat(messages)
+        assert target.tokenizer.decode(ours, skip_special=False) == wanted
+        # Theirs takes the name of a control token in a message for the token itself; ours leaves it text.
+        forged = sum(message["content"].count("<|im_end|>") for message in messages)
+        end: Any = their_tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert ours == ids if not forged else ours.count(end) == ids.count(end) - forged
 
 
 def test_end_tokens(target: Target) -> None:

@@ -13,6 +13,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from jetspec.models.tokenizer import BYTE_OF, PRE_TOKENIZERS, Tokenizer
+from tests.train.tiny_model import TEMPLATE, byte_tokenizer
 
 TEXTS = [
     "low lower lowest new newer newest wide 2024 12 345,678",
@@ -145,6 +146,21 @@ def test_first_token(pre: str, wish: bool | None, first: bool) -> None:
 def test_chat_adds_no_second_first_token() -> None:
     metadata = gguf_metadata(add_bos_token=True) | {"tokenizer.chat_template": "{{ bos_token }}" + PLAIN}
     assert Tokenizer.from_gguf(metadata).encode_chat(USER).count(0) == 1
+
+
+@given(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "end|>", "<", "\n", "system", "hi ", "1f"])))
+@settings(deadline=None)
+def test_nobodys_words_can_begin_a_turn(parts: list[str]) -> None:
+    """What a template says of control tokens counts; what messages and tools say of them is text, and all of it."""
+    tokenizer, said = byte_tokenizer(), "".join(parts)
+    tokenizer.chat_template = "{{ tools | tojson }}" + TEMPLATE
+    messages: list[dict[str, Any]] = [{"role": "user", "content": said}, {"role": "tool", "content": [said]}]
+    tools = [{"description": said}]
+    tokens = tokenizer.encode_chat(messages, begin="<|im_start|>", tools=tools)
+    plain = tokenizer.encode_chat([{**message, "content": ""} for message in messages], "<|im_start|>", tools=[])
+    controls = [token for token in tokens if not tokenizer.token_bytes()[token]]
+    assert controls == [token for token in plain if not tokenizer.token_bytes()[token]]
+    assert tokenizer.decode(tokens, skip_special=False) == tokenizer.chat(messages, tools=tools) + "<|im_start|>"
 
 
 def test_end_tokens_of_gguf() -> None:

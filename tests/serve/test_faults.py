@@ -204,14 +204,17 @@ def test_a_stop_lets_answers_finish(folder: Path, alone: Any) -> None:
         server.post()
 
 
-def test_a_stop_does_not_wait_for_ever(folder: Path) -> None:
-    with Live(tiny_llm(folder), ServeConfig(port=0, drain_s=0.5)) as server:
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_stop_does_not_wait_for_ever(folder: Path, signals: int) -> None:
+    """It waits as long as it was told to, or until somebody asks again."""
+    with Live(tiny_llm(folder), ServeConfig(port=0, drain_s=0.5 if signals == 1 else 60)) as server:
         gate = Gate(server)
         with streaming(server, **LONG) as response:
             lines = response.iter_lines()
             next(lines)
             gate.open.clear()
-            server.host.should_exit = True
+            for _ in range(signals):
+                server.host.handle_exit(signal.SIGINT, None)
             last = [line for line in lines if line][-1]
             gate.open.set()
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"

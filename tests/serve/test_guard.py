@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import logging
 import re
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +17,9 @@ import pytest
 
 from jetspec.serve.config import ServeConfig, read_keys
 from jetspec.serve.log import JsonLines
-from tests.serve.live import NAME, Live, tiny_llm
+from jetspec.serve.run import listen, open_socket
+from jetspec.types import Update
+from tests.serve.live import NAME, Live, tiny_llm, wait_until
 
 KEYS = ("first-key-0123456789", "other-key-0123456789")
 ORIGIN = "https://example.org"
@@ -113,6 +118,38 @@ def test_a_client_that_does_not_finish_its_request_is_cut_off(locked: Live) -> N
     assert connection.getresponse().status == 408
 
 
+def seconds_until_closed(client: socket.socket) -> float:
+    began = time.monotonic()
+    client.settimeout(10)
+    while client.recv(1 << 16):
+        pass
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("drip", [b"", b"GET /health HTTP/1.1\r\nX-Slow: "])
+def test_a_client_that_does_not_begin_its_request_is_cut_off(locked: Live, drip: bytes) -> None:
+    """Each open connection costs a file descriptor, and no key is needed for one. Single bytes do not help."""
+    with socket.create_connection(locked.listener.getsockname()) as client:
+        client.sendall(drip)
+        time.sleep(0.6)
+        client.sendall(drip and b"x")
+        assert seconds_until_closed(client) < 0.8
+
+
+def test_an_answer_may_take_longer_than_a_request(locked: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = locked.llm.engine.step
+
+    def slow_step() -> list[Update]:
+        time.sleep(0.4)
+        return step()
+
+    monkeypatch.setattr(locked.llm.engine, "step", slow_step)
+    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 4, "jetspec": {"budget": 1}, "ignore_eos": True})
+    began = time.monotonic()
+    assert post(locked, body.encode()).json()["usage"]["completion_tokens"] == 4
+    assert time.monotonic() - began > locked.config.read_timeout_s
+
+
 def test_other_origins_are_off_unless_named(locked: Live, live: Live) -> None:
     def allowed(server: Live, origin: str) -> str | None:
         headers = {"Origin": origin, "Authorization": f"Bearer {KEYS[0]}"}
@@ -123,6 +160,7 @@ def test_other_origins_are_off_unless_named(locked: Live, live: Live) -> None:
     assert allowed(live, ORIGIN) is None
     for server, origin, status in ((locked, ORIGIN, 200), (locked, "https://evil.example", 400), (live, ORIGIN, 405)):
         asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        asked["Access-Control-Request-Headers"] = "authorization, content-type, x-stainless-os"  # as OpenAI's client
         response = httpx.options(f"{server.url}/v1/chat/completions", headers=asked)
         assert response.status_code == status
         assert response.headers.get("access-control-allow-origin") == (ORIGIN if status == 200 else None)
@@ -133,6 +171,24 @@ def test_without_keys_only_local_names_are_answered(live: Live) -> None:
     """A foreign page may resolve its own name to this machine; it then asks with that name."""
     for host, status in (("localhost:1", 200), ("127.0.0.1", 200), ("evil.example", 400), ("", 400)):
         assert httpx.get(f"{live.url}/health", headers={"Host": host}).status_code == status
+
+
+def test_a_local_address_is_a_local_name(folder: Path) -> None:
+    with Live(tiny_llm(folder), ServeConfig(host="127.0.0.2", port=0)) as server:
+        url = server.url.replace("127.0.0.1", "127.0.0.2")
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_of_two_that_take_a_port_at_once_one_is_told() -> None:
+    with open_socket(ServeConfig(port=0)) as first:
+        config = ServeConfig(port=first.getsockname()[1])
+        with open_socket(config) as second:
+            listen(first, config)
+            with pytest.raises(ValueError, match="Address already in use; --port 0"):
+                listen(second, config)
+        with pytest.raises(ValueError, match="Address already in use; --port 0"):
+            open_socket(config)
 
 
 def test_requests_have_names(live: Live) -> None:
@@ -158,6 +214,18 @@ def test_the_log_has_facts_and_texts_only_if_asked(
     assert line["completion_tokens"] == answer["usage"]["completion_tokens"] and line["answers"] == "1 of 1"
     assert ("sesame" in "".join(lines)) == log_text
     assert "\n" not in lines[0]
+
+
+def test_the_log_names_a_key_by_its_number(locked: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """Who reads the log must not be able to try out keys against a hash of one."""
+    caplog.set_level(logging.INFO, "jetspec.serve")
+    logging.getLogger("jetspec.serve").propagate = True
+    httpx.get(f"{locked.url}/v1/models", headers={"Authorization": f"Bearer {KEYS[1]}", "X-Request-Id": "mine"})
+    wait_until(lambda: any("mine" in JsonLines().format(record) for record in caplog.records))
+    (line,) = [text for text in map(JsonLines().format, caplog.records) if '"mine"' in text]
+    assert json.loads(line)["tenant"] == "key 2"
+    digest = hashlib.sha256(KEYS[1].encode()).hexdigest()
+    assert KEYS[1] not in line and digest[:8] not in line
 
 
 def test_key_files_are_checked(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_an_answer_streams_in_shades_of_its_rounds(open_page: Open, alone: LLM, 
     assert page.evaluate("window.lengths.size") > 3, "the text came in one piece"
     assert {page.locator(f".answer .shade-{n}").count() > 0 for n in range(3)} == {True}
     assert float(text_of(page, "#speed")) > 0
-    assert text_of(page, "#yield") == f"{own.stats.tokens_per_round:.2f}"
+    expect(page.locator("#yield")).to_have_text(f"{own.stats.tokens_per_round:.2f}")
     assert page.locator("#yield-bars rect").count() == min(own.stats.rounds, 48)
     assert fits(page)
 

@@ -31,6 +31,7 @@ from jetspec.train.trainer import Trainer
 from jetspec.types import SamplingParams
 from tests.engine.tiny import VOCAB, make_engine, randomize, run, tiny_decoder, tiny_eagle3
 from tests.models.slow_eagle3 import state_after
+from tests.train.test_trainer import recipe as block_recipe
 
 TARGET = tiny_decoder(spread=0.15)
 CPU = torch.device("cpu")
@@ -210,22 +211,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(answers: Path, out: Path, **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        data=(str(answers),),
-        out=str(out),
-        head=HeadShape(kind="eagle3", tap_layers=(0, 1, 2), depth=4, draft_vocab=40),
-        optimizer=OptimizerConfig(lr=5e-3),
-        steps=6,
-        rows=2,
-        row_len=60,
-        anchors=24,
-        validation_rows=2,
-        save_every=3,
-        validate_every=3,
-        log_every=1,
-        dtype="float32",
-    )
-    return replace(config, **changes)
+    head = HeadShape(kind="eagle3", tap_layers=(0, 1, 2), depth=4, draft_vocab=40)
+    return block_recipe(answers, out, **{"head": head, "anchors": 24, **changes})
 
 
 def tokens_per_round(head: Eagle3Head) -> float:

@@ -288,7 +288,8 @@ def test_a_turn_beyond_the_context_ends_its_conversation() -> None:
 
 def test_questions_are_checked(tmp_path: Path) -> None:
     good = {"id": 7, "turns": ["why"]}
-    for bad in ("{", '{"id": 1}', '{"id": 1, "turns": []}', '{"id": 1, "turns": [" "]}', '{"id": 1, "turns": [3]}'):
+    turns = ("[]", '[" "]', "[3]")
+    for bad in ("{", '{"id": 1}', r'{"id": "\ud800", "turns": ["a"]}', *(f'{{"id": 1, "turns": {t}}}' for t in turns)):
         (tmp_path / "quiz.jsonl").write_text(f"{json.dumps(good)}\n{bad}\n")
         assert [q.turns for q in read_questions(tmp_path / "quiz.jsonl", 1)] == [["why"]]
         with pytest.raises(ValueError, match=r"quiz\.jsonl:2"):
@@ -301,6 +302,12 @@ def test_questions_are_checked(tmp_path: Path) -> None:
         find_tasks(tmp_path, ["test"])
     with pytest.raises(ValueError, match="holds no"):
         find_tasks(tmp_path / "nowhere", None)
+
+
+def test_a_backup_beside_a_file_of_questions_is_not_read(tmp_path: Path) -> None:
+    for name in ("quiz.jsonl", "quiz.jsonl.gz", "quiz.jsonl.bak", "quiz.jsonl~"):
+        (tmp_path / name).touch()
+    assert find_tasks(tmp_path, None) == {"quiz": tmp_path / "quiz.jsonl"}
 
 
 def test_a_budget_is_a_number_or_chain() -> None:
