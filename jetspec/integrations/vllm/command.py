@@ -12,12 +12,12 @@ from jetspec.config import TreeConfig
 from jetspec.integrations.vllm import OPTIONS, WORKER
 from jetspec.integrations.vllm.options import head_refusals, say
 from jetspec.models.head_format import read_config
-from jetspec.models.hub import resolve
+from jetspec.models.hub import resolve, shipped_head
 
 
 def serve_command(model: str, head: str, tree: TreeConfig, more: Sequence[str] = ()) -> list[str]:
     """`vllm serve` for a target, which vLLM finds by itself, and a head, with options of vLLM's own behind."""
-    folder = resolve(head)
+    folder = shipped_head(head) or resolve(head)
     say(head_refusals(read_config(folder), tree))
     speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": tree.budget - 1}
     shape: dict[str, object] = {"width": tree.width}
