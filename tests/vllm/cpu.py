@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.gpu.sample import gumbel, sampler
 
 from jetspec.integrations.vllm import BACKEND, OPTIONS, WORKER
 
@@ -23,6 +24,8 @@ LIBRARY = torch.library.Library("_C", "FRAGMENT")
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, eps: float, *_: object) -> None:
     normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
+    if weight is not None and weight.dim() == 2:  # one for each of the outermost rows
+        weight = weight.view(len(weight), *[1] * (x.dim() - 2), -1)
     out.copy_(normed if weight is None else normed * weight.float())
 
 
@@ -38,6 +41,13 @@ def rotary_embedding(
             x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
 
 
+def gumbel_sample(logits: Tensor, request_T: Tensor, temperature_R: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """Without noise, a look at the logits is all: interpreted, the kernel takes seconds for a real vocabulary."""
+    if not temperature_R[request_T].any():
+        return logits.argmax(-1)
+    return gumbel.gumbel_sample(logits, request_T, temperature_R, *rest, **options)
+
+
 def answer(result: object, _: object) -> object:
     return result
 
@@ -49,6 +59,7 @@ def install() -> None:
         LIBRARY.define(name + signature)
         LIBRARY.impl(name, partial(answer, result), "CompositeExplicitAutograd")
     vllm_ops.rms_norm, vllm_ops.rotary_embedding = rms_norm, rotary_embedding
+    sampler.gumbel_sample = gumbel_sample
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
 
 
@@ -80,3 +91,13 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int, **sampling: An
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **{"temperature": 0, **sampling})
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def counted(llm: Any) -> dict[str, int]:
+    """What vLLM's own metrics say about its drafts so far."""
+    prefix = "vllm:spec_decode_"
+    return {
+        metric.name.removeprefix(prefix): metric.value
+        for metric in llm.get_metrics()
+        if prefix in metric.name and hasattr(metric, "value")
+    }

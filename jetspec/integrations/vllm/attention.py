@@ -86,6 +86,7 @@ class TreeAttentionImpl(AttentionImpl[TreeMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = "decoder",
         kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         asked = {
             "ALiBi": alibi_slopes,
@@ -94,6 +95,7 @@ class TreeAttentionImpl(AttentionImpl[TreeMetadata]):
             f"a {kv_cache_dtype} cache": kv_cache_dtype != "auto",
             f"{attn_type} attention": attn_type != "decoder",
             "layers that share a cache": kv_sharing_target_layer_name,
+            "attention sinks": sinks is not None,
         }
         if refused := [name for name, value in asked.items() if value]:
             raise ValueError(f"JetSpec's trees do not support {', '.join(refused)}")

@@ -1,0 +1,89 @@
+"""The default model with the head that ships with it, inside vLLM: the same text, and as many tokens per round as in our
+own engine."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment with vLLM; make test-vllm makes one")
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetspec import LLM, SamplingParams, TreeConfig
+from jetspec.models.export import export_head
+from jetspec.models.head_format import load_head
+from jetspec.models.hub import DEFAULT_MODEL, HEADS
+from jetspec.models.target_format import save_target
+from tests.vllm.cpu import counted, generate, start
+
+pytestmark = [pytest.mark.vllm, pytest.mark.model]
+
+QUESTIONS = (
+    "What is 12 + 30?",
+    "Write a haiku about autumn.",
+    "Explain why the sky is blue.",
+    "List five European capitals.",
+)
+LENGTH, BUDGET, WIDTH = 32, 32, 8
+SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 160, "disable_log_stats": False}
+
+
+@pytest.fixture(scope="module")
+def ours() -> LLM:
+    return LLM(DEFAULT_MODEL, tree=TreeConfig(budget=BUDGET, width=WIDTH), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def folder(ours: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smollm2")
+    save_target(ours.target, folder / "target", torch.float32)
+    export_head(load_head(HEADS / DEFAULT_MODEL), folder / "chain", "vllm", torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(ours: LLM) -> list[list[int]]:
+    return [ours.tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Any:
+    return start(str(folder / "target"), **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def texts(plain: Any, prompts: list[list[int]]) -> list[list[int]]:
+    return generate(plain, prompts, LENGTH)
+
+
+def our_rounds(llm: LLM, prompts: list[list[int]], texts: list[list[int]]) -> int:
+    """Rounds behind the first token, which vLLM samples from the prompt's own pass."""
+    begun = [prompt + text[:1] for prompt, text in zip(prompts, texts, strict=True)]
+    done = llm.generate(begun, SamplingParams(max_tokens=LENGTH - 1, ignore_eos=True))
+    assert [completion.token_ids for completion in done] == [text[1:] for text in texts]
+    return sum(completion.stats.rounds for completion in done)
+
+
+def test_the_text_is_the_same_and_so_are_the_rounds(
+    ours: LLM, folder: Path, prompts: list[list[int]], texts: list[list[int]]
+) -> None:
+    trees = start(str(folder / "target"), str(HEADS / DEFAULT_MODEL), budget=BUDGET, tree={"width": WIDTH}, **SETTINGS)
+    assert generate(trees, prompts, LENGTH) == texts
+    rounds = counted(trees)["num_drafts"]
+    assert rounds == pytest.approx(our_rounds(ours, prompts, texts), rel=0.02)
+    assert rounds < 0.6 * LENGTH * len(prompts)
+
+
+def test_an_exported_head_drafts_in_stock_vllm_as_it_does_here(
+    ours: LLM, folder: Path, prompts: list[list[int]], texts: list[list[int]]
+) -> None:
+    chain = {"method": "dflash", "model": str(folder / "chain"), "num_speculative_tokens": 15}
+    stock = start(str(folder / "target"), speculative_config=chain, **SETTINGS)
+    assert generate(stock, prompts, LENGTH) == texts
+    here = ours.with_head(folder / "chain").with_drafter("head", TreeConfig(budget=16, width=1))
+    rounds = counted(stock)["num_drafts"]
+    assert rounds == pytest.approx(our_rounds(here, prompts, texts), rel=0.02)
+    assert rounds < 0.9 * LENGTH * len(prompts)
