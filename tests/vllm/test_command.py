@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from jetspec.cli import app
 from jetspec.config import TreeConfig
 from jetspec.integrations.vllm.command import serve_command
-from jetspec.integrations.vllm.options import check_hook, check_version, refusals, tree_config
+from jetspec.integrations.vllm.compat import check_hook, check_version
+from jetspec.integrations.vllm.options import refusals, tree_config
 from jetspec.models.draft_head import make_head
 from jetspec.models.head_format import save_head
 from tests.engine.tiny import tiny_decoder, tiny_head
@@ -47,7 +48,8 @@ def test_unknown_options_are_named(given: dict[str, object], said: str) -> None:
 
 def test_other_versions_and_other_hooks_are_refused() -> None:
     check_version("0.32.1")
-    with pytest.raises(ValueError, match=r"0\.32\.x, this is 0\.33\.0"):
+    check_version("0.26.0")
+    with pytest.raises(ValueError, match=r"0\.26\.0, 0\.32\.x, this is 0\.33\.0"):
         check_version("0.33.0")
 
     def hook(first: int, second: int, third: int = 0) -> None: ...

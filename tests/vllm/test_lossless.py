@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -65,12 +64,16 @@ def unchanged(*args: Any) -> None:
     return None
 
 
+def no_masks(*args: Any) -> tuple[None, None]:
+    return None, None
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "without"),
     [
         (TreeRunner, "compact", unchanged),
         (TreeRunner, "set_positions", unchanged),
-        (StepTrees, "ancestors", unchanged),
+        (StepTrees, "masks", no_masks),
     ],
 )
 def test_each_part_is_needed(
@@ -143,11 +146,11 @@ def test_what_the_head_proposes_depends_on_the_text_alone(
     def proposals(is_right: bool) -> dict[tuple[int, int], list[float]]:
         found: dict[tuple[int, int], list[float]] = {}
 
-        def guess(drafter: Any, anchor_B: Any, length_B: Any, heat_B: Any, cache: Any) -> Any:
-            hidden = drafter.head.propose(drafter.block(anchor_B, length_B), drafter.target, cache)
+        def guess(drafter: Any, block: Any, anchor_B: Any, heat_B: Any, cache: Any) -> Any:
+            hidden, length_B = drafter.head.propose(block, drafter.target, cache), block.layout.cached_len_B
             for anchor, length, state in zip(anchor_B.tolist(), length_B.tolist(), hidden, strict=True):
                 found[anchor, length] = state.flatten().tolist()
-            return oracle.guess(drafter, anchor_B, length_B, heat_B, cache)
+            return oracle.guess(drafter, block, anchor_B, heat_B, cache)
 
         monkeypatch.setattr(TreeDrafter, "guess", guess)
         oracle.texts = [prompt + text for prompt, text in zip(PROMPTS, texts, strict=True)] if is_right else []
@@ -164,8 +167,8 @@ def test_what_the_head_proposes_depends_on_the_text_alone(
     assert any(one_by_one[key] != pytest.approx(wrong[key], abs=1e-3) for key in one_by_one.keys() & wrong.keys())
 
 
-def in_order(runner: Any, source: Any, there: Any, position: Any) -> Any:
-    return torch.arange(len(position)), position
+def in_order(runner: Any, source_BD1: Any, target_BD1: Any) -> Any:
+    return target_BD1
 
 
 def test_the_plugin_registers_a_name() -> None:

@@ -1,5 +1,4 @@
-"""The default model with the head that ships with it, inside vLLM: the same text, and as many tokens per round as in our
-own engine."""
+"""The default model with its own head inside vLLM: the same text, and as many tokens per round as in our engine."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import EdgeConfig, HeadConfig, make_head
 from jetspec.models.head_format import save_head
 from jetspec.tree import DraftTree
+from jetspec.types import TreeBatch
 
 VOCAB, BLOCK = 512, 8
 
@@ -62,8 +63,8 @@ class Oracle:
     seen: list[int] = field(default_factory=list)
     """How many trees it has made for each step."""
 
-    def guess(self, drafter: Any, anchor_B: Tensor, length_B: Tensor, heat_B: Tensor, cache: Any) -> DraftTree:
-        budget, depth = drafter.tree.budget, drafter.depth
+    def guess(self, drafter: Any, block: TreeBatch, anchor_B: Tensor, heat_B: Tensor, cache: Any) -> DraftTree:
+        budget, depth, length_B = drafter.tree.budget, drafter.depth, block.layout.cached_len_B
         rows = [
             self.tree(anchor, length, budget, depth)
             for anchor, length in zip(anchor_B.tolist(), length_B.tolist(), strict=True)

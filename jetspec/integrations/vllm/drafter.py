@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vllm.distributed.parallel_state import graph_capture
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from jetspec.integrations.vllm.attention import TreeAttentionBackend, pages_of
+from jetspec.integrations.vllm.draft_graphs import DraftGraphs, DraftInputs
 from jetspec.integrations.vllm.options import head_refusals, say, tree_config
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head
-from jetspec.tree import DraftTree, build_tree
+from jetspec.tree import WORD, DraftTree, build_tree
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
 
@@ -56,18 +59,42 @@ class Borrowed:
 
 class SlotTrees:
     """The tree proposed to each request, by the place that vLLM's request state gives it: the order of a batch
-    changes between steps."""
+    changes between steps. The last place is nobody's."""
 
-    def __init__(self, num_slots: int, budget: int, device: torch.device) -> None:
-        self.parent_RN = torch.zeros(num_slots, budget, dtype=torch.int64, device=device)
-        self.size_R = torch.ones(num_slots, dtype=torch.int64, device=device)
+    def __init__(self, num_requests: int, budget: int, device: torch.device) -> None:
+        shape, words = (num_requests + 1, budget), -(-budget // WORD)
+        self.parent_RN = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.depth_RN = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.ancestor_RNW = torch.zeros(*shape, words, dtype=torch.int32, device=device)
+        self.size_R = torch.ones(num_requests + 1, dtype=torch.int64, device=device)
 
-    def write(self, slot_B: Tensor, tree: DraftTree) -> Tensor:
+    def write(self, state_B: Tensor, tree: DraftTree) -> Tensor:
         """Keep the shapes. Returns the tokens below the anchors, (B, budget - 1)."""
         missing = self.parent_RN.shape[1] - tree.token_BN.shape[1]
-        self.parent_RN[slot_B] = F.pad(tree.parent_BN, (0, missing))
-        self.size_R[slot_B] = tree.size_B
+        words = self.ancestor_RNW.shape[2] - tree.ancestor_BNW.shape[2]
+        self.parent_RN[state_B] = F.pad(tree.parent_BN, (0, missing)).long()
+        self.depth_RN[state_B] = F.pad(tree.depth_BN, (0, missing)).long()
+        self.ancestor_RNW[state_B] = F.pad(tree.ancestor_BNW, (0, words, 0, missing))
+        self.size_R[state_B] = tree.size_B.long()
         return F.pad(tree.token_BN[:, 1:], (0, missing))
+
+    def read(self, state_B: Tensor, token_BN: Tensor, size_B: Tensor, max_depth: int) -> DraftTree:
+        """The shapes of some requests' trees with these tokens, of which as many nodes are left as `size_B` says."""
+        real_BN = torch.arange(token_BN.shape[1], device=token_BN.device) < size_B[:, None]
+        depth_BN = torch.where(real_BN, self.depth_RN[state_B], 0)
+        return DraftTree(token_BN, self.parent_RN[state_B], depth_BN, self.ancestor_RNW[state_B], size_B, max_depth)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Of a step's rows: where the states of its committed tokens are, their positions, and the rows whose slots are
+    theirs. Entries behind the end of a path repeat its anchor."""
+
+    row_T: Tensor
+    position_T: Tensor
+    place_T: Tensor
+    is_path: bool
+    """Whether this is a path for each request, or else all rows of the step."""
 
 
 class TreeDrafter(DraftModelSpeculator):
@@ -75,10 +102,12 @@ class TreeDrafter(DraftModelSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
+        self.supports_mm_inputs = False
         self.tree = tree_config(vllm_config.additional_config, self.num_speculative_steps)
         self.trees = SlotTrees(self.max_num_reqs, self.tree.budget, device)
-        self.committed: tuple[Tensor, Tensor] | None = None
-        """Of the step's rows: where the states of its committed tokens are, and their positions. Set by the runner."""
+        self.committed: Committed | None = None
+        """Set by the runner in every step."""
+        self.graphs: DraftGraphs | None = None
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> DraftHead:
         head = load_head(self.draft_model_config.model, dtype=self.dtype, device=self.device)
@@ -98,12 +127,24 @@ class TreeDrafter(DraftModelSpeculator):
         self.group = next(i for i, group in enumerate(groups) if not self.layers.keys().isdisjoint(group.layer_names))
         if not self.layers.keys() <= set(groups[self.group].layer_names):
             raise ValueError("vLLM has spread the head's layers over several groups of its KV cache")
+        self.page_size = self.block_tables.block_sizes[self.group]
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """The head runs as it is written."""
+        """Drafts are captured without its help."""
 
     def capture(self) -> None:
-        """Nothing to capture."""
+        """Record the drafts that follow a step of trees alone, for some sizes of batches."""
+        inputs = DraftInputs.idle(
+            self.max_num_reqs,
+            path=self.depth + 1,
+            tap_size=self.head.head_config.tap_size,
+            pages=self.block_tables.input_block_tables[self.group].shape[1],
+            nobody=self.max_num_reqs,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        with graph_capture(device=self.device):
+            self.graphs = DraftGraphs(self.draft, inputs, self.max_num_reqs)
 
     @torch.inference_mode()
     def propose(
@@ -122,34 +163,44 @@ class TreeDrafter(DraftModelSpeculator):
         **kwargs: Any,
     ) -> Tensor:
         """Show the head what was committed, then let it guess what follows. (B, budget - 1) tokens."""
-        batch = input_batch
+        batch, committed = input_batch, self.committed
         if kwargs.get("dummy_run"):
             return last_sampled.new_zeros(batch.num_reqs, self.num_speculative_steps)
-        assert aux_hidden_states and self.committed is not None
-        cache = [pages_of(layer.kv_cache) for layer in self.layers.values()]
-        row_T, position_T = self.committed
-        slot_T = slot_mappings[next(iter(self.layers))]
-        # Rows of rejected nodes land behind the end of the context, where the next block overwrites them.
-        self.head.observe(torch.cat(aux_hidden_states, -1)[row_T], position_T, slot_T[: len(row_T)], cache)
-
-        state_B = batch.idx_mapping
+        assert aux_hidden_states and committed is not None
+        state_B = batch.idx_mapping.long()
         anchor_B = torch.where(num_sampled > 0, last_sampled.flatten()[state_B], next_prefill_tokens.flatten()[state_B])
-        length_B = (batch.seq_lens - num_rejected).long()
-        heat_B = torch.where(temperature[state_B] > 0, temperature[state_B], 1.0)
-        return self.trees.write(state_B, self.guess(anchor_B.long(), length_B, heat_B, cache))
+        inputs = DraftInputs(
+            tap_TX=torch.cat([tap[committed.row_T] for tap in aux_hidden_states], -1),
+            position_T=committed.position_T,
+            slot_T=slot_mappings[next(iter(self.layers))][committed.place_T],
+            page_BP=self.block_tables.input_block_tables[self.group][: batch.num_reqs],
+            anchor_B=anchor_B.long(),
+            length_B=(batch.seq_lens[: batch.num_reqs] - num_rejected).long(),
+            heat_B=torch.where(temperature[state_B] > 0, temperature[state_B], 1.0),
+            state_B=state_B,
+        )
+        if self.graphs is not None and committed.is_path and batch.num_reqs <= self.graphs.largest:
+            return self.graphs.run(inputs)
+        return self.draft(inputs)
 
-    def guess(self, anchor_B: Tensor, length_B: Tensor, heat_B: Tensor, cache: list[KVPages]) -> DraftTree:
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        """Rows of rejected nodes land behind the end of the context, where the block overwrites them."""
+        cache = [pages_of(layer.kv_cache) for layer in self.layers.values()]
+        self.head.observe(inputs.tap_TX, inputs.position_T, inputs.slot_T, cache)
+        block = self.block(inputs.anchor_B, inputs.length_B, inputs.page_BP)
+        return self.trees.write(inputs.state_B, self.guess(block, inputs.anchor_B, inputs.heat_B, cache))
+
+    def guess(self, block: TreeBatch, anchor_B: Tensor, heat_B: Tensor, cache: list[KVPages]) -> DraftTree:
         """The best trees below the anchors, drafted with the temperatures that they will be sampled with."""
-        hidden_BDM = self.head.propose(self.block(anchor_B, length_B), self.target, cache)[:, : self.depth]
+        hidden_BDM = self.head.propose(block, self.target, cache)[:, : self.depth]
         candidates = self.head.candidates(hidden_BDM, self.target, self.tree, heat_B)
         return build_tree(anchor_B, candidates, self.tree, self.depth)
 
-    def block(self, anchor_B: Tensor, length_B: Tensor) -> TreeBatch:
+    def block(self, anchor_B: Tensor, length_B: Tensor, page_BP: Tensor) -> TreeBatch:
         """The head's input behind each context. Positions past the longest sequence lie in page 0, nobody's."""
         token_BS = self.head.block_tokens(anchor_B)
-        (B, size), page_size = token_BS.shape, self.block_tables.block_sizes[self.group]
-        page_BP = self.block_tables.input_block_tables[self.group][:B].long()
-        page_BP = F.pad(page_BP, (0, size // page_size + 2))
+        (B, size), page_size = token_BS.shape, self.page_size
+        page_BP = F.pad(page_BP, (0, size // page_size + 2)).long()
         position_BS = length_B[:, None] + torch.arange(size, device=length_B.device)
         slot_BS = page_BP.gather(1, position_BS // page_size) * page_size + position_BS % page_size
         start_B1 = torch.arange(0, B * size + 1, size, device=length_B.device)

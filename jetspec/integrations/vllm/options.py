@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from jetspec.config import TreeConfig
 from jetspec.integrations.vllm import OPTIONS
 from jetspec.models.draft_head import HeadConfig
-
-SUPPORTED = "0.32."
-
-
-def check_version(version: str) -> None:
-    """Hooks are private to vLLM and differ between its versions."""
-    if not version.startswith(SUPPORTED):
-        raise ValueError(f"JetSpec's trees support vLLM {SUPPORTED}x, this is {version}; pip install 'jetspec[vllm]'")
-
-
-def check_hook(hook: Callable[..., Any], *expected: str) -> None:
-    """A method of vLLM that we override or call takes what we know of it, in this order, whatever comes behind."""
-    found = tuple(inspect.signature(hook).parameters)
-    if found[: len(expected)] != expected:
-        raise ValueError(
-            f"{hook.__qualname__} of this vLLM takes ({', '.join(found)}), not ({', '.join(expected)}); "
-            f"JetSpec's trees support vLLM {SUPPORTED}x"
-        )
 
 
 def tree_config(additional: Mapping[str, Any], num_drafted: int) -> TreeConfig:
@@ -42,22 +23,30 @@ def tree_config(additional: Mapping[str, Any], num_drafted: int) -> TreeConfig:
 
 
 def refusals(config: Any) -> list[str]:
-    """What in a vLLM configuration does not work with trees, by name."""
+    """What in a vLLM configuration does not work with trees, by name. Some versions lack some of the options."""
     parallel, model, speculative = config.parallel_config, config.model_config, config.speculative_config
     if speculative is None or speculative.method != "dflash":
         return ["a worker without --speculative-config of method dflash"]
+
+    def asked(part: Any, name: str) -> bool:
+        return bool(getattr(part, name, None))
+
+    backend = getattr(config.attention_config.backend, "name", None)
     found = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
-        "microbatches (DBO)": parallel.enable_dbo,
-        "batch-sharded sampling": parallel.enable_batch_sharded_sampling,
-        "adaptive verification": speculative.enable_adaptive_verification,
-        "draft lengths by batch size": bool(speculative.num_speculative_tokens_per_batch_size),
+        "microbatches (DBO)": asked(parallel, "enable_dbo"),
+        "batch-sharded sampling": asked(parallel, "enable_batch_sharded_sampling"),
+        "adaptive verification": asked(speculative, "enable_adaptive_verification"),
+        "draft lengths by batch size": asked(speculative, "num_speculative_tokens_per_batch_size"),
         "probabilistic drafts": speculative.draft_sample_method == "probabilistic",
         "LoRA": config.lora_config is not None,
         "KV connectors": config.kv_transfer_config is not None,
-        "watermarks": config.watermark_config is not None,
+        "watermarks": asked(config, "watermark_config"),
+        "replayed traces": asked(model, "enable_trace_replay"),
+        "sampling masks": asked(model, "return_sampling_mask"),
+        "logits processors of your own": asked(model, "logits_processors"),
         "multi-head latent attention": model.use_mla,
         "recurrent or hybrid layers": model.is_hybrid,
         "encoder-decoder models": model.is_encoder_decoder,
@@ -65,6 +54,7 @@ def refusals(config: Any) -> list[str]:
         "M-RoPE": model.uses_mrope,
         "sliding windows": model.get_sliding_window() is not None,
         "a quantized KV cache": config.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
+        f"the attention backend {backend}": backend not in (None, "CUSTOM", "CPU_ATTN"),
     }
     return [name for name, is_asked in found.items() if is_asked]
 

@@ -7,16 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config.model import PROCESSED_LOGPROBS_MODES
-from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from jetspec import ops
 from jetspec.integrations.vllm.attention import StepTrees
-from jetspec.integrations.vllm.drafter import TreeDrafter
+from jetspec.integrations.vllm.compat import draw_tokens, is_processed, is_raw_logits, logprob_counts
+from jetspec.integrations.vllm.drafter import Committed, TreeDrafter
+from jetspec.ops import SlotRows
 from jetspec.tree import Acceptance, DraftTree, accepted_tokens, walk
+
+StockRunner: Any = GPUModelRunner
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+
+    StockRunner = CPUModelRunner
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,13 @@ class Placed:
         return source_BD1, torch.where(kept_BD1, anchor_B1 + step_D1, anchor_B1)
 
 
-class TreeRunner(CPUModelRunner):
+class TreeRunner(StockRunner):
     """vLLM's model runner with trees for drafts."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.speculator = TreeDrafter(vllm_config, device)
-        self.step = StepTrees()
+        self.step = StepTrees(self.max_num_reqs, self.speculator.tree.budget, device)
         self.placed: Placed | None = None
         self.is_plain_R = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         """Requests whose sampling looks at the rows before, which are no history in a tree: they decode plainly."""
@@ -64,8 +72,9 @@ class TreeRunner(CPUModelRunner):
             for group in groups:
                 group.get_metadata_builder().trees = self.step
         layers = self.vllm_config.compilation_config.static_forward_context
-        self.target_layers = [
-            [layers[name] for name in group.layer_names if not layers[name].is_draft_layer]
+        drafting = self.speculator.draft_attn_layer_names
+        self.target_rows = [
+            slot_rows([layers[name] for name in group.layer_names if name not in drafting])
             for group in self.kv_cache_config.kv_cache_groups
         ]
 
@@ -73,24 +82,27 @@ class TreeRunner(CPUModelRunner):
         """Slots come from consecutive positions, so every node has its own. Then the positions become those of the
         trees."""
         block_tables, self.slots = super().prepare_attn(input_batch)
-        self.placed, self.step.tree = None, None
+        self.placed = None
         if input_batch.num_draft_tokens:
             self.placed = self.place(input_batch)
-            self.step.tree, self.step.is_tree_B = self.placed.tree, self.placed.is_tree_B
+            self.step.put(self.placed.tree.ancestor_BNW, self.placed.is_tree_B)
             self.set_positions(input_batch, self.placed)
+        else:
+            self.step.clear()
         self.speculator.committed = self.every_row(input_batch)
         return block_tables, self.slots
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-        self.placed, self.step.tree = None, None
+        self.placed = None
+        self.step.clear()
         placed: tuple[tuple[Tensor, ...], Tensor] = super().prepare_dummy_attn(*args, **kwargs)
         return placed
 
     def place(self, input_batch: Any) -> Placed:
         """The proposed trees, as far as the scheduler has kept them: it cuts behind, so a parent is never missing."""
         batch, trees = input_batch, self.speculator.trees
-        state_B, end_B = batch.idx_mapping, batch.query_start_loc[1 : batch.num_reqs + 1].long()
-        drafted_B = torch.as_tensor(batch.num_draft_tokens_per_req, device=self.device).long()
+        state_B, end_B = batch.idx_mapping.long(), batch.query_start_loc[1 : batch.num_reqs + 1].long()
+        drafted_B = batch.cu_num_logits[: batch.num_reqs + 1].diff().long() - 1
         anchor_B = end_B - drafted_B - 1
         position_T = batch.positions.clone()
         # Drafts before the end of a prompt are placeholders of the scheduler: nobody has proposed them.
@@ -100,8 +112,7 @@ class TreeRunner(CPUModelRunner):
         node_N = torch.arange(trees.parent_RN.shape[1], device=self.device)
         row_BN = anchor_B[:, None] + torch.where(node_N < size_B[:, None], node_N, 0)
         token_BN = batch.input_ids[row_BN].long()
-        tree = DraftTree.from_parents(token_BN, trees.parent_RN[state_B], size_B, self.speculator.depth)
-        return Placed(tree, is_tree_B, row_BN, position_T)
+        return Placed(trees.read(state_B, token_BN, size_B, self.speculator.depth), is_tree_B, row_BN, position_T)
 
     def set_positions(self, input_batch: Any, placed: Placed) -> None:
         """A node is as far behind the anchor as it is deep. The buffer stays the same."""
@@ -124,7 +135,12 @@ class TreeRunner(CPUModelRunner):
         source_BD1, target_BD1 = placed.path_rows(verdict)
         logprobs = self.logprobs(batch, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
         self.compact(source_BD1, target_BD1)
-        self.speculator.committed = self.committed_rows(source_BD1, target_BD1, placed.position_T)
+        source_BD1 = self.committed_rows(source_BD1, target_BD1)
+        if batch.is_prefilling_np.any():
+            self.speculator.committed = self.every_row(batch, source_BD1, target_BD1)
+        else:
+            source_T, target_T = source_BD1.flatten(), target_BD1.flatten()
+            self.speculator.committed = Committed(source_T, placed.position_T[target_T], target_T, is_path=True)
         return self.report(batch, accepted_tokens(placed.tree, verdict), verdict.length_B, logprobs)
 
     def draw(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> tuple[Tensor, Tensor]:
@@ -134,56 +150,56 @@ class TreeRunner(CPUModelRunner):
         trees': what is drawn along it is what plain decoding draws.
         """
         batch = input_batch
-        row_R = batch.logits_indices
-        logits_RV = self.model.compute_logits(hidden_states[row_R])
+        logits_RV = self.model.compute_logits(hidden_states[batch.logits_indices])
         if grammar_output is not None:
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits_RV, batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
-        drawn_R, processed_RV = self.sampler.sample(
-            logits_RV,
-            batch.expanded_idx_mapping,
-            batch.idx_mapping,
-            batch.idx_mapping_np,
-            batch.positions[row_R],
-            batch.input_ids[row_R],
-            batch.expanded_local_pos,
-            batch.seq_lens_cpu_upper_bound.numpy(),
-            return_logprobs=self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None,
-        )
-        return processed_RV if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES else logits_RV, drawn_R
+        want_logprobs = logprob_counts(self.sampler, batch) is not None
+        drawn_R, processed_RV = draw_tokens(self.sampler, logits_RV, batch, want_logprobs)
+        return processed_RV if is_processed(self.sampler) else logits_RV, drawn_R
 
     def logprobs(
         self, input_batch: Any, logits_RV: Tensor, drawn_R: Tensor, source_BD1: Tensor, target_BD1: Tensor
     ) -> Any:
         """Log-probabilities where a request wants them: vLLM reads the first rows of a request, so the path's come
         first."""
-        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
-        if dims is None:
+        counts = logprob_counts(self.sampler, input_batch)
+        if counts is None:
             return None
         row_R = torch.arange(len(drawn_R), device=self.device)
         row_R[target_BD1] = source_BD1
-        is_raw = self.sampler.logprobs_mode in ("raw_logits", "processed_logits")
-        starts = input_batch.cu_num_logits_np.tolist()
-        return compute_topk_scores(logits_RV[row_R], dims[0], drawn_R[row_R], starts, logits_mode=is_raw)
+        return compute_topk_scores(
+            logits_RV[row_R],
+            counts[0],
+            drawn_R[row_R],
+            input_batch.cu_num_logits_np.tolist(),
+            self.sampler.logprob_token_ids_state,
+            input_batch.expanded_idx_mapping,
+            counts[1],
+            logits_mode=is_raw_logits(self.sampler),
+        )
 
     def compact(self, source_BD1: Tensor, target_BD1: Tensor) -> None:
         """Move K and V of the accepted paths to where plain decoding would have written them."""
-        for slot_T, layers in zip(self.slots, self.target_layers, strict=True):
-            for layer in layers:
-                storage = layer.kv_cache.transpose(1, 2)[None, None]
-                ops.compact_kv(storage, slot_T[source_BD1], slot_T[target_BD1])
+        for slot_T, rows in zip(self.slots, self.target_rows, strict=True):
+            if rows is not None:
+                ops.compact_rows(rows, slot_T[source_BD1], slot_T[target_BD1])
 
-    def every_row(self, input_batch: Any) -> tuple[Tensor, Tensor]:
-        """All rows, where all of them are committed."""
-        count = input_batch.num_tokens
-        return torch.arange(count, device=self.device), input_batch.positions[:count]
+    def committed_rows(self, source_BD1: Tensor, target_BD1: Tensor) -> Tensor:
+        """Where the states of the tokens are that were committed to the rows of a path."""
+        return source_BD1
 
-    def committed_rows(self, source_BD1: Tensor, target_BD1: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the states of the committed tokens are, in the order of their positions."""
-        row_T = torch.arange(len(position_T), device=self.device)
-        row_T[target_BD1] = source_BD1
-        return row_T, position_T
+    def every_row(
+        self, input_batch: Any, source_BD1: Tensor | None = None, target_BD1: Tensor | None = None
+    ) -> Committed:
+        """All rows, in the order of their positions: those of accepted paths have moved."""
+        place_T = torch.arange(input_batch.num_tokens, device=self.device)
+        row_T = place_T
+        if source_BD1 is not None and target_BD1 is not None:
+            row_T = place_T.clone()
+            row_T[target_BD1] = source_BD1
+        return Committed(row_T, input_batch.positions[: len(place_T)], place_T, is_path=False)
 
     def report(
         self, input_batch: Any, token_BD1: Tensor, length_B: Tensor, logprobs: Any
@@ -200,6 +216,16 @@ class TreeRunner(CPUModelRunner):
         sampled = token_BD1.new_zeros(batch.num_reqs, self.num_speculative_steps + 1)
         sampled[:, : token_BD1.shape[1]] = token_BD1
         return SamplerOutput(sampled, logprobs, None, num_sampled, num_rejected), num_sampled, num_rejected
+
+
+def slot_rows(layers: list[Any]) -> SlotRows | None:
+    """The caches of a group's layers, a row for K and V of all heads at a slot. None: the group has none."""
+    if not layers:
+        return None
+    caches = [layer.kv_cache.transpose(1, 2) for layer in layers]
+    if not all(cache.is_contiguous() for cache in caches):
+        raise ValueError("JetSpec's trees need pages that follow each other in vLLM's KV cache; these have gaps")
+    return SlotRows.of(cache.view(-1, cache.shape[2] * cache.shape[3]) for cache in caches)
 
 
 def needs_history(params: Any) -> bool:
