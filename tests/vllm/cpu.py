@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.sample import gumbel, sampler
 
 from jetspec.integrations.vllm import BACKEND, OPTIONS, WORKER
@@ -60,6 +61,7 @@ def install() -> None:
         LIBRARY.impl(name, partial(answer, result), "CompositeExplicitAutograd")
     vllm_ops.rms_norm, vllm_ops.rotary_embedding = rms_norm, rotary_embedding
     sampler.gumbel_sample = gumbel_sample
+    topk_topp_sampler.HAS_TRITON = False  # the interpreter does not know all that its kernel says
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
 
 
@@ -88,7 +90,8 @@ def start(
 
 
 def generate(llm: Any, prompts: list[list[int]], max_tokens: int, **sampling: Any) -> list[list[int]]:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **{"temperature": 0, **sampling})
+    asked = {"temperature": 0, "ignore_eos": True, "detokenize": False, **sampling}
+    params = SamplingParams(max_tokens=max_tokens, **asked)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 

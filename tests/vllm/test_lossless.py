@@ -13,6 +13,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from jetspec.dispatch import force
 from jetspec.integrations.vllm import register
 from jetspec.integrations.vllm.attention import StepTrees, TreeAttentionBackend
 from jetspec.integrations.vllm.drafter import TreeDrafter
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.vllm
 LENGTH = 40
 PROMPTS = random_prompts((20, 3, 60, 11))
 """The third is longer than what a step may take, so that it is read in chunks beside the trees of others."""
+KEPT: list[Any] = []
+"""An engine that is thrown away takes the process groups of the others with it."""
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +92,17 @@ def test_each_part_is_needed(
     assert generate(trees, PROMPTS, LENGTH) != texts
 
 
-def test_draws_with_a_seed_are_those_of_plain_decoding(plain: Any, trees: Any, oracle: Oracle) -> None:
-    how = {"temperature": 0.8, "seed": 11}
+def test_the_kernels_of_a_gpu_write_the_same(trees: Any, oracle: Oracle, texts: list[list[int]]) -> None:
+    with force("triton"):  # interpreted, that is slow: two prompts, one of them in chunks
+        assert generate(trees, PROMPTS[1:3], 6) == [text[:6] for text in texts[1:3]]
+    assert sum(oracle.seen) < 2 * 6
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "logit_bias": {7: 2.0}}])
+def test_draws_with_a_seed_are_those_of_plain_decoding(
+    plain: Any, trees: Any, oracle: Oracle, filters: dict[str, Any]
+) -> None:
+    how = {"temperature": 0.8, "seed": 11, **filters}
     drawn = generate(plain, PROMPTS, 24, **how)
     oracle.texts = [prompt + text for prompt, text in zip(PROMPTS, drawn, strict=True)]
     assert generate(trees, PROMPTS, 24, **how) == drawn
@@ -128,6 +140,13 @@ def test_a_prefix_that_trees_have_written_is_found_again(
     found = [output.num_cached_tokens - len(prompt) for output, prompt in zip(outputs, PROMPTS, strict=True)]
     assert max(found) > 0, "no page that trees have written was found"
     assert [list(output.outputs[0].token_ids) for output in outputs] == generate(plain, longer, 8)
+
+
+def test_a_stop_token_ends_a_text_in_the_middle_of_a_path(plain: Any, trees: Any, oracle: Oracle) -> None:
+    stops = [oracle.texts[i][len(PROMPTS[i]) + at] for i, at in enumerate((5, 9, 12, 20))]
+    alone = generate(plain, PROMPTS, LENGTH, stop_token_ids=stops)
+    assert generate(trees, PROMPTS, LENGTH, stop_token_ids=stops) == alone
+    assert all(len(text) < LENGTH for text in alone)
 
 
 def test_the_end_of_the_longest_sequence(plain: Any, trees: Any, oracle: Oracle) -> None:
@@ -171,6 +190,15 @@ def in_order(runner: Any, source_BD1: Any, target_BD1: Any) -> Any:
     return target_BD1
 
 
+def test_few_pages(target: str, texts: list[list[int]], oracle: Oracle, tmp_path: Path) -> None:
+    """Requests are put off and begun again, prompts and what they have written."""
+    few = start(target, str(write_head(tmp_path / "head")), num_gpu_blocks_override=9, disable_log_stats=False)
+    assert generate(few, PROMPTS, LENGTH) == texts
+    preempted = next(metric.value for metric in few.get_metrics() if metric.name == "vllm:num_preemptions")
+    assert preempted > 0 and sum(oracle.seen) < 0.9 * len(PROMPTS) * LENGTH
+    KEPT.append(few)
+
+
 def test_the_plugin_registers_a_name() -> None:
     register()
     assert AttentionBackendEnum.CUSTOM.get_class() is TreeAttentionBackend
@@ -178,6 +206,6 @@ def test_the_plugin_registers_a_name() -> None:
 
 @pytest.mark.parametrize("kind", [{"causal": False}, {"edge": True}])
 def test_heads_of_every_kind(kind: dict[str, bool], target: str, texts: list[list[int]], tmp_path: Path) -> None:
-    # An engine that is thrown away takes the process groups of the others with it: this test is the last.
     trees = start(target, str(write_head(tmp_path / "head", **kind)))
+    KEPT.append(trees)
     assert generate(trees, PROMPTS, 10) == [text[:10] for text in texts]

@@ -20,7 +20,7 @@ from jetspec.types import TreeBatch
 VOCAB, BLOCK = 512, 8
 
 
-def write_target(folder: Path) -> Path:
+def write_target(folder: Path, sharpness: float = 1.0) -> Path:
     """Norms are random too: a wrong one among equal ones would not show."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
@@ -36,6 +36,7 @@ def write_target(folder: Path) -> Path:
     for name, weight in model.named_parameters():
         if "norm" in name:
             weight.data.uniform_(0.7, 1.3)
+    model.lm_head.weight.data.mul_(sharpness)
     model.save_pretrained(folder)
     return folder
 
