@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.sample import gumbel, sampler
 
-from jetspec.integrations.vllm import BACKEND, OPTIONS, WORKER
+from jetspec.integrations.vllm import BACKEND, OPTIONS, WORKER, register
 
 SET_UP = (("init_cpu_memory_env", "(int[] x) -> ()", None), ("init_cpu_threads_env", "(str x) -> str", ""))
 LIBRARY = torch.library.Library("_C", "FRAGMENT")
@@ -63,6 +63,7 @@ def install() -> None:
     sampler.gumbel_sample = gumbel_sample
     topk_topp_sampler.HAS_TRITON = False  # the interpreter does not know all that its kernel says
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    register()
 
 
 install()

@@ -8,13 +8,14 @@ pytest.importorskip("vllm", reason="needs an environment with vLLM; make test-vl
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from jetspec.dispatch import force
-from jetspec.integrations.vllm import register
+from jetspec.integrations.vllm import WORKER, register
 from jetspec.integrations.vllm.attention import StepTrees, TreeAttentionBackend
 from jetspec.integrations.vllm.drafter import TreeDrafter
 from jetspec.integrations.vllm.runner import TreeRunner
@@ -190,18 +191,33 @@ def in_order(runner: Any, source_BD1: Any, target_BD1: Any) -> Any:
     return target_BD1
 
 
-def test_few_pages(target: str, texts: list[list[int]], oracle: Oracle, tmp_path: Path) -> None:
-    """Requests are put off and begun again, prompts and what they have written."""
-    few = start(target, str(write_head(tmp_path / "head")), num_gpu_blocks_override=9, disable_log_stats=False)
-    assert generate(few, PROMPTS, LENGTH) == texts
-    preempted = next(metric.value for metric in few.get_metrics() if metric.name == "vllm:num_preemptions")
-    assert preempted > 0 and sum(oracle.seen) < 0.9 * len(PROMPTS) * LENGTH
+def test_few_pages(target: str, plain: Any, oracle: Oracle, tmp_path: Path) -> None:
+    """Requests are put off and begun again, with their prompts and with what they have written."""
+    prompts, length = [PROMPTS[i] for i in (0, 1, 3)], 90
+    texts = generate(plain, prompts, length)
+    oracle.texts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    tight: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 12, "disable_log_stats": False}
+    few = start(target, str(write_head(tmp_path / "head")), **tight)
     KEPT.append(few)
+    assert generate(few, prompts, length) == texts
+    assert next(metric.value for metric in few.get_metrics() if metric.name == "vllm:num_preemptions") > 0
+    assert sum(oracle.seen) < 0.7 * len(prompts) * length
 
 
 def test_the_plugin_registers_a_name() -> None:
     register()
     assert AttentionBackendEnum.CUSTOM.get_class() is TreeAttentionBackend
+
+
+def test_sampling_that_only_trees_know_is_refused_to_others() -> None:
+    def validate(worker: str) -> None:
+        parallel = SimpleNamespace(worker_cls=worker)
+        SamplingParams(min_p=0.1)._validate_spec_decode(SimpleNamespace(target_parallel_config=parallel))
+
+    register()
+    validate(WORKER)
+    with pytest.raises(Exception, match="min_p"):
+        validate("auto")
 
 
 @pytest.mark.parametrize("kind", [{"causal": False}, {"edge": True}])
