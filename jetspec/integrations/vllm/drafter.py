@@ -17,7 +17,8 @@ from jetspec.integrations.vllm.attention import TreeAttentionBackend, pages_of
 from jetspec.integrations.vllm.draft_graphs import DraftGraphs, DraftInputs
 from jetspec.integrations.vllm.options import head_refusals, say, tree_config
 from jetspec.models.draft_head import DraftHead
-from jetspec.models.head_format import load_head
+from jetspec.models.head_format import load_head, read_config
+from jetspec.models.hub import resolve
 from jetspec.tree import WORD, DraftTree, build_tree
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
@@ -110,7 +111,7 @@ class TreeDrafter(DraftModelSpeculator):
         self.graphs: DraftGraphs | None = None
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> DraftHead:
-        head = load_head(self.draft_model_config.model, dtype=self.dtype, device=self.device)
+        head = self.load_head()
         self.head, self.target = head, Borrowed(target_model)
         say(head_refusals(head.head_config, self.tree))
         self.depth = min(head.head_config.draft_depth(self.tree.depth), self.tree.budget - 1)
@@ -120,6 +121,17 @@ class TreeDrafter(DraftModelSpeculator):
         }
         self.vllm_config.compilation_config.static_forward_context.update(self.layers)
         return head
+
+    def load_head(self) -> DraftHead:
+        """The head, or one of its shape where vLLM is to make up all weights."""
+        name = self.draft_model_config.model
+        if self.vllm_config.load_config.load_format != "dummy":
+            return load_head(name, dtype=self.dtype, device=self.device)
+        with torch.device(self.device):
+            head = DraftHead(read_config(resolve(name))).to(self.dtype)
+        for parameter in head.parameters():
+            parameter.data.normal_(std=0.02)
+        return head.requires_grad_(False).eval()
 
     def set_attn(self, *args: Any) -> None:
         super().set_attn(*args)
