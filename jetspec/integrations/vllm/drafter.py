@@ -145,6 +145,10 @@ class TreeDrafter(DraftModelSpeculator):
         """Drafts are captured without its help."""
 
     def capture(self) -> None:
+        with graph_capture(device=self.device):
+            self.capture_drafts()
+
+    def capture_drafts(self) -> None:
         """Record the drafts that follow a step of trees alone, for some sizes of batches."""
         inputs = DraftInputs.idle(
             self.max_num_reqs,
@@ -155,8 +159,7 @@ class TreeDrafter(DraftModelSpeculator):
             dtype=self.dtype,
             device=self.device,
         )
-        with graph_capture(device=self.device):
-            self.graphs = DraftGraphs(self.draft, inputs, self.max_num_reqs)
+        self.graphs = DraftGraphs(self.draft, inputs, self.max_num_reqs)
 
     @torch.inference_mode()
     def propose(
