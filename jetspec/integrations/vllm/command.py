@@ -15,6 +15,10 @@ from jetspec.models.head_format import read_config
 from jetspec.models.hub import resolve, shipped_head
 
 
+CAPTURED_TREES = 16
+"""Requests that decode together in a captured pass; larger batches run as they are written."""
+
+
 def serve_command(model: str, head: str, tree: TreeConfig, more: Sequence[str] = ()) -> list[str]:
     """`vllm serve` for a target, which vLLM finds by itself, and a head, with options of vLLM's own behind."""
     folder = shipped_head(head) or resolve(head)
@@ -28,8 +32,16 @@ def serve_command(model: str, head: str, tree: TreeConfig, more: Sequence[str] =
         *("--worker-cls", WORKER),
         *("--speculative-config", json.dumps(speculative)),
         *("--additional-config", json.dumps({OPTIONS: shape})),
+        *_graphs(tree, more),
         *more,
     ]
+
+
+def _graphs(tree: TreeConfig, more: Sequence[str]) -> list[str]:
+    """vLLM captures passes of up to 512 rows unless told otherwise, which is not many trees."""
+    if any(word.startswith(("--max-cudagraph", "--cudagraph", "--compilation-config", "-O")) for word in more):
+        return []
+    return ["--max-cudagraph-capture-size", str(max(512, CAPTURED_TREES * tree.budget))]
 
 
 def run_command(command: list[str]) -> NoReturn:

@@ -82,14 +82,13 @@ class TreeRunner(StockRunner):
         """Slots come from consecutive positions, so every node has its own. Then the positions become those of the
         trees."""
         block_tables, self.slots = super().prepare_attn(input_batch)
-        self.placed = None
         if input_batch.num_draft_tokens:
             self.placed = self.place(input_batch)
             self.step.put(self.placed.tree.ancestor_BNW, self.placed.is_tree_B)
             self.set_positions(input_batch, self.placed)
         else:
+            self.placed = None
             self.step.clear()
-        self.speculator.committed = self.every_row(input_batch)
         return block_tables, self.slots
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -125,6 +124,7 @@ class TreeRunner(StockRunner):
         """Let vLLM's sampler choose a token after every node, and follow its choices."""
         placed, batch = self.placed, input_batch
         if placed is None:
+            self.speculator.committed = self.every_row(batch)
             plain: tuple[SamplerOutput, Tensor, Tensor] = super().sample(hidden_states, batch, grammar_output)
             return plain
         logits_RV, drawn_R = self.draw(hidden_states, batch, grammar_output)
