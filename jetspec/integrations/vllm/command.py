@@ -14,7 +14,6 @@ from jetspec.integrations.vllm.options import head_refusals, say
 from jetspec.models.head_format import read_config
 from jetspec.models.hub import resolve, shipped_head
 
-
 CAPTURED_TREES = 16
 """Requests that decode together in a captured pass; larger batches run as they are written."""
 
