@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
-from jetspec import LLM, SamplingParams, TreeConfig
+import jetspec
+from jetspec import LLM, TreeConfig
 from jetspec.models.export import export_head
 from jetspec.models.head_format import load_head
 from jetspec.models.hub import DEFAULT_MODEL, HEADS
@@ -27,7 +30,12 @@ QUESTIONS = (
     "List five European capitals.",
 )
 LENGTH, BUDGET, WIDTH = 32, 32, 8
-SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 160, "disable_log_stats": False}
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 512,
+    "max_num_batched_tokens": 160,
+    "disable_log_stats": False,
+    "skip_tokenizer_init": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +69,55 @@ def texts(plain: Any, prompts: list[list[int]]) -> list[list[int]]:
 def our_rounds(llm: LLM, prompts: list[list[int]], texts: list[list[int]]) -> int:
     """Rounds behind the first token, which vLLM samples from the prompt's own pass."""
     begun = [prompt + text[:1] for prompt, text in zip(prompts, texts, strict=True)]
-    done = llm.generate(begun, SamplingParams(max_tokens=LENGTH - 1, ignore_eos=True))
+    done = llm.generate(begun, jetspec.SamplingParams(max_tokens=len(texts[0]) - 1, ignore_eos=True))
     assert [completion.token_ids for completion in done] == [text[1:] for text in texts]
     return sum(completion.stats.rounds for completion in done)
 
 
+@pytest.fixture(scope="module")
+def trees(folder: Path, plain: Any) -> Any:
+    """Behind the other, which would begin the metrics anew."""
+    return start(str(folder / "target"), str(HEADS / DEFAULT_MODEL), budget=BUDGET, tree={"width": WIDTH}, **SETTINGS)
+
+
 def test_the_text_is_the_same_and_so_are_the_rounds(
-    ours: LLM, folder: Path, prompts: list[list[int]], texts: list[list[int]]
+    ours: LLM, prompts: list[list[int]], texts: list[list[int]], trees: Any
 ) -> None:
-    trees = start(str(folder / "target"), str(HEADS / DEFAULT_MODEL), budget=BUDGET, tree={"width": WIDTH}, **SETTINGS)
     assert generate(trees, prompts, LENGTH) == texts
     rounds = counted(trees)["num_drafts"]
     assert rounds == pytest.approx(our_rounds(ours, prompts, texts), rel=0.02)
     assert rounds < 0.6 * LENGTH * len(prompts)
+
+
+def test_stop_strings_end_the_same_texts(
+    ours: LLM, plain: Any, trees: Any, prompts: list[list[int]], texts: list[list[int]]
+) -> None:
+    """They end in the middle of tokens and of paths."""
+    written = [ours.tokenizer.decode(text) for text in texts]
+    stops = [text[n : n + 4] for n, text in enumerate(written, 30)]
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, stop=stops)
+
+    def ends(llm: Any) -> list[tuple[str, str | int | None]]:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [(output.outputs[0].text, output.outputs[0].stop_reason) for output in outputs]
+
+    alone = ends(plain)
+    assert ends(trees) == alone
+    assert all(reason in stops for _, reason in alone)
+
+
+def test_a_request_with_a_grammar_decodes_plainly_beside_trees(
+    plain: Any, trees: Any, prompts: list[list[int]]
+) -> None:
+    free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    number = StructuredOutputsParams(regex="The answer is [0-9]{1,3}")
+    bound = SamplingParams(temperature=0, max_tokens=12, structured_outputs=number)
+
+    def written(llm: Any) -> list[list[int]]:
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts[:2]]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(asked, [bound, free], use_tqdm=False)]
+
+    assert written(trees) == written(plain)
 
 
 def test_an_exported_head_drafts_in_stock_vllm_as_it_does_here(
@@ -81,8 +125,8 @@ def test_an_exported_head_drafts_in_stock_vllm_as_it_does_here(
 ) -> None:
     chain = {"method": "dflash", "model": str(folder / "chain"), "num_speculative_tokens": 15}
     stock = start(str(folder / "target"), speculative_config=chain, **SETTINGS)
-    assert generate(stock, prompts, LENGTH) == texts
+    few, short = prompts[1:3], [text[:20] for text in texts[1:3]]  # its drafts are slow where kernels are interpreted
+    assert generate(stock, few, 20) == short
     here = ours.with_head(folder / "chain").with_drafter("head", TreeConfig(budget=16, width=1))
     rounds = counted(stock)["num_drafts"]
-    assert rounds == pytest.approx(our_rounds(here, prompts, texts), rel=0.02)
-    assert rounds < 0.9 * LENGTH * len(prompts)
+    assert rounds == our_rounds(here, few, short) < 0.9 * 20 * len(few)
