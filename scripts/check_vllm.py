@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -216,29 +217,39 @@ def measure(folders: Folders, method: str, batches: list[int], args: argparse.Na
 
 def run_method(method: str, root: Path, args: argparse.Namespace) -> dict[str, Any]:
     """A method in a process of its own; what went wrong is part of the result."""
-    out = root / f"{method}.json"
+    out, log = root / f"{method}.json", root / f"{method}.log"
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "scripts.check_vllm", *sys.argv[1:], "--one", method, "--work", str(root)]
-    done = subprocess.run(command, env=os.environ | SETTINGS, text=True, stderr=subprocess.PIPE)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            process.wait(args.limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            file.write(f"\nit took longer than {args.limit} s")
     if not out.exists():
-        sys.stderr.write(done.stderr[-6000:])
-        return {"method": method, "error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        text = log.read_text(errors="replace").strip()
+        sys.stderr.write(text[-6000:] + "\n")
+        return {"method": method, "error": (text.splitlines() or ["no message"])[-1]}
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
-def compare(results: list[dict[str, Any]]) -> None:
-    """Speed-ups over plain decoding, and how many texts of the largest batch are its own."""
+def compared(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With speed-ups over plain decoding, and how many texts of the largest batch are its own."""
     plain = next((result for result in results if result["method"] == PLAIN and "texts" in result), None)
+    out = []
     for result in results:
-        texts = result.pop("texts", None) if result is not plain else result["texts"]
-        if plain is None or texts is None:
-            continue
-        result["same_texts"] = sum(a == b for a, b in zip(texts, plain["texts"], strict=False)) / len(texts)
-        for row, base in zip(result["batches"], plain["batches"], strict=False):
-            row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
-    if plain is not None:
-        del plain["texts"]
+        rows = [dict(row) for row in result.get("batches", [])]
+        shown = {key: value for key, value in result.items() if key != "texts"} | {"batches": rows}
+        if plain is not None and "texts" in result:
+            same = [a == b for a, b in zip(result["texts"], plain["texts"], strict=False)]
+            shown["same_texts"] = sum(same) / len(same)
+            for row, base in zip(rows, plain["batches"], strict=False):
+                row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
+        out.append(shown)
+    return out
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -265,6 +276,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--compile", action="store_true", help="let vLLM compile the target, too")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that a method may take")
     parser.add_argument("--work", type=Path, help="folder for models; a new one when left out")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -275,16 +287,15 @@ def main() -> None:
         write_whole(root / f"{args.one}.json", json.dumps(measure(folders, args.one, batches, args)))
         return
     prepare(root, args.shape, getattr(torch, args.dtype))
-    results = []
-    for method in args.methods.split(","):
-        results.append(run_method(method, root, args))
-        show([results[-1]])
-    compare(results)
-    show(results)
     lengths = [len(prompt) for prompt in folders.prompts()]
     about = {"model": args.shape or DEFAULT_MODEL, "dtype": args.dtype, "tokens": args.tokens, "width": args.width}
     about |= {"prompt_tokens": statistics.mean(lengths), "graphs": not args.eager, "compiled": args.compile}
-    write_record(args.out, {"settings": about, "results": results})
+    about["vllm"] = version("vllm")
+    results: list[dict[str, Any]] = []
+    for method in args.methods.split(","):
+        results.append(run_method(method, root, args))
+        show(compared(results)[-1:])
+        write_record(args.out, {"settings": about, "results": compared(results)})
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ class SlotTrees:
         self.depth_RN = torch.zeros(shape, dtype=torch.int64, device=device)
         self.ancestor_RNW = torch.zeros(*shape, words, dtype=torch.int32, device=device)
         self.size_R = torch.ones(num_requests + 1, dtype=torch.int64, device=device)
+        self.node_N = torch.arange(budget, device=device)
 
     def write(self, state_B: Tensor, tree: DraftTree) -> Tensor:
         """Keep the shapes. Returns the tokens below the anchors, (B, budget - 1)."""
@@ -81,8 +82,7 @@ class SlotTrees:
 
     def read(self, state_B: Tensor, token_BN: Tensor, size_B: Tensor, max_depth: int) -> DraftTree:
         """The shapes of some requests' trees with these tokens, of which as many nodes are left as `size_B` says."""
-        real_BN = torch.arange(token_BN.shape[1], device=token_BN.device) < size_B[:, None]
-        depth_BN = torch.where(real_BN, self.depth_RN[state_B], 0)
+        depth_BN = torch.where(self.node_N < size_B[:, None], self.depth_RN[state_B], 0)
         return DraftTree(token_BN, self.parent_RN[state_B], depth_BN, self.ancestor_RNW[state_B], size_B, max_depth)
 
 

@@ -108,8 +108,7 @@ class TreeRunner(StockRunner):
         is_tree_B = (drafted_B > 0) & (position_T[anchor_B] >= self.req_states.prefill_len.gpu[state_B])
         is_tree_B &= ~self.is_plain_R[state_B]
         size_B = torch.where(is_tree_B, trees.size_R[state_B].minimum(drafted_B + 1), 1)
-        node_N = torch.arange(trees.parent_RN.shape[1], device=self.device)
-        row_BN = anchor_B[:, None] + torch.where(node_N < size_B[:, None], node_N, 0)
+        row_BN = anchor_B[:, None] + torch.where(trees.node_N < size_B[:, None], trees.node_N, 0)
         token_BN = batch.input_ids[row_BN].long()
         return Placed(trees.read(state_B, token_BN, size_B, self.speculator.depth), is_tree_B, row_BN, position_T)
 
