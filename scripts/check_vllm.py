@@ -175,17 +175,18 @@ def run(llm: Any, prompts: list[list[int]], tokens: int) -> Timing:
     for i, prompt in enumerate(prompts):
         engine.add_request(f"{tag}-{i}", {"prompt_token_ids": prompt}, params)
     texts: dict[str, list[int]] = {}
-    marks: list[tuple[float, int, bool]] = []  # when, tokens so far, whether the batch is whole
+    whole: list[tuple[float, int]] = []  # steps of the whole batch: when, and the tokens so far
+    has_ended = False
     while engine.has_unfinished_requests():
         outputs = engine.step()
         if outputs:
             texts |= {output.request_id.split("-")[1]: list(output.outputs[0].token_ids) for output in outputs}
-            is_whole = len(texts) == len(prompts) and not any(output.finished for output in outputs)
-            marks.append((time.perf_counter(), sum(map(len, texts.values())), is_whole))
-    whole = [mark for mark in marks if mark[2]]
+            has_ended = has_ended or any(output.finished for output in outputs)
+            if len(texts) == len(prompts) and not has_ended:
+                whole.append((time.perf_counter(), sum(map(len, texts.values()))))
     if len(whole) < 2:
         raise ValueError(f"{tokens} tokens are written in too few steps to be timed; give more --tokens")
-    (began, before, _), (ended, after, _) = whole[0], whole[-1]
+    (began, before), (ended, after) = whole[0], whole[-1]
     return Timing(texts, ended - began, len(whole) - 1, after - before)
 
 
