@@ -22,6 +22,9 @@ from jetspec.models.hub import resolve
 from jetspec.tree import WORD, DraftTree, build_tree
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
+MAX_CAPTURED = 64
+"""Requests of the largest batch whose drafts are captured; a graph holds on to the memory of its batch."""
+
 
 class HeadPages(AttentionLayerBase):
     """The cache of one layer of the head, at the same slots as the target's: vLLM gives it room and shares it by
@@ -150,8 +153,9 @@ class TreeDrafter(DraftModelSpeculator):
 
     def capture_drafts(self) -> None:
         """Record the drafts that follow a step of trees alone, for some sizes of batches."""
+        largest = min(self.max_num_reqs, MAX_CAPTURED)
         inputs = DraftInputs.idle(
-            self.max_num_reqs,
+            largest,
             path=self.depth + 1,
             tap_size=self.head.head_config.tap_size,
             pages=self.block_tables.input_block_tables[self.group].shape[1],
@@ -159,7 +163,7 @@ class TreeDrafter(DraftModelSpeculator):
             dtype=self.dtype,
             device=self.device,
         )
-        self.graphs = DraftGraphs(self.draft, inputs, self.max_num_reqs)
+        self.graphs = DraftGraphs(self.draft, inputs, largest)
 
     @torch.inference_mode()
     def propose(
