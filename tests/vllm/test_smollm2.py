@@ -120,6 +120,22 @@ def test_a_request_with_a_grammar_decodes_plainly_beside_trees(
     assert written(trees) == written(plain)
 
 
+def test_chunks_few_pages_full_contexts_and_known_prefixes(
+    folder: Path, prompts: list[list[int]], texts: list[list[int]]
+) -> None:
+    """Steps that hold no whole prompt, pages for two requests, contexts that end the texts; then one of them again."""
+    tight: dict[str, Any] = {"max_model_len": 64, "block_size": 16, "num_gpu_blocks_override": 11}
+    small = {**SETTINGS, **tight, "max_num_batched_tokens": 40}
+    trees = start(str(folder / "target"), str(HEADS / DEFAULT_MODEL), budget=16, tree={"width": WIDTH}, **small)
+    room = [text[: 64 - len(prompt)] for prompt, text in zip(prompts, texts, strict=True)]
+    assert generate(trees, prompts, 100) == room
+    assert counted(trees)["num_drafts"] < 0.8 * sum(map(len, room))
+    again = [prompts[-1] + room[-1][:9]]
+    assert generate(trees, again, 100) == [room[-1][9:]]
+    cached = {metric.name: getattr(metric, "value", None) for metric in trees.get_metrics()}
+    assert cached["vllm:prefix_cache_hits"] > 0
+
+
 def test_an_exported_head_drafts_in_stock_vllm_as_it_does_here(
     ours: LLM, folder: Path, prompts: list[list[int]], texts: list[list[int]]
 ) -> None:
