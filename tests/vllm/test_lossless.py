@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment with vLLM; make test-vllm makes one")
 
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.vllm
 LENGTH = 40
 PROMPTS = random_prompts((20, 3, 60, 11))
 """The third is longer than what a step may take, so that it is read in chunks beside the trees of others."""
+OWN_GUESS = TreeDrafter.guess
 KEPT: list[Any] = []
 """An engine that is thrown away takes the process groups of the others with it."""
 
@@ -93,10 +95,27 @@ def test_each_part_is_needed(
     assert generate(trees, PROMPTS, LENGTH) != texts
 
 
-def test_the_kernels_of_a_gpu_write_the_same(trees: Any, oracle: Oracle, texts: list[list[int]]) -> None:
-    with force("triton"):  # interpreted, that is slow: two prompts, one of them in chunks
-        assert generate(trees, PROMPTS[1:3], 6) == [text[:6] for text in texts[1:3]]
-    assert sum(oracle.seen) < 2 * 6
+def test_the_kernels_of_a_gpu_write_and_draft_the_same(
+    trees: Any, oracle: Oracle, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interpreted, they are slow: two prompts, one of them in chunks."""
+    drafted: dict[tuple[int, int], list[Any]] = {}
+
+    def guess(drafter: Any, block: Any, anchor_B: Any, heat_B: Any, cache: Any) -> Any:
+        tree, length_B = OWN_GUESS(drafter, block, anchor_B, heat_B, cache), block.layout.cached_len_B
+        columns = (anchor_B, length_B, tree.token_BN, tree.parent_BN)
+        for anchor, length, *shape in zip(*(column.tolist() for column in columns), strict=True):
+            drafted.setdefault((anchor, length), []).append(shape)
+        return oracle.guess(drafter, block, anchor_B, heat_B, cache)
+
+    monkeypatch.setattr(TreeDrafter, "guess", guess)
+    for kernels in ("reference", "triton"):
+        assert trees.reset_prefix_cache()
+        with force(kernels):
+            assert generate(trees, PROMPTS[1:3], 6) == [text[:6] for text in texts[1:3]]
+    assert sum(oracle.seen) < 2 * 2 * 6
+    assert any(len(shapes) == 2 for shapes in drafted.values())
+    assert all(shape == shapes[0] for shapes in drafted.values() for shape in shapes)
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "logit_bias": {7: 2.0}}])
@@ -182,13 +201,14 @@ def test_what_the_head_proposes_depends_on_the_text_alone(
     shared = one_by_one.keys() & many.keys()
     assert len(shared) > 12
     assert all(one_by_one[key] == pytest.approx(many[key], abs=1e-3) for key in shared)
-    monkeypatch.setattr(TreeRunner, "committed_rows", in_order)
+    monkeypatch.setattr(TreeRunner, "committed", partialmethod(in_order, TreeRunner.committed))
     wrong = proposals(True)
     assert any(one_by_one[key] != pytest.approx(wrong[key], abs=1e-3) for key in one_by_one.keys() & wrong.keys())
 
 
-def in_order(runner: Any, source_BD1: Any, target_BD1: Any) -> Any:
-    return target_BD1
+def in_order(runner: Any, committed: Any, batch: Any, source_BD1: Any = None, target_BD1: Any = None) -> Any:
+    """As if paths were the first rows of their requests."""
+    return committed(runner, batch, target_BD1, target_BD1)
 
 
 def test_few_pages(target: str, plain: Any, oracle: Oracle, tmp_path: Path) -> None:

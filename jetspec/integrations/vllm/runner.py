@@ -123,7 +123,7 @@ class TreeRunner(StockRunner):
         """Let vLLM's sampler choose a token after every node, and follow its choices."""
         placed, batch = self.placed, input_batch
         if placed is None:
-            self.speculator.committed = self.every_row(batch)
+            self.speculator.committed = self.committed(batch)
             plain: tuple[SamplerOutput, Tensor, Tensor] = super().sample(hidden_states, batch, grammar_output)
             return plain
         logits_RV, drawn_R = self.draw(hidden_states, batch, grammar_output)
@@ -134,12 +134,7 @@ class TreeRunner(StockRunner):
         source_BD1, target_BD1 = placed.path_rows(verdict)
         logprobs = self.logprobs(batch, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
         self.compact(source_BD1, target_BD1)
-        source_BD1 = self.committed_rows(source_BD1, target_BD1)
-        if batch.is_prefilling_np.any():
-            self.speculator.committed = self.every_row(batch, source_BD1, target_BD1)
-        else:
-            source_T, target_T = source_BD1.flatten(), target_BD1.flatten()
-            self.speculator.committed = Committed(source_T, placed.position_T[target_T], target_T, is_path=True)
+        self.speculator.committed = self.committed(batch, source_BD1, target_BD1)
         return self.report(batch, accepted_tokens(placed.tree, verdict), verdict.length_B, logprobs)
 
     def draw(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> tuple[Tensor, Tensor]:
@@ -185,20 +180,19 @@ class TreeRunner(StockRunner):
             if rows is not None:
                 ops.compact_rows(rows, slot_T[source_BD1], slot_T[target_BD1])
 
-    def committed_rows(self, source_BD1: Tensor, target_BD1: Tensor) -> Tensor:
-        """Where the states of the tokens are that were committed to the rows of a path."""
-        return source_BD1
-
-    def every_row(
+    def committed(
         self, input_batch: Any, source_BD1: Tensor | None = None, target_BD1: Tensor | None = None
     ) -> Committed:
-        """All rows, in the order of their positions: those of accepted paths have moved."""
-        place_T = torch.arange(input_batch.num_tokens, device=self.device)
-        row_T = place_T
-        if source_BD1 is not None and target_BD1 is not None:
+        """Where the states of the committed tokens are: rows of paths, whose places are others, and all rows of a step
+        in which prompts are read. Positions are consecutive again."""
+        if source_BD1 is None or target_BD1 is None or input_batch.is_prefilling_np.any():
+            place_T = torch.arange(input_batch.num_tokens, device=self.device)
             row_T = place_T.clone()
-            row_T[target_BD1] = source_BD1
-        return Committed(row_T, input_batch.positions[: len(place_T)], place_T, is_path=False)
+            if source_BD1 is not None:
+                row_T[target_BD1] = source_BD1
+            return Committed(row_T, input_batch.positions[: len(place_T)], place_T, is_path=False)
+        target_T = target_BD1.flatten()
+        return Committed(source_BD1.flatten(), input_batch.positions[target_T], target_T, is_path=True)
 
     def report(
         self, input_batch: Any, token_BD1: Tensor, length_B: Tensor, logprobs: Any

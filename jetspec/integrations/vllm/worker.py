@@ -61,4 +61,6 @@ class TreeWorker(StockWorker):
         finally:
             setattr(runner_home, RUNNER, stock)
         if not isinstance(self.model_runner, TreeRunner):
-            raise ValueError("JetSpec's trees need vLLM's second model runner, for which Triton must be installed")
+            raise ValueError(
+                "JetSpec's trees need vLLM's second model runner: install Triton, and set VLLM_USE_V2_MODEL_RUNNER=1"
+            )
