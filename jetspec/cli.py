@@ -480,6 +480,7 @@ def bench(
     output: Annotated[TableForm, _option("Form of the table on stdout.", "--output")] = "md",
     make_report: Annotated[bool, _option("Make the report of the run as well.", "--report")] = False,
     fresh: Annotated[bool, _option("Delete what the run holds and start over.", "--fresh")] = False,
+    retry_failed: Annotated[bool, _option("Measure again where questions failed.", "--retry-failed")] = False,
 ) -> None:
     """Measure methods against plain decoding.
 
@@ -492,7 +493,8 @@ def bench(
 
     plan = read_plan(recipe, {**(QUICK if quick else {}), **changes})
     name = "quick" if quick else recipe.stem if recipe else "bench"
-    if not run_plan(plan, out or Path("runs/bench") / name, output, fresh=fresh, report=make_report):
+    folder, again = out or Path("runs/bench") / name, {"fresh": fresh, "retry_failed": retry_failed}
+    if not run_plan(plan, folder, output, **again, report=make_report):
         raise typer.Exit(NEGATIVE)
 
 
@@ -593,7 +595,7 @@ def regenerate(
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per GPU.")] = None,
     dtype: Annotated[DtypeName, _option("float32, bfloat16, float16.", metavar="TYPE")] = "auto",
     device: Annotated[str, _option("cpu, cuda (all GPUs) or one such as cuda:1.", metavar="NAME")] = "auto",
-    dry_run: Annotated[bool, _option("Count, and say what would happen.", "--dry-run")] = False,
+    dry_run: Annotated[bool, _option("Say what would happen and how long it takes.", "--dry-run")] = False,
 ) -> None:
     """Let the target answer prompts.
 
@@ -778,7 +780,7 @@ class ServeOptions:
     max_prompt: Annotated[int | None, _option("Longest prompt, in tokens.", panel="Limits")] = None
     max_tokens: Annotated[int | None, _option("Longest answer, in tokens.", panel="Limits")] = None
     max_body: Annotated[int, _option("Bytes of a request.", panel="Limits")] = 4 << 20
-    drain: Annotated[float, _option("Seconds to finish answers when stopped.", panel="Limits")] = 30.0
+    drain: Annotated[float, _option("Seconds to finish answers when stopped; 0: none.", panel="Limits")] = 30.0
 
 
 @app.command(

@@ -47,18 +47,20 @@ class Variant:
     gamma: float | None = None
     lr: float | None = None
     optimizer: str | None = None
-    corpus: bool = False
+    text: str | None = None
+    """Whose answers to the same prompts it is trained on; None: the recipe's data."""
 
-    def of(self, base: TrainConfig) -> TrainConfig:
+    def of(self, base: TrainConfig, texts: Mapping[str, Path] | None = None) -> TrainConfig:
+        data = base.data if self.text is None else (str((texts or {})[self.text]),)
         kind = self.optimizer or base.optimizer.kind
         optimizer = replace(base.optimizer, lr=self.lr or base.optimizer.lr, kind=kind)  # type: ignore[arg-type]
         loss = replace(base.loss, kind=self.kind, gamma=self.gamma)  # type: ignore[arg-type]
         head = replace(base.head, edge_rank=self.edge_rank, causal=self.causal)
-        return replace(base, head=head, loss=loss, optimizer=optimizer)
+        return replace(base, head=head, loss=loss, optimizer=optimizer, data=data)
 
 
 VARIANTS = {
-    "causal": Variant("1, 2, 3, 4, 6, 7"),
+    "causal": Variant("1, 2, 3, 4, 7"),
     "bidirectional": Variant("1, 2, 7", causal=False),
     **{f"edge-{rank}": Variant("1, 2", edge_rank=rank) for rank in (32, 128, 256)},
     "sft": Variant("4", kind="sft"),
@@ -67,7 +69,7 @@ VARIANTS = {
     **{f"bidirectional-gamma-{gamma}": Variant("7", causal=False, gamma=gamma) for gamma in (3, 7, 15)},
     **{f"lr-{lr:g}": Variant("3", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
     "adamw": Variant("", optimizer="adamw", lr=2e-3),
-    "corpus": Variant("6", corpus=True),
+    **{text: Variant("6", text=text) for text in ("regenerated", "corpus")},
 }
 
 
@@ -75,7 +77,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, required=True, help="everything that the variants share")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of it")
-    parser.add_argument("--corpus", type=Path, help="rows with the corpus's own responses, for the variant of table 6")
+    parser.add_argument("--regenerated", type=Path, help="the target's answers to some prompts, for table 6")
+    parser.add_argument("--corpus", type=Path, help="the corpus's answers to the same prompts, for table 6")
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with a file of questions per task")
     parser.add_argument("--limit", type=int, default=20, help="questions per task")
     parser.add_argument("--tokens", type=int, default=128, help="most tokens per answer")
@@ -86,18 +89,22 @@ def main() -> None:
 
     commit = current_commit()
     base = load_recipe(args.recipe, tuple(args.set))
-    names = args.only.split(",") if args.only else [n for n in VARIANTS if args.corpus or not VARIANTS[n].corpus]
+    texts = {text: file for text in ("regenerated", "corpus") if (file := getattr(args, text)) is not None}
+    names = args.only.split(",") if args.only else [n for n, v in VARIANTS.items() if v.text is None or v.text in texts]
+    if missing := [name for name in names if VARIANTS[name].text not in {None, *texts}]:
+        parser.error(f"the variant {missing[0]} needs --{missing[0]} FILE")
     todo = [name for name in names if not is_done(name, args.out, args.keep_heads)]
     llm = LLM(base.model, drafter="none", engine=EngineConfig(max_batch=64, max_len=base.row_len + args.tokens))
     answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
     target = llm.target.decoder
     del llm.__dict__["engine"]  # its cache is not needed any more
-    data = {False: read(base, target)}
+    data: dict[Any, Sequence[Document]] = {}
     for name in todo:
         variant = VARIANTS[name]
-        if variant.corpus and True not in data:
-            data[True] = read(replace(base, data=(str(args.corpus),)), target)
-        head, results = run_variant(variant.of(base), target, data[variant.corpus], answers, name)
+        config = variant.of(base, texts)
+        if config.data not in data:
+            data[config.data] = read(config, target)
+        head, results = run_variant(config, target, data[config.data], answers, name)
         if args.keep_heads is not None:
             save_any_head(head, args.keep_heads / name)
         about = {"variant": name, "tables": variant.about, "questions": args.limit, "tokens": args.tokens}

@@ -1,6 +1,7 @@
 """Plots and tables of the ablations, from their records, for docs/training.md.
 
-    python -m scripts.plot_ablations --records docs/results/ablations --page docs/training.md --plots docs/plots
+    python -m scripts.plot_ablations --records docs/results/ablations --page docs/training.md --plots docs/plots \
+        --scores docs/results/equal_steps_causal.json --scores docs/results/equal_steps_edge.json
 
 The tables go between two marks in the page, so that no number in it is typed by hand.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     ),
     "Learning rate": ("lr-0.001", "lr-0.002", "causal", "lr-0.01", "lr-0.02"),
     "Optimizer": ("causal", "adamw"),
-    "Whose text": ("causal", "corpus"),
+    "Whose text": ("regenerated", "corpus"),
 }
 """What is compared with what."""
 
@@ -45,6 +46,9 @@ def main() -> None:
     parser.add_argument("--records", type=Path, required=True, help="folder that scripts.ablate wrote")
     parser.add_argument("--page", type=Path, required=True, help="page with the two marks")
     parser.add_argument("--plots", type=Path, required=True, help="folder for the pictures")
+    parser.add_argument(
+        "--scores", type=Path, action="append", default=[], help="of `jetspec eval-head`: the first, and what beats it"
+    )
     args = parser.parse_args()
     records = {path.stem: json.loads(path.read_text()) for path in sorted(args.records.glob("*.json"))}
     args.plots.mkdir(parents=True, exist_ok=True)
@@ -57,6 +61,10 @@ def main() -> None:
         draw(title, {name: records[name]["mean"] for name in found}, picture)
         link = os.path.relpath(picture, args.page.parent)
         parts += [f"### {title}", table({name: records[name] for name in found}), f"![{title}]({link})"]
+    if args.scores:
+        read = [json.loads(path.read_text()) for path in args.scores]
+        scores = {Path(record["head"]).name: record for record in read}
+        parts += ["### Task by task", scores_table(scores)]
     args.page.write_text(put_between(args.page.read_text(), "ablations", "\n\n".join(parts)))
 
 
@@ -67,6 +75,24 @@ def table(records: Records) -> str:
     for name, record in records.items():
         means = [f"{record['mean'][budget]:.2f}" for budget in budgets]
         rows.append([name, *means, f"{record['settings']['steps']}", f"{record['seconds'] / 60:.1f}"])
+    return as_markdown(rows)
+
+
+def scores_table(records: Records) -> str:
+    """Tokens per round at the largest budget, a row per task, and how far each record is above the first."""
+    first, *others = records
+    tasks = {**records[first]["tokens_per_round"], "mean": records[first]["mean"]}
+    budget = list(records[first]["mean"])[-1]
+    gains = [f"gain of {name}" for name in others]
+    rows = [[f"budget {budget}", *records, *gains]]
+    for task in tasks:
+        values = [{**r["tokens_per_round"], "mean": r["mean"]}[task][budget] for r in records.values()]
+        rows.append([task, *(f"{v:.2f}" for v in values), *(f"{v / values[0] - 1:+.1%}" for v in values[1:])])
+    return as_markdown(rows)
+
+
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """The first row is the head; its columns of numbers are aligned right."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
 

@@ -69,7 +69,7 @@ class TransformersMethod:
         out_BT = self.model.generate(  # type: ignore[operator]
             token_BT,
             attention_mask=mask_BT,
-            generation_config=self._settings(asks, token_BT.shape[1]),
+            generation_config=self._settings(asks),
             assistant_model=self.assistant,
             streamer=counter,
         )
@@ -91,15 +91,22 @@ class TransformersMethod:
     def _padding(self) -> int:
         return min(self.target.eos_tokens, default=0)
 
-    def _settings(self, asks: Sequence[Ask], length: int) -> Any:
-        """Our rules and none of the model's own: no filters, no penalties."""
+    def _room(self, ask: Ask) -> int:
+        """Tokens that an answer may have, as in our engine: those of its own prompt's room, not of the longest one."""
+        return max(1, min(ask.sampling.max_tokens, self.max_len - len(ask.prompt)))
+
+    def _settings(self, asks: Sequence[Ask]) -> Any:
+        """Our rules and none of the model's own: no filters, no penalties.
+
+        A whole batch is given the room of its shortest prompt, and what others write beyond theirs is cut off.
+        """
         from transformers import GenerationConfig
 
         sampling = asks[0].sampling
         drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
         ends = None if sampling.ignore_eos else sorted(self.target.eos_tokens) or None
         return GenerationConfig(
-            max_new_tokens=max(1, min(sampling.max_tokens, self.max_len - length)),
+            max_new_tokens=max(map(self._room, asks)),
             eos_token_id=ends,
             pad_token_id=self._padding,
             prompt_lookup_num_tokens=self.lookup,
@@ -107,7 +114,8 @@ class TransformersMethod:
         )
 
     def _reply(self, ask: Ask, tokens: list[int], counter: RoundCounter | None) -> Reply:
-        """Up to the first end token; the rest of a row is padding."""
+        """Up to the first end token, or the end of its room; the rest of a row is padding."""
+        tokens = tokens[: self._room(ask)]
         ends = frozenset() if ask.sampling.ignore_eos else self.target.eos_tokens
         end = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
         kept = tokens[:end]
@@ -200,7 +208,7 @@ class ServerMethod:
                 " another model or another chat template, so the two cannot be compared"
             )
         text = readable(text)
-        return Reply(self.tokenizer.encode(text), text, finish, count, None), pieces
+        return Reply(self.tokenizer.encode_words(text), text, finish, count, None), pieces
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         sampling = ask.sampling

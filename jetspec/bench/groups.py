@@ -32,13 +32,20 @@ class GroupFile(LineFile):
         self.rows, end = ({}, 0) if self.fresh else read_lines(self.path)
         return end
 
+    def failed(self, key: Key) -> bool:
+        """Whether a question of a group that is there has no answer."""
+        return any(answer["error"] for answer in self.rows[key]["answers"])
+
     def append(self, row: Row) -> None:
         self.write(row)
         self.rows[key_of(row)] = row
 
 
 def read_lines(path: Path) -> tuple[dict[Key, Row], int]:
-    """The whole rows of a file, and where the last of them ends in bytes. A file of anything else is refused."""
+    """The whole rows of a file, and where the last of them ends in bytes. A file of anything else is refused.
+
+    Of two rows of a group the later counts.
+    """
     rows: dict[Key, Row] = {}
     end = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from jetspec.bench.groups import Answering, Group, GroupFile, Key, Row, check_prompts, digest
 from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, check_ready, kind_of, open_method, with_head_of
-from jetspec.bench.recipe import BenchConfig, MethodConfig, method_dict
+from jetspec.bench.recipe import BenchConfig, method_dict
 from jetspec.bench.runs import RESULTS_FILE
 from jetspec.bench.tasks import read_task
 from jetspec.engine.llm import LLM
@@ -59,16 +59,17 @@ class Bench:
         return self.llm.target.decoder.config.max_len
 
     def _longest(self, prompt: Prompt) -> int:
-        later = [len(self.llm.tokenizer.encode(turn)) + TURN_ROOM for turn in prompt.turns[1:]]
+        later = [len(self.llm.tokenizer.encode_words(turn)) + TURN_ROOM for turn in prompt.turns[1:]]
         return len(self._start(prompt).conversation.token_ids) + sum(later) + len(prompt.turns) * self.config.max_tokens
 
     def _start(self, prompt: Prompt) -> Answering:
         return Answering(Conversation(prompt, self.llm.tokenizer, **self.variables))
 
-    def run(self, progress: bool = False, fresh: bool = False) -> dict[Key, Row]:
+    def run(self, progress: bool = False, fresh: bool = False, retry_failed: bool = False) -> dict[Key, Row]:
         """Measure what the folder does not hold yet; returns all rows of this benchmark.
 
         `fresh` forgets what it holds, once it is known that all methods can be measured and nobody else writes there.
+        `retry_failed` measures groups again in which a question failed; the new row of such a group counts.
         """
         settings = self.settings()
         for method in self.methods if fresh else ():
@@ -76,8 +77,10 @@ class Bench:
         with closing(GroupFile(self.folder / ROWS_FILE, fresh)) as file:
             for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
                 (self.folder / name).unlink(missing_ok=True)
-            wanted = [group for method in self.methods for group in self.groups(method)]
-            todo = [group for group in wanted if group.key not in file.rows]
+            wanted = list(self.groups())
+            todo = [
+                group for group in wanted if group.key not in file.rows or (retry_failed and file.failed(group.key))
+            ]
             keep_settings(self.folder / RUN_FILE, settings, file.rows, is_measured=bool(todo))
             check_prompts(file.rows.values())
             names = {group.cell.method for group in todo}
@@ -86,11 +89,9 @@ class Bench:
                     check_ready(self.llm, method)
             interval = 0.5 if sys.stderr.isatty() else 30
             with tqdm(total=len(todo), unit="group", mininterval=interval, disable=not progress) as bar:
-                for method in self.methods:
-                    mine = [group for group in todo if group.cell.method == method.name]
-                    for row in self._measure(method, mine, bar):
-                        file.append(row)
-                        bar.update()
+                for row in self._measure(todo, bar):
+                    file.append(row)
+                    bar.update()
             check_prompts(file.rows.values())
             return {group.key: file.rows[group.key] for group in wanted}
 
@@ -99,26 +100,26 @@ class Bench:
         runs = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))["runs"]
         return list(dict.fromkeys(str(run["commit"]) for run in runs))
 
-    def groups(self, method: MethodConfig) -> Iterator[Group]:
-        """In the order of measuring: all that one engine serves, one repeat after the other."""
-        cells = self.config.cells(method)
-        for _, same_engine in groupby(cells, key=lambda cell: (cell.budget, cell.batch)):
-            served = list(same_engine)
-            for repeat in range(self.config.repeats):
-                for cell in served:
-                    prompts = self.questions[cell.task][: method.limit]
-                    for index, first in enumerate(range(0, len(prompts), cell.batch)):
-                        yield Group(cell, repeat, index, prompts[first : first + cell.batch])
+    def groups(self) -> Iterator[Group]:
+        """In the order of measuring: every method once, then every method again.
 
-    def _measure(self, method: MethodConfig, groups: Sequence[Group], bar: tqdm[Any]) -> Iterator[Row]:
-        """Rows of a method; what decodes is made ready once per budget and batch size, outside all timing."""
-        if not groups:
-            return
-        llm = with_head_of(self.llm, method)
-        for (budget, batch), some in groupby(groups, key=lambda group: (group.cell.budget, group.cell.batch)):
-            opened, warm = open_method(llm, method, budget, batch, self.max_len, **self.variables), set()
+        A machine that slows down as it grows warm, or is shared for a while, thus does so to all of them alike.
+        """
+        for repeat, method in product(range(self.config.repeats), self.methods):
+            for cell in self.config.cells(method):
+                prompts = self.questions[cell.task][: method.limit]
+                for index, first in enumerate(range(0, len(prompts), cell.batch)):
+                    yield Group(cell, repeat, index, prompts[first : first + cell.batch])
+
+    def _measure(self, groups: Sequence[Group], bar: tqdm[Any]) -> Iterator[Row]:
+        """Their rows. What decodes is made ready outside all timing, and kept while the groups that follow need it."""
+        methods = {method.name: method for method in self.methods}
+        for (name, budget, batch), some in groupby(groups, key=_engine_of):
+            llm = with_head_of(self.llm, methods[name])
+            opened, warm = open_method(llm, methods[name], budget, batch, self.max_len, **self.variables), set()
             for group in some:
-                bar.set_description(f"{method.name} {budget or ''} x{batch} {group.cell.task}", refresh=False)
+                place = f"repeat {group.repeat + 1}: {name} {budget or ''} x{batch} {group.cell.task}"
+                bar.set_description(place, refresh=False)
                 if group.cell not in warm:
                     self._warm_up(opened, group)
                     warm.add(group.cell)
@@ -220,6 +221,11 @@ class Bench:
             if method.of.head and (head := with_head_of(self.llm, method).head) is not None:
                 found[f"head of {method.name}"] = fingerprint(head)
         return found
+
+
+def _engine_of(group: Group) -> tuple[str, int | None, int]:
+    """What groups must have in common to be decoded by the same engine."""
+    return group.cell.method, group.cell.budget, group.cell.batch
 
 
 def release_memory() -> None:

@@ -249,7 +249,7 @@ class LosslessCheck:
             talk.token_ids = asked
             talk.answer(expected, plain["finish"][turn])
             if is_text:
-                expected = self.bench.llm.tokenizer.encode(plain["text"][turn])
+                expected = self.bench.llm.tokenizer.encode_words(plain["text"][turn])
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
             judge = self.fresh if temperature == 0 else DrawnPass(self.fresh, sampling)
             for found in find_differences({"": asked}, {"": expected}, {"": given}, judge):

@@ -6,7 +6,6 @@ the work of the `xgrammar` library, which is imported when somebody first asks f
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jetspec.engine.rows import Download, send, upload
+from jetspec.engine.schema import check_schema
 from jetspec.tree import DraftTree, children_of, pack_bits
 from jetspec.tree.draft_tree import WORD
 from jetspec.types import Constraint, Grammar, Request
@@ -140,78 +140,3 @@ def _reason(error: Exception) -> str:
     if "Check failed" in first:  # an assertion of the library's, in terms of its inside
         return "it is too large or too intricate"
     return re.sub(r"^\[[^]]*\] \S+: ", "", first) or "it is not valid"
-
-
-ANNOTATIONS = frozenset(
-    {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated"}
-)
-"""Keywords that ask nothing of the text."""
-IGNORED = frozenset(
-    {"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "patternProperties"}
-    | {"dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems"}
-)
-"""Keywords that the library reads over, at least in some schemas."""
-ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-"""Keywords beside which the library reads over all others."""
-
-READ_OVER = re.compile(r"\(\?(?!:|<\w|P<\w)|(?<=[^|(])\^|\$(?=[^|)])")
-"""Parts of an expression that the library reads over: what looks ahead, flags, anchors that are not at an end."""
-
-
-def check_schema(source: str) -> None:
-    """Refuse, by name, what would be ignored: a text must not be promised more than it keeps."""
-    try:
-        left = [json.loads(source)]
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
-    while left:
-        schema = left.pop()
-        if isinstance(schema, dict):
-            if ignored := _ignored(schema):
-                raise ValueError(f"the JSON schema uses {', '.join(sorted(ignored))} where it cannot be enforced")
-            left += _parts(schema)
-
-
-def _ignored(schema: dict[str, Any]) -> set[str]:
-    keywords = schema.keys() - ANNOTATIONS
-    ignored = set(keywords & IGNORED)
-    if "pattern" in keywords:
-        ignored |= keywords & {"minLength", "maxLength", "format"}
-        ignored |= set() if _is_safe(str(schema["pattern"])) else {"pattern"}
-    if schema.get("type") != "integer":
-        ignored |= keywords & {"multipleOf"}
-    if alone := [keyword for keyword in ALONE if keyword in keywords]:
-        ignored |= keywords - {alone[0]} - ({"type"} if alone[0] in ("enum", "const") else set())
-        ignored |= {"allOf"} if len(schema.get("allOf", ())) > 1 else set()
-    elif not keywords & {"type", "properties", "items", "prefixItems"}:
-        ignored |= keywords
-    return ignored
-
-
-def _is_safe(pattern: str) -> bool:
-    """Whether an expression is followed to the letter.
-
-    The library reads over what looks ahead, flags, and anchors in the middle, and takes escapes that it does not know
-    for plain letters. A character that a JSON string must escape it would write bare.
-    """
-    escapes = re.findall(r"\\(.)", pattern, re.DOTALL)
-    is_known = all(e in "dDsSwW" or not (e.isalnum() or e == "\\") for e in escapes)
-    return pattern.isprintable() and '"' not in pattern and is_known and not READ_OVER.search(_bare(pattern))
-
-
-def _bare(pattern: str) -> str:
-    """An expression with a letter in place of each escape and each class of characters."""
-    return re.sub(r"\[[^]]*\]", "x", re.sub(r"\\.", "x", pattern))
-
-
-def _parts(schema: dict[str, Any]) -> list[Any]:
-    """The schemas inside a schema: not the names of properties, nor values to compare with."""
-    parts: list[Any] = []
-    for keyword, value in schema.items():
-        if keyword in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            parts += value.values()
-        elif keyword in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            parts += value
-        elif keyword in ("items", "additionalProperties", "propertyNames"):
-            parts.append(value)
-    return parts

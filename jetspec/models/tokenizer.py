@@ -11,13 +11,13 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Encoding, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 Message = Mapping[str, Any]
@@ -26,9 +26,19 @@ CHAT_VARIABLES = ("tools", "documents", "enable_thinking", "date_string")
 """What a caller may hand to a chat template beside the messages."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-CONTROL, USER_DEFINED = 3, 4
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "</s>")
 """Control tokens that end a turn or a text in the families we know."""
+
+
+PEEK = 8
+"""Characters per token that a bounded encoding looks at first: nearly every text that fits is shorter."""
+MOST_COMPOSED = 4
+"""Characters that a normalizer may join into one: no character of Unicode decomposes into more."""
+
+
+class TooLong(ValueError):
+    """A text of more tokens than were wanted."""
 
 
 class Tokenizer:
@@ -50,6 +60,8 @@ class Tokenizer:
         self._control = _first_characters(
             [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
         )
+        added = backend.get_added_tokens_decoder().values()
+        self._longest_added = max((len(token.content) for token in added), default=0)
         self._is_byte_level = backend.decoder is not None and b"ByteLevel" in backend.decoder.__getstate__()
 
     @classmethod
@@ -90,12 +102,52 @@ class Tokenizer:
     def bos_token(self) -> int | None:
         return self._backend.token_to_id(self._named["bos_token"]) if "bos_token" in self._named else None
 
-    def encode(self, text: str, add_special: bool = False) -> list[int]:
-        """`add_special` adds what the model wants around a plain text, such as a first token."""
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters of a text that one token stands for."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
+        return longest if self._backend.normalizer is None else longest * MOST_COMPOSED
+
+    def encode(self, text: str, add_special: bool = False, most: int | None = None) -> list[int]:
+        """`add_special` adds what the model wants around a plain text, such as a first token.
+
+        More than `most` tokens are an error, which is found in a time that does not grow with the text.
+        """
+        if most is not None and self._is_surely_longer(text, most):
+            raise TooLong(f"the text has more than {most} tokens")
+        ids = self._encoding(text, add_special).ids
+        if most is not None and len(ids) > most:
+            raise TooLong(f"the text has more than {most} tokens")
+        return list(ids)
+
+    def _encoding(self, text: str, add_special: bool = False) -> Encoding:
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+            return self._backend.encode(text, add_special_tokens=add_special)
         except TypeError:
             raise ValueError("the text holds half of a surrogate pair, which is not valid Unicode") from None
+
+    def _is_surely_longer(self, text: str, most: int) -> bool:
+        """Whether the length of a text or of one of its beginnings shows that it has more tokens."""
+        if len(text) > most * self.longest_token:
+            return True
+        end = PEEK * max(most, 1)
+        while end < len(text):
+            if self._num_settled(text[:end]) > most:
+                return True
+            end *= PEEK
+        return False
+
+    def _num_settled(self, beginning: str) -> int:
+        """How many tokens of a beginning stay as they are however the text goes on.
+
+        The last word may grow, and the last characters may be the beginning of an added token.
+        """
+        encoding = self._encoding(beginning)
+        words, places = encoding.word_ids, encoding.offsets
+        count, sure = len(words), len(beginning) - self._longest_added
+        while count and (words[count - 1] == words[-1] or places[count - 1][1] > sure):
+            count -= 1
+        return count
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
@@ -131,15 +183,39 @@ class Tokenizer:
             self._named | variables | {"messages": messages, "add_generation_prompt": add_generation_prompt},
         )
 
-    def encode_chat(self, messages: Sequence[Message], begin: str = "", **variables: Any) -> list[int]:
-        """Token ids of a conversation and of `begin`, the first words of its answer.
+    def encode_chat(
+        self, messages: Sequence[Message], begin: str = "", most: int | None = None, **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation and of `begin`, the first words of its answer; at most `most` of them.
 
         The template already wrote the first token, so none is added. A control token is one where the template writes
         it; where somebody's words hold its text, they are cut inside it, so that nobody can begin a turn of another.
         """
         cut = secrets.token_hex(8)
         text = self.chat(self._cut(messages, cut), **self._cut(variables, cut)) + begin
-        return [token for piece in text.split(cut) for token in self.encode(piece)]
+        return self._encode_cut(text, cut, most)
+
+    def encode_behind(
+        self, mark: str, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Token ids of what stands behind the last `mark` in a conversation, which is in one of its messages."""
+        cut = secrets.token_hex(8)
+        text = self.chat(self._cut(messages, cut), add_generation_prompt, **self._cut(variables, cut))
+        _, found, rest = text.rpartition(mark)
+        if not found:
+            raise ValueError("the chat template leaves out earlier messages")
+        return self._encode_cut(rest, cut)
+
+    def encode_words(self, text: str) -> list[int]:
+        """Token ids of somebody's words, in which the names of control tokens are text."""
+        cut = secrets.token_hex(8)
+        return self._encode_cut(self._cut(text, cut), cut)
+
+    def _encode_cut(self, text: str, cut: str, most: int | None = None) -> list[int]:
+        tokens: list[int] = []
+        for piece in text.split(cut):
+            tokens += self.encode(piece, most=None if most is None else most - len(tokens))
+        return tokens
 
     def _cut(self, value: Any, cut: str) -> Any:
         """The same value, with `cut` after the first character of each control token in its texts."""
@@ -291,9 +367,10 @@ class _GGUFVocabulary:
         if len(set(self.tokens)) != len(self.tokens) or not self.tokens:
             raise ValueError("the GGUF vocabulary is empty or has a token twice")
         self.types: list[int] = self._list("token_type", int) or [1] * len(self.tokens)
-        self.id_of = {token: id for id, token in enumerate(self.tokens)}
         if len(self.types) != len(self.tokens):
             raise ValueError("the GGUF vocabulary has not one type per token")
+        # Converters fill up the rows of an embedding that no token has with names of their own.
+        self.id_of = {token: id for id, token in enumerate(self.tokens) if self.types[id] != UNUSED}
 
     def tokenizer(self) -> Tokenizer:
         kind = self._get("model")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
@@ -119,13 +118,6 @@ class Server:
             redoc_url=None,
         )
         add_handlers(app)
-        if self.config.origins:
-            app.add_middleware(
-                CORSMiddleware,
-                allow_origins=self.config.origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],  # clients in browsers send headers of their own; the origin is what counts
-            )
         self._add_api(app)
         self._add_operations(app)
         app.openapi = lambda: with_chunks(type(app).openapi(app))  # type: ignore[method-assign]

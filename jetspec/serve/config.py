@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class ServeConfig:
     write_timeout_s: float = 60.0
     """A client that takes no byte of its answer for so long is cut off."""
     drain_s: float = 30.0
-    """Time that answers have to come to their end when the server is told to stop."""
+    """Time that answers have to come to their end when the server is told to stop. 0: they are broken off."""
     log_text: bool = False
     """Whether prompts and answers appear in the log."""
 
@@ -51,9 +52,11 @@ class ServeConfig:
             value, least = getattr(self, name), 0 if name == "max_queue" else 1
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
-        for name in ("read_timeout_s", "write_timeout_s", "drain_s"):
+        for name in ("read_timeout_s", "write_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        if not 0 <= self.drain_s < math.inf:
+            raise ValueError(f"drain is {self.drain_s:g} seconds; it must be finite and at least 0")
         if any(not origin.startswith(("http://", "https://")) for origin in self.origins):
             raise ValueError("an origin is written as https://example.org; there is no wildcard")
 

@@ -9,11 +9,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetspec.serve.config import ServeConfig
@@ -31,11 +32,24 @@ facts: ContextVar[dict[str, Any]] = ContextVar("facts")
 """What the log line of the present request will say. Handlers add to it."""
 
 
+def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """An application whose answers pages of these origins may read."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],  # clients in browsers send headers of their own; the origin is what counts
+        expose_headers=["Retry-After", "X-Request-Id"],
+    )
+
+
 class Guard:
     """Wraps the application. It never looks into a body; it only counts its bytes."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, answered: Callable[[str, int, float], None]) -> None:
-        self.app, self.config, self.answered = app, config, answered
+        self.app, self.config, self.answered = shared(app, config.origins), config, answered
         self.digests = [_digest(key) for key in config.keys]
         self.names = (*LOCAL_NAMES, _host_name(config.shown_host))
         self.num_inside = 0
@@ -54,14 +68,18 @@ class Guard:
             finally:
                 self.num_inside -= 1
         except Refused as why:
-            await why.response()(scope, receive, visit.send)
+            await self._refuse(why, scope, receive, visit.send)
         except Exception as error:
             log.error("a handler failed", exc_info=error, extra={"facts": {"id": visit.id}})
             if not visit.status:
-                await broken().response()(scope, receive, visit.send)
+                await self._refuse(broken(), scope, receive, visit.send)
         finally:
             facts.reset(token)
             visit.report(self.answered)
+
+    async def _refuse(self, why: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pages that may ask may also read why they are refused."""
+        await shared(why.response(), self.config.origins)(scope, receive, send)
 
     def _check(self, scope: Scope, visit: Visit) -> None:
         headers = Headers(scope=scope)

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from jetspec.config import TreeConfig
-from jetspec.models.tokenizer import Tokenizer
+from jetspec.models.tokenizer import Tokenizer, TooLong
 from jetspec.serve.errors import Refused
 from jetspec.serve.protocol import (
     ChatRequest,
@@ -128,7 +128,9 @@ class Desk:
         if self.tokenizer.chat_template is None:
             raise Refused("this model has no chat template; use /v1/completions", param="messages")
         try:
-            return self.tokenizer.encode_chat(messages, begin, **variables)
+            return self.tokenizer.encode_chat(messages, begin, self.max_prompt, **variables)
+        except TooLong as error:
+            raise self._too_long() from error
         except ValueError as error:
             if error.__cause__ is None:
                 raise Refused(str(error), param="messages") from error
@@ -139,7 +141,9 @@ class Desk:
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             try:
-                return self.tokenizer.encode(prompt, add_special=True)
+                return self.tokenizer.encode(prompt, add_special=True, most=self.max_prompt)
+            except TooLong as error:
+                raise self._too_long() from error
             except ValueError as error:
                 raise Refused(str(error), param="prompt") from error
         self._check_tokens(prompt, "prompt")
@@ -208,10 +212,11 @@ class Desk:
         if not tokens:
             raise Refused("the prompt is empty", param="prompt")
         if len(tokens) > self.max_prompt:
-            raise Refused(
-                f"the prompt has {len(tokens)} tokens; here it may have at most {self.max_prompt}",
-                code="context_length_exceeded",
-            )
+            raise self._too_long()
+
+    def _too_long(self) -> Refused:
+        why = f"the prompt is too long; here it may have at most {self.max_prompt} tokens"
+        return Refused(why, code="context_length_exceeded")
 
 
 def chosen_tools(asked: ChatRequest) -> tuple[list[Tool], bool]:

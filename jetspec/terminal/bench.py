@@ -38,10 +38,18 @@ def read_plan(recipe: Path | None, changes: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def run_plan(plan: Plan, folder: Path, form: SummaryForm, *, fresh: bool = False, report: bool = False) -> bool:
+def run_plan(
+    plan: Plan,
+    folder: Path,
+    form: SummaryForm,
+    *,
+    fresh: bool = False,
+    retry_failed: bool = False,
+    report: bool = False,
+) -> bool:
     """Measure into a folder, print the table. False: our text is not the target's, with no rounding to blame."""
     if isinstance(plan, BenchConfig):
-        measure_methods(plan, folder, fresh)
+        measure_methods(plan, folder, fresh, retry_failed)
     else:
         total = len(plan.contexts) * len(plan.depths)
         costs = list(tqdm(measure_costs(plan), total=total, desc="timing chains", unit="chain"))
@@ -56,13 +64,13 @@ def run_plan(plan: Plan, folder: Path, form: SummaryForm, *, fresh: bool = False
     return isinstance(plan, CostConfig) or is_lossless(plan, inputs.runs[0])
 
 
-def measure_methods(config: BenchConfig, folder: Path, fresh: bool) -> None:
+def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed: bool) -> None:
     """Measure what the folder does not hold yet, and write its record."""
     check_tasks(config.tasks, Path(config.data_dir) if config.data_dir else None)
     with working(f"Loading {config.model}"):
         llm = LLM(config.model, config.head, device=config.device, dtype=config.dtype)
     bench = Bench(config, llm, folder)
-    rows = bench.run(progress=True, fresh=fresh)
+    rows = bench.run(progress=True, fresh=fresh, retry_failed=retry_failed)
     with working("Grading"):
         record = Results(bench, rows).record()
     write_record(folder / RESULTS_FILE, record)
@@ -79,7 +87,7 @@ def remarks(run: Run) -> Iterator[str]:
     """What a table has no room for."""
     yield from run.notes
     if failed := sum(len(cell.errors) for cell in run.cells):
-        yield f"{failed} answers failed; the record says why, and --fresh asks all of them again"
+        yield f"{failed} answers failed; the record says why, and --retry-failed asks again"
     if cut := max((cell.score.cut for cell in run.cells if cell.score), default=0):
         yield f"up to {cut} graded answers of a cell were cut at {run.recipe['max_tokens']} tokens: scores are too low"
     if any(cell.score and cell.score.partial for cell in run.cells):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +13,9 @@ import torch
 
 from jetspec.config import EngineConfig
 from jetspec.engine.llm import LLM
-from jetspec.terminal.screen import working
-from jetspec.train.prompts import PromptData
+from jetspec.terminal.screen import duration, working
+from jetspec.train.probe import probe
+from jetspec.train.prompts import Prompt, PromptData
 from jetspec.train.regenerate import OnBad, RegenerateConfig, load_corpus, places, plan, regenerate, write_rows
 from jetspec.train.workers import Answer
 
@@ -56,10 +58,29 @@ def regenerate_data(
             partial(load_answerer, config, machines.engine(place), machines.dtype, place, where.count(place))
             for place in where
         ]
-    if dry_run:
-        print(plan(out, data, config, where, on_bad))
-    else:
+    if not dry_run:
         print(write_rows(out, data, config, starts, on_bad).summary(out))
+        return
+    words, todo = plan(out, data, config, where, on_bad)
+    print(words, flush=True)
+    if todo and config.responses == "target":
+        print(time_needed(config, machines, where, todo))
+
+
+def time_needed(config: RegenerateConfig, machines: Machines, where: Sequence[str], todo: Sequence[Prompt]) -> str:
+    """How long the answers would take, in words. Processes that share a device count as one."""
+    engine = machines.engine(where[0])
+    llm = load_target_alone(config.model, engine, machines.dtype, where[0], where.count(where[0]))
+    with working("Answering a few prompts"):
+        found = probe(llm, config, todo, engine.max_batch)
+    if found is None:
+        return "how long it takes is not known: none of the prompts that were tried can be answered"
+    num_answers = sum(len(prompt.turns) for prompt in todo)
+    seconds = found.seconds_for(num_answers, config.max_tokens, len(set(where)))
+    return (
+        f"which takes about {duration(seconds)}, judging by the beginnings of answers to {found.prompts} prompts:"
+        f" {found.tokens_per_s:,.0f} tokens/s, {found.answer_tokens(config.max_tokens):,.0f} tokens per answer"
+    )
 
 
 def load_answerer(config: RegenerateConfig, engine: EngineConfig, dtype: str, device: str, sharing: int) -> Answer:

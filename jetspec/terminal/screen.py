@@ -53,6 +53,12 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def duration(seconds: float) -> str:
+    """A time that nobody needs to know more exactly."""
+    minutes = seconds / 60
+    return f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
+
+
 def shade(round_index: int) -> str:
     return SHADES[round_index % len(SHADES)]
 

@@ -18,7 +18,7 @@ from jetspec.engine.engine import Engine
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.models.heads import Head
 from jetspec.models.weights import Target, load_target
-from jetspec.terminal.screen import err, working
+from jetspec.terminal.screen import duration, err, working
 from jetspec.train.checkpoint import checkpoints, claimed, step_of
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.data import PackedBatch
@@ -132,8 +132,7 @@ def time_left(seconds: float, steps: int, limit: float | None, used: float) -> s
     minutes = seconds * steps / 60
     if limit is not None:
         minutes = min(minutes, max(limit - used, 0.0))
-    whole = f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
-    return f"{seconds:.2f} s per step, {whole} for what is left. Nothing was written."
+    return f"{seconds:.2f} s per step, {duration(60 * minutes)} for what is left. Nothing was written."
 
 
 def where_it_stopped(trainer: Trainer) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ EAGLE3_ONLY = ("depth", "draft_vocab")
 """Settings of a head that mean nothing to the other kind."""
 
 OnBad = Literal["stop", "skip"]
+
+NUMBER_TAGS = INT_TAG, FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 def at_least(least: int, name: str, value: int | None) -> None:
@@ -210,7 +213,10 @@ class TrainConfig:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML in which a setting that is given twice is an error."""
+    """YAML in which a setting that is given twice is an error, and numbers are decimal.
+
+    YAML itself takes 010 for 8 and 1:30 for 90, and 1e-3 for text.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -220,6 +226,18 @@ class StrictLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in NUMBER_TAGS]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+StrictLoader.add_implicit_resolver(INT_TAG, re.compile(r"[-+]?(0|[1-9]\d*)\Z", re.ASCII), list("-+0123456789"))
+StrictLoader.add_implicit_resolver(
+    FLOAT_TAG,
+    re.compile(r"([-+]?(((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?|\.inf)|\.nan)\Z", re.ASCII),
+    list("-+.0123456789"),
+)
 
 
 def read_yaml(text: str, where: str) -> Any:
@@ -304,11 +322,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         if choices[-1] is not Ellipsis and len(items) != len(choices):
             raise ValueError(f"{where} must have {len(choices)} values")
         return tuple(convert(choices[0], item, where) for item in items)
-    if hint is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            return float(value)  # YAML reads 1e-3 as text
-        except ValueError:
-            pass
+    if hint is float and type(value) is int:
+        return float(value)
     if type(value) is hint:
         return value
     raise ValueError(f"{where} is {value!r}; expected {getattr(hint, '__name__', hint)}")

@@ -25,6 +25,8 @@ ROW = re.compile(
     r'\{"id": "([^"\\]*)", "token_ids": \[(\d[^\]]*\d)\], "spans": (\[\[[\d, \[\]]*\]\]), "finish": \["[a-z", ]*\]\}\s*'
 )
 """A row as it is usually written. Its numbers are found faster this way than by a parser of all JSON."""
+LEADING_ZEROS = tuple(f", 0{digit}" for digit in range(10))
+"""Beginnings of what is no number in JSON."""
 ROWS_AT_ONCE = 1024
 
 
@@ -281,7 +283,7 @@ def parse_usual(lines: Sequence[str], vocab_size: int) -> list[Document] | None:
     """Many rows in their usual form at once. None: one has another form, perhaps a wrong one."""
     rows = [found for line in lines if (found := ROW.fullmatch(line))]
     text = ", ".join(row[2] for row in rows)
-    if len(rows) < len(lines) or ", ," in text:
+    if len(rows) < len(lines) or ", ," in text or any(zero in f", {text}" for zero in LEADING_ZEROS):
         return None
     try:
         token_N = np.fromstring(text, np.int64, sep=",")

@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+LOG_FILE = "log.jsonl"
+
 
 class RunLog:
     """Appends to `log.jsonl` of a folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "log.jsonl"
+        self.path = folder / LOG_FILE
         self.board = _board(folder / "tensorboard")
 
     def write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
@@ -26,6 +28,21 @@ class RunLog:
                 place = f"/{i + 1}" if isinstance(value, list) else ""
                 self.board.add_scalar(f"{kind}/{name}{place}", number, step)
         self.board.flush()
+
+
+def was_written(folder: Path, kind: str, step: int) -> bool:
+    """Whether the log of a folder has such a line from when the step was last reached; it may be that of two runs."""
+    path = folder / LOG_FILE
+    for line in reversed(path.read_text().splitlines() if path.exists() else []):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # half a line, left by a kill
+        if row["step"] < step:
+            return False
+        if (row["kind"], row["step"]) == (kind, step):
+            return True
+    return False
 
 
 def _board(folder: Path) -> Any:

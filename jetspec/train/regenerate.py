@@ -10,10 +10,11 @@ killed goes on from what the file holds.
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,8 +37,8 @@ OnBad = Literal["stop", "skip"]
 
 SAMPLED_PROMPTS = 200
 """Prompts that a dry run encodes to estimate the rest."""
-PLACEHOLDER = "\ue000"
-"""Stands for an answer in a rendered conversation: a private character that no template touches."""
+PLACEHOLDER = secrets.token_hex(16)
+"""Stands for an answer in a rendered conversation: nobody's words hold it."""
 
 
 @dataclass(frozen=True)
@@ -107,20 +108,9 @@ class Conversation:
         What the target wrote stays as it is, token by token; encoding its text again could cut it up differently.
         """
         self.messages += [_assistant(PLACEHOLDER), _user(self.prompt.turns[len(self.spans)])]
-        glue = self.tokenizer.encode(after_answer(self.tokenizer, self.messages, True, **self.variables))
+        glue = self.tokenizer.encode_behind(PLACEHOLDER, self.messages, **self.variables)
         has_end = bool(glue) and self.token_ids[-1] == glue[0]
         return self.token_ids + glue[has_end:]
-
-
-def after_answer(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool, **variables: Any
-) -> str:
-    """What the chat template writes behind the last answer."""
-    text = tokenizer.chat(messages, add_generation_prompt, **variables)
-    _, found, rest = text.rpartition(PLACEHOLDER)
-    if not found:
-        raise ValueError("the chat template leaves out earlier answers")
-    return rest
 
 
 def _user(text: str) -> dict[str, str]:
@@ -188,7 +178,7 @@ def start_conversation(prompt: Prompt, tokenizer: Tokenizer, max_prompt_tokens: 
 def from_corpus(tokenizer: Tokenizer, eos_tokens: frozenset[int], max_len: int, prompts: Iterator[Prompt]) -> Results:
     """Take the responses of the data as they stand, each with the end token that the chat template writes."""
     require_template(tokenizer)
-    behind = tokenizer.encode(after_answer(tokenizer, [_user("."), _assistant(PLACEHOLDER)], False))
+    behind = tokenizer.encode_behind(PLACEHOLDER, [_user("."), _assistant(PLACEHOLDER)], add_generation_prompt=False)
     end = [token for token in behind[:1] if token in eos_tokens]
     for prompt in prompts:
         conversation = start_conversation(prompt, tokenizer, max_len)
@@ -198,7 +188,7 @@ def from_corpus(tokenizer: Tokenizer, eos_tokens: frozenset[int], max_len: int, 
         for response in prompt.responses:
             if conversation.spans:
                 conversation.token_ids = conversation.with_next_turn()
-            conversation.answer([*tokenizer.encode(response), *end], "stop")
+            conversation.answer([*tokenizer.encode_words(response), *end], "stop")
         if (count := len(conversation.token_ids)) > max_len:
             yield BadPrompt(prompt.where, f"is longer than the context ({count} tokens, {max_len} fit)")
         else:
@@ -321,8 +311,10 @@ def _portable(config: RegenerateConfig) -> RegenerateConfig:
     return replace(config, model=shown(config.model))
 
 
-def plan(out: Path, data: PromptData, config: RegenerateConfig, places: Sequence[str], on_bad: OnBad) -> str:
-    """What a run would do, without loading the model."""
+def plan(
+    out: Path, data: PromptData, config: RegenerateConfig, places: Sequence[str], on_bad: OnBad
+) -> tuple[str, list[Prompt]]:
+    """What a run would do, in words and without loading the model; and the prompts that it would answer."""
     done = finished_ids(out)
     if done:
         _earlier_runs(out.with_name(f"{out.name}.meta.json"), config)
@@ -334,12 +326,13 @@ def plan(out: Path, data: PromptData, config: RegenerateConfig, places: Sequence
     prompt_tokens = round(len(todo) * sum(lengths) / max(1, len(lengths)))
     most = config.max_tokens * sum(len(prompt.turns) for prompt in todo)
     written = f"at most {most:,} to generate" if config.responses == "target" else "responses taken from the data"
-    return (
+    words = (
         f"would answer {tally.todo:,} prompts with {config.model}"
         f" ({tally.already:,} already in {out}, {tally.skipped:,} bad)\n"
         f"about {prompt_tokens:,} prompt tokens, {written}\n"
         f"in {len(places)} process{'es' if len(places) > 1 else ''} on {', '.join(dict.fromkeys(places))}"
     )
+    return words, todo
 
 
 def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:

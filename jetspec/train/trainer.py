@@ -30,7 +30,7 @@ from jetspec.train.clock import Speed, TimeLimit
 from jetspec.train.config import LossConfig, TrainConfig
 from jetspec.train.data import Ahead, Document, PackedBatch, PackedData
 from jetspec.train.evaluate import is_greedy, score_head
-from jetspec.train.log import RunLog
+from jetspec.train.log import RunLog, was_written
 from jetspec.train.loss import DraftLoss, Metrics, draft_loss, unrolled_loss
 from jetspec.train.optimizer import lr_frac, make_optimizers
 from jetspec.train.parallel import frozen_copy, local, shard
@@ -106,11 +106,16 @@ class Trainer:
         return self.step
 
     def run(self) -> None:
-        """Train to the last step or minute, logging, validating and saving on the way. Every save leaves a head."""
+        """Train to the last step or minute, logging, validating and saving on the way. Every save leaves a head.
+
+        A kill may have come between a checkpoint and its head or its scores: what is missing is made up for first.
+        """
         config, log = self.config, RunLog(self.folder) if self.rank == 0 else None
         total = config.steps if config.minutes is None else None
         bar = tqdm(total=total, initial=self.step, desc="training", unit="step", disable=self.rank > 0)
         first, speed = self.step, Speed()
+        if self.step and not (self._is_exported() and self._is_scored()):
+            self.publish(log)
         self.limit.start()
         with bar:
             while not self.is_over:
@@ -130,8 +135,6 @@ class Trainer:
                 if self._due(config.save_every):
                     self.save(log)
                     speed.restart()
-        if self.step == first and not self._is_exported():
-            self.publish(log)
 
     @property
     def is_over(self) -> bool:
@@ -149,21 +152,25 @@ class Trainer:
         self.publish(log)
 
     def publish(self, log: RunLog | None = None) -> None:
-        """The head first, since scoring it takes longer; the card is written again with the scores."""
-        self.export()
-        if self.score is not None:
-            self._decode(self.score, log)
-            if self.rank == 0:
-                card = self.folder / ".card"  # not in the head's folder, where half a file would stay
-                card.write_text(self._card(), encoding="utf-8")
-                card.replace(self.folder / "head" / CARD_FILE)
+        """The head first, since scoring it takes longer; then its card again, with the scores.
 
-    def _decode(self, score: Score, log: RunLog | None) -> None:
+        The log comes last: scores in it are in the card.
+        """
+        self.export()
+        if self.score is None:
+            return
         head = frozen_copy(self.head, self.target.embedding.dtype)
         if self.rank > 0:
             return
-        scores = score(head)
+        scores = self.score(head)
+        self.results["decode"] = {"step": self.step, **scores}
+        card = self.folder / ".card"  # not in the head's folder, where half a file would stay
+        card.write_text(self._card(), encoding="utf-8")
+        card.replace(self.folder / "head" / CARD_FILE)
         self._report(log, "decode", scores)
+        self._show(scores)
+
+    def _show(self, scores: dict[str, float]) -> None:
         shown = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
         forced = self.results.get("validation")
         more = f"; chain {forced['chain']:.2f} teacher-forced" if forced else ""
@@ -180,7 +187,7 @@ class Trainer:
         return model_card(self.config, self.head.head_config, self.step, minutes, count, self.results)
 
     def _is_exported(self) -> bool:
-        """Whether `out/head` holds these weights: a run may have been killed between a checkpoint and its head."""
+        """Whether `out/head` holds these weights."""
         now = frozen_copy(self.head, torch.bfloat16).state_dict()
         folder = self.folder.absolute() / "head"
         try:
@@ -188,6 +195,9 @@ class Trainer:
         except (ValueError, OSError):
             return False
         return there.keys() == now.keys() and all(torch.equal(there[name], value) for name, value in now.items())
+
+    def _is_scored(self) -> bool:
+        return self.score is None or was_written(self.folder, "decode", self.step)
 
     def train_step(self) -> DraftLoss:
         """One update from `accumulate` micro-batches on every device. Sums are divided once, at the end."""

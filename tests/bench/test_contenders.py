@@ -16,7 +16,8 @@ from jetspec.bench.contenders import RoundCounter, prefill_end
 from jetspec.bench.methods import Reply, Unequal
 from jetspec.engine.llm import LLM
 from jetspec.types import SamplingParams
-from tests.bench.tiny_bench import make_bench, results_of, write_setup
+from tests.bench.tiny_bench import make_bench, results_of, write_questions, write_setup
+from tests.train.tiny_model import CONTEXT
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +185,20 @@ def test_assisted_generation_with_the_target_itself_as_assistant(folder: Path, l
     assisted = cells[1]
     assert assisted["lossless"]["identical"] == 2 and assisted["tokens"] == cells[0]["tokens"]
     assert assisted["tokens_per_round"] > 1.5
+
+
+def test_a_long_prompt_does_not_shorten_the_answers_beside_it(folder: Path, llm: LLM) -> None:
+    """In a batch of transformers all prompts are padded to the longest, which may nearly fill the context."""
+    frame = len(llm.tokenizer.encode_chat([{"role": "user", "content": ""}]))
+    write_questions(folder, "near", [["short"], ["x" * (CONTEXT - frame - 5)], ["also short"], ["y" * (CONTEXT // 2)]])
+    options: dict[str, Any] = {"tasks": ["near"], "batches": [1, 4], "max_tokens": 24, "repeats": 1}
+    bench = make_bench(folder, "near", llm, methods=["transformers"], **options)
+    rows = bench.run()
+    cells = results_of(bench, rows)["cells"]
+    assert all(cell["errors"] == [] for cell in cells)
+    assert all(cell["lossless"]["identical"] == 4 for cell in cells if cell["method"] == "transformers")
+    lengths = [sum(a["tokens"]) for row in rows.values() for a in row["answers"] if a["id"] == "near-1"]
+    assert all(length <= 5 for length in lengths) and max(cell["tokens"] for cell in cells) > 4 * 5
 
 
 def test_rounds_beyond_the_end_of_the_text_do_not_count() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,50 @@ def test_a_killed_run_goes_on_and_gives_the_same_table(folder: Path, llm: LLM) -
     after = rows.read_bytes()
     assert after.startswith(whole) and len(whole) < len(after)
     assert after.count(b"\n") == len(done) == len(read_lines(rows)[0])
+
+
+def test_every_method_is_measured_before_any_is_again(folder: Path, llm: LLM) -> None:
+    """Also by a run that goes on where another was stopped."""
+    options: dict[str, Any] = {"batches": [1, 2], "repeats": 3, "limit": 2, "max_tokens": 2}
+    make_bench(folder, "turns", llm, **options).run()
+    path = folder / "turns" / ROWS_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines]
+    assert [row["repeat"] for row in rows] == sorted(row["repeat"] for row in rows)
+    for repeat in range(3):
+        order = [(r["cell"]["method"], r["cell"]["batch"]) for r in rows if r["repeat"] == repeat]
+        assert list(dict.fromkeys(order)) == [(m, b) for m in ("plain", "ngram") for b in (1, 2)]
+    path.write_text("".join(lines[:: len(lines) // 5]))  # a few of all repeats
+    held = path.read_text().count("\n")
+    make_bench(folder, "turns", llm, **options).run()
+    later = [json.loads(line)["repeat"] for line in path.read_text().splitlines()[held:]]
+    assert later == sorted(later) and held + len(later) == len(lines)
+
+
+def test_what_failed_is_measured_again_when_asked(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is then the one of a run in which nothing failed, and what went well was left alone."""
+
+    def break_once(reply: Reply) -> Reply | str:
+        return "out of luck" if next(luck) == 2 else reply
+
+    luck = count()
+    options: dict[str, Any] = {"methods": ["ngram"], "batches": [2], "repeats": 2}
+    with monkeypatch.context() as patch:
+        meddle(patch, break_once)
+        broken = results_of(make_bench(folder, "retried", llm, **options))["cells"]
+    assert [len(cell["errors"]) for cell in broken] == [0, 1] and broken[1]["speedup"] is None
+    path = folder / "retried" / ROWS_FILE
+    before = path.read_bytes()
+    make_bench(folder, "retried", llm, **options).run()
+    assert path.read_bytes() == before, "nothing is asked again in silence"
+
+    bench = make_bench(folder, "retried", llm, **options)
+    retried = results_of(bench, bench.run(retry_failed=True))
+    after = path.read_bytes()
+    assert after.startswith(before) and after.count(b"\n") == before.count(b"\n") + 1
+    assert without_times(retried) == without_times(results_of(make_bench(folder, "lucky", llm, **options)))
+    bench.run(retry_failed=True)
+    assert path.read_bytes() == after
 
 
 def test_what_is_there_is_not_measured_again(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +309,7 @@ def test_a_group_in_which_a_graph_was_captured_is_decoded_again(llm: LLM, monkey
 
 def test_prefill_and_decoding_add_up_to_the_whole(folder: Path, llm: LLM) -> None:
     bench = make_bench(folder, "times", llm)
-    group = next(iter(bench.groups(bench.methods[0])))
+    group = next(bench.groups())
     opened = open_method(llm, bench.methods[0], 1, 1, bench.max_len)
     began = time.perf_counter()
     row = bench.decode(opened, group)

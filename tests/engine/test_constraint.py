@@ -218,6 +218,11 @@ def test_nothing_follows_the_end() -> None:
         ("json_schema", '{"anyOf": [{"type": "string"}], "maxLength": 3}', "maxLength"),
         ("json_schema", '{"allOf": [{"type": "string"}, {"type": "null"}]}', "allOf"),
         ("json_schema", '{"type": "number", "multipleOf": 0.5}', "multipleOf"),
+        ("json_schema", '{"type": "object", "required": ["a"]}', "required"),
+        ("json_schema", '{"type": "array", "items": {"$ref": "#/x"}, "x": {"not": {}}}', "not"),
+        ("json_schema", '{"$ref": "#x"}', "\\$ref"),
+        ("json_schema", '{"allOf": 5}', "wrong type"),
+        ("json_schema", '{"type": "array", "prefixItems": 5}', "wrong type"),
         ("json_schema", '{"type": "string", "pattern": "a", "minLength": 2}', "minLength"),
         ("json_schema", json.dumps({"type": "string", "pattern": '"'}), "pattern"),
         ("json_schema", json.dumps({"type": "string", "pattern": r"a\\\\"}), "pattern"),
@@ -230,6 +235,42 @@ def test_what_cannot_be_kept_is_refused_in_one_line(kind: Any, source: str, mess
     with pytest.raises(ValueError, match=message) as caught:
         GRAMMARS.start(Grammar(kind, source))
     assert "\n" not in str(caught.value) and ".cc" not in str(caught.value)
+
+
+LIST = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+ENDLESS: dict[str, dict[str, Any]] = {
+    "itself": {"$ref": "#"},
+    "two in turn": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    "a list without an end": LIST,
+    "no type": {"properties": LIST["properties"], "required": ["next"]},
+    "an item": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    "one of the first items": {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
+    "some property": {"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}},
+    "no choice ends": {"anyOf": [LIST, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
+    "a choice": {
+        "anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}],
+        "$defs": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}},
+    },
+    "under a name of its own": {"type": "object", "properties": {"a": {"$ref": "#/x"}}, "x": {"$ref": "#/x"}},
+}
+ENDING: dict[str, dict[str, Any]] = {
+    "may be left out": {"type": "object", "properties": {"next": {"$ref": "#"}}},
+    "may be empty": {"type": "array", "items": {"$ref": "#"}},
+    "may be null": {"type": ["object", "null"], **{k: v for k, v in LIST.items() if k != "type"}},
+    "an end to choose": {"anyOf": [{"$ref": "#/$defs/x"}, {"const": 1}], "$defs": {"x": LIST}},
+    "seen twice": {"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 2, "$defs": {"x": {"type": "null"}}},
+}
+
+
+@pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
+def test_a_schema_without_a_finite_text_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="contains itself by \\$ref"):
+        GRAMMARS.compile(Grammar("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize("schema", ENDING.values(), ids=ENDING)
+def test_a_schema_may_contain_itself_where_it_can_end(schema: dict[str, Any]) -> None:
+    GRAMMARS.compile(Grammar("json_schema", json.dumps(schema)))
 
 
 @pytest.mark.parametrize("pattern", [r"^\d{3}-\w+\.[A-Z]$", r".*", r"[^a]\s\("])

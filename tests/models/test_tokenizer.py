@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from jetspec.models.tokenizer import BYTE_OF, PRE_TOKENIZERS, Tokenizer
+from jetspec.models.tokenizer import BYTE_OF, PRE_TOKENIZERS, Tokenizer, TooLong
 from tests.train.tiny_model import TEMPLATE, byte_tokenizer
 
 TEXTS = [
@@ -133,6 +133,19 @@ def test_user_defined_tokens_are_whole_but_not_special() -> None:
     assert tokenizer.encode("low<|a|>")[-1] == 2
 
 
+def test_unused_ids_are_no_tokens() -> None:
+    """Rows of an embedding beyond the vocabulary: files name them, texts never hold them."""
+    metadata = gguf_metadata()
+    count = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "[PAD0]", "[PAD1]"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 5, 5]
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.vocab_size == len(tokenizer.token_bytes()) == count
+    assert tokenizer.decode([count, *tokenizer.encode("low"), count + 1], skip_special=False) == "low"
+    assert tokenizer.token_text(count) == f"<{count}>"
+    assert tokenizer.encode("[PAD0]") == GGUF["gpt-2"].encode("[PAD0]")
+
+
 @pytest.mark.parametrize(("pre", "wish", "first"), [
     ("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False),
 ])  # fmt: skip
@@ -146,6 +159,62 @@ def test_first_token(pre: str, wish: bool | None, first: bool) -> None:
 def test_chat_adds_no_second_first_token() -> None:
     metadata = gguf_metadata(add_bos_token=True) | {"tokenizer.chat_template": "{{ bos_token }}" + PLAIN}
     assert Tokenizer.from_gguf(metadata).encode_chat(USER).count(0) == 1
+
+
+BOUNDED = GGUF | {"sentencepiece": Tokenizer.from_gguf(sentencepiece_metadata())}
+PARTS = [
+    "<|a|>",
+    "<|",
+    "</s>",
+    "low",
+    "er",
+    " ",
+    "\n",
+    "2024",
+    "n",
+    "e\u0301",
+    "α\u0313\u0300\u0345",
+    "你",
+    "🙂",
+    "-",
+    "'m",
+]
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@given(data=st.data())
+@settings(deadline=None, max_examples=50)
+def test_a_bounded_encoding_is_the_same_or_refused(kind: str, data: st.DataObject) -> None:
+    """Looking at beginnings, as short as can be, never takes a text that fits for one that is too long."""
+    tokenizer = BOUNDED[kind]
+    text = "".join(data.draw(st.lists(st.sampled_from(PARTS), max_size=30)))
+    whole = tokenizer.encode(text, add_special=True)
+    most = data.draw(st.integers(0, len(whole) + 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jetspec.models.tokenizer.PEEK", 2)
+        if len(whole) <= most:
+            assert tokenizer.encode(text, add_special=True, most=most) == whole
+        else:
+            with pytest.raises(TooLong):
+                tokenizer.encode(text, add_special=True, most=most)
+
+
+@pytest.mark.parametrize("text", ["1", "a", " ", "low er ", "<|a|>", "🙂"])
+@pytest.mark.parametrize("kind", ["smollm", "qwen2", "sentencepiece"])
+def test_refusing_a_text_takes_no_longer_the_longer_it_is(
+    kind: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, encode, read = BOUNDED[kind], Tokenizer._encoding, 0
+
+    def counted(self: Tokenizer, text: str, add_special: bool = False) -> Any:
+        nonlocal read
+        read += len(text)
+        return encode(self, text, add_special)
+
+    monkeypatch.setattr(Tokenizer, "_encoding", counted)
+    with pytest.raises(TooLong):
+        tokenizer.encode(text * 1_000_000, most=100)
+    assert read <= 2 * 100 * tokenizer.longest_token
 
 
 @given(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "end|>", "<", "\n", "system", "hi ", "1f"])))

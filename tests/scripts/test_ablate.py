@@ -38,7 +38,8 @@ def setup(tmp_path: Path) -> list[str]:
         rows = [{"id": f"{task}-{i}", "turns": [f"What is {i}?"]} for i in range(2)]
         (questions / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ["--recipe", str(recipe), "--data-dir", str(questions), "--limit", "2", "--tokens", "8"]
-    return [*common, "--corpus", str(tmp_path / "answers.jsonl"), "--out", str(tmp_path / "records")]
+    (tmp_path / "corpus.jsonl").write_text((tmp_path / "answers.jsonl").read_text())
+    return [*common, "--corpus", str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "records")]
 
 
 def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,8 @@ def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkey
         assert set(record["tokens_per_round"]) == set(ablate.TASKS)
         assert all(1 <= record["mean"][budget] <= 4 for budget in ablate.BUDGETS)
         assert [step for step, _ in record["losses"]] == [3]
-        assert record["settings"]["steps"] == 3 and record["settings"]["data"] == ["answers.jsonl"]
+        data = "corpus.jsonl" if record["variant"] == "corpus" else "answers.jsonl"
+        assert record["settings"]["steps"] == 3 and record["settings"]["data"] == [data]
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     ablate.main()
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
@@ -74,8 +76,9 @@ def test_heads_are_kept_where_asked_for(setup: list[str], tmp_path: Path, monkey
 def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> None:
     base = load_recipe(Path(setup[1]))
     causal = ablate.VARIANTS["causal"].of(base)
+    texts = {text: Path(f"{text}.jsonl") for text in ("regenerated", "corpus")}
     for name, variant in ablate.VARIANTS.items():
-        made = variant.of(base)
+        made = variant.of(base, texts)
         changed = {
             "edge_rank": made.head.edge_rank != causal.head.edge_rank,
             "causal": made.head.causal != causal.head.causal,
@@ -85,4 +88,14 @@ def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> N
             "optimizer": made.optimizer.kind != causal.optimizer.kind,
         }
         assert sum(changed.values()) <= 2, name
-        assert made.steps == base.steps and made.data == base.data and made.seed == base.seed
+        data = base.data if variant.text is None else (f"{variant.text}.jsonl",)
+        assert made.steps == base.steps and made.data == data and made.seed == base.seed
+
+
+def test_a_variant_whose_text_is_not_given_is_refused(
+    setup: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ablate", *setup, "--only", "causal,regenerated"])
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main()
+    assert "the variant regenerated needs --regenerated FILE" in capsys.readouterr().err

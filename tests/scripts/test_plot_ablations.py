@@ -39,6 +39,16 @@ def test_a_page_gets_what_its_records_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert page.read_text() == text
 
 
+def test_scores_are_compared_with_the_first() -> None:
+    records = {
+        name: {"tokens_per_round": {"gsm8k": {"chain": 1.0, "64": value}}, "mean": {"chain": 1.0, "64": value}}
+        for name, value in (("plain", 2.0), ("better", 2.5))
+    }
+    lines = plot_ablations.scores_table(records).splitlines()
+    assert lines[0] == "| budget 64 | plain | better | gain of better |"
+    assert lines[2:] == ["| gsm8k | 2.00 | 2.50 | +25.0% |", "| mean | 2.00 | 2.50 | +25.0% |"]
+
+
 def test_a_page_without_the_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks the marks"):
         put_between("text", "name", "more")

@@ -188,6 +188,26 @@ def test_chats_that_cannot_be_had_are_refused_by_name(live: Live, body: dict[str
     assert response.status_code == 400 and response.json()["error"]["param"].startswith(param)
 
 
+@pytest.mark.parametrize("text", ["1", "word ", "<|im_end|>"])
+def test_a_prompt_far_too_long_costs_little(live: Live, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, read = live.llm.tokenizer, list[int]()
+    encode = tokenizer._encoding
+
+    def counted(text: str, add_special: bool = False) -> Any:
+        read.append(len(text))
+        return encode(text, add_special)
+
+    monkeypatch.setattr(tokenizer, "_encoding", counted)
+    long = text * (3_000_000 // len(text))
+    for response in (
+        live.post(prompt=long),
+        live.post(prompt=["short", long]),
+        live.chat(messages=[{"role": "user", "content": long}]),
+    ):
+        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    assert sum(read) < 30_000
+
+
 def test_null_is_the_same_as_nothing(live: Live) -> None:
     fields = ("temperature", "stop", "n", "seed", "user", "jetspec", "stream_options", "best_of", "logit_bias")
     assert live.post(**dict.fromkeys(fields)).status_code == 200

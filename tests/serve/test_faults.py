@@ -204,10 +204,10 @@ def test_a_stop_lets_answers_finish(folder: Path, alone: Any) -> None:
         server.post()
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_a_stop_does_not_wait_for_ever(folder: Path, signals: int) -> None:
+@pytest.mark.parametrize(("drain_s", "signals"), [(0.5, 1), (0, 1), (60, 2)])
+def test_a_stop_does_not_wait_for_ever(folder: Path, drain_s: float, signals: int) -> None:
     """It waits as long as it was told to, or until somebody asks again."""
-    with Live(tiny_llm(folder), ServeConfig(port=0, drain_s=0.5 if signals == 1 else 60)) as server:
+    with Live(tiny_llm(folder), ServeConfig(port=0, drain_s=drain_s)) as server:
         gate = Gate(server)
         with streaming(server, **LONG) as response:
             lines = response.iter_lines()

@@ -97,6 +97,7 @@ def test_an_answer_has_the_form_that_was_asked_for(live: Live, temperature: floa
         ({"allOf": 5}, ""),
         ({"type": "nonsense"}, ""),
         ({"not": {"type": "string"}}, "not"),
+        ({"$ref": "#"}, "contains itself"),
         ({"$ref": "http://example.org/schema"}, ""),
         (json.loads('{"items":' * 30 + "{}" + "}" * 30), "deeper"),
     ],

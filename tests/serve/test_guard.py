@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 import logging
+import math
 import re
 import socket
 import time
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from jetspec.serve.config import ServeConfig, read_keys
+from jetspec.serve.guard import Guard
 from jetspec.serve.log import JsonLines
 from jetspec.serve.run import listen, open_socket
 from jetspec.types import Update
@@ -167,6 +169,29 @@ def test_other_origins_are_off_unless_named(locked: Live, live: Live) -> None:
     assert httpx.options(f"{locked.url}/v1/chat/completions").status_code == 401
 
 
+def test_other_origins_may_read_why_they_are_refused(folder: Path) -> None:
+    """A browser shows a page nothing of an answer without this header, not even its status."""
+    config = ServeConfig(port=0, keys=KEYS, origins=(ORIGIN,), max_body=1000, max_requests=1)
+    with Live(tiny_llm(folder), config) as server:
+
+        def refused(status: int, **headers: str) -> None:
+            response = httpx.post(f"{server.url}/v1/completions", content=b" " * 2000, headers=headers)
+            assert response.status_code == status
+            named = headers["Origin"] == ORIGIN
+            assert response.headers.get("access-control-allow-origin") == (ORIGIN if named else None)
+            shown = response.headers.get("access-control-expose-headers", "").split(", ")
+            assert not named or {"Retry-After", "X-Request-Id"} <= set(shown)
+
+        for origin in (ORIGIN, "https://evil.example"):
+            refused(401, Origin=origin)
+            refused(413, Origin=origin, Authorization=f"Bearer {KEYS[0]}")
+            guard = server.host.config.app
+            assert isinstance(guard, Guard)
+            guard.num_inside += 1
+            refused(429, Origin=origin, Authorization=f"Bearer {KEYS[0]}")
+            guard.num_inside -= 1
+
+
 def test_without_keys_only_local_names_are_answered(live: Live) -> None:
     """A foreign page may resolve its own name to this machine; it then asks with that name."""
     for host, status in (("localhost:1", 200), ("127.0.0.1", 200), ("evil.example", 400), ("", 400)):
@@ -226,6 +251,13 @@ def test_the_log_names_a_key_by_its_number(locked: Live, caplog: pytest.LogCaptu
     assert json.loads(line)["tenant"] == "key 2"
     digest = hashlib.sha256(KEYS[1].encode()).hexdigest()
     assert KEYS[1] not in line and digest[:8] not in line
+
+
+@pytest.mark.parametrize("drain_s", [-1.0, math.nan, math.inf])
+def test_a_time_to_drain_is_at_least_nothing(drain_s: float) -> None:
+    with pytest.raises(ValueError, match=r"drain is .* it must be finite and at least 0"):
+        ServeConfig(drain_s=drain_s)
+    assert ServeConfig(drain_s=0).drain_s == 0
 
 
 def test_key_files_are_checked(tmp_path: Path) -> None:

@@ -77,6 +77,22 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["007", "010", "0o7", "0x10", "0b1", "1_000", "1:30", "+-1", "1e", "١"])
+def test_what_is_no_decimal_number_stays_as_it_is_written(tmp_path: Path, text: str) -> None:
+    """YAML takes some of these for numbers, and others than they seem to be."""
+    assert load_recipe(recipe(tmp_path, f"start: {text}\n")).start == text
+    for wrong in (f"seed: {text}\n", f"minutes: {text}\n"):
+        with pytest.raises(ValueError, match=r"expected (int|float)"):
+            load_recipe(recipe(tmp_path, wrong))
+        with pytest.raises(ValueError, match=r"expected (int|float)"):
+            load_recipe(recipe(tmp_path, ""), (wrong.strip().replace(": ", "="),))
+
+
+@pytest.mark.parametrize("text", ["1", "1.5", "1e-3", "1E3", "2.", ".5", "6e-4", "0.5", "+3", "10e+2"])
+def test_decimal_numbers_are_numbers(tmp_path: Path, text: str) -> None:
+    assert load_recipe(recipe(tmp_path, f"minutes: {text}\n")).minutes == float(text)
+
+
 def test_a_file_may_say_how_often_its_rows_are_seen(tmp_path: Path) -> None:
     config = load_recipe(recipe(tmp_path, "data: [{path: a.jsonl, times: 2}, b.jsonl]\n"))
     assert config.files == (DataFile("a.jsonl", 2), DataFile("b.jsonl", 1))

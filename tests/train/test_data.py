@@ -101,7 +101,24 @@ def test_the_quick_way_to_read_a_row_finds_what_the_careful_one_does(
 
 @pytest.mark.parametrize(
     "ids",
-    ["1, , 2", "1, 2,", ", 1", "1 2", "1,2", "1.5, 2", "1, x", "1, null", "1, [2", "-1, 2", "1e3, 2", "1, 50", ""],
+    [
+        "1, , 2",
+        "1, 2,",
+        ", 1",
+        "1 2",
+        "1,2",
+        "1.5, 2",
+        "1, x",
+        "1, null",
+        "1, [2",
+        "-1, 2",
+        "1e3, 2",
+        "1, 50",
+        "",
+        "007, 2",
+        "1, 00",
+        "1, 010",
+    ],
 )
 def test_unusual_numbers_are_left_to_the_careful_way(ids: str) -> None:
     line = '{{"id": "a", "token_ids": [{}], "spans": [[0, 1]], "finish": ["stop"]}}'

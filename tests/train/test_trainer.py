@@ -29,6 +29,7 @@ from jetspec.terminal.train import time_left, train_recipe, where_it_stopped
 from jetspec.train.checkpoint import checkpoints, claimed
 from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfig, TrainConfig
 from jetspec.train.evaluate import score_head
+from jetspec.train.log import RunLog, was_written
 from jetspec.train.loss import DraftLoss
 from jetspec.train.run import make_trainer
 from jetspec.train.trainer import Trainer, cut
@@ -235,6 +236,58 @@ def test_a_head_that_was_not_written_is_made_up_for(
     assert again.results["validation"] == whole.results["validation"]
     assert again.results["decode"] == whole.results["decode"]
     assert "| steps | 6 |" in (tmp_path / "part" / "head" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("killed_at", [3, 6])
+def test_scores_that_were_not_written_are_made_up_for(answers: Path, tmp_path: Path, killed_at: int) -> None:
+    """The kill comes while a save is scored: the head is there, and its card says nothing of how it decodes."""
+    steps = list[int]()
+
+    def score(trainer: Trainer) -> dict[str, float]:
+        steps.append(trainer.step)
+        if len(steps) == killed_at // 3:
+            raise KeyboardInterrupt
+        return {"chain": trainer.step / 4}
+
+    def start() -> Trainer:
+        trainer = make_trainer(recipe(answers, tmp_path), TARGET)
+        trainer.score = lambda head: score(trainer)
+        return trainer
+
+    with pytest.raises(KeyboardInterrupt):
+        start().run()
+    again = start()
+    assert again.resume() == killed_at
+    again.run()
+    assert steps == sorted([3, 6, killed_at]), "each save was scored, and the one that was not, again"
+    assert "| decoding, tokens per round: chain | 1.500 |" in (tmp_path / "head" / "README.md").read_text()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in log if row["kind"] == "decode"] == [3, 6]
+    done = start()
+    done.resume()
+    done.run()
+    assert len(steps) == 3, "a finished run is left alone"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([], False),
+        ([("train", 3)], False),
+        ([("train", 3), ("decode", 3)], True),
+        ([("train", 3), ("decode", 3), ("train", 4)], True),
+        ([("decode", 3), ("train", 4), ("train", 1), ("train", 3)], False),
+        ([("decode", 3), ("train", 4), ("train", 1), ("train", 3), ("decode", 3)], True),
+    ],
+    ids=["nothing", "not scored", "scored", "gone on", "started over", "started over and scored"],
+)
+def test_the_log_tells_what_was_done_of_a_step(lines: list[tuple[str, int]], found: bool, tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for kind, step in lines:
+        log.write(kind, step, {"chain": 1.5})
+    with log.path.open("a") as file:
+        file.write('{"kind": "decode", "step": 3, "cha')
+    assert was_written(tmp_path, "decode", 3) == found
 
 
 def test_the_head_is_there_before_it_is_scored(answers: Path, tmp_path: Path) -> None:
