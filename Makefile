@@ -2,18 +2,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-vllm lint clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(STAMP) ## Decode three prompts plainly and speculatively, side by side
 	@$(BIN)/jetspec compare --max-tokens 96
 
 test: lint ## Run every check and every test that needs no GPU
 	@$(BIN)/pytest -m "not gpu" --numprocesses auto
+
+test-vllm: $(VLLM)/.installed ## Test the trees inside vLLM on the CPU, in an environment of its own
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
 
 lint: $(STAMP) ## Check style, types and layers
 	@$(BIN)/ruff check .
@@ -22,10 +26,17 @@ lint: $(STAMP) ## Check style, types and layers
 	@$(BIN)/lint-imports --no-logo
 
 clean: ## Delete the environment and everything that was generated
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find jetspec tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+# vLLM alone, without the accelerator libraries that it asks for, then what it imports on a CPU.
+$(VLLM)/.installed: constraints-vllm.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --quiet --no-deps vllm==0.32.0
+	@$(VLLM)/bin/pip install --quiet --requirement constraints-vllm.txt
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -852,6 +853,73 @@ def load(
     plan = Load(url, requests, concurrency, rate, max_tokens, temperature, budget, model, seed)
     if not run_load(plan, data, api_key, out, as_json):
         raise typer.Exit(NEGATIVE)
+
+
+@app.command(
+    epilog=_examples(
+        "jetspec export heads/mine --format vllm --out mine-vllm",
+        "jetspec export heads/mine --format speculators --target Qwen/Qwen3-8B --out mine-speculators",
+        "jetspec export smollm2-135m-instruct --format hf --out smollm2",
+    ),
+)
+def export(
+    name: Annotated[
+        str, typer.Argument(help="A head or a model; of a model other engines get its own head.", metavar="NAME")
+    ],
+    out: Annotated[Path, _option("Folder to write.", "--out", metavar="FOLDER")],
+    format: Annotated[
+        Literal["hf", "vllm", "sglang", "speculators"],
+        _option("hf: the published layout of a head, or a model for any engine. Else: a chain drafter for that one."),
+    ] = "hf",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], _option("Of the numbers written.", metavar="TYPE")
+    ] = "bfloat16",
+    target: Annotated[
+        str | None, _option("The head's target, as speculators names it.", "--target", metavar="NAME")
+    ] = None,
+) -> None:
+    """Write a head or a model for other engines.
+
+    What was written is read back by the rules of its engine, which would otherwise take a lost fact for another one.
+    """
+    import torch
+
+    from jetspec.terminal.export import export as run_export
+
+    run_export(name, out, format, getattr(torch, dtype), target)
+
+
+vllm = typer.Typer(no_args_is_help=True)
+app.add_typer(vllm, name="vllm", help="Draft trees inside vLLM.")
+
+
+@vllm.command(
+    "serve",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=_examples(
+        "jetspec vllm serve Qwen/Qwen3-0.6B --head heads/mine --dry-run",
+        "jetspec vllm serve Qwen/Qwen3-0.6B --head heads/mine --budget 32 --max-model-len 4096 --port 9000",
+    ),
+)
+def vllm_serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Target: what `vllm serve` takes.", metavar="MODEL")],
+    head: Annotated[str, _option("Draft head: a name or folder, or a model for its own.", metavar="NAME")],
+    budget: Annotated[int, _option("Most nodes in a tree, the anchor included.")] = TreeConfig.budget,
+    width: Annotated[int, _option("Most children of one node; 1 is a chain.")] = TreeConfig.width,
+    depth: Annotated[int | None, _option("Longest path below the anchor.")] = None,
+    dry_run: Annotated[bool, _option("Only print the command.", "--dry-run")] = False,
+) -> None:
+    """Start vLLM's server with draft trees.
+
+    The command is printed, then run; options that are not listed here are vLLM's own.
+    """
+    from jetspec.integrations.vllm.command import run_command, serve_command
+
+    command = serve_command(model, head, TreeConfig(budget=budget, width=width, depth=depth), context.args)
+    print(shlex.join(command), flush=True)
+    if not dry_run:
+        run_command(command)
 
 
 def main() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +31,44 @@ def write_whole(path: Path, text: str) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(folder: Path, own: Sequence[str]) -> Iterator[Path]:
+    """Fill a folder that appears complete or not at all: what is yielded takes its place at the end.
+
+    It replaces an older folder of files with these names; one that holds anything else is not touched.
+    """
+    folder = folder.absolute()
+    _check_replaceable(folder, own)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
+    try:
+        fresh.mkdir()
+        yield fresh
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(fresh, folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
+        raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_replaceable(folder: Path, own: Sequence[str]) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; a folder is to be written")
+    if others := sorted(path.name for path in folder.iterdir() if path.name not in own):
+        raise ValueError(f"{folder} holds other files ({some(others)}); choose a folder of its own")
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def lock(file: IO[Any], refusal: str) -> None:

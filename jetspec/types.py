@@ -357,6 +357,8 @@ class TreeBatch:
     slot_T: Tensor
     layout: BatchLayout
     ancestor_BNW: Tensor | None
+    is_tree_B: Tensor | None = None
+    """Requests that the ancestor bits are about; the others are chains of any length. None: all of them."""
 
 
 @dataclass(frozen=True)

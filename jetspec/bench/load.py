@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -20,6 +21,9 @@ import numpy as np
 
 PERCENTILES = (50, 95, 99)
 TIMEOUT_S = 600.0
+KEEP_ALIVE_S = 2.0
+"""Idle connections are not used again after this time: servers close theirs after a few seconds, maybe just then."""
+GIVEN_UP = "not answered in time"
 
 Message = dict[str, str]
 
@@ -73,6 +77,7 @@ class Timing:
     tokens: int = 0
     rounds: int = 0
     error: str | None = None
+    text: str = ""
 
     @property
     def first_s(self) -> float:
@@ -88,28 +93,56 @@ class Timing:
         return (self.chunks[-1] - self.chunks[0]) / max(self.tokens - 1, 1)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Those of a load's requests that one of several processes sends: from `first` on, every `step`-th."""
+
+    first: int = 0
+    step: int = 1
+    began: float | None = None
+    """On `time.perf_counter`, which all processes share: what arrivals count from. None: now."""
+    patience_s: float | None = None
+    """Requests that have no answer so long after the last arrival are given up. None: never."""
+
+
+WHOLE = Part()
+
+
 async def send_load(
-    load: Load, chats: Sequence[list[Message]], key: str | None, done: Callable[[], object] = lambda: None
+    load: Load,
+    chats: Sequence[list[Message]],
+    key: str | None,
+    done: Callable[[], object] = lambda: None,
+    part: Part = WHOLE,
 ) -> list[Timing]:
     """Send everything; chats are taken by turns. A request that fails is counted, not repeated."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=load.concurrency)
+    limits = httpx.Limits(
+        max_connections=load.concurrency,
+        max_keepalive_connections=load.concurrency,
+        keepalive_expiry=KEEP_ALIVE_S,
+    )
     async with httpx.AsyncClient(base_url=load.base_url, headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
         model = load.model or await first_model(client)
         lanes = asyncio.Semaphore(load.concurrency)
-        began = time.perf_counter()
+        began = time.perf_counter() if part.began is None else part.began
+        arrivals = load.arrivals()
+        end = math.inf if part.patience_s is None else began + arrivals[-1] + part.patience_s
 
-        async def one(number: int, at: float) -> Timing:
-            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            timing = Timing(time.perf_counter())
-            async with lanes:
-                if load.rate is None:
-                    timing.arrived = time.perf_counter()
-                await follow(client, _body(load, model, chats[number % len(chats)]), timing)
+        async def one(number: int) -> Timing:
+            timing = Timing(began + arrivals[number])  # a client that wakes up late is slow, and that counts
+            await asyncio.sleep(max(0.0, timing.arrived - time.perf_counter()))
+            try:
+                async with asyncio.timeout(end - time.perf_counter()), lanes:
+                    if load.rate is None:
+                        timing.arrived = time.perf_counter()
+                    await follow(client, _body(load, model, chats[number % len(chats)]), timing)
+            except TimeoutError:
+                timing.error = GIVEN_UP
             done()
             return timing
 
-        return await asyncio.gather(*(one(number, at) for number, at in enumerate(load.arrivals())))
+        return await asyncio.gather(*(one(number) for number in range(part.first, load.requests, part.step)))
 
 
 async def first_model(client: httpx.AsyncClient) -> str:
@@ -148,6 +181,7 @@ def _note(chunk: dict[str, Any], timing: Timing) -> None:
         return
     if any(choice["delta"].get("content") or choice.get("finish_reason") for choice in chunk["choices"]):
         timing.chunks.append(time.perf_counter())
+        timing.text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
     if usage := chunk.get("usage"):
         timing.tokens = usage["completion_tokens"]
         timing.rounds = usage.get("jetspec", {}).get("rounds", 0)

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from jetspec.files import some, whole_folder
 from jetspec.models.decoder import DecoderConfig, DecoderStack, RopeConfig
 from jetspec.models.families import parts_of
 from jetspec.models.weights import DType, read_json
@@ -180,35 +180,11 @@ def write_folder(folder: str | Path, config: dict[str, Any], tensors: dict[str, 
 
     It replaces an older head; a folder that holds anything else is not touched.
     """
-    folder = Path(folder).absolute()
-    check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
-    try:
-        fresh.mkdir()
+    with whole_folder(Path(folder), OWN_FILES) as fresh:
         (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if card is not None:
             (fresh / CARD_FILE).write_text(card, encoding="utf-8")
         write_tensors(tensors, fresh / WEIGHTS_FILE)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(fresh, folder)
-    except BaseException:
-        if old.exists() and not folder.exists():
-            os.replace(old, folder)
-        raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def check_replaceable(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; a head is saved as a folder")
-    if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN_FILES):
-        raise ValueError(f"{folder} holds other files ({some(others)}); save the head in a folder of its own")
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -281,7 +257,7 @@ def layer_fields(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.divisors:
-        raise ValueError("rotary frequencies with a factor each cannot be written; give the head a plain rope")
+        raise ValueError("rotary frequencies with a factor each cannot be written; they need a plain rope")
     if rope.kind == "default":
         return None
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
@@ -292,7 +268,3 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "yarn":
         scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.attention_factor}
     return scaling
-
-
-def some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -25,7 +25,8 @@ Message = Mapping[str, Any]
 CHAT_VARIABLES = ("tools", "documents", "enable_thinking", "date_string")
 """What a caller may hand to a chat template beside the messages."""
 
-CONTROL, USER_DEFINED = 3, 4
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "</s>")
 """Control tokens that end a turn or a text in the families we know."""
 
@@ -77,6 +78,15 @@ class Tokenizer:
         backend.no_truncation()
         config = _json_table(folder / "tokenizer_config.json")
         return cls(backend, _folder_template(folder, config), _named_tokens(config))
+
+    def save(self, folder: Path) -> None:
+        """Write what `from_folder` reads, and transformers as well."""
+        tokens, config, template = (folder / name for name in TOKENIZER_FILES)
+        self._backend.save(str(tokens))
+        described = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config.write_text(json.dumps({**described, **self._named}, indent=2) + "\n", encoding="utf-8")
+        if self.chat_template is not None:
+            template.write_text(self.chat_template, encoding="utf-8")
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -357,9 +367,10 @@ class _GGUFVocabulary:
         if len(set(self.tokens)) != len(self.tokens) or not self.tokens:
             raise ValueError("the GGUF vocabulary is empty or has a token twice")
         self.types: list[int] = self._list("token_type", int) or [1] * len(self.tokens)
-        self.id_of = {token: id for id, token in enumerate(self.tokens)}
         if len(self.types) != len(self.tokens):
             raise ValueError("the GGUF vocabulary has not one type per token")
+        # Converters fill up the rows of an embedding that no token has with names of their own.
+        self.id_of = {token: id for id, token in enumerate(self.tokens) if self.types[id] != UNUSED}
 
     def tokenizer(self) -> Tokenizer:
         kind = self._get("model")

@@ -36,16 +36,30 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 STORED = ("F32", "F16", "BF16")
 
 
-class TensorSource(Protocol):
-    """Named tensors on disk, read one at a time."""
+class Names(Protocol):
+    """Which tensors there are, and in whose words."""
 
     @property
     def layout(self) -> Layout: ...
+    def __contains__(self, name: str) -> bool: ...
+
+
+class TensorSource(Names, Protocol):
+    """Named tensors on disk, read one at a time."""
+
     @property
     def path(self) -> Path: ...
-    def __contains__(self, name: str) -> bool: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, out: Tensor) -> None: ...
+
+
+class _Nothing:
+    """A folder that is yet to be written."""
+
+    layout: Layout = "hf"
+
+    def __contains__(self, name: str) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -228,6 +242,12 @@ def declared_eos(folder: Path) -> frozenset[int]:
     return frozenset(found)
 
 
+def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """A model's parameters under the names of a Hugging Face folder, cut as it stores them."""
+    for name, parameter in decoder.named_parameters():
+        yield from ((piece.name, piece.out) for piece in _pieces(decoder.config, name, parameter, _Nothing()))
+
+
 @dataclass(frozen=True)
 class _Piece:
     """A stored tensor and the part of one of our parameters that it fills."""
@@ -238,7 +258,7 @@ class _Piece:
     """Heads whose rows llama.cpp interleaved. 0: rows are in order."""
 
 
-def _pieces(config: DecoderConfig, name: str, out: Tensor, tensors: TensorSource) -> Iterator[_Piece]:
+def _pieces(config: DecoderConfig, name: str, out: Tensor, tensors: Names) -> Iterator[_Piece]:
     is_expert = out.dim() == 3
     if is_expert and tensors.layout == "hf" and stacked_experts_name(name) in tensors:
         yield _Piece(stacked_experts_name(name), out)

@@ -2,23 +2,26 @@
 CPU path, the oracle of any kernel for it, and the documentation; a Triton kernel `x_triton.py` sits beside `x.py`."""
 
 from jetspec.ops.distill_loss import DistillLoss, distill_loss, label_prob
-from jetspec.ops.kv_write import compact_kv, store_kv
+from jetspec.ops.kv_write import SlotRows, compact_kv, compact_rows, store_kv
 from jetspec.ops.linear import Stream, add_linear, linear, norm_linear, norm_swiglu, pack
 from jetspec.ops.moe import mixture
 from jetspec.ops.norm_rope import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store
 from jetspec.ops.place import Places, place
 from jetspec.ops.swiglu import swiglu
 from jetspec.ops.topk_logprob import topk_logprob
-from jetspec.ops.tree_attention import AttentionPlan, plan_attention, tree_attention
+from jetspec.ops.tree_attention import AttentionPlan, KernelPlan, plan_attention, tree_attention
 
 __all__ = [
     "AttentionPlan",
     "DistillLoss",
     "HeadNorm",
+    "KernelPlan",
     "Places",
+    "SlotRows",
     "Stream",
     "add_linear",
     "compact_kv",
+    "compact_rows",
     "distill_loss",
     "label_prob",
     "linear",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from jetspec.dispatch import uses_kernel
@@ -9,7 +13,7 @@ from jetspec.types import KVPages
 
 
 def store_kv(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor) -> None:
-    """Write K and V of T tokens to their slots."""
+    """Write K and V of T tokens to their slots. On a GPU a token whose slot is negative is not written."""
     if uses_kernel(pages.k):
         from jetspec.ops.kv_write_triton import store_kv_triton
 
@@ -32,3 +36,30 @@ def compact_kv(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -> None:
     else:
         flat = storage.flatten(2, 3)
         flat.index_copy_(2, target_BD1.flatten(), flat.index_select(2, source_BD1.flatten()))
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """Layers that are stored apart, each with a row per slot: (slots, size). K and V of a slot may share its row."""
+
+    rows_L: tuple[Tensor, ...]
+    address_L: Tensor
+    """Where the layers begin, for a kernel that serves all of them."""
+
+    @classmethod
+    def of(cls, layers: Iterable[Tensor]) -> SlotRows:
+        rows_L = tuple(layers)
+        assert all(rows.is_contiguous() and rows.shape[1] == rows_L[0].shape[1] for rows in rows_L)
+        address_L = torch.tensor([rows.data_ptr() for rows in rows_L], dtype=torch.int64, device=rows_L[0].device)
+        return cls(rows_L, address_L)
+
+
+def compact_rows(layers: SlotRows, source_BD1: Tensor, target_BD1: Tensor) -> None:
+    """`compact_kv` for layers that are stored apart."""
+    if uses_kernel(layers.rows_L[0]):
+        from jetspec.ops.kv_write_triton import compact_rows_triton
+
+        compact_rows_triton(layers, source_BD1, target_BD1)
+    else:
+        for rows in layers.rows_L:
+            rows.index_copy_(0, target_BD1.flatten(), rows.index_select(0, source_BD1.flatten()))

@@ -8,13 +8,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.kv_write import SlotRows
 from jetspec.types import KVPages
 
 COMPACT_BLOCK = 128
 
 
+def check_slots(pages: KVPages) -> None:
+    """Kernels find slots and heads by a stride each, which K and V share."""
+    k = pages.k
+    assert k.stride() == pages.v.stride() and k.stride(3) == 1 and k.stride(0) == k.shape[1] * k.stride(1)
+
+
 def store_kv_triton(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor) -> None:
-    assert pages.k.is_contiguous() and pages.v.is_contiguous()
+    check_slots(pages)
     k, v = k_TGE.flatten(1), v_TGE.flatten(1)  # views, also of heads cut from a wider row
     T, size = k.shape
     if T:
@@ -27,6 +34,9 @@ def store_kv_triton(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor
             k.stride(0),
             v.stride(0),
             SIZE=size,
+            E=k_TGE.shape[2],
+            ROW=pages.k.stride(1),
+            HEAD=pages.k.stride(2),
             BLOCK=triton.next_power_of_2(size),
         )
 
@@ -41,15 +51,20 @@ def _store_kv_kernel(
     k_stride_token,
     v_stride_token,
     SIZE: tl.constexpr,
+    E: tl.constexpr,
+    ROW: tl.constexpr,
+    HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program copies the SIZE = G * E numbers of K and of V of one token."""
+    """A program copies the SIZE = G * E numbers of K and of V of one token, unless its slot is negative."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    inside = lane < SIZE
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    inside = (lane < SIZE) & (slot >= 0)
     k = tl.load(k_ptr + token * k_stride_token + lane, mask=inside)
     v = tl.load(v_ptr + token * v_stride_token + lane, mask=inside)
-    target = tl.load(slot_ptr + token).to(tl.int64) * SIZE + lane
+    place = lane if HEAD == E else lane // E * HEAD + lane % E
+    target = slot * ROW + place
     tl.store(k_pages_ptr + target, k, mask=inside)
     tl.store(v_pages_ptr + target, v, mask=inside)
 
@@ -71,6 +86,39 @@ def compact_kv_triton(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -
         )
 
 
+def compact_rows_triton(layers: SlotRows, source_BD1: Tensor, target_BD1: Tensor) -> None:
+    """Rows are moved as words of 32 bits, whatever they hold."""
+    assert source_BD1.shape == target_BD1.shape
+    B, num = source_BD1.shape
+    first = layers.rows_L[0]
+    words = first.shape[1] * first.element_size() // 4
+    if B and num:
+        _compact_rows_kernel[(B, len(layers.rows_L), triton.cdiv(words, COMPACT_BLOCK))](
+            layers.address_L,
+            source_BD1.contiguous(),
+            target_BD1.contiguous(),
+            NUM=num,
+            NUM_PADDED=triton.next_power_of_2(num),
+            SIZE=words,
+            BLOCK=COMPACT_BLOCK,
+        )
+
+
+@triton.jit
+def _compact_rows_kernel(
+    address_ptr,
+    source_ptr,
+    target_ptr,
+    NUM: tl.constexpr,
+    NUM_PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As `_compact_kv_kernel`, for layers that are somewhere each."""
+    storage_ptr = tl.load(address_ptr + tl.program_id(1)).to(tl.pointer_type(tl.int32))
+    _move_rows(storage_ptr, source_ptr, target_ptr, NUM, NUM_PADDED, SIZE, BLOCK)
+
+
 @triton.jit
 def _compact_kv_kernel(
     storage_ptr,
@@ -86,14 +134,28 @@ def _compact_kv_kernel(
 
     No other program touches these elements. Its own threads do, so that none may write before all have read.
     """
-    row, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    plane = tl.program_id(1).to(tl.int64)
+    _move_rows(storage_ptr + plane * num_slots * SIZE, source_ptr, target_ptr, NUM, NUM_PADDED, SIZE, BLOCK)
+
+
+@triton.jit
+def _move_rows(
+    storage_ptr,
+    source_ptr,
+    target_ptr,
+    NUM: tl.constexpr,
+    NUM_PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
     entry = tl.arange(0, NUM_PADDED)
     source = tl.load(source_ptr + row * NUM + entry, mask=entry < NUM, other=0).to(tl.int64)
     target = tl.load(target_ptr + row * NUM + entry, mask=entry < NUM, other=0).to(tl.int64)
     element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     moves = (source != target)[:, None] & (element < SIZE)[None]
 
-    base = storage_ptr + plane * num_slots * SIZE + element[None]
+    base = storage_ptr + element[None]
     x = tl.load(base + source[:, None] * SIZE, mask=moves)
     tl.debug_barrier()
     tl.store(base + target[:, None] * SIZE, x, mask=moves)

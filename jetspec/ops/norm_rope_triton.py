@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.kv_write_triton import check_slots
 from jetspec.ops.norm_rope import HeadNorm, Tables
 from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.types import KVPages
@@ -86,7 +87,8 @@ def rotate_qkv_triton(
 def rotate_store_triton(
     qkv_TXE: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
 ) -> Tensor:
-    assert pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape[2] == num_kv_heads
+    check_slots(pages)
+    assert pages.k.shape[2] == num_kv_heads
     qkv_TXE = qkv_TXE.contiguous()
     T, X, E = qkv_TXE.shape
     q_THE = torch.empty((T, X - 2 * num_kv_heads, E), dtype=qkv_TXE.dtype, device=qkv_TXE.device)
@@ -125,6 +127,8 @@ def _launch_rotate(
             G=num_kv_heads,
             HALF=E // 2,
             HEADS=HEADS,
+            ROW=num_kv_heads * E if slot is None else k.stride(1),
+            HEAD=E if slot is None else k.stride(2),
             **overlap(qkv),
         )
 
@@ -145,13 +149,16 @@ def _rotate_qkv_kernel(
     G: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    ROW: tl.constexpr,
+    HEAD: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """A program takes a few heads of a token, as two halves: element i of the one turns with element i of the other.
 
-    Keys and values go to row `slot` of theirs, or without slots to the token's own. Values are only copied, and
-    without a `v_ptr` not even that. Like the reference, this rounds after the norm and after the rotation. Slots,
-    tables and weights are older than the kernel before this one, which makes the heads, so they are loaded first.
+    Keys and values go to row `slot` of theirs, or without slots to the token's own; ROW lies between two rows, HEAD
+    between two heads. Values are only copied, and without a `v_ptr` not even that. Like the reference, this rounds
+    after the norm and after the rotation. Slots, tables and weights are older than the kernel before this one, which
+    makes the heads, so they are loaded first.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -184,11 +191,11 @@ def _rotate_qkv_kernel(
     q_out = q_ptr + token * (H * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
     tl.store(q_out, turned_low, mask=is_q[:, None])
     tl.store(q_out + HALF, turned_high, mask=is_q[:, None])
-    k_out = k_ptr + row * (G * 2 * HALF) + (head - H)[:, None] * (2 * HALF) + pair[None]
+    k_out = k_ptr + row * ROW + (head - H)[:, None] * HEAD + pair[None]
     tl.store(k_out, turned_low, mask=is_k[:, None])
     tl.store(k_out + HALF, turned_high, mask=is_k[:, None])
     if v_ptr is not None:
-        v_out = v_ptr + row * (G * 2 * HALF) + (head - H - G)[:, None] * (2 * HALF) + pair[None]
+        v_out = v_ptr + row * ROW + (head - H - G)[:, None] * HEAD + pair[None]
         tl.store(v_out, low_in, mask=is_v[:, None])
         tl.store(v_out + HALF, high_in, mask=is_v[:, None])
 

@@ -76,17 +76,23 @@ def plan_attention(batch: TreeBatch) -> AttentionPlan | KernelPlan:
 
 
 def tree_attention(
-    q_THE: Tensor, pages: KVPages, plan: AttentionPlan | KernelPlan, scale: float, window: int | None
+    q_THE: Tensor,
+    pages: KVPages,
+    plan: AttentionPlan | KernelPlan,
+    scale: float,
+    window: int | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k + mask) v per request; `pages` already hold the in-flight K and V.
 
-    A query at position p sees keys at positions above p - window.
+    A query at position p sees keys at positions above p - window. The result is written to `out`, if given.
     """
     if isinstance(plan, AttentionPlan):
-        return tree_attention_reference(q_THE, pages, plan, scale, window)
+        result = tree_attention_reference(q_THE, pages, plan, scale, window)
+        return result if out is None else out.copy_(result)
     from jetspec.ops.tree_attention_triton import tree_attention_triton
 
-    return tree_attention_triton(q_THE, pages, plan.batch, scale, window)
+    return tree_attention_triton(q_THE, pages, plan.batch, scale, window, out)
 
 
 def tree_attention_reference(
@@ -122,7 +128,7 @@ def _plan_group(batch: TreeBatch, rows: list[int], count: int) -> RequestGroup:
 
     node = (index - cached).clamp(0, in_flight_count - 1)
     in_flight = index >= cached
-    visible = _visible(batch.ancestor_BNW, row, count, in_flight_count).expand(len(rows), -1, -1)
+    visible = _visible(batch, row, count, in_flight_count).expand(len(rows), -1, -1)
     ancestor = visible.gather(2, node[:, None].expand(-1, count, -1))
     prefix = ~in_flight & (index >= layout.first_seen)
     seen = torch.where(in_flight[:, None], ancestor, prefix[:, None]) & (index < cached + in_flight_count)[:, None]
@@ -130,14 +136,19 @@ def _plan_group(batch: TreeBatch, rows: list[int], count: int) -> RequestGroup:
     return RequestGroup(_as_slice(token.flatten()), _as_slice(slot.flatten()), seen, position, key_position)
 
 
-def _visible(ancestor_BNW: Tensor | None, row: Tensor, count: int, in_flight_count: int) -> Tensor:
+def _visible(batch: TreeBatch, row: Tensor, count: int, in_flight_count: int) -> Tensor:
     """Which tokens in flight each of this forward sees: a chain, or what the bits say."""
-    if ancestor_BNW is None:
+    chain = torch.ones(1, count, count, dtype=torch.bool, device=row.device).tril_()
+    if batch.ancestor_BNW is None:
         assert count == in_flight_count, "a chain is of one forward"
-        return torch.ones(1, count, count, dtype=torch.bool, device=row.device).tril_()
+        return chain
+    bits = batch.ancestor_BNW[row, :count]
+    if batch.is_tree_B is not None:  # chains may have more tokens than there are bits
+        bits = F.pad(bits, (0, -(-count // 32) - bits.shape[2], 0, count - bits.shape[1]))
     bit = torch.arange(in_flight_count, device=row.device)
-    words = ancestor_BNW[row, :count][:, :, bit // 32]
-    return (words >> (bit % 32).to(words.dtype)) & 1 != 0
+    words = bits[:, :, bit // 32]
+    visible = (words >> (bit % 32).to(words.dtype)) & 1 != 0
+    return visible if batch.is_tree_B is None else torch.where(batch.is_tree_B[row, None, None], visible, chain)
 
 
 def _as_slice(index: Tensor) -> slice | Tensor:

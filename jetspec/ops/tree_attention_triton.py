@@ -50,7 +50,9 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale: float, window: int | None) -> Tensor:
+def tree_attention_triton(
+    q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale: float, window: int | None, out: Tensor | None = None
+) -> Tensor:
     """`tree_attention` of in-flight tokens. In a chain, token i of a request is at position cached + i."""
     layout, (T, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
     B, P = layout.page_BP.shape
@@ -65,7 +67,8 @@ def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale
     tiles = triton.cdiv(layout.max_queries * (H // G), tiling.BLOCK_M)
     warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
     splits = _choose_splits(warps, layout.max_queries, max_blocks)
-    out = q_THE.new_empty(T, H, E)
+    out = q_THE.new_empty(T, H, E) if out is None else out
+    assert out.is_contiguous() and out.shape == q_THE.shape
     part, lse, finished = None, None, None
     if splits > 1:
         part = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, tiling.BLOCK_E, dtype=torch.float32)
@@ -81,6 +84,7 @@ def tree_attention_triton(q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale
             layout.query_start_B1,
             batch.position_T,
             ancestor,
+            None if ancestor is None else batch.is_tree_B,
             out,
             part,
             lse,
@@ -164,6 +168,7 @@ def _tree_attention_kernel(
     start_ptr,
     position_ptr,
     ancestor_ptr,
+    is_tree_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -200,6 +205,7 @@ def _tree_attention_kernel(
     up to a window: the prefix from `first_seen` on, and without a TREE also what is in flight up to the tile's first
     node. The rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are
     numbered together. A split takes a run of one kind, all as long; short contexts leave the last ones nothing to do.
+    With a TREE, `is_tree_ptr` may say which requests are chains for all that.
 
     Lengths, pages and masks are older than the kernel before this one, which writes q and the K and V in flight. So
     the former are looked up while that one still runs, and pages always one block ahead.
@@ -210,7 +216,7 @@ def _tree_attention_kernel(
     split = tl.program_id(1)
     request = (pair // G).to(tl.int64)
     group = pair % G
-    start = tl.load(start_ptr + request)
+    start = tl.load(start_ptr + request).to(tl.int64)
     count = (tl.load(start_ptr + request + 1) - start).to(tl.int32)
     cached = tl.load(cached_ptr + request).to(tl.int32)
     first_node = tile * BLOCK_M // REPEAT
@@ -221,8 +227,12 @@ def _tree_attention_kernel(
     node = tl.maximum(tl.minimum(row // REPEAT, count - 1), 0)
     token = start + node
     head = group * REPEAT + row % REPEAT
-    shared = cached if TREE else cached + first_node + 1
-    end = cached + (earlier + count if TREE else tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // REPEAT + 1, count))
+    is_tree = TREE
+    if is_tree_ptr is not None:
+        is_tree = tl.load(is_tree_ptr + request) != 0
+    shared = tl.where(is_tree, cached, cached + first_node + 1)
+    diagonal = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // REPEAT + 1, count)
+    end = cached + tl.where(is_tree, earlier + count, diagonal)
     begin = first_seen
     if WINDOWED:
         position = tl.load(position_ptr + token).to(tl.int32) if TREE else cached + node
@@ -268,9 +278,14 @@ def _tree_attention_kernel(
     for block in range(first_own, last):
         key = shared + (block - shared_blocks) * BLOCK_N + lane
         if TREE:
-            words_ptr = ancestor_ptr + request * ancestor_stride_b + node * ancestor_stride_n
+            bits_of = node
+            if is_tree_ptr is not None:
+                bits_of = tl.where(is_tree, node, 0)  # a chain may be longer than there are bits
+            words_ptr = ancestor_ptr + request * ancestor_stride_b + bits_of * ancestor_stride_n
             seen = _ancestors(words_ptr, (block - shared_blocks) * (BLOCK_N // 32), W, BLOCK_M, BLOCK_N)
             seen = seen & (key[None, :] < end)
+            if is_tree_ptr is not None:
+                seen = tl.where(is_tree, seen, key[None, :] <= cached + node[:, None])
         else:
             seen = key[None, :] <= cached + node[:, None]
         if WINDOWED:
@@ -361,7 +376,7 @@ def _ancestors(words_ptr, first_word, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 def _slot(page_ptr, key, end, PAGE_SIZE: tl.constexpr):
     """Where keys are stored; of those from `end` on, the last one's place, which exists and is not looked at."""
     key = tl.maximum(tl.minimum(key, end - 1), 0)
-    return tl.load(page_ptr + key // PAGE_SIZE) * PAGE_SIZE + key % PAGE_SIZE
+    return tl.load(page_ptr + key // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def read_key(path: Path) -> str:
     return lines[0]
 
 
-def read_chats(path: Path | None, count: int) -> list[list[Message]]:
+def read_chats(path: Path | None, count: int | None) -> list[list[Message]]:
     """First questions of a file's conversations, or the built-in ones."""
     if path is None:
         return [[{"role": "user", "content": prompt}] for prompt in DEMO_PROMPTS]

@@ -43,8 +43,11 @@ def find_tasks(folder: Path, names: Sequence[str] | None) -> dict[str, Path]:
     return {name: found[name] for name in names or sorted(found)}
 
 
-def read_questions(path: Path, limit: int) -> list[Prompt]:
-    """The first prompts of a file. One that cannot be used is an error: results must be about the same questions."""
+def read_questions(path: Path, limit: int | None) -> list[Prompt]:
+    """The first prompts of a file or folder, or all of them.
+
+    One that cannot be used is an error: results must be about the same questions.
+    """
     prompts = []
     for prompt in PromptData((path,), limit=limit):
         if isinstance(prompt, BadPrompt):

@@ -1,12 +1,13 @@
 """Draft trees: what they are, how they are built from candidates, and which path of them the target keeps."""
 
-from jetspec.tree.accept import Acceptance, accept, accepted_tokens
+from jetspec.tree.accept import Acceptance, accept, accepted_tokens, walk
 from jetspec.tree.adjust import forbid, penalize
 from jetspec.tree.build import Candidates, EdgeFactors, GrowingTree, build_tree, build_tree_reference
-from jetspec.tree.draft_tree import DraftTree, children_of, draw, pack_bits, unpack_bits
+from jetspec.tree.draft_tree import WORD, DraftTree, children_of, draw, pack_bits, unpack_bits
 from jetspec.tree.sample import choose_nodes, choose_token, filter_logits, gumbel
 
 __all__ = [
+    "WORD",
     "Acceptance",
     "Candidates",
     "DraftTree",
@@ -26,4 +27,5 @@ __all__ = [
     "pack_bits",
     "penalize",
     "unpack_bits",
+    "walk",
 ]

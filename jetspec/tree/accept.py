@@ -6,6 +6,7 @@ many of these choices one forward can serve. So the output follows the target ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,18 +38,34 @@ def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_le
     The anchor sits at position `cached_len_B`, so the choice after a node of depth d is for `cached_len_B + d + 1`.
     """
     if uses_kernel(logits_BNV):
-        from jetspec.tree.accept_triton import accept_triton
-
         # A greedy batch never looks at positions, so none are computed for it.
         position_BN = cached_len_B[:, None] + tree.depth_BN + 1 if sampling.any_sampled else tree.depth_BN
-        return accept_triton(tree, choose_nodes(logits_BNV, sampling, position_BN))
+        return walk(tree, choose_nodes(logits_BNV, sampling, position_BN))
     row_B = torch.arange(len(cached_len_B), device=cached_len_B.device)
-    node_B = length_B = bonus_B = torch.zeros_like(row_B)
-    walking_B = torch.ones_like(row_B, dtype=torch.bool)
+
+    def choose(node_B: Tensor, depth: int) -> Tensor:
+        return choose_token(logits_BNV[row_B, node_B], sampling, cached_len_B + depth + 1)
+
+    return _follow(tree, choose)
+
+
+def walk(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
+    """`accept` where the target's choice after every node is known already."""
+    if uses_kernel(choice_BN):
+        from jetspec.tree.accept_triton import accept_triton
+
+        return accept_triton(tree, choice_BN)
+    return _follow(tree, lambda node_B, depth: choice_BN.gather(1, node_B[:, None])[:, 0])
+
+
+def _follow(tree: DraftTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
+    """The walk, with the target's choices at some nodes, one per request, of a depth."""
+    node_B = length_B = bonus_B = torch.zeros_like(tree.size_B)
+    walking_B = torch.ones_like(node_B, dtype=torch.bool)
     path = []
     for depth in range(tree.max_depth + 1):
         path.append(node_B)
-        choice_B = choose_token(logits_BNV[row_B, node_B], sampling, cached_len_B + depth + 1)
+        choice_B = choose(node_B, depth)
         bonus_B = torch.where(walking_B, choice_B, bonus_B)
         # Padding has depth 0 and so is nobody's child here.
         child_BN = (tree.parent_BN == node_B[:, None]) & (tree.token_BN == choice_B[:, None])
@@ -57,7 +74,7 @@ def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_le
         node_B = torch.where(walking_B, child_BN.int().argmax(1), node_B)
         length_B = length_B + walking_B
         # On a CPU a look at the result is free and saves the deeper choices; on a GPU it would be a host sync.
-        if logits_BNV.device.type == "cpu" and not walking_B.any():
+        if node_B.device.type == "cpu" and not walking_B.any():
             break
     path += [node_B] * (tree.max_depth + 1 - len(path))
     return Acceptance(torch.stack(path, dim=1), length_B, bonus_B)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from jetspec.models.describe import describe
 from jetspec.models.gguf import CHUNK, TENSOR_TYPES, GGUFFile
+from jetspec.models.hf_target import load_hf
 from jetspec.models.weights import load_decoder, load_target, open_model
 from tests.models.gguf_files import LLAMA, write_gguf
 from tests.models.paged import run_decoder
@@ -175,6 +176,44 @@ def test_rope_factors_of_llama3(tmp_path: Path) -> None:
     assert divisors.max() > 2
     path = write_gguf(tmp_path / "a.gguf", to_gguf(model, permuted=True) | {"rope_freqs.weight": divisors})
     assert_same(path, model)
+
+
+SCALES: dict[Type, dict[int, float]] = {Type.Q4_K: {0: 2e-4, 2: 1.5e-3}, Type.Q6_K: {208: 3e-5}}
+"""Where a block keeps its half-precision scales, and values that put its numbers around 0, mostly below 0.1."""
+
+
+def k_quants(kind: Type, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Blocks with made-up contents: the gguf package reads these types and cannot write them."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(seed).integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
+    for place, scale in SCALES[kind].items():
+        raw[..., place : place + 2] = np.array([scale], np.float16).view(np.uint8)
+    return raw.reshape(shape[0], -1)
+
+
+def write_k_quants(path: Path, is_tied: bool) -> Path:
+    """A qwen2 file as mixed 4-bit ones are: 4 bits, with 6 for v, down and output; plain norms and biases."""
+    vocabulary = gguf_metadata("qwen2", add_bos_token=False)
+    vocab_size = len(vocabulary["tokenizer.ggml.tokens"])
+    size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": vocab_size}
+    tensors = to_gguf(make_model("qwen2", size), permuted=False)
+    if is_tied:
+        del tensors["output.weight"]
+    six = ("attn_v.weight", "ffn_down.weight", "output.weight")
+    types = {
+        name: Type.Q6_K if name.endswith(six) else Type.Q4_K for name, tensor in tensors.items() if tensor.ndim == 2
+    }
+    blocks = {name: k_quants(kind, tensors[name].shape, i) for i, (name, kind) in enumerate(types.items())}
+    fields = LLAMA | {"embedding_length": 256, "feed_forward_length": 512}
+    return write_gguf(path, tensors | blocks, fields, "qwen2", types, vocabulary)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_model_of_k_quants_equals_transformers_on_the_same_file(is_tied: bool, tmp_path: Path) -> None:
+    path = write_k_quants(tmp_path / "a.gguf", is_tied)
+    stored = {info.type.name for info in GGUFFile(path).tensors.values()}
+    assert stored == {"F32", "Q4_K", "Q6_K"}
+    assert_same(path, load_hf(path, torch.float32))
 
 
 @pytest.fixture(scope="module")

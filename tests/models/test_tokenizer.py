@@ -133,6 +133,19 @@ def test_user_defined_tokens_are_whole_but_not_special() -> None:
     assert tokenizer.encode("low<|a|>")[-1] == 2
 
 
+def test_unused_ids_are_no_tokens() -> None:
+    """Rows of an embedding beyond the vocabulary: files name them, texts never hold them."""
+    metadata = gguf_metadata()
+    count = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "[PAD0]", "[PAD1]"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 5, 5]
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.vocab_size == len(tokenizer.token_bytes()) == count
+    assert tokenizer.decode([count, *tokenizer.encode("low"), count + 1], skip_special=False) == "low"
+    assert tokenizer.token_text(count) == f"<{count}>"
+    assert tokenizer.encode("[PAD0]") == GGUF["gpt-2"].encode("[PAD0]")
+
+
 @pytest.mark.parametrize(("pre", "wish", "first"), [
     ("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False),
 ])  # fmt: skip

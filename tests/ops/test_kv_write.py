@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jetspec.dispatch import force
-from jetspec.ops import compact_kv, store_kv
+from jetspec.ops import SlotRows, compact_kv, compact_rows, store_kv
 from jetspec.types import KVPages
 from tests.kernels import compile_for_hopper
 
@@ -97,8 +97,43 @@ def test_store_kernel_equals_reference(
     interpreter.submit(compare_store, pages, *heads_of_tokens(pages, tokens)).result()
 
 
+@DTYPES
+def test_keys_and_values_may_lie_side_by_side(interpreter: Executor, dtype: torch.dtype) -> None:
+    """Tokens without a slot are left out."""
+    interpreter.submit(check_side_by_side, dtype).result()
+
+
+def check_side_by_side(dtype: torch.dtype) -> None:
+    apart = KVPages(*storage(1, 6, 5, 3, 64, dtype)[:, 0])
+    joined = torch.cat((apart.k, apart.v), -1)
+    k, v, slot = heads_of_tokens(apart, 9)
+    store_kv(apart, k[2:], v[2:], slot[2:])
+    slot[:2] = -1
+    with force("triton"):
+        store_kv(KVPages(*joined.chunk(2, -1)), k, v, slot)
+    assert torch.equal(joined, torch.cat((apart.k, apart.v), -1))
+
+
+@DTYPES
+def test_compaction_of_layers_that_are_stored_apart(interpreter: Executor, dtype: torch.dtype) -> None:
+    interpreter.submit(compare_compact_rows, dtype).result()
+
+
+def compare_compact_rows(dtype: torch.dtype) -> None:
+    pool = storage(2, 6, 5, 3, 64, dtype)
+    source, target = moves(30, 3, 4)
+    layers = [pool[i, j].flatten(0, 1).flatten(1).clone() for i in range(2) for j in range(2)]
+    compact_kv(pool, source, target)
+    for kernels in ("triton", "reference"):
+        copies = [layer.clone() for layer in layers]
+        with force(kernels):
+            compact_rows(SlotRows.of(copies), source, target)
+        expected = [pool[i, j].flatten(0, 1).flatten(1) for i in range(2) for j in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(copies, expected, strict=True))
+
+
 def test_kernels_compile_without_a_gpu() -> None:
-    from jetspec.ops.kv_write_triton import COMPACT_BLOCK, _compact_kv_kernel, _store_kv_kernel
+    from jetspec.ops.kv_write_triton import COMPACT_BLOCK, _compact_kv_kernel, _compact_rows_kernel, _store_kv_kernel
 
     slots = {"source_ptr": "*i64", "target_ptr": "*i64", "storage_ptr": "*bf16", "num_slots": "i32"}
     for num in (16, 64):
@@ -106,7 +141,12 @@ def test_kernels_compile_without_a_gpu() -> None:
         ptx = compile_for_hopper(_compact_kv_kernel, slots, constants)
         assert ptx.rindex("ld.global") < ptx.index("bar.sync") < ptx.index("st.global")
     types = {"slot_ptr": "*i64", "k_stride_token": "i32", "v_stride_token": "i32"}
-    assert "st.global" in compile_for_hopper(_store_kv_kernel, types, {"SIZE": 192, "BLOCK": 256})
+    for head in (64, 128):
+        constants = {"SIZE": 192, "E": 64, "ROW": 3 * head, "HEAD": head, "BLOCK": 256}
+        assert "st.global" in compile_for_hopper(_store_kv_kernel, types, constants)
+    constants = {"NUM": 16, "NUM_PADDED": 16, "SIZE": 1024, "BLOCK": COMPACT_BLOCK}
+    ptx = compile_for_hopper(_compact_rows_kernel, slots | {"address_ptr": "*i64"}, constants)
+    assert ptx.rindex("ld.global") < ptx.index("bar.sync") < ptx.index("st.global")
 
 
 @pytest.mark.gpu

@@ -189,6 +189,7 @@ def test_rotation_kernel_compiles_without_a_gpu(
     from jetspec.ops.norm_rope_triton import HEADS, _rotate_qkv_kernel
 
     constants: dict[str, Any] = {"H": num_heads, "G": num_kv_heads, "HALF": size // 2, "HEADS": HEADS}
+    constants |= {"ROW": num_kv_heads * size, "HEAD": size}
     constants |= {} if stored else {"v_ptr": None, "slot_ptr": None}
     constants |= {} if normed else {"q_norm_ptr": None, "k_norm_ptr": None}
     types = {name: "*bf16" for name in _rotate_qkv_kernel.arg_names if name.endswith("_ptr")}

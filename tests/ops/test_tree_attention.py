@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from concurrent.futures import Executor
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -161,6 +162,38 @@ def test_nobody_sees_the_positions_before_the_first_seen() -> None:
     assert torch.equal(out[8:], before[8:]) and not torch.allclose(out[:8], before[:8])
 
 
+def with_chains(batch: TreeBatch, flags: list[bool]) -> TreeBatch:
+    """The same requests, of which some are chains; they may be longer than the bits of the trees."""
+    assert batch.ancestor_BNW is not None
+    counts = batch.layout.query_start_B1.diff()
+    most = max(int(count) for count, is_tree in zip(counts, flags, strict=True) if is_tree)
+    bits = batch.ancestor_BNW[:, :most, : -(-most // 32)].contiguous()
+    return replace(batch, ancestor_BNW=bits, is_tree_B=torch.tensor(flags))
+
+
+FLAGS = [True, False, False, True]
+
+
+def test_some_requests_of_a_batch_are_chains() -> None:
+    trees = scattered_batch([9, 4, 0, 21], [12, 40, 12, 7], 4, "tree", 0)
+    chains = scattered_batch([9, 4, 0, 21], [12, 40, 12, 7], 4, "chain", 0)
+    q, pages = random_inputs(trees, HEADS, KV_HEADS, SIZE)
+    as_trees, as_chains = (tree_attention(q, pages, plan_attention(b), 0.3, None) for b in (trees, chains))
+    mixed = tree_attention(q, pages, plan_attention(with_chains(trees, FLAGS)), 0.3, None)
+    for i, (start, end) in enumerate(pairwise(trees.layout.query_start_B1.tolist())):
+        expected = as_trees if FLAGS[i] else as_chains
+        torch.testing.assert_close(mixed[start:end], expected[start:end], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_kernel_knows_trees_and_chains(interpreter: Executor, split: bool) -> None:
+    """With tables of 32-bit numbers, as other engines have them."""
+    batch = with_chains(scattered_batch([70, 0, 33, 1], [38, 75, 4, 20], 4, "tree", 0), FLAGS)
+    layout = replace(batch.layout, page_BP=batch.layout.page_BP.int(), query_start_B1=batch.layout.query_start_B1.int())
+    q, pages = random_inputs(batch, 2, 1, 8)
+    interpreter.submit(compare_interpreted, replace(batch, layout=layout), q, pages, None, split).result()
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("split", [True, False])
 def test_kernel_sees_what_the_reference_sees_of_former_forwards(interpreter: Executor, count: int, split: bool) -> None:
@@ -268,32 +301,34 @@ def test_splits_fill_the_gpu_and_no_more(warps: int, max_queries: int, max_block
 
 
 @pytest.mark.parametrize(
-    ("dtype", "queries", "repeat", "size", "tree", "windowed", "splits"),
+    ("dtype", "queries", "repeat", "size", "tree", "windowed", "splits", "flagged"),
     [
-        ("bf16", 16, 4, 128, True, False, 32),
-        ("bf16", 256, 4, 128, True, False, 2),
-        ("bf16", 64, 3, 64, True, True, 4),
-        ("bf16", 2048, 4, 128, False, True, 1),
-        ("bf16", 1, 4, 128, False, False, 1),
-        ("fp32", 16, 4, 128, True, False, 32),
+        ("bf16", 16, 4, 128, True, False, 32, False),
+        ("bf16", 256, 4, 128, True, False, 2, False),
+        ("bf16", 2048, 4, 128, True, False, 1, True),
+        ("bf16", 64, 3, 64, True, True, 4, False),
+        ("bf16", 2048, 4, 128, False, True, 1, False),
+        ("bf16", 1, 4, 128, False, False, 1, False),
+        ("fp32", 16, 4, 128, True, False, 32, True),
     ],
 )
 def test_kernel_compiles_for_hopper(
-    dtype: str, queries: int, repeat: int, size: int, tree: bool, windowed: bool, splits: int
+    dtype: str, queries: int, repeat: int, size: int, tree: bool, windowed: bool, splits: int, flagged: bool
 ) -> None:
     pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
     tiling = kernel._choose_tiling(queries * repeat, size, 2 if dtype == "bf16" else 4)._asdict()
     options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
     shape = {"TREE": tree, "WINDOWED": windowed, "PAGE_SIZE": 16, "G": 8, "REPEAT": repeat, "E": size, "SPLITS": splits}
-    shape |= {"MIN_RUN": 4}
+    shape |= {"MIN_RUN": 1}
     alone = dict.fromkeys(("part_ptr", "lse_ptr", "finished_ptr")) if splits == 1 else {}
     absent: dict[str, Any] = ({} if tree else {"ancestor_ptr": None}) | alone
+    absent |= {} if flagged else {"is_tree_ptr": None}
     names = kernel._tree_attention_kernel.arg_names
     numbers = ("window", "first_seen", "earlier", "tiles", "W")
     types = dict.fromkeys([n for n in names if "_stride_" in n or n in numbers], "i32") | {"scale": "fp32"}
     types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
-    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")} | {"finished_ptr": "*i32"}
+    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")} | {"finished_ptr": "*i32", "is_tree_ptr": "*i1"}
     ptx = compile_for_hopper(kernel._tree_attention_kernel, types, shape | tiling | absent, **options)
     assert ("mma" in ptx) == (dtype == "bf16")
 

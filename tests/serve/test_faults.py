@@ -221,14 +221,21 @@ def test_a_stop_does_not_wait_for_ever(folder: Path, drain_s: float, signals: in
 
 
 def test_sigterm_under_load(folder: Path) -> None:
-    """Every request ends with its whole answer, and the process with status 0."""
+    """Every request that was taken ends with its whole answer, later ones are refused; the process ends with 0."""
     with ServerProcess(str(folder), "--max-batch", "4") as server:
         asked = {"model": server.model, "prompt": "ab", **LONG, "max_tokens": 100}
-        alone = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()["choices"][0]["text"]
+
+        def ask() -> str | None:
+            try:
+                answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+            except httpx.ConnectError:
+                return None
+            assert answer.status_code in (200, 503), answer.text
+            return answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
+
+        alone = ask()
         with ThreadPoolExecutor(12) as pool:
-            answers = [
-                pool.submit(httpx.post, f"{server.url}/v1/completions", json=asked, timeout=60) for _ in range(12)
-            ]
+            answers = [pool.submit(ask) for _ in range(12)]
             wait_until(
                 lambda: (
                     "num_requests_running" in (page := httpx.get(f"{server.url}/metrics").text)
@@ -236,8 +243,8 @@ def test_sigterm_under_load(folder: Path) -> None:
                 )
             )
             server.process.send_signal(signal.SIGTERM)
-            texts = [answer.result().json()["choices"][0]["text"] for answer in answers]
-        assert texts == [alone] * 12
+            texts = [answer.result() for answer in answers]
+        assert texts.count(alone) >= 4 and set(texts) <= {alone, None}
         assert server.process.wait(20) == 0
         assert '"level": "error"' not in server.log
 

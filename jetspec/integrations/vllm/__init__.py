@@ -1,0 +1,40 @@
+"""Draft trees inside vLLM, without a fork: a worker, a model runner, a drafter and an attention backend of our own.
+
+The scheduler, the cache manager, the sampler and the request states stay vLLM's. To the scheduler a tree of N nodes
+below its anchor is N draft tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+WORKER = "jetspec.integrations.vllm.worker.TreeWorker"
+BACKEND = "jetspec.integrations.vllm.attention.TreeAttentionBackend"
+OPTIONS = "jetspec"
+"""The key of vLLM's `--additional-config` that holds the shape of the tree."""
+
+
+def register() -> None:
+    """What vLLM calls in each of its processes: the name of the backend, for those who ask for it, and leave for
+    requests to trees to ask for all of vLLM's sampling. Nothing else changes."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    _allow_sampling()
+
+
+def _allow_sampling() -> None:
+    """vLLM refuses min-p and biases where drafts are checked. Every row of a tree is sampled as in plain decoding."""
+    from vllm.sampling_params import SamplingParams
+
+    stock = SamplingParams._validate_spec_decode
+    if getattr(stock, "knows_trees", False):
+        return
+
+    def validate(params: Any, speculative_config: Any) -> None:
+        parallel = getattr(speculative_config, "target_parallel_config", None)
+        if getattr(parallel, "worker_cls", None) != WORKER:
+            stock(params, speculative_config)
+
+    validate.knows_trees = True  # type: ignore[attr-defined]
+    SamplingParams._validate_spec_decode = validate

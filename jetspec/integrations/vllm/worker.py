@@ -1,0 +1,66 @@
+"""The worker that vLLM is told to start: `--worker-cls jetspec.integrations.vllm.worker.TreeWorker`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.gpu import model_runner as runner_home
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from jetspec.integrations.vllm import BACKEND, register
+from jetspec.integrations.vllm.compat import check_hook, check_version
+from jetspec.integrations.vllm.options import refusals, say
+
+check_version(vllm.__version__)
+check_hook(runner_home.GPUModelRunner.prepare_attn, "self", "input_batch")
+check_hook(runner_home.GPUModelRunner.sample, "self", "hidden_states", "input_batch", "grammar_output")
+check_hook(Sampler.sample, "self", "logits", "expanded_idx_mapping")
+check_hook(
+    BaseSpeculator.propose,
+    *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
+    *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),
+)
+
+from jetspec.integrations.vllm.runner import TreeRunner  # noqa: E402  only where the hooks are as it knows them
+
+StockWorker: Any
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu import model_runner as runner_home
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    StockWorker, RUNNER = CPUWorker, "CPUModelRunner"
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    StockWorker, RUNNER = Worker, "GPUModelRunner"
+
+
+class TreeWorker(StockWorker):
+    """vLLM's worker, with our model runner."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        say(refusals(vllm_config))
+        register()
+        # The CPU platform asks for its own backend by name, whatever is chosen.
+        if current_platform.is_cpu():
+            register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+        else:
+            vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        # The worker asks for its runner by a fixed name.
+        stock = getattr(runner_home, RUNNER)
+        setattr(runner_home, RUNNER, TreeRunner)
+        try:
+            super().init_device()
+        finally:
+            setattr(runner_home, RUNNER, stock)
+        if not isinstance(self.model_runner, TreeRunner):
+            raise ValueError(
+                "JetSpec's trees need vLLM's second model runner: install Triton, and set VLLM_USE_V2_MODEL_RUNNER=1"
+            )

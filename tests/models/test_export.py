@@ -1,0 +1,131 @@
+"""What is written for other engines, they read as it was meant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from typer.testing import CliRunner
+
+from jetspec.cli import app
+from jetspec.models.decoder import RopeConfig
+from jetspec.models.draft_head import HeadConfig
+from jetspec.models.export import ENGINES, Engine, check_export, export_head, without_edge
+from jetspec.models.head_format import load_head, save_head
+from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
+
+REFUSED = {"shifted": "predict the position behind", "adapter": "adapts the size"}
+YARN = RopeConfig(theta=1000.0, kind="yarn", factor=4.0, original_len=32)
+
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+each_head = pytest.mark.parametrize("name", HEADS)
+
+
+@each_engine
+@each_head
+def test_a_head_is_written_as_the_engine_reads_it_or_refused(engine: Engine, name: str, tmp_path: Path) -> None:
+    head, folder = random_head(HEADS[name]), tmp_path / "head"
+    said = REFUSED.get(name) or (
+        "differ in what they see" if (engine, name) == ("speculators", "windowed_mixed") else ""
+    )
+    if said:
+        with pytest.raises(ValueError, match=said):
+            export_head(head, folder, engine, torch.float32, "owner/target")
+        assert not folder.exists()
+        return
+    export_head(head, folder, engine, torch.float32, "owner/target")
+    check_export(folder, engine, without_edge(head), torch.float32)
+    if engine != "speculators":  # whose layout is not that of a head
+        again = load_head(folder)
+        assert again.head_config == without_edge(head).head_config
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), without_edge(head).parameters(), strict=True))
+
+
+def drop(*path: str) -> Callable[[dict[str, Any]], object]:
+    def change(raw: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            raw = raw[key]
+        del raw[path[-1]]
+
+    return change
+
+
+def put(value: object, *path: str) -> Callable[[dict[str, Any]], object]:
+    def change(raw: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            raw = raw[key]
+        raw[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("engine", "change", "said"),
+    [
+        ("vllm", drop("dflash_config", "causal"), r"vLLM 0\.26 would misread causal"),
+        ("vllm", put(False, "is_causal"), r"vLLM 0\.32 would misread causal"),
+        ("vllm", put([2, 3], "eagle_aux_hidden_state_layer_ids"), None),
+        ("vllm", put([1, 2], "eagle_aux_hidden_state_layer_ids"), "misread tap_layers"),
+        ("vllm", put(None, "rope_parameters"), None),
+        ("vllm", put({"rope_theta": 10.0}, "rope_parameters"), "misread rope"),
+        ("sglang", drop("is_causal"), "SGLang would misread causal"),
+        ("sglang", drop("layer_types"), "SGLang would misread causal"),
+        ("sglang", drop("dflash_config", "causal"), None),
+        ("speculators", drop("sliding_window_non_causal"), r"vLLM 0\.26 would misread causal"),
+        ("speculators", put([1, 2], "aux_hidden_state_layer_ids"), "misread tap_layers"),
+        ("speculators", put(4, "block_size"), "misread depth"),
+    ],
+)
+def test_the_check_finds_what_an_engine_would_misread(
+    engine: Engine, change: Callable[[dict[str, Any]], object], said: str | None, tmp_path: Path
+) -> None:
+    head, folder = random_head(CAUSAL), tmp_path / "head"
+    export_head(head, folder, engine, torch.float32, "owner/target")
+    raw = json.loads((folder / "config.json").read_text())
+    change(raw)
+    (folder / "config.json").write_text(json.dumps(raw))
+    if said is None:
+        check_export(folder, engine, head, torch.float32)
+        return
+    with pytest.raises(ValueError, match=said):
+        check_export(folder, engine, head, torch.float32)
+
+
+def test_other_numbers_are_found(tmp_path: Path) -> None:
+    export_head(random_head(CAUSAL), tmp_path / "head", "vllm", torch.float32)
+    with pytest.raises(ValueError, match="was not stored as it is"):
+        check_export(tmp_path / "head", "vllm", random_head(CAUSAL, seed=1), torch.float32)
+
+
+@pytest.mark.parametrize("rope", [RopeConfig(theta=1000.0), YARN])
+def test_transformers_finds_the_rotary_angles_in_either_spelling(rope: RopeConfig, tmp_path: Path) -> None:
+    config: HeadConfig = replace(CAUSAL, layers=replace(LAYERS, rope=rope))
+    export_head(random_head(config), tmp_path / "head", "vllm", torch.float32)
+    raw = json.loads((tmp_path / "head" / "config.json").read_text())
+    for missing in ("rope_parameters", "rope_theta"):
+        kept = {key: value for key, value in raw.items() if key not in (missing, "architectures")}
+        found = dict(Qwen3Config(**kept).rope_parameters or {})
+        assert found["rope_theta"] == 1000.0 and found["rope_type"] == rope.kind
+        assert found.get("factor", 1.0) == rope.factor
+
+
+@pytest.mark.parametrize("format", ["hf", "vllm", "speculators"])
+def test_the_command_writes_a_head_and_says_how_to_start(format: str, tmp_path: Path) -> None:
+    save_head(random_head(HEADS["edge"]), tmp_path / "head", torch.float32)
+    words = ["export", str(tmp_path / "head"), "--format", format, "--out", str(tmp_path / "out"), "--target", "o/t"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.strip() == str(tmp_path / "out")
+    assert ("edge term stays behind" in result.stderr) == (format != "hf")
+    assert ("vllm serve" in result.stderr) == (format != "hf")
+
+
+def test_a_format_that_names_its_target_asks_for_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give --target"):
+        export_head(random_head(CAUSAL), tmp_path / "head", "speculators", torch.float32)

@@ -1,0 +1,71 @@
+"""A target written as a Hugging Face folder is the same model to us and to transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig, RopeConfig
+from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.models.target_format import save_target, write_config
+from jetspec.models.tokenizer import Tokenizer
+from jetspec.models.weights import Target, load_target, random_decoder
+from tests.models.paged import run_decoder
+from tests.models.test_tokenizer import BACKEND
+
+LLAMA3 = RopeConfig(theta=500.0, kind="llama3", factor=4.0, original_len=16)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"rope": LLAMA3},
+    "mistral": {"windows": (5, 5)},
+    "qwen2": {"qkv_bias": True, "tied_embedding": True},
+    "qwen3": {"qk_norm": True, "windows": (None, 4)},
+    "qwen3_moe": {"qk_norm": True, "moe": MoEConfig(4, 2, 12, True), "moe_layers": (1,)},
+}
+
+
+def tiny_target(family: str) -> Target:
+    tokenizer = Tokenizer(BACKEND, "{{ messages[0].content }}", {"eos_token": "</s>", "bos_token": "<s>"})
+    size = max(tokenizer.vocab_size, 40)
+    config = DecoderConfig(family, size, 32, 2, 4, 2, 8, 48, max_len=64, **SHAPES[family])
+    return Target(random_decoder(config, std=0.2), tokenizer, tokenizer.eos_tokens, family, Path(family))
+
+
+def logits(decoder: Decoder) -> torch.Tensor:
+    return run_decoder(decoder, list(range(1, 30)))[0]
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_what_was_written_is_the_same_model(family: str, tmp_path: Path) -> None:
+    target = tiny_target(family)
+    save_target(target, tmp_path / "model", torch.float32)
+    again = load_target(tmp_path / "model", torch.float32)
+    assert again.decoder.config == target.decoder.config and again.eos_tokens == target.eos_tokens
+    assert torch.equal(logits(again.decoder), logits(target.decoder))
+    assert again.tokenizer.chat([{"role": "user", "content": "hi"}]) == "hi"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        found = theirs(torch.arange(1, 30)[None]).logits[0]
+    torch.testing.assert_close(found, logits(target.decoder), atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_a_config_cannot_describe_is_refused() -> None:
+    config = DecoderConfig("llama", 40, 32, 2, 4, 2, 8, 48, max_len=64, windows=(4, 4))
+    with pytest.raises(ValueError, match="cannot say its windows"):
+        write_config(config, torch.float32)
+
+
+@pytest.mark.model
+def test_the_default_model_is_the_same_for_transformers(tmp_path: Path) -> None:
+    target = load_target(DEFAULT_MODEL, torch.float32)
+    save_target(target, tmp_path / "model", torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    chat = [{"role": "user", "content": "What is 12 + 30?"}]
+    ours = target.tokenizer.encode_chat(chat)
+    assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == ours
+    assert tokenizer.decode(ours) == target.tokenizer.decode(ours, skip_special=False)
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    assert set(config.eos_token_id) == target.eos_tokens and config.rope_parameters["rope_theta"] == 100000.0

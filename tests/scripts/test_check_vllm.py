@@ -1,0 +1,74 @@
+"""What the script prepares and compares; the engines themselves need a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from jetspec.bench.shapes import SHAPES
+from jetspec.models.export import Reading, read_vllm
+from jetspec.models.families import config_from_hf
+from jetspec.models.head_format import check_fits, read_config
+from scripts.check_vllm import Folders, compared, prepare, run
+
+
+def test_a_shape_is_a_target_a_head_and_a_chain_that_fit_each_other(tmp_path: Path) -> None:
+    prepare(tmp_path, "qwen3-8b", torch.bfloat16)
+    folders = Folders(tmp_path, is_random=True)
+    target = config_from_hf(json.loads((Path(folders.target) / "config.json").read_text()))
+    head = read_config(Path(folders.head))
+    assert target == SHAPES["qwen3-8b"] and check_fits(head, target) == []
+    assert read_vllm(json.loads((Path(folders.chain) / "config.json").read_text())) == Reading.wanted(head)
+    assert all(0 <= token < target.vocab_size for prompt in folders.prompts() for token in prompt)
+
+
+def test_methods_are_compared_with_plain_decoding() -> None:
+    def result(method: str, rate: float, texts: list[list[int]]) -> dict[str, Any]:
+        return {"method": method, "batches": [{"batch": 2, "tokens_per_s": rate}], "texts": texts}
+
+    results = [
+        result("plain", 10.0, [[1], [2]]),
+        result("32", 25.0, [[1], [3]]),
+        {"method": "64", "error": "no memory"},
+    ]
+    plain, trees, failed = compared(results)
+    assert plain["same_texts"] == 1 and trees["same_texts"] == 0.5
+    assert trees["batches"][0]["speedup"] == 2.5 and failed["error"] == "no memory"
+    assert "texts" in results[0] and "texts" not in plain
+
+
+class Engine:
+    """Two requests, one of which is prefilled a step later and ends a step earlier."""
+
+    def __init__(self) -> None:
+        self.steps = iter([{0: 1}, {0: 3, 1: 1}, {0: 5, 1: 3}, {0: 6, 1: 4}, {1: 5}, {1: 6}])
+        self.names: list[str] = []
+        self.left = 6
+
+    def add_request(self, name: str, prompt: object, params: object) -> None:
+        self.names.append(name)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> list[Any]:
+        self.left -= 1
+        return [
+            SimpleNamespace(
+                request_id=self.names[i], outputs=[SimpleNamespace(token_ids=list(range(n)))], finished=n == 6
+            )
+            for i, n in next(self.steps).items()
+        ]
+
+
+def test_a_batch_is_timed_while_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    timing = run(SimpleNamespace(llm_engine=Engine()), [[1], [2]], 6)
+    assert (timing.steps, timing.tokens) == (1, 4)
+    assert timing.texts == {"0": list(range(6)), "1": list(range(6))}

@@ -1,0 +1,73 @@
+"""Drafts that are captured for some sizes of batches serve batches of any size."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment with vLLM; make test-vllm makes one")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetspec.integrations.vllm.draft_graphs import Captured, DraftGraphs, DraftInputs, batch_sizes
+from jetspec.integrations.vllm.drafter import TreeDrafter
+from tests.vllm.cpu import counted, generate, start
+from tests.vllm.tiny import Oracle, random_prompts, write_head, write_target
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = random_prompts((20, 3, 60))
+
+
+class Replayed:
+    """In the place of a CUDA graph: reads and writes the same tensors each time."""
+
+    def __init__(self, draft: Callable[[DraftInputs], Tensor], inputs: DraftInputs, out: Tensor) -> None:
+        self.draft, self.inputs, self.out = draft, inputs, out
+
+    def replay(self) -> None:
+        self.out.copy_(self.draft(self.inputs))
+
+
+def capture(graphs: DraftGraphs, draft: Callable[[DraftInputs], Tensor], size: int) -> Captured:
+    inputs = graphs.inputs.first(size)
+    out = draft(inputs).clone()
+    return Captured(Replayed(draft, inputs, out), inputs, out)  # type: ignore[arg-type]
+
+
+def test_the_texts_are_the_same_and_so_is_the_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests of four: one of those that nobody has made takes part in most drafts."""
+    target, head = str(write_target(tmp_path / "target")), str(write_head(tmp_path / "head"))
+    texts = generate(start(target), PROMPTS, 30)
+    oracle, own = Oracle([p + t for p, t in zip(PROMPTS, texts, strict=True)]), TreeDrafter.guess
+    seen: dict[tuple[int, int], set[tuple[float, ...]]] = {}
+
+    def guess(drafter: Any, block: Any, anchor_B: Tensor, heat_B: Tensor, cache: Any) -> Any:
+        tree, length_B = own(drafter, block, anchor_B, heat_B, cache), block.layout.cached_len_B
+        assert tree.score_BN is not None
+        for anchor, length, score in zip(anchor_B.tolist(), length_B.tolist(), tree.score_BN.tolist(), strict=True):
+            seen.setdefault((anchor, length), set()).add(tuple(round(x, 2) for x in score[:4]))
+        return oracle.guess(drafter, block, anchor_B, heat_B, cache)
+
+    monkeypatch.setattr(TreeDrafter, "guess", guess)
+    monkeypatch.setattr(DraftGraphs, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    trees = start(target, head, disable_log_stats=False)
+    assert generate(trees, PROMPTS, 30) == texts
+    rounds = counted(trees)["num_drafts"]
+    runner = trees.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner.speculator.capture_drafts()
+    assert trees.reset_prefix_cache()
+    assert generate(trees, PROMPTS, 30) == texts
+    assert counted(trees)["num_drafts"] == 2 * rounds < 0.7 * 2 * 30 * len(PROMPTS)
+    assert all(len(proposals) == 1 for (_, length), proposals in seen.items() if length), "a draft depends on its graph"
+
+
+def test_sizes() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(16) == [1, 2, 4, 8, 16]
