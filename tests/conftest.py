@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 
@@ -12,6 +13,10 @@ import torch
 
 # Tests run in one process per core. Two processes with two threads each would wait for each other all the time.
 torch.set_num_threads(1)
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that. Tests send it to them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
