@@ -24,8 +24,6 @@ from tests.engine.tiny import VOCAB, Script, make_engine, next_logits, run, tiny
 from tests.train.tiny_model import END_TOKEN, byte_tokenizer
 from tests.train.tiny_model import VOCAB as BYTES
 
-pytest.importorskip("xgrammar", reason="the tests of grammars need xgrammar")
-
 ANYTHING = Grammar("ebnf")
 
 
