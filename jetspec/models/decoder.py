@@ -141,9 +141,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 
-    def add_to(self, total: Tensor, x: Tensor, next_norm: RMSNorm) -> Stream:
-        """total + forward(x), in place of `total`."""
-        return ops.add_linear(total, x, self.weight, self.bias, next_norm.weight)
+    def add_to(self, total: Tensor, x: Tensor, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
+        """total + forward(x), in place of `total`, and copied to `tap`."""
+        return ops.add_linear(total, x, self.weight, self.bias, next_norm.weight, tap)
 
 
 class RMSNorm(nn.Module):
@@ -206,9 +206,9 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.inner_size, config.mlp_bias)
         self.down = Linear(config.inner_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm) -> Stream:
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
         inner = ops.norm_swiglu(stream, norm.weight, norm.eps, self.gate_up.weight, self.gate_up.bias)
-        return self.down.add_to(stream.x, inner, next_norm)
+        return self.down.add_to(stream.x, inner, next_norm, tap)
 
 
 class MoE(nn.Module):
@@ -221,13 +221,14 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.inner_size, hidden_size))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.inner_size))
 
-    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm) -> Stream:
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
         x = stream.x
         flat = norm(x).flatten(0, -2)
         weight, expert = self.router(flat).softmax(-1, dtype=torch.float32).topk(self.config.num_chosen, -1)
         if self.config.normalize:
             weight = weight / weight.sum(-1, keepdim=True)
-        return Stream(x + ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x))
+        total = x + ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x)
+        return ops.copied(Stream(total), tap)
 
 
 class DecoderLayer(nn.Module):
@@ -239,9 +240,11 @@ class DecoderLayer(nn.Module):
         sparse = config.moe is not None and layer in config.moe_layers
         self.mlp = MoE(config.hidden_size, config.moe) if sparse and config.moe else MLP(config)
 
-    def forward(self, stream: Stream, rope: Rope, attend: Attend, next_norm: RMSNorm) -> Stream:
+    def forward(
+        self, stream: Stream, rope: Rope, attend: Attend, next_norm: RMSNorm, tap: Tensor | None = None
+    ) -> Stream:
         stream = self.attention(stream, self.input_norm, rope, attend, self.post_norm)
-        return self.mlp(stream, self.post_norm, next_norm)
+        return self.mlp(stream, self.post_norm, next_norm, tap)
 
 
 class DecoderStack(nn.Module):
@@ -266,15 +269,15 @@ class DecoderStack(nn.Module):
                 ops.pack(module.weight)
 
     def run(self, x: Tensor, rope: Rope, attends: Sequence[Attend], tap_layers: tuple[int, ...] = ()) -> Hidden:
-        """All layers. A tap is the output of a layer, before any norm."""
+        """All layers. A tap is the output of a layer, before any norm: a copy, since the next may add in place."""
         tap = x.new_empty((*x.shape[:-1], len(tap_layers), x.shape[-1])) if tap_layers else None
         stream, layers = Stream(x), [cast(DecoderLayer, layer) for layer in self.layers]
         next_norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
         for i, (layer, attend, next_norm) in enumerate(zip(layers, attends, next_norms, strict=True)):
-            stream = layer(stream, rope, attend, next_norm)
-            for j in (j for j, tapped in enumerate(tap_layers) if tapped == i):
-                assert tap is not None
-                tap[..., j, :] = stream.x  # a copy: the next layer may add to it in place
+            taps = [] if tap is None else [tap[..., j, :] for j, tapped in enumerate(tap_layers) if tapped == i]
+            stream = layer(stream, rope, attend, next_norm, taps[0] if taps else None)
+            for again in taps[1:]:
+                again.copy_(taps[0])
         return Hidden(self.norm(stream.x), None if tap is None else tap.flatten(-2))
 
     def rope(self, position: Tensor) -> Rope:
@@ -307,7 +310,7 @@ class Decoder(DecoderStack):
         ops.pack(self.lm_head)
 
     def embed(self, token: Tensor) -> Tensor:
-        return nn.functional.embedding(token, self.embedding)
+        return self.embedding[token]
 
     def forward(self, batch: TreeBatch, cache: Sequence[KVPages], tap_layers: tuple[int, ...] = ()) -> Hidden:
         """One pass over the in-flight tokens."""

@@ -14,7 +14,8 @@ from jetspec.ops.swiglu import swiglu
 
 FEW_ROWS = range(5, 17)
 SOME_ROWS = range(2, 33)
-FEW_ROWS_OF_A_GPU = range(2, 129)
+FEW_ROWS_OF_A_GPU = range(2, 65)
+"""More of them would be read too often: a library passes them on between multiprocessors."""
 
 HAS_MKL_PACKING = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
 
@@ -65,9 +66,15 @@ def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: 
 
 
 def add_linear(
-    total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, next_norm: Tensor | None = None
+    total: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    next_norm: Tensor | None = None,
+    tap: Tensor | None = None,
 ) -> Stream:
-    """total + x W^T + b: the end of attention and of an MLP. The result may take the memory of `total`.
+    """total + x W^T + b: the end of attention and of an MLP. The result may take the memory of `total`, and is copied
+    to `tap`.
 
     `next_norm` is the weight of the norm by which the stream will be read: where that saves a kernel, it is begun.
     """
@@ -75,15 +82,21 @@ def add_linear(
     if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
-        return Stream(vector_linear_triton(x, weight, bias, total=total))
+        return copied(Stream(vector_linear_triton(x, weight, bias, total=total)), tap)
     if rows == "few" and next_norm is not None and next_norm.dtype == x.dtype:
         from jetspec.ops.linear_triton import rows_add_linear_triton
 
-        return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm))
+        return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))
     if uses_kernel(x, weight, total) and x.dtype == weight.dtype == total.dtype and x.dim() == 2:
         total = total if bias is None else total.add_(bias)
-        return Stream(total.addmm_(x, weight.t()))
-    return Stream(total + linear_reference(x, weight, bias))
+        return copied(Stream(total.addmm_(x, weight.t())), tap)
+    return copied(Stream(total + linear_reference(x, weight, bias)), tap)
+
+
+def copied(stream: Stream, tap: Tensor | None) -> Stream:
+    if tap is not None:
+        tap.copy_(stream.x)
+    return stream
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -22,6 +22,12 @@ BLOCK_K = 2048
 TILE = 4096
 """Products that a program keeps apart, for one row."""
 
+WIDTHS = ((64, True), (64, False), (32, True), (32, False), (16, False))
+"""Outputs of a tile of a few rows, and whether half as many come on top, in the order in which they are tried."""
+ENOUGH_PROGRAMS = 120
+STAGE_BYTES = 208 * 1024
+"""Of the memory of one multiprocessor, for blocks on their way."""
+
 
 def vector_linear_triton(
     x: Tensor,
@@ -128,11 +134,17 @@ class RowTiling(NamedTuple):
 
     BLOCK_M: int
     BLOCK_N: int
-    """Outputs: so few that all multiprocessors have some."""
+    """Outputs. Each program reads all of x for them, so they are many; the programs are as many as multiprocessors."""
+    HALF: bool
+    """Half as many outputs again, which meets the number of multiprocessors where powers of two do not."""
     BLOCK_K: int
     num_warps: int
     num_stages: int
     """Blocks of the weight on their way."""
+
+    @property
+    def width(self) -> int:
+        return self.BLOCK_N + (self.BLOCK_N // 2 if self.HALF else 0)
 
 
 def rows_linear_triton(
@@ -147,14 +159,17 @@ def rows_linear_triton(
 
 
 def rows_add_linear_triton(
-    total_TN: Tensor, x_TK: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor
+    total_TN: Tensor, x_TK: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor, tap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Adds to `total_TN`. Returns it scaled by the weight of a norm, and its sums of squares (parts, T)."""
+    """Adds to `total_TN`, and copies the result to `tap`, whose rows may be far apart. Returns it scaled by the weight
+    of a norm, and its sums of squares (parts, T)."""
     T, N = total_TN.shape
     scaled = torch.empty_like(total_TN)
-    parts = triton.cdiv(N, _choose_tiling(T, N, gated=False).BLOCK_N)
+    parts = triton.cdiv(N, _choose_tiling(T, N, gated=False).width)
     squares = torch.empty((parts, T), dtype=torch.float32, device=total_TN.device)
-    _launch_rows(x_TK, weight, bias, total_TN, total=total_TN, next_norm=norm, scaled=scaled, next_squares=squares)
+    _launch_rows(
+        *(x_TK, weight, bias, total_TN), total=total_TN, next_norm=norm, scaled=scaled, next_squares=squares, tap=tap
+    )
     return scaled, squares
 
 
@@ -171,13 +186,16 @@ def _launch_rows(
     next_norm: Tensor | None = None,
     scaled: Tensor | None = None,
     next_squares: Tensor | None = None,
+    tap: Tensor | None = None,
 ) -> None:
     (T, K), N = x_TK.shape, out.shape[1]
     tiling = _choose_tiling(T, N, gated)
+    half = TensorDescriptor.from_tensor(weight, [tiling.BLOCK_N // 2, tiling.BLOCK_K]) if tiling.HALF else None
     with torch.cuda.device_of(x_TK):
-        _rows_linear_kernel[(triton.cdiv(N, tiling.BLOCK_N),)](
+        _rows_linear_kernel[(triton.cdiv(N, tiling.width),)](
             TensorDescriptor.from_tensor(x_TK, [tiling.BLOCK_M, tiling.BLOCK_K]),
             TensorDescriptor.from_tensor(weight, [tiling.BLOCK_N, tiling.BLOCK_K]),
+            half,
             bias,
             squares,
             total,
@@ -185,10 +203,12 @@ def _launch_rows(
             next_norm,
             scaled,
             next_squares,
+            tap,
             T,
             N,
             K,
             0 if squares is None else len(squares),
+            0 if tap is None else tap.stride(0),
             eps,
             GATED=gated,
             PARTS=1 if squares is None else triton.next_power_of_2(len(squares)),
@@ -210,18 +230,23 @@ def can_copy(x: Tensor) -> bool:
 
 
 def _choose_tiling(rows: int, outputs: int, gated: bool) -> RowTiling:
+    """The widest tiles that leave no multiprocessor idle, if x is worth it."""
     block_m = max(16, triton.next_power_of_2(rows))
-    wide = outputs * (2 if gated else 1) > 4096
-    block_n = (64 if wide else 32) // (2 if gated else 1)
-    if block_m > 64:
-        return RowTiling(block_m, block_n, 128, num_warps=8, num_stages=4)
-    return RowTiling(block_m, block_n, 128 if wide else 256, num_warps=4, num_stages=5 if wide else 4)
+    for block_n, half in WIDTHS if block_m > 32 else WIDTHS[-2:]:
+        if triton.cdiv(outputs, block_n + (block_n // 2 if half else 0)) >= ENOUGH_PROGRAMS:
+            break
+    weight_rows = (block_n + (block_n // 2 if half else 0)) * (2 if gated else 1)
+    block_k = 256 if block_m <= 16 else 128
+    while (stages := STAGE_BYTES // ((block_m + weight_rows) * block_k * 2)) < 3:
+        block_k //= 2
+    return RowTiling(block_m, block_n, half, block_k, 4, min(stages, 6))
 
 
 @triton.jit
 def _rows_linear_kernel(
     x_desc,
     weight_desc,
+    half_desc,
     bias_ptr,
     squares_ptr,
     total_ptr,
@@ -229,15 +254,18 @@ def _rows_linear_kernel(
     next_norm_ptr,
     scaled_ptr,
     next_squares_ptr,
+    tap_ptr,
     T,
     N,
     K,
     num_parts,
+    tap_stride,
     eps,
     GATED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
@@ -246,27 +274,69 @@ def _rows_linear_kernel(
     A norm is spread over two kernels, so that none of its own is needed: who writes a stream scales it by the norm's
     weight and sums up the squares of its part of each row, and who reads it divides the product.
     """
-    first = tl.program_id(0) * BLOCK_N
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    tile = tl.program_id(0)
+    first = tile * (BLOCK_N + HALF_N if HALF else BLOCK_N)
     token = tl.arange(0, BLOCK_M)
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = y
+    half_y = tl.zeros([BLOCK_M, HALF_N], tl.float32)
+    half_up = half_y
     wait(OVERLAP)
     if squares_ptr is not None:  # asked for now, looked at in the end
         part = tl.arange(0, PARTS)
         known = (part < num_parts)[:, None] & (token < T)[None, :]
         squares = tl.load(squares_ptr + part[:, None] * T + token[None, :], mask=known, other=0.0)
     for start in tl.range(0, K, BLOCK_K):
-        weight = weight_desc.load([first, start])
         x = x_desc.load([0, start])
-        y = tl.dot(x, weight.T, y, input_precision="ieee")
+        y = _product(x, weight_desc, first, start, y)
         if GATED:
-            up = tl.dot(x, weight_desc.load([N + first, start]).T, up, input_precision="ieee")
+            up = _product(x, weight_desc, N + first, start, up)
+        if HALF:
+            half_y = _product(x, half_desc, first + BLOCK_N, start, half_y)
+            if GATED:
+                half_up = _product(x, half_desc, N + first + BLOCK_N, start, half_up)
 
-    output = first + tl.arange(0, BLOCK_N)
     if squares_ptr is not None:
         divisor = tl.sqrt(tl.sum(squares, 0) / K + eps)[:, None]
         y /= divisor
         up /= divisor
+        half_y /= divisor
+        half_up /= divisor
+    places = bias_ptr, total_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride
+    own_squares = _finish(y, up, first, *places, T, N, GATED, BLOCK_M, BLOCK_N)
+    if HALF:
+        own_squares += _finish(half_y, half_up, first + BLOCK_N, *places, T, N, GATED, BLOCK_M, HALF_N)
+    if next_norm_ptr is not None:
+        tl.store(next_squares_ptr + tile * T + token, own_squares, mask=token < T)
+
+
+@triton.jit
+def _product(x, weight_desc, first, start, y):
+    return tl.dot(x, weight_desc.load([first, start]).T, y, input_precision="ieee")
+
+
+@triton.jit
+def _finish(
+    y,
+    up,
+    first,
+    bias_ptr,
+    total_ptr,
+    out_ptr,
+    next_norm_ptr,
+    scaled_ptr,
+    tap_ptr,
+    tap_stride,
+    T,
+    N,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store outputs from `first` on, and the start of the norm that comes next. Returns their sums of squares."""
+    token = tl.arange(0, BLOCK_M)
+    output = first + tl.arange(0, BLOCK_N)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + output, mask=output < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -279,8 +349,10 @@ def _rows_linear_kernel(
         y += tl.load(total_ptr + place, mask=inside, other=0.0).to(tl.float32)
     rounded = y.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, rounded, mask=inside)
+    if tap_ptr is not None:
+        tl.store(tap_ptr + token.to(tl.int64)[:, None] * tap_stride + output[None, :], rounded, mask=inside)
+    wide = tl.where(inside, rounded.to(tl.float32), 0.0)
     if next_norm_ptr is not None:
-        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
         norm = tl.load(next_norm_ptr + output, mask=output < N, other=0.0).to(tl.float32)
         tl.store(scaled_ptr + place, (wide * norm[None, :]).to(scaled_ptr.dtype.element_ty), mask=inside)
-        tl.store(next_squares_ptr + tl.program_id(0) * T + token, tl.sum(wide * wide, 1), mask=token < T)
+    return tl.sum(wide * wide, 1)

@@ -25,10 +25,8 @@ from jetspec.types import KVPages, TreeBatch
 WARPS = 132 * 8
 """Warps that fill a GPU: their tiles take all registers of Hopper's 132 multiprocessors."""
 MAX_SPLITS = 32
-MIN_RUN = 1
-"""Blocks of keys that are worth a program of their own, with the combining that it brings."""
-FEW_ROWS, MANY_ROWS = 256, 1024
-"""Queries to one key head. Tiles of few rows are narrow, so that there are enough of them, and see many keys."""
+FEW_ROWS, SOME_ROWS, MANY_ROWS = 64, 256, 1024
+"""Queries to one key head."""
 MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
 
@@ -46,6 +44,8 @@ class Tiling(NamedTuple):
     BLOCK_N: int
     """Keys. A multiple of 32, the bits of a mask word."""
     BLOCK_E: int
+    min_run: int
+    """Blocks of keys that are worth a program of their own, with the combining that it brings."""
     num_warps: int
     num_stages: int
 
@@ -66,7 +66,7 @@ def tree_attention_triton(
     tiling = _choose_tiling(layout.max_queries * (H // G), E, q_THE.element_size())
     tiles = triton.cdiv(layout.max_queries * (H // G), tiling.BLOCK_M)
     warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
-    splits = _choose_splits(warps, layout.max_queries, max_blocks)
+    splits = _choose_splits(warps, layout.max_queries, max_blocks // tiling.min_run)
     out = q_THE.new_empty(T, H, E) if out is None else out
     assert out.is_contiguous() and out.shape == q_THE.shape
     part, lse, finished = None, None, None
@@ -109,7 +109,6 @@ def tree_attention_triton(
             REPEAT=H // G,
             E=E,
             SPLITS=splits,
-            MIN_RUN=MIN_RUN,
             **tiling._asdict(),
             **overlap(q_THE),
         )
@@ -134,28 +133,28 @@ def _choose_tiling(rows: int, E: int, itemsize: int) -> Tiling:
     block_e = max(16, triton.next_power_of_2(E))
     block_m = max(16, triton.next_power_of_2(rows))
     if itemsize > 2:
-        return Tiling(min(block_m, 16), 32, block_e, num_warps=4, num_stages=2)
+        return Tiling(min(block_m, 16), 32, block_e, min_run=2, num_warps=4, num_stages=2)
     if block_e > 128:
-        return Tiling(min(block_m, 64), 64, block_e, num_warps=8, num_stages=2)
-    if rows <= FEW_ROWS:
-        return Tiling(min(block_m, 32), 128, block_e, num_warps=4, num_stages=2)
+        return Tiling(min(block_m, 64), 64, block_e, min_run=2, num_warps=8, num_stages=2)
+    if rows <= FEW_ROWS:  # narrow tiles, so that there are enough of them, which see many keys at once
+        return Tiling(16, 128, block_e, min_run=1 if rows <= 16 else 3, num_warps=4, num_stages=2)
     if rows <= MANY_ROWS:
-        return Tiling(64, 64, block_e, num_warps=4, num_stages=2)
-    return Tiling(128, 64, block_e, num_warps=8, num_stages=3)
+        return Tiling(64, 64, block_e, min_run=6 if rows <= SOME_ROWS else 3, num_warps=4, num_stages=3)
+    return Tiling(128, 64, block_e, min_run=3, num_warps=8, num_stages=3)
 
 
-def _choose_splits(warps: int, max_queries: int, max_blocks: int) -> int:
-    """As many runs of keys as fit on the GPU together, as long as each is worth it. A power of two, so that nearby
-    shapes share a compiled kernel."""
+def _choose_splits(warps: int, max_queries: int, max_runs: int) -> int:
+    """As many runs of keys as fit on the GPU together. A power of two, so that nearby shapes share a compiled
+    kernel."""
     if max_queries > MAX_SPLIT_QUERIES:
         return 1
-    splits = min(WARPS // warps, MAX_SPLITS, max_blocks // MIN_RUN)
+    splits = min(WARPS // warps, MAX_SPLITS, max_runs)
     return 1 << (splits.bit_length() - 1) if splits > 1 else 1
 
 
 @triton.jit(
     do_not_specialize=[
-        *("window", "first_seen", "earlier", "tiles"),
+        *("window", "first_seen", "earlier", "tiles", "min_run"),
         *("page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"),
     ]
 )
@@ -193,18 +192,18 @@ def _tree_attention_kernel(
     REPEAT: tl.constexpr,
     E: tl.constexpr,
     SPLITS: tl.constexpr,
-    MIN_RUN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    min_run,
     OVERLAP: tl.constexpr = False,
 ):
     """One tile of queries over one run of key blocks.
 
-    Keys of a request are numbered by their place in its pages. Those below `shared` are visible to the whole tile,
-    up to a window: the prefix from `first_seen` on, and without a TREE also what is in flight up to the tile's first
-    node. The rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are
-    numbered together. A split takes a run of one kind, all as long; short contexts leave the last ones nothing to do.
+    Keys of a request are numbered by their place in its pages. Those below `shared`, the prefix from `first_seen` on,
+    are visible to the whole tile, up to a window; the rest, up to `end`, is masked query by query. Each kind has blocks
+    of its own, so that those of a tree start at a word of the mask, and all go through one loop: its code is read
+    anew in every layer, and takes longer to come than a block of keys. A chain has one kind and stops at its diagonal.
     With a TREE, `is_tree_ptr` may say which requests are chains for all that.
 
     Lengths, pages and masks are older than the kernel before this one, which writes q and the K and V in flight. So
@@ -230,9 +229,9 @@ def _tree_attention_kernel(
     is_tree = TREE
     if is_tree_ptr is not None:
         is_tree = tl.load(is_tree_ptr + request) != 0
-    shared = tl.where(is_tree, cached, cached + first_node + 1)
     diagonal = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // REPEAT + 1, count)
     end = cached + tl.where(is_tree, earlier + count, diagonal)
+    shared = tl.where(is_tree, cached, end)
     begin = first_seen
     if WINDOWED:
         position = tl.load(position_ptr + token).to(tl.int32) if TREE else cached + node
@@ -243,18 +242,14 @@ def _tree_attention_kernel(
     num_blocks = shared_blocks + tl.cdiv(end - shared, BLOCK_N)
     first, last, busy = 0, num_blocks, 1
     if SPLITS > 1:
-        run = tl.maximum(tl.cdiv(num_blocks, SPLITS - 1), MIN_RUN)
-        shared_splits = tl.cdiv(shared_blocks, run)
-        busy = tl.maximum(shared_splits + tl.cdiv(num_blocks - shared_blocks, run), 1)
-        is_shared = split < shared_splits
-        first = tl.where(is_shared, split * run, shared_blocks + (split - shared_splits) * run)
-        last = tl.minimum(first + run, tl.where(is_shared, shared_blocks, num_blocks))
+        run = tl.maximum(tl.cdiv(num_blocks, SPLITS), min_run)
+        busy = tl.maximum(tl.cdiv(num_blocks, run), 1)
+        first = split * run
+        last = tl.minimum(first + run, num_blocks)
 
-    lane = tl.arange(0, BLOCK_N)
     page_ptr += request * page_stride_b
-    slot = _slot(page_ptr, begin + first * BLOCK_N + lane, shared, PAGE_SIZE)
-    first_own = tl.maximum(first, shared_blocks)
-    own_slot = _slot(page_ptr, shared + (first_own - shared_blocks) * BLOCK_N + lane, end, PAGE_SIZE)
+    key, limit = _keys(first, shared_blocks, begin, shared, end, BLOCK_N)
+    slot = _slot(page_ptr, key, limit, PAGE_SIZE)
     wait(OVERLAP)
     if first_node >= count or split >= busy:  # a tile that sees nothing at all is still written, by its first program
         return
@@ -266,35 +261,28 @@ def _tree_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
 
-    for block in range(first, tl.minimum(last, shared_blocks)):
-        key = begin + block * BLOCK_N + lane
-        seen = key[None, :] < shared
-        if WINDOWED:
-            seen = seen & (key[None, :] > hidden[:, None])
-        next_slot = _slot(page_ptr, key + BLOCK_N, shared, PAGE_SIZE)
-        top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
-        slot = next_slot
-
-    for block in range(first_own, last):
-        key = shared + (block - shared_blocks) * BLOCK_N + lane
+    for block in range(first, last):
+        key, limit = _keys(block, shared_blocks, begin, shared, end, BLOCK_N)
+        seen = key[None, :] < limit
         if TREE:
             bits_of = node
             if is_tree_ptr is not None:
                 bits_of = tl.where(is_tree, node, 0)  # a chain may be longer than there are bits
             words_ptr = ancestor_ptr + request * ancestor_stride_b + bits_of * ancestor_stride_n
-            seen = _ancestors(words_ptr, (block - shared_blocks) * (BLOCK_N // 32), W, BLOCK_M, BLOCK_N)
-            seen = seen & (key[None, :] < end)
-            if is_tree_ptr is not None:
-                seen = tl.where(is_tree, seen, key[None, :] <= cached + node[:, None])
-        else:
-            seen = key[None, :] <= cached + node[:, None]
+            seen = seen & _ancestors(words_ptr, block - shared_blocks, W, BLOCK_M, BLOCK_N)
+        if not TREE or is_tree_ptr is not None:
+            seen = seen & (is_tree | (key[None, :] <= cached + node[:, None]))
         if WINDOWED:
-            last_key = tl.minimum(key, end - 1)
-            key_position = tl.load(position_ptr + start + (last_key - cached)).to(tl.int32) if TREE else last_key
+            key_position = key
+            if TREE:
+                flying = tl.maximum(tl.minimum(key, end - 1) - cached, 0)
+                flying_position = tl.load(position_ptr + start + flying, mask=key >= cached, other=0).to(tl.int32)
+                key_position = tl.where(key >= cached, flying_position, key)
             seen = seen & (key_position[None, :] > hidden[:, None])
-        next_slot = _slot(page_ptr, key + BLOCK_N, end, PAGE_SIZE)
-        top, total, acc = _visit(q, k_ptr, v_ptr, own_slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
-        own_slot = next_slot
+        next_key, next_limit = _keys(block + 1, shared_blocks, begin, shared, end, BLOCK_N)
+        next_slot = _slot(page_ptr, next_key, next_limit, PAGE_SIZE)
+        top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
+        slot = next_slot
 
     if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
         if busy > 1:
@@ -351,10 +339,10 @@ def _visit(q, k_ptr, v_ptr, offset, seen, scale, top, total, acc, E: tl.constexp
     `scale` includes log2(e): powers of two are what the hardware computes.
     """
     k = _load_rows(k_ptr, offset, E, BLOCK_E)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
     score = tl.where(seen, score, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))
-    weight = tl.exp2(score - new_top[:, None])
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    weight = tl.exp2(score * scale - new_top[:, None])
     keep = tl.exp2(top - new_top)
     v = _load_rows(v_ptr, offset, E, BLOCK_E)
     acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
@@ -362,14 +350,23 @@ def _visit(q, k_ptr, v_ptr, offset, seen, scale, top, total, acc, E: tl.constexp
 
 
 @triton.jit
-def _ancestors(words_ptr, first_word, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which of BLOCK_N nodes each row sees, from the words of its mask."""
+def _keys(block, shared_blocks, begin, shared, end, BLOCK_N: tl.constexpr):
+    """The keys of a block, and where those of its kind end."""
+    is_shared = block < shared_blocks
+    first = tl.where(is_shared, begin + block * BLOCK_N, shared + (block - shared_blocks) * BLOCK_N)
+    return first + tl.arange(0, BLOCK_N), tl.where(is_shared, shared, end)
+
+
+@triton.jit
+def _ancestors(words_ptr, block, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which keys of a block each row sees, from the words of its mask: all of the prefix, whose blocks are negative."""
     lane = tl.arange(0, BLOCK_N)[None, :]
     words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
     for i in tl.static_range(BLOCK_N // 32):
-        word = tl.load(words_ptr + first_word + i, mask=first_word + i < W, other=0)
+        place = block * (BLOCK_N // 32) + i
+        word = tl.load(words_ptr + place, mask=(place >= 0) & (place < W), other=0)
         words = tl.where(lane // 32 == i, word[:, None], words)
-    return (words >> (lane % 32)) & 1 != 0
+    return (block < 0) | ((words >> (lane % 32)) & 1 != 0)
 
 
 @triton.jit

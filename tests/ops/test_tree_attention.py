@@ -233,15 +233,16 @@ def compare_interpreted(
     """Both implementations. Deterministic mode fills new tensors with NaN, so that nothing unwritten passes."""
     torch.set_num_threads(1)
     kernel: Any = importlib.import_module("jetspec.ops.tree_attention_triton")
-    before = kernel.WARPS, kernel.MIN_RUN
-    kernel.WARPS, kernel.MIN_RUN = kernel.WARPS if split else 0, 1
+    before = kernel.WARPS, kernel._choose_tiling
+    kernel.WARPS = kernel.WARPS if split else 0
+    kernel._choose_tiling = lambda *shape: before[1](*shape)._replace(min_run=1)
     torch.use_deterministic_algorithms(True)
     try:
         with force("triton"):
             out = tree_attention(q, keep_used(pages, batch), plan_attention(batch), 0.3, window)
     finally:
         torch.use_deterministic_algorithms(False)
-        kernel.WARPS, kernel.MIN_RUN = before
+        kernel.WARPS, kernel._choose_tiling = before
     assert not kernel._counters(q.device).any()
     expected = tree_attention(q, pages, plan_attention(batch), 0.3, window)
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
@@ -290,14 +291,14 @@ def test_a_plan_for_the_kernel_is_the_batch_itself() -> None:
 
 @pytest.mark.parametrize("warps", [1, 32, 100, 512, 1056, 5000])
 @pytest.mark.parametrize("max_queries", [1, 256, 4096])
-@pytest.mark.parametrize("max_blocks", [1, 3, 500])
-def test_splits_fill_the_gpu_and_no_more(warps: int, max_queries: int, max_blocks: int) -> None:
+@pytest.mark.parametrize("max_runs", [0, 1, 3, 500])
+def test_splits_fill_the_gpu_and_no_more(warps: int, max_queries: int, max_runs: int) -> None:
     pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    splits = kernel._choose_splits(warps, max_queries, max_blocks)
-    assert splits == 1 or (splits * warps <= kernel.WARPS and splits * kernel.MIN_RUN <= max_blocks)
+    splits = kernel._choose_splits(warps, max_queries, max_runs)
+    assert splits == 1 or (splits * warps <= kernel.WARPS and splits <= max_runs)
     if max_queries <= 256:
-        assert 2 * splits > min(kernel.WARPS // warps, kernel.MAX_SPLITS, max_blocks // kernel.MIN_RUN)
+        assert 2 * splits > min(kernel.WARPS // warps, kernel.MAX_SPLITS, max_runs)
 
 
 @pytest.mark.parametrize(
@@ -320,12 +321,11 @@ def test_kernel_compiles_for_hopper(
     tiling = kernel._choose_tiling(queries * repeat, size, 2 if dtype == "bf16" else 4)._asdict()
     options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
     shape = {"TREE": tree, "WINDOWED": windowed, "PAGE_SIZE": 16, "G": 8, "REPEAT": repeat, "E": size, "SPLITS": splits}
-    shape |= {"MIN_RUN": 1}
     alone = dict.fromkeys(("part_ptr", "lse_ptr", "finished_ptr")) if splits == 1 else {}
     absent: dict[str, Any] = ({} if tree else {"ancestor_ptr": None}) | alone
     absent |= {} if flagged else {"is_tree_ptr": None}
     names = kernel._tree_attention_kernel.arg_names
-    numbers = ("window", "first_seen", "earlier", "tiles", "W")
+    numbers = ("window", "first_seen", "earlier", "tiles", "W", "min_run")
     types = dict.fromkeys([n for n in names if "_stride_" in n or n in numbers], "i32") | {"scale": "fp32"}
     types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
     types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")} | {"finished_ptr": "*i32", "is_tree_ptr": "*i1"}
