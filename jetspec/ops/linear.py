@@ -16,6 +16,8 @@ FEW_ROWS = range(5, 17)
 SOME_ROWS = range(2, 33)
 FEW_ROWS_OF_A_GPU = range(2, 65)
 """More of them would be read too often: a library passes them on between multiprocessors."""
+MANY_OUTPUTS = 32_768
+"""Of a product without anything around it: more keep a library busy long enough that how it starts does not matter."""
 
 HAS_MKL_PACKING = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
 
@@ -32,10 +34,15 @@ class Stream(NamedTuple):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b."""
-    if _rows(x, weight) == "one":
+    rows = _rows(x, weight)
+    if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
         return vector_linear_triton(x, weight, bias)
+    if rows == "few" and len(weight) <= MANY_OUTPUTS:
+        from jetspec.ops.linear_triton import rows_linear_triton
+
+        return rows_linear_triton(x, weight, bias)
     return linear_reference(x, weight, bias)
 
 

@@ -22,10 +22,11 @@ BLOCK_K = 2048
 TILE = 4096
 """Products that a program keeps apart, for one row."""
 
-WIDTHS = ((64, True), (64, False), (32, True), (32, False), (16, False))
+WIDTHS = ((64, True), (64, False), (32, True), (32, False))
 """Outputs of a tile of a few rows, and whether half as many come on top, in the order in which they are tried."""
 ENOUGH_PROGRAMS = 120
-STAGE_BYTES = 208 * 1024
+"""Nearly all of Hopper's multiprocessors have one."""
+STAGE_BYTES = 225 * 1024
 """Of the memory of one multiprocessor, for blocks on their way."""
 
 
@@ -148,10 +149,16 @@ class RowTiling(NamedTuple):
 
 
 def rows_linear_triton(
-    x_TK: Tensor, weight: Tensor, bias: Tensor | None, *, squares: Tensor, eps: float, gated: bool = False
+    x_TK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
 ) -> Tensor:
-    """The product of rows that are scaled but not divided yet; `squares` (parts, T) sum up to what they are divided
-    by."""
+    """The product of rows. `squares` (parts, T) come with rows that are scaled by a norm's weight but not divided yet,
+    and sum up to what they are divided by."""
     N = weight.shape[0] // (2 if gated else 1)
     out = torch.empty((len(x_TK), N), dtype=x_TK.dtype, device=x_TK.device)
     _launch_rows(x_TK, weight, bias, out, gated=gated, squares=squares, eps=eps)
@@ -230,16 +237,22 @@ def can_copy(x: Tensor) -> bool:
 
 
 def _choose_tiling(rows: int, outputs: int, gated: bool) -> RowTiling:
-    """The widest tiles that leave no multiprocessor idle, if x is worth it."""
-    block_m = max(16, triton.next_power_of_2(rows))
-    for block_n, half in WIDTHS if block_m > 32 else WIDTHS[-2:]:
-        if triton.cdiv(outputs, block_n + (block_n // 2 if half else 0)) >= ENOUGH_PROGRAMS:
+    """The widest tiles that leave no multiprocessor idle: each of them reads x anew. Very few rows cost little to read,
+    and half of the multiprocessors can keep the memory busy with them. A small weight is a matter of latency, which
+    the tensor cores' own queue has less of; it takes 64 rows."""
+    is_small = triton.cdiv(outputs, WIDTHS[-1][0]) < ENOUGH_PROGRAMS // 2
+    block_m = 16 if rows <= 16 and not is_small else 64
+    widths = (WIDTHS[0], WIDTHS[-1]) if block_m == 16 else WIDTHS
+    enough = ENOUGH_PROGRAMS // 2 if block_m == 16 else ENOUGH_PROGRAMS
+    for block_n, half in widths:
+        width = block_n + (block_n // 2 if half else 0)
+        if triton.cdiv(outputs, width) >= enough:
             break
-    weight_rows = (block_n + (block_n // 2 if half else 0)) * (2 if gated else 1)
-    block_k = 256 if block_m <= 16 else 128
+    weight_rows = width * (2 if gated else 1)
+    block_k = 256 if block_m == 16 else 128
     while (stages := STAGE_BYTES // ((block_m + weight_rows) * block_k * 2)) < 3:
         block_k //= 2
-    return RowTiling(block_m, block_n, half, block_k, 4, min(stages, 6))
+    return RowTiling(block_m, block_n, half, block_k, num_warps=4, num_stages=min(stages, 6))
 
 
 @triton.jit

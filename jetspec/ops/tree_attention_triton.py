@@ -27,6 +27,7 @@ WARPS = 132 * 8
 MAX_SPLITS = 32
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 64, 256, 1024
 """Queries to one key head."""
+FEW_TILES = 16
 MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
 
@@ -63,7 +64,7 @@ def tree_attention_triton(
     assert window is None or not layout.earlier, "no window looks at tokens of former forwards"
     _check_strides(q_THE, pages, layout.page_BP, ancestor)
 
-    tiling = _choose_tiling(layout.max_queries * (H // G), E, q_THE.element_size())
+    tiling = _choose_tiling(layout.max_queries * (H // G), B * G, E, q_THE.element_size())
     tiles = triton.cdiv(layout.max_queries * (H // G), tiling.BLOCK_M)
     warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
     splits = _choose_splits(warps, layout.max_queries, max_blocks // tiling.min_run)
@@ -128,7 +129,7 @@ def _check_strides(q_THE: Tensor, pages: KVPages, page_BP: Tensor, ancestor: Ten
     assert ancestor is None or ancestor.shape[2] == 1 or ancestor.stride(2) == 1
 
 
-def _choose_tiling(rows: int, E: int, itemsize: int) -> Tiling:
+def _choose_tiling(rows: int, groups: int, E: int, itemsize: int) -> Tiling:
     """Products of fp32 run outside the tensor cores, from registers, which hold smaller tiles."""
     block_e = max(16, triton.next_power_of_2(E))
     block_m = max(16, triton.next_power_of_2(rows))
@@ -136,8 +137,8 @@ def _choose_tiling(rows: int, E: int, itemsize: int) -> Tiling:
         return Tiling(min(block_m, 16), 32, block_e, min_run=2, num_warps=4, num_stages=2)
     if block_e > 128:
         return Tiling(min(block_m, 64), 64, block_e, min_run=2, num_warps=8, num_stages=2)
-    if rows <= FEW_ROWS:  # narrow tiles, so that there are enough of them, which see many keys at once
-        return Tiling(16, 128, block_e, min_run=1 if rows <= 16 else 3, num_warps=4, num_stages=2)
+    if rows <= FEW_ROWS or triton.cdiv(rows, 64) * groups < FEW_TILES:  # small tiles, so that there are some
+        return Tiling(16, 128, block_e, min_run=1, num_warps=4, num_stages=2)
     if rows <= MANY_ROWS:
         return Tiling(64, 64, block_e, min_run=6 if rows <= SOME_ROWS else 3, num_warps=4, num_stages=3)
     return Tiling(128, 64, block_e, min_run=3, num_warps=8, num_stages=3)
@@ -240,6 +241,9 @@ def _tree_attention_kernel(
 
     shared_blocks = tl.cdiv(tl.maximum(shared - begin, 0), BLOCK_N)
     num_blocks = shared_blocks + tl.cdiv(end - shared, BLOCK_N)
+    clear = 0  # blocks that every query sees whole
+    if not WINDOWED:
+        clear = tl.maximum(tl.where(is_tree, cached, cached + first_node + 1) - begin, 0) // BLOCK_N
     first, last, busy = 0, num_blocks, 1
     if SPLITS > 1:
         run = tl.maximum(tl.cdiv(num_blocks, SPLITS), min_run)
@@ -262,26 +266,31 @@ def _tree_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
 
     for block in range(first, last):
-        key, limit = _keys(block, shared_blocks, begin, shared, end, BLOCK_N)
-        seen = key[None, :] < limit
-        if TREE:
-            bits_of = node
-            if is_tree_ptr is not None:
-                bits_of = tl.where(is_tree, node, 0)  # a chain may be longer than there are bits
-            words_ptr = ancestor_ptr + request * ancestor_stride_b + bits_of * ancestor_stride_n
-            seen = seen & _ancestors(words_ptr, block - shared_blocks, W, BLOCK_M, BLOCK_N)
-        if not TREE or is_tree_ptr is not None:
-            seen = seen & (is_tree | (key[None, :] <= cached + node[:, None]))
-        if WINDOWED:
-            key_position = key
-            if TREE:
-                flying = tl.maximum(tl.minimum(key, end - 1) - cached, 0)
-                flying_position = tl.load(position_ptr + start + flying, mask=key >= cached, other=0).to(tl.int32)
-                key_position = tl.where(key >= cached, flying_position, key)
-            seen = seen & (key_position[None, :] > hidden[:, None])
         next_key, next_limit = _keys(block + 1, shared_blocks, begin, shared, end, BLOCK_N)
         next_slot = _slot(page_ptr, next_key, next_limit, PAGE_SIZE)
-        top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
+        k = _load_rows(k_ptr, slot * kv_stride_slot, E, BLOCK_E)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if block >= clear:
+            key, limit = _keys(block, shared_blocks, begin, shared, end, BLOCK_N)
+            seen = key[None, :] < limit
+            if TREE:
+                bits_of = node
+                if is_tree_ptr is not None:
+                    bits_of = tl.where(is_tree, node, 0)  # a chain may be longer than there are bits
+                words_ptr = ancestor_ptr + request * ancestor_stride_b + bits_of * ancestor_stride_n
+                seen = seen & _ancestors(words_ptr, block - shared_blocks, W, BLOCK_M, BLOCK_N)
+            if not TREE or is_tree_ptr is not None:
+                seen = seen & (is_tree | (key[None, :] <= cached + node[:, None]))
+            if WINDOWED:
+                key_position = key
+                if TREE:
+                    flying = tl.maximum(tl.minimum(key, end - 1) - cached, 0)
+                    flying_position = tl.load(position_ptr + start + flying, mask=key >= cached, other=0).to(tl.int32)
+                    key_position = tl.where(key >= cached, flying_position, key)
+                seen = seen & (key_position[None, :] > hidden[:, None])
+            score = tl.where(seen, score, float("-inf"))
+        v = _load_rows(v_ptr, slot * kv_stride_slot, E, BLOCK_E)
+        top, total, acc = _add_block(score, v, scale, top, total, acc)
         slot = next_slot
 
     if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
@@ -333,18 +342,14 @@ def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _visit(q, k_ptr, v_ptr, offset, seen, scale, top, total, acc, E: tl.constexpr, BLOCK_E: tl.constexpr):
+def _add_block(score, v, scale, top, total, acc):
     """Add one block of keys to the running softmax, which is relative to each row's highest score so far.
 
     `scale` includes log2(e): powers of two are what the hardware computes.
     """
-    k = _load_rows(k_ptr, offset, E, BLOCK_E)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee")
-    score = tl.where(seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1) * scale)
     weight = tl.exp2(score * scale - new_top[:, None])
     keep = tl.exp2(top - new_top)
-    v = _load_rows(v_ptr, offset, E, BLOCK_E)
     acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
     return new_top, total * keep + tl.sum(weight, 1), acc
 

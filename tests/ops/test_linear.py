@@ -133,7 +133,7 @@ def compare_rows(rows: int, size: int, inner: int, biased: bool, dtype: torch.dt
         stream = add_linear(total.clone(), x, first, None if bias is None else bias[:size], norm, taps[:, 1])
         assert torch.equal(taps[:, 1], stream.x) and not taps[:, 0].any()
         read = norm_linear(stream, norm, EPS, second, bias), norm_swiglu(stream, norm, EPS, second, bias)
-        return stream, [stream.x, *read]
+        return stream, [stream.x, *read, linear(x, first)]
 
     with force("triton"):
         stream, got = run()

@@ -318,7 +318,7 @@ def test_kernel_compiles_for_hopper(
 ) -> None:
     pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    tiling = kernel._choose_tiling(queries * repeat, size, 2 if dtype == "bf16" else 4)._asdict()
+    tiling = kernel._choose_tiling(queries * repeat, 8, size, 2 if dtype == "bf16" else 4)._asdict()
     options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
     shape = {"TREE": tree, "WINDOWED": windowed, "PAGE_SIZE": 16, "G": 8, "REPEAT": repeat, "E": size, "SPLITS": splits}
     alone = dict.fromkeys(("part_ptr", "lse_ptr", "finished_ptr")) if splits == 1 else {}
