@@ -83,14 +83,15 @@ def add_linear(
     """total + x W^T + b: the end of attention and of an MLP. The result may take the memory of `total`, and is copied
     to `tap`.
 
-    `next_norm` is the weight of the norm by which the stream will be read: where that saves a kernel, it is begun.
+    `next_norm` is the weight of the norm by which the stream will be read: where that saves a kernel, it is begun. Not
+    in float16, whose numbers end where those of a stream that is not divided yet may go on.
     """
     rows = _rows(x, weight, total)
     if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
         return copied(Stream(vector_linear_triton(x, weight, bias, total=total)), tap)
-    if rows == "few" and next_norm is not None and next_norm.dtype == x.dtype:
+    if rows == "few" and next_norm is not None and next_norm.dtype == x.dtype != torch.float16:
         from jetspec.ops.linear_triton import rows_add_linear_triton
 
         return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))

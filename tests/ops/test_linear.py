@@ -82,6 +82,15 @@ def test_additions_leave_a_stream_that_is_trained_alone() -> None:
         assert add_linear(total, x, weight).x.dtype == torch.float32
 
 
+def test_half_precision_does_not_begin_a_norm() -> None:
+    """Rows of a stream, times the weight of a norm, may be too large for it."""
+    total, norm = torch.full((2, 8), 3e4, dtype=torch.float16), torch.full((8,), 4.0, dtype=torch.float16)
+    x, weight = torch.zeros(2, 8, dtype=torch.float16), torch.zeros(8, 8, dtype=torch.float16)
+    with force("triton"):
+        stream = add_linear(total.clone(), x, weight, next_norm=norm)
+    assert stream.scaled is None and torch.equal(stream.x, total)
+
+
 def vector_problem(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str) -> list[Tensor | None]:
     torch.manual_seed(outputs)
     made = [torch.randn(shape) for shape in ((1, inputs), (inputs,), (outputs, inputs), (1, outputs))]
