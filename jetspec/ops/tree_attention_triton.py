@@ -46,7 +46,8 @@ class Tiling(NamedTuple):
     """Keys. A multiple of 32, the bits of a mask word."""
     BLOCK_E: int
     min_run: int
-    """Blocks of keys that are worth a program of their own, with the combining that it brings."""
+    """Blocks of keys that are worth a program of their own, with the combining that it brings; if there are more than
+    two such runs, all splits take part."""
     num_warps: int
     num_stages: int
 
@@ -246,7 +247,7 @@ def _tree_attention_kernel(
         clear = tl.maximum(tl.where(is_tree, cached, cached + first_node + 1) - begin, 0) // BLOCK_N
     first, last, busy = 0, num_blocks, 1
     if SPLITS > 1:
-        run = tl.maximum(tl.cdiv(num_blocks, SPLITS), min_run)
+        run = tl.where(num_blocks > 2 * min_run, tl.cdiv(num_blocks, SPLITS), min_run)
         busy = tl.maximum(tl.cdiv(num_blocks, run), 1)
         first = split * run
         last = tl.minimum(first + run, num_blocks)

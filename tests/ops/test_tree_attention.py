@@ -185,23 +185,25 @@ def test_some_requests_of_a_batch_are_chains() -> None:
         torch.testing.assert_close(mixed[start:end], expected[start:end], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_kernel_knows_trees_and_chains(interpreter: Executor, split: bool) -> None:
+@pytest.mark.parametrize("min_run", [0, 1])
+def test_kernel_knows_trees_and_chains(interpreter: Executor, min_run: int) -> None:
     """With tables of 32-bit numbers, as other engines have them."""
     batch = with_chains(scattered_batch([70, 0, 33, 1], [38, 75, 4, 20], 4, "tree", 0), FLAGS)
     layout = replace(batch.layout, page_BP=batch.layout.page_BP.int(), query_start_B1=batch.layout.query_start_B1.int())
     q, pages = random_inputs(batch, 2, 1, 8)
-    interpreter.submit(compare_interpreted, replace(batch, layout=layout), q, pages, None, split).result()
+    interpreter.submit(compare_interpreted, replace(batch, layout=layout), q, pages, None, min_run).result()
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("split", [True, False])
-def test_kernel_sees_what_the_reference_sees_of_former_forwards(interpreter: Executor, count: int, split: bool) -> None:
+@pytest.mark.parametrize("min_run", [0, 1])
+def test_kernel_sees_what_the_reference_sees_of_former_forwards(
+    interpreter: Executor, count: int, min_run: int
+) -> None:
     batch = scattered_batch([70, 0, 33, 1], [38] * 4, 4, "tree", 0)
     q, pages = random_inputs(batch, 2, 1, 8)
     batch = last_nodes(batch, count)
     batch = replace(batch, layout=replace(batch.layout, first_seen=1))
-    interpreter.submit(compare_interpreted, batch, q[: 4 * count], pages, None, split).result()
+    interpreter.submit(compare_interpreted, batch, q[: 4 * count], pages, None, min_run).result()
 
 
 def random_inputs(
@@ -228,14 +230,15 @@ def keep_used(pages: KVPages, batch: TreeBatch) -> KVPages:
 
 
 def compare_interpreted(
-    batch: TreeBatch, q: Tensor, pages: KVPages, window: int | None, split: bool = True, tolerance: float = 1e-5
+    batch: TreeBatch, q: Tensor, pages: KVPages, window: int | None, min_run: int = 1, tolerance: float = 1e-5
 ) -> None:
-    """Both implementations. Deterministic mode fills new tensors with NaN, so that nothing unwritten passes."""
+    """Both implementations; without a `min_run` nothing is split. Deterministic mode fills new tensors with NaN, so that
+    nothing unwritten passes."""
     torch.set_num_threads(1)
     kernel: Any = importlib.import_module("jetspec.ops.tree_attention_triton")
     before = kernel.WARPS, kernel._choose_tiling
-    kernel.WARPS = kernel.WARPS if split else 0
-    kernel._choose_tiling = lambda *shape: before[1](*shape)._replace(min_run=1)
+    kernel.WARPS = kernel.WARPS if min_run else 0
+    kernel._choose_tiling = lambda *shape: before[1](*shape)._replace(min_run=max(min_run, 1))
     torch.use_deterministic_algorithms(True)
     try:
         with force("triton"):
@@ -250,11 +253,11 @@ def compare_interpreted(
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "clique"])
 @pytest.mark.parametrize("window", [None, 1, 7, 50])
-@pytest.mark.parametrize("split", [True, False])
-def test_kernel_equals_reference(interpreter: Executor, kind: str, window: int | None, split: bool) -> None:
+@pytest.mark.parametrize("min_run", [0, 1, 2])
+def test_kernel_equals_reference(interpreter: Executor, kind: str, window: int | None, min_run: int) -> None:
     """Ragged: a long prefix with few queries, no prefix with more queries than a mask word has bits, a single one."""
     batch = scattered_batch([70, 0, 33], [5, 40, 1], 4, kind, 0)
-    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), window, split).result()
+    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), window, min_run).result()
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
