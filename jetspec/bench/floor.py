@@ -1,17 +1,17 @@
-"""The least a pass can take: its matrix products over the model's own weights, and nothing else."""
+"""What a pass cannot well do without: its matrix products over the model's own weights, by torch's library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetspec import ops
-from jetspec.models.decoder import Decoder, DecoderStack, Linear, MoE
+from jetspec.models.decoder import Decoder, DecoderLayer, DecoderStack, Linear, MoE
 from jetspec.models.draft_head import DraftHead
 
 
@@ -24,7 +24,7 @@ class Floor:
 
     def run(self) -> None:
         for weight, x in self.products:
-            ops.linear(x, weight)
+            F.linear(x, weight)
         for weight in self.reads:
             weight.view(torch.int64).sum()  # the widest loads there are
 
@@ -40,11 +40,13 @@ def plain_floor(target: Decoder, batch: int, experts: Sequence[int]) -> Floor:
 
 
 def round_floor(target: Decoder, head: DraftHead, batch: int, budget: int, experts: Sequence[int]) -> Floor:
-    """The floor of a round: the target over every node, the head over its block, logits of both."""
+    """The floor of a round: the head over its block, the target over every node, logits of both, and what the head
+    makes of a path, which has room for every depth."""
     config = head.head_config
-    verify = [(weight, batch * budget) for weight in (*_weights(target), target.lm_head)]
     draft = [(weight, batch * config.block_size) for weight in _weights(head)]
-    return _floor(target, [*draft, (target.lm_head, batch * config.depth), *verify], experts)
+    verify = [(weight, batch * budget) for weight in (*_weights(target), target.lm_head)]
+    observe = [(weight, batch * (config.depth + 1)) for weight in _observing(head)]
+    return _floor(target, [*draft, (target.lm_head, batch * config.depth), *verify, *observe], experts)
 
 
 def count_experts(target: Decoder, run: Callable[[], object]) -> list[int]:
@@ -73,6 +75,13 @@ def _floor(target: Decoder, products: list[tuple[Tensor, int]], experts: Sequenc
 def _weights(stack: DecoderStack) -> list[Tensor]:
     """Of every product in a stack's layers, experts left out."""
     return [module.weight for module in stack.layers.modules() if isinstance(module, Linear)]
+
+
+def _observing(head: DraftHead) -> list[Tensor]:
+    """Of the products that make keys and values of tapped states."""
+    adapter = [] if head.adapter is None else [head.adapter.weight] * len(head.head_config.tap_layers)
+    attentions = [cast(DecoderLayer, layer).attention for layer in head.layers]
+    return [*adapter, head.fc.weight, *(attention.context_weight for attention in attentions)]
 
 
 def _mixtures(target: Decoder) -> list[MoE]:

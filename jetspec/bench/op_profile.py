@@ -127,10 +127,43 @@ def tree_attention(inputs: Inputs) -> Operation:
     )
 
 
-def add_rms_norm(inputs: Inputs) -> Operation:
+def rms_norm(inputs: Inputs) -> Operation:
     M = inputs.config.hidden_size
-    x, delta, weight = inputs.normal(inputs.T, M), inputs.normal(inputs.T, M), inputs.normal(M)
-    return Operation(lambda: ops.add_rms_norm(x, delta, weight, inputs.config.norm_eps), 4 * x.nbytes)
+    x, weight = inputs.normal(inputs.T, M), inputs.normal(M)
+    return Operation(lambda: (ops.rms_norm(x, weight, inputs.config.norm_eps),), 2 * x.nbytes)
+
+
+def stream(inputs: Inputs, norm: Tensor) -> ops.Stream:
+    """Rows as a layer leaves them to the next, the norm begun where its kernels do so."""
+    M = inputs.config.hidden_size
+    weight = inputs.normal(M, M).mul_(0.02)
+    return ops.add_linear(inputs.normal(inputs.T, M), inputs.normal(inputs.T, M), weight, next_norm=norm)
+
+
+def norm_linear(inputs: Inputs) -> Operation:
+    """The first product of attention."""
+    c = inputs.config
+    norm = inputs.normal(c.hidden_size)
+    rows = stream(inputs, norm)
+    weight = inputs.normal((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size).mul_(0.02)
+    return Operation(lambda: (ops.norm_linear(rows, norm, c.norm_eps, weight),), weight.nbytes)
+
+
+def norm_swiglu(inputs: Inputs) -> Operation:
+    """The first product of an MLP."""
+    c = inputs.config
+    norm = inputs.normal(c.hidden_size)
+    rows = stream(inputs, norm)
+    weight = inputs.normal(2 * c.inner_size, c.hidden_size).mul_(0.02)
+    return Operation(lambda: (ops.norm_swiglu(rows, norm, c.norm_eps, weight),), weight.nbytes)
+
+
+def add_linear(inputs: Inputs) -> Operation:
+    """The last product of an MLP. A copy is added to, since the operation may do so in place."""
+    c = inputs.config
+    x, total = inputs.normal(inputs.T, c.inner_size), inputs.normal(inputs.T, c.hidden_size)
+    norm, weight = inputs.normal(c.hidden_size), inputs.normal(c.hidden_size, c.inner_size).mul_(0.02)
+    return Operation(lambda: (ops.add_linear(total.clone(), x, weight, next_norm=norm).x,), weight.nbytes)
 
 
 def rotate_store(inputs: Inputs) -> Operation:
@@ -221,7 +254,10 @@ def mixture(inputs: Inputs) -> Operation:
 
 OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     "tree_attention": tree_attention,
-    "add_rms_norm": add_rms_norm,
+    "rms_norm": rms_norm,
+    "norm_linear": norm_linear,
+    "norm_swiglu": norm_swiglu,
+    "add_linear": add_linear,
     "rotate_store": rotate_store,
     "swiglu": swiglu,
     "topk_logprob": topk_logprob,

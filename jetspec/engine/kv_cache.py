@@ -174,6 +174,7 @@ class KVCache:
         # Entries of the page table that changed on the host.
         self.new_pages: dict[tuple[int, int], int] = {}
         self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
+        self.known_starts: dict[tuple[int, int], Tensor] = {}
         self.free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -227,9 +228,14 @@ class KVCache:
         """Node j of each tree goes to position length + depth_j and to the slot of position length + j."""
         B, N = token_BN.shape
         at = ops.place(self.page_RP, self.length_R, row_B, depth_BN, self.page_size)
-        start_B1 = torch.arange(0, B * N + 1, N, device=self.device)
-        layout = BatchLayout(at.page_BP, at.length_B, start_B1, self.page_size, N)
+        layout = BatchLayout(at.page_BP, at.length_B, self.starts(B, N), self.page_size, N)
         return TreeBatch(token_BN.flatten(), at.position_BN.flatten(), at.slot_BN.flatten(), layout, ancestor_BNW)
+
+    def starts(self, requests: int, count: int) -> Tensor:
+        """0, count, 2 count, .., requests * count: made once for all rounds of a shape."""
+        if (requests, count) not in self.known_starts:
+            self.known_starts[requests, count] = torch.arange(0, requests * count + 1, count, device=self.device)
+        return self.known_starts[requests, count]
 
     def place_chunks(self, chunks: Sequence[tuple[Request, int]]) -> TreeBatch:
         """The next tokens of some prompts, ragged, one behind the other."""
@@ -256,10 +262,9 @@ class KVCache:
         """The accepted paths of placed trees, where they end up: in the slots of the trees' first nodes."""
         (B, num), length_B = path_BD1.shape, batch.layout.cached_len_B
         token_BD1 = batch.token_T.view(B, -1).gather(1, path_BD1)
-        position_BD1 = length_B[:, None] + torch.arange(num, device=self.device)
+        position_BD1 = length_B[:, None] + self.starts(num - 1, 1)
         slot_BD1 = batch.slot_T.view(B, -1)[:, :num]
-        start_B1 = torch.arange(0, B * num + 1, num, device=self.device)
-        layout = replace(batch.layout, query_start_B1=start_B1, max_queries=num)
+        layout = replace(batch.layout, query_start_B1=self.starts(B, num), max_queries=num)
         return TreeBatch(token_BD1.flatten(), position_BD1.flatten(), slot_BD1.flatten(), layout, None)
 
     def slot_before(self, layout: BatchLayout) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
-from jetspec.ops import HeadNorm
+from jetspec.ops import HeadNorm, Stream
 from jetspec.types import KVPages, TreeBatch
 
 Rope = tuple[Tensor, Tensor]
@@ -141,6 +141,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 
+    def add_to(self, total: Tensor, x: Tensor, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
+        """total + forward(x), in place of `total`, and copied to `tap`."""
+        return ops.add_linear(total, x, self.weight, self.bias, next_norm.weight, tap)
+
 
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
@@ -151,13 +155,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm."""
-        return ops.add_rms_norm(x, delta, self.weight, self.eps)
-
 
 class Attention(nn.Module):
-    """Grouped-query attention around an `Attend`. Leading dimensions are free: (..., M) in, (..., M) out."""
+    """Grouped-query attention around an `Attend`. Leading dimensions are free: (..., M) in, (..., M) out.
+
+    Like an MLP it reads the norm of a stream and adds to it: the products can do both in passing, and begin the norm
+    that comes next.
+    """
 
     def __init__(self, config: DecoderConfig, inputs: int | None = None) -> None:
         """`inputs` is the width of what it reads, if that is not the hidden size."""
@@ -175,15 +179,23 @@ class Attention(nn.Module):
             return None
         return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        return self.out(attend(qkv, rope, self.head_norm).flatten(-2))
+    def forward(self, stream: Stream, norm: RMSNorm, rope: Rope, attend: Attend, next_norm: RMSNorm) -> Stream:
+        qkv = ops.norm_linear(stream, norm.weight, norm.eps, self.qkv.weight, self.qkv.bias)
+        return self.out.add_to(stream.x, self.look(qkv, rope, attend), next_norm)
+
+    def look(self, qkv: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """What the queries see, head by head, side by side."""
+        return attend(qkv.unflatten(-1, (-1, self.head_dim)), rope, self.head_norm).flatten(-2)
 
     def context(self, c: Tensor) -> Tensor:
         """Key and value heads (.., 2G, E) of rows that are only looked at: no queries, no MLP, no input norm."""
-        first = self.num_heads * self.head_dim
-        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        return ops.linear(c, self.qkv.weight[first:], bias).unflatten(-1, (-1, self.head_dim))
+        bias = None if self.qkv.bias is None else self.qkv.bias[self.num_heads * self.head_dim :]
+        return ops.linear(c, self.context_weight, bias).unflatten(-1, (-1, self.head_dim))
+
+    @property
+    def context_weight(self) -> Tensor:
+        """The rows of `qkv` that make keys and values."""
+        return self.qkv.weight[self.num_heads * self.head_dim :]
 
 
 class MLP(nn.Module):
@@ -194,8 +206,9 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.inner_size, config.mlp_bias)
         self.down = Linear(config.inner_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate_up(x)))
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
+        inner = ops.norm_swiglu(stream, norm.weight, norm.eps, self.gate_up.weight, self.gate_up.bias)
+        return self.down.add_to(stream.x, inner, next_norm, tap)
 
 
 class MoE(nn.Module):
@@ -208,12 +221,14 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.inner_size, hidden_size))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.inner_size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
+        x = stream.x
+        flat = norm(x).flatten(0, -2)
         weight, expert = self.router(flat).softmax(-1, dtype=torch.float32).topk(self.config.num_chosen, -1)
         if self.config.normalize:
             weight = weight / weight.sum(-1, keepdim=True)
-        return ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x)
+        total = x + ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x)
+        return ops.copied(Stream(total), tap)
 
 
 class DecoderLayer(nn.Module):
@@ -225,10 +240,11 @@ class DecoderLayer(nn.Module):
         sparse = config.moe is not None and layer in config.moe_layers
         self.mlp = MoE(config.hidden_size, config.moe) if sparse and config.moe else MLP(config)
 
-    def forward(self, x: Tensor, h: Tensor, rope: Rope, attend: Attend, next_norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """From a stream x and its norm h to the next of both. Each addition is made with the norm that reads it."""
-        x, h = self.post_norm.after(x, self.attention(h, rope, attend))
-        return next_norm.after(x, self.mlp(h))
+    def forward(
+        self, stream: Stream, rope: Rope, attend: Attend, next_norm: RMSNorm, tap: Tensor | None = None
+    ) -> Stream:
+        stream = self.attention(stream, self.input_norm, rope, attend, self.post_norm)
+        return self.mlp(stream, self.post_norm, next_norm, tap)
 
 
 class DecoderStack(nn.Module):
@@ -253,15 +269,16 @@ class DecoderStack(nn.Module):
                 ops.pack(module.weight)
 
     def run(self, x: Tensor, rope: Rope, attends: Sequence[Attend], tap_layers: tuple[int, ...] = ()) -> Hidden:
-        """All layers. A tap is the output of a layer, before any norm."""
-        layers = cast(list[DecoderLayer], list(self.layers))
-        norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
-        h, taps = layers[0].input_norm(x), {}
-        for i, (layer, attend, norm) in enumerate(zip(layers, attends, norms, strict=True)):
-            x, h = layer(x, h, rope, attend, norm)
-            if i in tap_layers:
-                taps[i] = x
-        return Hidden(h, torch.cat([taps[i] for i in tap_layers], -1) if tap_layers else None)
+        """All layers. A tap is the output of a layer, before any norm: a copy, since the next may add in place."""
+        tap = x.new_empty((*x.shape[:-1], len(tap_layers), x.shape[-1])) if tap_layers else None
+        stream, layers = Stream(x), [cast(DecoderLayer, layer) for layer in self.layers]
+        next_norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
+        for i, (layer, attend, next_norm) in enumerate(zip(layers, attends, next_norms, strict=True)):
+            taps = [] if tap is None else [tap[..., j, :] for j, tapped in enumerate(tap_layers) if tapped == i]
+            stream = layer(stream, rope, attend, next_norm, taps[0] if taps else None)
+            for again in taps[1:]:
+                again.copy_(taps[0])
+        return Hidden(self.norm(stream.x), None if tap is None else tap.flatten(-2))
 
     def rope(self, position: Tensor) -> Rope:
         return ops.rope(position, self.inv_freq, self.config.rope.scale, self.norm.weight.dtype)
@@ -293,7 +310,7 @@ class Decoder(DecoderStack):
         ops.pack(self.lm_head)
 
     def embed(self, token: Tensor) -> Tensor:
-        return nn.functional.embedding(token, self.embedding)
+        return self.embedding[token]
 
     def forward(self, batch: TreeBatch, cache: Sequence[KVPages], tap_layers: tuple[int, ...] = ()) -> Hidden:
         """One pass over the in-flight tokens."""

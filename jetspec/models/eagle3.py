@@ -40,7 +40,7 @@ from jetspec.models.decoder import (
 )
 from jetspec.models.draft_head import Embedder, init_weights
 from jetspec.models.masked_attention import Visible, attend_own
-from jetspec.ops import HeadNorm
+from jetspec.ops import HeadNorm, Stream
 from jetspec.tree import GrowingTree
 from jetspec.types import KVPages, TreeBatch
 
@@ -104,11 +104,14 @@ class Eagle3Layer(DecoderLayer):
     def row(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
 
-    def forward(self, x: Tensor, h: Tensor, rope: Rope, attend: Attend, next_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]  # two streams: only its own stack calls it
+        self, x: Tensor, h: Tensor, rope: Rope, attend: Attend, next_norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
         """From an embedding x and a hidden state h to the next hidden state and its norm."""
-        residual = self.hidden_norm(h) if self.norm_before_residual else h
-        residual, inner = self.post_norm.after(residual, self.attention(self.row(x, h), rope, attend))
-        return next_norm.after(residual, self.mlp(inner))
+        seen = self.attention.look(self.attention.qkv(self.row(x, h)), rope, attend)
+        hidden = (self.hidden_norm(h) if self.norm_before_residual else h) + self.attention.out(seen)
+        hidden = self.mlp(Stream(hidden), self.post_norm, next_norm).x
+        return hidden, next_norm(hidden)
 
 
 class Eagle3Head(DecoderStack):

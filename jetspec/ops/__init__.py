@@ -3,9 +3,9 @@ CPU path, the oracle of any kernel for it, and the documentation; a Triton kerne
 
 from jetspec.ops.distill_loss import DistillLoss, distill_loss, label_prob
 from jetspec.ops.kv_write import SlotRows, compact_kv, compact_rows, store_kv
-from jetspec.ops.linear import linear, pack
+from jetspec.ops.linear import Stream, add_linear, copied, linear, norm_linear, norm_swiglu, pack
 from jetspec.ops.moe import mixture
-from jetspec.ops.norm_rope import HeadNorm, add_rms_norm, rms_norm, rope, rotate, rotate_qkv, rotate_store
+from jetspec.ops.norm_rope import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store
 from jetspec.ops.place import Places, place
 from jetspec.ops.swiglu import swiglu
 from jetspec.ops.topk_logprob import topk_logprob
@@ -18,13 +18,17 @@ __all__ = [
     "KernelPlan",
     "Places",
     "SlotRows",
-    "add_rms_norm",
+    "Stream",
+    "add_linear",
     "compact_kv",
     "compact_rows",
+    "copied",
     "distill_loss",
     "label_prob",
     "linear",
     "mixture",
+    "norm_linear",
+    "norm_swiglu",
     "pack",
     "place",
     "plan_attention",

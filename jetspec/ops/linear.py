@@ -1,18 +1,113 @@
-"""y = x W^T + b."""
+"""Matrix products of a layer, with what stands before or after them. Weights are (outputs, inputs)."""
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jetspec.dispatch import uses_kernel
+from jetspec.ops.norm_rope import rms_norm
+from jetspec.ops.swiglu import swiglu
+
 FEW_ROWS = range(5, 17)
 SOME_ROWS = range(2, 33)
+FEW_ROWS_OF_A_GPU = range(2, 65)
+"""More of them would be read too often: a library passes them on between multiprocessors."""
+MANY_OUTPUTS = 32_768
+"""Of a product without anything around it: more keep a library busy long enough that how it starts does not matter."""
 
 HAS_MKL_PACKING = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
 
 
+class Stream(NamedTuple):
+    """Rows that layers add to. Who wrote them may have begun the norm that comes next: see `add_linear`."""
+
+    x: Tensor
+    scaled: Tensor | None = None
+    """The rows times the norm's weight."""
+    squares: Tensor | None = None
+    """(parts, rows): sums of squares over parts of each row."""
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b."""
+    rows = _rows(x, weight)
+    if rows == "one":
+        from jetspec.ops.linear_triton import vector_linear_triton
+
+        return vector_linear_triton(x, weight, bias)
+    if rows == "few" and len(weight) <= MANY_OUTPUTS:
+        from jetspec.ops.linear_triton import rows_linear_triton
+
+        return rows_linear_triton(x, weight, bias)
+    return linear_reference(x, weight, bias)
+
+
+def norm_linear(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` of `rms_norm`: the start of attention."""
+    if _rows(stream.x, weight, norm) == "one":
+        from jetspec.ops.linear_triton import vector_linear_triton
+
+        return vector_linear_triton(stream.x, weight, bias, norm=norm, eps=eps)
+    if stream.scaled is not None and stream.squares is not None:
+        from jetspec.ops.linear_triton import rows_linear_triton
+
+        return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps)
+    return linear_reference(rms_norm(stream.x, norm, eps), weight, bias)
+
+
+def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`swiglu` of `norm_linear`: the start of an MLP. `weight` holds the rows of the gate, then those of the rest."""
+    if _rows(stream.x, weight, norm) == "one":
+        from jetspec.ops.linear_triton import vector_linear_triton
+
+        return vector_linear_triton(stream.x, weight, bias, norm=norm, eps=eps, gated=True)
+    if stream.scaled is not None and stream.squares is not None:
+        from jetspec.ops.linear_triton import rows_linear_triton
+
+        return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=True)
+    return swiglu(linear_reference(rms_norm(stream.x, norm, eps), weight, bias))
+
+
+def add_linear(
+    total: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    next_norm: Tensor | None = None,
+    tap: Tensor | None = None,
+) -> Stream:
+    """total + x W^T + b: the end of attention and of an MLP. The result may take the memory of `total`, and is copied
+    to `tap`.
+
+    `next_norm` is the weight of the norm by which the stream will be read: where that saves a kernel, it is begun. Not
+    in float16, whose numbers end where those of a stream that is not divided yet may go on.
+    """
+    rows = _rows(x, weight, total)
+    if rows == "one":
+        from jetspec.ops.linear_triton import vector_linear_triton
+
+        return copied(Stream(vector_linear_triton(x, weight, bias, total=total)), tap)
+    if rows == "few" and next_norm is not None and next_norm.dtype == x.dtype != torch.float16:
+        from jetspec.ops.linear_triton import rows_add_linear_triton
+
+        return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))
+    if uses_kernel(x, weight, total) and x.dtype == weight.dtype == total.dtype and x.dim() == 2:
+        total = total if bias is None else total.add_(bias)
+        return copied(Stream(total.addmm_(x, weight.t())), tap)
+    return copied(Stream(total + linear_reference(x, weight, bias)), tap)
+
+
+def copied(stream: Stream, tap: Tensor | None) -> Stream:
+    if tap is not None:
+        tap.copy_(stream.x)
+    return stream
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Like `F.linear`, and faster on a CPU for the row counts of a verify pass.
 
     CPU libraries rearrange the weight in every product, which many rows pay for and a handful do not. So frozen
@@ -25,6 +120,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     packs = rows in FEW_ROWS and can_pack(weight)
     y = _packed_product(x, weight) if packs else torch.mm(weight, x.t()).t()
     return y if bias is None else y + bias
+
+
+def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "many"]:
+    """How many rows a product has, where a kernel of ours serves it. Of a single row, or a few, it does nothing but
+    read its weight, and all around it would cost as much."""
+    same = all(y.dtype == x.dtype for y in (weight, *others))
+    if not (same and weight.is_contiguous() and uses_kernel(x, weight, *others)):
+        return "many"
+    if x.numel() == x.shape[-1]:
+        return "one"
+    from jetspec.ops.linear_triton import can_copy, has_copy_engine
+
+    can = can_copy(x) and can_copy(weight) and all(y.is_contiguous() for y in others)
+    return "few" if can and len(x) in FEW_ROWS_OF_A_GPU and has_copy_engine(x) else "many"
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -49,19 +49,6 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta and its norm: the end of one block of a layer and the start of the next.
-
-    The sum is rounded to its dtype before it is normed, so that the norm is that of the sum which is returned.
-    """
-    if _has_kernel(x, delta, weight):
-        from jetspec.ops.norm_rope_triton import add_rms_norm_triton
-
-        return add_rms_norm_triton(x, delta, weight, eps)
-    total = x + delta
-    return total, rms_norm_reference(total, weight, eps)
-
-
 def rope(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:
     """Tables for `rotate` at integer positions (...)."""
     if uses_kernel(position):

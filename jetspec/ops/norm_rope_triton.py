@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jetspec.ops.kv_write_triton import check_slots
 from jetspec.ops.norm_rope import HeadNorm, Tables
+from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.types import KVPages
 
 ROPE_ROWS = 4
@@ -20,46 +21,28 @@ HEADS = 8
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.contiguous()
+    x, M = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
-    _launch_norm(x, None, weight, None, out, eps)
+    if rows := x.numel() // M:
+        block = triton.next_power_of_2(M)
+        num_warps = min(max(block // 512, 1), 16)
+        _rms_norm_kernel[(rows,)](x, weight, out, eps, M=M, BLOCK=block, num_warps=num_warps, **overlap(x))
     return out
 
 
-def add_rms_norm_triton(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    assert x.shape == delta.shape
-    x, delta = x.contiguous(), delta.contiguous()
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    _launch_norm(x, delta, weight, total, out, eps)
-    return total, out
-
-
-def _launch_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float
-) -> None:
-    M = x.shape[-1]
-    rows = x.numel() // M
-    if rows:
-        block = triton.next_power_of_2(M)
-        num_warps = min(max(block // 512, 1), 16)
-        _rms_norm_kernel[(rows,)](x, delta, weight, total, out, eps, M=M, BLOCK=block, num_warps=num_warps)
-
-
 @triton.jit
-def _rms_norm_kernel(x_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, eps, M: tl.constexpr, BLOCK: tl.constexpr):
-    """A program norms one row, after adding `delta` to it if there is one."""
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, eps, M: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False
+):
+    """A program norms one row."""
     start = tl.program_id(0).to(tl.int64) * M
     lane = tl.arange(0, BLOCK)
     inside = lane < M
-    x = tl.load(x_ptr + start + lane, mask=inside, other=0.0)
-    if delta_ptr is not None:
-        delta = tl.load(delta_ptr + start + lane, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
-        tl.store(total_ptr + start + lane, x, mask=inside)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / M + eps)
     weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + start + lane, wide * scale * weight, mask=inside)
+    wait(OVERLAP)
+    x = tl.load(x_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x) / M + eps)
+    tl.store(out_ptr + start + lane, x * scale * weight, mask=inside)
 
 
 def rope_triton(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:
@@ -146,6 +129,7 @@ def _launch_rotate(
             HEADS=HEADS,
             ROW=num_kv_heads * E if slot is None else k.stride(1),
             HEAD=E if slot is None else k.stride(2),
+            **overlap(qkv),
         )
 
 
@@ -167,18 +151,31 @@ def _rotate_qkv_kernel(
     HEADS: tl.constexpr,
     ROW: tl.constexpr,
     HEAD: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """A program takes a few heads of a token, as two halves: element i of the one turns with element i of the other.
 
     Keys and values go to row `slot` of theirs, or without slots to the token's own; ROW lies between two rows, HEAD
     between two heads. Values are only copied, and without a `v_ptr` not even that. Like the reference, this rounds
-    after the norm and after the rotation.
+    after the norm and after the rotation. Slots, tables and weights are older than the kernel before this one, which
+    makes the heads, so they are loaded first.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
+    row = token
+    if slot_ptr is not None:
+        row = tl.load(slot_ptr + token).to(tl.int64)
+    table = token * (2 * HALF) + pair
+    low_cos, high_cos = _row(cos_ptr + table), _row(cos_ptr + table + HALF)
+    low_sin, high_sin = _row(signed_sin_ptr + table), _row(signed_sin_ptr + table + HALF)
+    low_weight, high_weight = low_cos, high_cos
+    if q_norm_ptr is not None:
+        low_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair, is_q)
+        high_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair + HALF, is_q)
 
+    wait(OVERLAP)
     source = qkv_ptr + token * ((H + 2 * G) * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
     inside = (head < H + 2 * G)[:, None]
     low_in, high_in = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)
@@ -186,20 +183,14 @@ def _rotate_qkv_kernel(
     if q_norm_ptr is not None:
         square = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
-        low = _round(low * scale * _head_weight(q_norm_ptr, k_norm_ptr, pair, is_q), low_in.dtype)
-        high = _round(high * scale * _head_weight(q_norm_ptr, k_norm_ptr, pair + HALF, is_q), low_in.dtype)
+        low, high = _round(low * scale * low_weight, low_in.dtype), _round(high * scale * high_weight, low_in.dtype)
 
-    table = token * (2 * HALF) + pair
-    turned_low = low * _row(cos_ptr + table) + high * _row(signed_sin_ptr + table)
-    turned_high = high * _row(cos_ptr + table + HALF) + low * _row(signed_sin_ptr + table + HALF)
+    turned_low = low * low_cos + high * low_sin
+    turned_high = high * high_cos + low * high_sin
 
     q_out = q_ptr + token * (H * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
     tl.store(q_out, turned_low, mask=is_q[:, None])
     tl.store(q_out + HALF, turned_high, mask=is_q[:, None])
-
-    row = token
-    if slot_ptr is not None:
-        row = tl.load(slot_ptr + token).to(tl.int64)
     k_out = k_ptr + row * ROW + (head - H)[:, None] * HEAD + pair[None]
     tl.store(k_out, turned_low, mask=is_k[:, None])
     tl.store(k_out + HALF, turned_high, mask=is_k[:, None])

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.overlap_triton import overlap, wait
+
 BLOCK = 1024
 
 
@@ -17,15 +19,17 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     *lead, double = gate_up.shape
     out = torch.empty((*lead, double // 2), dtype=gate_up.dtype, device=gate_up.device)
     if rows := gate_up.numel() // double:
-        _swiglu_kernel[(rows, triton.cdiv(double // 2, BLOCK))](gate_up, out, INNER=double // 2, BLOCK=BLOCK)
+        grid = (rows, triton.cdiv(double // 2, BLOCK))
+        _swiglu_kernel[grid](gate_up, out, INNER=double // 2, BLOCK=BLOCK, **overlap(gate_up))
     return out
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER
+    wait(OVERLAP)
     gate = tl.load(gate_up_ptr + row * 2 * INNER + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * INNER + INNER + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * INNER + column, gate * tl.sigmoid(gate) * up, mask=inside)

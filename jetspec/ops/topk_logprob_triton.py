@@ -13,6 +13,8 @@ CHUNK = 4096
 """Logits that one program of the first kernel looks at."""
 GROUP = 8
 """Numbers of which only the best is sorted at first."""
+SHORT_PLACES = 1 << 15
+"""Places that fit beside a number of 16 bits in a key of 32."""
 
 # Stands for no logit. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
@@ -24,7 +26,9 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     padded_k = max(2, triton.next_power_of_2(k))
     chunk = max(CHUNK, padded_k * GROUP)
     num_chunks = -(-V // chunk)
-    value_RX = torch.empty(R, num_chunks * padded_k, dtype=torch.float32, device=logits.device)
+    merged_groups = max(padded_k, triton.next_power_of_2(-(-num_chunks * padded_k // GROUP)))
+    is_short = logits.element_size() == 2 and GROUP * merged_groups <= SHORT_PLACES
+    value_RX = logits_RV.new_empty(R, num_chunks * padded_k)
     token_RX = torch.empty_like(value_RX, dtype=torch.int32)
     top_RC = torch.empty(R, num_chunks, dtype=torch.float32, device=logits.device)
     sum_RC = torch.empty_like(top_RC)
@@ -41,6 +45,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             K=padded_k,
             GROUP=GROUP,
             GROUPS=chunk // GROUP,
+            SHORT=is_short,
             num_warps=4,
         )
         _topk_merge_kernel[(R,)](
@@ -54,8 +59,9 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             k,
             K=padded_k,
             GROUP=GROUP,
-            GROUPS=max(padded_k, triton.next_power_of_2(-(-num_chunks * padded_k // GROUP))),
+            GROUPS=merged_groups,
             CHUNKS=triton.next_power_of_2(num_chunks),
+            SHORT=is_short,
             num_warps=4 if padded_k <= 16 else 8,
         )
     shape = (*logits.shape[:-1], k)
@@ -73,6 +79,7 @@ def _topk_chunk_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     """The K best of a chunk, and its part of the sum of exponentials."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -87,7 +94,7 @@ def _topk_chunk_kernel(
     tl.store(top_ptr + out, top)
     tl.store(sum_ptr + out, tl.sum(tl.exp(logit - top)))
 
-    value, place = _best(logits_ptr, left, K, GROUP, GROUPS)
+    value, place = _best(logits_ptr, left, K, GROUP, GROUPS, SHORT)
     rank = tl.arange(0, K)
     tl.store(value_ptr + out * K + rank, tl.where(place < left, value, -float("inf")))
     tl.store(token_ptr + out * K + rank, start + place)
@@ -107,6 +114,7 @@ def _topk_merge_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     """The best of what a row's chunks found, and the logarithm of its sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
@@ -117,7 +125,7 @@ def _topk_merge_kernel(
     log_sum = highest + tl.log(tl.sum(part * tl.exp(top - highest)))
 
     found = row * num_chunks * K
-    value, place = _best(value_ptr + found, num_chunks * K, K, GROUP, GROUPS)
+    value, place = _best(value_ptr + found, num_chunks * K, K, GROUP, GROUPS, SHORT)
     rank = tl.arange(0, K)
     token = tl.load(token_ptr + found + place, mask=rank < k, other=0)
     tl.store(best_token_ptr + row * k + rank, token, mask=rank < k)
@@ -125,35 +133,47 @@ def _topk_merge_kernel(
 
 
 @triton.jit
-def _best(ptr, count, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+def _best(ptr, count, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SHORT: tl.constexpr):
     """The K greatest of `count` numbers and their places, sorted; of equals the first, so that chunks stay in order.
 
     Sorting is the costly part, so it sees few numbers: the K best lie in the K groups with the best leaders. Group g
     is every GROUPS-th number from g.
     """
     member = tl.arange(0, GROUP)
-    leader = tl.max(_keys(ptr, member[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], count), axis=0)
-    group = _place(tl.topk(leader, K)) % GROUPS
-    key = _keys(ptr, member[None, :] * GROUPS + group[:, None], count)
+    leader = tl.max(_keys(ptr, member[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], count, SHORT), axis=0)
+    group = _place(tl.topk(leader, K), SHORT) % GROUPS
+    key = _keys(ptr, member[None, :] * GROUPS + group[:, None], count, SHORT)
     key = tl.topk(tl.reshape(key, [K * GROUP]), K)
-    return _ordered((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True), _place(key)
+    if SHORT:
+        value = _ordered((key >> 15).to(tl.int16), 15).to(ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+    else:
+        value = _ordered((key >> 32).to(tl.int32), 31).to(tl.float32, bitcast=True)
+    return value, _place(key, SHORT)
 
 
 @triton.jit
-def _keys(ptr, place, count):
-    """A number, as an integer of the same order, above the complement of its place. Past the end it is the least."""
-    value = tl.load(ptr + place, mask=place < count, other=0.0).to(tl.float32)
-    bits = _ordered(tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True))  # one zero, not two
-    high = tl.where(place < count, bits.to(tl.int64), -(1 << 31))
-    return high << 32 | (0x7FFFFFFF - place).to(tl.int64)
+def _keys(ptr, place, count, SHORT: tl.constexpr):
+    """A number, as an integer of the same order, above the complement of its place. Past the end it is the least.
+
+    Numbers of 16 bits leave room for the place in 32: SHORT keys, which are sorted in half the time.
+    """
+    value = tl.load(ptr + place, mask=place < count, other=0.0)
+    value = tl.where(value == 0, tl.zeros_like(value), value)  # one zero, not two
+    if SHORT:
+        bits = _ordered(value.to(tl.int16, bitcast=True), 15).to(tl.int32)
+        return tl.where(place < count, bits, -(1 << 16)) << 15 | (0x7FFF - place)
+    else:
+        bits = _ordered(value.to(tl.float32).to(tl.int32, bitcast=True), 31)
+        high = tl.where(place < count, bits.to(tl.int64), -(1 << 31))
+        return high << 32 | (0x7FFFFFFF - place).to(tl.int64)
 
 
 @triton.jit
-def _place(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+def _place(key, SHORT: tl.constexpr):
+    return 0x7FFF - (key & 0x7FFF).to(tl.int32) if SHORT else 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def _ordered(bits):
+def _ordered(bits, SIGN: tl.constexpr):
     """Bits of a float to an integer of the same order, and back: below zero all but the sign turn over."""
-    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+    return bits ^ ((bits >> SIGN) & ((1 << SIGN) - 1)).to(bits.dtype)

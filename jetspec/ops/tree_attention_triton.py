@@ -2,8 +2,8 @@
 
 A program takes a tile of queries of one request and key head, and a run of its keys. The query heads that share
 a key head are rows of the same tile, so K and V are loaded once for all of them. Where tiles alone would leave the
-GPU idle, the keys are split between programs, whose results a second kernel combines. Grids depend on shapes only;
-lengths are read on the device, so that a captured launch serves requests of any length.
+GPU idle, the keys are split between programs, and the last of them to finish combines what all have found. Grids
+depend on shapes only; lengths are read on the device, so that a captured launch serves requests of any length.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,6 +11,7 @@ lengths are read on the device, so that a captured launch serves requests of any
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,13 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.types import KVPages, TreeBatch
 
 WARPS = 132 * 8
 """Warps that fill a GPU: their tiles take all registers of Hopper's 132 multiprocessors."""
 MAX_SPLITS = 32
+FEW_ROWS, SOME_ROWS, MANY_ROWS = 64, 256, 1024
+"""Queries to one key head."""
+FEW_TILES = 16
 MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
+
+AT_ONCE = tl.constexpr(2)
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
@@ -38,6 +45,9 @@ class Tiling(NamedTuple):
     BLOCK_N: int
     """Keys. A multiple of 32, the bits of a mask word."""
     BLOCK_E: int
+    min_run: int
+    """Blocks of keys that are worth a program of their own, with the combining that it brings; if there are more than
+    two such runs, all splits take part."""
     num_warps: int
     num_stages: int
 
@@ -55,16 +65,17 @@ def tree_attention_triton(
     assert window is None or not layout.earlier, "no window looks at tokens of former forwards"
     _check_strides(q_THE, pages, layout.page_BP, ancestor)
 
-    tiling = _choose_tiling(layout.max_queries * (H // G), E, q_THE.element_size())
+    tiling = _choose_tiling(layout.max_queries * (H // G), B * G, E, q_THE.element_size())
     tiles = triton.cdiv(layout.max_queries * (H // G), tiling.BLOCK_M)
     warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
-    splits = _choose_splits(warps, layout.max_queries, max_blocks)
+    splits = _choose_splits(warps, layout.max_queries, max_blocks // tiling.min_run)
     out = q_THE.new_empty(T, H, E) if out is None else out
     assert out.is_contiguous() and out.shape == q_THE.shape
-    part, lse = out, None
+    part, lse, finished = None, None, None
     if splits > 1:
-        part = q_THE.new_empty(T, H, splits, E, dtype=torch.float32)
-        lse = q_THE.new_empty(T, H, splits, dtype=torch.float32)
+        part = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, tiling.BLOCK_E, dtype=torch.float32)
+        lse = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, dtype=torch.float32)
+        finished = _counters(q_THE.device)
     with torch.cuda.device_of(q_THE):
         _tree_attention_kernel[(tiles * B * G, splits)](
             q_THE,
@@ -76,8 +87,10 @@ def tree_attention_triton(
             batch.position_T,
             ancestor,
             None if ancestor is None else batch.is_tree_B,
+            out,
             part,
             lse,
+            finished,
             scale * math.log2(math.e),
             window or 0,
             layout.first_seen,
@@ -99,10 +112,15 @@ def tree_attention_triton(
             E=E,
             SPLITS=splits,
             **tiling._asdict(),
+            **overlap(q_THE),
         )
-        if lse is not None:
-            _combine_kernel[(T * H,)](part, lse, out, E=E, BLOCK_E=tiling.BLOCK_E, SPLITS=splits, num_warps=2)
     return out
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """A number per tile whose keys are split: how many of its programs have finished. The last one resets it."""
+    return torch.zeros(WARPS, dtype=torch.int32, device=device)
 
 
 def _check_strides(q_THE: Tensor, pages: KVPages, page_BP: Tensor, ancestor: Tensor | None) -> None:
@@ -112,29 +130,33 @@ def _check_strides(q_THE: Tensor, pages: KVPages, page_BP: Tensor, ancestor: Ten
     assert ancestor is None or ancestor.shape[2] == 1 or ancestor.stride(2) == 1
 
 
-def _choose_tiling(rows: int, E: int, itemsize: int) -> Tiling:
+def _choose_tiling(rows: int, groups: int, E: int, itemsize: int) -> Tiling:
     """Products of fp32 run outside the tensor cores, from registers, which hold smaller tiles."""
     block_e = max(16, triton.next_power_of_2(E))
     block_m = max(16, triton.next_power_of_2(rows))
     if itemsize > 2:
-        return Tiling(min(block_m, 16), 32, block_e, num_warps=4, num_stages=2)
+        return Tiling(min(block_m, 16), 32, block_e, min_run=2, num_warps=4, num_stages=2)
     if block_e > 128:
-        return Tiling(min(block_m, 64), 64, block_e, num_warps=8, num_stages=2)
-    block_m = min(block_m, 128)
-    return Tiling(block_m, 64, block_e, num_warps=8 if block_m == 128 else 4, num_stages=3)
+        return Tiling(min(block_m, 64), 64, block_e, min_run=2, num_warps=8, num_stages=2)
+    if rows <= FEW_ROWS or triton.cdiv(rows, 64) * groups < FEW_TILES:  # small tiles, so that there are some
+        return Tiling(16, 128, block_e, min_run=1, num_warps=4, num_stages=2)
+    if rows <= MANY_ROWS:
+        return Tiling(64, 64, block_e, min_run=6 if rows <= SOME_ROWS else 3, num_warps=4, num_stages=3)
+    return Tiling(128, 64, block_e, min_run=3, num_warps=8, num_stages=3)
 
 
-def _choose_splits(warps: int, max_queries: int, max_blocks: int) -> int:
-    """A power of two: as many runs of keys as still fit on the GPU together, each of a block at least."""
+def _choose_splits(warps: int, max_queries: int, max_runs: int) -> int:
+    """As many runs of keys as fit on the GPU together. A power of two, so that nearby shapes share a compiled
+    kernel."""
     if max_queries > MAX_SPLIT_QUERIES:
         return 1
-    splits = min(WARPS // warps, MAX_SPLITS, max_blocks)
+    splits = min(WARPS // warps, MAX_SPLITS, max_runs)
     return 1 << (splits.bit_length() - 1) if splits > 1 else 1
 
 
 @triton.jit(
     do_not_specialize=[
-        *("window", "first_seen", "earlier", "tiles"),
+        *("window", "first_seen", "earlier", "tiles", "min_run"),
         *("page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"),
     ]
 )
@@ -149,7 +171,9 @@ def _tree_attention_kernel(
     ancestor_ptr,
     is_tree_ptr,
     out_ptr,
+    part_ptr,
     lse_ptr,
+    finished_ptr,
     scale,
     window,
     first_seen,
@@ -173,14 +197,19 @@ def _tree_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    min_run,
+    OVERLAP: tl.constexpr = False,
 ):
     """One tile of queries over one run of key blocks.
 
-    Keys of a request are numbered by their place in its pages. Those below `shared` are visible to the whole tile,
-    up to a window: the prefix from `first_seen` on, and without a TREE also what is in flight up to the tile's first
-    node. The rest, up to `end`, is masked query by query. A chain stops at its diagonal. Blocks of the two kinds are
-    numbered together, and a split takes an equal run of them; runs past the last block are empty and leave only a mark.
+    Keys of a request are numbered by their place in its pages. Those below `shared`, the prefix from `first_seen` on,
+    are visible to the whole tile, up to a window; the rest, up to `end`, is masked query by query. Each kind has blocks
+    of its own, so that those of a tree start at a word of the mask, and all go through one loop: its code is read
+    anew in every layer, and takes longer to come than a block of keys. A chain has one kind and stops at its diagonal.
     With a TREE, `is_tree_ptr` may say which requests are chains for all that.
+
+    Lengths, pages and masks are older than the kernel before this one, which writes q and the K and V in flight. So
+    the former are looked up while that one still runs, and pages always one block ahead.
     """
     # Late tiles of a chain see the most keys, so they start first. Tiles that share keys run side by side.
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -190,23 +219,21 @@ def _tree_attention_kernel(
     group = pair % G
     start = tl.load(start_ptr + request).to(tl.int64)
     count = (tl.load(start_ptr + request + 1) - start).to(tl.int32)
+    cached = tl.load(cached_ptr + request).to(tl.int32)
     first_node = tile * BLOCK_M // REPEAT
-    if first_node >= count:
-        return
 
     # Rows past the last node repeat it, so that they load what exists; they are not stored.
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = row // REPEAT < count
-    node = tl.minimum(row // REPEAT, count - 1)
+    node = tl.maximum(tl.minimum(row // REPEAT, count - 1), 0)
     token = start + node
     head = group * REPEAT + row % REPEAT
-    cached = tl.load(cached_ptr + request).to(tl.int32)
     is_tree = TREE
     if is_tree_ptr is not None:
         is_tree = tl.load(is_tree_ptr + request) != 0
-    shared = tl.where(is_tree, cached, cached + first_node + 1)
     diagonal = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // REPEAT + 1, count)
     end = cached + tl.where(is_tree, earlier + count, diagonal)
+    shared = tl.where(is_tree, cached, end)
     begin = first_seen
     if WINDOWED:
         position = tl.load(position_ptr + token).to(tl.int32) if TREE else cached + node
@@ -215,91 +242,143 @@ def _tree_attention_kernel(
 
     shared_blocks = tl.cdiv(tl.maximum(shared - begin, 0), BLOCK_N)
     num_blocks = shared_blocks + tl.cdiv(end - shared, BLOCK_N)
-    run = tl.cdiv(num_blocks, SPLITS)
-    first = split * run
-    last = tl.minimum(first + run, num_blocks)
-    part = (token * (G * REPEAT) + head) * SPLITS + split
-    if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
-        if first >= last:
-            tl.store(lse_ptr + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
-            return
+    clear = 0  # blocks that every query sees whole
+    if not WINDOWED:
+        clear = tl.maximum(tl.where(is_tree, cached, cached + first_node + 1) - begin, 0) // BLOCK_N
+    first, last, busy = 0, num_blocks, 1
+    if SPLITS > 1:
+        run = tl.where(num_blocks > 2 * min_run, tl.cdiv(num_blocks, SPLITS), min_run)
+        busy = tl.maximum(tl.cdiv(num_blocks, run), 1)
+        first = split * run
+        last = tl.minimum(first + run, num_blocks)
 
     page_ptr += request * page_stride_b
+    key, limit = _keys(first, shared_blocks, begin, shared, end, BLOCK_N)
+    slot = _slot(page_ptr, key, limit, PAGE_SIZE)
+    wait(OVERLAP)
+    if first_node >= count or split >= busy:  # a tile that sees nothing at all is still written, by its first program
+        return
+
     k_ptr += group * kv_stride_g
     v_ptr += group * kv_stride_g
     q = _load_rows(q_ptr, token * q_stride_t + head * q_stride_h, E, BLOCK_E)
-    lane = tl.arange(0, BLOCK_N)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
 
-    for block in range(first, tl.minimum(last, shared_blocks)):
-        key = begin + block * BLOCK_N + lane
-        seen = key[None, :] < shared
-        if WINDOWED:
-            seen = seen & (key[None, :] > hidden[:, None])
-        slot = _slot(page_ptr, tl.minimum(key, shared - 1), PAGE_SIZE)
-        top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
+    for block in range(first, last):
+        next_key, next_limit = _keys(block + 1, shared_blocks, begin, shared, end, BLOCK_N)
+        next_slot = _slot(page_ptr, next_key, next_limit, PAGE_SIZE)
+        k = _load_rows(k_ptr, slot * kv_stride_slot, E, BLOCK_E)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if block >= clear:
+            key, limit = _keys(block, shared_blocks, begin, shared, end, BLOCK_N)
+            seen = key[None, :] < limit
+            if TREE:
+                bits_of = node
+                if is_tree_ptr is not None:
+                    bits_of = tl.where(is_tree, node, 0)  # a chain may be longer than there are bits
+                words_ptr = ancestor_ptr + request * ancestor_stride_b + bits_of * ancestor_stride_n
+                seen = seen & _ancestors(words_ptr, block - shared_blocks, W, BLOCK_M, BLOCK_N)
+            if not TREE or is_tree_ptr is not None:
+                seen = seen & (is_tree | (key[None, :] <= cached + node[:, None]))
+            if WINDOWED:
+                key_position = key
+                if TREE:
+                    flying = tl.maximum(tl.minimum(key, end - 1) - cached, 0)
+                    flying_position = tl.load(position_ptr + start + flying, mask=key >= cached, other=0).to(tl.int32)
+                    key_position = tl.where(key >= cached, flying_position, key)
+                seen = seen & (key_position[None, :] > hidden[:, None])
+            score = tl.where(seen, score, float("-inf"))
+        v = _load_rows(v_ptr, slot * kv_stride_slot, E, BLOCK_E)
+        top, total, acc = _add_block(score, v, scale, top, total, acc)
+        slot = next_slot
 
-    for block in range(tl.maximum(first, shared_blocks), last):
-        key = shared + (block - shared_blocks) * BLOCK_N + lane
-        if TREE:
-            bits_of = node
-            if is_tree_ptr is not None:
-                bits_of = tl.where(is_tree, node, 0)  # a chain may be longer than there are bits
-            words_ptr = ancestor_ptr + request * ancestor_stride_b + bits_of * ancestor_stride_n
-            seen = _ancestors(words_ptr, (block - shared_blocks) * (BLOCK_N // 32), W, BLOCK_M, BLOCK_N)
-            seen = seen & (key[None, :] < end)
-            if is_tree_ptr is not None:
-                seen = tl.where(is_tree, seen, key[None, :] <= cached + node[:, None])
-        else:
-            seen = key[None, :] <= cached + node[:, None]
-        key = tl.minimum(key, end - 1)
-        if WINDOWED:
-            key_position = tl.load(position_ptr + start + (key - cached)).to(tl.int32) if TREE else key
-            seen = seen & (key_position[None, :] > hidden[:, None])
-        slot = _slot(page_ptr, key, PAGE_SIZE)
-        top, total, acc = _visit(q, k_ptr, v_ptr, slot * kv_stride_slot, seen, scale, top, total, acc, E, BLOCK_E)
+    if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
+        if busy > 1:
+            mine = tl.program_id(0) * SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
+            column = tl.arange(0, BLOCK_E)[None, :]
+            divisor = tl.where(total > 0, total, 1.0)
+            row_lse = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
+            tl.store(lse_ptr + mine + split * BLOCK_M, row_lse)
+            tl.store(part_ptr + (mine + split * BLOCK_M)[:, None] * BLOCK_E + column, acc / divisor[:, None])
+            # All of the program's stores come before its mark, and all loads of the last one after it.
+            tl.debug_barrier()
+            before = tl.atomic_add(finished_ptr + tl.program_id(0), 1, sem="acq_rel")
+            if before < busy - 1:
+                return
+            tl.store(finished_ptr + tl.program_id(0), 0)
+            top, total, acc = _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M, BLOCK_E)
 
     divisor = tl.where(total > 0, total, 1.0)
     column = tl.arange(0, BLOCK_E)[None, :]
+    place = (token * (G * REPEAT) + head)[:, None] * E + column
     out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + part[:, None] * E + column, out, mask=exists[:, None] & (column < E))
-    if SPLITS > 1:
-        lse = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
-        tl.store(lse_ptr + part, lse, mask=exists)
+    tl.store(out_ptr + place, out, mask=exists[:, None] & (column < E))
 
 
 @triton.jit
-def _visit(q, k_ptr, v_ptr, offset, seen, scale, top, total, acc, E: tl.constexpr, BLOCK_E: tl.constexpr):
+def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The running softmax over the results of all splits, each of the weight of its sum of exponentials.
+
+    They were written by other multiprocessors, so they are read from the cache that all share, several at once: no load
+    depends on another.
+    """
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for first in range(0, busy, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            split = first + i
+            rows = mine + split * BLOCK_M
+            lse = tl.load(lse_ptr + rows, mask=split < busy, other=float("-inf"), cache_modifier=".cg")
+            place = rows[:, None] * BLOCK_E + column
+            part = tl.load(part_ptr + place, mask=split < busy, other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, lse)
+            keep, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+            acc = acc * keep[:, None] + part * weight[:, None]
+            total = total * keep + weight
+            top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def _add_block(score, v, scale, top, total, acc):
     """Add one block of keys to the running softmax, which is relative to each row's highest score so far.
 
     `scale` includes log2(e): powers of two are what the hardware computes.
     """
-    k = _load_rows(k_ptr, offset, E, BLOCK_E)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    score = tl.where(seen, score, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))
-    weight = tl.exp2(score - new_top[:, None])
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    weight = tl.exp2(score * scale - new_top[:, None])
     keep = tl.exp2(top - new_top)
-    v = _load_rows(v_ptr, offset, E, BLOCK_E)
     acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
     return new_top, total * keep + tl.sum(weight, 1), acc
 
 
 @triton.jit
-def _ancestors(words_ptr, first_word, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which of BLOCK_N nodes each row sees, from the words of its mask."""
-    lane = tl.arange(0, BLOCK_N)[None, :]
-    words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    for i in tl.static_range(BLOCK_N // 32):
-        word = tl.load(words_ptr + first_word + i, mask=first_word + i < W, other=0)
-        words = tl.where(lane // 32 == i, word[:, None], words)
-    return (words >> (lane % 32)) & 1 != 0
+def _keys(block, shared_blocks, begin, shared, end, BLOCK_N: tl.constexpr):
+    """The keys of a block, and where those of its kind end."""
+    is_shared = block < shared_blocks
+    first = tl.where(is_shared, begin + block * BLOCK_N, shared + (block - shared_blocks) * BLOCK_N)
+    return first + tl.arange(0, BLOCK_N), tl.where(is_shared, shared, end)
 
 
 @triton.jit
-def _slot(page_ptr, key, PAGE_SIZE: tl.constexpr):
+def _ancestors(words_ptr, block, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which keys of a block each row sees, from the words of its mask: all of the prefix, whose blocks are negative."""
+    lane = tl.arange(0, BLOCK_N)[None, :]
+    words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for i in tl.static_range(BLOCK_N // 32):
+        place = block * (BLOCK_N // 32) + i
+        word = tl.load(words_ptr + place, mask=(place >= 0) & (place < W), other=0)
+        words = tl.where(lane // 32 == i, word[:, None], words)
+    return (block < 0) | ((words >> (lane % 32)) & 1 != 0)
+
+
+@triton.jit
+def _slot(page_ptr, key, end, PAGE_SIZE: tl.constexpr):
+    """Where keys are stored; of those from `end` on, the last one's place, which exists and is not looked at."""
+    key = tl.maximum(tl.minimum(key, end - 1), 0)
     return tl.load(page_ptr + key // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
 
 
@@ -311,17 +390,3 @@ def _load_rows(ptr, offset, E: tl.constexpr, BLOCK_E: tl.constexpr):
         return tl.load(ptr + offset[:, None] + column)
     else:
         return tl.load(ptr + offset[:, None] + column, mask=column < E, other=0.0)
-
-
-@triton.jit
-def _combine_kernel(part_ptr, lse_ptr, out_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr):
-    """The mean of one row's parts, weighted by their sums of exponentials. Parts of no weight are not read."""
-    row = tl.program_id(0).to(tl.int64)
-    part = row * SPLITS + tl.arange(0, SPLITS)
-    lse = tl.load(lse_ptr + part)
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    column = tl.arange(0, BLOCK_E)
-    used = (weight > 0)[:, None] & (column < E)[None, :]
-    parts = tl.load(part_ptr + part[:, None] * E + column[None, :], mask=used, other=0.0)
-    out = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + row * E + column, out.to(out_ptr.dtype.element_ty), mask=column < E)

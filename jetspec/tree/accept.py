@@ -38,7 +38,9 @@ def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_le
     The anchor sits at position `cached_len_B`, so the choice after a node of depth d is for `cached_len_B + d + 1`.
     """
     if uses_kernel(logits_BNV):
-        return walk(tree, choose_nodes(logits_BNV, sampling, cached_len_B[:, None] + tree.depth_BN + 1))
+        # A greedy batch never looks at positions, so none are computed for it.
+        position_BN = cached_len_B[:, None] + tree.depth_BN + 1 if sampling.any_sampled else tree.depth_BN
+        return walk(tree, choose_nodes(logits_BNV, sampling, position_BN))
     row_B = torch.arange(len(cached_len_B), device=cached_len_B.device)
 
     def choose(node_B: Tensor, depth: int) -> Tensor:

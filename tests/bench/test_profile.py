@@ -130,10 +130,13 @@ def test_the_engine_goes_on_as_if_nothing_had_been_measured() -> None:
 
 
 @torch.inference_mode()
-def test_floor_reads_every_weight_of_the_layers_once() -> None:
+def test_floor_reads_every_weight_once_and_again_for_context_and_logits() -> None:
     target, head = models(DENSE)
     layers = sum(p.nbytes for stack in (target, head) for p in stack.layers.parameters() if p.dim() > 1)
-    assert round_floor(target, head, 2, 12, []).num_bytes == layers + 2 * target.lm_head.nbytes
+    config = head.config
+    kv = 2 * config.num_kv_heads * config.head_dim * config.hidden_size * head.fc.weight.itemsize
+    context = head.fc.weight.nbytes + config.num_layers * kv
+    assert round_floor(target, head, 2, 12, []).num_bytes == layers + context + 2 * target.lm_head.nbytes
     sparse, _ = models(SPARSE)
     all_read = sum(p.nbytes for p in sparse.layers.parameters() if p.dim() > 1) + sparse.lm_head.nbytes
     half_read = plain_floor(sparse, 1, [4, 4])

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import importlib
+from concurrent.futures import Executor
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from jetspec.dispatch import force
+from jetspec.ops import Stream, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
+from tests.kernels import compile_for_hopper
+
+EPS = 1e-5
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 9, 16, 17, 32, 33])
@@ -51,3 +60,169 @@ def test_packing_ahead_changes_nothing() -> None:
     pack(weight)
     assert hasattr(weight, "packed") == HAS_MKL_PACKING
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", [(3,), (1,), (2, 5)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_products_with_what_stands_around_them(rows: tuple[int, ...], biased: bool) -> None:
+    x, norm, total = torch.randn(*rows, 8), torch.randn(8), torch.randn(*rows, 6)
+    weight, bias = torch.randn(6, 8), torch.randn(6) if biased else None
+    plain = F.linear(rms_norm(x, norm, EPS), weight, bias)
+    torch.testing.assert_close(norm_linear(Stream(x), norm, EPS, weight, bias), plain)
+    torch.testing.assert_close(norm_swiglu(Stream(x), norm, EPS, weight, bias), swiglu(plain))
+    torch.testing.assert_close(add_linear(total.clone(), x, weight, bias).x, total + F.linear(x, weight, bias))
+
+
+def test_additions_leave_a_stream_that_is_trained_alone() -> None:
+    total, x = torch.randn(3, 6, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    weight = torch.randn(6, 8, requires_grad=True)
+    add_linear(total, x, weight).x.sum().backward()
+    assert total.grad is not None and x.grad is not None and weight.grad is not None
+    with torch.autocast("cpu", torch.bfloat16):  # products come narrower than the stream
+        assert add_linear(total, x, weight).x.dtype == torch.float32
+
+
+def test_half_precision_does_not_begin_a_norm() -> None:
+    """Rows of a stream, times the weight of a norm, may be too large for it."""
+    total, norm = torch.full((2, 8), 3e4, dtype=torch.float16), torch.full((8,), 4.0, dtype=torch.float16)
+    x, weight = torch.zeros(2, 8, dtype=torch.float16), torch.zeros(8, 8, dtype=torch.float16)
+    with force("triton"):
+        stream = add_linear(total.clone(), x, weight, next_norm=norm)
+    assert stream.scaled is None and torch.equal(stream.x, total)
+
+
+def vector_problem(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str) -> list[Tensor | None]:
+    torch.manual_seed(outputs)
+    made = [torch.randn(shape) for shape in ((1, inputs), (inputs,), (outputs, inputs), (1, outputs))]
+    made[2] *= inputs**-0.5
+    made = [tensor.to(device, dtype) for tensor in made]
+    bias = torch.randn(outputs).to(device, dtype) if biased else None
+    return [*made, bias]
+
+
+def compare_vector(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str, tolerance: float) -> None:
+    x, norm, weight, total, bias = vector_problem(outputs, inputs, biased, dtype, device)
+    assert x is not None and norm is not None and weight is not None and total is not None
+
+    def run() -> list[Tensor]:
+        return [
+            linear(x, weight, bias),
+            norm_linear(Stream(x), norm, EPS, weight, bias),
+            norm_swiglu(Stream(x), norm, EPS, weight, bias),
+            add_linear(total.clone(), x, weight, bias).x,
+        ]
+
+    with force("triton"):
+        got = run()
+    with force("reference"):
+        want = run()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=4 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (10, 1024), (36, 1500), (2, 3)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_kernel_of_a_single_row(interpreter: Executor, outputs: int, inputs: int, biased: bool) -> None:
+    interpreter.submit(compare_vector, outputs, inputs, biased, torch.float32, "cpu", 1e-5).result()
+
+
+def compare_rows(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype, device: str) -> None:
+    """The products of a layer, each reading what the one before it left."""
+    torch.manual_seed(rows)
+
+    def made(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape)).to(device, dtype)
+
+    total, x, norm = made(rows, size), made(rows, inner), made(size)
+    first, second = made(size, inner, scale=inner**-0.5), made(2 * inner, size, scale=size**-0.5)
+    bias = made(2 * inner) if biased else None
+
+    def run() -> tuple[Stream, list[Tensor]]:
+        taps = torch.zeros(rows, 2, size, device=device, dtype=dtype)
+        stream = add_linear(total.clone(), x, first, None if bias is None else bias[:size], norm, taps[:, 1])
+        assert torch.equal(taps[:, 1], stream.x) and not taps[:, 0].any()
+        read = norm_linear(stream, norm, EPS, second, bias), norm_swiglu(stream, norm, EPS, second, bias)
+        return stream, [stream.x, *read, linear(x, first)]
+
+    with force("triton"):
+        stream, got = run()
+    with force("reference"):
+        _, want = run()
+    assert stream.squares is not None and stream.squares.shape[1] == rows
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-5
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=4 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), [(2, 40, 96), (16, 72, 40), (33, 64, 300), (64, 32, 64)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_kernel_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner: int, biased: bool) -> None:
+    interpreter.submit(compare_rows, rows, size, inner, biased, torch.float32, "cpu").result()
+
+
+def compare_tilings(rows: int, size: int, inner: int, half: bool) -> None:
+    module = importlib.import_module("jetspec.ops.linear_triton")
+
+    def choose(rows: int, outputs: int, gated: bool) -> Any:
+        return module.RowTiling(max(16, rows), 32, half, 16, num_warps=4, num_stages=2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_choose_tiling", choose)
+        compare_rows(rows, size, inner, True, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), [(16, 72, 40), (64, 100, 152)])
+@pytest.mark.parametrize("half", [True, False])
+def test_tiles_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner: int, half: bool) -> None:
+    interpreter.submit(compare_tilings, rows, size, inner, half).result()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "size", "inner"), [(16, 4096, 12288), (64, 576, 1536), (63, 4096, 4096), (2, 72, 40)])
+def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int) -> None:
+    compare_rows(rows, size, inner, False, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("reads", [True, False])
+def test_kernel_of_a_few_rows_compiles_for_hopper(rows: int, reads: bool) -> None:
+    """As the first product of an MLP, or as the last. Wide products go through the tensor cores' own queue."""
+    module = importlib.import_module("jetspec.ops.linear_triton")
+    kernel, tiling = module._rows_linear_kernel, module._choose_tiling(rows, 12288 if reads else 4096, reads)._asdict()
+    options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
+    block = {"x_desc": tiling["BLOCK_M"], "weight_desc": tiling["BLOCK_N"], "half_desc": tiling["BLOCK_N"] // 2}
+    types = {name: f"tensordesc<bf16[{size}, {tiling['BLOCK_K']}]>" for name, size in block.items()}
+    types |= dict.fromkeys(("total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr"), "*bf16") | {"eps": "fp32"}
+    types |= dict.fromkeys(("T", "N", "K", "num_parts", "tap_stride"), "i32") | {"tap_ptr": "*bf16"}
+    absent = ("total", "next_norm", "scaled", "next_squares", "tap") if reads else ("squares",)
+    constants = {"GATED": reads, "PARTS": 128 if reads else 1, "bias_ptr": None} | {f"{n}_ptr": None for n in absent}
+    constants |= {} if tiling["HALF"] else {"half_desc": None}
+    ptx = compile_for_hopper(kernel, types, {**constants, **tiling}, **options)
+    assert "cp.async.bulk.tensor" in ptx and ("wgmma" in ptx) == (rows >= 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (960, 576), (4096, 12288)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
+def test_kernel_on_a_gpu(outputs: int, inputs: int, dtype: torch.dtype, tolerance: float) -> None:
+    compare_vector(outputs, inputs, False, dtype, "cuda", tolerance)
+
+
+@pytest.mark.gpu
+def test_residuals_are_added_in_place_on_a_gpu() -> None:
+    total, x, weight = (torch.randn(s, device="cuda") for s in ((64, 96), (64, 128), (96, 128)))
+    expected = total + F.linear(x, weight)
+    with torch.no_grad():
+        out = add_linear(total, x, weight).x
+    assert out.data_ptr() == total.data_ptr()
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_kernel_compiles_for_hopper(gated: bool) -> None:
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("jetspec.ops.linear_triton")._vector_linear_kernel
+    types = dict.fromkeys(kernel.arg_names, "*bf16") | {"N": "i32", "eps": "fp32"}
+    constants = {"K": 4096, "GATED": gated, "BLOCK_N": 4 if gated else 8, "BLOCK_K": 1024, "bias_ptr": None}
+    ptx = compile_for_hopper(kernel, types, constants, num_warps=4)
+    assert ptx.index("ld.global") < ptx.index("griddepcontrol.wait")  # the weight

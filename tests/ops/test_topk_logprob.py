@@ -30,7 +30,7 @@ def compare(logits: Tensor, k: int, chunk: int = 0) -> None:
 
 @pytest.mark.parametrize(("vocab", "k", "chunk"), [(3, 3, 16), (37, 1, 16), (100, 3, 16), (70, 4, 64)])
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernel_equals_a_sort(
     interpreter: Executor, dtype: torch.dtype, vocab: int, k: int, chunk: int, ties: bool
 ) -> None:
@@ -39,14 +39,15 @@ def test_kernel_equals_a_sort(
     interpreter.submit(compare, (logits.round() if ties else logits).to(dtype), k, chunk).result()
 
 
-@pytest.mark.parametrize(("logits", "k"), [("*bf16", 8), ("*fp32", 8), ("*fp32", 128)])
+@pytest.mark.parametrize(("logits", "k"), [("*bf16", 8), ("*bf16", 128), ("*fp32", 8), ("*fp32", 128)])
 def test_kernels_compile_without_a_gpu(logits: str, k: int) -> None:
     module = importlib.import_module("jetspec.ops.topk_logprob_triton")
     types = {"logits_ptr": logits, "token_ptr": "*i32", "best_token_ptr": "*i64"}
-    types |= dict.fromkeys(("V", "num_chunks", "k"), "i32")
-    chunk = {"K": k, "GROUP": module.GROUP, "GROUPS": module.CHUNK // module.GROUP}
+    types |= dict.fromkeys(("V", "num_chunks", "k"), "i32") | {"value_ptr": logits}
+    short = {"SHORT": logits == "*bf16"}
+    chunk = {"K": k, "GROUP": module.GROUP, "GROUPS": module.CHUNK // module.GROUP, **short}
     assert "st.global" in compile_for_hopper(module._topk_chunk_kernel, types, chunk)
-    merge = {"K": k, "GROUP": module.GROUP, "GROUPS": 8 * k, "CHUNKS": 64}
+    merge = {"K": k, "GROUP": module.GROUP, "GROUPS": 8 * k, "CHUNKS": 64, **short}
     assert "st.global" in compile_for_hopper(module._topk_merge_kernel, types, merge)
 
 

@@ -185,23 +185,25 @@ def test_some_requests_of_a_batch_are_chains() -> None:
         torch.testing.assert_close(mixed[start:end], expected[start:end], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_kernel_knows_trees_and_chains(interpreter: Executor, split: bool) -> None:
+@pytest.mark.parametrize("min_run", [0, 1])
+def test_kernel_knows_trees_and_chains(interpreter: Executor, min_run: int) -> None:
     """With tables of 32-bit numbers, as other engines have them."""
     batch = with_chains(scattered_batch([70, 0, 33, 1], [38, 75, 4, 20], 4, "tree", 0), FLAGS)
     layout = replace(batch.layout, page_BP=batch.layout.page_BP.int(), query_start_B1=batch.layout.query_start_B1.int())
     q, pages = random_inputs(batch, 2, 1, 8)
-    interpreter.submit(compare_interpreted, replace(batch, layout=layout), q, pages, None, split).result()
+    interpreter.submit(compare_interpreted, replace(batch, layout=layout), q, pages, None, min_run).result()
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("split", [True, False])
-def test_kernel_sees_what_the_reference_sees_of_former_forwards(interpreter: Executor, count: int, split: bool) -> None:
+@pytest.mark.parametrize("min_run", [0, 1])
+def test_kernel_sees_what_the_reference_sees_of_former_forwards(
+    interpreter: Executor, count: int, min_run: int
+) -> None:
     batch = scattered_batch([70, 0, 33, 1], [38] * 4, 4, "tree", 0)
     q, pages = random_inputs(batch, 2, 1, 8)
     batch = last_nodes(batch, count)
     batch = replace(batch, layout=replace(batch.layout, first_seen=1))
-    interpreter.submit(compare_interpreted, batch, q[: 4 * count], pages, None, split).result()
+    interpreter.submit(compare_interpreted, batch, q[: 4 * count], pages, None, min_run).result()
 
 
 def random_inputs(
@@ -228,30 +230,34 @@ def keep_used(pages: KVPages, batch: TreeBatch) -> KVPages:
 
 
 def compare_interpreted(
-    batch: TreeBatch, q: Tensor, pages: KVPages, window: int | None, split: bool = True, tolerance: float = 1e-5
+    batch: TreeBatch, q: Tensor, pages: KVPages, window: int | None, min_run: int = 1, tolerance: float = 1e-5
 ) -> None:
-    """Both implementations. Deterministic mode fills new tensors with NaN, so that nothing unwritten passes."""
+    """Both implementations; without a `min_run` nothing is split. Deterministic mode fills new tensors with NaN, so that
+    nothing unwritten passes."""
     torch.set_num_threads(1)
     kernel: Any = importlib.import_module("jetspec.ops.tree_attention_triton")
-    warps, kernel.WARPS = kernel.WARPS, kernel.WARPS if split else 0
+    before = kernel.WARPS, kernel._choose_tiling
+    kernel.WARPS = kernel.WARPS if min_run else 0
+    kernel._choose_tiling = lambda *shape: before[1](*shape)._replace(min_run=max(min_run, 1))
     torch.use_deterministic_algorithms(True)
     try:
         with force("triton"):
             out = tree_attention(q, keep_used(pages, batch), plan_attention(batch), 0.3, window)
     finally:
         torch.use_deterministic_algorithms(False)
-        kernel.WARPS = warps
+        kernel.WARPS, kernel._choose_tiling = before
+    assert not kernel._counters(q.device).any()
     expected = tree_attention(q, pages, plan_attention(batch), 0.3, window)
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "clique"])
 @pytest.mark.parametrize("window", [None, 1, 7, 50])
-@pytest.mark.parametrize("split", [True, False])
-def test_kernel_equals_reference(interpreter: Executor, kind: str, window: int | None, split: bool) -> None:
+@pytest.mark.parametrize("min_run", [0, 1, 2])
+def test_kernel_equals_reference(interpreter: Executor, kind: str, window: int | None, min_run: int) -> None:
     """Ragged: a long prefix with few queries, no prefix with more queries than a mask word has bits, a single one."""
     batch = scattered_batch([70, 0, 33], [5, 40, 1], 4, kind, 0)
-    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), window, split).result()
+    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), window, min_run).result()
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
@@ -288,15 +294,14 @@ def test_a_plan_for_the_kernel_is_the_batch_itself() -> None:
 
 @pytest.mark.parametrize("warps", [1, 32, 100, 512, 1056, 5000])
 @pytest.mark.parametrize("max_queries", [1, 256, 4096])
-@pytest.mark.parametrize("max_blocks", [1, 3, 500])
-def test_splits_fill_the_gpu_and_no_more(warps: int, max_queries: int, max_blocks: int) -> None:
+@pytest.mark.parametrize("max_runs", [0, 1, 3, 500])
+def test_splits_fill_the_gpu_and_no_more(warps: int, max_queries: int, max_runs: int) -> None:
     pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    splits = kernel._choose_splits(warps, max_queries, max_blocks)
-    assert splits == 1 or (splits * warps <= kernel.WARPS and splits <= max_blocks)
-    assert splits.bit_count() == 1  # a block of the combining kernel
+    splits = kernel._choose_splits(warps, max_queries, max_runs)
+    assert splits == 1 or (splits * warps <= kernel.WARPS and splits <= max_runs)
     if max_queries <= 256:
-        assert 2 * splits > min(kernel.WARPS // warps, kernel.MAX_SPLITS, max_blocks)
+        assert 2 * splits > min(kernel.WARPS // warps, kernel.MAX_SPLITS, max_runs)
 
 
 @pytest.mark.parametrize(
@@ -316,27 +321,19 @@ def test_kernel_compiles_for_hopper(
 ) -> None:
     pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    tiling = kernel._choose_tiling(queries * repeat, size, 2 if dtype == "bf16" else 4)._asdict()
+    tiling = kernel._choose_tiling(queries * repeat, 8, size, 2 if dtype == "bf16" else 4)._asdict()
     options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
     shape = {"TREE": tree, "WINDOWED": windowed, "PAGE_SIZE": 16, "G": 8, "REPEAT": repeat, "E": size, "SPLITS": splits}
-    absent = ({} if tree else {"ancestor_ptr": None}) | ({} if splits > 1 else {"lse_ptr": None})
+    alone = dict.fromkeys(("part_ptr", "lse_ptr", "finished_ptr")) if splits == 1 else {}
+    absent: dict[str, Any] = ({} if tree else {"ancestor_ptr": None}) | alone
     absent |= {} if flagged else {"is_tree_ptr": None}
     names = kernel._tree_attention_kernel.arg_names
-    numbers = ("window", "first_seen", "earlier", "tiles", "W")
+    numbers = ("window", "first_seen", "earlier", "tiles", "W", "min_run")
     types = dict.fromkeys([n for n in names if "_stride_" in n or n in numbers], "i32") | {"scale": "fp32"}
-    types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {
-        "ancestor_ptr": "*i32",
-        "is_tree_ptr": "*i1",
-    }
-    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v")} | {"out_ptr": "*fp32" if splits > 1 else f"*{dtype}"}
+    types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
+    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")} | {"finished_ptr": "*i32", "is_tree_ptr": "*i1"}
     ptx = compile_for_hopper(kernel._tree_attention_kernel, types, shape | tiling | absent, **options)
     assert ("mma" in ptx) == (dtype == "bf16")
-
-
-def test_combining_kernel_compiles_for_hopper() -> None:
-    pytest.importorskip("triton")
-    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")._combine_kernel
-    assert "st.global" in compile_for_hopper(kernel, {"out_ptr": "*bf16"}, {"E": 64, "BLOCK_E": 64, "SPLITS": 32})
 
 
 def on_gpu(batch: TreeBatch) -> TreeBatch:

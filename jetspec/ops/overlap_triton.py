@@ -1,0 +1,41 @@
+"""Kernels that start while the one before them ends: Hopper's programmatic dependent launch.
+
+A round launches hundreds of short kernels, each waiting for the last program of the one before it. A kernel that takes
+part may be launched as soon as all programs of its predecessor have begun, do what needs none of its results, such as
+reading weights and lengths, and must then `wait` for it. Every program waits, before anything else could end it: a
+kernel that was over before its predecessor would let its successor read what is not yet written.
+
+What a kernel that takes no part has written may be read before the wait, however short ago that was: whatever follows
+such a kernel starts after its end. What a kernel that takes part has written may not.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def overlap(x: Tensor) -> dict[str, Any]:
+    """Launch options of a kernel that takes part, where the device of `x` can."""
+    return _overlap(x.device)
+
+
+@cache
+def _overlap(device: torch.device) -> dict[str, Any]:
+    can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": True, "launch_pdl": True} if can else {"OVERLAP": False}
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """Until the kernel before has finished. The one behind may be launched meanwhile, and waits in turn."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

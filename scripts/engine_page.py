@@ -1,0 +1,160 @@
+"""The tables of docs/performance.md, from the records of `jetspec profile` and scripts.check_engine.
+
+    python -m scripts.engine_page --records docs/results --page docs/performance.md
+
+Each goes between two marks in the page, so that no number in it is typed by hand. What has no record is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetspec.bench.document import Table, markdown_table
+from jetspec.files import read_text, write_whole
+from scripts.pages import put_between
+
+Record = Mapping[str, Any]
+STAGES = ("draft", "build", "verify", "accept", "commit")
+PLAIN = 1
+"""The budget of plain decoding."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, required=True, help="folder with the records")
+    parser.add_argument("--page", type=Path, required=True, help="page with the marks")
+    args = parser.parse_args()
+    fill_page(args.records, args.page)
+
+
+def fill_page(records: Path, page: Path) -> None:
+    text = read_text(page)
+    for name, write in SECTIONS.items():
+        path = records / f"{name}.json"
+        if path.exists():
+            record = json.loads(read_text(path))
+            text = put_between(text, name, f"{origin(record)}\n\n{write(record)}")
+    write_whole(page, text)
+
+
+def origin(record: Record) -> str:
+    hardware, versions = record["hardware"], record["versions"]
+    where = hardware.get("gpu", hardware["cpu"])
+    return f"{where}, torch {versions['torch']}, triton {versions['triton']}, commit {record['commit'][:7]}."
+
+
+def profile_table(record: Record) -> str:
+    """A row for every budget and context: the round and its stages, the plain step, and both over their floors."""
+    titles = ("budget", "context", "round", *STAGES, "floor", "ratio", "plain step", "floor", "ratio", "idle")
+    rows = []
+    for run in record["runs"]:
+        stages = [f"{run['stages_ms'][stage]:.2f}" for stage in STAGES]
+        rounds = [f"{run['round_ms']:.2f}", *stages, f"{run['floor_round_ms']:.2f}", f"{run['ratio_round']:.2f}"]
+        plain = [f"{run['plain_ms']:.2f}", f"{run['floor_plain_ms']:.2f}", f"{run['ratio_plain']:.2f}"]
+        rows.append([str(run["budget"]), str(run["context"]), *rounds, *plain, f"{run['idle_frac']:.1%}"])
+    return numbers(titles, rows)
+
+
+def speed_table(record: Record) -> str:
+    """Plain and speculative decoding of one request at a time."""
+    titles = (
+        "dtype",
+        "set",
+        "budget",
+        "tokens/s",
+        "tokens per round",
+        "over plain",
+        "over transformers",
+        "other texts",
+    )
+    rows = []
+    for dtype, result in record["results"].items():
+        for run in result["runs"]:
+            over = run.get("speedup_over_transformers")
+            speeds = [f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_round']:.2f}", f"{run['speedup']:.2f}"]
+            differs = f"{run['different']} ({run['mistakes']} mistakes)"
+            budget = "plain" if run["budget"] == PLAIN else str(run["budget"])
+            rows.append([dtype, run["set"], budget, *speeds, "" if over is None else f"{over:.1f}", differs])
+    return numbers(titles, rows)
+
+
+def batches_table(record: Record) -> str:
+    """Tokens per second: a row for every batch size, a column for every budget."""
+    parts = []
+    for dtype, result in record["results"].items():
+        budgets = sorted({run["budget"] for run in result["runs"]})
+        found = {(run["batch"], run["budget"]): run["tokens_per_s"] for run in result["runs"]}
+        titles = ("batch", *("plain" if budget == PLAIN else str(budget) for budget in budgets), "best over plain")
+        rows = [
+            [
+                str(batch),
+                *(f"{found[batch, budget]:.0f}" for budget in budgets),
+                f"{result['best_speedup'][str(batch)]:.2f}",
+            ]
+            for batch in sorted({batch for batch, _ in found})
+        ]
+        mistakes = sum(run["mistakes"] for run in result["runs"])
+        different = sum(run["different"] for run in result["runs"])
+        parts.append(f"{dtype}: {different} texts differ from the request's own alone, {mistakes} by more than noise.")
+        parts.append(numbers(titles, rows))
+    return "\n\n".join(parts)
+
+
+def strict_table(record: Record) -> str:
+    """Many texts, speculative against plain."""
+    titles = (
+        "dtype",
+        "texts",
+        "tokens",
+        "tokens per round",
+        "differ",
+        "by more than a tie",
+        "widest gap",
+        "tie is below",
+    )
+    rows = [
+        [
+            dtype,
+            f"{result['prompts']:,}",
+            f"{result['tokens']:,}",
+            f"{result['tokens_per_round']:.2f}",
+            str(result["different"]),
+            str(result["mistakes"]),
+            f"{result['widest_gap']:.2g}",
+            f"{result['tie_limit']:.2g}",
+        ]
+        for dtype, result in record["results"].items()
+    ]
+    return numbers(titles, rows)
+
+
+def soak_table(record: Record) -> str:
+    """What a soak counted."""
+    keys = [key for result in record["results"].values() for key, value in result.items() if isinstance(value, int)]
+    rows = [
+        [key.replace("_", " "), *(f"{r[key]:,}" for r in record["results"].values())] for key in dict.fromkeys(keys)
+    ]
+    return numbers(("count", *record["results"]), rows)
+
+
+def numbers(titles: Sequence[str], rows: list[list[str]]) -> str:
+    return markdown_table(Table(tuple(titles), tuple(map(tuple, rows))))
+
+
+SECTIONS: dict[str, Callable[[Record], str]] = {
+    "profile_qwen3_8b": profile_table,
+    "profile_qwen3_8b_edge": profile_table,
+    "profile_qwen3_30b_a3b": profile_table,
+    "profile_smollm2": profile_table,
+    "engine_speed": speed_table,
+    "engine_batches": batches_table,
+    "engine_strict": strict_table,
+    "engine_soak": soak_table,
+}
+
+if __name__ == "__main__":
+    main()

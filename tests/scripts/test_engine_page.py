@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.engine_page import SECTIONS, fill_page
+
+ROOT = Path(__file__).parents[2]
+ORIGIN = {"hardware": {"cpu": "a CPU"}, "versions": {"torch": "2", "triton": "3"}, "commit": "0123456789"}
+
+
+def page_of(path: Path, *names: str) -> Path:
+    path.write_text("".join(f"<!-- {name}: begin -->\nold\n<!-- {name}: end -->\n" for name in names))
+    return path
+
+
+def test_numbers_on_the_page_are_those_of_the_records(tmp_path: Path) -> None:
+    """Filling the page anew changes nothing, and every record that it could show is there."""
+    page = ROOT / "docs" / "performance.md"
+    copy = tmp_path / page.name
+    copy.write_text(page.read_text())
+    fill_page(ROOT / "docs" / "results", copy)
+    assert copy.read_text() == page.read_text()
+
+
+def test_sections_without_a_record_stay_as_they_are(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "page.md", *SECTIONS)
+    before = page.read_text()
+    fill_page(tmp_path, page)
+    assert page.read_text() == before
+
+
+def run(**changes: Any) -> dict[str, Any]:
+    common = {"tokens_per_s": 1234.5, "tokens_per_round": 5.678, "speedup": 2.345, "different": 3, "mistakes": 1}
+    return {"set": "gsm8k", "batch": 4, "budget": 64, **common, **changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "shown"),
+    [
+        (
+            "engine_speed",
+            {"runs": [run(speedup_over_transformers=21.04)]},
+            ["1234", "5.68", "2.35", "21.0", "3 (1 mis"],
+        ),
+        (
+            "engine_batches",
+            {"best_speedup": {"4": 1.987}, "runs": [run(), run(budget=1)]},
+            ["plain", "1.99", "6 texts"],
+        ),
+        (
+            "engine_strict",
+            run(prompts=1000, tokens=256_000, widest_gap=0.00012, tie_limit=1e-4),
+            ["1,000", "256,000", "0.00012", "0.0001"],
+        ),
+        ("engine_soak", {"correct": True, "problems": [], "rounds": 10_000, "preempted": 77}, ["10,000", "77"]),
+    ],
+)
+def test_what_a_record_says_is_on_the_page(tmp_path: Path, name: str, result: dict[str, Any], shown: list[str]) -> None:
+    (tmp_path / f"{name}.json").write_text(json.dumps({**ORIGIN, "results": {"bfloat16": result}}))
+    page = page_of(tmp_path / "page.md", name)
+    fill_page(tmp_path, page)
+    text = page.read_text()
+    assert all(piece in text for piece in ["a CPU", "0123456", *shown]) and "old" not in text
