@@ -232,8 +232,8 @@ def keep_used(pages: KVPages, batch: TreeBatch) -> KVPages:
 def compare_interpreted(
     batch: TreeBatch, q: Tensor, pages: KVPages, window: int | None, min_run: int = 1, tolerance: float = 1e-5
 ) -> None:
-    """Both implementations; without a `min_run` nothing is split. Deterministic mode fills new tensors with NaN, so that
-    nothing unwritten passes."""
+    """Both implementations; without a `min_run` nothing is split. Deterministic mode fills new tensors with NaN, so
+    that nothing unwritten passes."""
     torch.set_num_threads(1)
     kernel: Any = importlib.import_module("jetspec.ops.tree_attention_triton")
     before = kernel.WARPS, kernel._choose_tiling
