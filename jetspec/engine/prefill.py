@@ -15,7 +15,8 @@ from jetspec.engine.round import Round
 
 TOKEN_STEP = 32
 MOST_TOKENS, MOST_CHUNKS = 2048, 64
-"""The largest prefill that is captured: of more, the GPU has enough to do while the host launches it."""
+"""The largest prefill that is captured. The launches of a larger one are shared by many tokens, and graphs keep the
+memory that they work in."""
 
 
 class Prefills(Protocol):

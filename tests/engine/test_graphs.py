@@ -128,6 +128,24 @@ def test_prefills_and_rounds_replay_in_turn(who: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("who", prefills.WHO)
+def test_a_prefill_never_waits_for_the_gpu(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But to see how long it took, while nothing else runs."""
+    target = tiny_decoder().cuda()
+    head = prefills.head_of(who, target)
+    head = head and head.cuda()
+    config = EngineConfig(page_size=4, max_batch=4, prefix_cache=False, num_pages=200, execution="graph")
+    engine = make_engine(target, "head" if head else "none", head, config=config)
+    prefills.read_prompts(engine, LONG_PROMPTS)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prefills.read_prompts(engine, LONG_PROMPTS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("execution", ["eager", "graph"])
 @pytest.mark.parametrize("who", ["none", "edge"])
 @pytest.mark.parametrize("name", requests.SETTINGS)
