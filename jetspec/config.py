@@ -68,8 +68,8 @@ class EngineConfig:
     prefix_cache: bool = True
     """Reuse the pages of prompts that start alike."""
     execution: Execution = "auto"
-    """`graph` captures a round once and replays it on the GPU, with nothing for the host to do; `eager` runs it as
-    it is written. Auto: graph on a GPU."""
+    """`graph` captures rounds and prefills once and replays them on the GPU, with nothing for the host to do; `eager`
+    runs them as they are written. Auto: graph on a GPU."""
     ahead: int | None = None
     """Rounds that start before the host has read an earlier one. None: 1 with graphs, else 0."""
     patience: int = 0

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from jetspec.bench.recipe import HeadKind, MethodConfig
 from jetspec.config import EngineConfig
-from jetspec.engine.graphs import GraphRounds, batch_sizes
+from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import LLM
 from jetspec.models.draft_head import DraftHead
 from jetspec.types import SamplingParams
@@ -86,8 +86,8 @@ class EngineMethod:
                 return timed
 
     def _num_captured(self) -> int:
-        rounds = self.llm.engine.rounds
-        return len(rounds.graphs) if isinstance(rounds, GraphRounds) else 0
+        graphs = self.llm.engine.graphs
+        return graphs.num_captured if graphs else 0
 
     def _decode(self, asks: Sequence[Ask]) -> Timed:
         began = time.perf_counter()

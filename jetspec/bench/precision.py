@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from jetspec.engine.chunk import Chunk, PackedChunks
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import Launched, Lineup
 from jetspec.engine.kv_cache import KVCache
@@ -66,7 +67,8 @@ class FreshPass:
         if not self.cache.admit(request, tokens_ahead=1):
             raise ValueError(f"{len(tokens)} tokens are more than a pass was prepared for")
         self.cache.flush()
-        batch = self.cache.place_chunks([(request, len(tokens))])
+        chunks = PackedChunks.of([Chunk.of(request, len(tokens))], self.cache.device)
+        batch = self.cache.place_chunks(chunks)
         taps = self.head.head_config.tap_layers if self.head else ()
         out = self.target(batch, self.cache.target.layers, taps)
         if self.head is not None and self.cache.head is not None and out.tap_TX is not None:

@@ -11,10 +11,12 @@ from dataclasses import replace
 import torch
 
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.engine.chunk import Chunk
 from jetspec.engine.detokenize import Decode, TextStream
 from jetspec.engine.drafter import Drafter, Eagle3Drafter, HeadDrafter, NgramDrafter, NoDrafter
-from jetspec.engine.graphs import EagerRounds, GraphRounds, Launched, Lineup, Rounds
+from jetspec.engine.graphs import EagerRounds, GraphPool, GraphRounds, Launched, Lineup, Rounds
 from jetspec.engine.kv_cache import KVCache, page_bytes
+from jetspec.engine.prefill import EagerPrefills, GraphPrefills, Prefills, PrefillSizes
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.scheduler import Scheduler
 from jetspec.models.decoder import Decoder
@@ -86,7 +88,13 @@ class Engine:
             pages = self.cache.pool.num_pages
             raise ValueError(f"a cache of {pages} pages cannot hold a tree of {tree.budget} nodes; give it more memory")
         self.round = Round(target, self.drafter, self.cache)
-        self.rounds: Rounds = GraphRounds(self.round, config.max_batch) if self.uses_graphs else EagerRounds(self.round)
+        self.rounds: Rounds = EagerRounds(self.round)
+        self.prefills: Prefills = EagerPrefills(self.round)
+        self.graphs: GraphPool | None = None
+        if self.uses_graphs:
+            self.graphs = GraphPool(self.device)
+            self.rounds = GraphRounds(self.round, config.max_batch, self.graphs)
+            self.prefills = GraphPrefills(self.round, PrefillSizes.of(config), self.graphs)
         self.scheduler = Scheduler(self.cache, lookahead, config.prefill_chunk, config.patience)
         self.requests: dict[int, Request] = {}
         self.texts: dict[int, TextStream] = {}
@@ -189,10 +197,7 @@ class Engine:
             return
         began = self.clock()
         self.cache.flush()
-        batch = self.cache.place_chunks(chunks)
-        out = self.target(batch, self.cache.target.layers, self.drafter.tap_layers)
-        if out.tap_TX is not None:
-            self.drafter.observe(out.tap_TX, batch)
+        self.prefills.launch([Chunk.of(request, count) for request, count in chunks])
         if self.device.type == "cuda" and not self.in_flight:  # nobody is kept waiting by a look at the clock
             torch.cuda.synchronize()
         for request, count in chunks:
@@ -349,7 +354,7 @@ class Engine:
             device=self.device,
             prefix_cache=config.prefix_cache,
             feature_size=feature_size,
-            idle_len=reach if self.uses_graphs else 0,
+            idle_len=max(reach, PrefillSizes.of(config).most_padding) if self.uses_graphs else 0,
         )
 
     def _cache_bytes(self, config: EngineConfig) -> int:

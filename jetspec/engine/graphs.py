@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from jetspec.engine.drafter import RoundState
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.rows import Download, RowTable, upload
 from jetspec.types import Request, Wants
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,19 +100,40 @@ class Captured:
     lineup: Lineup | None = field(default=None)
 
 
+class GraphPool:
+    """Makes CUDA graphs. They share their memory, because only one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.memory = device, torch.cuda.graph_pool_handle()
+        self.num_captured = 0
+
+    def capture(self, run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
+        """A graph of what `run` does, and what it returns, which every replay writes anew. It runs once before that, so
+        that kernels are compiled and lasting tensors made outside the graph."""
+        aside = torch.cuda.Stream(self.device)
+        aside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(aside):
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):
+            result = run()
+        self.num_captured += 1
+        return graph, result
+
+
 class GraphRounds:
     """A round is captured when a batch of its size first comes up, and replayed from then on.
 
-    A batch is padded to the next captured size with the cache's idle row. All graphs share their memory, because
-    only one runs at a time. A batch with constraints needs the host in the middle of a round, so it runs as written.
+    A batch is padded to the next captured size with the cache's idle row. A batch with constraints needs the host in
+    the middle of a round, so it runs as written.
     """
 
-    def __init__(self, round: Round, max_batch: int) -> None:
-        self.round, self.device = round, round.cache.device
+    def __init__(self, round: Round, max_batch: int, pool: GraphPool) -> None:
+        self.round, self.pool = round, pool
         self.sizes = batch_sizes(max_batch)
         self.eager = EagerRounds(round)
         self.graphs: dict[tuple[int, Wants], Captured] = {}
-        self.pool = torch.cuda.graph_pool_handle()
 
     def launch(self, lineup: Lineup) -> Launched:
         if lineup.is_constrained:
@@ -122,29 +146,22 @@ class GraphRounds:
         if captured.lineup is not lineup:
             idle = self.round.cache.idle_row
             rows = lineup.rows + [idle] * (size - len(lineup.rows))
-            captured.row_B.copy_(upload(rows, torch.int64, self.device))
+            captured.row_B.copy_(upload(rows, torch.int64, self.pool.device))
             captured.lineup = lineup
         captured.graph.replay()
         return Launched(lineup, captured.result, Download(captured.packed))
 
     def capture(self, size: int, wants: Wants) -> Captured:
-        """Record a round. Nothing but idle rows take part, so the runs that warm it up leave no trace."""
+        """Record a round. Nothing but idle rows take part, so the run before it leaves no trace."""
         assert self.round.cache.idle_row is not None
-        row_B = torch.full((size,), self.round.cache.idle_row, device=self.device)
+        row_B = torch.full((size,), self.round.cache.idle_row, device=self.pool.device)
         rows = self.round.cache.rows
 
         def run() -> tuple[RoundResult, Tensor]:
             result = self.round(round_state(rows, row_B, wants, []))
             return result, result.packed
 
-        aside = torch.cuda.Stream(self.device)
-        aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(aside):
-            run()
-        torch.cuda.current_stream(self.device).wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            result, packed = run()
+        graph, (result, packed) = self.pool.capture(run)
         return Captured(row_B, graph, result, packed)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jetspec import ops
+from jetspec.engine.chunk import PackedChunks
 from jetspec.engine.rows import RowTable, upload
 from jetspec.models.decoder import DecoderConfig
 from jetspec.tree import Acceptance
@@ -138,8 +139,8 @@ class KVCache:
     """Rows of a page table, one per admitted request, over a page pool and the storage of target and head.
 
     With `idle_len` there is one row more, for the places of a padded batch that nobody takes: it has pages of its
-    own for so many positions, and its length stays 0. With `feature_size` the head's storage has room for a vector of
-    that size per position.
+    own for so many positions, which nobody else reads, and its length stays 0. With `feature_size` the head's storage
+    has room for a vector of that size per position.
     """
 
     def __init__(
@@ -237,26 +238,14 @@ class KVCache:
             self.known_starts[requests, count] = torch.arange(0, requests * count + 1, count, device=self.device)
         return self.known_starts[requests, count]
 
-    def place_chunks(self, chunks: Sequence[tuple[Request, int]]) -> TreeBatch:
+    def place_chunks(self, chunks: PackedChunks) -> TreeBatch:
         """The next tokens of some prompts, ragged, one behind the other."""
-        token: list[int] = []
-        position: list[int] = []
-        row: list[int] = []
-        starts = [0]
-        for request, count in chunks:
-            first, end = request.num_cached, request.num_cached + count
-            token += request.tokens[first:end]
-            position += range(first, end)
-            row += [request.row] * count
-            starts.append(len(token))
-        token_T, position_T, row_T = upload([token, position, row], torch.int64, self.device)
-        page_T = self.page_RP[row_T, position_T // self.page_size]
-        slot_T = page_T * self.page_size + position_T % self.page_size
-        row_B = upload([request.row for request, _ in chunks], torch.int64, self.device)
-        start_B1 = upload(starts, torch.int64, self.device)
-        longest = max(count for _, count in chunks)
-        layout = BatchLayout(self.page_RP[row_B], self.length_R[row_B], start_B1, self.page_size, longest)
-        return TreeBatch(token_T, position_T, slot_T, layout, None)
+        at = chunks.unpack()
+        page_T = self.page_RP[at.row_T, at.position_T // self.page_size]
+        slot_T = page_T * self.page_size + at.position_T % self.page_size
+        page_BP, length_B = self.page_RP[at.row_B], self.length_R[at.row_B]
+        layout = BatchLayout(page_BP, length_B, at.start_B1, self.page_size, chunks.longest)
+        return TreeBatch(at.token_T, at.position_T, slot_T, layout, None)
 
     def place_path(self, batch: TreeBatch, path_BD1: Tensor) -> TreeBatch:
         """The accepted paths of placed trees, where they end up: in the slots of the trees' first nodes."""
@@ -274,8 +263,13 @@ class KVCache:
         return (page_B1 * self.page_size + last_B1 % self.page_size)[:, 0]
 
     def slots_before(self, batch: TreeBatch) -> Tensor:
-        """The slot of the position before each token of chains, (T). At position 0 it is the token's own."""
-        return batch.slot_T.roll(1).index_copy_(0, batch.layout.query_start_B1[:-1], self.slot_before(batch.layout))
+        """The slot of the position before each token of chains, (T). At position 0 it is the token's own.
+
+        An empty chain may start behind the last token: an entry more is there for it, and dropped.
+        """
+        before_T1 = torch.cat((batch.slot_T[-1:], batch.slot_T))
+        before_T1.index_copy_(0, batch.layout.query_start_B1[:-1], self.slot_before(batch.layout))
+        return before_T1[:-1]
 
     def compact(self, row_B: Tensor, batch: TreeBatch, verdict: Acceptance) -> None:
         """Move the accepted path's K/V down behind the prefix and advance the lengths.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetspec.engine.chunk import PackedChunks
 from jetspec.engine.constraint import TreeMasks
 from jetspec.engine.drafter import Drafter, RoundState
 from jetspec.engine.kv_cache import KVCache
@@ -52,6 +53,13 @@ class Round:
         verdict = accept(tree, adjusted_BNV, state.sampling, batch.layout.cached_len_B)
         self.commit(state, batch, out, verdict)
         return self.report(state, tree, logits_BNV, verdict)
+
+    def prefill(self, chunks: PackedChunks) -> None:
+        """What the first round needs: read tokens of prompts, and show their tapped states to the drafter."""
+        batch = self.cache.place_chunks(chunks)
+        out = self.target(batch, self.cache.target.layers, self.drafter.tap_layers)
+        if out.tap_TX is not None:
+            self.drafter.observe(out.tap_TX, batch)
 
     def tree(self, state: RoundState) -> DraftTree:
         """Draft and build, as far as the requests want it."""

@@ -17,18 +17,10 @@ from jetspec.config import MAX_BUDGET, MAX_WIDTH
 from jetspec.types import MAX_BIASED_TOKENS, Request, RowPenalties, RowSampling, TreeLimits, Wants
 
 COLUMNS = {
-    "length": torch.int64,
-    "anchor": torch.int64,
-    "temperature": torch.float32,
-    "top_k": torch.int64,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
-    "seed": torch.int64,
-    "presence": torch.float32,
-    "frequency": torch.float32,
-    "budget": torch.int64,
-    "width": torch.int64,
+    torch.int64: ("length", "anchor", "top_k", "seed", "budget", "width"),
+    torch.float32: ("temperature", "top_p", "min_p", "presence", "frequency"),
 }
+"""By what they hold: those of a kind are one table, so that a request joins by few writes."""
 
 NO_LIMITS = TreeLimits(MAX_BUDGET, MAX_WIDTH)
 
@@ -42,7 +34,8 @@ class RowTable:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
-        self.columns = {name: torch.zeros(num_rows, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
+        self.tables = {t: torch.zeros(len(names), num_rows, dtype=t, device=device) for t, names in COLUMNS.items()}
+        self.columns = {name: self.tables[t][i] for t, names in COLUMNS.items() for i, name in enumerate(names)}
         self.columns["top_p"].fill_(1)
         self.changes: dict[str, dict[int, Any]] = defaultdict(dict)
         self.written: WrittenTokens | None = None
@@ -86,10 +79,13 @@ class RowTable:
             self.changes[name][row] = value
 
     def flush(self) -> None:
-        """Write the host's changes to the device."""
-        for name, changed in self.changes.items():
-            row = upload(list(changed), torch.int64, self.device)
-            self.columns[name][row] = upload(list(changed.values()), COLUMNS[name], self.device)
+        """Write the host's changes to the device. Values travel with their places, which float64 holds exactly."""
+        for dtype, names in COLUMNS.items():
+            changed = [(i, row, value) for i, name in enumerate(names) for row, value in self.changes[name].items()]
+            if changed:
+                wide = torch.int64 if dtype == torch.int64 else torch.float64
+                column, row, value = upload(changed, wide, self.device).unbind(1)
+                self.tables[dtype][column.long(), row.long()] = value.to(dtype)
         self.changes.clear()
         if self.written is not None:
             self.written.flush()

@@ -71,7 +71,8 @@ def plan_attention(batch: TreeBatch) -> AttentionPlan | KernelPlan:
     starts = batch.layout.query_start_B1.tolist()
     rows_of = defaultdict(list)
     for row, (start, end) in enumerate(pairwise(starts)):
-        rows_of[end - start].append(row)
+        if end > start:
+            rows_of[end - start].append(row)
     return AttentionPlan([_plan_group(batch, rows, count) for count, rows in rows_of.items()])
 
 

@@ -1,4 +1,4 @@
-"""Rounds as CUDA graphs write what rounds as written write."""
+"""Rounds and prefills as CUDA graphs write what they write as they are written."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jetspec.engine.graphs import batch_sizes
 from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
 from tests.engine import test_constraint as constraints
+from tests.engine import test_prefill as prefills
 from tests.engine import test_requests as requests
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH
 from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
@@ -83,6 +84,65 @@ def test_requests_join_and_leave_while_graphs_replay() -> None:
         assert completion.token_ids == TRUTH[id(GREEDY)][index % len(PROMPTS)]
     assert int(engine.cache.length_R[engine.cache.idle_row]) == 0
     torch.cuda.synchronize()
+
+
+LONG_PROMPTS = [[(seed * i * i + i) % 47 for i in range(seed + 1)] for seed in (1, 30, 31, 32, 33, 63, 64, 100, 5, 150)]
+LONG_PROMPTS += [LONG_PROMPTS[-1][:90] + [7] * 12, LONG_PROMPTS[-1][:90] + [7] * 70]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [40, 128, 1000])
+@pytest.mark.parametrize("who", prefills.WHO)
+def test_replayed_prefills_leave_what_written_ones_leave(who: str, chunk: int) -> None:
+    """In pages of target and head: of one chunk and of several, of whole prompts and of parts, behind known prefixes,
+    and read by a graph that was captured with others."""
+    target = tiny_decoder().cuda()
+    head, left = prefills.head_of(who, target), []
+    head = head and head.cuda()
+    for execution in ("eager", "graph"):
+        config = EngineConfig(
+            page_size=4, max_batch=5, prefill_chunk=chunk, num_pages=400, ahead=0, execution=execution
+        )
+        engine = make_engine(target, "head" if head else "none", head, config=config)
+        left.append([prefills.read_prompts(engine, LONG_PROMPTS[i:] + LONG_PROMPTS[:i]) for i in (0, 5)])
+        assert (engine.graphs is not None and engine.graphs.num_captured > 1) == (execution == "graph")
+    for expected, found in zip(*left, strict=True):
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(b, a, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("who", prefills.WHO)
+def test_prefills_and_rounds_replay_in_turn(who: str) -> None:
+    """Texts are those of an engine that runs all as written, and so is what each round keeps of its tree."""
+    target = tiny_decoder().cuda()
+    head, done = prefills.head_of(who, target), []
+    head = head and head.cuda()
+    for execution in ("eager", "graph"):
+        config = EngineConfig(page_size=4, max_batch=4, prefill_chunk=70, execution=execution, num_pages=180)
+        engine = make_engine(target, "head" if head else "none", head, config=config)
+        done.append([run(engine, LONG_PROMPTS, GREEDY), run(engine, LONG_PROMPTS[::-1], GREEDY)])
+    for expected, found in zip(*done, strict=True):
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+        assert [c.stats.accepted_lengths for c in found] == [c.stats.accepted_lengths for c in expected]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("who", prefills.WHO)
+def test_a_prefill_never_waits_for_the_gpu(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But to see how long it took, while nothing else runs."""
+    target = tiny_decoder().cuda()
+    head = prefills.head_of(who, target)
+    head = head and head.cuda()
+    config = EngineConfig(page_size=4, max_batch=4, prefix_cache=False, num_pages=200, execution="graph")
+    engine = make_engine(target, "head" if head else "none", head, config=config)
+    prefills.read_prompts(engine, LONG_PROMPTS)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prefills.read_prompts(engine, LONG_PROMPTS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.engine.chunk import Chunk, PackedChunks
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.engine import Engine
 from jetspec.models.decoder import Decoder, DecoderConfig
@@ -158,5 +159,6 @@ def next_logits(target: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     engine.add([*tokens, 0], SamplingParams())
     ((request, _),) = engine.scheduler.next_chunks()
     engine.cache.flush()
-    out = target(engine.cache.place_chunks([(request, len(tokens))]), engine.cache.target.layers)
+    chunks = PackedChunks.of([Chunk.of(request, len(tokens))], engine.device)
+    out = target(engine.cache.place_chunks(chunks), engine.cache.target.layers)
     return target.logits(out.hidden_TM[-1])

@@ -43,7 +43,7 @@ def scattered_batch(cached: list[int], counts: list[int], page_size: int, kind: 
         if kind == "clique":
             visible[row] = True  # bits past the last node, too, which mean nothing
         index = length + torch.arange(count)
-        position.append(length + torch.tensor(depth))
+        position.append(length + torch.tensor(depth, dtype=torch.int64))
         slot.append(order[row, index // page_size] * page_size + index % page_size)
         starts.append(starts[-1] + count)
     layout = BatchLayout(order, torch.tensor(cached), torch.tensor(starts), page_size, max(counts))
@@ -82,7 +82,9 @@ def naive(q: torch.Tensor, pages: KVPages, batch: TreeBatch, scale: float, windo
 
 @settings(max_examples=60, deadline=None)
 @given(
-    requests=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40)), min_size=1, max_size=4),
+    requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), min_size=1, max_size=4).filter(
+        lambda requests: any(count for _, count in requests)
+    ),
     page_size=st.integers(1, 7),
     kind=st.sampled_from(["chain", "tree", "clique"]),
     window=st.sampled_from([None, 1, 3, 10, 100]),
@@ -258,6 +260,14 @@ def test_kernel_equals_reference(interpreter: Executor, kind: str, window: int |
     """Ragged: a long prefix with few queries, no prefix with more queries than a mask word has bits, a single one."""
     batch = scattered_batch([70, 0, 33], [5, 40, 1], 4, kind, 0)
     interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), window, min_run).result()
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_kernel_is_launched_for_more_queries_than_there_are(interpreter: Executor, split: bool) -> None:
+    """Some requests have none."""
+    batch = scattered_batch([70, 0, 33, 5, 0], [5, 0, 1, 20, 0], 4, "chain", 0)
+    batch = replace(batch, layout=replace(batch.layout, max_queries=64))
+    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), None, split).result()
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])

@@ -1,0 +1,203 @@
+"""A padded prefill leaves what one without padding leaves, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.dispatch import force
+from jetspec.engine.chunk import Chunk, PackedChunks, pad
+from jetspec.engine.engine import Engine
+from jetspec.engine.graphs import EagerRounds, GraphPool
+from jetspec.engine.prefill import MOST_CHUNKS, MOST_TOKENS, TOKEN_STEP, GraphPrefills, PrefillSizes
+from jetspec.models.decoder import Decoder
+from jetspec.models.heads import Head
+from jetspec.types import SamplingParams
+from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TARGET, TRUTH
+from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
+
+R = TypeVar("R")
+
+WHO = ["none", "head", "edge", "eagle3"]
+DOUBLE = tiny_decoder().double()
+
+
+class Rerun:
+    """A graph for those without a GPU: what was captured runs again, on what its tensors hold by then."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.replay = run
+
+
+class RerunPool(GraphPool):
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.num_captured = device, 0
+
+    def capture(self, run: Callable[[], R]) -> tuple[Any, R]:
+        self.num_captured += 1
+        run()
+        return Rerun(run), run()
+
+
+def head_of(who: str, target: Decoder) -> Head | None:
+    heads: dict[str, Callable[[], Head | None]] = {
+        "none": lambda: None,
+        "head": lambda: tiny_head(target),
+        "edge": lambda: tiny_head(target, edge=True),
+        "eagle3": lambda: tiny_eagle3(target, draft_vocab=20),
+    }
+    return heads[who]()
+
+
+def replaying(target: Decoder, head: Head | None, config: EngineConfig, sizes: PrefillSizes | None = None) -> Engine:
+    """An engine whose prefills are captured. Its rounds are not: their results would need the memory of a graph."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_uses_graphs", lambda self, drafter, config: True)
+        patch.setattr("jetspec.engine.engine.GraphPool", RerunPool)
+        engine = make_engine(target, "head" if head else "none", head, TreeConfig(budget=8, width=4), config)
+    engine.rounds = EagerRounds(engine.round)
+    if sizes is not None:
+        assert isinstance(engine.prefills, GraphPrefills)
+        engine.prefills.sizes = sizes
+    return engine
+
+
+def product_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Libraries add in an order that depends on the number of rows. Here each is on its own."""
+    rows = [weight @ row if bias is None else weight @ row + bias for row in x.flatten(0, -2)]
+    return torch.stack(rows).view(*x.shape[:-1], -1)
+
+
+def read_prompts(engine: Engine, prompts: list[list[int]]) -> list[Tensor]:
+    """Prefill them all, each leaving when it is done, and return what all pages hold but those of the idle row."""
+    for prompt in prompts:
+        engine.add(prompt, GREEDY)
+    with torch.inference_mode():
+        while engine.has_work:
+            engine._prefill(engine.scheduler.next_chunks())
+            for request in list(engine.scheduler.running.values()):
+                if request.is_prefilled:
+                    engine.cancel(request.id)
+    return held(engine)
+
+
+def held(engine: Engine) -> list[Tensor]:
+    cache, pools = engine.cache, [pool for pool in (engine.cache.target, engine.cache.head) if pool is not None]
+    found = [pool.storage[:, :, : cache.pool.num_pages].clone() for pool in pools]
+    slots = cache.pool.num_pages * cache.page_size
+    return found + [pool.feature_SM[:slots].clone() for pool in pools if pool.feature_SM is not None]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    who=st.sampled_from(WHO),
+    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=6),
+    page_size=st.integers(1, 6),
+    prefill_chunk=st.integers(1, 60),
+    max_batch=st.integers(1, 5),
+    sizes=st.sampled_from([None, PrefillSizes([8, 16], [1, 2]), PrefillSizes([1, 2, 3, 20], [2, 3])]),
+)
+def test_padding_changes_no_bit_of_what_is_cached(
+    who: str, prompts: list[list[int]], page_size: int, prefill_chunk: int, max_batch: int, sizes: PrefillSizes | None
+) -> None:
+    """Ragged chunks, long prompts in several, prefixes that are known, and chunks too large to be captured."""
+    head = head_of(who, DOUBLE)
+    head = head and head.double()
+    config = EngineConfig(
+        page_size=page_size, prefill_chunk=prefill_chunk, max_batch=max_batch, max_len=64, num_pages=120, ahead=0
+    )
+    eager = make_engine(DOUBLE, "head" if head else "none", head, config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("jetspec.ops.linear"), "linear_reference", product_by_rows)
+        expected = read_prompts(eager, prompts)
+        found = read_prompts(replaying(DOUBLE, head, config, sizes), prompts)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert any(len(prompt) > 1 for prompt in prompts) == bool(expected[0].any())
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("who", WHO)
+def test_text_after_replayed_prefills_is_the_targets_own(who: str, sampling: SamplingParams) -> None:
+    """With rounds in between, known prefixes, and too few pages for all."""
+    config = EngineConfig(page_size=4, max_batch=3, prefill_chunk=7, num_pages=30)
+    engine = replaying(TARGET, head_of(who, TARGET), config)
+    for _ in range(2):
+        assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
+    assert engine.graphs is not None and 0 < engine.graphs.num_captured <= 2
+    assert int(engine.cache.length_R[engine.cache.idle_row]) == 0
+
+
+@given(st.integers(1, 5000), st.integers(1, 200), st.data())
+def test_sizes_are_few_and_little_of_them_is_padding(prefill_chunk: int, max_batch: int, data: st.DataObject) -> None:
+    sizes = PrefillSizes.of(EngineConfig(prefill_chunk=prefill_chunk, max_batch=max_batch))
+    assert len(sizes.tokens) <= 14 and len(sizes.chunks) <= 4
+    assert sizes.chunks[-1] == min(max_batch, MOST_CHUNKS)
+    assert min(prefill_chunk, MOST_TOKENS) <= sizes.tokens[-1] <= MOST_TOKENS
+    for before, after in pairwise([0, *sizes.tokens]):
+        assert before < after <= max(before + TOKEN_STEP, before * 1.5)
+
+    count = data.draw(st.integers(1, max_batch))
+    num_tokens = data.draw(st.integers(count, max(count, prefill_chunk)))
+    chunks = [Chunk(i, 0, [5]) for i in range(count - 1)] + [Chunk(count - 1, 0, [5] * (num_tokens - count + 1))]
+    size = sizes.fitting(chunks)
+    assert (size is None) == (count > MOST_CHUNKS or num_tokens > sizes.tokens[-1])
+    if size is not None:
+        padded = pad(chunks, size[0], size[1] + 1, idle_row=max_batch)
+        assert padded[:count] == chunks and len(padded) == size[1] + 1
+        assert sum(len(chunk.tokens) for chunk in padded) == size[0]
+        for rest in padded[count:]:
+            assert rest.row == max_batch and rest.first == 0 and len(rest.tokens) <= sizes.most_padding
+
+
+def test_a_size_is_captured_once() -> None:
+    engine = replaying(TARGET, None, EngineConfig(page_size=4, max_batch=1, prefix_cache=False))
+    assert engine.graphs is not None
+    counts = []
+    for prompt in ([1] * 10, [2] * 33, [3] * 34, [4] * 5):
+        read_prompts(engine, [prompt])
+        counts.append(engine.graphs.num_captured)
+    assert counts == [1, 1, 2, 2]
+
+
+def interpret(who: str) -> None:
+    """What kernels leave of padded chunks, the second of which has a prefix, and of the chunks themselves."""
+    torch.set_num_threads(1)
+    target = tiny_decoder(vocab=20, layers=2)
+    head = tiny_eagle3(target, draft_vocab=9, depth=2) if who == "eagle3" else head_of(who, target)
+    config = EngineConfig(page_size=4, num_pages=20, max_batch=2, ahead=0)
+    left = []
+    for is_padded in (False, True):
+        engine = replaying(target, head, config)
+        assert engine.cache.idle_row is not None
+        for tokens in ([5, 4, 3, 2, 1, 0], [7, 8]):
+            engine.add(tokens, GREEDY)
+        engine.scheduler.next_chunks()
+        for counts in ((3, 0), (2, 1)):
+            engine.cache.flush()
+            parts = list(zip(engine.requests.values(), counts, strict=True))
+            chunks, longest = [Chunk.of(*part) for part in parts if part[1]], None
+            if is_padded:
+                chunks, longest = pad(chunks, 8, 4, engine.cache.idle_row), 8
+            with torch.inference_mode(), force("triton"):
+                engine.round.prefill(PackedChunks.of(chunks, engine.device, longest))
+            for part in parts:
+                engine.cache.advance(*part)
+        left.append(held(engine))
+    for found, expected in zip(*left, strict=True):
+        assert expected.any()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("who", ["head", "eagle3"])
+def test_kernels_take_padded_chunks(interpreter: Executor, who: str) -> None:
+    interpreter.submit(interpret, who).result()

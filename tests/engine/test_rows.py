@@ -1,0 +1,33 @@
+"""The device's columns hold what the host last said of each row."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetspec.engine.rows import COLUMNS, RowTable
+
+ROWS = 4
+WHOLE = {name: dtype == torch.int64 for dtype, names in COLUMNS.items() for name in names}
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[int, dict[str, float]]:
+    names = draw(st.lists(st.sampled_from(sorted(WHOLE)), unique=True))
+    numbers = st.floats(-100, 100, width=32)
+    return draw(st.integers(0, ROWS - 1)), {n: draw(st.integers(0, 2**63 - 1) if WHOLE[n] else numbers) for n in names}
+
+
+@given(st.lists(st.lists(changes(), max_size=4), max_size=4))
+def test_columns_hold_what_was_said_last(flushes: list[list[tuple[int, dict[str, float]]]]) -> None:
+    table = RowTable(ROWS, 8, torch.device("cpu"))
+    length_R, expected = table.length_R, {name: table.columns[name].tolist() for name in WHOLE}
+    for said in flushes:
+        for row, values in said:
+            table.set(row, **values)
+            for name, value in values.items():
+                expected[name][row] = value
+        table.flush()
+        assert {name: table.columns[name].tolist() for name in WHOLE} == expected
+    assert table.length_R.data_ptr() == length_R.data_ptr()
