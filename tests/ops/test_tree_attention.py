@@ -262,12 +262,12 @@ def test_kernel_equals_reference(interpreter: Executor, kind: str, window: int |
     interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), window, min_run).result()
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_kernel_is_launched_for_more_queries_than_there_are(interpreter: Executor, split: bool) -> None:
+@pytest.mark.parametrize("min_run", [0, 1])
+def test_kernel_is_launched_for_more_queries_than_there_are(interpreter: Executor, min_run: int) -> None:
     """Some requests have none."""
     batch = scattered_batch([70, 0, 33, 5, 0], [5, 0, 1, 20, 0], 4, "chain", 0)
     batch = replace(batch, layout=replace(batch.layout, max_queries=64))
-    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), None, split).result()
+    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), None, min_run).result()
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
