@@ -35,24 +35,24 @@ def norm_route(
 
         return Routed(*norm_route_triton(stream.scaled, stream.squares, eps, router, num_chosen, normalize))
     x_TM = rms_norm(stream.x, norm, eps).flatten(0, -2)
-    return Routed(x_TM, *route(linear(x_TM, router), num_chosen, normalize))
+    return Routed(x_TM, *route(linear(x_TM, router), num_chosen, normalize, x_TM.dtype))
 
 
-def route(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, num_chosen: int, normalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The experts (T, K) that each row chooses, and their weights."""
     if uses_kernel(logits_TE):
         from jetspec.ops.route_triton import route_triton
 
-        return route_triton(logits_TE, num_chosen, normalize)
-    return route_reference(logits_TE, num_chosen, normalize)
+        return route_triton(logits_TE, num_chosen, normalize, dtype)
+    return route_reference(logits_TE, num_chosen, normalize, dtype)
 
 
-def route_reference(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def route_reference(logits_TE: Tensor, num_chosen: int, normalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     expert_TK = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     weight_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(-1, expert_TK)
     if normalize:
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-    return expert_TK, weight_TK.to(logits_TE.dtype)
+    return expert_TK, weight_TK.to(dtype)
 
 
 def add_mixture(

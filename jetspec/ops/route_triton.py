@@ -40,18 +40,18 @@ def norm_route_triton(
             **overlap(scaled_TM),
         )
     x_TM = torch.empty_like(scaled_TM)
-    return x_TM, *_choose(part, scaled_TM.dtype, num_chosen, normalize, scaled_TM, squares, eps, x_TM)
+    return x_TM, *_choose(part, num_chosen, normalize, scaled_TM.dtype, scaled_TM, squares, eps, x_TM)
 
 
-def route_triton(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    return _choose(logits_TE.contiguous()[None], logits_TE.dtype, num_chosen, normalize)
+def route_triton(logits_TE: Tensor, num_chosen: int, normalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _choose(logits_TE.contiguous()[None], num_chosen, normalize, dtype)
 
 
 def _choose(
     part: Tensor,
-    dtype: torch.dtype,
     num_chosen: int,
     normalize: bool,
+    dtype: torch.dtype,
     scaled_TM: Tensor | None = None,
     squares: Tensor | None = None,
     eps: float = 0.0,

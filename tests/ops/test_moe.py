@@ -65,6 +65,14 @@ def test_gradients_flow_and_leading_dimensions_are_free() -> None:
     assert x.grad is not None and x.grad.any() and router.grad is not None and router.grad.any()
 
 
+def test_products_may_be_narrower_than_the_stream() -> None:
+    x, norm = torch.randn(3, 6), torch.ones(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        routed = norm_route(Stream(x), norm, EPS, torch.randn(4, 6), 2)
+        y = add_mixture(x, routed, torch.randn(4, 10, 6), torch.randn(4, 6, 5)).x
+    assert routed.weight_TK.dtype == y.dtype == torch.float32
+
+
 def compare(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, tolerance: float) -> None:
     """A tap whose rows lie apart is written, and the norm that follows is begun where rows are few."""
     total, routed, gate_up, down = draw(*shape, dtype, device)
@@ -154,7 +162,7 @@ def tied_logits(rows: int, experts: int, dtype: torch.dtype, device: str = "cpu"
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_best_experts_are_chosen_and_of_ties_the_lowest(normalize: bool) -> None:
     logits = tied_logits(6, 9, torch.float32)
-    expert, weight = route(logits, 4, normalize)
+    expert, weight = route(logits, 4, normalize, torch.float32)
     chance = logits.softmax(-1)
     for row in range(6):
         best = sorted(range(9), key=lambda e: (-float(logits[row, e]), e))[:4]
@@ -167,8 +175,8 @@ def compare_routes(rows: int, experts: int, chosen: int, dtype: torch.dtype, dev
     for logits in (tied_logits(rows, experts, dtype, device), torch.randn(rows, experts).to(device, dtype)):
         for normalize in (True, False):
             with force("triton"):
-                expert, weight = route(logits, chosen, normalize)
-            expected_expert, expected_weight = route_reference(logits, chosen, normalize)
+                expert, weight = route(logits, chosen, normalize, dtype)
+            expected_expert, expected_weight = route_reference(logits, chosen, normalize, dtype)
             assert torch.equal(expert, expected_expert)
             torch.testing.assert_close(weight, expected_weight)
 
@@ -186,7 +194,7 @@ def route_nothing(experts: int) -> None:
     logits[1] = float("nan")
     logits[2, 1] = float("nan")
     with force("triton"):
-        expert, weight = route(logits, 3, normalize=True)
+        expert, weight = route(logits, 3, True, torch.float32)
     assert all(sorted(set(row)) == sorted(row) and 0 <= min(row) <= max(row) < experts for row in expert.tolist())
     assert 1 not in expert[2] and weight[1].isnan().all() and not weight[::2].isnan().any()
 
@@ -213,7 +221,7 @@ def compare_norm_routes(
     assert (stream.squares is not None) == (rows > 1)
     with force("reference"):
         expected_x = rms_norm(stream.x, norm, EPS)
-        expert, expected_weight = route(F.linear(expected_x, router), chosen, True)
+        expert, expected_weight = route(F.linear(expected_x, router), chosen, True, dtype)
     torch.testing.assert_close(routed.x_TM, expected_x, atol=tolerance, rtol=tolerance)
     same = (routed.expert_TK == expert).float().mean()
     assert same == 1 if dtype == torch.float32 else same > 0.9
