@@ -101,11 +101,12 @@ def _mix(x_TM: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, do
 
 def _choose_tiling(tokens: int, itemsize: int) -> Tiling:
     """An expert has as many pairs as there are tokens at most. Narrow pieces spread the few experts of a few tokens
-    over all multiprocessors, wide ones save reading x for each anew."""
-    stages = 4 if itemsize == 2 else 2
+    over all multiprocessors, wide ones save reading x for each anew. Without tensor cores, registers are short."""
+    if itemsize > 2:
+        return Tiling(64, 64, 32, num_warps=8, num_stages=3, programs=2)
     if tokens <= 4:
-        return Tiling(16, 64, 128, num_warps=4, num_stages=stages, programs=2)
-    return Tiling(16 if tokens <= 16 else 64, 128, 64, num_warps=4, num_stages=stages, programs=2)
+        return Tiling(16, 64, 128, num_warps=4, num_stages=4, programs=2)
+    return Tiling(16 if tokens <= 16 else 64, 128, 64, num_warps=4, num_stages=4, programs=2)
 
 
 @cache

@@ -320,3 +320,34 @@ def test_router_on_a_gpu(rows: int, experts: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 33, 64])
 def test_norm_and_router_on_a_gpu(rows: int) -> None:
     compare_norm_routes(rows, 2048, 128, 8, torch.bfloat16, "cuda", 2**-6)
+
+
+@pytest.mark.gpu
+def test_kernels_that_start_early_wait_for_each_other() -> None:
+    """Layers in a row, in a graph, give what they give when no kernel starts before the one before it has ended."""
+    from jetspec.ops import linear_triton, moe_triton, route_triton
+
+    torch.manual_seed(0)
+    weights = [draw(tokens, 128, 8, 2048, 768, torch.bfloat16, "cuda")[2:] for tokens in range(3)]
+    x, norm = torch.randn(64, 2048).to("cuda", torch.bfloat16), torch.ones(2048, dtype=torch.bfloat16, device="cuda")
+    square, router = (torch.randn(n, 2048).mul(0.02).to("cuda", torch.bfloat16) for n in (2048, 128))
+
+    def run() -> Tensor:
+        stream = add_linear(x.clone(), x, square, None, norm)
+        for gate_up, down in weights * 4:
+            stream = add_mixture(stream.x, norm_route(stream, norm, EPS, router, 8), gate_up, down, norm)
+            stream = add_linear(stream.x, norm_linear(stream, norm, EPS, square), square, None, norm)
+        return stream.x
+
+    with torch.inference_mode():
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (linear_triton, moe_triton, route_triton):
+                patch.setattr(module, "overlap", lambda x: {"OVERLAP": False})
+            expected = run().clone()
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+        for _ in range(5):
+            graph.replay()
+            assert torch.equal(found, expected)
