@@ -3,8 +3,8 @@ Nothing asks the host.
 
 A pair is a token and one of its choices, numbered token * choices + choice. A tile is some pairs of one expert,
 filled up with the number of pairs, which stands for none. How many tiles there are depends on the router, so that as
-many programs are launched as run side by side, and each goes from one piece of the work to the next. No kernel is
-compiled anew for another number of tokens.
+many programs are launched as run side by side, and each goes from one piece of the work to the next. Kernels are
+compiled for a few sizes of blocks, not for every number of tokens.
 
 Experts are so many, and their pairs so few, that the time goes into reading weights: each is read once for all pairs
 of a tile, and the tensor cores take it from where it was copied to, as the left factor.
@@ -25,7 +25,9 @@ from torch import Tensor
 from jetspec.ops.overlap_triton import overlap, wait
 
 GROUP_BLOCK = 1024
+"""Pairs that are looked at together."""
 ADD_BLOCK = 512
+"""Columns of a token that a program adds up."""
 
 
 class Tiling(NamedTuple):
@@ -74,6 +76,7 @@ def add_mixture_triton(
             K=K,
             M=M,
             BLOCK=ADD_BLOCK,
+            num_warps=2,
             **overlap(total_TM),
         )
     return scaled, squares
@@ -111,6 +114,7 @@ def _choose_tiling(tokens: int, itemsize: int) -> Tiling:
 
 @cache
 def _num_multiprocessors(device: torch.device) -> int:
+    """Where kernels are interpreted, few enough that programs have several pieces."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
