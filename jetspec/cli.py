@@ -742,7 +742,7 @@ def profile(
 @profile_app.command(
     epilog=_examples(
         "jetspec profile op all",
-        "jetspec profile op mixture --shape qwen3-30b-a3b --budget 128 --json",
+        "jetspec profile op add_mixture --shape qwen3-30b-a3b --budget 128 --json",
     )
 )
 @spread

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -53,10 +52,11 @@ def count_experts(target: Decoder, run: Callable[[], object]) -> list[int]:
     """How many experts a pass of the target visits, per sparse layer."""
     counts: list[int] = []
 
-    def note(moe: MoE, router: nn.Module, inputs: Any, logits: Tensor) -> None:
-        counts.append(len(logits.topk(moe.config.num_chosen, -1).indices.unique()))
+    def note(moe: nn.Module, inputs: Any) -> None:
+        stream, norm, *_ = inputs
+        counts.append(len(cast(MoE, moe).route(stream, norm).expert_TK.unique()))
 
-    hooks = [moe.router.register_forward_hook(partial(note, moe)) for moe in _mixtures(target)]
+    hooks = [moe.register_forward_pre_hook(note) for moe in _mixtures(target)]
     run()
     for hook in hooks:
         hook.remove()

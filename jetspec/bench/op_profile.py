@@ -13,7 +13,7 @@ from jetspec import ops
 from jetspec.bench.timing import as_graph, time_ms
 from jetspec.config import TreeConfig
 from jetspec.dispatch import Kernels, force
-from jetspec.models.decoder import DecoderConfig
+from jetspec.models.decoder import DecoderConfig, MoEConfig
 from jetspec.ops import HeadNorm
 from jetspec.tree import Candidates, DraftTree, accept, build_tree
 from jetspec.types import BatchLayout, KVPages, RowSampling, SamplingParams, TreeBatch
@@ -235,20 +235,37 @@ def compact_kv(inputs: Inputs) -> Operation:
     return Operation(run, 2 * source.numel() * row_bytes)
 
 
-def mixture(inputs: Inputs) -> Operation:
-    moe, M = inputs.config.moe, inputs.config.hidden_size
-    if moe is None:
+def experts(inputs: Inputs) -> MoEConfig:
+    if inputs.config.moe is None:
         raise ValueError("this shape has no experts to mix; choose one that has, such as qwen3-30b-a3b")
+    return inputs.config.moe
+
+
+def norm_route(inputs: Inputs) -> Operation:
+    """The start of a sparse MLP. Weights only: of experts that nearly tie, rounding chooses."""
+    moe, M = experts(inputs), inputs.config.hidden_size
+    norm, router = inputs.normal(M), inputs.normal(moe.num_experts, M).mul_(0.02)
+    rows = stream(inputs, norm)
+
+    def run() -> tuple[Tensor, ...]:
+        return (ops.norm_route(rows, norm, inputs.config.norm_eps, router, moe.num_chosen, moe.normalize).weight_TK,)
+
+    return Operation(run, router.nbytes)
+
+
+def add_mixture(inputs: Inputs) -> Operation:
+    """The end of a sparse MLP. A copy is added to, since the operation may do so in place."""
+    moe, M = experts(inputs), inputs.config.hidden_size
     gate_up = inputs.normal(moe.num_experts, 2 * moe.inner_size, M).mul_(0.02)
     down = inputs.normal(moe.num_experts, M, moe.inner_size).mul_(0.02)
-    x_TM = inputs.normal(inputs.T, M)
+    total, norm = inputs.normal(inputs.T, M), inputs.normal(M)
     chance = inputs.normal(inputs.T, moe.num_experts, dtype=torch.float32).softmax(-1)
     weight_TK, expert_TK = chance.topk(moe.num_chosen)
-    weight_TK = weight_TK.to(x_TM.dtype)
+    routed = ops.Routed(inputs.normal(inputs.T, M), expert_TK, weight_TK.to(total.dtype))
     touched = len(expert_TK.unique())
     return Operation(
-        lambda: (ops.mixture(x_TM, gate_up, down, expert_TK, weight_TK),),
-        touched * (gate_up[0].nbytes + down[0].nbytes) + 2 * x_TM.nbytes,
+        lambda: (ops.add_mixture(total.clone(), routed, gate_up, down, norm).x,),
+        touched * (gate_up[0].nbytes + down[0].nbytes) + 2 * total.nbytes,
     )
 
 
@@ -264,14 +281,16 @@ OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     "build_tree": build,
     "accept": accept_path,
     "compact_kv": compact_kv,
-    "mixture": mixture,
+    "norm_route": norm_route,
+    "add_mixture": add_mixture,
 }
+OF_EXPERTS = ("norm_route", "add_mixture")
 
 
 def find_operations(name: str, config: DecoderConfig) -> list[str]:
     """The operation of a name, or all that a shape has."""
     if name == "all":
-        return [each for each in OPERATIONS if each != "mixture" or config.moe is not None]
+        return [each for each in OPERATIONS if each not in OF_EXPERTS or config.moe is not None]
     if name not in OPERATIONS:
         raise ValueError(f"there is no operation {name!r}; choose one of {', '.join(OPERATIONS)}, or all")
     return [name]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
-from jetspec.ops import HeadNorm, Stream
+from jetspec.ops import HeadNorm, Routed, Stream
 from jetspec.types import KVPages, TreeBatch
 
 Rope = tuple[Tensor, Tensor]
@@ -222,13 +222,12 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.inner_size))
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
-        x = stream.x
-        flat = norm(x).flatten(0, -2)
-        weight, expert = self.router(flat).softmax(-1, dtype=torch.float32).topk(self.config.num_chosen, -1)
-        if self.config.normalize:
-            weight = weight / weight.sum(-1, keepdim=True)
-        total = x + ops.mixture(flat, self.gate_up, self.down, expert, weight.to(x.dtype)).view_as(x)
-        return ops.copied(Stream(total), tap)
+        return ops.add_mixture(stream.x, self.route(stream, norm), self.gate_up, self.down, next_norm.weight, tap)
+
+    def route(self, stream: Stream, norm: RMSNorm) -> Routed:
+        """Which experts each token of a stream visits."""
+        c = self.config
+        return ops.norm_route(stream, norm.weight, norm.eps, self.router.weight, c.num_chosen, c.normalize)
 
 
 class DecoderLayer(nn.Module):

@@ -4,7 +4,7 @@ CPU path, the oracle of any kernel for it, and the documentation; a Triton kerne
 from jetspec.ops.distill_loss import DistillLoss, distill_loss, label_prob
 from jetspec.ops.kv_write import SlotRows, compact_kv, compact_rows, store_kv
 from jetspec.ops.linear import Stream, add_linear, copied, linear, norm_linear, norm_swiglu, pack
-from jetspec.ops.moe import mixture
+from jetspec.ops.moe import Routed, add_mixture, norm_route
 from jetspec.ops.norm_rope import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store
 from jetspec.ops.place import Places, place
 from jetspec.ops.swiglu import swiglu
@@ -17,17 +17,19 @@ __all__ = [
     "HeadNorm",
     "KernelPlan",
     "Places",
+    "Routed",
     "SlotRows",
     "Stream",
     "add_linear",
+    "add_mixture",
     "compact_kv",
     "compact_rows",
     "copied",
     "distill_loss",
     "label_prob",
     "linear",
-    "mixture",
     "norm_linear",
+    "norm_route",
     "norm_swiglu",
     "pack",
     "place",

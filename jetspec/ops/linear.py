@@ -107,6 +107,11 @@ def copied(stream: Stream, tap: Tensor | None) -> Stream:
     return stream
 
 
+def begins_norm(total: Tensor, next_norm: Tensor) -> bool:
+    """Whether the products that read a stream finish a norm that its writer has begun."""
+    return _rows(total, total, next_norm) == "few"
+
+
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Like `F.linear`, and faster on a CPU for the row counts of a verify pass.
 

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from jetspec.bench.floor import count_experts, plain_floor, round_floor
-from jetspec.bench.op_profile import OPERATIONS, Inputs, Setting, find_operations, profile_operation
+from jetspec.bench.op_profile import OF_EXPERTS, OPERATIONS, Inputs, Setting, find_operations, profile_operation
 from jetspec.bench.profile import STAGES, Decoding, StandingRound, Workload, profile
 from jetspec.bench.shapes import SHAPES, open_head, random_target
 from jetspec.cli import app
@@ -176,7 +176,7 @@ def test_inputs_are_the_same_each_time() -> None:
 
 def test_all_is_what_a_shape_has() -> None:
     assert find_operations("all", SPARSE) == list(OPERATIONS)
-    assert set(OPERATIONS) - set(find_operations("all", DENSE)) == {"mixture"}
+    assert set(OPERATIONS) - set(find_operations("all", DENSE)) == set(OF_EXPERTS)
 
 
 # -- the command
@@ -203,7 +203,7 @@ def test_command_shows_a_table(folder: Path) -> None:
     rounds = run(*shape, "--head-layers", "1", "--budget", "8", "--context", "10", "--rounds", "1")
     assert all(word in rounds.stdout for word in (*STAGES, "round", "plain step", "floor", "ratio", "budget 8"))
     operations = run("op", "all", *shape, "--budget", "8", "--context", "10")
-    assert all(name in operations.stdout for name in OPERATIONS if name != "mixture")
+    assert all(name in operations.stdout for name in OPERATIONS if name not in OF_EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_command_shows_a_table(folder: Path) -> None:
         (["--shape", "nowhere"], "'nowhere' is neither"),
         (["--shape", "qwen3-8b", "--weights", "real"], "shape without weights"),
         (["op", "nothing"], "there is no operation 'nothing'"),
-        (["op", "mixture"], "no experts"),
+        (["op", "add_mixture"], "no experts"),
         (["op", "swiglu", "--budget", "0"], "budget is 0"),
         (["--width", "3", "op", "swiglu"], "put --width behind `op`"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from jetspec.dispatch import force
 from jetspec.models.weights import load_decoder
 from tests.models.paged import run_decoder
 
@@ -107,3 +109,19 @@ def test_shards_equal_transformers(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_same(tmp_path, model)
+
+
+def compare_kernels(folder: Path, tokens: list[int]) -> None:
+    decoder = load_decoder(folder)
+    with force("triton"):
+        found = run_decoder(decoder, tokens, (0, 2, 1))
+    with force("reference"):
+        wanted = run_decoder(decoder, tokens, (0, 2, 1))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_sparse_model_on_its_kernels_equals_references(interpreter: Executor, tmp_path: Path, tokens: int) -> None:
+    make_model("qwen3_moe", MOE | {"mlp_only_layers": [1]}).save_pretrained(tmp_path)
+    interpreter.submit(compare_kernels, tmp_path, list(range(3, 3 + tokens))).result()
