@@ -83,15 +83,14 @@ def add_linear(
     """total + x W^T + b: the end of attention and of an MLP. The result may take the memory of `total`, and is copied
     to `tap`.
 
-    `next_norm` is the weight of the norm by which the stream will be read: where that saves a kernel, it is begun. Not
-    in float16, whose numbers end where those of a stream that is not divided yet may go on.
+    `next_norm` is the weight of the norm by which the stream will be read: where that saves a kernel, it is begun.
     """
     rows = _rows(x, weight, total)
     if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
         return copied(Stream(vector_linear_triton(x, weight, bias, total=total)), tap)
-    if rows == "few" and next_norm is not None and next_norm.dtype == x.dtype != torch.float16:
+    if rows == "few" and next_norm is not None and begins_norm(total, next_norm):
         from jetspec.ops.linear_triton import rows_add_linear_triton
 
         return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))
@@ -108,8 +107,9 @@ def copied(stream: Stream, tap: Tensor | None) -> Stream:
 
 
 def begins_norm(total: Tensor, next_norm: Tensor) -> bool:
-    """Whether the products that read a stream finish a norm that its writer has begun."""
-    return _rows(total, total, next_norm) == "few"
+    """Whether the products that read a stream finish a norm that its writer has begun. Not in float16, whose numbers
+    end where those of a stream that is not divided yet may go on."""
+    return total.dtype != torch.float16 and _rows(total, total, next_norm) == "few"
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
