@@ -774,6 +774,9 @@ class ServeOptions:
         Path | None, _option("Jinja file in place of the model's own.", panel="Model", metavar="FILE")
     ] = None
     log_text: Annotated[bool, _option("Log prompts and answers, too.", "--log-text", panel="Server")] = False
+    warm_up: Annotated[
+        bool, _option("On a GPU, capture graphs before the first request.", "--warm-up/--no-warm-up", panel="Server")
+    ] = True
     max_batch: Annotated[int, _option("Answers written together.", panel="Limits")] = 32
     max_queue: Annotated[int, _option("Answers that may wait for it.", panel="Limits")] = 64
     max_len: Annotated[int | None, _option("Longest prompt and answer.", panel="Limits")] = None
@@ -817,7 +820,7 @@ def serve(options: ModelOptions, asked: ServeOptions) -> None:
     )
     template = read_text(asked.chat_template) if asked.chat_template else None
     engine = EngineConfig(max_batch=asked.max_batch, max_len=asked.max_len)
-    serve_model(lambda: options.load(engine), config, template)
+    serve_model(lambda: options.load(engine), config, template, asked.warm_up)
 
 
 @app.command(
