@@ -82,6 +82,17 @@ def test_rounds_that_score_by_entropy_are_captured(score: Score) -> None:
 
 
 @pytest.mark.gpu
+def test_engines_run_on_any_gpu_after_another() -> None:
+    """Whatever the current device is."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for device in ("cuda:0", "cuda:1"):
+        target = tiny_decoder().to(device)
+        engine = make_engine(target, "head", tiny_head(target).to(device), config=EngineConfig(page_size=4))
+        assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+
+
+@pytest.mark.gpu
 def test_requests_join_and_leave_while_graphs_replay() -> None:
     target = tiny_decoder().cuda()
     engine = make_engine(target, "head", tiny_head(target).cuda(), config=EngineConfig(page_size=4, max_batch=5))
