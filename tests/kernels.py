@@ -7,21 +7,34 @@ from typing import Any
 
 import pytest
 
+HOPPER = 90
+"""Its compute capability."""
+
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
-    """The PTX of a kernel. Arguments that neither mapping names are pointers to float32. All are aligned, as
-    torch's are.
-
-    Kernels that can start early must, and wait before they store anything.
-    """
-    triton = pytest.importorskip("triton")
+    """The PTX of a kernel. One that can start early must, and wait before it stores anything."""
+    ptx = str(_compile(kernel, types, constants, HOPPER, options).asm["ptx"])
     early = "OVERLAP" in kernel.arg_names
-    if early:
-        constants, options = {"OVERLAP": True, **constants}, {"launch_pdl": True, **options}
+    assert not early or 0 < ptx.index("griddepcontrol.wait") < ptx.index("st.global")
+    return ptx
+
+
+def shared_bytes(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, options: dict[str, int]
+) -> int:
+    """Shared memory that a program of a kernel takes, on a GPU of a compute capability."""
+    return int(_compile(kernel, types, constants, capability, options).metadata.shared)
+
+
+def _compile(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, options: dict[str, int]
+) -> Any:
+    """Arguments that neither mapping names are pointers to float32. All are aligned, as torch's are."""
+    triton = pytest.importorskip("triton")
+    if "OVERLAP" in kernel.arg_names:
+        early = capability >= HOPPER
+        constants, options = {"OVERLAP": early, **constants}, {"launch_pdl": early, **options}
     known = {name: types.get(name, "*fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(known.values()) if type.startswith("*")}
     source = triton.compiler.ASTSource(kernel, known, constants, aligned)
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    ptx = str(triton.compile(source, target=target, options=options).asm["ptx"])
-    assert not early or 0 < ptx.index("griddepcontrol.wait") < ptx.index("st.global")
-    return ptx
+    return triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32), options=options)

@@ -173,18 +173,19 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """Run one prefill chunk and start one round; return what became visible, which may be of an earlier one."""
-        self._prefill(self.scheduler.next_chunks())
-        batch = self.scheduler.next_batch()
-        if batch:
-            if not self.lineup.is_of(batch):
-                self._line_up(batch)
-            self.cache.flush()
-            self.in_flight.append(self.rounds.launch(self.lineup))
-        ahead = self.ahead if batch and not self.lineup.waits else 0
-        updates: list[Update] = []
-        while len(self.in_flight) > ahead:
-            updates += self._publish(self.in_flight.popleft())
-        return updates
+        with torch.cuda.device_of(self.target.embedding):  # kernels and graphs go where the current device is
+            self._prefill(self.scheduler.next_chunks())
+            batch = self.scheduler.next_batch()
+            if batch:
+                if not self.lineup.is_of(batch):
+                    self._line_up(batch)
+                self.cache.flush()
+                self.in_flight.append(self.rounds.launch(self.lineup))
+            ahead = self.ahead if batch and not self.lineup.waits else 0
+            updates: list[Update] = []
+            while len(self.in_flight) > ahead:
+                updates += self._publish(self.in_flight.popleft())
+            return updates
 
     def _line_up(self, batch: list[Request]) -> None:
         self.lineup = Lineup.of(batch)

@@ -101,22 +101,23 @@ class Captured:
 
 
 class GraphPool:
-    """Makes CUDA graphs. They share their memory, because only one runs at a time."""
+    """Makes CUDA graphs. They share their memory, because only one runs at a time, and the stream that they are made
+    on, because libraries keep a workspace for each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.memory = device, torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
         self.num_captured = 0
 
     def capture(self, run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
         """A graph of what `run` does, and what it returns, which every replay writes anew. It runs once before that, so
         that kernels are compiled and lasting tensors made outside the graph."""
-        aside = torch.cuda.Stream(self.device)
-        aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(aside):
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
             run()
-        torch.cuda.current_stream(self.device).wait_stream(aside)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory):
+        with torch.cuda.graph(graph, pool=self.memory, stream=self.stream):
             result = run()
         self.num_captured += 1
         return graph, result

@@ -216,7 +216,8 @@ class DraftHead(DecoderStack):
             logits_BDV = logits_BDV.float() / heat_B[:, None, None]
         entropy_BD = None
         if tree.score != "accum_logp":
-            entropy_BD = torch.distributions.Categorical(logits=logits_BDV.float()).entropy()
+            # Its checks would wait for the device, which a captured round must not.
+            entropy_BD = torch.distributions.Categorical(logits=logits_BDV.float(), validate_args=False).entropy()
         V, count, edge = logits_BDV.shape[-1], tree.width, None
         if self.edge is not None:
             count = tree.shortlist or V

@@ -8,6 +8,7 @@ but a launch and a pause of the memory as a kernel of its own.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -225,10 +226,15 @@ def _launch_rows(
 
 
 def has_copy_engine(x: Tensor) -> bool:
-    """Of Hopper and later; on a CPU the interpreter stands in for it. It is worth while for 16 bits, whose products
-    tensor cores make."""
-    capable = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return capable and (x.itemsize == 2 or not x.is_cuda)
+    """Of Hopper and later, with memory for the blocks that it brings; on a CPU the interpreter stands in for it. It is
+    worth while for 16 bits, whose products tensor cores make."""
+    return not x.is_cuda or (x.itemsize == 2 and _has_copy_engine(x.device))
+
+
+@cache
+def _has_copy_engine(device: torch.device) -> bool:
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return torch.cuda.get_device_capability(device) >= (9, 0) and memory > STAGE_BYTES
 
 
 def can_copy(x: Tensor) -> bool:

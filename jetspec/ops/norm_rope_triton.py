@@ -51,25 +51,35 @@ def rope_triton(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.d
     signed_sin = torch.empty_like(cos)
     if rows := position.numel():
         grid = (triton.cdiv(rows, ROPE_ROWS),)
-        _rope_kernel[grid](position, inv_freq, cos, signed_sin, rows, scale, HALF=half, ROWS=ROPE_ROWS)
+        sizes = {"HALF": half, "PAIRS": triton.next_power_of_2(half), "ROWS": ROPE_ROWS}
+        _rope_kernel[grid](position, inv_freq, cos, signed_sin, rows, scale, **sizes)
     return cos, signed_sin
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rope_kernel(
-    position_ptr, inv_freq_ptr, cos_ptr, signed_sin_ptr, num_rows, scale, HALF: tl.constexpr, ROWS: tl.constexpr
+    position_ptr,
+    inv_freq_ptr,
+    cos_ptr,
+    signed_sin_ptr,
+    num_rows,
+    scale,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
+    """HALF may be any number; PAIRS is the power of two that holds it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < num_rows
-    pair = tl.arange(0, HALF)
-    position = tl.load(position_ptr + row, mask=inside, other=0).to(tl.float32)
-    angle = position[:, None] * tl.load(inv_freq_ptr + pair)[None]
+    pair = tl.arange(0, PAIRS)
+    inside = (row < num_rows)[:, None] & (pair < HALF)[None]
+    position = tl.load(position_ptr + row, mask=row < num_rows, other=0).to(tl.float32)
+    angle = position[:, None] * tl.load(inv_freq_ptr + pair, mask=pair < HALF, other=0.0)[None]
     cos, sin = tl.cos(angle) * scale, tl.sin(angle) * scale
     first = row[:, None] * (2 * HALF) + pair[None]
-    tl.store(cos_ptr + first, cos, mask=inside[:, None])
-    tl.store(cos_ptr + first + HALF, cos, mask=inside[:, None])
-    tl.store(signed_sin_ptr + first, -sin, mask=inside[:, None])
-    tl.store(signed_sin_ptr + first + HALF, sin, mask=inside[:, None])
+    tl.store(cos_ptr + first, cos, mask=inside)
+    tl.store(cos_ptr + first + HALF, cos, mask=inside)
+    tl.store(signed_sin_ptr + first, -sin, mask=inside)
+    tl.store(signed_sin_ptr + first + HALF, sin, mask=inside)
 
 
 def rotate_qkv_triton(
@@ -126,6 +136,7 @@ def _launch_rotate(
             H=X - 2 * num_kv_heads,
             G=num_kv_heads,
             HALF=E // 2,
+            PAIRS=triton.next_power_of_2(E // 2),
             HEADS=HEADS,
             ROW=num_kv_heads * E if slot is None else k.stride(1),
             HEAD=E if slot is None else k.stride(2),
@@ -148,12 +159,14 @@ def _rotate_qkv_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
     ROW: tl.constexpr,
     HEAD: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """A program takes a few heads of a token, as two halves: element i of the one turns with element i of the other.
+    HALF may be any number; PAIRS is the power of two that holds it.
 
     Keys and values go to row `slot` of theirs, or without slots to the token's own; ROW lies between two rows, HEAD
     between two heads. Values are only copied, and without a `v_ptr` not even that. Like the reference, this rounds
@@ -162,22 +175,23 @@ def _rotate_qkv_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    pair = tl.arange(0, HALF)
+    pair = tl.arange(0, PAIRS)
+    is_pair = pair < HALF
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
     row = token
     if slot_ptr is not None:
         row = tl.load(slot_ptr + token).to(tl.int64)
     table = token * (2 * HALF) + pair
-    low_cos, high_cos = _row(cos_ptr + table), _row(cos_ptr + table + HALF)
-    low_sin, high_sin = _row(signed_sin_ptr + table), _row(signed_sin_ptr + table + HALF)
+    low_cos, high_cos = _row(cos_ptr + table, is_pair), _row(cos_ptr + table + HALF, is_pair)
+    low_sin, high_sin = _row(signed_sin_ptr + table, is_pair), _row(signed_sin_ptr + table + HALF, is_pair)
     low_weight, high_weight = low_cos, high_cos
     if q_norm_ptr is not None:
-        low_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair, is_q)
-        high_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair + HALF, is_q)
+        low_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair, is_pair, is_q)
+        high_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair + HALF, is_pair, is_q)
 
     wait(OVERLAP)
     source = qkv_ptr + token * ((H + 2 * G) * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
-    inside = (head < H + 2 * G)[:, None]
+    inside = (head < H + 2 * G)[:, None] & is_pair[None]
     low_in, high_in = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)
     low, high = low_in.to(tl.float32), high_in.to(tl.float32)
     if q_norm_ptr is not None:
@@ -189,25 +203,25 @@ def _rotate_qkv_kernel(
     turned_high = high * high_cos + low * high_sin
 
     q_out = q_ptr + token * (H * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
-    tl.store(q_out, turned_low, mask=is_q[:, None])
-    tl.store(q_out + HALF, turned_high, mask=is_q[:, None])
+    tl.store(q_out, turned_low, mask=is_q[:, None] & is_pair[None])
+    tl.store(q_out + HALF, turned_high, mask=is_q[:, None] & is_pair[None])
     k_out = k_ptr + row * ROW + (head - H)[:, None] * HEAD + pair[None]
-    tl.store(k_out, turned_low, mask=is_k[:, None])
-    tl.store(k_out + HALF, turned_high, mask=is_k[:, None])
+    tl.store(k_out, turned_low, mask=is_k[:, None] & is_pair[None])
+    tl.store(k_out + HALF, turned_high, mask=is_k[:, None] & is_pair[None])
     if v_ptr is not None:
         v_out = v_ptr + row * ROW + (head - H - G)[:, None] * HEAD + pair[None]
-        tl.store(v_out, low_in, mask=is_v[:, None])
-        tl.store(v_out + HALF, high_in, mask=is_v[:, None])
+        tl.store(v_out, low_in, mask=is_v[:, None] & is_pair[None])
+        tl.store(v_out + HALF, high_in, mask=is_v[:, None] & is_pair[None])
 
 
 @triton.jit
-def _row(ptrs):
-    return tl.load(ptrs).to(tl.float32)[None]
+def _row(ptrs, mask):
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)[None]
 
 
 @triton.jit
-def _head_weight(q_norm_ptr, k_norm_ptr, element, is_q):
-    return tl.where(is_q[:, None], _row(q_norm_ptr + element), _row(k_norm_ptr + element))
+def _head_weight(q_norm_ptr, k_norm_ptr, element, mask, is_q):
+    return tl.where(is_q[:, None], _row(q_norm_ptr + element, mask), _row(k_norm_ptr + element, mask))
 
 
 @triton.jit

@@ -28,6 +28,8 @@ MAX_SPLITS = 32
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 64, 256, 1024
 """Queries to one key head."""
 FEW_TILES = 16
+ENOUGH_MEMORY = 128 * 1024
+"""Shared memory of a multiprocessor in which every tile has its place; most GPUs that are no servers' have less."""
 MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
 
@@ -66,6 +68,7 @@ def tree_attention_triton(
     _check_strides(q_THE, pages, layout.page_BP, ancestor)
 
     tiling = _choose_tiling(layout.max_queries * (H // G), B * G, E, q_THE.element_size())
+    tiling = _fit(tiling, _shared_memory(q_THE.device))
     tiles = triton.cdiv(layout.max_queries * (H // G), tiling.BLOCK_M)
     warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
     splits = _choose_splits(warps, layout.max_queries, max_blocks // tiling.min_run)
@@ -143,6 +146,20 @@ def _choose_tiling(rows: int, groups: int, E: int, itemsize: int) -> Tiling:
     if rows <= MANY_ROWS:
         return Tiling(64, 64, block_e, min_run=6 if rows <= SOME_ROWS else 3, num_warps=4, num_stages=3)
     return Tiling(128, 64, block_e, min_run=3, num_warps=8, num_stages=3)
+
+
+def _fit(tiling: Tiling, memory: int) -> Tiling:
+    """Large tiles take fewer blocks at once where shared memory is short."""
+    if memory >= ENOUGH_MEMORY or tiling.BLOCK_M < 64:
+        return tiling
+    return tiling._replace(num_stages=tiling.num_stages - 1)
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return ENOUGH_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 def _choose_splits(warps: int, max_queries: int, max_runs: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetspec.config import EngineConfig, TreeConfig
+from jetspec.config import EngineConfig, Score, TreeConfig
 from jetspec.dispatch import force
 from jetspec.engine.graphs import batch_sizes
 from jetspec.models.heads import Head
@@ -65,6 +65,31 @@ def test_kernels_and_references_write_the_same(who: str) -> None:
     done = run(make_engine(target, "head", head, config=config), PROMPTS, GREEDY)
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
     assert [c.stats.accepted_lengths for c in done] == [c.stats.accepted_lengths for c in expected]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("score", ["entropy", "hybrid"])
+def test_rounds_that_score_by_entropy_are_captured(score: Score) -> None:
+    target = tiny_decoder().cuda()
+    head, kept = tiny_head(target).cuda(), []
+    for execution in ("eager", "graph"):
+        config = EngineConfig(page_size=4, execution=execution)
+        engine = make_engine(target, "head", head, TreeConfig(budget=12, width=4, score=score), config)
+        done = run(engine, PROMPTS, GREEDY)
+        assert [c.token_ids for c in done] == TRUTH[id(GREEDY)]
+        kept.append([c.stats.accepted_lengths for c in done])
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.gpu
+def test_engines_run_on_any_gpu_after_another() -> None:
+    """Whatever the current device is."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for device in ("cuda:0", "cuda:1"):
+        target = tiny_decoder().to(device)
+        engine = make_engine(target, "head", tiny_head(target).to(device), config=EngineConfig(page_size=4))
+        assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
 
 
 @pytest.mark.gpu

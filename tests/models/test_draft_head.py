@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec import ops
+from jetspec.config import Score, TreeConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers, make_head
 from tests.models.head_paged import (
     CAUSAL,
@@ -200,3 +202,14 @@ def test_edge_term_does_not_change_the_states() -> None:
 def test_default_taps_are_the_published_ones(num_target_layers: int, expected: tuple[int, ...]) -> None:
     assert default_tap_layers(5, num_target_layers) == expected
     assert default_tap_layers(1, num_target_layers) == (num_target_layers // 2,)
+
+
+@pytest.mark.parametrize("score", get_args(Score))
+def test_candidates_are_found_without_a_look_at_the_device(score: Score) -> None:
+    """Rounds are captured. A meta tensor has nothing that could be looked at."""
+    head = random_head(replace(CAUSAL, edge=EdgeConfig(rank=4))).to("meta")
+    target, hidden_BDM = Embedder(), torch.empty(2, 3, CAUSAL.layers.hidden_size, device="meta")
+    target.matrix = target.matrix.to("meta")
+    found = head.candidates(hidden_BDM, target, TreeConfig(score=score, shortlist=9), torch.ones(2, device="meta"))
+    assert found.token_BDC.shape == (2, 3, 9)
+    assert (found.entropy_BD is None) == (score == "accum_logp")

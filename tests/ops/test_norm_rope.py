@@ -144,13 +144,14 @@ def test_norm_kernel_equals_reference(
 def test_rope_kernel_equals_reference(
     interpreter: Executor, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
-    interpreter.submit(compare_ropes, torch.randint(40_000, shape), 8, dtype, tolerance).result()
+    for size in (8, 10):
+        interpreter.submit(compare_ropes, torch.randint(40_000, shape), size, dtype, tolerance).result()
 
 
 @DTYPES
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("lead", [(1,), (3,), (2, 2), (0,)])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(9, 3, 8), (0, 2, 2), (2, 1, 16)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(9, 3, 8), (0, 2, 2), (2, 1, 16), (3, 1, 10)])
 def test_rotation_kernel_equals_reference(
     interpreter: Executor,
     num_heads: int,
@@ -176,20 +177,20 @@ def test_rope_kernel_compiles_without_a_gpu_and_is_exact_for_large_angles() -> N
     from jetspec.ops.norm_rope_triton import ROPE_ROWS, _rope_kernel
 
     types = {"position_ptr": "*i64", "cos_ptr": "*bf16", "signed_sin_ptr": "*bf16", "num_rows": "i32", "scale": "fp32"}
-    ptx = compile_for_hopper(_rope_kernel, types, {"HALF": 64, "ROWS": ROPE_ROWS})
+    ptx = compile_for_hopper(_rope_kernel, types, {"HALF": 40, "PAIRS": 64, "ROWS": ROPE_ROWS})
     assert "st.global" in ptx and "cos.approx" not in ptx
 
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (0, 8, 128)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (0, 8, 128), (32, 32, 96)])
 def test_rotation_kernel_compiles_without_a_gpu(
     num_heads: int, num_kv_heads: int, size: int, stored: bool, normed: bool
 ) -> None:
     from jetspec.ops.norm_rope_triton import HEADS, _rotate_qkv_kernel
 
     constants: dict[str, Any] = {"H": num_heads, "G": num_kv_heads, "HALF": size // 2, "HEADS": HEADS}
-    constants |= {"ROW": num_kv_heads * size, "HEAD": size}
+    constants |= {"ROW": num_kv_heads * size, "HEAD": size, "PAIRS": 1 << (size // 2 - 1).bit_length()}
     constants |= {} if stored else {"v_ptr": None, "slot_ptr": None}
     constants |= {} if normed else {"q_norm_ptr": None, "k_norm_ptr": None}
     types = {name: "*bf16" for name in _rotate_qkv_kernel.arg_names if name.endswith("_ptr")}
@@ -209,12 +210,15 @@ def test_norm_kernel_on_a_gpu(rows: int, size: int, dtype: torch.dtype, toleranc
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 700])
 def test_rope_kernel_on_a_gpu(rows: int, dtype: torch.dtype, tolerance: float) -> None:
-    compare_ropes(torch.randint(40_000, (rows,), device="cuda"), 128, dtype, tolerance)
+    for size in (128, 80):
+        compare_ropes(torch.randint(40_000, (rows,), device="cuda"), size, dtype, tolerance)
 
 
 @pytest.mark.gpu
 @DTYPES
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size", "normed"), [(32, 8, 128, True), (9, 3, 64, False)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "size", "normed"), [(32, 8, 128, True), (9, 3, 64, False), (32, 8, 80, False)]
+)
 @pytest.mark.parametrize("tokens", [1, 700])
 def test_rotation_kernel_on_a_gpu(
     tokens: int, num_heads: int, num_kv_heads: int, size: int, normed: bool, dtype: torch.dtype, tolerance: float

@@ -19,7 +19,7 @@ from jetspec.dispatch import force
 from jetspec.ops import plan_attention, store_kv, tree_attention
 from jetspec.ops.tree_attention import KernelPlan
 from jetspec.types import BatchLayout, KVPages, TreeBatch
-from tests.kernels import compile_for_hopper
+from tests.kernels import compile_for_hopper, shared_bytes
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -314,6 +314,26 @@ def test_splits_fill_the_gpu_and_no_more(warps: int, max_queries: int, max_runs:
         assert 2 * splits > min(kernel.WARPS // warps, kernel.MAX_SPLITS, max_runs)
 
 
+def arguments(
+    dtype: str, tiling: Any, shape: dict[str, Any], flagged: bool = False
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types and constants of a launch, for the compiler."""
+    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
+    blocks = {name: size for name, size in tiling._asdict().items() if not name.startswith("num_")}
+    absent = ["part_ptr", "lse_ptr", "finished_ptr"] if shape["SPLITS"] == 1 else []
+    absent += ([] if shape["TREE"] else ["ancestor_ptr"]) + ([] if flagged else ["is_tree_ptr"])
+    names = kernel._tree_attention_kernel.arg_names
+    numbers = ("window", "first_seen", "earlier", "tiles", "W", "min_run")
+    types = dict.fromkeys([n for n in names if "_stride_" in n or n in numbers], "i32") | {"scale": "fp32"}
+    types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
+    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")} | {"finished_ptr": "*i32", "is_tree_ptr": "*i1"}
+    return types, {"PAGE_SIZE": 16, "G": 8, **shape, **blocks, **dict.fromkeys(absent)}
+
+
+def stages(tiling: Any) -> dict[str, int]:
+    return {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+
+
 @pytest.mark.parametrize(
     ("dtype", "queries", "repeat", "size", "tree", "windowed", "splits", "flagged"),
     [
@@ -331,19 +351,24 @@ def test_kernel_compiles_for_hopper(
 ) -> None:
     pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    tiling = kernel._choose_tiling(queries * repeat, 8, size, 2 if dtype == "bf16" else 4)._asdict()
-    options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
-    shape = {"TREE": tree, "WINDOWED": windowed, "PAGE_SIZE": 16, "G": 8, "REPEAT": repeat, "E": size, "SPLITS": splits}
-    alone = dict.fromkeys(("part_ptr", "lse_ptr", "finished_ptr")) if splits == 1 else {}
-    absent: dict[str, Any] = ({} if tree else {"ancestor_ptr": None}) | alone
-    absent |= {} if flagged else {"is_tree_ptr": None}
-    names = kernel._tree_attention_kernel.arg_names
-    numbers = ("window", "first_seen", "earlier", "tiles", "W", "min_run")
-    types = dict.fromkeys([n for n in names if "_stride_" in n or n in numbers], "i32") | {"scale": "fp32"}
-    types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
-    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")} | {"finished_ptr": "*i32", "is_tree_ptr": "*i1"}
-    ptx = compile_for_hopper(kernel._tree_attention_kernel, types, shape | tiling | absent, **options)
+    tiling = kernel._choose_tiling(queries * repeat, 8, size, 2 if dtype == "bf16" else 4)
+    shape = {"TREE": tree, "WINDOWED": windowed, "REPEAT": repeat, "E": size, "SPLITS": splits}
+    types, constants = arguments(dtype, tiling, shape, flagged)
+    ptx = compile_for_hopper(kernel._tree_attention_kernel, types, constants, **stages(tiling))
     assert ("mma" in ptx) == (dtype == "bf16")
+
+
+@pytest.mark.parametrize(("capability", "memory"), [(89, 100), (90, 228)])
+@pytest.mark.parametrize(("rows", "size"), [(64, 128), (256, 128), (2048, 128), (2048, 256), (64, 256)])
+def test_tiles_fit_into_shared_memory(rows: int, size: int, capability: int, memory: int) -> None:
+    """Of which a program never has the last 1024 bytes."""
+    pytest.importorskip("triton")
+    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
+    tiling = kernel._fit(kernel._choose_tiling(rows, 8, size, 2), memory * 1024)
+    shape = {"TREE": False, "WINDOWED": False, "REPEAT": 4, "E": size, "SPLITS": 1}
+    types, constants = arguments("bf16", tiling, shape)
+    needed = shared_bytes(kernel._tree_attention_kernel, types, constants, capability, stages(tiling))
+    assert 0 < needed <= (memory - 1) * 1024
 
 
 def on_gpu(batch: TreeBatch) -> TreeBatch:
