@@ -33,7 +33,7 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 TableForm = Literal["md", "csv", "json", "jsonl"]
-TREE_SHAPE = ("budget", "width", "depth")
+TREE_SHAPE = ("budget", "width", "depth", "shortlist")
 
 
 class OneLineErrors(TyperGroup):
@@ -141,6 +141,9 @@ class ModelOptions:
     budget: Annotated[int | None, _option("Most nodes in a tree, the anchor included.", panel="Tree")] = None
     width: Annotated[int | None, _option("Most children of one node; 1 is a chain.", panel="Tree")] = None
     depth: Annotated[int | None, _option("Longest path below the anchor.", panel="Tree")] = None
+    shortlist: Annotated[
+        int | None, _option("Tokens per depth that an edge term ranks for each parent; 0: all.", panel="Tree")
+    ] = None
 
     def load(self, engine: EngineConfig | None = None) -> LLM:
         """The model, with the library's own tree and engine wherever no option says otherwise."""
@@ -375,6 +378,9 @@ def eval_head(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 256,
     budgets: EvalBudgets = EVAL_BUDGETS,
     width: Annotated[int, _option("Most children of one node.")] = 8,
+    shortlist: Annotated[
+        int | None, _option("Tokens per depth that an edge term ranks for each parent; 0: all.")
+    ] = None,
     expand: Annotated[Expand, _option("The best nodes, or all children of the best nodes.")] = "optimal",
     real: Annotated[bool, _option("Decode, too, or only score the target's text.", "--real/--no-real")] = True,
     batch: Annotated[int, _option("Conversations decoded together.")] = 32,
@@ -388,6 +394,7 @@ def eval_head(
     The target answers the questions greedily; the head is scored on these answers at every position, then decodes.
     """
     shape, engine = TreeConfig(width=width, expand=expand), EngineConfig(max_batch=batch)
+    shape = shape if shortlist is None else replace(shape, shortlist=shortlist)
     from jetspec.terminal.eval_head import EvalPlan
     from jetspec.terminal.eval_head import eval_head as run_eval
     from jetspec.terminal.screen import working

@@ -211,7 +211,8 @@ def test_what_is_no_prompt_is_refused_before_the_load(
 def test_tree_options_change_only_what_they_name(fake: type[FakeLLM]) -> None:
     run("generate", "Why?")
     run("generate", "Why?", "--width", "3")
-    assert fake.trees == [TreeConfig(budget=16, width=3)]
+    run("generate", "Why?", "--shortlist", "0")
+    assert fake.trees == [TreeConfig(budget=16, width=3), TreeConfig(budget=16, shortlist=0)]
 
 
 # -- errors
