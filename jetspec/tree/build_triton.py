@@ -269,7 +269,8 @@ def _family(row, depth, place, D, C, K, index_ptr):
 
 @triton.jit
 def _increment(logprob, entropy_ptr, entropy_weight, level, mask, SCORE: tl.constexpr):
-    """What a node adds to its parent's score: at most 0, and -inf if it is absent."""
+    """What a node adds to its parent's score: at most 0, and -inf if it is absent, or not a number, of which a GPU
+    takes the minimum with 0 to be 0."""
     step = logprob
     if SCORE != "accum_logp":
         # One entropy serves a whole level: every lane loads the same number.
@@ -278,7 +279,7 @@ def _increment(logprob, entropy_ptr, entropy_weight, level, mask, SCORE: tl.cons
             step = logprob - entropy_weight * entropy
         else:
             step = tl.where(logprob > -float("inf"), -entropy, logprob)
-    return tl.minimum(step, 0.0)
+    return tl.where(step == step, tl.minimum(step, 0.0), -float("inf"))
 
 
 @triton.jit

@@ -338,6 +338,25 @@ def test_kernel_equals_torch(interpreter: Executor, expand: Expand, score: Score
         interpreter.submit(compare_builders, candidates, score_config(score, budget, width, expand)).result()
 
 
+def broken_candidates() -> Candidates:
+    """A head that says no numbers at the second depth."""
+    candidates = random_candidates(0, 1, 3, VOCAB, ties=False, own=False)
+    logprob_BDC = candidates.logprob_BDC.clone()
+    logprob_BDC[:, 1] = torch.nan
+    return replace(candidates, logprob_BDC=logprob_BDC)
+
+
+@pytest.mark.parametrize("expand", get_args(Expand))
+def test_kernel_takes_what_is_no_number_for_absent(interpreter: Executor, expand: Expand) -> None:
+    interpreter.submit(compare_builders, broken_candidates(), TreeConfig(12, 3, expand=expand)).result()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("expand", get_args(Expand))
+def test_what_is_no_number_is_absent_on_a_gpu(expand: Expand) -> None:
+    compare_builders(broken_candidates(), TreeConfig(12, 3, expand=expand), "cuda")
+
+
 @pytest.mark.parametrize("expand", get_args(Expand))
 @pytest.mark.parametrize(("shortlist", "width"), [(1, 1), (VOCAB, 3), (VOCAB, VOCAB)])
 @pytest.mark.parametrize("scale", [0.0, 1.0])
