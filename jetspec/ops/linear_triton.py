@@ -146,7 +146,7 @@ class RowTiling(NamedTuple):
 
     @property
     def width(self) -> int:
-        return self.BLOCK_N + (self.BLOCK_N // 2 if self.HALF else 0)
+        return _width(self.BLOCK_N, self.HALF)
 
 
 def rows_linear_triton(
@@ -242,6 +242,10 @@ def can_copy(x: Tensor) -> bool:
     return x.dim() == 2 and x.is_contiguous() and x.shape[1] * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
 
 
+def _width(block_n: int, half: bool) -> int:
+    return block_n + block_n // 2 if half else block_n
+
+
 def _choose_tiling(rows: int, outputs: int, gated: bool) -> RowTiling:
     """The widest tiles that leave no multiprocessor idle: each of them reads x anew. Very few rows cost little to read,
     and half of the multiprocessors can keep the memory busy with them. A small weight is a matter of latency, which
@@ -251,10 +255,9 @@ def _choose_tiling(rows: int, outputs: int, gated: bool) -> RowTiling:
     widths = (WIDTHS[0], WIDTHS[-1]) if block_m == 16 else WIDTHS
     enough = ENOUGH_PROGRAMS // 2 if block_m == 16 else ENOUGH_PROGRAMS
     for block_n, half in widths:
-        width = block_n + (block_n // 2 if half else 0)
-        if triton.cdiv(outputs, width) >= enough:
+        if triton.cdiv(outputs, _width(block_n, half)) >= enough:
             break
-    weight_rows = width * (2 if gated else 1)
+    weight_rows = _width(block_n, half) * (2 if gated else 1)
     block_k = 256 if block_m == 16 else 128
     while (stages := STAGE_BYTES // ((block_m + weight_rows) * block_k * 2)) < 3:
         block_k //= 2

@@ -221,8 +221,9 @@ def _tree_attention_kernel(
 
     Keys of a request are numbered by their place in its pages. Those below `shared`, the prefix from `first_seen` on,
     are visible to the whole tile, up to a window; the rest, up to `end`, is masked query by query. Each kind has blocks
-    of its own, so that those of a tree start at a word of the mask, and all go through one loop: its code is read
-    anew in every layer, and takes longer to come than a block of keys. A chain has one kind and stops at its diagonal.
+    of its own, so that those of a tree start at a word of the mask, and all go through one loop: a second one would
+    start with nothing on its way, which takes longer than a block of keys. A chain has one kind and stops at its
+    diagonal.
     With a TREE, `is_tree_ptr` may say which requests are chains for all that.
 
     Lengths, pages and masks are older than the kernel before this one, which writes q and the K and V in flight. So

@@ -82,10 +82,9 @@ def test_rounds_that_score_by_entropy_are_captured(score: Score) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="an engine on a GPU that is not the current one takes two")
 def test_engines_run_on_any_gpu_after_another() -> None:
     """Whatever the current device is."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     for device in ("cuda:0", "cuda:1"):
         target = tiny_decoder().to(device)
         engine = make_engine(target, "head", tiny_head(target).to(device), config=EngineConfig(page_size=4))

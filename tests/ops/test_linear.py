@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 from concurrent.futures import Executor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,21 @@ def test_additions_leave_a_stream_that_is_trained_alone() -> None:
     assert total.grad is not None and x.grad is not None and weight.grad is not None
     with torch.autocast("cpu", torch.bfloat16):  # products come narrower than the stream
         assert add_linear(total, x, weight).x.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("capability", "kilobytes", "can"), [((9, 0), 228, True), ((8, 0), 164, False), ((12, 0), 100, False)]
+)
+def test_products_of_a_few_rows_need_the_copy_engine_and_memory(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kilobytes: int, can: bool
+) -> None:
+    """Hopper has both, the generation before it no copy engine, and small GPUs after it too little memory."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.linear_triton")
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=1024 * kilobytes)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert module._has_copy_engine.__wrapped__(torch.device("cuda")) == can
 
 
 def test_half_precision_does_not_begin_a_norm() -> None:
