@@ -147,7 +147,8 @@ def lesson(
     head.zero_grad()
     result = draft_loss(head, target, batch, blocks, seen, LossConfig())
     result.loss_sum.backward()
-    return result, {name: p.grad for name, p in head.named_parameters()}
+    # Copies: a head that moves to a device takes its gradients along.
+    return result, {name: None if p.grad is None else p.grad.clone() for name, p in head.named_parameters()}
 
 
 @pytest.mark.parametrize("windows", [(), (5, None, 5)], ids=["full", "windowed"])
