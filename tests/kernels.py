@@ -19,6 +19,11 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, 
     return ptx
 
 
+def fetches_early(ptx: str) -> bool:
+    """Whether a kernel asks for a weight before it waits."""
+    return 0 < ptx.index("cp.async.bulk.prefetch.L2") < ptx.index("griddepcontrol.wait")
+
+
 def shared_bytes(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, options: dict[str, int]
 ) -> int:

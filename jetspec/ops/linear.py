@@ -16,6 +16,8 @@ FEW_ROWS = range(5, 17)
 SOME_ROWS = range(2, 33)
 FEW_ROWS_OF_A_GPU = range(2, 65)
 """More of them would be read too often: a library passes them on between multiprocessors."""
+ROWS_OF_A_SMALL_WEIGHT = range(2, 257)
+"""On a GPU. How often these are read does not matter, but how many kernels a layer has."""
 MANY_OUTPUTS = 32_768
 """Of a product without anything around it: more keep a library busy long enough that how it starts does not matter."""
 
@@ -48,11 +50,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def norm_linear(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` of `rms_norm`: the start of attention."""
-    if _rows(stream.x, weight, norm) == "one":
+    rows = _rows(stream.x, weight, norm)
+    if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
         return vector_linear_triton(stream.x, weight, bias, norm=norm, eps=eps)
-    if stream.scaled is not None and stream.squares is not None:
+    if rows == "few" and stream.scaled is not None and stream.squares is not None:
         from jetspec.ops.linear_triton import rows_linear_triton
 
         return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps)
@@ -61,11 +64,12 @@ def norm_linear(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: 
 
 def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`swiglu` of `norm_linear`: the start of an MLP. `weight` holds the rows of the gate, then those of the rest."""
-    if _rows(stream.x, weight, norm) == "one":
+    rows = _rows(stream.x, weight, norm)
+    if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
         return vector_linear_triton(stream.x, weight, bias, norm=norm, eps=eps, gated=True)
-    if stream.scaled is not None and stream.squares is not None:
+    if rows == "few" and stream.scaled is not None and stream.squares is not None:
         from jetspec.ops.linear_triton import rows_linear_triton
 
         return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=True)
@@ -107,9 +111,13 @@ def copied(stream: Stream, tap: Tensor | None) -> Stream:
 
 
 def begins_norm(total: Tensor, next_norm: Tensor) -> bool:
-    """Whether the products that read a stream finish a norm that its writer has begun. Not in float16, whose numbers
-    end where those of a stream that is not divided yet may go on."""
-    return total.dtype != torch.float16 and _rows(total, total, next_norm) == "few"
+    """Whether the products that read a few rows of a stream can finish a norm that its writer has begun. Not in
+    float16, whose numbers end where those of a stream that is not divided yet may go on."""
+    if not uses_kernel(total, next_norm) or total.dtype == torch.float16 or total.dtype != next_norm.dtype:
+        return False
+    from jetspec.ops.linear_triton import can_copy, has_copy_engine
+
+    return can_copy(total) and has_copy_engine(total)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -135,10 +143,11 @@ def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "
         return "many"
     if x.numel() == x.shape[-1]:
         return "one"
-    from jetspec.ops.linear_triton import can_copy, has_copy_engine
+    from jetspec.ops.linear_triton import can_copy, has_copy_engine, is_small
 
-    can = can_copy(x) and can_copy(weight) and all(y.is_contiguous() for y in others)
-    return "few" if can and len(x) in FEW_ROWS_OF_A_GPU and has_copy_engine(x) else "many"
+    can = can_copy(x) and can_copy(weight) and all(y.is_contiguous() for y in others) and has_copy_engine(x)
+    few = ROWS_OF_A_SMALL_WEIGHT if is_small(weight) else FEW_ROWS_OF_A_GPU
+    return "few" if can and len(x) in few else "many"
 
 
 def can_pack(weight: Tensor) -> bool:

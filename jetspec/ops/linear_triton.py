@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.overlap_triton import fetch, overlap, wait
 
 BLOCK_K = 2048
 TILE = 4096
@@ -25,6 +25,7 @@ TILE = 4096
 
 WIDTHS = ((64, True), (64, False), (32, True), (32, False))
 """Outputs of a tile of a few rows, and whether half as many come on top, in the order in which they are tried."""
+SMALL_BYTES = 8 * 2**20
 ENOUGH_PROGRAMS = 120
 """Nearly all of Hopper's multiprocessors have one."""
 STAGE_BYTES = 225 * 1024
@@ -198,9 +199,11 @@ def _launch_rows(
 ) -> None:
     (T, K), N = x_TK.shape, out.shape[1]
     tiling = _choose_tiling(T, N, gated)
+    early = {"EARLY": is_small(weight), **overlap(x_TK)}
     half = TensorDescriptor.from_tensor(weight, [tiling.BLOCK_N // 2, tiling.BLOCK_K]) if tiling.HALF else None
     with torch.cuda.device_of(x_TK):
-        _rows_linear_kernel[(triton.cdiv(N, tiling.width),)](
+        _rows_linear_kernel[(triton.cdiv(N, tiling.width), triton.cdiv(T, tiling.BLOCK_M))](
+            weight,
             TensorDescriptor.from_tensor(x_TK, [tiling.BLOCK_M, tiling.BLOCK_K]),
             TensorDescriptor.from_tensor(weight, [tiling.BLOCK_N, tiling.BLOCK_K]),
             half,
@@ -221,7 +224,7 @@ def _launch_rows(
             GATED=gated,
             PARTS=1 if squares is None else triton.next_power_of_2(len(squares)),
             **tiling._asdict(),
-            **overlap(x_TK),
+            **early,
         )
 
 
@@ -237,6 +240,12 @@ def _has_copy_engine(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0) and memory > STAGE_BYTES
 
 
+def is_small(weight: Tensor) -> bool:
+    """Whether a product with it is a matter of latency. The cache holds it, so that it can be asked for before it is
+    needed, and be read once for every 64 rows."""
+    return weight.nbytes <= SMALL_BYTES
+
+
 def can_copy(x: Tensor) -> bool:
     """Whether the copy engine can read a matrix: its rows start at multiples of 16 bytes."""
     return x.dim() == 2 and x.is_contiguous() and x.shape[1] * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
@@ -250,12 +259,12 @@ def _choose_tiling(rows: int, outputs: int, gated: bool) -> RowTiling:
     """The widest tiles that leave no multiprocessor idle: each of them reads x anew. Very few rows cost little to read,
     and half of the multiprocessors can keep the memory busy with them. A small weight is a matter of latency, which
     the tensor cores' own queue has less of; it takes 64 rows."""
-    is_small = triton.cdiv(outputs, WIDTHS[-1][0]) < ENOUGH_PROGRAMS // 2
-    block_m = 16 if rows <= 16 and not is_small else 64
+    is_narrow = triton.cdiv(outputs, WIDTHS[-1][0]) < ENOUGH_PROGRAMS // 2
+    block_m = 16 if rows <= 16 and not is_narrow else 64
     widths = (WIDTHS[0], WIDTHS[-1]) if block_m == 16 else WIDTHS
     enough = ENOUGH_PROGRAMS // 2 if block_m == 16 else ENOUGH_PROGRAMS
     for block_n, half in widths:
-        if triton.cdiv(outputs, _width(block_n, half)) >= enough:
+        if triton.cdiv(outputs, _width(block_n, half)) * triton.cdiv(rows, block_m) >= enough:
             break
     weight_rows = _width(block_n, half) * (2 if gated else 1)
     block_k = 256 if block_m == 16 else 128
@@ -266,6 +275,7 @@ def _choose_tiling(rows: int, outputs: int, gated: bool) -> RowTiling:
 
 @triton.jit
 def _rows_linear_kernel(
+    weight_ptr,
     x_desc,
     weight_desc,
     half_desc,
@@ -289,9 +299,10 @@ def _rows_linear_kernel(
     BLOCK_N: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr = False,
     OVERLAP: tl.constexpr = False,
 ):
-    """Some outputs of all rows.
+    """Some outputs of BLOCK_M rows. A small weight is asked for EARLY, before the kernel waits for the one before it.
 
     A norm is spread over two kernels, so that none of its own is needed: who writes a stream scales it by the norm's
     weight and sums up the squares of its part of each row, and who reads it divides the product.
@@ -299,18 +310,25 @@ def _rows_linear_kernel(
     HALF_N: tl.constexpr = BLOCK_N // 2
     tile = tl.program_id(0)
     first = tile * (BLOCK_N + HALF_N if HALF else BLOCK_N)
-    token = tl.arange(0, BLOCK_M)
+    first_token = tl.program_id(1) * BLOCK_M
+    token = first_token + tl.arange(0, BLOCK_M)
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = y
     half_y = tl.zeros([BLOCK_M, HALF_N], tl.float32)
     half_up = half_y
+    if EARLY and OVERLAP:
+        row_bytes = K * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        own_bytes = tl.minimum(BLOCK_N + HALF_N if HALF else BLOCK_N, N - first) * row_bytes
+        fetch(weight_ptr + first * K, own_bytes)
+        if GATED:
+            fetch(weight_ptr + (N + first) * K, own_bytes)
     wait(OVERLAP)
     if squares_ptr is not None:  # asked for now, looked at in the end
         part = tl.arange(0, PARTS)
         known = (part < num_parts)[:, None] & (token < T)[None, :]
         squares = tl.load(squares_ptr + part[:, None] * T + token[None, :], mask=known, other=0.0)
     for start in tl.range(0, K, BLOCK_K):
-        x = x_desc.load([0, start])
+        x = x_desc.load([first_token, start])
         y = _product(x, weight_desc, first, start, y)
         if GATED:
             up = _product(x, weight_desc, N + first, start, up)
@@ -326,9 +344,9 @@ def _rows_linear_kernel(
         half_y /= divisor
         half_up /= divisor
     places = bias_ptr, total_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride
-    own_squares = _finish(y, up, first, *places, T, N, GATED, BLOCK_M, BLOCK_N)
+    own_squares = _finish(y, up, token, first, *places, T, N, GATED, BLOCK_N)
     if HALF:
-        own_squares += _finish(half_y, half_up, first + BLOCK_N, *places, T, N, GATED, BLOCK_M, HALF_N)
+        own_squares += _finish(half_y, half_up, token, first + BLOCK_N, *places, T, N, GATED, HALF_N)
     if next_norm_ptr is not None:
         tl.store(next_squares_ptr + tile * T + token, own_squares, mask=token < T)
 
@@ -342,6 +360,7 @@ def _product(x, weight_desc, first, start, y):
 def _finish(
     y,
     up,
+    token,
     first,
     bias_ptr,
     total_ptr,
@@ -353,11 +372,9 @@ def _finish(
     T,
     N,
     GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Store outputs from `first` on, and the start of the norm that comes next. Returns their sums of squares."""
-    token = tl.arange(0, BLOCK_M)
     output = first + tl.arange(0, BLOCK_N)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + output, mask=output < N, other=0.0).to(tl.float32)[None, :]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetspec.dispatch import uses_kernel
-from jetspec.ops.linear import Stream, begins_norm, copied, linear
+from jetspec.ops.linear import FEW_ROWS_OF_A_GPU, Stream, begins_norm, copied, linear
 from jetspec.ops.norm_rope import rms_norm
 from jetspec.ops.swiglu import swiglu_reference
 
@@ -30,7 +30,7 @@ def norm_route(
     Weights are probabilities over all experts, in fp32 until the end, scaled to sum to 1 if they are to `normalize`.
     Of experts that tie the lowest comes first.
     """
-    if stream.scaled is not None and stream.squares is not None:
+    if len(stream.x) in FEW_ROWS_OF_A_GPU and stream.scaled is not None and stream.squares is not None:
         from jetspec.ops.route_triton import norm_route_triton
 
         return Routed(*norm_route_triton(stream.scaled, stream.squares, eps, router, num_chosen, normalize))
@@ -73,7 +73,8 @@ def add_mixture(
     if same and uses_kernel(total, x_TM, gate_up, down, weight_TK):
         from jetspec.ops.moe_triton import add_mixture_triton
 
-        begun = next_norm if next_norm is not None and begins_norm(total, next_norm) else None
+        begins = next_norm is not None and len(total) in FEW_ROWS_OF_A_GPU and begins_norm(total, next_norm)
+        begun = next_norm if begins else None
         return Stream(total, *add_mixture_triton(total, x_TM, expert_TK, weight_TK, gate_up, down, begun, tap))
     return copied(Stream(total + mixture_reference(routed, gate_up, down).view_as(total)), tap)
 

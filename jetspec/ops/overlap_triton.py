@@ -34,6 +34,23 @@ def _overlap(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
+def fetch(ptr, num_bytes):
+    """Ask for what lies at `ptr`, each thread of a program for a part, so that it is in the cache when it is loaded.
+    Both numbers are multiples of 16."""
+    threads: tl.constexpr = tl.extra.cuda.num_threads()
+    share = tl.cdiv(num_bytes, threads * 16) * 16
+    first = tl.arange(0, threads) * share
+    tl.inline_asm_elementwise(
+        "{ .reg .pred some; setp.gt.s32 some, $2, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [ptr.to(tl.pointer_type(tl.int8)) + first, tl.minimum(share, num_bytes - first)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def wait(OVERLAP: tl.constexpr):
     """Until the kernel before has finished. The one behind may be launched meanwhile, and waits in turn."""
     if OVERLAP:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from jetspec.dispatch import force
 from jetspec.ops import Stream, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
-from tests.kernels import compile_for_hopper
+from tests.kernels import compile_for_hopper, fetches_early
 
 EPS = 1e-5
 
@@ -164,23 +164,36 @@ def compare_rows(rows: int, size: int, inner: int, biased: bool, dtype: torch.dt
         stream, got = run()
     with force("reference"):
         _, want = run()
-    assert stream.squares is not None and stream.squares.shape[1] == rows
+    assert rows > 256 or (stream.squares is not None and stream.squares.shape[1] == rows)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-5
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=4 * tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("rows", "size", "inner"), [(2, 40, 96), (16, 72, 40), (33, 64, 300), (64, 32, 64)])
+@pytest.mark.parametrize(("rows", "size", "inner"), [(2, 40, 96), (16, 72, 40), (33, 64, 300), (130, 32, 64)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_kernel_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner: int, biased: bool) -> None:
     interpreter.submit(compare_rows, rows, size, inner, biased, torch.float32, "cpu").result()
+
+
+def compare_sizes(rows: int, size: int, inner: int) -> None:
+    """The first product's weight is small, the second's is not."""
+    module = importlib.import_module("jetspec.ops.linear_triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SMALL_BYTES", size * inner * 4)
+        compare_rows(rows, size, inner, True, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("rows", [64, 65, 257])
+def test_a_norm_that_was_begun_is_finished_by_whom_it_suits(interpreter: Executor, rows: int) -> None:
+    interpreter.submit(compare_sizes, rows, 40, 24).result()
 
 
 def compare_tilings(rows: int, size: int, inner: int, half: bool) -> None:
     module = importlib.import_module("jetspec.ops.linear_triton")
 
     def choose(rows: int, outputs: int, gated: bool) -> Any:
-        return module.RowTiling(max(16, rows), 32, half, 16, num_warps=4, num_stages=2)
+        return module.RowTiling(max(16, min(rows, 32)), 32, half, 16, num_warps=4, num_stages=2)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_choose_tiling", choose)
@@ -194,7 +207,9 @@ def test_tiles_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "size", "inner"), [(16, 4096, 12288), (64, 576, 1536), (63, 4096, 4096), (2, 72, 40)])
+@pytest.mark.parametrize(
+    ("rows", "size", "inner"), [(16, 4096, 12288), (64, 576, 1536), (63, 4096, 4096), (2, 72, 40), (200, 576, 1536)]
+)
 def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int) -> None:
     compare_rows(rows, size, inner, False, torch.bfloat16, "cuda")
 
@@ -209,12 +224,17 @@ def test_kernel_of_a_few_rows_compiles_for_hopper(rows: int, reads: bool) -> Non
     block = {"x_desc": tiling["BLOCK_M"], "weight_desc": tiling["BLOCK_N"], "half_desc": tiling["BLOCK_N"] // 2}
     types = {name: f"tensordesc<bf16[{size}, {tiling['BLOCK_K']}]>" for name, size in block.items()}
     types |= dict.fromkeys(("total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr"), "*bf16") | {"eps": "fp32"}
-    types |= dict.fromkeys(("T", "N", "K", "num_parts", "tap_stride"), "i32") | {"tap_ptr": "*bf16"}
+    types |= dict.fromkeys(("T", "N", "K", "num_parts", "tap_stride"), "i32") | {
+        "tap_ptr": "*bf16",
+        "weight_ptr": "*bf16",
+    }
     absent = ("total", "next_norm", "scaled", "next_squares", "tap") if reads else ("squares",)
-    constants = {"GATED": reads, "PARTS": 128 if reads else 1, "bias_ptr": None} | {f"{n}_ptr": None for n in absent}
+    constants = {"EARLY": True, "GATED": reads, "PARTS": 128 if reads else 1, "bias_ptr": None} | {
+        f"{n}_ptr": None for n in absent
+    }
     constants |= {} if tiling["HALF"] else {"half_desc": None}
     ptx = compile_for_hopper(kernel, types, {**constants, **tiling}, **options)
-    assert "cp.async.bulk.tensor" in ptx and ("wgmma" in ptx) == (rows >= 64)
+    assert "cp.async.bulk.tensor" in ptx and ("wgmma" in ptx) == (rows >= 64) and fetches_early(ptx)
 
 
 @pytest.mark.gpu
