@@ -58,6 +58,7 @@ class Models:
     target: Decoder
     head: DraftHead
     eos_tokens: frozenset[int] = frozenset()
+    shortlist: int = TreeConfig.shortlist
 
     def engine(self, budget: int, config: EngineConfig) -> Engine:
         """One that speculates, or with a budget of 1 decodes plainly."""
@@ -65,7 +66,7 @@ class Models:
             self.target,
             self.head if budget > 1 else None,
             drafter="head" if budget > 1 else "none",
-            tree=TreeConfig(budget=budget),
+            tree=TreeConfig(budget=budget, shortlist=self.shortlist),
             config=config,
             eos_tokens=self.eos_tokens,
         )
@@ -338,6 +339,7 @@ def main(words: Sequence[str] | None = None) -> None:
     faster = any(result.get("faster", True) for result in results.values())  # float32 is for exactness, not for speed
     holds = correct and faster
     record = {"check": args.check, "model": Path(args.model).name, "head": Path(args.head).name, "device": device.type}
+    record["shortlist"] = args.shortlist
     write_record(args.out, {**record, "holds": holds, "results": results}, commit)
     print(json.dumps({"check": args.check, "holds": holds, "record": str(args.out)}))
     raise SystemExit(0 if holds else 1)
@@ -356,6 +358,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         made.add_argument("--device", default="auto", help="auto, cpu or cuda")
         made.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=dtypes, help="one run for each")
         made.add_argument("--tokens", type=int, default=tokens, help="most new tokens of a prompt")
+        made.add_argument("--shortlist", type=int, default=TreeConfig.shortlist, help="tokens an edge term ranks")
         made.add_argument("--commit", help="commit of the source, where git cannot tell")
         return made
 
@@ -382,7 +385,7 @@ def run(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> d
     """One check in one precision."""
     target = load_target(args.model, dtype, device)
     head = load_head(args.head, target.decoder.config, dtype, device)
-    models = Models(target.decoder, head, target.eos_tokens)
+    models = Models(target.decoder, head, target.eos_tokens, args.shortlist)
     if args.check == "speed":
         sets = {name: draw([args.data / f"{name}.jsonl"], args.prompts, target.tokenizer) for name in SPEED_SETS}
         other = load_hf(resolve(args.model), dtype, device) if args.other_prompts else None
