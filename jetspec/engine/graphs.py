@@ -111,13 +111,14 @@ class GraphPool:
 
     def capture(self, run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
         """A graph of what `run` does, and what it returns, which every replay writes anew. It runs once before that, so
-        that kernels are compiled and lasting tensors made outside the graph."""
+        that kernels are compiled and lasting tensors made outside the graph. Other threads may use the GPU
+        meanwhile."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             run()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory, stream=self.stream):
+        with torch.cuda.graph(graph, pool=self.memory, stream=self.stream, capture_error_mode="thread_local"):
             result = run()
         self.num_captured += 1
         return graph, result

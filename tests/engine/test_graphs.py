@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from jetspec.config import EngineConfig, Score, TreeConfig
 from jetspec.dispatch import force
-from jetspec.engine.graphs import batch_sizes
+from jetspec.engine.graphs import GraphPool, batch_sizes
 from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
 from tests.engine import test_constraint as constraints
@@ -201,3 +203,21 @@ def test_constrained_batches_and_graphs_take_turns(execution: str) -> None:
     engine = make_engine(target, "head", tiny_head(target).cuda(), config=config, **options)
     done = run(engine, PROMPTS, params)
     assert [c.token_ids for c in done] == [c.token_ids for c in run(plain, PROMPTS, params)]
+
+
+@pytest.mark.gpu
+def test_other_threads_may_use_the_gpu_while_a_graph_is_captured() -> None:
+    """Memory that is asked for meanwhile, as by a second model in the same process: more than was there before."""
+    device, sizes = torch.device("cuda"), iter((2**28, 2**30))
+
+    def ask() -> Tensor:
+        return torch.empty(next(sizes), dtype=torch.uint8, device=device)
+
+    def work() -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(ask).result()
+        return torch.ones(3, device=device) + 1
+
+    graph, result = GraphPool(device).capture(work)
+    graph.replay()
+    assert result.tolist() == [2, 2, 2]
