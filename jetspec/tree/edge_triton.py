@@ -60,7 +60,6 @@ def edge_children_triton(
             PARENTS=tiling.parents,
             CHILDREN=tiling.children,
             RANKS=tiling.ranks,
-            SHORTLIST=triton.next_power_of_2(C),
             WIDTH=triton.next_power_of_2(width),
             num_warps=tiling.num_warps,
         )
@@ -94,7 +93,6 @@ def _edge_children_kernel(
     PARENTS: tl.constexpr,
     CHILDREN: tl.constexpr,
     RANKS: tl.constexpr,
-    SHORTLIST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Re-rank one shortlist for a tile of parents, some children at a time; per parent K of those seen are kept."""
@@ -117,12 +115,12 @@ def _edge_children_kernel(
     slot = tl.zeros([PARENTS, WIDTH], tl.int32) + tl.arange(0, WIDTH)[None, :]
     value = tl.where(slot < K, -float("inf"), float("inf"))
     place = C + slot
-    top = tl.full([PARENTS], LOWEST, tl.float32)
-    total = tl.zeros([PARENTS], tl.float32)
+    top, total = tl.full([PARENTS], LOWEST, tl.float32), tl.zeros([PARENTS], tl.float32)
+    base_top, base_total = tl.full([1], LOWEST, tl.float32), tl.zeros([1], tl.float32)
     for start in range(0, C, CHILDREN):
         child = start + tl.arange(0, CHILDREN)
         token = tl.load(token_ptr + child, mask=child < C, other=0)
-        logprob = tl.load(logprob_ptr + child, mask=child < C, other=-float("inf"))
+        logprob = tl.load(logprob_ptr + child, mask=child < C, other=-float("inf"))[None, :]
         z = tl.zeros([PARENTS, CHILDREN], tl.float32)
         for first in range(0, R, RANKS):
             r = first + tl.arange(0, RANKS)
@@ -130,18 +128,13 @@ def _edge_children_kernel(
             e1 = tl.load(predecessor_ptr + parent_token[:, None] * R + r[None, :], mask=(r < R)[None, :], other=0.0)
             e2 = tl.load(successor_ptr + token[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
             z = _add_product(z, e1.to(tl.float32) * gate[None, :], e2)
-        z += logprob[None, :]
-
+        z += logprob
         best = tl.max(z, axis=1)
-        higher = tl.maximum(top, best)
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), axis=1)
-        top = higher
+        top, total = _add_exp(top, total, z, best)
+        base_top, base_total = _add_exp(base_top, base_total, logprob, tl.max(logprob, axis=1))
         value, place = _keep_best(value, place, z, child, best)
 
-    base = tl.arange(0, SHORTLIST)
-    base = tl.load(logprob_ptr + base, mask=base < C, other=-float("inf"))
-    base_top = tl.maximum(tl.max(base), LOWEST)
-    mass = _log_sum(top, total) - _log_sum(base_top, tl.sum(tl.exp(base - base_top)))
+    mass = _log_sum(top, total) - _log_sum(base_top, base_total)
     value = tl.where(slot < K, value, -float("inf"))
     out = (level * C + parent) * K
     for k in range(K):
@@ -169,8 +162,9 @@ def _keep_best(value, place, z, child, best):
     worst = tl.min(value, axis=1)
     better = best > worst
     while tl.max(better.to(tl.int32)) > 0:
-        first = tl.min(tl.where(z == best[:, None], child[None, :], 0x7FFFFFFF), axis=1)
-        z = tl.where(child[None, :] == first[:, None], -float("inf"), z)
+        equal = tl.where(z == best[:, None], child[None, :], 0x7FFFFFFF)
+        first = tl.min(equal, axis=1)
+        z = tl.where(equal == first[:, None], -float("inf"), z)
         last = tl.max(tl.where(value == worst[:, None], place, -1), axis=1)
         leaves = better[:, None] & (place == last[:, None])
         value = tl.where(leaves, best[:, None], value)
@@ -178,6 +172,13 @@ def _keep_best(value, place, z, child, best):
         best, worst = tl.max(z, axis=1), tl.min(value, axis=1)
         better = best > worst
     return value, place
+
+
+@triton.jit
+def _add_exp(top, total, x, best):
+    """Add rows to sums of exponentials of the distances to the greatest so far. `best` is the greatest of each row."""
+    higher = tl.maximum(top, best)
+    return higher, total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def test_the_kernel_compiles_and_fits_without_a_gpu(dtype: str, rank: int, width
     types = dict.fromkeys(("D", "C", "K"), "i32") | {"anchor_ptr": "*i64", "token_ptr": "*i64", "index_ptr": "*i32"}
     types |= dict.fromkeys(("predecessor_ptr", "successor_ptr"), f"*{dtype}")
     sizes = {"PARENTS": tiling.parents, "CHILDREN": tiling.children, "RANKS": tiling.ranks}
-    sizes |= {"R": rank, "SHORTLIST": 1024, "WIDTH": width}
+    sizes |= {"R": rank, "WIDTH": width}
     assert "wgmma" in compile_for_hopper(module._edge_children_kernel, types, sizes, num_warps=tiling.num_warps)
     used = shared_bytes(module._edge_children_kernel, types, sizes, HOPPER, {"num_warps": tiling.num_warps})
     assert used <= FAST_BYTES
