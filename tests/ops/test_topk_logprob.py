@@ -57,11 +57,12 @@ def test_long_lists_equal_a_sort(interpreter: Executor, vocab: int, k: int) -> N
         interpreter.submit(compare, logits.to(dtype), k, 1024).result()
 
 
-def test_a_list_of_equals_is_in_the_order_of_tokens(interpreter: Executor) -> None:
+@pytest.mark.parametrize(("k", "select"), [(300, True), (5, True), (5, False)])
+def test_a_list_of_equals_is_in_the_order_of_tokens(interpreter: Executor, k: int, select: bool) -> None:
     """Where a row ties as a whole, at its end, or but for a few that come last."""
     steps = torch.arange(1500.0)
     logits = torch.stack((torch.zeros(1500), steps.clamp(min=1300).flip(0), steps.clamp(min=1480)))
-    interpreter.submit(compare, logits, 300, 512).result()
+    interpreter.submit(compare, logits, k, 512, select).result()
 
 
 @pytest.mark.parametrize("select", [False, True])
