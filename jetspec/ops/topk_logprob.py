@@ -9,7 +9,7 @@ from jetspec.dispatch import uses_kernel
 
 SORTED_K = 128
 """Most tokens that the kernels find by sorting; the longer a list, the less a sort of it pays."""
-MAX_K = 4096
+MAX_K = 2048
 """Most tokens that kernels find; more are left to torch."""
 
 

@@ -1,9 +1,9 @@
 """The Triton kernels of `topk_logprob` for many tokens: no sort, of which the cost grows faster than their number.
 
-A row is cut into groups, each with a leader, its best. As many tokens as there are leaders from a bound up are above
-it, so a bound that k leaders reach loses none of the k best; and since groups are small, little else passes it. What
-passed is ranked by counting: the place of a token is the number of those that are better. Keys are unique (`keys`), so
-neither what passes nor its rank depends on the order in which programs run.
+A row is cut into groups, and the best of a group is its leader. Where k leaders reach a bound, so do k tokens, hence
+all of the k best; and as groups are small, little else does. What reaches it passes, and is ranked by counting: the rank
+of a token is the number of those that are better. Keys are unique (`keys`), so neither what passes nor its rank depends
+on the order in which programs run.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,8 +23,10 @@ CHUNK = 4096
 LEADERS = 3
 """At least so many groups per wanted token, if groups of one number allow: fewer let more than the best pass."""
 MAX_GROUP = 128
-PROGRAMS = 512
-"""Programs that keep a GPU busy. All that serve one row look for its bound, so no row has more than that takes."""
+PROGRAMS = 384
+"""Programs that a large GPU runs at once. All that serve one row look for its bound: more would only do so again."""
+RUN = 8
+"""Neighbours that a thread counts before it asks where to write those that passed."""
 OWN, BLOCK = 16, 256
 """Keys that one program of the last kernel ranks, and keys that it compares them with at once."""
 
@@ -40,7 +42,7 @@ def topk_select_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     num_leaders = num_chunks * (CHUNK // group)
     most_reaching = k + k // 8
     capacity = min(V, most_reaching * group)
-    span = -(-num_chunks // max(1, PROGRAMS // R))
+    span = -(-num_chunks // max(1, PROGRAMS // R))  # chunks of a row that one program of the second kernel sees
 
     device = logits.device
     leader_RL = torch.empty(R, num_leaders, dtype=torch.int64, device=device)
@@ -76,6 +78,7 @@ def topk_select_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             most_reaching,
             LEADERS=triton.next_power_of_2(num_leaders),
             CHUNK=CHUNK,
+            RUN=RUN,
             num_warps=8,
             **overlap(logits),
         )
@@ -150,6 +153,7 @@ def _pass_kernel(
     most_reaching,
     LEADERS: tl.constexpr,
     CHUNK: tl.constexpr,
+    RUN: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """Find the bound of a row, and collect what passes it in `span` of its chunks, in any order."""
@@ -162,12 +166,13 @@ def _pass_kernel(
     logits_ptr += row * V
     start = tl.program_id(1) * span * CHUNK
     for at in range(start, tl.minimum(start + span * CHUNK, V), CHUNK):
-        token = at + tl.arange(0, CHUNK)
+        token = at + tl.arange(0, CHUNK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
         key = keys(logits_ptr, token, V, False)
         passes = (key >= bound) & (token < V)
-        order = tl.cumsum(passes.to(tl.int32))
-        first = tl.atomic_add(count_ptr + row, tl.max(order))
-        tl.store(passed_ptr + row * capacity + first + order - 1, key, mask=passes)
+        order = tl.cumsum(passes.to(tl.int32), axis=1)
+        found = tl.max(order, axis=1)
+        first = tl.atomic_add(count_ptr + row + tl.zeros_like(found), found, mask=found > 0, sem="relaxed")
+        tl.store(passed_ptr + row * capacity + first[:, None] + order - 1, key, mask=passes)
 
 
 @triton.jit

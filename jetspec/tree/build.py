@@ -21,7 +21,7 @@ from jetspec.config import TreeConfig
 from jetspec.dispatch import uses_kernel
 from jetspec.tree.draft_tree import DraftTree
 
-MAX_SHORTLIST = 4096
+MAX_SHORTLIST = 2048
 """Longest shortlist that the kernel ranks for every parent there can be. Beyond, those that there are cost less."""
 
 

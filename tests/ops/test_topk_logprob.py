@@ -83,7 +83,7 @@ def test_selection_compiles_without_a_gpu(logits: str) -> None:
     types |= {"logits_ptr": logits, "count_ptr": "*i32"}
     groups = {"GROUP": 16, "GROUPS": module.CHUNK // 16}
     assert "st.global" in compile_for_hopper(module._leader_kernel, types, groups)
-    sizes = {"LEADERS": 4096, "CHUNK": module.CHUNK}
+    sizes = {"LEADERS": 4096, "CHUNK": module.CHUNK, "RUN": module.RUN}
     assert "st.global" in compile_for_hopper(module._pass_kernel, types, sizes, num_warps=8)
     sizes = {"CHUNKS": 64, "OWN": module.OWN, "BLOCK": module.BLOCK}
     assert "st.global" in compile_for_hopper(module._rank_kernel, types, sizes)
