@@ -1,9 +1,9 @@
 """The Triton kernels of `topk_logprob` for many tokens: no sort, of which the cost grows faster than their number.
 
 A row is cut into groups, and the best of a group is its leader. Where k leaders reach a bound, so do k tokens, hence
-all of the k best; and as groups are small, little else does. What reaches it passes, and is ranked by counting: the rank
-of a token is the number of those that are better. Keys are unique (`keys`), so neither what passes nor its rank depends
-on the order in which programs run.
+all of the k best; and as groups are small, little else does. What reaches it passes, and is ranked by counting: its
+rank is the number of those that are better. Keys are unique (`keys`), so neither what passes nor its rank depends on
+the order in which programs run.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
