@@ -34,6 +34,7 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 TableForm = Literal["md", "csv", "json", "jsonl"]
 TREE_SHAPE = ("budget", "width", "depth", "shortlist")
+SHORTLIST = "Tokens per depth that an edge term ranks for each parent; 0: all."
 
 
 class OneLineErrors(TyperGroup):
@@ -141,9 +142,7 @@ class ModelOptions:
     budget: Annotated[int | None, _option("Most nodes in a tree, the anchor included.", panel="Tree")] = None
     width: Annotated[int | None, _option("Most children of one node; 1 is a chain.", panel="Tree")] = None
     depth: Annotated[int | None, _option("Longest path below the anchor.", panel="Tree")] = None
-    shortlist: Annotated[
-        int | None, _option("Tokens per depth that an edge term ranks for each parent; 0: all.", panel="Tree")
-    ] = None
+    shortlist: Annotated[int | None, _option(SHORTLIST, panel="Tree")] = None
 
     def load(self, engine: EngineConfig | None = None) -> LLM:
         """The model, with the library's own tree and engine wherever no option says otherwise."""
@@ -378,9 +377,7 @@ def eval_head(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 256,
     budgets: EvalBudgets = EVAL_BUDGETS,
     width: Annotated[int, _option("Most children of one node.")] = 8,
-    shortlist: Annotated[
-        int | None, _option("Tokens per depth that an edge term ranks for each parent; 0: all.")
-    ] = None,
+    shortlist: Annotated[int | None, _option(SHORTLIST)] = None,
     expand: Annotated[Expand, _option("The best nodes, or all children of the best nodes.")] = "optimal",
     real: Annotated[bool, _option("Decode, too, or only score the target's text.", "--real/--no-real")] = True,
     batch: Annotated[int, _option("Conversations decoded together.")] = 32,
@@ -696,6 +693,9 @@ class HeadOptions:
     edge: Annotated[bool, _option("Give a random head an edge term.", "--edge", panel="Head")] = False
 
 
+ProfileShortlist = Annotated[int, _option(SHORTLIST, panel="Round")]
+
+
 def _refuse_options(context: typer.Context) -> None:
     """Options that stand before a subcommand would be lost on it."""
     for name in context.params:
@@ -719,6 +719,7 @@ def profile(
     weights: Annotated[Literal["random", "real"], _option("Of the target.", panel="Model")] = "random",
     budget: Annotated[list[int] | None, _option("Nodes of a tree, 64 by default; repeatable.", panel="Round")] = None,
     width: Annotated[int, _option("Most children of one node.", panel="Round")] = 8,
+    shortlist: ProfileShortlist = TreeConfig.shortlist,
     contexts: Annotated[
         list[int] | None, _option("Tokens before it, 1024 by default; repeatable.", "--context", panel="Round")
     ] = (None),
@@ -732,7 +733,7 @@ def profile(
     if context.invoked_subcommand:
         _refuse_options(context)
         return
-    trees = [TreeConfig(budget=nodes, width=width) for nodes in budget or [64]]
+    trees = [TreeConfig(budget=nodes, width=width, shortlist=shortlist) for nodes in budget or [64]]
     from jetspec.bench.profile import Workload
     from jetspec.terminal.profile import HeadChoice, Report, Where, default_rounds, profile_rounds
     from jetspec.train.config import HeadShape
@@ -749,6 +750,7 @@ def profile(
 @profile_app.command(
     epilog=_examples(
         "jetspec profile op all",
+        "jetspec profile op build_edge_tree --shape qwen3-8b --shortlist 512",
         "jetspec profile op add_mixture --shape qwen3-30b-a3b --budget 128 --json",
     )
 )
@@ -758,12 +760,15 @@ def op(
     options: ProfileOptions,
     budget: Annotated[int, _option("Nodes of a tree.", panel="Round")] = 64,
     context: Annotated[int, _option("Tokens before it.", panel="Round")] = 1024,
+    shortlist: ProfileShortlist = TreeConfig.shortlist,
 ) -> None:
     """Time one operation: its kernel, and the reference that the kernel must equal."""
     from jetspec.terminal.profile import Report, Where, profile_operations
 
     where, report = Where(options.shape, options.dtype, options.device), Report(options.as_json, options.out)
-    profile_operations(name, where, budget=budget, context=context, batch=options.batch, report=report)
+    profile_operations(
+        name, where, budget=budget, context=context, batch=options.batch, shortlist=shortlist, report=report
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from jetspec.config import TreeConfig
 from jetspec.dispatch import Kernels, force
 from jetspec.models.decoder import DecoderConfig, MoEConfig
 from jetspec.ops import HeadNorm
-from jetspec.tree import Candidates, DraftTree, accept, build_tree
+from jetspec.tree import Candidates, DraftTree, EdgeFactors, accept, build_tree
 from jetspec.types import BatchLayout, KVPages, RowSampling, SamplingParams, TreeBatch
 
-PAGE_SIZE, DEPTH, WIDTH = 16, 15, 8
+PAGE_SIZE, DEPTH, WIDTH, EDGE_RANK = 16, 15, 8, 128
 COLD_BYTES = 128 << 20
 """Enough to be gone from a GPU's cache before it is used again."""
 MAX_COPIES = 32
@@ -63,9 +63,10 @@ class Setting:
     budget: int = 64
     context: int = 1024
     batch: int = 1
+    shortlist: int = TreeConfig.shortlist
 
     def __post_init__(self) -> None:
-        TreeConfig(budget=self.budget)
+        TreeConfig(budget=self.budget, width=WIDTH, shortlist=self.shortlist)
         for name in ("context", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -83,11 +84,15 @@ class Inputs:
         s = self.setting
         return torch.randn(shape, generator=self.generator, dtype=dtype or s.dtype, device=s.device)
 
-    def candidates(self) -> Candidates:
+    @property
+    def shortlist(self) -> int:
+        return min(self.setting.shortlist or self.config.vocab_size, self.config.vocab_size)
+
+    def candidates(self, count: int = WIDTH) -> Candidates:
         """Distinct tokens per depth, as unlike each other as a head's."""
-        vocab = min(self.config.vocab_size, 1024)
+        vocab = min(self.config.vocab_size, 128 * count)
         logprob = (3 * self.normal(self.B, DEPTH, vocab, dtype=torch.float32)).log_softmax(-1)
-        value, token = logprob.topk(WIDTH)
+        value, token = logprob.topk(count)
         return Candidates(token, value)
 
     def anchors(self) -> Tensor:
@@ -190,6 +195,12 @@ def topk_logprob(inputs: Inputs) -> Operation:
     return Operation(lambda: (ops.topk_logprob(logits, WIDTH)[1],), logits.nbytes)
 
 
+def shortlist(inputs: Inputs) -> Operation:
+    """What an edge term ranks: a long list of the best tokens. Values only, too."""
+    logits = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
+    return Operation(lambda: (ops.topk_logprob(logits, inputs.shortlist)[1],), logits.nbytes)
+
+
 def build(inputs: Inputs) -> Operation:
     anchor_B, candidates = inputs.anchors(), inputs.candidates()
     config = TreeConfig(budget=inputs.N, width=WIDTH)
@@ -200,6 +211,22 @@ def build(inputs: Inputs) -> Operation:
 
     read = candidates.token_BDC.nbytes + candidates.logprob_BDC.nbytes
     return Operation(run, read + sum(x.nbytes for x in run()))
+
+
+def build_edge_tree(inputs: Inputs) -> Operation:
+    """With an edge term. Scores only: rounding may let nodes that nearly tie change places."""
+    gate_BDR = inputs.normal(inputs.B, DEPTH, EDGE_RANK, dtype=torch.float32)
+    factors = [0.3 * inputs.normal(inputs.config.vocab_size, EDGE_RANK) for _ in range(2)]
+    anchor_B, plain = inputs.anchors(), inputs.candidates(inputs.shortlist)
+    candidates = replace(plain, edge=EdgeFactors(gate_BDR, *factors))
+    config = TreeConfig(budget=inputs.N, width=WIDTH, shortlist=inputs.setting.shortlist)
+
+    def run() -> tuple[Tensor, ...]:
+        score_BN = build_tree(anchor_B, candidates, config, DEPTH).score_BN
+        assert score_BN is not None
+        return (score_BN,)
+
+    return Operation(run, 2 * plain.token_BDC.numel() * EDGE_RANK * factors[0].itemsize)
 
 
 def accept_path(inputs: Inputs) -> Operation:
@@ -278,7 +305,9 @@ OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     "rotate_store": rotate_store,
     "swiglu": swiglu,
     "topk_logprob": topk_logprob,
+    "shortlist": shortlist,
     "build_tree": build,
+    "build_edge_tree": build_edge_tree,
     "accept": accept_path,
     "compact_kv": compact_kv,
     "norm_route": norm_route,

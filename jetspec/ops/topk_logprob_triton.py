@@ -118,12 +118,7 @@ def _topk_merge_kernel(
 ):
     """The best of what a row's chunks found, and the logarithm of its sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, CHUNKS)
-    top = tl.load(top_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=LOWEST)
-    part = tl.load(sum_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
-    highest = tl.max(top)
-    log_sum = highest + tl.log(tl.sum(part * tl.exp(top - highest)))
-
+    log_sum = log_sum_exp(top_ptr + row * num_chunks, sum_ptr + row * num_chunks, num_chunks, CHUNKS)
     found = row * num_chunks * K
     value, place = _best(value_ptr + found, num_chunks * K, K, GROUP, GROUPS, SHORT)
     rank = tl.arange(0, K)
@@ -140,37 +135,55 @@ def _best(ptr, count, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
     is every GROUPS-th number from g.
     """
     member = tl.arange(0, GROUP)
-    leader = tl.max(_keys(ptr, member[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], count, SHORT), axis=0)
-    group = _place(tl.topk(leader, K), SHORT) % GROUPS
-    key = _keys(ptr, member[None, :] * GROUPS + group[:, None], count, SHORT)
+    leader = tl.max(keys(ptr, member[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], count, SHORT), axis=0)
+    group = places(tl.topk(leader, K), SHORT) % GROUPS
+    key = keys(ptr, member[None, :] * GROUPS + group[:, None], count, SHORT)
     key = tl.topk(tl.reshape(key, [K * GROUP]), K)
-    if SHORT:
-        value = _ordered((key >> 15).to(tl.int16), 15).to(ptr.dtype.element_ty, bitcast=True).to(tl.float32)
-    else:
-        value = _ordered((key >> 32).to(tl.int32), 31).to(tl.float32, bitcast=True)
-    return value, _place(key, SHORT)
+    return values(key, ptr.dtype.element_ty, SHORT), places(key, SHORT)
 
 
 @triton.jit
-def _keys(ptr, place, count, SHORT: tl.constexpr):
-    """A number, as an integer of the same order, above the complement of its place. Past the end it is the least.
+def log_sum_exp(top_ptr, sum_ptr, num_chunks, CHUNKS: tl.constexpr):
+    """Of a row, from the greatest logit of every chunk and the sum of the exponentials of its distances to it."""
+    chunk = tl.arange(0, CHUNKS)
+    top = tl.load(top_ptr + chunk, mask=chunk < num_chunks, other=LOWEST)
+    part = tl.load(sum_ptr + chunk, mask=chunk < num_chunks, other=0.0)
+    highest = tl.max(top)
+    return highest + tl.log(tl.sum(part * tl.exp(top - highest)))
+
+
+@triton.jit
+def keys(ptr, place, count, SHORT: tl.constexpr):
+    """A number, as an integer of the same order, above the complement of its place. Past the end it is the least,
+    and what is no number is the greatest, as in torch.
 
     Numbers of 16 bits leave room for the place in 32: SHORT keys, which are sorted in half the time.
     """
     value = tl.load(ptr + place, mask=place < count, other=0.0)
-    value = tl.where(value == 0, tl.zeros_like(value), value)  # one zero, not two
+    wide = value.to(tl.float32)
+    real, zero = place < count, wide == 0  # one zero, not two
     if SHORT:
-        bits = _ordered(value.to(tl.int16, bitcast=True), 15).to(tl.int32)
-        return tl.where(place < count, bits, -(1 << 16)) << 15 | (0x7FFF - place)
+        bits = _ordered(tl.where(zero, tl.zeros_like(value), value).to(tl.int16, bitcast=True), 15).to(tl.int32)
+        bits = tl.where(wide == wide, bits, 0x7FFF)
+        return tl.where(real, bits, -(1 << 16)) << 15 | (0x7FFF - place)
     else:
-        bits = _ordered(value.to(tl.float32).to(tl.int32, bitcast=True), 31)
-        high = tl.where(place < count, bits.to(tl.int64), -(1 << 31))
-        return high << 32 | (0x7FFFFFFF - place).to(tl.int64)
+        bits = _ordered(tl.where(zero, 0.0, wide).to(tl.int32, bitcast=True), 31)
+        bits = tl.where(wide == wide, bits, 0x7FFFFFFF)
+        return tl.where(real, bits.to(tl.int64), -(1 << 31)) << 32 | (0x7FFFFFFF - place).to(tl.int64)
 
 
 @triton.jit
-def _place(key, SHORT: tl.constexpr):
+def places(key, SHORT: tl.constexpr):
     return 0x7FFF - (key & 0x7FFF).to(tl.int32) if SHORT else 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def values(key, dtype: tl.constexpr, SHORT: tl.constexpr):
+    """The numbers of keys. `dtype` is theirs if the keys are short."""
+    if SHORT:
+        return _ordered((key >> 15).to(tl.int16), 15).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        return _ordered((key >> 32).to(tl.int32), 31).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -89,12 +89,14 @@ def default_rounds(device: str) -> int:
     return CPU_ROUNDS if choose_device(device).type == "cpu" else GPU_ROUNDS
 
 
-def profile_operations(name: str, where: Where, *, budget: int, context: int, batch: int, report: Report) -> None:
+def profile_operations(
+    name: str, where: Where, *, budget: int, context: int, batch: int, shortlist: int, report: Report
+) -> None:
     """One operation, or all of them."""
     commit, device = current_commit(), choose_device(where.device)
     config = shape_of(where.shape)
     names = find_operations(name, config)
-    setting = Setting(config, choose_dtype(where.dtype, device), device, budget, context, batch)
+    setting = Setting(config, choose_dtype(where.dtype, device), device, budget, context, batch, shortlist)
     runs = []
     for each in names:
         with working(f"Timing {each}"):
@@ -106,6 +108,7 @@ def profile_operations(name: str, where: Where, *, budget: int, context: int, ba
         "budget": budget,
         "context": context,
         "batch": batch,
+        "shortlist": shortlist,
         "operations": [run.to_dict() for run in runs],
     }
     _write(results, _op_table(runs), report, commit)

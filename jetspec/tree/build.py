@@ -21,8 +21,8 @@ from jetspec.config import TreeConfig
 from jetspec.dispatch import uses_kernel
 from jetspec.tree.draft_tree import DraftTree
 
-MAX_SHORTLIST = 1024
-"""Longest shortlist whose tokens the kernel can rank for each other: beyond, the table of all pairs is too large."""
+MAX_SHORTLIST = 2048
+"""Longest shortlist that the kernel ranks for every parent there can be. Beyond, those that there are cost less."""
 
 
 @dataclass(frozen=True)

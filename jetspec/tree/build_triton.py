@@ -16,11 +16,8 @@ from torch import Tensor
 from jetspec.config import TreeConfig
 from jetspec.tree.build import Candidates
 from jetspec.tree.draft_tree import WORD, DraftTree
-from jetspec.tree.sample_triton import ordered
+from jetspec.tree.edge_triton import edge_children_triton
 
-PARENTS = 16
-RANKS = 32
-"""Parents and entries of the edge's rank that one step of the edge kernel multiplies."""
 NODES = 32
 """Nodes whose masks one program writes."""
 
@@ -76,39 +73,6 @@ def build_tree_triton(anchor_B: Tensor, candidates: Candidates, config: TreeConf
             parent_BN, ancestor_BNW, N, W, max_depth, NODES=NODES, WORDS=triton.next_power_of_2(W), num_warps=1
         )
     return DraftTree(token_BN, parent_BN, depth_BN, ancestor_BNW, size_B, max_depth, score_BN)
-
-
-def edge_children_triton(anchor_B: Tensor, candidates: Candidates, width: int, max_depth: int) -> tuple[Tensor, Tensor]:
-    """`Candidates.children` for every parent there can be: places in the shortlist and log-probabilities, (B, D, C, K).
-
-    Row c of depth d belongs to the parent that is token c of the shortlist of depth d - 1; depth 1 has one row, the
-    anchor's.
-    """
-    B, D, C = candidates.token_BDC.shape
-    edge = candidates.edge
-    assert edge is not None
-    index_BDCK = torch.empty(B, D, C, width, dtype=torch.int32, device=anchor_B.device)
-    logprob_BDCK = torch.empty_like(index_BDCK, dtype=torch.float32)
-    with torch.cuda.device_of(anchor_B):
-        _edge_children_kernel[(B, max_depth, -(-C // PARENTS))](
-            anchor_B,
-            candidates.token_BDC.contiguous(),
-            candidates.logprob_BDC.contiguous(),
-            edge.gate_BDR.contiguous(),
-            edge.predecessor_VR.contiguous(),
-            edge.successor_VR.contiguous(),
-            index_BDCK,
-            logprob_BDCK,
-            D,
-            C,
-            width,
-            edge.gate_BDR.shape[-1],
-            PARENTS=PARENTS,
-            RANKS=RANKS,
-            SHORTLIST=max(16, triton.next_power_of_2(C)),
-            num_warps=4,
-        )
-    return index_BDCK, logprob_BDCK
 
 
 def _most_nodes(budget: int, width: int, max_depth: int) -> int:
@@ -303,67 +267,3 @@ def _ancestor_kernel(parent_ptr, ancestor_ptr, N, W, max_depth, NODES: tl.conste
         at = tl.load(parent_ptr + row * N + at, mask=node < N, other=0).to(tl.int32)
     out_ptr = ancestor_ptr + (row * N + node[:, None]) * W + word[None, :]
     tl.store(out_ptr, bits, mask=(node < N)[:, None] & (word < W)[None, :])
-
-
-@triton.jit
-def _edge_children_kernel(
-    anchor_ptr,
-    token_ptr,
-    logprob_ptr,
-    gate_ptr,
-    predecessor_ptr,
-    successor_ptr,
-    index_ptr,
-    out_ptr,
-    D,
-    C,
-    K,
-    R,
-    PARENTS: tl.constexpr,
-    RANKS: tl.constexpr,
-    SHORTLIST: tl.constexpr,
-):
-    """Re-rank one shortlist for a tile of parents: logits in one small product, then the best child K times."""
-    row = tl.program_id(0).to(tl.int64)
-    level = row * D + tl.program_id(1)  # of the children, depth by depth and request by request
-    parent = tl.program_id(2) * PARENTS + tl.arange(0, PARENTS)
-    child = tl.arange(0, SHORTLIST)
-    real = child < C
-    if tl.program_id(1) == 0:
-        if tl.program_id(2) > 0:
-            return
-        parent_token = tl.load(anchor_ptr + row + tl.zeros_like(parent))
-    else:
-        parent_token = tl.load(token_ptr + (level - 1) * C + parent, mask=parent < C, other=0)
-    token = tl.load(token_ptr + level * C + child, mask=real, other=0)
-    logprob = tl.load(logprob_ptr + level * C + child, mask=real, other=-float("inf"))
-
-    z = tl.zeros([PARENTS, SHORTLIST], tl.float32)
-    for start in range(0, R, RANKS):
-        r = start + tl.arange(0, RANKS)
-        gate = tl.load(gate_ptr + level * R + r, mask=r < R, other=0.0).to(tl.float32)
-        e1 = tl.load(predecessor_ptr + parent_token[:, None] * R + r[None, :], mask=(r < R)[None, :], other=0.0)
-        e2 = tl.load(successor_ptr + token[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
-        z = tl.dot(e1.to(tl.float32) * gate[None, :], e2.to(tl.float32), z, input_precision="ieee")
-    z += logprob[None, :]
-    mass = _log_sum_exp(z) - _log_sum_exp(tl.broadcast_to(logprob[None, :], [PARENTS, SHORTLIST]))
-    z -= mass[:, None]
-
-    z = tl.where(z == 0, 0.0, z)  # one zero, not two
-    key = ordered(z.to(tl.int32, bitcast=True)).to(tl.int64) << 32 | (SHORTLIST - 1 - child)[None, :].to(tl.int64)
-    # Of equals the earlier child is the greater key; what is not real is less than any.
-    key = tl.where(real[None, :], key, -GONE * 2)
-    out = (level * C + parent) * K
-    for k in range(K):
-        best = tl.max(key, axis=1)
-        key = tl.where(key == best[:, None], -GONE * 2, key)
-        value = ordered((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-        tl.store(index_ptr + out + k, SHORTLIST - 1 - (best & 0xFFFFFFFF).to(tl.int32), mask=parent < C)
-        tl.store(out_ptr + out + k, value, mask=parent < C)
-
-
-@triton.jit
-def _log_sum_exp(x):
-    """Along rows. A row of nothing but -inf gives a very low number, so that a difference with it is one."""
-    top = tl.maximum(tl.max(x, axis=1), -3.0e38)
-    return top + tl.log(tl.maximum(tl.sum(tl.exp(x - top[:, None]), axis=1), 1e-30))

@@ -15,28 +15,78 @@ from jetspec.ops import topk_logprob
 from tests.kernels import compile_for_hopper
 
 
-def compare(logits: Tensor, k: int, chunk: int = 0) -> None:
-    """Against a stable sort, so that ties count as well. `chunk` replaces the size that suits a GPU."""
-    kernel: Any = importlib.import_module("jetspec.ops.topk_logprob_triton")
-    kernel.CHUNK = chunk or kernel.CHUNK
-    with force("triton"):
+def compare(logits: Tensor, k: int, chunk: int = 0, select: bool | None = None) -> None:
+    """Against a stable sort, so that ties count as well. `chunk` replaces the size that suits a GPU, `select` the rule
+    by which short lists are sorted and long ones selected."""
+    rule: Any = importlib.import_module("jetspec.ops.topk_logprob")
+    with pytest.MonkeyPatch.context() as patch, force("triton"):
+        if chunk:
+            patch.setattr("jetspec.ops.topk_logprob_triton.CHUNK", chunk)
+            patch.setattr("jetspec.ops.topk_select_triton.CHUNK", chunk)
+        if select is not None:
+            patch.setattr(rule, "SORTED_K", 0 if select else rule.MAX_K)
         token, logprob = topk_logprob(logits, k)
     with force("reference"):
         expected = topk_logprob(logits, k)
     assert token.dtype == torch.int64 and logprob.dtype == torch.float32
     assert torch.equal(token, logits.float().sort(descending=True, stable=True).indices[..., :k])
-    torch.testing.assert_close(logprob, expected[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprob, expected[1], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("select", [False, True])
 @pytest.mark.parametrize(("vocab", "k", "chunk"), [(3, 3, 16), (37, 1, 16), (100, 3, 16), (70, 4, 64)])
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kernel_equals_a_sort(
-    interpreter: Executor, dtype: torch.dtype, vocab: int, k: int, chunk: int, ties: bool
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_equal_a_sort(
+    interpreter: Executor, dtype: torch.dtype, vocab: int, k: int, chunk: int, ties: bool, select: bool
 ) -> None:
     logits = 3 * torch.randn(1, 2, vocab, generator=torch.Generator().manual_seed(vocab))
     logits[0, 0, : vocab // 2] = -torch.inf
-    interpreter.submit(compare, (logits.round() if ties else logits).to(dtype), k, chunk).result()
+    interpreter.submit(compare, (logits.round() if ties else logits).to(dtype), k, chunk, select).result()
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(2049, 257), (5000, 512), (1024, 1024)])
+def test_long_lists_equal_a_sort(interpreter: Executor, vocab: int, k: int) -> None:
+    """Chunks of 1,024 end within the row; half of the first row is absent."""
+    logits = 3 * torch.randn(2, vocab, generator=torch.Generator().manual_seed(k))
+    logits[0, ::2] = -torch.inf
+    for dtype in (torch.float32, torch.bfloat16):
+        interpreter.submit(compare, logits.to(dtype), k, 1024).result()
+
+
+@pytest.mark.parametrize(("k", "select"), [(300, True), (5, True), (5, False)])
+def test_a_list_of_equals_is_in_the_order_of_tokens(interpreter: Executor, k: int, select: bool) -> None:
+    """Where a row ties as a whole, at its end, or but for a few that come last."""
+    steps = torch.arange(1500.0)
+    logits = torch.stack((torch.zeros(1500), steps.clamp(min=1300).flip(0), steps.clamp(min=1480)))
+    interpreter.submit(compare, logits, k, 512, select).result()
+
+
+@pytest.mark.parametrize("select", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_comes_first(interpreter: Executor, dtype: torch.dtype, select: bool) -> None:
+    """As in torch, whatever its sign; and then no log-probability of the row is a number."""
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    logits[0, 50] = torch.nan
+    logits[1, ::30] = -torch.tensor(torch.nan)
+    interpreter.submit(compare, logits.to(dtype), 8, 32, select).result()
+
+
+@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
+def test_selection_compiles_without_a_gpu(logits: str) -> None:
+    module = importlib.import_module("jetspec.ops.topk_select_triton")
+    names = ("V", "num_leaders", "capacity", "span", "k", "most_reaching", "num_chunks")
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(("leader_ptr", "passed_ptr", "token_ptr"), "*i64")
+    types |= {"logits_ptr": logits, "count_ptr": "*i32"}
+    groups = {"GROUP": 16, "GROUPS": module.CHUNK // 16}
+    assert "st.global" in compile_for_hopper(module._leader_kernel, types, groups)
+    sizes = {"LEADERS": 4096, "CHUNK": module.CHUNK, "RUN": module.RUN}
+    assert "st.global" in compile_for_hopper(module._pass_kernel, types, sizes, num_warps=8)
+    sizes = {"CHUNKS": 64, "OWN": module.OWN, "BLOCK": module.BLOCK}
+    assert "st.global" in compile_for_hopper(module._rank_kernel, types, sizes)
 
 
 @pytest.mark.parametrize(("logits", "k"), [("*bf16", 8), ("*bf16", 128), ("*fp32", 8), ("*fp32", 128)])
@@ -54,7 +104,22 @@ def test_kernels_compile_without_a_gpu(logits: str, k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(15, 151936, 8), (960, 49152, 8), (15, 151936, 128), (120, 50257, 8)])
-def test_kernel_on_a_gpu(rows: int, vocab: int, k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("select", [False, True])
+def test_kernels_on_a_gpu(rows: int, vocab: int, k: int, dtype: torch.dtype, select: bool) -> None:
     """bf16 logits of this many tokens are full of ties."""
     generator = torch.Generator("cuda").manual_seed(0)
-    compare((3 * torch.randn(rows, vocab, generator=generator, device="cuda")).to(dtype), k)
+    compare((3 * torch.randn(rows, vocab, generator=generator, device="cuda")).to(dtype), k, select=select)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab"), [(15, 49152), (15, 151936), (120, 50257), (960, 32000)])
+@pytest.mark.parametrize("k", [257, 512, 1024])
+def test_long_lists_on_a_gpu(rows: int, vocab: int, k: int, dtype: torch.dtype) -> None:
+    """In one row everything ties, in one most is absent, and one has what is no number."""
+    generator = torch.Generator("cuda").manual_seed(k)
+    logits = 3 * torch.randn(rows, vocab, generator=generator, device="cuda")
+    logits[0] = 1
+    logits[1, 100:] = -torch.inf
+    logits[2, ::1000] = torch.nan
+    compare(logits.to(dtype), k)

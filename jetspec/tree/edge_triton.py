@@ -1,0 +1,187 @@
+"""The Triton kernel of `Candidates.children`: the shortlist of a depth, ranked for every parent there can be."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetspec.tree.build import Candidates
+
+# Stands for no logit. Finite, since the difference of two infinities is not a number.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What one program multiplies at once: so many parents with so many children, over so much of the rank."""
+
+    parents: int
+    children: int
+    ranks: int
+    num_warps: int = 4
+    """With 16 parents each, no warp need ask another for the best child of a parent."""
+
+
+def edge_children_triton(
+    anchor_B: Tensor, candidates: Candidates, width: int, max_depth: int, tiling: Tiling | None = None
+) -> tuple[Tensor, Tensor]:
+    """`Candidates.children` for every parent there can be: places in the shortlist and log-probabilities, (B, D, C, K).
+
+    Row c of depth d belongs to the parent that is token c of the shortlist of depth d - 1; depth 1 has one row, the
+    anchor's.
+    """
+    B, D, C = candidates.token_BDC.shape
+    edge = candidates.edge
+    assert edge is not None
+    R = edge.gate_BDR.shape[-1]
+    tiling = tiling or find_tiling(R, edge.successor_VR.dtype)
+    index_BDCK = torch.empty(B, D, C, width, dtype=torch.int32, device=anchor_B.device)
+    logprob_BDCK = torch.empty_like(index_BDCK, dtype=torch.float32)
+    with torch.cuda.device_of(anchor_B):
+        _edge_children_kernel[(-(-C // tiling.parents), max_depth, B)](
+            anchor_B,
+            candidates.token_BDC.contiguous(),
+            candidates.logprob_BDC.contiguous(),
+            edge.gate_BDR.contiguous(),
+            edge.predecessor_VR.contiguous(),
+            edge.successor_VR.contiguous(),
+            index_BDCK,
+            logprob_BDCK,
+            D,
+            C,
+            width,
+            R=R,
+            PARENTS=tiling.parents,
+            CHILDREN=tiling.children,
+            RANKS=tiling.ranks,
+            WIDTH=triton.next_power_of_2(width),
+            num_warps=tiling.num_warps,
+        )
+    return index_BDCK, logprob_BDCK
+
+
+def find_tiling(rank: int, dtype: torch.dtype) -> Tiling:
+    """The whole rank at once if it fits beside the rest in 100 KB: then parents are read and gated only once."""
+    ranks = max(16, triton.next_power_of_2(rank))
+    if dtype != torch.bfloat16:
+        return Tiling(64, 64, min(ranks, 32))
+    if ranks <= 256:
+        return Tiling(64, 128 if ranks <= 128 else 64, ranks)
+    return Tiling(64, 64, 64)
+
+
+@triton.jit
+def _edge_children_kernel(
+    anchor_ptr,
+    token_ptr,
+    logprob_ptr,
+    gate_ptr,
+    predecessor_ptr,
+    successor_ptr,
+    index_ptr,
+    out_ptr,
+    D,
+    C,
+    K,
+    R: tl.constexpr,
+    PARENTS: tl.constexpr,
+    CHILDREN: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Re-rank one shortlist for a tile of parents, some children at a time; per parent K of those seen are kept."""
+    depth = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    level = row * D + depth  # of the children, depth by depth and request by request
+    token_ptr += level * C
+    logprob_ptr += level * C
+    parent = tl.program_id(0) * PARENTS + tl.arange(0, PARENTS)
+    num_parents = tl.where(depth == 0, 1, C)
+    if tl.program_id(0) * PARENTS >= num_parents:
+        return
+    if depth == 0:
+        parent_token = tl.load(anchor_ptr + row + tl.zeros_like(parent))
+    else:
+        parent_token = tl.load(token_ptr - C + parent, mask=parent < C, other=0)
+
+    # Logits of the best children so far and their places in the shortlist, in any order: at first none, each past the
+    # end at a place of its own. What is beyond the K-th is padding, which no child can replace.
+    slot = tl.zeros([PARENTS, WIDTH], tl.int32) + tl.arange(0, WIDTH)[None, :]
+    value = tl.where(slot < K, -float("inf"), float("inf"))
+    place = C + slot
+    top, total = tl.full([PARENTS], LOWEST, tl.float32), tl.zeros([PARENTS], tl.float32)
+    base_top, base_total = tl.full([1], LOWEST, tl.float32), tl.zeros([1], tl.float32)
+    for start in range(0, C, CHILDREN):
+        child = start + tl.arange(0, CHILDREN)
+        token = tl.load(token_ptr + child, mask=child < C, other=0)
+        logprob = tl.load(logprob_ptr + child, mask=child < C, other=-float("inf"))[None, :]
+        z = tl.zeros([PARENTS, CHILDREN], tl.float32)
+        for first in range(0, R, RANKS):
+            r = first + tl.arange(0, RANKS)
+            gate = tl.load(gate_ptr + level * R + r, mask=r < R, other=0.0).to(tl.float32)
+            e1 = tl.load(predecessor_ptr + parent_token[:, None] * R + r[None, :], mask=(r < R)[None, :], other=0.0)
+            e2 = tl.load(successor_ptr + token[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
+            z = _add_product(z, e1.to(tl.float32) * gate[None, :], e2)
+        z += logprob
+        best = tl.max(z, axis=1)
+        top, total = _add_exp(top, total, z, best)
+        base_top, base_total = _add_exp(base_top, base_total, logprob, tl.max(logprob, axis=1))
+        value, place = _keep_best(value, place, z, child, best)
+
+    mass = _log_sum(top, total) - _log_sum(base_top, base_total)
+    value = tl.where(slot < K, value, -float("inf"))
+    out = (level * C + parent) * K
+    for k in range(K):
+        best = tl.max(value, axis=1)
+        first = tl.min(tl.where(value == best[:, None], place, 2 * C), axis=1)
+        value = tl.where(place == first[:, None], -float("inf"), value)
+        tl.store(index_ptr + out + k, tl.minimum(first, C - 1), mask=parent < num_parents)
+        tl.store(out_ptr + out + k, best - mass, mask=parent < num_parents)
+
+
+@triton.jit
+def _add_product(z, gated, e2):
+    """In fp32 as far as it matters. Numbers of bf16 are multiplied as they are, the other factor in two parts of it."""
+    if e2.dtype == tl.bfloat16:
+        coarse = gated.to(tl.bfloat16)
+        fine = (gated - coarse.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(coarse, e2, tl.dot(fine, e2, z))
+    else:
+        return tl.dot(gated, e2.to(tl.float32), z, input_precision="tf32x3")
+
+
+@triton.jit
+def _keep_best(value, place, z, child, best):
+    """Exchange the worst that a row keeps for its best child while that is better. Of equals the earlier is better."""
+    worst = tl.min(value, axis=1)
+    better = best > worst
+    while tl.max(better.to(tl.int32)) > 0:
+        equal = tl.where(z == best[:, None], child[None, :], 0x7FFFFFFF)
+        first = tl.min(equal, axis=1)
+        z = tl.where(equal == first[:, None], -float("inf"), z)
+        last = tl.max(tl.where(value == worst[:, None], place, -1), axis=1)
+        leaves = better[:, None] & (place == last[:, None])
+        value = tl.where(leaves, best[:, None], value)
+        place = tl.where(leaves, first[:, None], place)
+        best, worst = tl.max(z, axis=1), tl.min(value, axis=1)
+        better = best > worst
+    return value, place
+
+
+@triton.jit
+def _add_exp(top, total, x, best):
+    """Add rows to sums of exponentials of the distances to the greatest so far. `best` is the greatest of each row."""
+    higher = tl.maximum(top, best)
+    return higher, total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
+
+
+@triton.jit
+def _log_sum(top, total):
+    """Of nothing but -inf it is a very low number, so that a difference with it is one."""
+    return top + tl.log(tl.maximum(total, 1e-30))

@@ -1,0 +1,117 @@
+"""The kernel that ranks a shortlist for every parent finds what a stable sort finds for each."""
+
+from __future__ import annotations
+
+import importlib
+from concurrent.futures import Executor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jetspec.config import TreeConfig
+from jetspec.dispatch import force
+from jetspec.tree import Candidates, EdgeFactors, build_tree
+from tests.kernels import HOPPER, compile_for_hopper, shared_bytes
+from tests.tree.test_build import to, wide_candidates
+
+FAST_BYTES = 100 << 10
+"""Shared memory that every GPU which we care for gives a program."""
+
+
+def compare(candidates: Candidates, width: int, tile: tuple[int, int, int] | None = None, exact: bool = True) -> None:
+    """For the parents of every depth. `tile` replaces the sizes that suit a GPU. `exact`: in the same order, too."""
+    module = importlib.import_module("jetspec.tree.edge_triton")
+    batch, depth, _ = candidates.token_BDC.shape
+    anchor_B = torch.arange(batch, device=candidates.token_BDC.device)
+    tiling = None if tile is None else module.Tiling(*tile)
+    index_BDCK, logprob_BDCK = module.edge_children_triton(anchor_B, candidates, width, depth, tiling)
+    for d in range(1, depth + 1):
+        parent_BW = candidates.token_BDC[:, d - 2] if d > 1 else anchor_B[:, None]
+        rows = slice(0, parent_BW.shape[1])
+        token_BWK, expected_BWK = candidates.children(d, parent_BW, width)
+        found_BWK = logprob_BDCK[:, d - 1, rows]
+        torch.testing.assert_close(found_BWK, expected_BWK, rtol=1e-5, atol=2e-5, equal_nan=True)
+        if exact:
+            token_BWC = candidates.token_BDC[:, d - 1, None].expand(-1, parent_BW.shape[1], -1)
+            chosen_BWK = token_BWC.gather(-1, index_BDCK[:, d - 1, rows].long())
+            assert torch.equal(chosen_BWK[expected_BWK > -torch.inf], token_BWK[expected_BWK > -torch.inf])
+
+
+@pytest.mark.parametrize(("shortlist", "rank", "width"), [(1, 3, 1), (40, 20, 8), (70, 16, 3), (33, 5, 33)])
+def test_children_of_all_parents_equal_a_sort(interpreter: Executor, shortlist: int, rank: int, width: int) -> None:
+    """Shortlist and rank end within a tile."""
+    candidates = wide_candidates(2, 3, shortlist, rank, torch.float32)
+    interpreter.submit(compare, candidates, width, (16, 16, 16)).result()
+
+
+@pytest.mark.parametrize("shortlist", [257, 512])
+def test_children_of_long_shortlists_equal_a_sort(interpreter: Executor, shortlist: int) -> None:
+    candidates = wide_candidates(1, 2, shortlist, 16, torch.float32)
+    interpreter.submit(compare, candidates, 8).result()
+
+
+def test_equal_children_keep_the_order_of_the_shortlist(interpreter: Executor) -> None:
+    """Base and edges have few values, so that children of a tile, and of different tiles, tie."""
+    candidates = wide_candidates(2, 3, 60, 4, torch.float32)
+    assert candidates.edge is not None
+    edge = EdgeFactors(*(x.sign() for x in vars(candidates.edge).values()))
+    logprob_BDC = (2 * candidates.logprob_BDC).round() / 2
+    for successor_VR in (edge.successor_VR, torch.zeros_like(edge.successor_VR)):
+        tied = replace(candidates, logprob_BDC=logprob_BDC, edge=replace(edge, successor_VR=successor_VR))
+        interpreter.submit(compare, tied, 8, (16, 16, 16)).result()
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+def test_what_is_absent_or_no_number_stays_so(interpreter: Executor, value: float) -> None:
+    """A few children of the first depth, all but a few of the second, all of the third."""
+    candidates = wide_candidates(1, 3, 40, 8, torch.float32)
+    logprob_BDC = candidates.logprob_BDC.clone()
+    for depth, kept in enumerate((37, 3, 0)):
+        logprob_BDC[:, depth, kept:] = value
+    interpreter.submit(compare, replace(candidates, logprob_BDC=logprob_BDC), 8, (16, 16, 16)).result()
+
+
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize(("dtype", "rank"), [("bf16", 128), ("bf16", 256), ("bf16", 512), ("fp32", 128), ("fp16", 100)])
+def test_the_kernel_compiles_and_fits_without_a_gpu(dtype: str, rank: int, width: int) -> None:
+    module = importlib.import_module("jetspec.tree.edge_triton")
+    tiling = module.find_tiling(rank, torch.bfloat16 if dtype == "bf16" else torch.float32)
+    types = dict.fromkeys(("D", "C", "K"), "i32") | {"anchor_ptr": "*i64", "token_ptr": "*i64", "index_ptr": "*i32"}
+    types |= dict.fromkeys(("predecessor_ptr", "successor_ptr"), f"*{dtype}")
+    sizes = {"PARENTS": tiling.parents, "CHILDREN": tiling.children, "RANKS": tiling.ranks}
+    sizes |= {"R": rank, "WIDTH": width}
+    assert "wgmma" in compile_for_hopper(module._edge_children_kernel, types, sizes, num_warps=tiling.num_warps)
+    used = shared_bytes(module._edge_children_kernel, types, sizes, HOPPER, {"num_warps": tiling.num_warps})
+    assert used <= FAST_BYTES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "shortlist", "rank", "width"),
+    [
+        (1, 128, 64, 8),
+        (8, 128, 64, 8),
+        (1, 512, 128, 8),
+        (2, 1000, 256, 8),
+        (1, 512, 300, 64),
+        (64, 257, 40, 5),
+    ],
+)
+def test_children_on_a_gpu(dtype: torch.dtype, batch: int, shortlist: int, rank: int, width: int) -> None:
+    compare(to(wide_candidates(batch, 15, shortlist, rank, dtype), "cuda"), width, exact=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "shortlist"), [(1, 128), (8, 128), (1, 512), (2, 1024)])
+def test_trees_with_edges_on_a_gpu(dtype: torch.dtype, batch: int, shortlist: int) -> None:
+    """Up to rounding: a tree may differ where two nodes tie up to it."""
+    candidates = to(wide_candidates(batch, 15, shortlist, 64, dtype), "cuda")
+    anchor_B = torch.arange(batch, device="cuda")
+    tree = build_tree(anchor_B, candidates, TreeConfig(128, 8), 15)
+    tree.validate()
+    with force("reference"):
+        expected = build_tree(anchor_B, candidates, TreeConfig(128, 8), 15)
+    torch.testing.assert_close(tree.score_BN, expected.score_BN, rtol=1e-4, atol=1e-4)
