@@ -147,7 +147,7 @@ def _edge_children_kernel(
 
 @triton.jit
 def _add_product(z, gated, e2):
-    """Near fp32 on tensor cores. What is bf16 is multiplied as it is, the other factor in two parts: 16 of its 24 bits."""
+    """Near fp32 on tensor cores. What is bf16 is multiplied as it is, the other factor in two parts of 8 bits."""
     if e2.dtype == tl.bfloat16:
         coarse = gated.to(tl.bfloat16)
         fine = (gated - coarse.to(tl.float32)).to(tl.bfloat16)
