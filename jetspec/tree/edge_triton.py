@@ -147,7 +147,7 @@ def _edge_children_kernel(
 
 @triton.jit
 def _add_product(z, gated, e2):
-    """In fp32 as far as it matters. Numbers of bf16 are multiplied as they are, the other factor in two parts of it."""
+    """Near fp32 on tensor cores. What is bf16 is multiplied as it is, the other factor in two parts of 8 bits."""
     if e2.dtype == tl.bfloat16:
         coarse = gated.to(tl.bfloat16)
         fine = (gated - coarse.to(tl.float32)).to(tl.bfloat16)
