@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import http.client
 import json
@@ -268,3 +269,19 @@ def test_key_files_are_checked(tmp_path: Path) -> None:
         file.write_text(bad)
         with pytest.raises(ValueError):
             read_keys(file)
+
+
+def test_nothing_waits_for_an_acknowledgement() -> None:
+    """The second part of an answer would, some 40 ms, if the system were to collect small ones."""
+
+    async def delays() -> int:
+        with open_socket(ServeConfig(port=0)) as listener:
+            server = await asyncio.start_server(lambda reader, writer: accepted.set_result(writer), sock=listener)
+            accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+            async with server:
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                peer = (await accepted).get_extra_info("socket")
+                writer.close()
+                return int(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    assert asyncio.run(delays())
