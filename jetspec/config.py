@@ -30,7 +30,7 @@ class TreeConfig:
     """What a path is ranked by: log-probability, entropy of its depths, or both."""
     entropy_weight: float = 0.0
     """Weight of the entropy in the `hybrid` score."""
-    shortlist: int = 128
+    shortlist: int = 512
     """Tokens per depth that an edge term may re-rank. 0: the whole vocabulary."""
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ K = TypeVar("K")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-CPU_BUDGET = 16
-"""On a CPU every node costs time, so the tree is small unless asked for."""
+CPU_TREE = TreeConfig(budget=16, shortlist=256)
+"""On a CPU every node and every rank costs time, so the tree is small unless asked for."""
 
 
 class LLM:
@@ -72,7 +72,7 @@ class LLM:
         self._kept: list[Update] = []
         self.drafter: DrafterName = drafter or ("head" if head else "ngram")
         on_cpu = target.decoder.embedding.device.type == "cpu"
-        self.tree = tree or (TreeConfig(budget=CPU_BUDGET) if on_cpu else TreeConfig())
+        self.tree = tree or (CPU_TREE if on_cpu else TreeConfig())
         if self.drafter == "head" and head and self.tree.depth:
             reach = head.head_config.draft_depth(self.tree.depth)
             if reach < self.tree.depth:

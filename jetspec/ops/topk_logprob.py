@@ -7,7 +7,7 @@ from torch import Tensor
 
 from jetspec.dispatch import uses_kernel
 
-SORTED_K = 128
+SORTED_K = 32
 """Most tokens that the kernels find by sorting; the longer a list, the less a sort of it pays."""
 MAX_K = 2048
 """Most tokens that kernels find; more are left to torch."""

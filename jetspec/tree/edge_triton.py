@@ -71,9 +71,7 @@ def find_tiling(rank: int, dtype: torch.dtype) -> Tiling:
     ranks = max(16, triton.next_power_of_2(rank))
     if dtype != torch.bfloat16:
         return Tiling(64, 64, min(ranks, 32))
-    if ranks <= 256:
-        return Tiling(64, 128 if ranks <= 128 else 64, ranks)
-    return Tiling(64, 64, 64)
+    return Tiling(64, 64, ranks if ranks <= 256 else 64)
 
 
 @triton.jit

@@ -358,7 +358,7 @@ def test_the_command_reports_both_numbers_and_they_agree(head: str, data_dir: Pa
     assert len(list((tmp_path / "results" / "answers").iterdir())) == 2
 
 
-@pytest.mark.parametrize(("words", "shortlist"), [((), 128), (("--shortlist", "9"), 9)])
+@pytest.mark.parametrize(("words", "shortlist"), [((), TreeConfig.shortlist), (("--shortlist", "9"), 9)])
 def test_the_record_says_how_long_the_shortlist_was(words: tuple[str, ...], shortlist: int, data_dir: Path) -> None:
     result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16", "--no-real", "--json", *words)
     assert json.loads(result.stdout)["tree"]["shortlist"] == shortlist
