@@ -60,25 +60,17 @@ def profile_table(record: Record) -> str:
 
 
 def speed_table(record: Record) -> str:
-    """Plain and speculative decoding of one request at a time."""
-    titles = (
-        "dtype",
-        "set",
-        "budget",
-        "tokens/s",
-        "tokens per round",
-        "over plain",
-        "over transformers",
-        "other texts",
-    )
+    """Plain and speculative decoding of one request at a time, and `transformers` if it was measured."""
+    runs = [(dtype, run) for dtype, result in record["results"].items() for run in result["runs"]]
+    knows_other = any("speedup_over_transformers" in run for _, run in runs)
+    other = ("over transformers",) if knows_other else ()
+    titles = ("dtype", "set", "budget", "tokens/s", "tokens per round", "over plain", *other, "other texts")
     rows = []
-    for dtype, result in record["results"].items():
-        for run in result["runs"]:
-            over = run.get("speedup_over_transformers")
-            speeds = [f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_round']:.2f}", f"{run['speedup']:.2f}"]
-            differs = f"{run['different']} ({run['mistakes']} mistakes)"
-            budget = "plain" if run["budget"] == PLAIN else str(run["budget"])
-            rows.append([dtype, run["set"], budget, *speeds, "" if over is None else f"{over:.1f}", differs])
+    for dtype, run in runs:
+        budget = "plain" if run["budget"] == PLAIN else str(run["budget"])
+        speeds = [f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_round']:.2f}", f"{run['speedup']:.2f}"]
+        speeds += [f"{run['speedup_over_transformers']:.1f}"] if knows_other else []
+        rows.append([dtype, run["set"], budget, *speeds, f"{run['different']} ({run['mistakes']} mistakes)"])
     return numbers(titles, rows)
 
 

@@ -53,6 +53,9 @@ def fill_page(path: Path, page: Path, plots: Path) -> None:
     write_whole(page, put_between(read_text(page), "rates", "\n\n".join(parts)))
 
 
+NEAR_TIES = " (16-bit floats: where two tokens nearly tie, the two may choose differently, and go on differently)"
+
+
 def describe(record: Mapping[str, Any]) -> str:
     """What was run, and whether both servers wrote the same."""
     hardware, texts = record["hardware"], record["texts"].values()
@@ -61,7 +64,8 @@ def describe(record: Mapping[str, Any]) -> str:
     text = (
         f"{record['model']} in {record['dtype']} on {where}, {record['seconds']:g} s of Poisson arrivals per rate, "
         f"greedy answers of at most {record['max_tokens']} tokens, {record['max_batch']} of them written together. Of "
-        f"{compared:,} requests that both servers answered, {different:,} got another text. Times are in milliseconds, "
+        f"{compared:,} requests that both servers answered, {different:,} got another text"
+        f"{NEAR_TIES if different and record['dtype'] != 'float32' else ''}. Times are in milliseconds, "
         f"{', '.join(f'p{p}' for p in PERCENTILES)}; waiting are those without a token when the last request came."
     )
     return textwrap.fill(text, LINE)

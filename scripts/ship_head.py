@@ -92,8 +92,10 @@ def measured(record: dict[str, Any]) -> str:
 
 
 def decoded(record: dict[str, Any]) -> str:
-    real = record["real"]
-    return table({task: {name: run["tokens_per_round"] for name, run in row.items()} for task, row in real.items()})
+    real, hardware = record["real"], record["hardware"]
+    rows = {task: {name: run["tokens_per_round"] for name, run in row.items()} for task, row in real.items()}
+    about = f"{record['dtype']}, {hardware.get('gpu', hardware['cpu'])}, commit {record['commit'][:7]}"
+    return f"{table(rows)}\n\nMeasured with {about}, the edge term ranking {record['tree']['shortlist']} tokens."
 
 
 def table(values: dict[str, dict[str, float]]) -> str:
