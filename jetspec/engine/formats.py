@@ -11,8 +11,8 @@ import re
 READ_OVER = re.compile(r"\(\?(?!:|<\w|P<\w)|(?<=[^|(])\^|\$(?=[^|)])|\)\{0*([2-9]|[1-9]\d+),\}")
 """Parts of an expression that the library reads over: what looks ahead, flags, anchors that are not at an end. And
 groups that are repeated at least twice, and then without bound, of which it loses parts."""
-REPEATED = re.compile(r"\\.|\[(?:\\.|[^]\\])*\]|\)(?:\?|\{0*([01]),\})", re.DOTALL)
-"""A group that may be missing, or is repeated without bound; or an escape or a class, to be left alone."""
+REPEATED = re.compile(r"\\.|\[(?:\\.|[^]\\])*\]|\)(?:\?|\{0*([01]),\})|[$^]", re.DOTALL)
+"""A group that may be missing, or is repeated without bound; an anchor; or an escape or a class, to be left alone."""
 
 YEAR = r"(\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)"
 LEAP = r"(0[48]|[2468][048]|[13579][26])"
@@ -61,11 +61,14 @@ def is_safe(pattern: str) -> bool:
 
 
 def spelled_out(pattern: str) -> str:
-    """The same expression in words that the library follows: it would lose the beginning of `(ab+)?`."""
+    """The same expression in words that the library follows: it would lose the beginning of `(ab+)?`.
+
+    Anchors go: it matches whole texts only, and says so of each anchor on stderr.
+    """
 
     def spell(found: re.Match[str]) -> str:
         if found[0][0] != ")":
-            return found[0]
+            return "" if found[0] in "^$" else found[0]
         return {"0": ")*", "1": ")+", None: "){0,1}"}[found[1]]
 
     return REPEATED.sub(spell, pattern)
