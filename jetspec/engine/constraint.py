@@ -22,9 +22,7 @@ from jetspec.tree.draft_tree import WORD
 from jetspec.types import Constraint, Grammar, Request
 
 CACHE_BYTES = 256 << 20
-"""Memory for compiled grammars and their parts; the longest unused go first."""
-KEPT = 64
-"""Compiled grammars that are found again without a look at their source."""
+"""Memory for compiled grammars, and for those of their parts that others may share; the longest unused go first."""
 MAX_WHITESPACE = 32
 """Longest run of spaces and line breaks between the parts of a JSON text; without a bound a model may never end it."""
 
@@ -93,6 +91,7 @@ class Grammars:
         # without bytes is one that it never allows.
         self._json_compiler = compiler([b"" if CONTROL.search(token) else token for token in tokens])
         self._kept: OrderedDict[Grammar, Any] = OrderedDict()
+        self._kept_bytes = 0
         self._lock = Lock()
         ends_V = torch.zeros(vocab_size, dtype=torch.bool)
         ends_V[sorted(end_tokens)] = True
@@ -111,9 +110,12 @@ class Grammars:
         if compiled is None:
             compiled = self._compile(grammar)
             with self._lock:
+                if grammar in self._kept:  # somebody else was faster
+                    return self._kept[grammar]
                 self._kept[grammar] = compiled
-                while len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
+                self._kept_bytes += compiled.memory_size_bytes
+                while self._kept and self._kept_bytes > CACHE_BYTES:
+                    self._kept_bytes -= self._kept.popitem(last=False)[1].memory_size_bytes
         return compiled
 
     def _compile(self, grammar: Grammar) -> Any:

@@ -29,6 +29,8 @@ KNOWN = frozenset(
 )
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
+OWN = "$formats"
+"""Where our expressions stand in a schema. No client's schema has this keyword: it is not known."""
 MAX_NAMES = 200
 """Characters of names that a message repeats."""
 
@@ -53,7 +55,7 @@ def enforceable(source: str) -> str:
             raise ValueError(f"the JSON schema uses {names} where it cannot be enforced")
         for part in parts:
             _separate(part, root)
-            _spell_out(part)
+            _spell_out(part, root)
         has_end = _all_end(root, parts)
     except (TypeError, AttributeError):
         raise ValueError("the JSON schema has a keyword whose value is of the wrong type") from None
@@ -142,9 +144,18 @@ def _ignored(schema: dict[str, Any]) -> set[str]:
     return ignored
 
 
-def _spell_out(schema: dict[str, Any]) -> None:
-    """Put our own expression in place of a format, and expressions into words that the library follows."""
+def _spell_out(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    """Put our own expression in place of a format, and expressions into words that the library follows.
+
+    Formats stand under a name of their own, because one grammar for all strings of a format is much smaller.
+    """
     name = schema.get("format")
+    if name in PATTERNS and schema.get("type") == "string":
+        root.setdefault(OWN, {})[name] = {"type": "string", "pattern": spelled_out(PATTERNS[name])}
+        for keyword in schema.keys() & KNOWN:
+            del schema[keyword]
+        schema["$ref"] = f"#/{OWN}/{name}"
+        return
     if name in FREE or name in PATTERNS:
         del schema["format"]
     if name in PATTERNS:

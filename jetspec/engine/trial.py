@@ -14,6 +14,10 @@ from multiprocessing.process import BaseProcess
 from jetspec.engine.constraint import Grammars
 from jetspec.types import Grammar
 
+MAX_BYTES = 64 << 20
+"""Memory that a compiled grammar may take."""
+TOO_LARGE = "it is too large or too intricate"
+
 
 class Trial:
     """A process that compiles one grammar after the other. It starts when it is needed, the first time or again."""
@@ -39,7 +43,7 @@ class Trial:
             self._kill()
             if self._is_stopped:
                 raise ChildProcessError("the process that tries grammars was stopped") from None
-            raise ValueError(f"the grammar ({grammar.kind}) cannot be used: it is too large or too intricate") from None
+            raise ValueError(f"the grammar ({grammar.kind}) cannot be used: {TOO_LARGE}") from None
         if why:
             raise ValueError(why)
 
@@ -83,7 +87,8 @@ def _work(vocabulary: tuple[list[bytes], int, frozenset[int]], end: Connection) 
             return
         why = ""
         try:
-            grammars.compile(grammar)
+            if grammars.compile(grammar).memory_size_bytes > MAX_BYTES:
+                why = f"the grammar ({grammar.kind}) cannot be used: {TOO_LARGE}"
         except ValueError as error:
             why = str(error)
         except Exception:  # whatever a grammar of strange form may lead to

@@ -64,7 +64,7 @@ def test_a_slow_schema_does_not_disable_those_of_others(folder: Path, monkeypatc
 
 def test_the_engine_takes_what_was_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its thread nothing is compiled and no schema read, however small the memory for those before."""
-    monkeypatch.setattr("jetspec.engine.constraint.KEPT", 0)
+    monkeypatch.setattr("jetspec.engine.constraint.CACHE_BYTES", 0)
     with Live(tiny_llm(folder), ServeConfig(port=0)) as server:
         made: list[Grammar] = []
         compile = Grammars.compile
