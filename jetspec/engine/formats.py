@@ -28,7 +28,8 @@ LABEL = r"[a-z0-9]([a-z0-9-]{0,29}[a-z0-9])?"
 ATOM = r"[A-Za-z0-9_+-]{1,20}"
 
 BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-WORD = r"[0-9a-fA-F]{1,4}"
+HEX = "[0-9a-fA-F]"
+WORD = rf"{HEX}{{1,4}}"
 SHORT = "|".join(rf"({WORD}:){{{n}}}(:{WORD}){{1,{7 - n}}}" for n in range(1, 7))
 """Addresses of at most seven words, some of them left out in the middle."""
 
@@ -37,7 +38,8 @@ PATTERNS = {
     "time": TIME,
     "date-time": rf"{DATE}T{TIME}",
     "duration": rf"P({DAYS}({CLOCK})?|{CLOCK}|\d{{1,6}}W)",
-    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "uuid": rf"{HEX}{{8}}(-{HEX}{{4}}){{3}}-{HEX}{{12}}",
+    **{f"uuid{n}": rf"{HEX}{{8}}-{HEX}{{4}}-{n}{HEX}{{3}}-[89abAB]{HEX}{{3}}-{HEX}{{12}}" for n in range(1, 9)},
     "hostname": rf"{LABEL}(\.{LABEL}){{0,6}}",
     "email": rf"{ATOM}(\.{ATOM}){{0,2}}@({LABEL}\.){{1,6}}[a-z]{{2,20}}",
     "ipv4": rf"{BYTE}(\.{BYTE}){{3}}",

@@ -49,7 +49,7 @@ def enforceable(source: str) -> str:
     try:
         for part in parts:
             _check_values(part)
-        ignored = {name for part in parts for name in _ignored(part)}
+        ignored = {name for part in parts for name in _ignored(part, root)}
         if ignored:
             names = ", ".join(sorted(ignored))[:MAX_NAMES]
             raise ValueError(f"the JSON schema uses {names} where it cannot be enforced")
@@ -121,7 +121,7 @@ def _check_values(schema: dict[str, Any]) -> None:
             raise ValueError(f"the JSON schema wants a value that is not of its type {schema['type']!r}"[:MAX_NAMES])
 
 
-def _ignored(schema: dict[str, Any]) -> set[str]:
+def _ignored(schema: dict[str, Any], root: Any) -> set[str]:
     keywords = {keyword for keyword in schema.keys() - ANNOTATIONS if not keyword.startswith("x-")}
     ignored = set(keywords - KNOWN)
     if "pattern" in keywords:
@@ -134,6 +134,12 @@ def _ignored(schema: dict[str, Any]) -> set[str]:
         ignored |= keywords & {"multipleOf"}
     if set(schema.get("required", ())) - schema.get("properties", {}).keys():
         ignored |= {"required"}
+    if "propertyNames" in keywords and (
+        schema.get("properties") or types_of(schema["propertyNames"], root) != {"string"}
+    ):
+        ignored |= {"propertyNames"}
+    if schema.get("additionalProperties") is not False and _count(schema, "minProperties") > max(1, _least(schema)):
+        ignored |= {"minProperties"}  # names that are not in the schema may come twice, and then count once
     if not re.fullmatch(r"#(/.*)?", str(schema.get("$ref", "#")), re.DOTALL):
         ignored |= {"$ref"}
     if alone := [keyword for keyword in ALONE if keyword in keywords]:
@@ -187,6 +193,10 @@ def _type_of(value: Any) -> str:
     if isinstance(value, str):
         return "string"
     return "array" if isinstance(value, list) else "object" if isinstance(value, dict) else "null"
+
+
+def _least(schema: dict[str, Any]) -> int:
+    return len(set(schema.get("required", ())))
 
 
 def _count(schema: dict[str, Any], keyword: str) -> int:

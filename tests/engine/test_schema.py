@@ -139,6 +139,7 @@ FORMATS: dict[str, Callable[[str], object]] = {
     "time": clock.fromisoformat,
     "duration": pydantic.TypeAdapter(timedelta).validate_python,
     "uuid": UUID,
+    "uuid7": lambda text: match("7", str(UUID(text).version)),
     "ipv4": ipaddress.IPv4Address,
     "ipv6": ipaddress.IPv6Address,
     "hostname": lambda text: match(r"(?=.{1,253}$)[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*", text),
@@ -187,6 +188,37 @@ def test_a_pattern_is_kept(pattern: str) -> None:
         match(pattern, json.loads(write({"type": "string", "pattern": pattern}, seed)))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_are_kept(seed: int) -> None:
+    number = {"type": "number", "exclusiveMinimum": -0.25, "maximum": 1.5}
+    integer = {"type": ["integer", "null"], "minimum": -17, "exclusiveMaximum": 120}
+    schema = {
+        "type": "object",
+        "properties": {
+            "numbers": {"type": "array", "prefixItems": [{"const": 0}], "items": number, "minItems": 2, "maxItems": 4},
+            "counted": {
+                "type": "object",
+                "properties": dict.fromkeys("abcd", integer),
+                "additionalProperties": False,
+                "minProperties": 2,
+                "maxProperties": 3,
+            },
+            "named": {"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": integer},
+            "odd": {"type": "integer", "multipleOf": 7},
+            "text": {"type": ["string", "null"], "minLength": 2, "maxLength": 3},
+        },
+        "required": ["numbers", "counted", "named", "odd", "text"],
+    }
+    found = json.loads(write(schema, seed))
+    assert found["numbers"][0] == 0 and 2 <= len(found["numbers"]) <= 4
+    assert all(-0.25 < value <= 1.5 for value in found["numbers"][1:])
+    assert (
+        2 <= len(found["counted"]) <= 3 and found["counted"].keys() <= set("abcd") and found["named"].keys() <= {*"xy"}
+    )
+    assert all(value is None or -17 <= value < 120 for part in ("counted", "named") for value in found[part].values())
+    assert found["odd"] % 7 == 0 and (found["text"] is None or 2 <= len(found["text"]) <= 3)
+
+
 def test_branches_of_one_of_are_told_apart() -> None:
     """A text that would fit both, for want of the property that tells them apart, is not written."""
     tagged = [{"type": "object", "properties": {"k": {"const": c}, "v": {"type": "integer"}}} for c in "ab"]
@@ -218,6 +250,9 @@ OVERLAPPING = [{"type": "object", "properties": {name: {"type": "integer"}}} for
             {"type": "object", "properties": {"a": {}}, "required": ["a", "b"], "additionalProperties": False},
             "required",
         ),
+        ({"type": "object", "properties": {"a": {}}, "minProperties": 2}, "minProperties"),
+        ({"type": "object", "properties": {"abc": {}}, "propertyNames": {"enum": ["a"]}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"enum": ["a", 1]}}, "propertyNames"),
         ({"type": "integer", "enum": ["a", 1]}, "not of its type"),
         ({"type": "string", "const": 5}, "not of its type"),
         ({"type": "boolean", "const": 1}, "not of its type"),

@@ -46,6 +46,7 @@ COUNTED = {
     "properties": {f"p{i}": {"type": "string"} for i in range(400)},
     "minProperties": 200,
     "maxProperties": 300,
+    "additionalProperties": False,
 }
 """Minutes of work for the grammar library."""
 
