@@ -11,6 +11,16 @@ from itertools import combinations
 from typing import Any
 
 from jetspec.engine.formats import FREE, LIBRARY, PATTERNS, is_safe, spelled_out
+from jetspec.engine.schema_parts import (
+    IMPLIED,
+    all_parts,
+    alternatives,
+    named_types,
+    only_values,
+    resolved,
+    type_of,
+    types_of,
+)
 
 ANNOTATIONS = frozenset(
     {"$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "examples"}
@@ -21,14 +31,10 @@ COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "ma
 RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Keywords beside which the library reads over all others."""
-IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
-"""Keywords that, without a type, have the library write values of this one only."""
 KNOWN = frozenset(
     {"type", "pattern", "format", "multipleOf", "required", "additionalProperties", "propertyNames"}
     | {*COUNTS, *RANGE, *ALONE, *IMPLIED}
 )
-TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-
 OWN = "$formats"
 """Where our expressions stand in a schema. No client's schema has this keyword: it is not known."""
 MAX_NAMES = 200
@@ -45,7 +51,7 @@ def enforceable(source: str) -> str:
         root = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
-    parts = _all_parts(root)
+    parts = all_parts(root)
     try:
         for part in parts:
             _check_values(part)
@@ -64,39 +70,6 @@ def enforceable(source: str) -> str:
     return json.dumps(root)
 
 
-def types_of(schema: Any, root: Any) -> frozenset[str]:
-    """The types that a text of a schema may have. A number may be an integer, too."""
-    found: set[str] = set()
-    seen: set[int] = set()
-    left = [schema]
-    while left:
-        part = left.pop()
-        if not isinstance(part, dict):
-            found |= TYPES if part is not False else set()
-        elif id(part) not in seen:
-            seen.add(id(part))
-            if inner := _alternatives(part, root):
-                left += inner
-            elif values := _values(part):
-                found |= {_type_of(value) for value in values}
-            else:
-                found |= set(_named_types(part)) or TYPES
-    return frozenset(found | {"integer"} if "number" in found else found)
-
-
-def inner_schemas(schema: dict[str, Any]) -> list[Any]:
-    """The schemas inside a schema: not the names of properties, nor values to compare with."""
-    parts: list[Any] = []
-    for keyword, value in schema.items():
-        if keyword in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            parts += value.values()
-        elif keyword in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            parts += value
-        elif keyword in ("items", "additionalProperties", "propertyNames"):
-            parts.append(value)
-    return parts
-
-
 # ---- one part ----
 
 
@@ -113,11 +86,11 @@ def _check_values(schema: dict[str, Any]) -> None:
     for keyword in ("anyOf", "oneOf", "allOf", "enum"):
         if schema.get(keyword) == []:
             raise ValueError(f"{keyword} in the JSON schema is empty, so that nothing can be written")
-    named = set(_named_types(schema))
+    named = set(named_types(schema))
     if "number" in named:
         named.add("integer")
-    for value in _values(schema):
-        if "type" in schema and _type_of(value) not in named:
+    for value in only_values(schema):
+        if "type" in schema and type_of(value) not in named:
             raise ValueError(f"the JSON schema wants a value that is not of its type {schema['type']!r}"[:MAX_NAMES])
 
 
@@ -132,13 +105,14 @@ def _ignored(schema: dict[str, Any], root: Any) -> set[str]:
         ignored |= keywords & ({"maxLength"} | ({"minLength"} if schema.get("minLength", 0) > 1 else set()))
     if schema.get("type") != "integer" or keywords & {*RANGE}:
         ignored |= keywords & {"multipleOf"}
-    if set(schema.get("required", ())) - schema.get("properties", {}).keys():
+    required = set(schema.get("required", ()))
+    if required - schema.get("properties", {}).keys():
         ignored |= {"required"}
     if "propertyNames" in keywords and (
         schema.get("properties") or types_of(schema["propertyNames"], root) != {"string"}
     ):
         ignored |= {"propertyNames"}
-    if schema.get("additionalProperties") is not False and _count(schema, "minProperties") > max(1, _least(schema)):
+    if schema.get("additionalProperties") is not False and _count(schema, "minProperties") > max(1, len(required)):
         ignored |= {"minProperties"}  # names that are not in the schema may come twice, and then count once
     if not re.fullmatch(r"#(/.*)?", str(schema.get("$ref", "#")), re.DOTALL):
         ignored |= {"$ref"}
@@ -169,34 +143,6 @@ def _spell_out(schema: dict[str, Any], root: dict[str, Any]) -> None:
         schema.pop("minLength", None)
     if "pattern" in schema:
         schema["pattern"] = spelled_out(schema["pattern"])
-
-
-def _named_types(schema: dict[str, Any]) -> list[str]:
-    """The types that a schema names or implies."""
-    type = schema.get("type")
-    implied = [kind for keyword, kind in IMPLIED.items() if keyword in schema]
-    return ([type] if isinstance(type, str) else type) or implied
-
-
-def _values(schema: dict[str, Any]) -> list[Any]:
-    """The only values that a schema allows; empty if it does not name them."""
-    if "const" in schema:
-        return [schema["const"]]
-    return list(schema.get("enum", ()))
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "integer" if value == value // 1 else "number"
-    if isinstance(value, str):
-        return "string"
-    return "array" if isinstance(value, list) else "object" if isinstance(value, dict) else "null"
-
-
-def _least(schema: dict[str, Any]) -> int:
-    return len(set(schema.get("required", ())))
 
 
 def _count(schema: dict[str, Any], keyword: str) -> int:
@@ -241,28 +187,14 @@ def _separate(schema: dict[str, Any], root: Any) -> None:
 
 
 def _branch(schema: Any, root: Any) -> Branch:
-    whole = _resolved(schema, root)
-    tags = {name: _keys(_resolved(part, root)) for name, part in whole.get("properties", {}).items()}
+    whole = resolved(schema, root)
+    tags = {name: _keys(resolved(part, root)) for name, part in whole.get("properties", {}).items()}
     return Branch(whole, types_of(schema, root), _keys(whole), {name: keys for name, keys in tags.items() if keys})
-
-
-def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """What a schema is that only leads to another."""
-    seen: set[int] = set()
-    while isinstance(schema, dict) and id(schema) not in seen:
-        seen.add(id(schema))
-        if "$ref" in schema:
-            schema = _target(root, schema["$ref"])
-        elif "allOf" in schema:
-            (schema,) = schema["allOf"]
-        else:
-            return schema
-    return {}
 
 
 def _keys(schema: dict[str, Any]) -> frozenset[str]:
     """The only values of a schema, so that equal ones are equal; empty if some of them are no plain values."""
-    values = _values(schema)
+    values = only_values(schema)
     if any(isinstance(value, list | dict) for value in values):
         return frozenset()
     return frozenset(json.dumps(int(v) if isinstance(v, float) and v.is_integer() else v) for v in values)
@@ -274,33 +206,6 @@ def _differ(one: frozenset[str], other: frozenset[str] | None) -> bool:
 
 
 # ---- the whole ----
-
-
-def _all_parts(root: Any) -> list[dict[str, Any]]:
-    """A schema and all schemas inside it or named by it, each once."""
-    found: dict[int, dict[str, Any]] = {}
-    left = [root]
-    while left:
-        schema = left.pop()
-        if isinstance(schema, dict) and id(schema) not in found:
-            found[id(schema)] = schema
-            left += inner_schemas(schema)
-            left += [_target(root, schema["$ref"])] if "$ref" in schema else []
-    return list(found.values())
-
-
-def _target(root: Any, ref: Any) -> Any:
-    """The schema that a reference leads to; None if there is none, which the library says."""
-    for name in str(ref).split("/")[1:]:
-        root = root.get(name) if isinstance(root, dict) else None
-    return root
-
-
-def _alternatives(schema: dict[str, Any], root: Any) -> list[Any]:
-    """The schemas of which a schema is one, if it is nothing else."""
-    if "$ref" in schema:
-        return [_target(root, schema["$ref"])]
-    return next((schema[keyword] for keyword in ("anyOf", "oneOf", "allOf") if keyword in schema), [])
 
 
 @dataclass(frozen=True)
@@ -336,8 +241,8 @@ def _all_end(root: Any, parts: Iterable[dict[str, Any]]) -> bool:
 def _ways(schema: dict[str, Any], root: Any) -> list[list[Any]]:
     """The ways to a finite text: for each, the schemas that must have one."""
     if "$ref" in schema or "allOf" in schema:
-        return [_alternatives(schema, root)]
-    if inner := _alternatives(schema, root):
+        return [alternatives(schema, root)]
+    if inner := alternatives(schema, root):
         return [[part] for part in inner]
     if "enum" in schema or "const" in schema:
         return [[]]
@@ -347,7 +252,7 @@ def _ways(schema: dict[str, Any], root: Any) -> list[list[Any]]:
 def _needed(schema: dict[str, Any]) -> list[list[Any]]:
     """For each type that a value may have, the schemas of those parts of it that cannot be left out."""
     ways: list[list[Any]] = []
-    for kind in _named_types(schema) or ["any"]:
+    for kind in named_types(schema) or ["any"]:
         needed: list[Any] = []
         if kind == "object":
             named, others = schema.get("properties", {}), schema.get("additionalProperties", True)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from jetspec.engine.detokenize import overlap
-from jetspec.engine.schema import inner_schemas, types_of
+from jetspec.engine.schema_parts import inner_schemas, types_of
 from jetspec.serve.errors import Refused
 from jetspec.serve.protocol import FunctionCall, Tool
 

@@ -21,7 +21,8 @@ import torch
 from pydantic import BaseModel, Field
 
 from jetspec.engine.constraint import Grammars
-from jetspec.engine.schema import enforceable, types_of
+from jetspec.engine.schema import enforceable
+from jetspec.engine.schema_parts import types_of
 from jetspec.tree import unpack_bits
 from jetspec.types import Grammar
 from tests.train.tiny_model import END_TOKEN, byte_tokenizer
