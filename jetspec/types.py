@@ -30,6 +30,8 @@ class Grammar:
 
     kind: GrammarKind
     source: str = ""
+    compiled: Any = field(default=None, compare=False, repr=False)
+    """What `Grammars.compile` made of it, if somebody had it made beforehand."""
 
 
 @dataclass(frozen=True)

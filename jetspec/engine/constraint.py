@@ -7,20 +7,22 @@ the work of the `xgrammar` library, which is imported when somebody first asks f
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetspec.engine.rows import Download, send, upload
-from jetspec.engine.schema import check_schema
+from jetspec.engine.schema import enforceable
 from jetspec.tree import DraftTree, children_of, pack_bits
 from jetspec.tree.draft_tree import WORD
 from jetspec.types import Constraint, Grammar, Request
 
 CACHE_BYTES = 256 << 20
-"""Memory for compiled grammars; the longest unused go first."""
+"""Memory for compiled grammars, and for those of their parts that others may share; the longest unused go first."""
 MAX_WHITESPACE = 32
 """Longest run of spaces and line breaks between the parts of a JSON text; without a bound a model may never end it."""
 
@@ -82,22 +84,45 @@ class Grammars:
             return xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
 
         tokens = list(token_bytes[:vocab_size])
+        self.vocabulary = (tokens, vocab_size, end_tokens)
+        """What another process needs to make the same of a grammar."""
         self._compiler = compiler(tokens)
         # The library lets some strings hold tabs and other control characters as they are, which is not JSON. A token
         # without bytes is one that it never allows.
         self._json_compiler = compiler([b"" if CONTROL.search(token) else token for token in tokens])
+        self._kept: OrderedDict[Grammar, Any] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = Lock()
         ends_V = torch.zeros(vocab_size, dtype=torch.bool)
         ends_V[sorted(end_tokens)] = True
         self._ends_W = pack_bits(ends_V)
 
+    def find(self, grammar: Grammar) -> Any | None:
+        """What `compile` has made of this grammar before, if it is still there."""
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+            return self._kept.get(grammar)
+
     def compile(self, grammar: Grammar) -> Any:
-        """The library's form of a grammar. It is kept, so that `start` finds it at once."""
-        if grammar.kind == "json_schema":
-            check_schema(grammar.source)
+        """The library's form of a grammar. It is kept for a while, but only who holds it is sure to have it."""
+        compiled = self.find(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+            with self._lock:
+                if grammar in self._kept:  # somebody else was faster
+                    return self._kept[grammar]
+                self._kept[grammar] = compiled
+                self._kept_bytes += compiled.memory_size_bytes
+                while self._kept and self._kept_bytes > CACHE_BYTES:
+                    self._kept_bytes -= self._kept.popitem(last=False)[1].memory_size_bytes
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> Any:
+        schema = enforceable(grammar.source) if grammar.kind == "json_schema" else ANY_OBJECT
         try:
             match grammar.kind:
                 case "json_schema" | "json_object":
-                    schema = grammar.source if grammar.kind == "json_schema" else ANY_OBJECT
                     return self._json_compiler.compile_json_schema(
                         schema, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
                     )
@@ -111,7 +136,8 @@ class Grammars:
 
     def start(self, grammar: Grammar) -> Constraint:
         """A constraint that stands at the beginning of a text."""
-        return GrammarConstraint(self._matcher(self.compile(grammar)), self._ends_W)
+        compiled = self.compile(grammar) if grammar.compiled is None else grammar.compiled
+        return GrammarConstraint(self._matcher(compiled), self._ends_W)
 
 
 class GrammarConstraint:

@@ -22,9 +22,10 @@ from starlette.types import ASGIApp
 import jetspec
 from jetspec.engine.llm import LLM
 from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, Vocabulary, event
+from jetspec.serve.compiler import Compiler
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import Refused, add_handlers, gone, stopping
-from jetspec.serve.guard import Guard, facts, log
+from jetspec.serve.guard import Guard, facts
 from jetspec.serve.metrics import Metrics
 from jetspec.serve.prepare import Desk, Prepared
 from jetspec.serve.protocol import (
@@ -42,7 +43,6 @@ from jetspec.serve.protocol import (
 )
 from jetspec.serve.stream import EventStream, watched
 from jetspec.serve.worker import EngineThread, Ticket
-from jetspec.types import Grammar
 
 STATIC = Path(__file__).parent / "static"
 PAGE_POLICY = "; ".join(
@@ -55,8 +55,6 @@ PAGE_POLICY = "; ".join(
 """The page may load what this server has, and nothing else: no script or style of the page's own text."""
 PREPARERS = 2
 """Threads that make token ids of requests, so that a long prompt does not keep everybody waiting."""
-COMPILE_S = 5.0
-"""Longest that making a grammar of a schema may take."""
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in {
@@ -67,7 +65,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         413: "The request is too large.",
         429: "The queue is full; Retry-After says when to come back.",
         500: "The engine has failed.",
-        503: "The server is shutting down.",
+        503: "The server is shutting down, or reads the schemas of others; Retry-After says when to come back.",
     }.items()
 }
 
@@ -92,9 +90,9 @@ class Server:
         self.config = config
         self.model_name = config.model_name or llm.model_name
         self.created = int(time.time())
-        self.words, self.llm = Vocabulary(llm.tokenizer), llm
+        self.words = Vocabulary(llm.tokenizer)
         self.metrics = Metrics(llm.engine, self.model_name)
-        self.compiler = ThreadPoolExecutor(1, "compile")
+        self.compiler = Compiler(llm)
         self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
         self.shape = TreeShape(
             drafter=llm.drafter, budget=llm.tree.budget, width=llm.tree.width, max_len=llm.engine.max_len
@@ -130,7 +128,7 @@ class Server:
         yield
         self.worker.refuse_all(stopping())
         await asyncio.to_thread(self.worker.stop)
-        self.compiler.shutdown(wait=False, cancel_futures=True)
+        self.compiler.stop()
 
     def _add_api(self, app: FastAPI) -> None:
         @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=may_stream(ChatChunk))
@@ -196,7 +194,8 @@ class Server:
             said["asked"] = asked.model_dump(exclude_unset=True)
         prepared = await asyncio.to_thread(prepare, asked, said.get("tenant", ""))
         if prepared.grammar is not None:
-            await self._compile(prepared.grammar, "tools" if prepared.in_call else "response_format")
+            param = "tools" if prepared.in_call else "response_format"
+            prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param))
         ticket = self.worker.submit(prepared.jobs)
         answer = make_answer(prepared, self.words, self.model_name)
         try:
@@ -214,21 +213,6 @@ class Server:
             close = partial(self._close, ticket, answer, said)
             return EventStream(events, ticket, close, self.config.write_timeout_s)
         return await self._collect(request, ticket, answer, said)
-
-    async def _compile(self, grammar: Grammar, param: str) -> None:
-        """Have a grammar ready before the engine needs it, in a thread where it keeps nobody else waiting."""
-        try:
-            grammars = await asyncio.to_thread(lambda: self.llm.grammars)  # the first time, this reads the vocabulary
-            compiling = asyncio.get_running_loop().run_in_executor(self.compiler, grammars.compile, grammar)
-            async with asyncio.timeout(COMPILE_S):
-                await asyncio.shield(compiling)
-        except TimeoutError:
-            raise Refused(f"the schema takes longer than {COMPILE_S:g} s to read", param=param) from None
-        except ValueError as error:
-            raise Refused(str(error), param=param) from error
-        except Exception as error:  # whatever a schema of strange form may lead to
-            log.warning("a schema failed", exc_info=error)
-            raise Refused("the schema cannot be used", param=param) from error
 
     async def _collect(self, request: Request, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> Response:
         try:

@@ -84,6 +84,8 @@ async def _refuse_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = max(reversed(error.errors()), key=lambda found: len(found["loc"]))
     place = [str(part) for part in first["loc"] if part != "body"]
+    if place[0:1] == ["response_format"]:
+        del place[1:2]  # the value of its `type`, which is no field
     if first["type"] == "extra_forbidden":
         where = ".".join(place)[:MAX_QUOTE]
         return Refused(f"{where} is not supported", param=where, code="unsupported_parameter").response()

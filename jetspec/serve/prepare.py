@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,8 +23,8 @@ from jetspec.serve.protocol import (
     ToolCall,
     ToolChoice,
 )
-from jetspec.serve.schema import check_schema, check_schemas
-from jetspec.serve.tools import BEGIN, call_schema, check_template
+from jetspec.serve.schema import bounded, check_bounds
+from jetspec.serve.tools import BEGIN, call_schema, check_parameters, check_template
 from jetspec.serve.worker import Job
 from jetspec.types import Grammar, SamplingParams, TreeLimits
 
@@ -51,6 +51,10 @@ class Prepared:
     def grammar(self) -> Grammar | None:
         """All jobs have the same."""
         return self.jobs[0].sampling.grammar
+
+    def with_grammar(self, grammar: Grammar) -> Prepared:
+        jobs = [replace(job, sampling=replace(job.sampling, grammar=grammar)) for job in self.jobs]
+        return replace(self, jobs=jobs)
 
 
 class Desk:
@@ -97,9 +101,8 @@ class Desk:
 
     def _grammar(self, asked: ChatRequest, tools: list[Tool], forced: bool) -> Grammar | None:
         """What the answer must look like: a call that is forced, or the format that was asked for."""
-        check_schemas([tool.function.parameters for tool in tools], "tools")
-        if any(tool.function.strict for tool in tools) and not forced:
-            raise Refused("strict needs a tool_choice that forces the call", param="tools")
+        check_bounds([tool.function.parameters for tool in tools], "tools")
+        check_parameters(tools)
         form = asked.response_format
         if isinstance(form, TextFormat):
             form = None
@@ -108,7 +111,7 @@ class Desk:
         if forced:
             return Grammar("json_schema", json.dumps(call_schema(tools)))
         if isinstance(form, SchemaFormat):
-            return Grammar("json_schema", check_schema(form.json_schema.schema_, "response_format"))
+            return Grammar("json_schema", bounded(form.json_schema.schema_, "response_format"))
         return Grammar("json_object") if form else None
 
     def _check_common(self, asked: Generation) -> None:

@@ -129,6 +129,7 @@ class FunctionSpec(Asked):
     description: str | None = None
     parameters: dict[str, Any] = {}
     strict: bool | None = None
+    """It changes nothing: a call that is forced always follows its schema, others are the model's own."""
 
 
 class Tool(Asked):
@@ -149,7 +150,9 @@ class NamedSchema(Asked):
     name: ToolName
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
+    """Not told to the model, which sees the messages only."""
     strict: bool | None = None
+    """It changes nothing: an answer always follows its schema."""
 
 
 class TextFormat(Asked):

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+from jetspec.engine.schema import COUNTS
 from jetspec.serve.errors import Refused
 
 MAX_BYTES = 16 << 10
@@ -15,16 +16,17 @@ MAX_ALL_BYTES = 4 * MAX_BYTES
 MAX_DEPTH = 16
 MAX_COUNT = 1024
 """Most characters, entries or properties that a schema may ask for, and most repetitions in its patterns."""
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+MAX_STATES = 4096
+"""Named properties times their number, in an object that bounds it: a grammar follows which of them are left."""
 
 
-def check_schema(schema: dict[str, Any], param: str) -> str:
+def bounded(schema: dict[str, Any], param: str) -> str:
     """The schema as JSON, if it is small enough."""
-    check_schemas([schema], param)
+    check_bounds([schema], param)
     return json.dumps(schema)
 
 
-def check_schemas(schemas: list[dict[str, Any]], param: str) -> None:
+def check_bounds(schemas: list[dict[str, Any]], param: str) -> None:
     """Refuse what is too large, one by one or all together: they become one grammar."""
     if max(map(depth_of, schemas), default=0) > MAX_DEPTH:
         raise Refused(f"{param} is nested deeper than {MAX_DEPTH}", param=param)
@@ -33,16 +35,27 @@ def check_schemas(schemas: list[dict[str, Any]], param: str) -> None:
         if size > most:
             raise Refused(f"{param} has {size} bytes; it may have {most}", param=param)
     repeated = 0
-    for name, value in entries(schemas):
-        if name in COUNTS and isinstance(value, int) and value > MAX_COUNT:
-            raise Refused(f"{name} in {param} is {value}; it may be at most {MAX_COUNT}", param=param)
-        if name == "$ref" and not str(value).startswith("#"):
+    for part in objects(schemas):
+        for name in COUNTS:
+            if isinstance(value := part.get(name), int) and value > MAX_COUNT:
+                raise Refused(f"{name} in {param} is {value}; it may be at most {MAX_COUNT}", param=param)
+        check_properties(part, param)
+        if not str(part.get("$ref", "#")).startswith("#"):
             raise Refused(f"a $ref in {param} leads elsewhere; only those within it are followed", param=param)
-        if name == "pattern" and isinstance(value, str):
-            count = repetitions(value)
+        if isinstance(pattern := part.get("pattern"), str):
+            count = repetitions(pattern)
             repeated += count if count > 1 else 0
         if repeated > MAX_COUNT:
             raise Refused(f"the patterns in {param} repeat more than {MAX_COUNT} times", param=param)
+
+
+def check_properties(part: dict[str, Any], param: str) -> None:
+    """Refuse to count many properties, of which a grammar knows at each place which may still come."""
+    named = part.get("properties")
+    counts = [part[name] for name in ("minProperties", "maxProperties") if isinstance(part.get(name), int)]
+    if isinstance(named, dict) and counts and len(named) * max(len(named), *counts) > MAX_STATES:
+        why = f"an object in {param} names {len(named)} properties and bounds their number; that is too much together"
+        raise Refused(why, param=param)
 
 
 def depth_of(value: Any) -> int:
@@ -58,14 +71,14 @@ def parts_of(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
-def entries(value: Any) -> list[tuple[str, Any]]:
-    """Every name with its value, at any depth."""
-    found: list[tuple[str, Any]] = []
+def objects(value: Any) -> list[dict[str, Any]]:
+    """Every object, at any depth."""
+    found: list[dict[str, Any]] = []
     left = [value]
     while left:
         whole = left.pop()
         if isinstance(whole, dict):
-            found += whole.items()
+            found.append(whole)
         left += parts_of(whole)
     return found
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 from jetspec.engine.detokenize import overlap
+from jetspec.engine.schema_parts import inner_schemas, types_of
 from jetspec.serve.errors import Refused
 from jetspec.serve.protocol import FunctionCall, Tool
 
@@ -20,21 +22,47 @@ def check_template(template: str | None) -> None:
         raise Refused("tools are not supported: this model's chat template calls them in an unknown way", param="tools")
 
 
+def check_parameters(tools: list[Tool]) -> None:
+    """Arguments are an object, so that must be what a tool's schema describes."""
+    for tool in tools:
+        parameters = tool.function.parameters or {"type": "object"}
+        try:
+            is_object = types_of(parameters, parameters) == {"object"}
+        except TypeError:  # a keyword with a value of the wrong type
+            is_object = False
+        if not is_object:
+            raise Refused(f'the parameters of {tool.function.name} must have "type": "object"', param="tools")
+
+
 def call_schema(tools: list[Tool]) -> dict[str, Any]:
-    """A JSON schema of what stands between the tags when one of these is called."""
+    """A JSON schema of what stands between the tags when one of these is called.
+
+    Each tool's parameters lie under a name of their own, so that what they define cannot meet another's.
+    """
     calls = [
         {
             "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object"},
-            },
+            "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/{i}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for i, tool in enumerate(tools)
     ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    parameters = [tool.function.parameters or {"type": "object"} for tool in tools]
+    return {"anyOf": calls, "$defs": {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(parameters)}}
+
+
+def moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """A schema whose references still lead to its own parts when it lies at this place of another."""
+    schema = copy.deepcopy(schema)
+    left: list[Any] = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            left += inner_schemas(part)
+            if isinstance(ref := part.get("$ref"), str):
+                part["$ref"] = place + ref.removeprefix("#")
+    return schema
 
 
 class ToolReader:

@@ -259,7 +259,11 @@ ENDLESS: dict[str, dict[str, Any]] = {
         "anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}],
         "$defs": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}},
     },
-    "under a name of its own": {"type": "object", "properties": {"a": {"$ref": "#/x"}}, "x": {"$ref": "#/x"}},
+    "under a name of its own": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/x-b"}},
+        "x-b": {"$ref": "#/x-b"},
+    },
 }
 ENDING: dict[str, dict[str, Any]] = {
     "may be left out": {"type": "object", "properties": {"next": {"$ref": "#"}}},

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from jetspec.engine.llm import LLM
 from jetspec.serve.config import ServeConfig
@@ -38,6 +39,16 @@ WEATHER = {
 }
 NOTHING = {"type": "object", "additionalProperties": False}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
+
+
+COUNTED = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "string"} for i in range(400)},
+    "minProperties": 200,
+    "maxProperties": 300,
+    "additionalProperties": False,
+}
+"""Minutes of work for the grammar library."""
 
 
 def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +111,7 @@ def test_an_answer_has_the_form_that_was_asked_for(live: Live, temperature: floa
         ({"$ref": "#"}, "contains itself"),
         ({"$ref": "http://example.org/schema"}, ""),
         (json.loads('{"items":' * 30 + "{}" + "}" * 30), "deeper"),
+        (COUNTED, "400 properties"),
     ],
 )
 def test_schemas_that_cannot_be_kept_are_refused(live: Live, schema: dict[str, Any], word: str) -> None:
@@ -136,6 +148,51 @@ def test_a_forced_call_is_a_call(tooled: Live, choice: Any, stream: bool) -> Non
     if choice != "required" or call["function"]["name"] == "weather":
         arguments = json.loads(call["function"]["arguments"])
         assert arguments["town"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
+
+
+class Inner(BaseModel):
+    flag: bool
+
+
+class Outer(BaseModel):
+    inner: Inner
+    others: Annotated[list[Inner], Field(max_length=2)]
+
+
+def nested_tools() -> list[Any]:
+    """Two tools as the client makes them, strict, whose schemas define different things under the same name."""
+    first, second = (openai.pydantic_function_tool(Outer, name=name) for name in ("first", "second"))
+    second["function"]["parameters"]["$defs"]["Inner"]["properties"]["flag"] = {"const": 7}  # type: ignore[index]
+    return [first, second]
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_tools_of_nested_models_are_called(tooled: Live, name: str) -> None:
+    done = tooled.client().chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": "?"}],
+        tools=nested_tools(),
+        tool_choice={"type": "function", "function": {"name": name}},
+        max_tokens=200,
+        seed=1,
+        logit_bias=dict.fromkeys(map(str, b" \n\r"), -100),
+    )
+    (call,) = done.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == name
+    flag = json.loads(call.function.arguments)["inner"]["flag"]
+    assert flag == 7 if name == "second" else isinstance(flag, bool)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_strict_tools_are_taken_whatever_the_choice(tooled: Live, choice: str) -> None:
+    assert tooled.chat(tools=nested_tools(), tool_choice=choice, max_tokens=2).status_code == 200
+
+
+def test_a_missing_schema_is_named_once(live: Live) -> None:
+    error = live.chat(response_format={"type": "json_schema"}).json()["error"]
+    assert error["param"] == "response_format.json_schema" and "json_schema.json_schema" not in error["message"]
+    error = live.chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}).json()["error"]
+    assert error["param"] == "response_format.json_schema.schema"
 
 
 def test_a_message_cannot_begin_another_turn(live: Live) -> None:
@@ -181,7 +238,9 @@ def test_conversations_with_calls_reach_the_template(tooled: Live) -> None:
         {"tool_choice": "required"},
         {"tools": [CLOCK], "response_format": {"type": "json_object"}},
         {"tools": [CLOCK], "parallel_tool_calls": False},
-        {"tools": [{"type": "function", "function": {**CLOCK["function"], "strict": True}}]},  # type: ignore[dict-item]
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [NOTHING, {}]}}}]},
         {"tools": [{"type": "function", "function": {"name": "no spaces"}}]},
     ],
 )
@@ -257,8 +316,6 @@ def test_several_answers_share_their_prompt(live: Live) -> None:
 
 
 def test_the_openai_client_parses_forms(live: Live) -> None:
-    from pydantic import BaseModel
-
     class Flag(BaseModel):
         on: bool
 

@@ -1,0 +1,81 @@
+"""Expressions that a grammar follows to the letter, and formats of strings written as such.
+
+The grammar library's own formats let through days and addresses that do not exist. Ours allow at most what the format
+does, and less of what nobody writes: no leap seconds, no quoted mailboxes.
+"""
+
+from __future__ import annotations
+
+import re
+
+READ_OVER = re.compile(r"\(\?(?!:|<\w|P<\w)|(?<=[^|(])\^|\$(?=[^|)])|\)\{0*([2-9]|[1-9]\d+),\}")
+"""Parts of an expression that the library reads over: what looks ahead, flags, anchors that are not at an end. And
+groups that are repeated at least twice, and then without bound, of which it loses parts."""
+REPEATED = re.compile(r"\\.|\[(?:\\.|[^]\\])*\]|\)(?:\?|\{0*([01]),\})|[$^]", re.DOTALL)
+"""A group that may be missing, or is repeated without bound; an anchor; or an escape or a class, to be left alone."""
+
+YEAR = r"(\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)"
+LEAP = r"(0[48]|[2468][048]|[13579][26])"
+"""Two digits that 4 divides, without 00."""
+MONTHS = r"((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+DATE = rf"({YEAR}-{MONTHS}|(\d\d{LEAP}|{LEAP}00)-02-29)"
+TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+
+CLOCK = r"T(\d{1,6}H(\d{1,6}M(\d{1,6}S)?)?|\d{1,6}M(\d{1,6}S)?|\d{1,6}S)"
+DAYS = r"(\d{1,4}Y(\d{1,4}M(\d{1,6}D)?)?|\d{1,4}M(\d{1,6}D)?|\d{1,6}D)"
+
+LABEL = r"[a-z0-9]([a-z0-9-]{0,29}[a-z0-9])?"
+ATOM = r"[A-Za-z0-9_+-]{1,20}"
+
+BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+HEX = "[0-9a-fA-F]"
+WORD = rf"{HEX}{{1,4}}"
+SHORT = "|".join(rf"({WORD}:){{{n}}}(:{WORD}){{1,{7 - n}}}" for n in range(1, 7))
+"""Addresses of at most seven words, some of them left out in the middle."""
+
+PATTERNS = {
+    "date": DATE,
+    "time": TIME,
+    "date-time": rf"{DATE}T{TIME}",
+    "duration": rf"P({DAYS}({CLOCK})?|{CLOCK}|\d{{1,6}}W)",
+    "uuid": rf"{HEX}{{8}}(-{HEX}{{4}}){{3}}-{HEX}{{12}}",
+    **{f"uuid{n}": rf"{HEX}{{8}}-{HEX}{{4}}-{n}{HEX}{{3}}-[89abAB]{HEX}{{3}}-{HEX}{{12}}" for n in range(1, 9)},
+    "hostname": rf"{LABEL}(\.{LABEL}){{0,6}}",
+    "email": rf"{ATOM}(\.{ATOM}){{0,2}}@({LABEL}\.){{1,6}}[a-z]{{2,20}}",
+    "ipv4": rf"{BYTE}(\.{BYTE}){{3}}",
+    "ipv6": rf"(({WORD}:){{7}}{WORD}|{SHORT}|({WORD}:){{1,7}}:|:(:{WORD}){{1,7}}|::)",
+}
+LIBRARY = frozenset({"uri", "uri-reference", "uri-template"})
+"""Those in which the library's own forms are right."""
+FREE = frozenset({"password", "binary", "path"})
+"""Formats that any text has: they say how it is shown or used."""
+
+
+def is_safe(pattern: str) -> bool:
+    """Whether an expression is followed to the letter.
+
+    The library reads over what looks ahead, flags, and anchors in the middle, and takes escapes that it does not know
+    for plain letters. A character that a JSON string must escape it would write bare.
+    """
+    escapes = re.findall(r"\\(.)", pattern, re.DOTALL)
+    is_known = all(e in "dDsSwW" or not (e.isalnum() or e == "\\") for e in escapes)
+    return pattern.isprintable() and '"' not in pattern and is_known and not READ_OVER.search(_bare(pattern))
+
+
+def spelled_out(pattern: str) -> str:
+    """The same expression in words that the library follows: it would lose the beginning of `(ab+)?`.
+
+    Anchors go: it matches whole texts only, and says so of each anchor on stderr.
+    """
+
+    def spell(found: re.Match[str]) -> str:
+        if found[0][0] != ")":
+            return "" if found[0] in "^$" else found[0]
+        return {"0": ")*", "1": ")+", None: "){0,1}"}[found[1]]
+
+    return REPEATED.sub(spell, pattern)
+
+
+def _bare(pattern: str) -> str:
+    """An expression with a letter in place of each escape and each class of characters."""
+    return re.sub(r"\[[^]]*\]", "x", re.sub(r"\\.", "x", pattern))
