@@ -22,9 +22,11 @@ from starlette.types import ASGIApp
 import jetspec
 from jetspec.engine.llm import LLM
 from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, Vocabulary, event
+from jetspec.serve.body import JsonRoute
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import Refused, add_handlers, gone, stopping
-from jetspec.serve.guard import Guard, facts, log
+from jetspec.serve.guard import Guard, log
+from jetspec.serve.log import facts
 from jetspec.serve.metrics import Metrics
 from jetspec.serve.prepare import Desk, Prepared
 from jetspec.serve.protocol import (
@@ -118,6 +120,7 @@ class Server:
             redoc_url=None,
         )
         add_handlers(app)
+        app.router.route_class = JsonRoute
         self._add_api(app)
         self._add_operations(app)
         app.openapi = lambda: with_chunks(type(app).openapi(app))  # type: ignore[method-assign]

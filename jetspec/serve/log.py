@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
+
+facts: ContextVar[dict[str, Any]] = ContextVar("facts")
+"""What the log line of the present request will say. Whoever handles it adds to them."""
 
 
 class JsonLines(logging.Formatter):

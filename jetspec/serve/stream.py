@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jetspec.serve.guard import facts
+from jetspec.serve.log import facts
 from jetspec.serve.worker import Ticket
 
 
