@@ -24,7 +24,7 @@ from jetspec.engine.llm import LLM
 from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, Vocabulary, event
 from jetspec.serve.body import JsonRoute
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused, add_handlers, gone, stopping
+from jetspec.serve.errors import Refused, add_handlers, gone, note, stopping
 from jetspec.serve.guard import Guard, log
 from jetspec.serve.log import facts
 from jetspec.serve.metrics import Metrics
@@ -200,8 +200,8 @@ class Server:
         prepared = await asyncio.to_thread(prepare, asked, said.get("tenant", ""))
         if prepared.grammar is not None:
             await self._compile(prepared.grammar, "tools" if prepared.in_call else "response_format")
-        ticket = self.worker.submit(prepared.jobs)
         answer = make_answer(prepared, self.words, self.model_name)
+        ticket = self.worker.submit(prepared.jobs)
         try:
             async with watched(request.receive, ticket):
                 await asyncio.wait([ticket.joined])
@@ -215,7 +215,7 @@ class Server:
             has_bill = asked.stream_options is not None and asked.stream_options.include_usage
             events = self._events(ticket, answer, has_bill)
             close = partial(self._close, ticket, answer, said)
-            return EventStream(events, ticket, close, self.config.write_timeout_s)
+            return EventStream(events, ticket, close)
         return await self._collect(request, ticket, answer, said)
 
     async def _compile(self, grammar: Grammar, param: str) -> None:
@@ -255,15 +255,14 @@ class Server:
                 yield _event(answer.bill())
             yield DONE
         except Refused as why:
+            note(why)
             yield event(json.dumps(why.body()))
 
     def _close(self, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> None:
         self.worker.close(ticket)
-        stats = [done.stats for done in answer.completions.values()]
-        said["answers"] = f"{len(stats)} of {ticket.num_answers}"
+        said["answers"] = f"{len(answer.completions)} of {ticket.num_answers}"
         said["prompt_tokens"] = sum(len(job.tokens) for job in ticket.jobs)
-        said["completion_tokens"] = sum(s.completion_tokens for s in stats)
-        said["rounds"] = sum(s.rounds for s in stats)
+        said["completion_tokens"], said["rounds"] = ticket.num_tokens, ticket.num_rounds
         if self.config.log_text:
             said["answered"] = [done.text for done in answer.completions.values()]
 

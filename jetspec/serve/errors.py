@@ -73,6 +73,10 @@ def gone() -> Refused:
     return Refused("the client went away", status=499, code="client_gone")
 
 
+def unread() -> Refused:
+    return Refused("the answer was read too slowly to be kept", status=503, code="read_too_slowly")
+
+
 def stopping() -> Refused:
     return Refused("the server is shutting down", status=503, code="shutting_down", retry_after=30)
 

@@ -160,6 +160,8 @@ class Visit:
 
     def report(self, answered: Callable[[str, int, float], None]) -> None:
         """Only known routes are named: what a client makes up must not fill the metrics."""
+        if self.scope.get("state", {}).get("cut_off"):  # by the connection
+            self.facts["cut_off"] = True
         route = getattr(self.scope.get("route"), "path", "other")
         seconds = time.perf_counter() - self.began
         answered(route, self.status, seconds)

@@ -148,7 +148,7 @@ def test_what_changes_nothing_may_be_sent(live: Live, asked: dict[str, Any], is_
 
 def test_an_answer_may_be_handed_back_as_it_came(live: Live) -> None:
     """OpenAI's own answers have more fields than we read, with nothing in them."""
-    answer = {
+    answer: dict[str, Any] = {
         "role": "assistant",
         "content": "x",
         "refusal": None,
