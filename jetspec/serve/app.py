@@ -97,6 +97,7 @@ class Server:
         self.words, self.llm = Vocabulary(llm.tokenizer), llm
         self.metrics = Metrics(llm.engine, self.model_name)
         self.compiler = ThreadPoolExecutor(1, "compile")
+        self.writer = ThreadPoolExecutor(1, "write")
         self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
         self.shape = TreeShape(
             drafter=llm.drafter, budget=llm.tree.budget, width=llm.tree.width, max_len=llm.engine.max_len
@@ -134,6 +135,7 @@ class Server:
         self.worker.refuse_all(stopping())
         await asyncio.to_thread(self.worker.stop)
         self.compiler.shutdown(wait=False, cancel_futures=True)
+        self.writer.shutdown(wait=False, cancel_futures=True)
 
     def _add_api(self, app: FastAPI) -> None:
         @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=may_stream(ChatChunk))
@@ -237,20 +239,20 @@ class Server:
         try:
             async with watched(request.receive, ticket):
                 async for index, update in ticket.updates():
-                    answer.take(index, update)
+                    answer.keep(index, update)
         finally:
             self._close(ticket, answer, said)
         if len(answer.completions) < ticket.num_answers:
             raise gone()
-        return Response(answer.whole().model_dump_json(exclude_none=True), media_type="application/json")
+        # With log-probabilities it can be long.
+        writing = asyncio.get_running_loop().run_in_executor(self.writer, lambda: answer.whole().model_dump_json())
+        return Response(await writing, media_type="application/json")
 
     async def _events(self, ticket: Ticket, answer: Answer, has_bill: bool) -> AsyncGenerator[bytes]:
         try:
-            for chunk in answer.start():
-                yield _event(chunk)
             async for index, update in ticket.updates():
-                if chunk_now := answer.take(index, update):
-                    yield _event(chunk_now)
+                if chunk := answer.take(index, update):
+                    yield _event(chunk)
             if has_bill and len(answer.completions) == ticket.num_answers:
                 yield _event(answer.bill())
             yield DONE
@@ -269,7 +271,7 @@ class Server:
 
 def _event(chunk: Chunk) -> bytes:
     """All ASCII: some readers of lines take characters such as U+2028 for the end of one."""
-    return event(chunk.model_dump_json(exclude_none=True, ensure_ascii=True))
+    return event(chunk.model_dump_json(ensure_ascii=True))
 
 
 def _state(status: str, code: int = 200) -> Response:

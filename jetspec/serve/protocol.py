@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
 from jetspec.types import MAX_BIASED_TOKENS, MAX_LOGPROBS
@@ -258,6 +259,10 @@ class CompletionRequest(Generation):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
+WhenThere = Field(exclude_if=lambda value: value is None)
+"""For what is left out of an answer that does not have it; OpenAI's other nullable fields are there, as null."""
+
+
 class CachedTokens(BaseModel):
     cached_tokens: int
 
@@ -275,7 +280,9 @@ class Usage(BaseModel):
     jetspec: Rounds
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(TypedDict):
+    """A dictionary and no model, because an answer may hold hundreds of thousands."""
+
     token: str
     logprob: float
     bytes: list[int]
@@ -316,7 +323,9 @@ class MadeCallDelta(MadeCall):
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
-    tool_calls: list[MadeCall] | None = None
+    refusal: None = None
+    """Never one; OpenAI's clients expect the field."""
+    tool_calls: Annotated[list[MadeCall] | None, WhenThere] = None
 
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -330,9 +339,9 @@ class ChatChoice(BaseModel):
 
 
 class Delta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[MadeCallDelta] | None = None
+    role: Annotated[Literal["assistant"] | None, WhenThere] = None
+    content: Annotated[str | None, WhenThere] = None
+    tool_calls: Annotated[list[MadeCallDelta] | None, WhenThere] = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -357,7 +366,7 @@ class TracedToken(BaseModel):
     """Place in the round, from 1; the last one is the target's own, after the path."""
     logprob: float
     """Under the target."""
-    draft_logprob: float | None = None
+    draft_logprob: Annotated[float | None, WhenThere] = None
     """Under the draft; the last token was not drafted."""
 
 
@@ -400,8 +409,8 @@ class ChatChunk(BaseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    jetspec: TracedRound | None = None
+    usage: Annotated[Usage | None, WhenThere] = None
+    jetspec: Annotated[TracedRound | None, WhenThere] = None
 
 
 class TextCompletion(BaseModel):
@@ -412,8 +421,8 @@ class TextCompletion(BaseModel):
     created: int
     model: str
     choices: list[TextChoice]
-    usage: Usage | None = None
-    jetspec: TracedRound | None = None
+    usage: Annotated[Usage | None, WhenThere] = None
+    jetspec: Annotated[TracedRound | None, WhenThere] = None
 
 
 class TreeShape(BaseModel):
