@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from jetspec.serve.config import ServeConfig
+from jetspec.serve.connection import most_connections
 from jetspec.serve.log import LIMITED_S, MAX_LINES, Sparingly
-from jetspec.serve.run import most_connections
 from scripts.check_serve import ServerProcess
 from tests.serve.live import Live, streaming, tiny_llm, wait_until
 

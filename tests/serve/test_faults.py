@@ -195,7 +195,7 @@ def test_a_slow_reader_has_no_place_in_the_queue(folder: Path, monkeypatch: pyte
 
 def test_what_waits_for_readers_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole answers are handed over in one piece; the largest that nobody reads goes first."""
-    monkeypatch.setattr("jetspec.serve.run.MAX_WAITING", 600_000)
+    monkeypatch.setattr("jetspec.serve.connection.MAX_WAITING", 600_000)
     with Live(tiny_llm(folder), ServeConfig(port=0)) as server:
         large = small_reader(server, n=8, stream=False, logprobs=20)
         server.wait_for_rest()
