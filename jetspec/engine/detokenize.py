@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
+MAX_HELD = 3
+"""Tokens that may hold the beginning of a character: it has at most three bytes before its last."""
+MAX_UNCUT = 16
+"""Tokens that are held at most. Between any two of them lies a character, which hardly happens."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -29,9 +33,26 @@ class TextStream:
         self.tokens.append(token)
         known = self.decode(self.tokens[self.first : self.read])
         longer = self.decode(self.tokens[self.first :])
-        if longer.endswith(REPLACEMENT) or len(longer) <= len(known):
+        end = len(self.tokens)
+        if longer.endswith(REPLACEMENT):
+            end, longer = self._certain(longer)
+        if len(longer) <= len(known):
             return False
-        return self._append(longer[len(known) :])
+        return self._append(longer[len(known) :], end)
+
+    def _certain(self, text: str) -> tuple[int, str]:
+        """Of tokens whose text ends with U+FFFD, how many do not depend on what comes, and their text.
+
+        The last ones may be the beginning of a character. If there are more, what stands before those is broken, or is
+        a token for U+FFFD itself, and will not change.
+        """
+        end = len(self.tokens)
+        if end - self.read > MAX_HELD:
+            for cut in range(end - MAX_HELD, end):
+                before = self.decode(self.tokens[self.first : cut])
+                if text.startswith(before) and (cut == end - MAX_HELD or not before.endswith(REPLACEMENT)):
+                    return cut, before
+        return (end, text) if end - self.read > MAX_UNCUT else (self.read, "")
 
     def take(self) -> str:
         """Text that became certain since the last call."""
@@ -43,14 +64,15 @@ class TextStream:
     def finish(self) -> str:
         """The rest, incomplete characters included."""
         known = self.decode(self.tokens[self.first : self.read])
-        self._append(self.decode(self.tokens[self.first :])[len(known) :])
+        self._append(self.decode(self.tokens[self.first :])[len(known) :], len(self.tokens))
         new, self.shown = self.text[self.shown :], len(self.text)
         return new
 
-    def _append(self, piece: str) -> bool:
+    def _append(self, piece: str, end: int) -> bool:
+        """Add the text of the tokens before `end`."""
         before = len(self.text)
         self.text += piece
-        self.first, self.read = self.read, len(self.tokens)
+        self.first, self.read = self.read, end
         cuts = [self.text.find(s, max(0, before - len(s) + 1)) for s in self.stop]
         cuts = [cut for cut in cuts if cut >= 0]
         if cuts:

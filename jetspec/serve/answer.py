@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,6 +36,7 @@ from jetspec.serve.protocol import (
     Usage,
 )
 from jetspec.serve.tools import ToolReader
+from jetspec.serve.worker import Job
 from jetspec.types import Completion, RoundTrace, TokenLogprob, Update
 
 DONE = b"data: [DONE]\n\n"
@@ -67,14 +70,16 @@ class Trail:
     began_s: float | None = None
     rounds: int = 0
     tokens: int = 0
+    """Without those of the first round."""
 
     def follow(self, update: Update, now: float) -> float:
-        """Tokens per second up to this update. The clock starts with the first round, so that one has no speed."""
+        """Tokens per second up to this update. The clock starts when the first round is over, so it has no speed."""
         self.rounds += 1
-        self.began_s = now if self.began_s is None else self.began_s
-        speed = self.tokens / (now - self.began_s) if now > self.began_s else 0.0
+        if self.began_s is None:
+            self.began_s = now
+            return 0.0
         self.tokens += len(update.token_ids)
-        return speed
+        return self.tokens / (now - self.began_s) if now > self.began_s else 0.0
 
 
 class Vocabulary:
@@ -82,6 +87,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._bytes = tokenizer, tokenizer.token_bytes()
+        self._shown: dict[int, tuple[str, list[int]]] = {}
 
     def raw(self, token: int) -> bytes:
         """What it adds to a text: nothing, if it is a control token."""
@@ -95,32 +101,46 @@ class Vocabulary:
         """One printable line."""
         return self._tokenizer.token_text(token)
 
+    def shown(self, token: int) -> tuple[str, list[int]]:
+        """Its text and its bytes, as answers hold them: up to twenty for every token written."""
+        if token not in self._shown:
+            self._shown[token] = self.text(token), list(self.raw(token))
+        return self._shown[token]
+
     def top(self, token: int, logprob: float) -> TopLogprob:
-        return TopLogprob(token=self.text(token), logprob=logprob, bytes=list(self.raw(token)))
+        text, raw = self.shown(token)
+        return {"token": text, "logprob": logprob, "bytes": raw}
 
 
 def chat_logprobs(found: list[TokenLogprob], words: Vocabulary) -> ChatLogprobs:
-    content = [
-        ChatTokenLogprob(
-            **words.top(entry.token, entry.logprob).model_dump(),
-            top_logprobs=[words.top(token, logprob) for token, logprob in entry.top],
-        )
+    content: list[ChatTokenLogprob] = [
+        {**words.top(entry.token, entry.logprob), "top_logprobs": [words.top(*top) for top in entry.top]}
         for entry in found
     ]
-    return ChatLogprobs(content=content)
+    return ChatLogprobs.model_construct(content=content)
 
 
-def text_logprobs(found: list[TokenLogprob], words: Vocabulary, offset: int) -> TextLogprobs:
-    """`offset` is the length of the text before."""
-    tokens, offsets = [words.text(entry.token) for entry in found], []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+class Offsets:
+    """Where the tokens of a text begin, in characters. One inside a character begins where that does."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, raw: bytes) -> int:
+        if raw and raw[0] & 0xC0 != 0x80:  # it begins a character, so that one before it is over
+            self._length += len(self._decoder.decode(b"", final=True))
+        offset = self._length
+        self._length += len(self._decoder.decode(raw))
+        return offset
+
+
+def text_logprobs(found: list[TokenLogprob], words: Vocabulary, offsets: Offsets) -> TextLogprobs:
     return TextLogprobs(
-        tokens=tokens,
+        tokens=[words.shown(entry.token)[0] for entry in found],
         token_logprobs=[entry.logprob for entry in found],
-        top_logprobs=[{words.text(token): logprob for token, logprob in entry.top} for entry in found],
-        text_offset=offsets,
+        top_logprobs=[{words.shown(token)[0]: logprob for token, logprob in entry.top} for entry in found],
+        text_offset=[offsets.next(words.raw(entry.token)) for entry in found],
     )
 
 
@@ -129,11 +149,11 @@ class Answer(Protocol):
 
     completions: dict[int, Completion]
 
-    def start(self) -> list[Chunk]:
-        """Chunks that come before anything is written."""
+    def keep(self, index: int, update: Update) -> object:
+        """Note what is new of an answer."""
 
     def take(self, index: int, update: Update) -> Chunk | None:
-        """Note what is new of an answer; a chunk, if it shows."""
+        """The same, and a chunk, if it shows."""
 
     def whole(self) -> Whole:
         """Everything that was taken."""
@@ -147,6 +167,8 @@ class ChatState:
     """One answer of a chat."""
 
     reader: ToolReader | None
+    is_begun: bool = False
+    """A chunk has named the role."""
     said: str = ""
     calls: list[MadeCall] = field(default_factory=list)
     finish: Finish | None = None
@@ -155,7 +177,7 @@ class ChatState:
 
 class ChatAnswer:
     def __init__(self, prepared: Prepared, words: Vocabulary, model: str) -> None:
-        self.words, self.shows_logprobs = words, prepared.shows_logprobs
+        self.words, self.jobs, self.shows_logprobs = words, prepared.jobs, prepared.shows_logprobs
         self.head = Heading.make("chatcmpl", model)
         self.states = [
             ChatState(ToolReader(prepared.in_call) if prepared.reads_tools else None)
@@ -163,11 +185,8 @@ class ChatAnswer:
         ]
         self.completions: dict[int, Completion] = {}
 
-    def start(self) -> list[Chunk]:
-        delta = Delta(role="assistant", content="")
-        return [self._chunk([ChatChunkChoice(index=i, delta=delta)]) for i in range(len(self.states))]
-
-    def take(self, index: int, update: Update) -> Chunk | None:
+    def keep(self, index: int, update: Update) -> tuple[str, list[MadeCallDelta]]:
+        """What is said and what is called now."""
         state = self.states[index]
         text, calls = update.text, list[FunctionCall]()
         if state.reader:
@@ -179,11 +198,17 @@ class ChatAnswer:
         if update.completion:
             self.completions[index] = update.completion
             state.finish = "tool_calls" if state.calls else update.completion.finish_reason
-        found = self._shown(update.logprobs)
+        return text, shown
+
+    def take(self, index: int, update: Update) -> Chunk | None:
+        """The first chunk of an answer names the role; it comes when something is written, as clients measure that."""
+        text, shown = self.keep(index, update)
+        state, found = self.states[index], self._shown(update.logprobs)
         traced = trace_round(update, self.words, state.trail)
         if not (text or shown or update.completion or traced or found):
             return None
-        delta = Delta(content=text or None, tool_calls=shown or None)
+        delta = Delta(role=None if state.is_begun else "assistant", content=text or None, tool_calls=shown or None)
+        state.is_begun = True
         logprobs = chat_logprobs(found, self.words) if found else None
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=state.finish)
         return self._chunk([choice], jetspec=traced)
@@ -196,11 +221,11 @@ class ChatAnswer:
             found = self._shown(self.completions[index].logprobs)
             logprobs = chat_logprobs(found, self.words) if self.shows_logprobs else None
             choices.append(ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=state.finish))
-        usage = count_usage(self.completions)
+        usage = count_usage(self.jobs, self.completions)
         return ChatCompletion(**vars(self.head), choices=choices, usage=usage)
 
     def bill(self) -> Chunk:
-        return self._chunk([], usage=count_usage(self.completions))
+        return self._chunk([], usage=count_usage(self.jobs, self.completions))
 
     def _shown(self, logprobs: list[TokenLogprob] | None) -> list[TokenLogprob]:
         return written(logprobs or [], self.words) if self.shows_logprobs else []
@@ -218,23 +243,20 @@ def written(logprobs: list[TokenLogprob], words: Vocabulary) -> list[TokenLogpro
 
 class TextAnswer:
     def __init__(self, prepared: Prepared, words: Vocabulary, model: str) -> None:
-        self.words, self.shows_logprobs = words, prepared.shows_logprobs
+        self.words, self.jobs, self.shows_logprobs = words, prepared.jobs, prepared.shows_logprobs
         self.head = Heading.make("cmpl", model)
         self.trails = [Trail() for _ in range(prepared.num_answers)]
-        self.offsets = [0] * prepared.num_answers
+        self.offsets = [Offsets() for _ in range(prepared.num_answers)]
         self.completions: dict[int, Completion] = {}
 
-    def start(self) -> list[Chunk]:
-        return []
-
-    def take(self, index: int, update: Update) -> Chunk | None:
-        finish = None
+    def keep(self, index: int, update: Update) -> None:
         if update.completion:
             self.completions[index] = update.completion
-            finish = update.completion.finish_reason
+
+    def take(self, index: int, update: Update) -> Chunk | None:
+        self.keep(index, update)
+        finish = update.completion.finish_reason if update.completion else None
         logprobs = self._logprobs(update.logprobs, self.offsets[index])
-        if logprobs:
-            self.offsets[index] += sum(map(len, logprobs.tokens))
         traced = trace_round(update, self.words, self.trails[index])
         if not (update.text or finish or traced or logprobs):
             return None
@@ -244,31 +266,35 @@ class TextAnswer:
     def whole(self) -> TextCompletion:
         choices = [
             TextChoice(
-                index=index, text=done.text, logprobs=self._logprobs(done.logprobs), finish_reason=done.finish_reason
+                index=index,
+                text=done.text,
+                logprobs=self._logprobs(done.logprobs, Offsets()),
+                finish_reason=done.finish_reason,
             )
             for index, done in sorted(self.completions.items())
         ]
-        return TextCompletion(**vars(self.head), choices=choices, usage=count_usage(self.completions))
+        return TextCompletion(**vars(self.head), choices=choices, usage=count_usage(self.jobs, self.completions))
 
     def bill(self) -> Chunk:
-        return TextCompletion(**vars(self.head), choices=[], usage=count_usage(self.completions))
+        return TextCompletion(**vars(self.head), choices=[], usage=count_usage(self.jobs, self.completions))
 
-    def _logprobs(self, found: list[TokenLogprob] | None, offset: int = 0) -> TextLogprobs | None:
+    def _logprobs(self, found: list[TokenLogprob] | None, offsets: Offsets) -> TextLogprobs | None:
         if not self.shows_logprobs:
             return None
-        return text_logprobs(written(found or [], self.words), self.words, offset)
+        return text_logprobs(written(found or [], self.words), self.words, offsets)
 
 
-def count_usage(completions: dict[int, Completion]) -> Usage:
-    """All answers together. Those to the same prompt share it, but each has read it, so each is counted."""
-    stats = [done.stats for done in completions.values()]
-    prompt, written = sum(s.prompt_tokens for s in stats), sum(s.completion_tokens for s in stats)
+def count_usage(jobs: Sequence[Job], completions: dict[int, Completion]) -> Usage:
+    """All answers together. Those to the same prompt share it: it counts once, as it was for the first of them."""
+    stats = [completions[index].stats for index in range(len(completions))]
+    firsts = [stats[sum(job.count for job in jobs[:number])] for number in range(len(jobs))]
+    prompt, written = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in stats)
     rounds = sum(s.rounds for s in stats)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=written,
         total_tokens=prompt + written,
-        prompt_tokens_details=CachedTokens(cached_tokens=sum(s.cached_tokens for s in stats)),
+        prompt_tokens_details=CachedTokens(cached_tokens=sum(s.cached_tokens for s in firsts)),
         jetspec=Rounds(rounds=rounds, tokens_per_round=written / max(rounds, 1)),
     )
 

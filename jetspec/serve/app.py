@@ -22,10 +22,12 @@ from starlette.types import ASGIApp
 import jetspec
 from jetspec.engine.llm import LLM
 from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, Vocabulary, event
+from jetspec.serve.body import JsonRoute
 from jetspec.serve.compiler import Compiler
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused, add_handlers, gone, stopping
-from jetspec.serve.guard import Guard, facts
+from jetspec.serve.errors import Refused, add_handlers, gone, note, stopping
+from jetspec.serve.guard import Guard
+from jetspec.serve.log import facts
 from jetspec.serve.metrics import Metrics
 from jetspec.serve.prepare import Desk, Prepared
 from jetspec.serve.protocol import (
@@ -93,6 +95,7 @@ class Server:
         self.words = Vocabulary(llm.tokenizer)
         self.metrics = Metrics(llm.engine, self.model_name)
         self.compiler = Compiler(llm)
+        self.writer = ThreadPoolExecutor(1, "write")
         self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
         self.shape = TreeShape(
             drafter=llm.drafter, budget=llm.tree.budget, width=llm.tree.width, max_len=llm.engine.max_len
@@ -116,6 +119,7 @@ class Server:
             redoc_url=None,
         )
         add_handlers(app)
+        app.router.route_class = JsonRoute
         self._add_api(app)
         self._add_operations(app)
         app.openapi = lambda: with_chunks(type(app).openapi(app))  # type: ignore[method-assign]
@@ -129,6 +133,7 @@ class Server:
         self.worker.refuse_all(stopping())
         await asyncio.to_thread(self.worker.stop)
         self.compiler.stop()
+        self.writer.shutdown(wait=False, cancel_futures=True)
 
     def _add_api(self, app: FastAPI) -> None:
         @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=may_stream(ChatChunk))
@@ -196,8 +201,8 @@ class Server:
         if prepared.grammar is not None:
             param = "tools" if prepared.in_call else "response_format"
             prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param))
-        ticket = self.worker.submit(prepared.jobs)
         answer = make_answer(prepared, self.words, self.model_name)
+        ticket = self.worker.submit(prepared.jobs)
         try:
             async with watched(request.receive, ticket):
                 await asyncio.wait([ticket.joined])
@@ -211,47 +216,46 @@ class Server:
             has_bill = asked.stream_options is not None and asked.stream_options.include_usage
             events = self._events(ticket, answer, has_bill)
             close = partial(self._close, ticket, answer, said)
-            return EventStream(events, ticket, close, self.config.write_timeout_s)
+            return EventStream(events, ticket, close)
         return await self._collect(request, ticket, answer, said)
 
     async def _collect(self, request: Request, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> Response:
         try:
             async with watched(request.receive, ticket):
                 async for index, update in ticket.updates():
-                    answer.take(index, update)
+                    answer.keep(index, update)
         finally:
             self._close(ticket, answer, said)
         if len(answer.completions) < ticket.num_answers:
             raise gone()
-        return Response(answer.whole().model_dump_json(exclude_none=True), media_type="application/json")
+        # With log-probabilities it can be long.
+        writing = asyncio.get_running_loop().run_in_executor(self.writer, lambda: answer.whole().model_dump_json())
+        return Response(await writing, media_type="application/json")
 
     async def _events(self, ticket: Ticket, answer: Answer, has_bill: bool) -> AsyncGenerator[bytes]:
         try:
-            for chunk in answer.start():
-                yield _event(chunk)
             async for index, update in ticket.updates():
-                if chunk_now := answer.take(index, update):
-                    yield _event(chunk_now)
+                if chunk := answer.take(index, update):
+                    yield _event(chunk)
             if has_bill and len(answer.completions) == ticket.num_answers:
                 yield _event(answer.bill())
             yield DONE
         except Refused as why:
+            note(why)
             yield event(json.dumps(why.body()))
 
     def _close(self, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> None:
         self.worker.close(ticket)
-        stats = [done.stats for done in answer.completions.values()]
-        said["answers"] = f"{len(stats)} of {ticket.num_answers}"
+        said["answers"] = f"{len(answer.completions)} of {ticket.num_answers}"
         said["prompt_tokens"] = sum(len(job.tokens) for job in ticket.jobs)
-        said["completion_tokens"] = sum(s.completion_tokens for s in stats)
-        said["rounds"] = sum(s.rounds for s in stats)
+        said["completion_tokens"], said["rounds"] = ticket.num_tokens, ticket.num_rounds
         if self.config.log_text:
             said["answered"] = [done.text for done in answer.completions.values()]
 
 
 def _event(chunk: Chunk) -> bytes:
     """All ASCII: some readers of lines take characters such as U+2028 for the end of one."""
-    return event(chunk.model_dump_json(exclude_none=True, ensure_ascii=True))
+    return event(chunk.model_dump_json(ensure_ascii=True))
 
 
 def _state(status: str, code: int = 200) -> Response:

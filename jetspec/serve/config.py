@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from jetspec.files import read_text
 
+ORIGIN = re.compile(r"https?://[a-z0-9.:\[\]_-]+")
+"""As browsers send it: anything else would never match."""
 MIN_KEY = 16
 """Shortest API key in characters: shorter ones can be guessed."""
 
@@ -57,8 +60,12 @@ class ServeConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"drain is {self.drain_s:g} seconds; it must be finite and at least 0")
-        if any(not origin.startswith(("http://", "https://")) for origin in self.origins):
-            raise ValueError("an origin is written as https://example.org; there is no wildcard")
+        for origin in self.origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin; one is written as https://example.org, in small letters and with no "
+                    "slash at its end, and there is no wildcard"
+                )
 
     @property
     def is_local(self) -> bool:

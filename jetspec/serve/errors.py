@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,10 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from jetspec.serve.log import facts
+
 MAX_QUOTE = 200
 """Characters of what a client wrote that an error repeats."""
 FIELD = re.compile(r"(?!str$|list$|literal)[a-z0-9_]+")
-"""A part of an error's place that names a field or an entry, and not one of the types that it may have."""
+"""A part of an error's place that names a field or an entry, and not one of the forms that it may have."""
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -47,6 +48,16 @@ class Refused(Exception):
         return Response(json.dumps(self.body()), self.status, headers, "application/json")
 
 
+def refuse(why: Refused) -> Response:
+    """Tell the client, and the log."""
+    note(why)
+    return why.response()
+
+
+def note(why: Refused) -> None:
+    facts.get().update({name: value for name in ("code", "param") if (value := getattr(why, name))})
+
+
 def failed() -> Refused:
     """The engine broke down. What happened is in the server's log."""
     return Refused("the engine has failed; the server needs a restart", status=500, code="engine_failed")
@@ -60,6 +71,10 @@ def broken() -> Refused:
 def gone() -> Refused:
     """For the log: the client is not there to read it."""
     return Refused("the client went away", status=499, code="client_gone")
+
+
+def unread() -> Refused:
+    return Refused("the answer was read too slowly to be kept", status=503, code="read_too_slowly")
 
 
 def stopping() -> Refused:
@@ -76,28 +91,31 @@ def add_handlers(app: FastAPI) -> None:
 
 async def _refuse(request: Request, why: Exception) -> Response:
     assert isinstance(why, Refused)
-    return why.response()
+    return refuse(why)
 
 
 async def _refuse_invalid(request: Request, error: Exception) -> Response:
     """One thing that is wrong, and where: of the forms that a field may have, the one that came closest."""
     assert isinstance(error, RequestValidationError)
     first = max(reversed(error.errors()), key=lambda found: len(found["loc"]))
-    place = [str(part) for part in first["loc"] if part != "body"]
-    if place[0:1] == ["response_format"]:
+    *place, last = [str(part) for part in first["loc"] if part != "body"] or [""]
+    if place[:1] == ["response_format"]:
         del place[1:2]  # the value of its `type`, which is no field
+    fields = [part for part in place if FIELD.fullmatch(part)]
     if first["type"] == "extra_forbidden":
-        where = ".".join(place)[:MAX_QUOTE]
-        return Refused(f"{where} is not supported", param=where, code="unsupported_parameter").response()
-    where = ".".join(takewhile(FIELD.fullmatch, place))
-    text = str(first["msg"])[:MAX_QUOTE]
-    return Refused(f"{where}: {text}" if where else text, param=where or None).response()
+        where = ".".join([*fields, last])[:MAX_QUOTE]
+        return refuse(Refused(f"{where} is not supported", param=where, code="unsupported_parameter"))
+    where = ".".join([*fields, *filter(FIELD.fullmatch, [last])])[:MAX_QUOTE]
+    text = str(first["msg"])[:MAX_QUOTE].removeprefix("Value error, ")
+    if first["type"] == "too_long":
+        text = f"there may be at most {first['ctx']['max_length']}"
+    return refuse(Refused(f"{where}: {text}" if where else text, param=where or None))
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return Refused(str(error.detail), status=error.status_code).response()
+    return refuse(Refused(str(error.detail), status=error.status_code))
 
 
 async def _refuse_failure(request: Request, error: Exception) -> Response:
-    return broken().response()
+    return refuse(broken())

@@ -10,7 +10,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,7 +17,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused, broken
+from jetspec.serve.errors import Refused, broken, refuse
+from jetspec.serve.log import facts
 
 OPEN_PATHS = ("/", "/health")
 OPEN_FOLDER = "/static/"
@@ -27,9 +27,6 @@ MAX_HEADERS = 32 << 10
 GIVEN_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 log = logging.getLogger("jetspec.serve")
-
-facts: ContextVar[dict[str, Any]] = ContextVar("facts")
-"""What the log line of the present request will say. Handlers add to it."""
 
 
 def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -79,7 +76,7 @@ class Guard:
 
     async def _refuse(self, why: Refused, scope: Scope, receive: Receive, send: Send) -> None:
         """Pages that may ask may also read why they are refused."""
-        await shared(why.response(), self.config.origins)(scope, receive, send)
+        await shared(refuse(why), self.config.origins)(scope, receive, send)
 
     def _check(self, scope: Scope, visit: Visit) -> None:
         headers = Headers(scope=scope)
@@ -163,6 +160,8 @@ class Visit:
 
     def report(self, answered: Callable[[str, int, float], None]) -> None:
         """Only known routes are named: what a client makes up must not fill the metrics."""
+        if self.scope.get("state", {}).get("cut_off"):  # by the connection
+            self.facts["cut_off"] = True
         route = getattr(self.scope.get("route"), "path", "other")
         seconds = time.perf_counter() - self.began
         answered(route, self.status, seconds)

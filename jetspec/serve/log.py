@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
+
+facts: ContextVar[dict[str, Any]] = ContextVar("facts")
+"""What the log line of the present request will say. Whoever handles it adds to them."""
+MAX_LINES, LIMITED_S = 10, 60.0
+"""How often the event loop may warn."""
 
 
 class JsonLines(logging.Formatter):
@@ -24,11 +30,32 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class Sparingly(logging.Filter):
+    """Lets through the first lines of a minute, and says with the next minute's how many it kept back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began_s, self._count = -LIMITED_S, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.created - self._began_s >= LIMITED_S:
+            if self._count > MAX_LINES:
+                record.facts = {"left_out": self._count - MAX_LINES}
+            self._began_s, self._count = record.created, 0
+        self._count += 1
+        return self._count <= MAX_LINES
+
+
 def set_up_log() -> None:
-    """Our own lines, and the web server's warnings, in one form."""
+    """Our own lines, and the warnings of the web server and of the event loop, in one form.
+
+    What the event loop warns of, such as a want of files, it may repeat thousands of times a second.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name, level in (("jetspec.serve", logging.INFO), ("uvicorn.error", logging.WARNING)):
+    levels = {"jetspec.serve": logging.INFO, "uvicorn.error": logging.WARNING, "asyncio": logging.WARNING}
+    for name, level in levels.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
+    logging.getLogger("asyncio").filters = [Sparingly()]

@@ -82,13 +82,14 @@ class Desk:
         tools, forced = chosen_tools(asked)
         if tools or any(map(uses_tools, asked.messages)):
             check_template(self.tokenizer.chat_template)
+            check_calls(asked.messages)
         grammar = self._grammar(asked, tools, forced)
         variables: dict[str, Any] = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
         if asked.chat_template_kwargs:
             variables |= asked.chat_template_kwargs.model_dump(exclude_none=True)
         messages = [template_message(message) for message in asked.messages]
         tokens = self._encode_chat(messages, FORCED if forced else "", variables)
-        limit = asked.max_completion_tokens or asked.max_tokens
+        limit = answer_limit(asked)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         jobs = self._jobs(asked, [tokens], tenant, limit, logprobs, grammar)
         return Prepared(jobs, asked.logprobs, reads_tools=bool(tools), in_call=forced)
@@ -235,6 +236,23 @@ def chosen_tools(asked: ChatRequest) -> tuple[list[Tool], bool]:
     if not tools:
         raise Refused(f"tool_choice wants a tool that is not there; there are: {names}", param="tool_choice")
     return tools, True
+
+
+def answer_limit(asked: ChatRequest) -> int | None:
+    """The limit on an answer has two names."""
+    old, new = asked.max_tokens, asked.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise Refused(f"max_tokens is {old}, but max_completion_tokens is {new}; give one of them", param="max_tokens")
+    return new or old
+
+
+def check_calls(messages: Sequence[Message]) -> None:
+    """What a tool says must answer a call that was made before."""
+    made: set[str] = set()
+    for number, message in enumerate(messages):
+        if message.tool_call_id and message.tool_call_id not in made:
+            raise Refused("no call before has this tool_call_id", param=f"messages.{number}.tool_call_id")
+        made.update(call.id for call in message.tool_calls or [])
 
 
 def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Any]:

@@ -5,42 +5,99 @@ Requests follow OpenAI's. A field that is not here is refused by its name; null 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
 from jetspec.types import MAX_BIASED_TOKENS, MAX_LOGPROBS
 
 MAX_ANSWERS = 16
+"""Answers to a prompt."""
+MAX_PROMPTS = 16
 MAX_STOPS = 16
 MAX_TOOLS = 64
 MAX_MESSAGES = 2048
 
 ShortText = Annotated[str, StringConstraints(max_length=256)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+TokenIdText = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+"""One way to write each, so that no two names are of the same token."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Stops = Annotated[
     list[StopText],
-    Field(max_length=MAX_STOPS),
+    Field(max_length=MAX_STOPS, fail_fast=True),
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop, json_schema_input_type=str | list[str]),
 ]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, fail_fast=True)]
+
+
+def form_of_prompt(prompt: Any) -> str:
+    """Which of its forms a prompt is meant to have, by its first entry: errors are about that one."""
+    if not isinstance(prompt, list):
+        return "str"
+    first = prompt[0] if prompt else None
+    return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else "list[int]"
+
+
+Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[TokenIds, Tag("list[int]")]
+    | Annotated[list[str], Several, Tag("list[str]")]
+    | Annotated[list[TokenIds], Several, Tag("list[list[int]]")],
+    Discriminator(form_of_prompt),
+]
+
+
+def check_size(biases: Any) -> Any:
+    """Pydantic counts the entries of a dictionary only after it has looked at each."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:
+        raise PydanticCustomError("too_long", "too many", {"max_length": MAX_BIASED_TOKENS})
+    return biases
 
 
 class Asked(BaseModel):
-    """Something that a client sends: types are not converted, and unknown fields are refused."""
+    """Something that a client sends: types are not converted, and unknown fields are refused.
+
+    What a client can send many of stops at the first mistake (`fail_fast`), or one wrong body would take seconds.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
+    NEUTRAL: ClassVar[dict[str, Any]] = {}
+    """Values of unknown fields that change nothing, and that clients send all the same."""
+
     @model_validator(mode="before")
     @classmethod
-    def null_is_absent(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: entry for key, entry in value.items() if entry is not None}
-        return value
+    def leave_out(cls, value: Any) -> Any:
+        """What means nothing. Of the fields that are not known, the first is enough to refuse the whole."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        given = {name: entry for name, entry in value.items() if entry is not None and not cls._is_neutral(name, entry)}
+        unknown = next((name for name in given if name not in known), None)
+        return {name: entry for name, entry in given.items() if name in known or name == unknown}
+
+    @classmethod
+    def _is_neutral(cls, name: str, entry: Any) -> bool:
+        """Numbers may be written in any way, but neither true nor false is one."""
+        if name not in cls.NEUTRAL:
+            return False
+        neutral = cls.NEUTRAL[name]
+        return bool(entry == neutral) and isinstance(entry, bool) == isinstance(neutral, bool)
 
 
 class StreamOptions(Asked):
@@ -62,6 +119,8 @@ class TreeOptions(Asked):
 class Generation(Asked):
     """What chats and plain completions have in common."""
 
+    NEUTRAL = {"repetition_penalty": 1}  # `vllm bench serve` always sends it
+
     model: ShortText
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -76,7 +135,9 @@ class Generation(Asked):
     """Answers 2 to n take the numbers that follow."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: Annotated[dict[TokenIdText, Bias], Field(max_length=MAX_BIASED_TOKENS)] = {}
+    logit_bias: Annotated[
+        dict[TokenIdText, Bias], Field(max_length=MAX_BIASED_TOKENS), BeforeValidator(check_size)
+    ] = {}
     """Token ids, and what is added to their logits."""
     ignore_eos: bool = False
     cache_salt: ShortText | None = None
@@ -104,9 +165,11 @@ class ToolCall(Asked):
 
 
 class Message(Asked):
+    NEUTRAL = {"annotations": []}  # OpenAI's client hands an answer back as it came, with this in it
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: ShortText | None = None
 
     @model_validator(mode="after")
@@ -115,6 +178,10 @@ class Message(Asked):
             raise ValueError("a message needs content")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant calls tools")
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("a message of a tool needs the tool_call_id that it answers")
+        if self.tool_call_id and self.role != "tool":
+            raise ValueError("only a message of a tool has a tool_call_id")
         return self
 
     @property
@@ -175,22 +242,28 @@ class TemplateArguments(Asked):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     parallel_tool_calls: Literal[True] = True
     chat_template_kwargs: TemplateArguments | None = None
 
 
 class CompletionRequest(Generation):
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MAX_ANSWERS)]
+    NEUTRAL = {**Generation.NEUTRAL, "best_of": 1, "echo": False}  # as benchmarks send them
+
+    prompt: Prompt
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+WhenThere = Field(exclude_if=lambda value: value is None)
+"""For what is left out of an answer that does not have it; OpenAI's other nullable fields are there, as null."""
 
 
 class CachedTokens(BaseModel):
@@ -210,7 +283,9 @@ class Usage(BaseModel):
     jetspec: Rounds
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(TypedDict):
+    """A dictionary and no model, because an answer may hold hundreds of thousands."""
+
     token: str
     logprob: float
     bytes: list[int]
@@ -251,7 +326,9 @@ class MadeCallDelta(MadeCall):
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
-    tool_calls: list[MadeCall] | None = None
+    refusal: None = None
+    """Never one; OpenAI's clients expect the field."""
+    tool_calls: Annotated[list[MadeCall] | None, WhenThere] = None
 
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -265,9 +342,9 @@ class ChatChoice(BaseModel):
 
 
 class Delta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[MadeCallDelta] | None = None
+    role: Annotated[Literal["assistant"] | None, WhenThere] = None
+    content: Annotated[str | None, WhenThere] = None
+    tool_calls: Annotated[list[MadeCallDelta] | None, WhenThere] = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -292,7 +369,7 @@ class TracedToken(BaseModel):
     """Place in the round, from 1; the last one is the target's own, after the path."""
     logprob: float
     """Under the target."""
-    draft_logprob: float | None = None
+    draft_logprob: Annotated[float | None, WhenThere] = None
     """Under the draft; the last token was not drafted."""
 
 
@@ -335,8 +412,8 @@ class ChatChunk(BaseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    jetspec: TracedRound | None = None
+    usage: Annotated[Usage | None, WhenThere] = None
+    jetspec: Annotated[TracedRound | None, WhenThere] = None
 
 
 class TextCompletion(BaseModel):
@@ -347,8 +424,8 @@ class TextCompletion(BaseModel):
     created: int
     model: str
     choices: list[TextChoice]
-    usage: Usage | None = None
-    jetspec: TracedRound | None = None
+    usage: Annotated[Usage | None, WhenThere] = None
+    jetspec: Annotated[TracedRound | None, WhenThere] = None
 
 
 class TreeShape(BaseModel):

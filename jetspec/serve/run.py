@@ -7,18 +7,18 @@ import errno
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jetspec.engine.llm import LLM
 from jetspec.serve.app import Server
 from jetspec.serve.config import ServeConfig
+from jetspec.serve.connection import Connection, most_connections
 from jetspec.serve.errors import stopping
 from jetspec.serve.guard import MAX_HEADERS
 from jetspec.serve.log import set_up_log
@@ -26,10 +26,14 @@ from jetspec.types import SamplingParams
 
 LAST_WORDS_S = 3.0
 """What clients have to read the end of their answers once the engine is done with them."""
+AT_ONCE = 16
+"""Connections that are taken before the first of them is looked at: each is an open file."""
+BACKLOG = 1024
+"""Connections that the system keeps until they are taken."""
 
 
 def open_socket(config: ServeConfig) -> socket.socket:
-    """Take the port. Where the system can, a connection whose peer takes no bytes is dropped by it after a while.
+    """Take the port.
 
     Only of a socket that says it is TCP does asyncio send every write at once. Otherwise the second part of an answer
     waits for the peer to acknowledge the first, which takes it some 40 ms.
@@ -37,8 +41,6 @@ def open_socket(config: ServeConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.write_timeout_s * 1000))
     try:
         listener.bind((config.host, config.port))
     except OSError as error:
@@ -60,58 +62,39 @@ def taken(config: ServeConfig, error: OSError) -> ValueError:
     return ValueError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}{fix}")
 
 
-class Connection(H11Protocol):
-    """uvicorn's, which by itself waits for ever for the head of a request."""
-
-    def __init__(self, patience_s: float, **given: Any) -> None:
-        super().__init__(**given)
-        self.patience_s = patience_s
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        """Between requests time runs, and single bytes do not stop it."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._forget()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.patience_s, self.transport.close)
-
-    def _forget(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-
 class Host(uvicorn.Server):
     """uvicorn with a graceful end: answers have `drain_s` to be finished, then their clients are told."""
 
     def __init__(self, server: Server) -> None:
         self.worker, self.drain_s = server.worker, server.config.drain_s
         self.num_signals = 0
+        self.max_connections = most_connections(server.config)
         super().__init__(
             uvicorn.Config(
                 server.app(),
-                http=partial(Connection, server.config.read_timeout_s),  # type: ignore[arg-type]  # it is only called
+                http=partial(Connection, server.config, self.max_connections),  # type: ignore[arg-type]  # only called
                 ws="none",
                 log_config=None,
                 access_log=False,
+                backlog=AT_ONCE,
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=int(self.drain_s + LAST_WORDS_S),
                 h11_max_incomplete_event_size=MAX_HEADERS,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)  # asyncio has one number for this and for what it takes at once
+
+    async def on_tick(self, counter: int) -> bool:
+        now = time.monotonic()
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.look(now)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.worker.is_stopping = True

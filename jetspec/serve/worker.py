@@ -18,12 +18,16 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from jetspec.engine.engine import Engine
-from jetspec.serve.errors import Refused, failed, stopping
+from jetspec.serve.errors import Refused, failed, stopping, unread
 from jetspec.types import SamplingParams, TreeLimits, Update
 
 LONGEST_RETRY_S = 60
 FORGETTING = 0.2
 """Weight of the latest answer in the mean time that answers take."""
+
+MAX_UNREAD = 1 << 22
+"""Tokens of finished answers that wait for their readers, with those of log-probabilities and traces: about 100 bytes
+each."""
 
 log = logging.getLogger("jetspec.serve")
 
@@ -52,16 +56,20 @@ class Watcher(Protocol):
 class Ticket:
     """The answers to one HTTP request, as the event loop sees them."""
 
-    def __init__(self, jobs: Sequence[Job], leave: Callable[[Ticket], None]) -> None:
+    def __init__(self, jobs: Sequence[Job], leave: Callable[[Ticket], None], written: Callable[[Ticket], None]) -> None:
         self.jobs = jobs
         self.num_answers = sum(job.count for job in jobs)
+        self.num_tokens, self.num_rounds = 0, 0
+        """Written so far, whether anybody has read it or not."""
+        self.num_unread = 0
+        """What `num_kept` counts of the updates that nobody has taken yet."""
         self.loop = asyncio.get_running_loop()
         self.arrived = time.perf_counter()
         self.joined: asyncio.Future[None] = self.loop.create_future()
         """Done once the engine has taken the jobs, or has refused one."""
         self._news: asyncio.Queue[tuple[int, Update] | Refused | None] = asyncio.Queue()
-        self._left = self.num_answers
-        self._leave = leave
+        self._left, self._unwritten = self.num_answers, self.num_answers
+        self._leave, self._written = leave, written
 
     @property
     def is_open(self) -> bool:
@@ -77,6 +85,7 @@ class Ticket:
                 raise news
             index, update = news
             self._left -= update.completion is not None
+            self.num_unread -= num_kept(update)
             yield index, update
 
     def give_back(self) -> None:
@@ -88,14 +97,33 @@ class Ticket:
             self._leave(self)
 
     def tell(self, news: list[tuple[int, Update]]) -> None:
-        for item in news:
-            self._news.put_nowait(item)
+        for index, update in news:
+            self.num_tokens += len(update.token_ids)
+            self.num_rounds += 1
+            self.num_unread += num_kept(update)
+            self._unwritten -= update.completion is not None
+            self._news.put_nowait((index, update))
+        if not self._unwritten:
+            self._written(self)
+
+    def forget(self, why: Refused) -> None:
+        """Drop what was not read yet. Who reads on is told why."""
+        while not self._news.empty():
+            self._news.get_nowait()
+        self.num_unread = 0
+        self._news.put_nowait(why)
 
     def refuse(self, why: Refused) -> None:
         if not self.joined.done():
             self._left = 0
             self.joined.set_exception(why)
         self._news.put_nowait(why)
+
+
+def num_kept(update: Update) -> int:
+    """Tokens that an update holds."""
+    traced = len(update.trace.tokens) if update.trace else 0
+    return len(update.token_ids) + sum(len(entry.top) for entry in update.logprobs or []) + traced
 
 
 @dataclass
@@ -117,7 +145,11 @@ class EngineThread:
         self.failure: BaseException | None = None
         self.is_stopping = False
         self._open: dict[Ticket, int] = {}
-        """Unfinished tickets and their answers; known to the event loop only."""
+        """Tickets that the engine works for, and their answers; known to the event loop only."""
+        self._unread: dict[Ticket, None] = {}
+        """Tickets that the engine is done with and that are still being read, the oldest first. They have no place in
+        the queue, so a slow reader keeps nobody waiting. But they are in memory: beyond `MAX_UNREAD`, the oldest are
+        forgotten."""
         self._mean_s = 1.0
         self._places: dict[int, Place] = {}
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -148,7 +180,7 @@ class EngineThread:
             raise failed()
         if self.is_stopping:
             raise stopping()
-        ticket = Ticket(jobs, self._give_back)
+        ticket = Ticket(jobs, self._give_back, self._written)
         wanted = ticket.num_answers
         if wanted > self.max_open:
             raise Refused(f"this request wants {wanted} answers; at most {self.max_open} can wait at a time")
@@ -162,11 +194,9 @@ class EngineThread:
 
     def close(self, ticket: Ticket) -> None:
         """Be done with a ticket, finished or not."""
-        if ticket.is_open:
-            ticket.give_back()
-        else:
-            self._mean_s += FORGETTING * (time.perf_counter() - ticket.arrived - self._mean_s)
+        ticket.give_back()
         self._open.pop(ticket, None)
+        self._unread.pop(ticket, None)
 
     def refuse_all(self, why: Refused) -> None:
         for ticket in list(self._open):
@@ -175,6 +205,17 @@ class EngineThread:
 
     def _give_back(self, ticket: Ticket) -> None:
         self._orders.put(partial(self._drop, ticket))
+
+    def _written(self, ticket: Ticket) -> None:
+        """The engine is done with a ticket: its places are free."""
+        if self._open.pop(ticket, None) is None:
+            return
+        self._mean_s += FORGETTING * (time.perf_counter() - ticket.arrived - self._mean_s)
+        self._unread[ticket] = None
+        while sum(ticket.num_unread for ticket in self._unread) > MAX_UNREAD:
+            oldest = next(iter(self._unread))
+            del self._unread[oldest]
+            oldest.forget(unread())
 
     def _retry_after(self) -> int:
         """About when a place in the queue will be free."""
@@ -207,18 +248,19 @@ class EngineThread:
         return True
 
     def _join(self, ticket: Ticket) -> None:
+        if self.failure:
+            self._tell(ticket, partial(ticket.refuse, failed()))
+            return
         try:
-            if self.failure:
-                raise failed()
             ids = [request_id for job in ticket.jobs for request_id in self._add(job)]
         except Exception as error:
+            self._tell(ticket, partial(ticket.refuse, _refusal(error)))
             for request_id in self.engine.requests.keys() - self._places.keys():
                 self.engine.cancel(request_id)
-            self._tell(ticket, partial(ticket.refuse, _refusal(error)))
             return
         for index, request_id in enumerate(ids):
             self._places[request_id] = Place(ticket, index, ticket.arrived)
-        self.watcher.joined(sum(len(job.tokens) * job.count for job in ticket.jobs))
+        self.watcher.joined(sum(len(job.tokens) for job in ticket.jobs))
         self._tell(ticket, partial(_set_done, ticket.joined))
 
     def _add(self, job: Job) -> list[int]:

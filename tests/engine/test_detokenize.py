@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetspec.engine.detokenize import TextStream
+from jetspec.engine.detokenize import MAX_HELD, MAX_UNCUT, TextStream
 
 
 def utf8(tokens: Sequence[int]) -> str:
@@ -32,6 +32,80 @@ def test_broken_bytes_are_shown_at_the_end_at_the_latest(data: bytes) -> None:
         shown += stream.take()
     assert shown + stream.finish() == stream.text
     assert len(stream.text) >= bool(data)
+
+
+PIECES = [
+    b"a",
+    b"\xef\xbf\xbd",
+    b"\xf0",
+    b"\xf0\x9f",
+    b"\x9f\x98",
+    b"\x98\x80",
+    b"\x80",
+    b"\xe6\xbc",
+    b"\xa2",
+    b"\xa2\xe6",
+]
+"""Tokens of a vocabulary: a letter, U+FFFD itself, and parts of characters, one of them of two."""
+
+
+def spell(tokens: Sequence[int]) -> str:
+    return b"".join(PIECES[token] for token in tokens).decode("utf-8", "replace")
+
+
+@given(st.lists(st.integers(0, len(PIECES) - 1), max_size=60))
+def test_no_token_is_waited_for_longer_than_a_character(tokens: list[int]) -> None:
+    """Whatever is broken, the text is that of all tokens, and the work for each does not grow with their number."""
+    work = 0
+
+    def counted(some: Sequence[int]) -> str:
+        nonlocal work
+        work += len(some)
+        return spell(some)
+
+    stream, shown = TextStream(counted), ""
+    for token in tokens:
+        work = 0
+        stream.push(token)
+        shown += stream.take()
+        assert work <= 5 * 2 * MAX_UNCUT
+    assert shown + stream.finish() == stream.text == spell(tokens)
+
+
+@given(st.integers(1, 50))
+def test_the_sign_of_a_broken_character_may_be_meant(count: int) -> None:
+    stream = TextStream(spell)
+    for number in range(1, count + 1):
+        stream.push(1)
+        stream.take()
+        assert stream.shown >= number - MAX_HELD
+    stream.push(0)
+    assert stream.text == "\ufffd" * count + "a"
+
+
+@given(st.text("aé漢🙂", max_size=30))
+def test_bytes_that_are_only_read_together(text: str) -> None:
+    """Some vocabularies decode neighbouring bytes all or none."""
+
+    def all_or_none(tokens: Sequence[int]) -> str:
+        said, run = "", b""
+        for token in [*tokens, 0]:
+            if token > 127:
+                run += bytes([token])
+                continue
+            try:
+                said += run.decode()
+            except UnicodeDecodeError:
+                said += "\ufffd" * len(run)
+            said, run = said + chr(token), b""
+        return said[:-1]
+
+    stream, shown = TextStream(all_or_none), ""
+    for byte in text.encode():
+        stream.push(byte)
+        shown += stream.take()
+        assert text.startswith(shown)
+    assert shown + stream.finish() == text
 
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))

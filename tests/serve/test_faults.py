@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import select
 import signal
 import socket
 import threading
@@ -46,11 +48,10 @@ def fresh(folder: Path) -> Iterator[Live]:
         yield server
 
 
-def raw_request(live: Live, **body: Any) -> socket.socket:
+def raw_request(live: Live, client: socket.socket | None = None, **body: Any) -> socket.socket:
     """A client of which nothing is known but its socket."""
     asked = json.dumps({"model": NAME, "prompt": "ab", "stream": True, **LONG, **body}).encode()
-    host, port = live.listener.getsockname()
-    client = socket.create_connection((host, port))
+    client = client or socket.create_connection(live.listener.getsockname())
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     client.sendall(head.encode() + f"Content-Length: {len(asked)}\r\n\r\n".encode() + asked)
     return client
@@ -121,20 +122,110 @@ def test_a_slow_reader_holds_up_nobody(fresh: Live, alone: Any) -> None:
         client.close()
 
 
-def test_a_reader_that_never_reads_is_cut_off(folder: Path) -> None:
-    config = ServeConfig(port=0, write_timeout_s=0.5)
-    with Live(tiny_llm(folder), config) as server:
-        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(server.listener.getsockname())
-        asked = {"model": NAME, "prompt": ["ab"] * 16, "stream": True, **LONG, "jetspec": {"trace": True}}
-        body = json.dumps(asked).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+def small_reader(live: Live, **body: Any) -> socket.socket:
+    """A client that must be waited for: neither side keeps much of what is on its way to it."""
+    live.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(live.listener.getsockname())
+    return raw_request(live, client, **body)
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Whether the other side has closed a connection that nobody reads."""
+    poll = select.poll()
+    poll.register(client, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+    return bool(poll.poll(0))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reader_that_never_reads_is_cut_off(folder: Path, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    caplog.set_level(logging.INFO, "jetspec.serve")
+    logging.getLogger("jetspec.serve").propagate = True
+    live = Live(tiny_llm(folder), ServeConfig(port=0, write_timeout_s=0.5))
+    with live as server, small_reader(server, prompt=["ab"] * 16, stream=stream, logprobs=20) as client:
         wait_until(lambda: server.server.worker.num_open)
         server.wait_for_rest()
-        client.close()
+        wait_until(lambda: is_closed(client))
+    facts: list[dict[str, Any]] = [getattr(record, "facts", {}) for record in caplog.records]
+    (said,) = [line for line in facts if line.get("route") == "/v1/completions"]
+    assert said["completion_tokens"] > 0 and said["rounds"] > 0
+    assert said.get("cut_off", False) == stream, "an answer in one piece was handed to the system before"
+
+
+def test_a_slow_reader_is_not_cut_off(folder: Path) -> None:
+    """As long as it takes a byte now and then."""
+    live = Live(tiny_llm(folder), ServeConfig(port=0, write_timeout_s=0.5))
+    with live as server, small_reader(server, prompt=["ab"] * 4, logprobs=20) as client:
+        data, began = b"", time.monotonic()
+        while time.monotonic() - began < 2.5:
+            data += client.recv(2000)
+            time.sleep(0.1)
+        client.settimeout(10)
+        while b"[DONE]" not in data:
+            piece = client.recv(1 << 16)
+            assert piece, "it was cut off"
+            data += piece
+
+
+def test_a_slow_reader_has_no_place_in_the_queue(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its answers are written, others are served; and what it does not read is kept only up to a bound."""
+    monkeypatch.setattr("jetspec.serve.worker.MAX_UNREAD", most := 50_000)
+    with Live(tiny_llm(folder, max_batch=8), ServeConfig(port=0, max_queue=0)) as server:
+        worker, clients = server.server.worker, []
+        for _ in range(3):
+            clients.append(small_reader(server, n=8, logprobs=20))
+            wait_until(lambda: worker.num_open == 8)
+            server.wait_for_rest()
+            assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
+            assert server.post(max_tokens=2).status_code == 200
+            assert sum(ticket.num_unread for ticket in worker._unread) <= most
+        said = []
+        for client in clients:
+            data = b""
+            client.settimeout(10)
+            while not data.endswith(b"0\r\n\r\n"):
+                data += client.recv(1 << 16)
+            said.append(data)
+            client.close()
+        assert b"read_too_slowly" in said[0] and b"[DONE]" not in said[0], "the oldest was forgotten"
+        assert b"[DONE]" in said[-1], "the latest was not"
+        wait_until(lambda: not worker._unread)
+
+
+def test_what_waits_for_readers_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole answers are handed over in one piece; the largest that nobody reads goes first."""
+    monkeypatch.setattr("jetspec.serve.connection.MAX_WAITING", 600_000)
+    with Live(tiny_llm(folder), ServeConfig(port=0)) as server:
+        large = small_reader(server, n=8, stream=False, logprobs=20)
+        server.wait_for_rest()
+        small = [small_reader(server, n=2, stream=False, logprobs=20) for _ in range(2)]
+        wait_until(lambda: is_closed(large))
+        server.wait_for_rest()
+        assert not any(map(is_closed, small))
+        for client in (large, *small):
+            client.close()
+
+
+def test_an_engine_that_fails_while_it_takes_a_request_fails_that_one_too(
+    fresh: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the request that could not be added nor the next one hangs."""
+    add = fresh.llm.engine.add
+
+    def once(*args: Any, **options: Any) -> int:
+        add(*args, **options)
+        raise RuntimeError("not added")
+
+    def broken(request_id: int) -> None:
+        raise RuntimeError("not cancelled")
+
+    monkeypatch.setattr(fresh.llm.engine, "add", once)
+    monkeypatch.setattr(fresh.llm.engine, "cancel", broken)
+    assert fresh.post().status_code == 500
+    wait_until(lambda: fresh.server.worker.failure)
+    assert fresh.post().status_code == 500
+    assert fresh.server.worker._thread.is_alive(), "it must answer those that come meanwhile"
 
 
 def test_an_engine_that_breaks_fails_all_requests_and_says_so(fresh: Live) -> None:

@@ -274,9 +274,9 @@ def test_chat_log_probabilities_spell_the_text(live: Live) -> None:
         best, second = entry["top_logprobs"]
         assert entry["logprob"] == pytest.approx(best["logprob"], abs=1e-5) and best["logprob"] >= second["logprob"]
     streamed = [chunk["choices"][0] for chunk in events(live.chat(**asked, stream=True))]
-    entries = [entry for choice in streamed for entry in choice.get("logprobs", {}).get("content", [])]
+    entries = [entry for choice in streamed for entry in (choice["logprobs"] or {"content": []})["content"]]
     assert [entry["token"] for entry in entries] == [entry["token"] for entry in content]
-    assert "logprobs" not in live.chat(max_tokens=2).json()["choices"][0]
+    assert live.chat(max_tokens=2).json()["choices"][0]["logprobs"] is None
 
 
 def test_penalties_and_biases_change_the_text_as_in_the_engine(live: Live, alone: LLM) -> None:
@@ -309,10 +309,18 @@ def test_salts_and_keys_keep_prefixes_apart(folder: Path) -> None:
         assert [cached(keys[0], "x"), cached(keys[0], "x"), cached(keys[0], "y")] == [0, whole, 0]
 
 
-def test_several_answers_share_their_prompt(live: Live) -> None:
-    usage = live.post(prompt="a prompt that nobody has asked before", n=4, max_tokens=2).json()["usage"]
-    length = usage["prompt_tokens"] // 4
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 3 * ((length - 1) // 4 * 4)
+def test_a_prompt_counts_once_for_all_its_answers(live: Live) -> None:
+    """Also what the cache held of it: the answers after the first find all of it there."""
+    prompt = "a prompt that nobody has asked before"
+    one = live.post(prompt="x" * len(prompt), max_tokens=2).json()["usage"]
+    usage = live.post(prompt=prompt, n=4, max_tokens=2).json()["usage"]
+    assert usage["prompt_tokens"] == one["prompt_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    both = live.post(prompt=[prompt, "x" * len(prompt), "new"], n=2, max_tokens=2).json()["usage"]
+    assert both["prompt_tokens"] == 2 * one["prompt_tokens"] + len(live.llm.tokenizer.encode("new", add_special=True))
+    full = (one["prompt_tokens"] - 1) // 4 * 4
+    assert both["prompt_tokens_details"]["cached_tokens"] == 2 * full
 
 
 def test_the_openai_client_parses_forms(live: Live) -> None:

@@ -242,6 +242,22 @@ def test_the_log_has_facts_and_texts_only_if_asked(
     assert "\n" not in lines[0]
 
 
+def test_the_log_says_why_a_request_was_refused(locked: Live, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jetspec.serve")
+    logging.getLogger("jetspec.serve").propagate = True
+    wrong = json.dumps({"model": NAME, "prompt": "a", "bogus": "secret"}).encode()
+    assert post(locked, wrong, **{"X-Request-Id": "wrong"}).status_code == 400
+    assert post(locked, b"{}", Authorization="Bearer none", **{"X-Request-Id": "locked"}).status_code == 401
+
+    def facts(id: str) -> dict[str, object]:
+        found = [getattr(record, "facts", {}) for record in caplog.records]
+        return next((line for line in found if line.get("id") == id and "status" in line), {})
+
+    wait_until(lambda: facts("wrong") and facts("locked"))
+    assert (facts("wrong")["code"], facts("wrong")["param"]) == ("unsupported_parameter", "bogus")
+    assert facts("locked")["code"] == "invalid_api_key" and "param" not in facts("locked")
+
+
 def test_the_log_names_a_key_by_its_number(locked: Live, caplog: pytest.LogCaptureFixture) -> None:
     """Who reads the log must not be able to try out keys against a hash of one."""
     caplog.set_level(logging.INFO, "jetspec.serve")

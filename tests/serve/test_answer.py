@@ -1,0 +1,137 @@
+"""What answers look like: when they begin, what is null, where tokens stand, how fast they came."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetspec.serve.answer import ChatAnswer, Offsets, Trail, Vocabulary
+from jetspec.serve.config import ServeConfig
+from jetspec.serve.prepare import Prepared
+from jetspec.serve.worker import Job
+from jetspec.types import Completion, RoundStats, SamplingParams, TokenLogprob, Update
+from tests.serve.live import NAME, Live, events, streaming
+from tests.train.tiny_model import byte_tokenizer
+
+
+def test_the_first_chunk_comes_with_the_first_token(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks take it for that."""
+    step, may_step = live.llm.engine.step, threading.Event()
+
+    def held() -> list[Update]:
+        may_step.wait(20)
+        return step()
+
+    monkeypatch.setattr(live.llm.engine, "step", held)
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 4}
+    with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=asked, timeout=60) as response:
+        assert response.status_code == 200
+        pieces = response.iter_raw()
+        threading.Timer(0.3, may_step.set).start()
+        next(pieces)
+        assert may_step.is_set(), "nothing is sent before something is written"
+        for _ in pieces:
+            pass
+
+
+def test_what_openai_requires_is_there_as_null(live: Live) -> None:
+    choice = live.chat(max_tokens=3).json()["choices"][0]
+    assert set(choice) == {"index", "message", "logprobs", "finish_reason"} and choice["logprobs"] is None
+    assert set(choice["message"]) == {"role", "content", "refusal"}
+    for chunk in events(live.chat(max_tokens=3, stream=True)):
+        assert set(chunk["choices"][0]) == {"index", "delta", "logprobs", "finish_reason"}
+        assert None not in chunk["choices"][0]["delta"].values() and "usage" not in chunk and "jetspec" not in chunk
+    with streaming(live, max_tokens=3) as response:
+        for chunk in events(response):
+            assert set(chunk["choices"][0]) == {"index", "text", "logprobs", "finish_reason"}
+
+
+def test_a_message_of_calls_has_no_content_and_says_so() -> None:
+    answer = ChatAnswer(Prepared([Job([1], SamplingParams())], reads_tools=True, in_call=True), words(), NAME)
+    text = '{"name": "clock", "arguments": {}}</tool_call>'
+    answer.keep(0, Update(0, [5], text, Completion(text, [5], "stop", RoundStats())))
+    message = answer.whole().model_dump()["choices"][0]["message"]
+    assert message["content"] is None and message["tool_calls"][0]["function"]["name"] == "clock"
+
+
+def words() -> Vocabulary:
+    return Vocabulary(byte_tokenizer())
+
+
+@given(st.text("aé漢🙂", max_size=20), st.randoms(use_true_random=False))
+def test_offsets_are_places_in_the_text(text: str, chance: random.Random) -> None:
+    """However its bytes are cut into tokens."""
+    data, start, offsets = text.encode(), 0, Offsets()
+    while start < len(data):
+        size = chance.randint(1, 5)
+        offset = offsets.next(data[start : start + size])
+        assert offset == len(data[:start].decode(errors="ignore"))
+        start += size
+
+
+@given(st.binary(max_size=20))
+def test_offsets_of_broken_text(data: bytes) -> None:
+    """A byte that begins a character stands where the text of all before it ends."""
+    offsets = Offsets()
+    for place in range(len(data)):
+        offset = offsets.next(data[place : place + 1])
+        if data[place] & 0xC0 != 0x80:
+            assert offset == len(data[:place].decode(errors="replace"))
+
+
+def test_offsets_go_on_from_chunk_to_chunk(live: Live) -> None:
+    asked = {"prompt": "é漢", "max_tokens": 40, "temperature": 1.5, "seed": 1, "logprobs": 0, "ignore_eos": True}
+    choice = live.post(**asked).json()["choices"][0]
+    assert any("\ufffd" in token for token in choice["logprobs"]["tokens"])
+    with streaming(live, **asked) as response:
+        pieces = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in events(response)]
+    assert [offset for piece in pieces for offset in piece] == choice["logprobs"]["text_offset"]
+    assert max(choice["logprobs"]["text_offset"]) < len(choice["text"])
+
+
+def test_speed_is_that_of_the_rounds_after_the_first() -> None:
+    """Two rounds of three tokens in a second each, after a first one of fifty: three tokens per second."""
+    trail, speeds = Trail(), []
+    for second, count in enumerate((50, 3, 3)):
+        speeds.append(trail.follow(Update(0, [0] * count, ""), 100.0 + second))
+    assert speeds == [0.0, 3.0, 3.0]
+
+
+def test_a_long_answer_keeps_nobody_waiting(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is put together beside the event loop, and chunks that nobody asked for are not made."""
+    loop_thread, found = live.thread, list[Any]()
+    whole = ChatAnswer.whole
+
+    def noted(self: ChatAnswer) -> Any:
+        found.append(threading.current_thread())
+        return whole(self)
+
+    monkeypatch.setattr(ChatAnswer, "whole", noted)
+    monkeypatch.setattr(ChatAnswer, "take", lambda *given: found.append("a chunk"))
+    assert live.chat(max_tokens=20, logprobs=True, top_logprobs=20).status_code == 200
+    assert len(found) == 1 and found[0] is not loop_thread
+
+
+def test_many_log_probabilities_are_written_fast() -> None:
+    logprobs = [TokenLogprob(i % 256, -1.0, [(k, -1.0) for k in range(20)]) for i in range(8000)]
+    answer = ChatAnswer(Prepared([Job([1], SamplingParams())], shows_logprobs=True), words(), NAME)
+    answer.keep(0, Update(0, [1], "x", Completion("x", [1], "length", RoundStats(), logprobs)))
+    began = time.process_time()
+    assert len(answer.whole().model_dump_json()) > 5_000_000
+    assert time.process_time() - began < 1.5, "four times what it takes"
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://example.org/", "https://Example.org", "https://*.example.org", "example.org", "*", "https://"]
+)
+def test_an_origin_that_never_matches_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match=r"https://example\.org"):
+        ServeConfig(origins=(origin,))
+    assert ServeConfig(origins=("https://example.org", "http://[::1]:80", "http://a-b_c.localhost:3000"))

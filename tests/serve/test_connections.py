@@ -1,0 +1,87 @@
+"""Connections cost files: there are fewer of them than of those, and who waits longest makes room."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jetspec.serve.config import ServeConfig
+from jetspec.serve.connection import most_connections
+from jetspec.serve.log import LIMITED_S, MAX_LINES, Sparingly
+from scripts.check_serve import ServerProcess
+from tests.serve.live import Live, streaming, tiny_llm, wait_until
+
+
+def test_idle_connections_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetspec.serve.run.most_connections", lambda config: 8)
+    with Live(tiny_llm(folder), ServeConfig(port=0)) as server, ExitStack() as stack:
+        open_now = server.host.server_state.connections
+        with streaming(server, max_tokens=200, ignore_eos=True) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(server.listener.getsockname()))
+            for _ in range(3):
+                assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+            assert [line for line in lines if line][-1] == "data: [DONE]", "who is being answered is left alone"
+        wait_until(lambda: len(open_now) <= 8)
+
+
+def test_connections_are_fewer_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, most in ((200, 100), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
+        assert most_connections(ServeConfig()) == most
+
+
+def test_more_connections_than_files(folder: Path) -> None:
+    """The server goes on to answer, and its log does not grow."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        server = ServerProcess(str(folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with server, ExitStack() as stack:
+        port = int(server.url.rpartition(":")[2])
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        assert len(server.log) < 20_000
+        lines = [line for line in server.log.splitlines() if not line.startswith(("Serving", " "))]
+        assert not any("Traceback" in line for line in lines if not line.startswith("{"))
+
+
+def test_the_event_loop_warns_sparingly() -> None:
+    """At most so often per minute, and then it says how many lines are missing."""
+    limit, kept = Sparingly(), []
+    for second in range(int(2 * LIMITED_S) + 1):
+        for _ in range(10):
+            record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "out of files", None, None)
+            record.created = float(second)
+            kept += [record] if limit.filter(record) else []
+    assert len(kept) == 3 * MAX_LINES
+    missing = [getattr(record, "facts", {}).get("left_out") for record in kept]
+    assert missing[MAX_LINES] == LIMITED_S * 10 - MAX_LINES and missing[0] is None
+
+
+def test_the_event_loop_logs_as_all_do(capfd: pytest.CaptureFixture[str]) -> None:
+    from jetspec.serve.log import set_up_log
+
+    loggers = [logging.getLogger(name) for name in ("jetspec.serve", "uvicorn.error", "asyncio")]
+    before = [(logger, logger.handlers, logger.propagate, logger.level, logger.filters) for logger in loggers]
+    try:
+        set_up_log()
+        logging.getLogger("asyncio").error("socket.accept() out of system resource", exc_info=OSError("too many"))
+        line = json.loads(capfd.readouterr().err)
+    finally:
+        for logger, handlers, propagate, level, filters in before:
+            logger.handlers, logger.propagate, logger.level, logger.filters = handlers, propagate, level, filters
+    assert (line["event"], line["level"]) == ("socket.accept() out of system resource", "error")
+    assert "too many" in line["traceback"]
