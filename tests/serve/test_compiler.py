@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,16 @@ from tests.serve.test_forms import COUNTED, schema_format
 SLOW, QUICK = Grammar("json_schema", json.dumps(COUNTED)), Grammar("json_schema", '{"type": "boolean"}')
 
 
+def children() -> set[BaseProcess]:
+    """Processes of this one. Other tests may keep some, too."""
+    return set(multiprocessing.active_children())
+
+
 def test_a_trial_ends_what_takes_too_long(alone: LLM) -> None:
-    trial = Trial(alone.grammars, 0.5)
+    others, trial = children(), Trial(alone.grammars, 0.5)
     try:
         trial.run(QUICK)
-        (process,) = multiprocessing.active_children()
+        (process,) = children() - others
         with pytest.raises(TimeoutError):
             trial.run(SLOW)
         assert not process.is_alive()
@@ -35,12 +41,13 @@ def test_a_trial_ends_what_takes_too_long(alone: LLM) -> None:
         trial.run(QUICK)
     finally:
         trial.stop()
-    wait_until(lambda: not multiprocessing.active_children())
+    wait_until(lambda: not children() - others)
     with pytest.raises(ChildProcessError):
         trial.run(QUICK)
 
 
 def test_a_slow_schema_does_not_disable_those_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = children()
     monkeypatch.setattr(compiler, "COMPILE_S", 1.0)
     monkeypatch.setattr(schema, "MAX_STATES", 1 << 30)
     with Live(tiny_llm(folder), ServeConfig(port=0)) as server, ThreadPoolExecutor(2) as pool:
@@ -59,7 +66,7 @@ def test_a_slow_schema_does_not_disable_those_of_others(folder: Path, monkeypatc
         busy = server.chat(response_format=schema_format({"type": "integer"}), max_tokens=4)
         assert busy.status_code == 503 and int(busy.headers["Retry-After"]) > 0
         assert again.result().status_code == 400
-    wait_until(lambda: not multiprocessing.active_children())
+    wait_until(lambda: not children() - others)
 
 
 def test_the_engine_takes_what_was_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
