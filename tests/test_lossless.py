@@ -15,12 +15,15 @@ PROMPTS = [
 ]
 
 
+TOKENS = 12
+
+
 @pytest.mark.model
 def test_every_drafter_writes_what_transformers_writes() -> None:
     model = DEFAULT_MODEL
     target = check.loaded(model, "cpu")
     prompts = [target.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
-    expected = check.transformers_greedy(model, prompts, 20, "cpu", target.eos_tokens)
+    expected = check.transformers_greedy(model, prompts, TOKENS, "cpu", target.eos_tokens)
     for setting in (("none", 1, 3, True), ("ngram", 8, 1, True), ("head", 8, 3, False), ("edge head", 64, 3, True)):
-        run = check.check(model, "cpu", prompts, expected, 20, setting)
+        run = check.check(model, "cpu", prompts, expected, TOKENS, setting)
         assert run["different"] == 0, run

@@ -24,7 +24,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
     R, V = logits_RV.shape
     padded_k = max(2, triton.next_power_of_2(k))
-    chunk = max(CHUNK, padded_k * GROUP)
+    chunk = max(min(CHUNK, triton.next_power_of_2(V)), padded_k * GROUP)
     num_chunks = -(-V // chunk)
     merged_groups = max(padded_k, triton.next_power_of_2(-(-num_chunks * padded_k // GROUP)))
     is_short = logits.element_size() == 2 and GROUP * merged_groups <= SHORT_PLACES
