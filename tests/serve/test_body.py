@@ -54,7 +54,7 @@ HUGE: list[tuple[str, Callable[[], bytes]]] = [
 def test_no_body_keeps_others_waiting(live: Live, number: int) -> None:
     """Each of these is wrong in a million places or right in too many. Others are answered meanwhile."""
     path, make = HUGE[number]
-    body, done, waits = MODEL + make(), threading.Event(), []
+    body, begun, done, waits = MODEL + make(), threading.Event(), threading.Event(), []
 
     def others() -> None:
         with httpx.Client(timeout=60) as client:
@@ -62,16 +62,18 @@ def test_no_body_keeps_others_waiting(live: Live, number: int) -> None:
                 began = time.monotonic()
                 client.get(f"{live.url}/health")
                 waits.append(time.monotonic() - began)
+                begun.set()
 
     watching = threading.Thread(target=others)
     watching.start()
+    assert begun.wait(60)
     began = time.monotonic()
     response = post(live, body, path)
     took = time.monotonic() - began
     done.set()
     watching.join()
     assert response.status_code == 400 and len(response.content) < 1000
-    assert took < 1.2 and max(waits) < 1.0, "four times what it takes on an idle machine"
+    assert took < 2 and max(waits) < 2, "several times what it takes on an idle machine"
 
 
 def post(live: Live, body: bytes, path: str = "completions", kind: str = "application/json") -> httpx.Response:
