@@ -84,7 +84,9 @@ def test_rounds_that_score_by_entropy_are_captured(score: Score) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: one runs the engine while the other is current")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two GPUs: one runs the engine while the other is current"
+)
 def test_engines_run_on_any_gpu_after_another() -> None:
     """Whatever the current device is."""
     for device in ("cuda:0", "cuda:1"):
