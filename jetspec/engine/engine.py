@@ -14,11 +14,12 @@ from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.chunk import Chunk
 from jetspec.engine.detokenize import Decode, TextStream
 from jetspec.engine.drafter import Drafter, Eagle3Drafter, HeadDrafter, NgramDrafter, NoDrafter
-from jetspec.engine.graphs import EagerRounds, GraphPool, GraphRounds, Launched, Lineup, Rounds
+from jetspec.engine.graphs import EagerRounds, GraphRounds, Launched, Lineup, Rounds
 from jetspec.engine.kv_cache import KVCache, page_bytes
 from jetspec.engine.prefill import EagerPrefills, GraphPrefills, Prefills, PrefillSizes
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.scheduler import Scheduler
+from jetspec.graph_pool import GraphPool
 from jetspec.models.decoder import Decoder
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +11,8 @@ from torch import Tensor
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.rows import Download, RowTable, upload
+from jetspec.graph_pool import GraphPool
 from jetspec.types import Request, Wants
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,30 +96,6 @@ class Captured:
     result: RoundResult
     packed: Tensor
     lineup: Lineup | None = field(default=None)
-
-
-class GraphPool:
-    """Makes CUDA graphs. They share their memory, because only one runs at a time, and the stream that they are made
-    on, because libraries keep a workspace for each."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.memory = device, torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
-        self.num_captured = 0
-
-    def capture(self, run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
-        """A graph of what `run` does, and what it returns, which every replay writes anew. It runs once before that, so
-        that kernels are compiled and lasting tensors made outside the graph. Other threads may use the GPU
-        meanwhile."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            run()
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory, stream=self.stream, capture_error_mode="thread_local"):
-            result = run()
-        self.num_captured += 1
-        return graph, result
 
 
 class GraphRounds:

@@ -29,6 +29,8 @@ Student = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Hidden, edge, successor and output matrix."""
 
 HAS_TRITON = find_spec("triton") is not None
+CHUNK = 2048
+"""Rows at a time: enough to keep a GPU busy, and half a gigabyte of logits over a vocabulary of 128k."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def distill_loss(
     edge_RQ: Tensor | None = None,
     successor_VQ: Tensor | None = None,
     student_head_VM: Tensor | None = None,
-    chunk: int = 1024,
+    chunk: int = CHUNK,
     implementation: Implementation = "auto",
 ) -> DistillLoss:
     """How far the student's distribution q is from the teacher's p, or from the label, row by row.
@@ -101,7 +103,7 @@ def label_prob(
     edge_RQ: Tensor | None = None,
     successor_VQ: Tensor | None = None,
     student_head_VM: Tensor | None = None,
-    chunk: int = 1024,
+    chunk: int = CHUNK,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """q(label) per row at temperature 1, without gradient: for weights that depend on it."""
@@ -181,13 +183,21 @@ class _Lesson:
 
 
 @dataclass(frozen=True)
-class _Product:
-    """One x w^T of those that add up to the student's logits, and where its gradients go, if anywhere."""
+class _Logits:
+    """The student's logits as one product x w^T: states and edges lie side by side, as their matrices do.
 
-    x: Tensor
-    w: Tensor
-    dx: Tensor | None
-    dw: Tensor | None
+    Each part has columns of its own, and may want its gradients: dx in `dx_RK`, whose columns end where those of x do,
+    and dw in a tensor of the part's.
+    """
+
+    x_RK: Tensor
+    w_VK: Tensor
+    dx_RK: Tensor | None
+    dws: list[tuple[slice, Tensor]]
+
+    @property
+    def wants_grad(self) -> bool:
+        return self.dx_RK is not None or bool(self.dws)
 
 
 class _DistillLoss(torch.autograd.Function):
@@ -218,38 +228,49 @@ class _DistillLoss(torch.autograd.Function):
 
 def _score(student: Student, grads: Sequence[Tensor | None], lesson: _Lesson) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The weighted sum, then `Rows`. Fills those of the student's gradients that are not None."""
-    (hidden, edge, successor, head), (d_hidden, d_edge, d_successor, d_head) = student, grads
+    hidden, (d_hidden, d_edge, _, _) = student[0], grads
     dtype = _compute_dtype(hidden)
     lesson = replace(lesson, lm_head_VM=lesson.lm_head_VM.to(dtype))
-    products = [_Product(hidden, lesson.lm_head_VM if head is None else head.to(dtype), d_hidden, d_head)]
-    if edge is not None and successor is not None:
-        products.append(_Product(edge, successor.to(dtype), d_edge, d_successor))
+    logits = _side_by_side(student, grads, lesson.lm_head_VM)
 
     loss_R = torch.empty(len(hidden), dtype=_at_least_fp32(hidden), device=hidden.device)
     hit_R, label_prob_R = torch.empty_like(loss_R, dtype=torch.bool), torch.empty_like(loss_R)
     for start in range(0, len(hidden), lesson.chunk):
         rows = slice(start, start + lesson.chunk)
-        loss_R[rows], hit_R[rows], label_prob_R[rows] = _score_chunk(rows, products, lesson)
+        loss_R[rows], hit_R[rows], label_prob_R[rows] = _score_chunk(rows, logits, lesson)
+    if logits.dx_RK is not None:
+        width = 0 if d_hidden is None else d_hidden.shape[1]
+        for grad, found in ((d_hidden, logits.dx_RK[:, :width]), (d_edge, logits.dx_RK[:, width:])):
+            if grad is not None:
+                grad.copy_(found)
     return (lesson.weight_R * loss_R).sum(), loss_R, hit_R, label_prob_R
 
 
-def _score_chunk(rows: slice, products: list[_Product], lesson: _Lesson) -> Rows:
-    """A function of its own, so that the logits of a chunk are gone before those of the next are made."""
-    dtype = lesson.lm_head_VM.dtype
-    xs = [product.x[rows].to(dtype) for product in products]
-    z_RV = xs[0] @ products[0].w.T
-    for x, product in zip(xs[1:], products[1:], strict=True):
-        z_RV.addmm_(x, product.w.T)
-    u_RV = None if lesson.teacher_RM is None else lesson.teacher_RM[rows].to(dtype) @ lesson.lm_head_VM.T
+def _side_by_side(student: Student, grads: Sequence[Tensor | None], lm_head_VM: Tensor) -> _Logits:
+    (hidden, edge, successor, head), (d_hidden, d_edge, d_successor, d_head) = student, grads
+    M, dtype = hidden.shape[1], lm_head_VM.dtype
+    x, w = hidden.to(dtype), lm_head_VM if head is None else head.to(dtype)
+    if edge is not None and successor is not None:
+        x, w = torch.cat((x, edge.to(dtype)), 1), torch.cat((w, successor.to(dtype)), 1)
+    width = x.shape[1] if d_hidden is not None else x.shape[1] - M if d_edge is not None else 0
+    parts = ((slice(0, M), d_head), (slice(M, None), d_successor))
+    return _Logits(
+        x, w, x.new_empty(len(x), width) if width else None, [(at, dw) for at, dw in parts if dw is not None]
+    )
 
-    want_grad = any(product.dx is not None or product.dw is not None for product in products)
+
+def _score_chunk(rows: slice, logits: _Logits, lesson: _Lesson) -> Rows:
+    """A function of its own, so that the logits of a chunk are gone before those of the next are made."""
+    x_RK, w_VK = logits.x_RK[rows], logits.w_VK
+    z_RV = x_RK @ w_VK.T
+    u_RV = None if lesson.teacher_RM is None else lesson.teacher_RM[rows].to(z_RV.dtype) @ lesson.lm_head_VM.T
+
     label_R, weight_R = lesson.label_R[rows], lesson.weight_R[rows]
-    scores = lesson.score_rows(z_RV, u_RV, label_R, weight_R, lesson.kind, lesson.temperature, want_grad)
-    for x, product in zip(xs, products, strict=True):
-        if product.dx is not None:
-            product.dx[rows] = z_RV @ product.w
-        if product.dw is not None:
-            product.dw.add_(z_RV.T @ x)
+    scores = lesson.score_rows(z_RV, u_RV, label_R, weight_R, lesson.kind, lesson.temperature, logits.wants_grad)
+    if logits.dx_RK is not None:
+        torch.mm(z_RV, w_VK[:, -logits.dx_RK.shape[1] :], out=logits.dx_RK[rows])
+    for columns, dw in logits.dws:
+        dw.add_(z_RV.T @ x_RK[:, columns])
     return scores
 
 

@@ -6,10 +6,11 @@ they will when decoding, where the anchor's own tap does not exist yet.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetspec.models.draft_head import HeadConfig
 from jetspec.models.masked_attention import Sees, Visible, make_visible
@@ -32,7 +33,9 @@ class Drafts(OnDevice):
     label_RAD: Tensor
     valid_RAD: Tensor
     drafted_P: Tensor
-    """Where `valid_RAD` is true, counted through all of it: the predictions that are taught."""
+    """Where `valid_RAD` is true, counted through all of it: the predictions that are taught. Padding is at 0."""
+    taught_P: Tensor
+    """Which of these are no padding."""
 
 
 @dataclass(frozen=True)
@@ -108,19 +111,20 @@ def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -
     return anchor, score.gather(1, order) >= 0
 
 
-def lay_out(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig) -> Blocks:
+def lay_out(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig, multiple: int = 1) -> Blocks:
     (R, A), S = anchor_RA.shape, head.block_size
     token = torch.full((R, A, S), head.mask_token)
     token[:, :, 0] = batch.token_RT.gather(1, anchor_RA)
     position_RA = batch.position_RT.gather(1, anchor_RA)
     return Blocks(
-        **vars(lay_out_drafts(batch, anchor_RA, valid_RA, head.depth)),
+        **vars(lay_out_drafts(batch, anchor_RA, valid_RA, head.depth, multiple)),
         token_RQ=token.flatten(1),
         position_RQ=(position_RA[..., None] + torch.arange(S)).flatten(1),
     )
 
 
-def lay_out_drafts(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int) -> Drafts:
+def lay_out_drafts(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int, multiple: int = 1) -> Drafts:
+    """`multiple`: what is taught is padded to a multiple of so many, so that few sizes occur."""
     (R, T), (_, A), D = batch.token_RT.shape, anchor_RA.shape, depth
     source = anchor_RA[..., None] + torch.arange(D)
     label_at = (source + 1).clamp(max=T - 1).flatten(1)
@@ -128,16 +132,20 @@ def lay_out_drafts(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, dept
     same = batch.document_RT.gather(1, label_at).view(R, A, D) == document_RA[..., None]
     fits = (source + 1 < T) & same & batch.written_RT.gather(1, label_at).view(R, A, D)
     valid = (fits & valid_RA[..., None]).long().cumprod(-1).bool()  # a draft ends at its first invalid label
+    drafted = valid.flatten().nonzero()[:, 0]
+    padding = (0, max(1, math.ceil(len(drafted) / multiple)) * multiple - len(drafted) if multiple > 1 else 0)
     return Drafts(
         start_RA=torch.where(valid_RA, anchor_RA - position_RA, 0),
         end_RA=torch.where(valid_RA, anchor_RA, 0),
         source_RAD=source.clamp(max=T - 1) + T * torch.arange(R)[:, None, None],
         label_RAD=batch.token_RT.gather(1, label_at).view(R, A, D),
         valid_RAD=valid,
-        drafted_P=valid.flatten().nonzero()[:, 0],
+        drafted_P=nn.functional.pad(drafted, padding),
+        taught_P=nn.functional.pad(torch.ones_like(drafted, dtype=torch.bool), padding),
     )
 
 
-def lay_out_chains(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int) -> Drafts:
+def lay_out_chains(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int, multiple: int = 1) -> Drafts:
     """Autoregressive drafts, which need a feature before their anchor: none starts at a document's first token."""
-    return lay_out_drafts(batch, anchor_RA, valid_RA & (batch.position_RT.gather(1, anchor_RA) > 0), depth)
+    valid_RA = valid_RA & (batch.position_RT.gather(1, anchor_RA) > 0)
+    return lay_out_drafts(batch, anchor_RA, valid_RA, depth, multiple)

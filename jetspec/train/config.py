@@ -184,7 +184,7 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """With several processes: the whole head on each, or a part of every weight."""
     compile: bool | None = None
-    """Whether the head's layers are compiled. None: on a GPU."""
+    """Whether the head's layers are compiled, and a step's passes captured as CUDA graphs. None: on a GPU."""
     log_every: int = 10
     validate_every: int = 500
     save_every: int = 500

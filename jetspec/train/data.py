@@ -118,6 +118,15 @@ class OnDevice:
     def pinned(self) -> Self:
         return self._map(Tensor.pin_memory)
 
+    def copy_(self, other: Self) -> None:
+        """Take what another of the same sizes holds, without waiting where that is pinned."""
+        for name, value in vars(self).items():
+            value.copy_(getattr(other, name), non_blocking=True)
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(value.shape for value in vars(self).values())
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(**{name: change(value) for name, value in vars(self).items()})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict, Unpack
 
@@ -41,6 +41,9 @@ class DraftLoss(NamedTuple):
     """Blocks whose slot k is right, and all before it."""
     reach_D: Tensor
     """Blocks that have a label at slot k."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> DraftLoss:
+        return DraftLoss(*map(change, self))
 
     @staticmethod
     def add_up(parts: Iterable[DraftLoss], across: bool) -> DraftLoss:
@@ -113,7 +116,7 @@ def distil(
     **student: Unpack[Student],
 ) -> DraftLoss:
     """From the states of the predictions that are taught. A label below 0 cannot be: it counts as wrong, no more."""
-    at, valid, known = drafts.drafted_P, drafts.valid_RAD, label >= 0
+    at, valid, known = drafts.drafted_P, drafts.valid_RAD, (label >= 0) & drafts.taught_P
     label = label.clamp(min=0)
     weight = position_weights(valid.shape[-1], config, hidden.device).expand(valid.shape)
     if config.dpace is not None:
@@ -162,8 +165,8 @@ def chain_states(head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: 
 
 
 def _spread(value_P: Tensor, at_P: Tensor, valid_RAD: Tensor) -> Tensor:
-    """Values of the taught predictions in their places, zeros elsewhere."""
-    return value_P.new_zeros(valid_RAD.numel()).scatter(0, at_P, value_P).view(valid_RAD.shape)
+    """Values of the taught predictions in their places, zeros elsewhere. Those of padding must be 0."""
+    return value_P.new_zeros(valid_RAD.numel()).index_add(0, at_P, value_P).view(valid_RAD.shape)
 
 
 def position_weights(depth: int, config: LossConfig, device: torch.device) -> Tensor:

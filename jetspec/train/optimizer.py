@@ -3,11 +3,63 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from jetspec.train.config import OptimizerConfig
+
+
+class BatchedMuon(torch.optim.Muon):
+    """Muon that takes all matrices of one shape together: one by one, they are too small for a GPU.
+
+    Its updates are as large as AdamW's. Matrices that are split over processes are taken one by one.
+    """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        if any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
+            return super().step(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    alike[p.shape].append(p)
+            for params in alike.values():
+                self._move(params, group)
+        return loss
+
+    def _move(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        grads = [p.grad for p in params if p.grad is not None]
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        updates = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
+        updates = orthogonal(updates, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(updates.dtype)
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, updates.unbind(), alpha=-0.2 * math.sqrt(max(params[0].shape)) * group["lr"])
+
+
+def orthogonal(x_NIJ: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Each matrix with its singular values brought near 1, in bfloat16, by a few rounds of Newton-Schulz."""
+    a, b, c = coefficients
+    is_tall = x_NIJ.shape[1] > x_NIJ.shape[2]
+    x = (x_NIJ.mT if is_tall else x_NIJ).bfloat16().contiguous()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
@@ -29,8 +81,7 @@ def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.opti
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas))
     if hidden:
-        decay, scale = config.weight_decay, "match_rms_adamw"
-        optimizers.append(torch.optim.Muon(hidden, lr=config.lr, weight_decay=decay, adjust_lr_fn=scale))
+        optimizers.append(BatchedMuon(hidden, lr=config.lr, weight_decay=config.weight_decay))
     return optimizers
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jetspec.config import TreeConfig
 from jetspec.dispatch import force
+from jetspec.graph_pool import GraphPool
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.head_folder import CARD_FILE
@@ -34,12 +35,15 @@ from jetspec.train.log import RunLog, was_written
 from jetspec.train.loss import DraftLoss, Metrics, draft_loss, unrolled_loss
 from jetspec.train.optimizer import lr_frac, make_optimizers
 from jetspec.train.parallel import frozen_copy, local, shard
+from jetspec.train.passes import EagerPasses, GraphPasses, Passes
 
 Score = Callable[[Head], dict[str, float]]
 """How a checkpoint does when it really decodes."""
 Lesson = tuple[PackedBatch, list[Drafts]]
 """Packed rows, and the drafts to make in them, as many at a time as fit in one pass."""
 
+SIZES = 1024
+"""Captured passes teach a multiple of so many predictions."""
 TREE_BUDGET, TREE_DOCUMENTS, TREE_TOKENS = 64, 8, 64
 """Validation counts rounds of such trees on the first tokens of so many answers."""
 
@@ -88,6 +92,11 @@ class Trainer:
         self.parameters = [p for p in head.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(head, config.optimizer)
         self.full_lr = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        # Graphs take what is compiled, or it would be slow; and they cannot meet other processes on the way.
+        self.captures = self.device.type == "cuda" and self._compiles and not isinstance(self.drafting, FSDPModule)
+        self.passes: Passes = EagerPasses(self)
+        if self.captures:
+            self.passes = GraphPasses(self, self.parameters, GraphPool(self.device))
         self.lessons = Ahead(self._numbered_lesson, stride=self.world)
         self.folder = Path(config.out)
         self.results: dict[
@@ -202,18 +211,15 @@ class Trainer:
     def train_step(self) -> DraftLoss:
         """One update from `accumulate` micro-batches on every device. Sums are divided once, at the end."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not self.captures)
         parts = []
         for micro in range(self.config.accumulate):
             number = (self.step * self.config.accumulate + micro) * self.world + self.rank
-            lesson = self.lessons.take(number)
-            left = len(lesson[1])
-            for part in self.drafts(lesson):
-                left -= 1
-                self._meet_after(micro + 1 == self.config.accumulate and left == 0)
-                part.loss_sum.backward()
-                parts.append(without_graph(part))
-                del part  # before the next pass: its graph still holds the gradient of its inputs
+            batch, groups = self.lessons.take(number)
+            self.passes.look(batch)
+            for group, drafts in enumerate(groups):
+                self._meet_after(micro + 1 == self.config.accumulate and group + 1 == len(groups))
+                parts.append(self.passes.teach(drafts))
         sums = DraftLoss.add_up(parts, across=True)
         self._average_gradients(sums.weight_sum)
         nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip)
@@ -231,8 +237,10 @@ class Trainer:
         assert self.validation is not None
         parts: list[DraftLoss] = []
         for first in range(0, len(self.validation.token_RT), self.config.rows):
-            batch = self.validation.rows(first, self.config.rows).padded(self.config.rows)
-            parts += map(without_graph, self.drafts(self.lesson(batch, first)))
+            rows = self.validation.rows(first, self.config.rows).padded(self.config.rows)
+            batch, groups = self.lesson(rows, first)
+            self.passes.look(batch)
+            parts += map(self.passes.score, groups)
         if isinstance(self.drafting, FSDPModule):
             self.drafting.reshard()  # which a backward would have done
         return self._finite(DraftLoss.add_up(parts, across=False))
@@ -270,21 +278,21 @@ class Trainer:
         return batch.pinned(), [part.pinned() for part in drafts]
 
     def _lay_out(self, batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor) -> Drafts:
+        multiple = SIZES if self.captures else 1
         if isinstance(self.head, Eagle3Head):
-            return lay_out_chains(batch, anchor_RA, valid_RA, self.head.head_config.depth)
-        return lay_out(batch, anchor_RA, valid_RA, self.head.head_config)
+            return lay_out_chains(batch, anchor_RA, valid_RA, self.head.head_config.depth, multiple)
+        return lay_out(batch, anchor_RA, valid_RA, self.head.head_config, multiple)
 
-    def drafts(self, lesson: Lesson) -> Iterator[DraftLoss]:
-        """Capture the target's states once, then draft group by group."""
-        batch = lesson[0].to(self.device)
-        with torch.no_grad():
-            taps = self.head.head_config.tap_layers
-            seen = self.target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
-        for drafts in lesson[1]:
-            with self._precision():
-                part: DraftLoss = self.drafting(self.target, batch, drafts.to(self.device), seen)
-            yield part
-            del part  # before the next pass: it may hold all that backward would need
+    @torch.no_grad()
+    def capture_states(self, batch: PackedBatch) -> Hidden:
+        """The target's states, once for all drafts of a batch."""
+        taps = self.head.head_config.tap_layers
+        return self.target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
+
+    def draft(self, batch: PackedBatch, drafts: Drafts, seen: Hidden) -> DraftLoss:
+        with self._precision():
+            part: DraftLoss = self.drafting(self.target, batch, drafts, seen)
+        return part
 
     @property
     def lr(self) -> float:
@@ -338,10 +346,6 @@ class Trainer:
         self.results[kind] = {"step": self.step, **numbers}
         if log is not None:
             log.write(kind, self.step, numbers)
-
-
-def without_graph(part: DraftLoss) -> DraftLoss:
-    return DraftLoss(*(x.detach() for x in part))
 
 
 def cut(document: Document, count: int) -> Document:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from jetspec.config import EngineConfig, Score, TreeConfig
 from jetspec.dispatch import force
-from jetspec.engine.graphs import GraphPool, batch_sizes
+from jetspec.engine.graphs import batch_sizes
+from jetspec.graph_pool import GraphPool
 from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
 from tests.engine import test_constraint as constraints

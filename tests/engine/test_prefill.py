@@ -18,8 +18,9 @@ from jetspec.config import EngineConfig, TreeConfig
 from jetspec.dispatch import force
 from jetspec.engine.chunk import Chunk, PackedChunks, pad
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import EagerRounds, GraphPool
+from jetspec.engine.graphs import EagerRounds
 from jetspec.engine.prefill import MOST_CHUNKS, MOST_TOKENS, TOKEN_STEP, GraphPrefills, PrefillSizes
+from jetspec.graph_pool import GraphPool
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
 from jetspec.types import SamplingParams

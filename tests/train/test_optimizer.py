@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetspec.train.config import OptimizerConfig
-from jetspec.train.optimizer import lr_frac, make_optimizers
+from jetspec.train.optimizer import BatchedMuon, lr_frac, make_optimizers
 from tests.engine.tiny import tiny_decoder, tiny_head
 
 
@@ -26,7 +26,7 @@ def test_each_weight_has_its_optimizer(kind: str, edge: bool) -> None:
     found = {cls: {names[id(p)] for p in weights_of(o)} for cls, o in optimizers.items()}
     assert sum(len(weights_of(o)) for o in optimizers.values()) == len(names) == len(set.union(*found.values()))
     hidden = {name for name, p in head.named_parameters() if p.dim() == 2 and not name.startswith("edge.")}
-    assert found.get(torch.optim.Muon, set()) == (hidden if kind == "muon" else set())
+    assert found.get(BatchedMuon, set()) == (hidden if kind == "muon" else set())
     assert not edge or {"edge.predecessor", "edge.successor"} <= found[torch.optim.AdamW]
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
@@ -47,6 +47,25 @@ def test_updates_of_muon_are_as_large_as_those_of_adamw() -> None:
             optimizer.step()
         sizes[kind] = float((weight.detach() - before).pow(2).mean().sqrt())
     assert 0.1 * sizes["adamw"] < sizes["muon"] < sizes["adamw"]
+
+
+def test_matrices_taken_together_move_as_one_by_one() -> None:
+    shapes = [(12, 8), (8, 12), (12, 8), (8, 8), (12, 8)]
+    alone, together = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    settings = {"lr": 0.1, "weight_decay": 0.2}
+    optimizers = [torch.optim.Muon(alone, adjust_lr_fn="match_rms_adamw", **settings)]  # type: ignore[arg-type]
+    optimizers.append(BatchedMuon(together, **settings))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        for a, b in zip(alone, together, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+        together[3].grad = alone[3].grad = None  # has no part in this step
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not torch.equal(alone[0], torch.ones(shapes[0])) and torch.equal(together[3], torch.ones(shapes[3]))
+    for a, b in zip(alone, together, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-3, rtol=0)  # products in bfloat16
 
 
 @given(st.integers(1, 5000), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5))

@@ -605,17 +605,16 @@ def test_positions_outside_the_vocabulary_are_refused(answers: Path, tmp_path: P
 def test_no_pass_outlives_its_backward(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else memory would grow with the number of anchors, though they are drafted a few at a time."""
     trainer = make_trainer(recipe(answers, tmp_path, anchors=8, anchors_at_once=2), TARGET)
-    drafts = trainer.drafts
+    draft = trainer.draft
     seen: list[weakref.ref[torch.Tensor]] = []
 
-    def watched(lesson: Any) -> Any:
-        for part in drafts(lesson):
-            assert all(old() is None for old in seen)
-            seen.append(weakref.ref(part.loss_sum))
-            yield part
-            del part
+    def watched(*args: Any) -> DraftLoss:
+        assert all(old() is None for old in seen)
+        part = draft(*args)
+        seen.append(weakref.ref(part.loss_sum))
+        return part
 
-    monkeypatch.setattr(trainer, "drafts", watched)
+    monkeypatch.setattr(trainer, "draft", watched)
     trainer.train_step()
     assert len(seen) == 4
 

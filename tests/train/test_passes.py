@@ -1,0 +1,111 @@
+"""Passes that are captured and replayed teach what passes as they are written teach."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetspec.graph_pool import GraphPool
+from jetspec.train.config import HeadShape, LossConfig, TrainConfig
+from jetspec.train.passes import EagerPasses, GraphPasses
+from jetspec.train.run import make_trainer
+from jetspec.train.trainer import Trainer
+from tests.train.test_trainer import TARGET, recipe, weights, write_answers
+
+R = TypeVar("R")
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    return [x for x in (value if isinstance(value, tuple) else vars(value).values()) if isinstance(x, Tensor)]
+
+
+class Rerun:
+    """A graph for those without a GPU: what was captured runs again, and leaves its results where they were."""
+
+    def __init__(self, run: Callable[[], object], result: object) -> None:
+        self.run, self.result = run, result
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for old, new in zip(tensors_of(self.result), tensors_of(torch.enable_grad()(self.run)()), strict=True):
+                old.copy_(new)
+
+
+class RerunPool(GraphPool):
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.num_captured = device, 0
+
+    def capture(self, run: Callable[[], R]) -> tuple[Any, R]:
+        self.num_captured += 1
+        run()
+        result = run()
+        return Rerun(run, result), result
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_answers(tmp_path_factory.mktemp("data") / "answers.jsonl")
+
+
+def capturing(config: TrainConfig) -> Trainer:
+    trainer = make_trainer(config, TARGET)
+    trainer.captures = True
+    trainer.passes = GraphPasses(trainer, trainer.parameters, RerunPool(trainer.device))
+    return trainer
+
+
+EAGLE = HeadShape(kind="eagle3", tap_layers=(0, 1, 1), depth=3, draft_vocab=30)
+
+
+@pytest.mark.parametrize("sizes", [1, 8, 1024])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulate": 2, "anchors_at_once": 3},
+        {"loss": LossConfig(dpace=0.5, gamma=None)},
+        {"head": EAGLE},
+    ],
+    ids=["plain", "groups", "dpace", "eagle3"],
+)
+def test_captured_passes_teach_the_same(
+    answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sizes: int
+) -> None:
+    config = replace(recipe(answers, tmp_path), **changes)
+    plain, captured = make_trainer(config, TARGET), capturing(config)
+    monkeypatch.setattr("jetspec.train.trainer.SIZES", sizes)
+    for step in range(4):
+        expected, found = plain.train_step(), captured.train_step()
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        if step == 1:  # its gradients must not reach the next step
+            assert captured.validate().loss == pytest.approx(plain.validate().loss, rel=1e-4)
+    torch.testing.assert_close(weights(captured), weights(plain), atol=1e-4, rtol=1e-4)
+
+
+def test_a_size_is_captured_once(answers: Path, tmp_path: Path) -> None:
+    trainer = capturing(recipe(answers, tmp_path, anchors_at_once=3))
+    for _ in range(3):
+        trainer.train_step()
+    assert isinstance(trainer.passes, GraphPasses)
+    assert trainer.passes.pool.num_captured == 3, "one look, groups of 3 and a last one of 2"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2, "anchors_at_once": 3}, {"head": EAGLE}])
+def test_captured_training_on_a_gpu_follows_the_cpu(answers: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = replace(recipe(answers, tmp_path), **changes)
+    expected, found = make_trainer(config, TARGET), make_trainer(config, copy.deepcopy(TARGET).to("cuda"))
+    assert isinstance(expected.passes, EagerPasses) and isinstance(found.passes, GraphPasses)
+    for _ in range(4):
+        sums = found.train_step().map(Tensor.cpu)
+        torch.testing.assert_close(sums, expected.train_step(), atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(
+        {name: x.cpu() for name, x in weights(found).items()}, weights(expected), atol=1e-3, rtol=1e-2
+    )
