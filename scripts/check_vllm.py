@@ -175,7 +175,7 @@ def run(llm: Any, prompts: list[list[int]], tokens: int) -> Timing:
     for i, prompt in enumerate(prompts):
         engine.add_request(f"{tag}-{i}", {"prompt_token_ids": prompt}, params)
     texts: dict[str, list[int]] = {}
-    whole: list[tuple[float, int]] = []  # steps of the whole batch: when, and the tokens so far
+    whole = [(0.0, 0)]  # steps of the whole batch: when, and the tokens so far
     has_ended = False
     while engine.has_unfinished_requests():
         outputs = engine.step()
@@ -184,10 +184,8 @@ def run(llm: Any, prompts: list[list[int]], tokens: int) -> Timing:
             has_ended = has_ended or any(output.finished for output in outputs)
             if len(texts) == len(prompts) and not has_ended:
                 whole.append((time.perf_counter(), sum(map(len, texts.values()))))
-    if len(whole) < 2:
-        raise ValueError(f"{tokens} tokens are written in too few steps to be timed; give more --tokens")
-    (began, before), (ended, after) = whole[0], whole[-1]
-    return Timing(texts, ended - began, len(whole) - 1, after - before)
+    (began, before), (ended, after) = whole[1 if len(whole) > 1 else 0], whole[-1]
+    return Timing(texts, ended - began, max(0, len(whole) - 2), after - before)
 
 
 def measure(folders: Folders, method: str, batches: list[int], args: argparse.Namespace) -> dict[str, Any]:
@@ -199,6 +197,8 @@ def measure(folders: Folders, method: str, batches: list[int], args: argparse.Na
         asked = [prompts[i % len(prompts)] for i in range(batch)]
         run(llm, asked, 16)
         timings = [run(llm, asked, args.tokens) for _ in range(args.repeats)]
+        if not all(timing.steps for timing in timings):
+            raise ValueError(f"{args.tokens} tokens are written in too few steps to be timed; give more --tokens")
         middle = sorted(timings, key=lambda timing: timing.seconds / timing.tokens)[len(timings) // 2]
         found["batches"].append(
             {
