@@ -98,9 +98,10 @@ def add_linear(
         from jetspec.ops.linear_triton import rows_add_linear_triton
 
         return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))
-    if uses_kernel(x, weight, total) and x.dtype == weight.dtype == total.dtype and x.dim() == 2:
+    if uses_kernel(x, weight, total) and x.dtype == weight.dtype == total.dtype and total.is_contiguous():
         total = total if bias is None else total.add_(bias)
-        return copied(Stream(total.addmm_(x, weight.t())), tap)
+        total.view(-1, total.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+        return copied(Stream(total), tap)
     return copied(Stream(total + linear_reference(x, weight, bias)), tap)
 
 

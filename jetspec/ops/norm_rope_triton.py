@@ -18,6 +18,8 @@ from jetspec.types import KVPages
 ROPE_ROWS = 4
 HEADS = 8
 """Heads of one program: few, so that even a single token is spread over several multiprocessors."""
+MANY_TOKENS, MANY_HEADS = 4096, 16
+"""With so many tokens a program takes so many heads."""
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -121,8 +123,9 @@ def _launch_rotate(
     tokens = cos.numel() // E
     assert cos.is_contiguous() and signed_sin.is_contiguous() and qkv.numel() == tokens * X * E
     heads = X if v is not None else X - num_kv_heads
+    at_once = HEADS if tokens < MANY_TOKENS else MANY_HEADS
     if tokens:
-        _rotate_qkv_kernel[(tokens, triton.cdiv(heads, HEADS))](
+        _rotate_qkv_kernel[(tokens, triton.cdiv(heads, at_once))](
             qkv,
             cos,
             signed_sin,
@@ -137,7 +140,7 @@ def _launch_rotate(
             G=num_kv_heads,
             HALF=E // 2,
             PAIRS=triton.next_power_of_2(E // 2),
-            HEADS=HEADS,
+            HEADS=at_once,
             ROW=num_kv_heads * E if slot is None else k.stride(1),
             HEAD=E if slot is None else k.stride(2),
             **overlap(qkv),

@@ -219,7 +219,7 @@ def test_rope_kernel_on_a_gpu(rows: int, dtype: torch.dtype, tolerance: float) -
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "size", "normed"), [(32, 8, 128, True), (9, 3, 64, False), (32, 8, 80, False)]
 )
-@pytest.mark.parametrize("tokens", [1, 700])
+@pytest.mark.parametrize("tokens", [1, 700, 5000])
 def test_rotation_kernel_on_a_gpu(
     tokens: int, num_heads: int, num_kv_heads: int, size: int, normed: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
