@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf"]
+GrammarKind = Literal["json_object", "json_schema", "calls", "regex", "ebnf"]
 
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
@@ -26,7 +26,11 @@ MAX_BIASED_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must look like. `source` is the schema, expression or grammar; any JSON object needs none."""
+    """What a text must look like. `source` is the schema, expression or grammar; any JSON object needs none.
+
+    `calls` is any text, but what stands between two tags in it follows a schema; its source is a JSON object of `begin`
+    and `end`, the tags, and the `schema`.
+    """
 
     kind: GrammarKind
     source: str = ""

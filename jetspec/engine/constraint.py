@@ -6,9 +6,10 @@ the work of the `xgrammar` library, which is imported when somebody first asks f
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -77,7 +78,7 @@ class Grammars:
             raise ValueError(
                 "a grammar needs the package xgrammar; install it with: pip install 'jetspec[serve]'"
             ) from None
-        self._matcher = xgrammar.GrammarMatcher
+        self._library = xgrammar
 
         def compiler(tokens: list[bytes]) -> Any:
             info = xgrammar.TokenizerInfo(tokens, vocab_size=vocab_size, stop_token_ids=sorted(end_tokens))
@@ -93,9 +94,10 @@ class Grammars:
         self._kept: OrderedDict[Grammar, Any] = OrderedDict()
         self._kept_bytes = 0
         self._lock = Lock()
-        ends_V = torch.zeros(vocab_size, dtype=torch.bool)
-        ends_V[sorted(end_tokens)] = True
-        self._ends_W = pack_bits(ends_V)
+        self._ends_W = _mask(end_tokens, vocab_size)
+        unseen = {token for token in range(vocab_size) if token >= len(tokens) or not tokens[token]}
+        self._silent = frozenset(unseen - end_tokens)
+        self._silent_W = _mask(self._silent, vocab_size)
 
     def find(self, grammar: Grammar) -> Any | None:
         """What `compile` has made of this grammar before, if it is still there."""
@@ -119,25 +121,47 @@ class Grammars:
         return compiled
 
     def _compile(self, grammar: Grammar) -> Any:
-        schema = enforceable(grammar.source) if grammar.kind == "json_schema" else ANY_OBJECT
+        schema, tags = ANY_OBJECT, ("", "")
+        if grammar.kind == "json_schema":
+            schema = enforceable(grammar.source)
+        elif grammar.kind == "calls":
+            schema, tags = _read_tagged(grammar.source)
         try:
             match grammar.kind:
                 case "json_schema" | "json_object":
                     return self._json_compiler.compile_json_schema(
                         schema, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
                     )
+                case "calls":
+                    return self._compiler.compile_structural_tag(self._tagged(schema, *tags))
                 case "regex":
                     return self._compiler.compile_regex(grammar.source)
                 case "ebnf":
                     return self._compiler.compile_grammar(grammar.source)
         except Exception as error:  # the library has no class for what a user got wrong
             raise ValueError(f"the grammar ({grammar.kind}) cannot be used: {_reason(error)}") from error
-        raise ValueError(f"grammar kind {grammar.kind!r} is unknown; use json_object, json_schema, regex or ebnf")
+        kinds = "json_object, json_schema, calls, regex or ebnf"
+        raise ValueError(f"grammar kind {grammar.kind!r} is unknown; use {kinds}")
+
+    def _tagged(self, schema: str, begin: str, end: str) -> dict[str, Any]:
+        """Any text, in which the one tag is always followed by JSON of the schema and the other tag.
+
+        The schema is handed over as the grammar that it is alone, because between tags the library would read it in
+        another way, in which objects are closed.
+        """
+        rules = self._library.Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
+        space = {"type": "regex", "pattern": rf"[ \n\r\t]{{0,{MAX_WHITESPACE}}}"}
+        inside = {"type": "sequence", "elements": [space, {"type": "grammar", "grammar": str(rules)}, space]}
+        tag = {"type": "tag", "begin": begin, "content": inside, "end": end}
+        return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [begin], "tags": [tag]}}
 
     def start(self, grammar: Grammar) -> Constraint:
         """A constraint that stands at the beginning of a text."""
         compiled = self.compile(grammar) if grammar.compiled is None else grammar.compiled
-        return GrammarConstraint(self._matcher(compiled), self._ends_W)
+        matcher = self._library.GrammarMatcher(compiled)
+        if grammar.kind == "calls":
+            return CallsConstraint(matcher, self._ends_W, self._silent, self._silent_W)
+        return GrammarConstraint(matcher, self._ends_W)
 
 
 class GrammarConstraint:
@@ -158,6 +182,55 @@ class GrammarConstraint:
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)
+
+
+class CallsConstraint(GrammarConstraint):
+    """Free text with calls in it. Wherever the text may end, outside of calls, it is what plain decoding writes.
+
+    So tokens that add nothing to a text may come there, which the library never allows, and therefore does not see.
+    """
+
+    def __init__(self, matcher: Any, ends_W: Tensor, silent: frozenset[int], silent_W: Tensor) -> None:
+        super().__init__(matcher, ends_W)
+        self._silent, self._silent_W = silent, silent_W
+        self._seen: list[bool] = []
+        """Of the tokens gone on by, which the library saw."""
+
+    def allow(self, mask_W: Tensor) -> None:
+        super().allow(mask_W)
+        if self._is_free():
+            mask_W |= self._silent_W
+
+    def advance(self, token: int) -> bool:
+        is_seen = token not in self._silent
+        follows = super().advance(token) if is_seen else self._is_free()
+        self._seen += [is_seen] * follows
+        return follows
+
+    def rollback(self, count: int) -> None:
+        first = len(self._seen) - count
+        super().rollback(sum(self._seen[first:]))
+        del self._seen[first:]
+
+    def _is_free(self) -> bool:
+        return bool(self._matcher.is_completed()) and not self._matcher.is_terminated()
+
+
+def _read_tagged(source: str) -> tuple[str, tuple[str, str]]:
+    """The schema of a call, and the tags around it."""
+    try:
+        asked = json.loads(source)
+        schema, tags = asked["schema"], (asked["begin"], asked["end"])
+    except (ValueError, RecursionError, TypeError, KeyError):
+        raise ValueError("a grammar of calls is a JSON object of begin, end and schema") from None
+    return enforceable(json.dumps(schema)), tags
+
+
+def _mask(tokens: Iterable[int], vocab_size: int) -> Tensor:
+    """Words in which the bits of these tokens are set."""
+    is_set_V = torch.zeros(vocab_size, dtype=torch.bool)
+    is_set_V[sorted(tokens)] = True
+    return pack_bits(is_set_V)
 
 
 def _reason(error: Exception) -> str:

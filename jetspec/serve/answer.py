@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jetspec.models.tokenizer import Tokenizer
+from jetspec.serve.calls import ToolReader
 from jetspec.serve.prepare import Prepared
 from jetspec.serve.protocol import (
     AnswerMessage,
@@ -35,7 +36,6 @@ from jetspec.serve.protocol import (
     TracedTree,
     Usage,
 )
-from jetspec.serve.tools import ToolReader
 from jetspec.serve.worker import Job
 from jetspec.types import Completion, RoundTrace, TokenLogprob, Update
 
@@ -197,7 +197,7 @@ class ChatAnswer:
         state.calls += made
         if update.completion:
             self.completions[index] = update.completion
-            state.finish = "tool_calls" if state.calls else update.completion.finish_reason
+            state.finish = finish_of(state, update.completion)
         return text, shown
 
     def take(self, index: int, update: Update) -> Chunk | None:
@@ -234,6 +234,12 @@ class ChatAnswer:
         self, choices: list[ChatChunkChoice], usage: Usage | None = None, jetspec: TracedRound | None = None
     ) -> ChatChunk:
         return ChatChunk(**vars(self.head), choices=choices, usage=usage, jetspec=jetspec)
+
+
+def finish_of(state: ChatState, done: Completion) -> Finish:
+    """Calls are why an answer ends, unless the limit on its length has cut one off."""
+    is_cut = state.reader is not None and state.reader.is_cut and done.finish_reason == "length"
+    return "tool_calls" if state.calls and not is_cut else done.finish_reason
 
 
 def written(logprobs: list[TokenLogprob], words: Vocabulary) -> list[TokenLogprob]:

@@ -199,7 +199,7 @@ class Server:
             said["asked"] = asked.model_dump(exclude_unset=True)
         prepared = await asyncio.to_thread(prepare, asked, said.get("tenant", ""))
         if prepared.grammar is not None:
-            param = "tools" if prepared.in_call else "response_format"
+            param = "tools" if prepared.reads_tools else "response_format"
             prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param))
         answer = make_answer(prepared, self.words, self.model_name)
         ticket = self.worker.submit(prepared.jobs)

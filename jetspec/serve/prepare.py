@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 
 from jetspec.config import TreeConfig
 from jetspec.models.tokenizer import Tokenizer, TooLong
+from jetspec.serve.calls import BEGIN
 from jetspec.serve.errors import Refused
 from jetspec.serve.protocol import (
     ChatRequest,
@@ -24,7 +25,7 @@ from jetspec.serve.protocol import (
     ToolChoice,
 )
 from jetspec.serve.schema import bounded, check_bounds
-from jetspec.serve.tools import BEGIN, call_schema, check_parameters, check_template
+from jetspec.serve.tools import check_template, check_tools, forced_call, free_calls
 from jetspec.serve.worker import Job
 from jetspec.types import Grammar, SamplingParams, TreeLimits
 
@@ -101,16 +102,16 @@ class Desk:
         return Prepared(jobs, asked.logprobs is not None)
 
     def _grammar(self, asked: ChatRequest, tools: list[Tool], forced: bool) -> Grammar | None:
-        """What the answer must look like: a call that is forced, or the format that was asked for."""
+        """What the answer must look like: a call that is forced, calls of strict tools, or the format asked for."""
         check_bounds([tool.function.parameters for tool in tools], "tools")
-        check_parameters(tools)
+        check_tools(tools)
         form = asked.response_format
         if isinstance(form, TextFormat):
             form = None
         if form and tools:
             raise Refused("response_format and tools do not go together", param="response_format")
-        if forced:
-            return Grammar("json_schema", json.dumps(call_schema(tools)))
+        if tools:
+            return forced_call(tools) if forced else free_calls(tools)
         if isinstance(form, SchemaFormat):
             return Grammar("json_schema", bounded(form.json_schema.schema_, "response_format"))
         return Grammar("json_object") if form else None
@@ -181,7 +182,8 @@ class Desk:
         if limit is not None and limit > self.max_tokens:
             raise Refused(f"max_tokens is {limit}; here it may be at most {self.max_tokens}", param="max_tokens")
         if grammar and asked.ignore_eos:
-            raise Refused("ignore_eos does not go together with a form of the answer", param="ignore_eos")
+            why = "ignore_eos does not go together with a form of the answer or strict tools"
+            raise Refused(why, param="ignore_eos")
         bias = {int(token): value for token, value in asked.logit_bias.items()}
         self._check_tokens(list(bias), "logit_bias")
         return SamplingParams(

@@ -69,6 +69,13 @@ def check_size(biases: Any) -> Any:
     return biases
 
 
+def untold(description: Any) -> Any:
+    """Refuse a description that the model would not be told of."""
+    if description is not None:
+        raise PydanticCustomError("untold", "it is not told to the model; say it in a message")
+    return description
+
+
 class Asked(BaseModel):
     """Something that a client sends: types are not converted, and unknown fields are refused.
 
@@ -196,7 +203,7 @@ class FunctionSpec(Asked):
     description: str | None = None
     parameters: dict[str, Any] = {}
     strict: bool | None = None
-    """It changes nothing: a call that is forced always follows its schema, others are the model's own."""
+    """Calls that the model makes by itself follow the schema, too. A call that is forced always does."""
 
 
 class Tool(Asked):
@@ -216,8 +223,8 @@ class ToolChoice(Asked):
 class NamedSchema(Asked):
     name: ToolName
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    description: str | None = None
-    """Not told to the model, which sees the messages only."""
+    description: Annotated[None, BeforeValidator(untold)] = None
+    """Refused: the model sees the messages only."""
     strict: bool | None = None
     """It changes nothing: an answer always follows its schema."""
 

@@ -1,4 +1,4 @@
-"""Tool calls as chat templates define them: JSON between two tags, as the Qwen and Hermes families write it."""
+"""The tools of a request: whether they can be called, and what grammar their calls follow."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import copy
 import json
 from typing import Any
 
-from jetspec.engine.detokenize import overlap
 from jetspec.engine.schema_parts import inner_schemas, types_of
+from jetspec.serve.calls import BEGIN, END
 from jetspec.serve.errors import Refused
-from jetspec.serve.protocol import FunctionCall, Tool
-
-BEGIN, END = "<tool_call>", "</tool_call>"
+from jetspec.serve.protocol import Tool
+from jetspec.types import Grammar
 
 
 def check_template(template: str | None) -> None:
@@ -22,8 +21,12 @@ def check_template(template: str | None) -> None:
         raise Refused("tools are not supported: this model's chat template calls them in an unknown way", param="tools")
 
 
-def check_parameters(tools: list[Tool]) -> None:
-    """Arguments are an object, so that must be what a tool's schema describes."""
+def check_tools(tools: list[Tool]) -> None:
+    """Arguments are an object, so that must be what a tool's schema describes; and a name is that of one tool."""
+    names = [tool.function.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise Refused(f"several tools are called {name}", param="tools")
     for tool in tools:
         parameters = tool.function.parameters or {"type": "object"}
         try:
@@ -34,8 +37,22 @@ def check_parameters(tools: list[Tool]) -> None:
             raise Refused(f'the parameters of {tool.function.name} must have "type": "object"', param="tools")
 
 
-def call_schema(tools: list[Tool]) -> dict[str, Any]:
-    """A JSON schema of what stands between the tags when one of these is called.
+def forced_call(tools: list[Tool]) -> Grammar:
+    """One of these is called, and the tag stands in the prompt; arguments follow their schema, strict or not."""
+    return Grammar("json_schema", json.dumps(call_schema(tools, [tool.function.parameters for tool in tools])))
+
+
+def free_calls(tools: list[Tool]) -> Grammar | None:
+    """Any text, and calls of these tools, those of a strict one with arguments of its schema. None if none is strict:
+    then the model's calls are its own."""
+    if not any(tool.function.strict for tool in tools):
+        return None
+    parameters = [tool.function.parameters if tool.function.strict else {} for tool in tools]
+    return Grammar("calls", json.dumps({"begin": BEGIN, "end": END, "schema": call_schema(tools, parameters)}))
+
+
+def call_schema(tools: list[Tool], parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    """A JSON schema of what stands between the tags when one of these is called, with arguments of its parameters.
 
     Each tool's parameters lie under a name of their own, so that what they define cannot meet another's.
     """
@@ -48,8 +65,8 @@ def call_schema(tools: list[Tool]) -> dict[str, Any]:
         }
         for i, tool in enumerate(tools)
     ]
-    parameters = [tool.function.parameters or {"type": "object"} for tool in tools]
-    return {"anyOf": calls, "$defs": {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(parameters)}}
+    schemas = [schema or {"type": "object"} for schema in parameters]
+    return {"anyOf": calls, "$defs": {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(schemas)}}
 
 
 def moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
@@ -63,57 +80,3 @@ def moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
             if isinstance(ref := part.get("$ref"), str):
                 part["$ref"] = place + ref.removeprefix("#")
     return schema
-
-
-class ToolReader:
-    """Splits an answer, as it comes, into what is said and what is called.
-
-    A call that is cut off or is no valid JSON is handed on as text, tags included: nothing is lost.
-    """
-
-    def __init__(self, inside: bool = False) -> None:
-        """`inside`: the prompt ends with the opening tag."""
-        self._rest = ""
-        self._inside = inside
-        self._opening = "" if inside else BEGIN
-        self.num_calls = 0
-
-    def push(self, text: str, is_last: bool) -> tuple[str, list[FunctionCall]]:
-        self._rest += text
-        said, calls = "", []
-        while True:
-            tag = END if self._inside else BEGIN
-            before, found, after = self._rest.partition(tag)
-            if not found and not (is_last and self._inside):
-                break
-            self._rest = after
-            if not self._inside:
-                said, self._opening = said + before, BEGIN
-            elif read := read_calls(before):
-                calls += read
-            else:
-                said += self._opening + before + found
-            self._inside = not self._inside and bool(found)
-        if not self._inside:
-            keep = 0 if is_last else overlap(self._rest, (BEGIN,))
-            said, self._rest = said + self._rest[: len(self._rest) - keep], self._rest[len(self._rest) - keep :]
-        self.num_calls += len(calls)
-        if self.num_calls and said.isspace():
-            said = ""
-        return said, calls
-
-
-def read_calls(text: str) -> list[FunctionCall]:
-    """One call, or a list of them; empty if it is neither."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call):
-            return []
-        arguments = call["arguments"]
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(FunctionCall(name=call["name"], arguments=written))
-    return calls

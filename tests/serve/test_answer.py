@@ -61,6 +61,15 @@ def test_a_message_of_calls_has_no_content_and_says_so() -> None:
     assert message["content"] is None and message["tool_calls"][0]["function"]["name"] == "clock"
 
 
+@pytest.mark.parametrize(("end", "finish"), [("</tool_call>", "tool_calls"), ("</tool_call><tool_call>{", "length")])
+def test_a_call_that_the_limit_cuts_off_is_said_to_be_cut(end: str, finish: str) -> None:
+    answer = ChatAnswer(Prepared([Job([1], SamplingParams())], reads_tools=True), words(), NAME)
+    text = '<tool_call>{"name": "clock", "arguments": {}}' + end
+    answer.keep(0, Update(0, [5], text, Completion(text, [5], "length", RoundStats())))
+    (choice,) = answer.whole().choices
+    assert choice.finish_reason == finish and len(choice.message.tool_calls or []) == 1
+
+
 def words() -> Vocabulary:
     return Vocabulary(byte_tokenizer())
 

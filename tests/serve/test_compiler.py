@@ -21,6 +21,7 @@ from tests.serve.live import Live, tiny_llm, wait_until
 from tests.serve.test_forms import COUNTED, schema_format
 
 SLOW, QUICK = Grammar("json_schema", json.dumps(COUNTED)), Grammar("json_schema", '{"type": "boolean"}')
+SLOW_CALLS = Grammar("calls", json.dumps({"begin": "<", "end": ">", "schema": COUNTED}))
 
 
 def children() -> set[BaseProcess]:
@@ -28,13 +29,14 @@ def children() -> set[BaseProcess]:
     return set(multiprocessing.active_children())
 
 
-def test_a_trial_ends_what_takes_too_long(alone: LLM) -> None:
+@pytest.mark.parametrize("slow", [SLOW, SLOW_CALLS], ids=lambda grammar: grammar.kind)
+def test_a_trial_ends_what_takes_too_long(alone: LLM, slow: Grammar) -> None:
     others, trial = children(), Trial(alone.grammars, 0.5)
     try:
         trial.run(QUICK)
         (process,) = children() - others
         with pytest.raises(TimeoutError):
-            trial.run(SLOW)
+            trial.run(slow)
         assert not process.is_alive()
         with pytest.raises(ValueError, match="negative"):
             trial.run(Grammar("json_schema", '{"type": "string", "minLength": -1}'))

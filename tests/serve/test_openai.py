@@ -103,6 +103,12 @@ def test_a_tool(client: openai.OpenAI) -> None:
     assert ask(client, messages=answered, tools=[TOOL], max_tokens=2).choices[0].finish_reason == "length"
 
 
+def test_a_strict_tool_that_is_not_called_changes_nothing(client: openai.OpenAI) -> None:
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    texts = [ask(client, tools=[tool], max_tokens=30).choices[0].message.content for tool in (TOOL, strict)]
+    assert texts[0] == texts[1] and "<tool_call>" not in texts[0]
+
+
 def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="service_tier is not supported") as caught:
         ask(client, service_tier="auto")

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jetspec.serve.calls import BEGIN, END, ToolReader, read_calls
 from jetspec.serve.errors import Refused
 from jetspec.serve.protocol import FunctionCall
-from jetspec.serve.tools import BEGIN, END, ToolReader, check_template, read_calls
+from jetspec.serve.tools import check_template
 
 CALL = json.dumps({"name": "add", "arguments": {"a": 1, "b": [2, "<"]}})
 OTHER = json.dumps([{"name": "now", "arguments": {}}, {"name": "say", "arguments": '{"x": "é"}'}])
+QUOTING = json.dumps({"name": "say", "arguments": {"a": f'\\"{END}\\', "b": END}})
 TEXTS = [
     "no calls, but a < and a <tool",
     f"{BEGIN}\n{CALL}\n{END}",
@@ -24,6 +26,9 @@ TEXTS = [
     f"unclosed {BEGIN}{CALL}",
     f"bad {BEGIN}{{]}}{END} after",
     f"{BEGIN}{END}{BEGIN}{BEGIN}",
+    f"{BEGIN}{QUOTING}{END} and {BEGIN}{CALL}{END}",
+    f'open {BEGIN}{{"name": "x{END} and {BEGIN}{CALL}{END}',
+    f'{BEGIN}{{"name": "x\\\\{END}',
 ]
 
 
@@ -43,7 +48,7 @@ def test_pieces_read_as_the_whole(text: str, cuts: list[int], inside: bool) -> N
     said, calls = read(pieces, inside)
     whole_said, whole_calls = read([text], inside)
     assert calls == whole_calls
-    assert said.split() == whole_said.split()
+    assert said.strip() == whole_said.strip()
 
 
 @settings(max_examples=100, deadline=None)
@@ -63,7 +68,45 @@ def test_calls_are_found() -> None:
     assert read([CALL], inside=True) == ("", read_calls(CALL))
 
 
-@pytest.mark.parametrize("text", ["", "1", "null", "[1]", '{"name": 1, "arguments": {}}', '{"name": "f"}', "[" * 99999])
+def test_a_tag_in_a_string_closes_nothing() -> None:
+    said, calls = read(list(TEXTS[8]))
+    assert said == " and" and calls == read_calls(QUOTING) + read_calls(CALL)
+    assert json.loads(calls[0].arguments)["b"] == END
+    said, calls = read(list(TEXTS[9]))
+    assert calls == read_calls(CALL), "a string that is never closed does not swallow what comes after it"
+    assert read(list(TEXTS[10])) == (TEXTS[10], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "handed_on"),
+    [
+        ('{"x": 1e999, "y": -0.10, "z": ' + "9" * 5000 + "}", None),
+        ('{ "s" :\n"\\ud800", "t": []}', None),
+        ('{"s": "a\tb\n",\t"t": "\x00\\n"}', '{"s": "a\\u0009b\\u000a",\t"t": "\\u0000\\n"}'),
+        ("{}", None),
+    ],
+)
+def test_arguments_are_handed_on_as_they_are_written(arguments: str, handed_on: str | None) -> None:
+    """Only what is no JSON, though it can be read, becomes JSON."""
+    once = f'{{"name": "f", "arguments": {arguments}}}'
+    for text in (once, f"\n[{once}, {once} ]\n", f'{{"arguments":{arguments} , "name":"f"}}'):
+        calls = read_calls(text)
+        assert {(call.name, call.arguments) for call in calls} == {("f", handed_on or arguments)}
+        assert calls[0].model_dump_json()
+
+
+WRONG = [
+    *("", "1", "null", "[]", "[1]", "[" * 99999, f"{CALL} {CALL}", f"[{CALL}", f"[{CALL}, 1]"),
+    '{"name": 1, "arguments": {}}',
+    '{"name": "f"}',
+    '{"name": "f", "arguments": NaN}',
+    '{"name": "f", "arguments": {"a": "\\\n"}}',
+    '{"name": "f", "arguments": "\\ud800"}',
+    '{"name": "\\ud800", "arguments": {}}',
+]
+
+
+@pytest.mark.parametrize("text", WRONG)
 def test_what_is_no_call_is_none(text: str) -> None:
     assert read_calls(text) == []
 
