@@ -1,6 +1,9 @@
-"""How fast a recipe trains, and how much memory it takes, against the number of anchors. Writes a record.
+"""How fast a recipe trains, and how much memory it takes, with batches of several shapes. Writes a record.
 
-python -m scripts.check_training --recipe recipes/smollm2_135m.yaml --anchors 128,256,512 --out speed.json
+python -m scripts.check_training --recipe recipes/smollm2_135m.yaml --shapes 64x256x32,32x1024x128 --out speed.json
+
+A shape is rows x tokens of a row x anchors of a row. Shapes that differ in anchors alone show that memory does not grow
+with these.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from jetspec.train.data import PackedData
 from jetspec.train.run import read_data, start_head
 from jetspec.train.trainer import Trainer
 
+SHAPES = "64x256x32,64x512x32,32x1024x128,32x1024x256,32x1024x512"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of it")
-    parser.add_argument("--anchors", default="128,256,512", help="anchors per row to try, separated by commas")
+    parser.add_argument("--shapes", default=SHAPES, help="rows x tokens x anchors to try, separated by commas")
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed, after the warm-up")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--out", type=Path, required=True)
@@ -38,38 +43,41 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = load_target(config.model, dtype, device).decoder
-    documents = read_data(config, target.config.vocab_size, start_head(config, target))
-    data = PackedData(documents, config.row_len, config.seed)
-    rows = []
-    for anchors in map(int, args.anchors.split(",")):
-        tried = replace(config, anchors=anchors, steps=args.warmup + args.steps)
-        rows.append(measure(tried, target, data, args.warmup))
-        print(rows[-1], flush=True)
-    shape = {"rows": config.rows, "row_len": config.row_len, "anchors_at_once": config.anchors_at_once}
-    write_record(args.out, {**shape, "timed_steps": args.steps, "speeds": rows}, commit)
+    found = []
+    for shape in args.shapes.split(","):
+        rows, row_len, anchors = map(int, shape.split("x"))
+        tried = replace(config, rows=rows, row_len=row_len, anchors=anchors, steps=args.warmup + args.steps)
+        found.append(measure(tried, target, args.warmup))
+        print(found[-1], flush=True)
+    write_record(args.out, {"timed_steps": args.steps, "shapes": found}, commit)
 
 
-def measure(config: TrainConfig, target: Decoder, data: PackedData, warmup: int) -> dict[str, Any]:
+def measure(config: TrainConfig, target: Decoder, warmup: int) -> dict[str, Any]:
     """Draft positions that had a label, per second, and the most memory that was held."""
     device = target.embedding.device
+    documents = read_data(config, target.config.vocab_size, start_head(config, target))
+    data = PackedData(documents, config.row_len, config.seed)
     gc.collect()  # an earlier trainer is a cycle: its memory would count here
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(config, target, start_head(config, target).to(device), data)
     for _ in range(warmup):
         trainer.train_step()
     wait(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    sums = [trainer.train_step() for _ in tqdm(range(config.steps - warmup), f"{config.anchors} anchors", unit="step")]
+    bar = tqdm(range(config.steps - warmup), f"{config.rows} x {config.row_len} x {config.anchors}", unit="step")
+    sums = [trainer.train_step() for _ in bar]
     wait(device)
     seconds = time.perf_counter() - began
     positions = sum(float(part.reach_D.sum()) for part in sums)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return {
+        "rows": config.rows,
+        "row_len": config.row_len,
         "anchors": config.anchors,
+        "anchors_at_once": min(config.anchors, config.anchors_at_once),
         "step_ms": seconds / len(sums) * 1e3,
         "positions_per_s": positions / seconds,
-        "peak_bytes": peak,
+        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
     }
 
 

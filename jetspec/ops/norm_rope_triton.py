@@ -18,8 +18,10 @@ from jetspec.types import KVPages
 ROPE_ROWS = 4
 HEADS = 8
 """Heads of one program: few, so that even a single token is spread over several multiprocessors."""
-MANY_TOKENS, MANY_HEADS = 4096, 16
-"""With so many tokens a program takes so many heads."""
+MANY_TOKENS, MANY_HEADS, NORM_ROWS = 4096, 16, 4
+"""With so many tokens a program takes so many heads, and so many rows to norm,"""
+MANY_COLUMNS = 4096
+"""unless they are longer than this."""
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,7 +30,13 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows := x.numel() // M:
         block = triton.next_power_of_2(M)
         num_warps = min(max(block // 512, 1), 16)
-        _rms_norm_kernel[(rows,)](x, weight, out, eps, M=M, BLOCK=block, num_warps=num_warps, **overlap(x))
+        if rows < MANY_TOKENS or block > MANY_COLUMNS:
+            _rms_norm_kernel[(rows,)](x, weight, out, eps, M=M, BLOCK=block, num_warps=num_warps, **overlap(x))
+        else:
+            grid, num_warps = (triton.cdiv(rows, NORM_ROWS),), min(2 * num_warps, 16)
+            _rms_norm_rows_kernel[grid](
+                x, weight, out, eps, rows, M=M, BLOCK=block, ROWS=NORM_ROWS, num_warps=num_warps
+            )
     return out
 
 
@@ -45,6 +53,20 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / M + eps)
     tl.store(out_ptr + start + lane, x * scale * weight, mask=inside)
+
+
+@triton.jit
+def _rms_norm_rows_kernel(
+    x_ptr, weight_ptr, out_ptr, eps, num_rows, M: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """A program norms a few rows at once: with many of them this keeps more loads under way."""
+    row, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + lane, mask=lane < M, other=0.0).to(tl.float32)
+    place = row.to(tl.int64)[:, None] * M + lane[None]
+    inside = (row < num_rows)[:, None] & (lane < M)[None]
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / M + eps)
+    tl.store(out_ptr + place, x * scale[:, None] * weight[None], mask=inside)
 
 
 def rope_triton(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:

@@ -71,7 +71,13 @@ def test_products_with_what_stands_around_them(rows: tuple[int, ...], biased: bo
     plain = F.linear(rms_norm(x, norm, EPS), weight, bias)
     torch.testing.assert_close(norm_linear(Stream(x), norm, EPS, weight, bias), plain)
     torch.testing.assert_close(norm_swiglu(Stream(x), norm, EPS, weight, bias), swiglu(plain))
-    torch.testing.assert_close(add_linear(total.clone(), x, weight, bias).x, total + F.linear(x, weight, bias))
+    expected = total + F.linear(x, weight, bias)
+    torch.testing.assert_close(add_linear(total.clone(), x, weight, bias).x, expected)
+    total = torch.stack((total, total))
+    with force("triton"):  # which adds in place, for any number of axes
+        found = add_linear(total, torch.stack((x, x)), weight, bias).x
+    assert found.data_ptr() == total.data_ptr()
+    torch.testing.assert_close(found, torch.stack((expected, expected)), atol=1e-5, rtol=1e-5)
 
 
 def test_additions_leave_a_stream_that_is_trained_alone() -> None:

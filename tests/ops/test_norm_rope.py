@@ -166,11 +166,35 @@ def test_rotation_kernel_equals_reference(
     interpreter.submit(compare_rotations, *inputs, num_kv_heads, tolerance).result()
 
 
-def test_norm_kernel_compiles_without_a_gpu() -> None:
-    from jetspec.ops.norm_rope_triton import _rms_norm_kernel
+def compare_many(
+    x: Tensor, weight: Tensor, inputs: tuple[Tensor, tuple[Tensor, Tensor], HeadNorm | None], num_kv_heads: int
+) -> None:
+    """As if there were many tokens."""
+    from jetspec.ops import norm_rope_triton
 
-    types = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"eps": "fp32"}
-    assert "st.global" in compile_for_hopper(_rms_norm_kernel, types, {"M": 576, "BLOCK": 1024})
+    few, norm_rope_triton.MANY_TOKENS = norm_rope_triton.MANY_TOKENS, 1
+    try:
+        compare_norms(x, weight, 1e-5)
+        compare_rotations(*inputs, num_kv_heads, 1e-5)
+    finally:
+        norm_rope_triton.MANY_TOKENS = few
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 40), (4, 64), (7, 5000)])
+def test_many_tokens_are_normed_and_rotated_alike(interpreter: Any, rows: int, size: int) -> None:
+    x, weight = torch.randn(rows, size), torch.randn(size)
+    inputs = heads((rows,), 12, 4, 16, True, torch.float32)
+    interpreter.submit(compare_many, x, weight, inputs, 4).result()
+
+
+def test_norm_kernel_compiles_without_a_gpu() -> None:
+    from jetspec.ops.norm_rope_triton import NORM_ROWS, _rms_norm_kernel, _rms_norm_rows_kernel
+
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"eps": "fp32", "num_rows": "i32"}
+    sizes = {"M": 576, "BLOCK": 1024}
+    few = {name: types[name] for name in types if name != "num_rows"}
+    assert "st.global" in compile_for_hopper(_rms_norm_kernel, few, sizes)
+    assert "st.global" in compile_for_hopper(_rms_norm_rows_kernel, types, sizes | {"ROWS": NORM_ROWS})
 
 
 def test_rope_kernel_compiles_without_a_gpu_and_is_exact_for_large_angles() -> None:
@@ -200,7 +224,7 @@ def test_rotation_kernel_compiles_without_a_gpu(
 @pytest.mark.gpu
 @DTYPES
 @pytest.mark.parametrize("size", [576, 4096])
-@pytest.mark.parametrize("rows", [1, 700])
+@pytest.mark.parametrize("rows", [1, 700, 5001])
 def test_norm_kernel_on_a_gpu(rows: int, size: int, dtype: torch.dtype, tolerance: float) -> None:
     x, weight = (torch.randn(s, device="cuda").to(dtype) for s in ((rows, size), (size,)))
     compare_norms(x, weight, tolerance)
