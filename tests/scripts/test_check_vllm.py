@@ -15,7 +15,8 @@ from jetspec.bench.shapes import SHAPES
 from jetspec.models.export import Reading, read_vllm
 from jetspec.models.families import config_from_hf
 from jetspec.models.head_format import check_fits, read_config
-from scripts.check_vllm import Folders, compared, prepare, run
+from scripts import check_vllm
+from scripts.check_vllm import QUESTIONS, Folders, compared, judged, prepare, run
 
 
 def test_a_shape_is_a_target_a_head_and_a_chain_that_fit_each_other(tmp_path: Path) -> None:
@@ -41,6 +42,30 @@ def test_methods_are_compared_with_plain_decoding() -> None:
     assert plain["same_texts"] == 1 and trees["same_texts"] == 0.5
     assert trees["batches"][0]["speedup"] == 2.5 and failed["error"] == "no memory"
     assert "texts" in results[0] and "texts" not in plain
+
+
+def test_where_texts_part_vllm_alone_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompts.json").write_text(json.dumps([[7], [8]]))
+    results: list[dict[str, Any]] = [
+        {"method": "plain", "texts": [[1, 2, 3], [4, 5, 6]]},
+        {"method": "32", "texts": [[1, 2, 3], [4, 9, 6]]},
+        {"method": "64", "texts": [[0, 2, 3], [4, 5, 6]]},
+        {"method": "128", "error": "no memory"},
+    ]
+    monkeypatch.setattr(check_vllm, "run_method", lambda *_: {"gaps": [0.25, None]})
+    judged(results, tmp_path, SimpleNamespace(shape=None))  # type: ignore[arg-type]
+    assert json.loads((tmp_path / QUESTIONS).read_text()) == [[[8, 4], [5, 9]], [[7], [1, 0]]]
+    found = [result["differences"] for result in results]
+    assert found == [[], [{"text": 1, "token": 1, "gap": 0.25}], [{"text": 0, "token": 0, "gap": None}], []]
+
+
+def test_the_gap_is_that_of_the_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / QUESTIONS).write_text(json.dumps([[[8, 4], [5, 9]], [[7], [1, 0]]]))
+    best = {5: SimpleNamespace(logprob=-1.0), 9: SimpleNamespace(logprob=-1.5), 1: SimpleNamespace(logprob=-2.0)}
+    answer = SimpleNamespace(outputs=[SimpleNamespace(logprobs=[best])])
+    monkeypatch.setattr(check_vllm, "start", lambda *_: SimpleNamespace(generate=lambda *_, **__: [answer] * 2))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    assert check_vllm.judge(Folders(tmp_path, False), SimpleNamespace()) == [0.5, None]  # type: ignore[arg-type]
 
 
 class Engine:

