@@ -97,9 +97,6 @@ class Server:
         self.compiler = Compiler(llm)
         self.writer = ThreadPoolExecutor(1, "write")
         self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
-        self.shape = TreeShape(
-            drafter=llm.drafter, budget=llm.tree.budget, width=llm.tree.width, max_len=llm.engine.max_len
-        )
         self.desk = Desk(
             llm.tokenizer,
             llm.tree,
@@ -107,6 +104,13 @@ class Server:
             max_len=llm.engine.max_len,
             max_prompt=config.max_prompt,
             max_tokens=config.max_tokens,
+        )
+        self.shape = TreeShape(
+            drafter=llm.drafter,
+            budget=llm.tree.budget,
+            width=llm.tree.width,
+            max_len=llm.engine.max_len,
+            max_tokens=self.desk.max_tokens,
         )
 
     def app(self) -> ASGIApp:

@@ -442,6 +442,7 @@ class TreeShape(BaseModel):
     budget: int
     width: int
     max_len: int
+    max_tokens: int
 
 
 class ModelCard(BaseModel):

@@ -239,6 +239,30 @@ def test_a_conversation_goes_on_and_begins_anew(open_page: Open) -> None:
 
 
 @pytest.mark.usefixtures("slow")
+def test_an_answer_stays_in_its_conversation(open_page: Open, live: Live) -> None:
+    page = open_page()
+    ask(page, "x")
+    expect(page.locator(".token")).not_to_have_count(0)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    with page.expect_request("**/chat/completions") as fresh:
+        ask(page, "y")
+    assert question(fresh.value)["messages"] == [{"role": "user", "content": "y"}]
+    page.get_by_role("button", name="Stop").click()
+    live.wait_for_rest()
+
+
+@pytest.mark.parametrize("most", [20, 100])
+def test_the_page_asks_for_no_more_than_the_server_writes(folder: Path, open_page: Open, most: int) -> None:
+    with Live(tiny_llm(folder), ServeConfig(port=0, max_tokens=most)) as short:
+        page = open_page(short.url)
+        with page.expect_request("**/chat/completions") as asked:
+            ask(page)
+        assert most - 32 < question(asked.value)["max_tokens"] <= most
+        expect(page.locator(".sum")).to_contain_text("rounds")
+
+
+@pytest.mark.usefixtures("slow")
 def test_stop_frees_the_engine(open_page: Open, live: Live) -> None:
     page = open_page()
     ask(page, "hello")

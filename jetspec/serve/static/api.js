@@ -100,6 +100,8 @@ async function refusal(response) {
   return new Trouble(wait ? `${message} Try again in ${wait} s.` : message, response.status);
 }
 
+/** A message as a sentence. The name of a field stays as it is written. */
 function sentence(text) {
-  return text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
+  const first = /^[a-z]+\b(?![._])/.test(text) ? text.charAt(0).toUpperCase() + text.slice(1) : text;
+  return first + (/[.!?]$/.test(text) ? "" : ".");
 }

@@ -65,16 +65,17 @@ async function ask(template, job) {
   if (!model || running) return;
   running = new AbortController();
   const turn = addTurn(template, prompt);
-  messages.push({ role: "user", content: prompt });
+  const conversation = messages; // another may begin before this one has its answer
+  conversation.push({ role: "user", content: prompt });
   at("prompt").value = "";
   showState();
   try {
     const text = await job(turn, running.signal);
-    messages.push({ role: "assistant", content: text });
+    conversation.push({ role: "assistant", content: text });
     at("said").textContent = "The answer is complete.";
   } catch (error) {
-    messages.pop();
-    if (!at("prompt").value) at("prompt").value = prompt;
+    conversation.pop();
+    if (conversation === messages && !at("prompt").value) at("prompt").value = prompt;
     if (error.name === "AbortError") at("said").textContent = "Stopped.";
     else complain(error, turn);
   } finally {
@@ -156,7 +157,9 @@ async function meet() {
     at(id).value = most;
     at(id).disabled = !drafts();
   }
-  at("length").max = Math.min(at("length").max, model.jetspec.max_len);
+  const longest = Math.min(at("length").max, model.jetspec.max_tokens);
+  if (longest < at("length").step * 2) at("length").min = at("length").step = 1;
+  at("length").max = longest;
   if (!drafts()) at("race").title = "This server decodes plainly: it was started without a drafter";
   else if (drafter === "ngram") at("model").textContent += " · drafts from the text so far";
   showSliders();
