@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused, broken, refuse
+from jetspec.serve.errors import Refused, broken, gone, refuse
 from jetspec.serve.log import facts
 
 OPEN_PATHS = ("/", "/health")
@@ -61,7 +61,9 @@ class Guard:
             self._check(scope, visit)
             self.num_inside += 1
             try:
-                await self.app(scope, await self._body(scope, receive), visit.send)
+                body = await self._body(scope, receive)
+                visit.is_read = True
+                await self.app(scope, body, visit.send)
             finally:
                 self.num_inside -= 1
         except Refused as why:
@@ -123,6 +125,10 @@ class Guard:
             async with asyncio.timeout(self.config.read_timeout_s):
                 while more:
                     message = await receive()
+                    if scope.get("state", {}).get("badly_framed"):  # says the connection
+                        raise Refused("the body comes in too many small chunks; send larger ones, or its length")
+                    if message["type"] == "http.disconnect":
+                        raise gone()
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
                     if len(body) > most:
@@ -143,12 +149,14 @@ class Visit:
     """One request on its way: its id, how it was answered, and when."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         self.id = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
         self.facts: dict[str, Any] = {"id": self.id, "method": scope["method"]}
         self.scope, self._send = scope, send
         self.began = time.perf_counter()
         self.status = 0
+        self.is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -156,6 +164,8 @@ class Visit:
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = self.id
             headers["X-Content-Type-Options"] = "nosniff"
+            if not self.is_read:  # the rest of the body would have to be read to find the next request
+                headers["Connection"] = "close"
         await self._send(message)
 
     def report(self, answered: Callable[[str, int, float], None]) -> None:
