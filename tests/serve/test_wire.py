@@ -158,3 +158,73 @@ def test_a_body_that_is_not_read_ends_the_connection(locked: Live, status: int, 
         else:
             client.sendall(head("GET /health"))
             assert statuses(client.recv(1 << 16)) == [200]
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/v1/models", "/static/app.js"])
+def test_head_is_get_without_a_body(live: Live, path: str) -> None:
+    got, asked = httpx.get(live.url + path), httpx.head(live.url + path)
+    assert got.status_code == asked.status_code == 200 and asked.content == b""
+    assert got.headers["content-type"] == asked.headers["content-type"]
+    said = talk(live, head(f"HEAD {path}"), head("GET /health", "Connection: close"))
+    assert statuses(said) == [200, 200] and said.endswith(b'\r\n\r\n{"status":"ok"}')
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("PUT", "/health", "GET, HEAD"), ("GET", "/v1/completions", "POST"), ("HEAD", "/v1/completions", "POST")],
+)
+def test_a_wrong_method_is_told_the_right_ones(live: Live, method: str, path: str, allowed: str) -> None:
+    response = httpx.request(method, live.url + path)
+    assert (response.status_code, response.headers["Allow"]) == (405, allowed)
+
+
+def test_a_body_of_two_lengths_is_refused(live: Live) -> None:
+    """Somebody in between may have read the other."""
+    both = head("POST /v1/completions", JSON, "Content-Length: 5", "Transfer-Encoding: chunked") + chunked(GOOD, 99)
+    assert statuses(talk(live, both + head("GET /health"))) == [400]
+
+
+def test_http_1_0_needs_no_host(live: Live) -> None:
+    assert b"200 OK" in talk(live, b"GET /health HTTP/1.0\r\n\r\n")
+    assert b"400 Bad Request" in talk(live, b"GET /health HTTP/1.0\r\nHost: evil.example\r\n\r\n")
+    assert b"400 Bad Request" in talk(live, b"GET /health HTTP/1.1\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "header"),
+    [
+        (415, "Content-Encoding: gzip"),
+        (415, "Content-Encoding: br"),
+        (200, "Content-Encoding: identity"),
+        (415, "Content-Type: application/json; charset=utf-16"),
+        (415, 'Content-Type: application/json; charset="latin-1"'),
+        (200, 'Content-Type: application/json; charset="UTF-8"'),
+        (417, "Expect: 200-ok"),
+        (200, "Expect: 100-Continue"),
+    ],
+)
+def test_what_is_not_done_with_a_body_is_refused(live: Live, status: int, header: str) -> None:
+    name, _, value = header.partition(": ")
+    headers = {"Content-Type": "application/json", name: value}
+    assert httpx.post(f"{live.url}/v1/completions", content=GOOD, headers=headers).status_code == status
+
+
+def test_refusals_are_counted_under_their_routes(folder: Path) -> None:
+    with Live(tiny_llm(folder), ServeConfig(port=0, keys=(KEY,), max_body=1000, read_timeout_s=0.2)) as server:
+        mine = {"Authorization": f"Bearer {KEY}"}
+        assert server.post().status_code == 401
+        assert httpx.get(f"{server.url}/v1/models/made-up").status_code == 401
+        assert httpx.get(f"{server.url}/made-up").status_code == 401
+        large = httpx.post(f"{server.url}/v1/completions", content=b" " * 2000, headers=mine)
+        assert large.status_code == 413
+        late = head("POST /v1/chat/completions", "Content-Length: 9", f"Authorization: Bearer {KEY}")
+        assert statuses(talk(server, late)) == [408]
+        page = httpx.get(f"{server.url}/metrics", headers=mine).text
+    counted = re.findall(r'jetspec:requests_total\{route="(.*?)",status="(\d+)"\} 1\.0', page)
+    assert set(counted) == {
+        ("/v1/completions", "401"),
+        ("/v1/models/{name:path}", "401"),
+        ("other", "401"),
+        ("/v1/completions", "413"),
+        ("/v1/chat/completions", "408"),
+    }
