@@ -202,7 +202,8 @@ class Server:
         prepared = await asyncio.to_thread(prepare, asked, said.get("tenant", ""))
         if prepared.grammar is not None:
             param = "tools" if prepared.reads_tools else "response_format"
-            prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param))
+            client = said.get("tenant") or (request.client.host if request.client else "")
+            prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param, client))
         answer = make_answer(prepared, self.words, self.model_name)
         ticket = self.worker.submit(prepared.jobs)
         try:
