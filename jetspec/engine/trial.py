@@ -28,17 +28,17 @@ GRACE_S = 1.0
 class Trial:
     """A process that tries one grammar after the other. It starts when it is needed, the first time or again."""
 
-    def __init__(self, grammars: Grammars, limit_s: float) -> None:
-        self.grammars, self.limit_s = grammars, limit_s
+    def __init__(self, grammars: Grammars) -> None:
+        self.grammars = grammars
         self._process: BaseProcess | None = None
         self._is_stopped = False
 
-    def run(self, grammar: Grammar) -> None:
+    def run(self, grammar: Grammar, limit_s: float) -> None:
         """Raise TimeoutError if compiling takes too long, ValueError if it fails. Only its own time counts."""
         self.start()
         try:
-            self._end.send(grammar)
-            if not self._end.poll(self.limit_s + GRACE_S):
+            self._end.send((grammar, limit_s))
+            if not self._end.poll(limit_s + GRACE_S):
                 self._kill()
                 raise TimeoutError
             is_late, why = self._end.recv()
@@ -66,9 +66,7 @@ class Trial:
             return
         context = multiprocessing.get_context("spawn")
         self._end, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_work, args=(self.grammars.vocabulary, self.limit_s, theirs), daemon=True
-        )
+        self._process = context.Process(target=_work, args=(self.grammars.vocabulary, theirs), daemon=True)
         self._process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
         if self._is_stopped:
@@ -94,7 +92,7 @@ def _end(process: BaseProcess) -> None:
     process.kill()
 
 
-def _work(vocabulary: tuple[list[bytes], int, frozenset[int]], limit_s: float, end: Connection) -> None:
+def _work(vocabulary: tuple[list[bytes], int, frozenset[int]], end: Connection) -> None:
     """The life of the process. When the parent is gone the pipe breaks, and the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "setpgid"):
@@ -103,7 +101,7 @@ def _work(vocabulary: tuple[list[bytes], int, frozenset[int]], limit_s: float, e
     end.send("ready")
     while True:
         try:
-            grammar = end.recv()
+            grammar, limit_s = end.recv()
         except EOFError:
             return
         # Where there are no copies of processes, the parent ends this one.

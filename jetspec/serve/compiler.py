@@ -9,8 +9,8 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
 from jetspec.engine.constraint import Grammars
 from jetspec.engine.llm import LLM
@@ -20,29 +20,41 @@ from jetspec.types import Grammar
 
 COMPILE_S = 5.0
 """Longest that making a grammar of a schema may take."""
+QUICK_S = 0.5
+"""What a schema has at first, so that many that take long do not hold up one that does not."""
 WAIT_S = 15.0
 """Longest that a schema waits for those of others."""
-
-
 DEBT = 10.0
 """For every second of compiling a client stands so many seconds behind others."""
 MAX_FAILED, FAILED_S = 1024, 600.0
 """Schemas that took too long and are not tried again, and for how long: the machine may have been busy."""
 
 
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """Somebody who wants a turn."""
+
+    client: str
+    is_slow: bool
+    turn: asyncio.Future[None]
+
+
 class Turns:
-    """One at a time, and next whoever has used least of late: many bad schemas of one client keep back its own."""
+    """One at a time, and next whoever has used least of late: many bad schemas of one client keep back its own.
+
+    Of one client, what is known to take long comes after what may be quick.
+    """
 
     def __init__(self) -> None:
         self._is_taken = False
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+        self._waiting: list[Waiting] = []
         self._debts: dict[str, float] = {}
         """Until when clients stand behind others."""
 
     @asynccontextmanager
-    async def of(self, client: str) -> AsyncIterator[None]:
+    async def of(self, client: str, is_slow: bool = False) -> AsyncIterator[None]:
         if self._is_taken:
-            await self._wait(client)
+            await self._wait(Waiting(client, is_slow, asyncio.get_running_loop().create_future()))
         self._is_taken = True
         try:
             yield
@@ -53,34 +65,31 @@ class Turns:
         now = time.monotonic()
         self._debts[client] = max(self._debts.get(client, now), now) + DEBT * seconds
 
-    async def _wait(self, client: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((client, turn))
+    async def _wait(self, here: Waiting) -> None:
+        self._waiting.append(here)
         try:
             async with asyncio.timeout(WAIT_S):
-                await turn
+                await here.turn
         except BaseException as error:
-            if not turn.cancelled():  # it came at the same moment
+            if not here.turn.cancelled():  # it came at the same moment
                 self._pass_on()
             if isinstance(error, TimeoutError):
-                raise busy([other for _, other in self._in_order()].index(turn)) from None
+                raise busy(self._in_order().index(here)) from None
             raise
         finally:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not turn]
+            self._waiting.remove(here)
 
-    def _in_order(self) -> list[tuple[str, asyncio.Future[None]]]:
-        """Who waits, the next one first; of those that owe as much, who came first."""
+    def _in_order(self) -> list[Waiting]:
+        """Who waits, the next one first; of equals, who came first."""
         now = time.monotonic()
         self._debts = {client: until for client, until in self._debts.items() if until > now}
-        return sorted(self._waiting, key=lambda entry: self._debts.get(entry[0], now))
+        return sorted(self._waiting, key=lambda one: (self._debts.get(one.client, now), one.is_slow))
 
     def _pass_on(self) -> None:
-        self._is_taken = False
-        for _, turn in self._in_order():
-            if not turn.done():
-                self._is_taken = True
-                turn.set_result(None)
-                return
+        turns = [one.turn for one in self._in_order() if not one.turn.done()]
+        self._is_taken = bool(turns)
+        if turns:
+            turns[0].set_result(None)
 
 
 def busy(num_ahead: int) -> Refused:
@@ -106,18 +115,27 @@ class Compiler:
         self._refuse_failed(grammar, param)
         if (known := self._find(grammar)) is not None:
             return replace(grammar, compiled=known)
-        async with self._turns.of(client):
+        try:
+            with suppress(TimeoutError):
+                return await self._compile_in_turn(grammar, param, client, QUICK_S)
+            return await self._compile_in_turn(grammar, param, client, COMPILE_S)
+        except TimeoutError:
+            self._failed[_digest(grammar)] = time.monotonic() + FAILED_S
+            while len(self._failed) > MAX_FAILED:
+                self._failed.popitem(last=False)
+            raise too_slow(param) from None
+
+    async def _compile_in_turn(self, grammar: Grammar, param: str, client: str, limit_s: float) -> Grammar:
+        async with self._turns.of(client, is_slow=limit_s > QUICK_S):
             self._refuse_failed(grammar, param)  # it may have been sent many times
             loop, began = asyncio.get_running_loop(), math.inf
             try:
-                await loop.run_in_executor(self._thread, self._start)
+                await loop.run_in_executor(self._thread, self._start, grammar)
                 began = time.monotonic()
-                return replace(grammar, compiled=await loop.run_in_executor(self._thread, self._compile, grammar))
+                made = await loop.run_in_executor(self._thread, self._compile, grammar, limit_s)
+                return replace(grammar, compiled=made)
             except TimeoutError:
-                self._failed[_digest(grammar)] = time.monotonic() + FAILED_S
-                while len(self._failed) > MAX_FAILED:
-                    self._failed.popitem(last=False)
-                raise too_slow(param) from None
+                raise
             except ValueError as error:
                 raise Refused(str(error), param=param) from error
             except Exception:
@@ -141,18 +159,19 @@ class Compiler:
             self._trial.stop()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self) -> None:
+    def _start(self, grammar: Grammar) -> None:
         """In the thread. The first time this reads the vocabulary, here and in the other process."""
         if self._trial is None:
-            self._trial = Trial(self.llm.grammars, COMPILE_S)
-        self._trial.start()
+            self._trial = Trial(self.llm.grammars)
+        if grammar.source:
+            self._trial.start()
 
-    def _compile(self, grammar: Grammar) -> object:
+    def _compile(self, grammar: Grammar, limit_s: float) -> object:
         """In the thread."""
         assert self._trial is not None
         grammars: Grammars = self._trial.grammars
         if grammar.source and grammars.find(grammar) is None:
-            self._trial.run(grammar)
+            self._trial.run(grammar, limit_s)
         return grammars.compile(grammar)
 
 
