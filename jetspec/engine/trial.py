@@ -21,6 +21,8 @@ from jetspec.types import Grammar
 MAX_BYTES = 64 << 20
 """Memory that a compiled grammar may take."""
 TOO_LARGE = "it is too large or too intricate"
+NICENESS = 10
+"""The library compiles in many threads, and the engine is to have a core before all of them."""
 GRACE_S = 1.0
 """What the process has beyond the time of a grammar to say how it went."""
 
@@ -95,8 +97,9 @@ def _end(process: BaseProcess) -> None:
 def _work(vocabulary: tuple[list[bytes], int, frozenset[int]], end: Connection) -> None:
     """The life of the process. When the parent is gone the pipe breaks, and the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(os, "setpgid"):
+    if hasattr(os, "fork"):
         os.setpgid(0, 0)
+        os.nice(NICENESS)
     grammars = Grammars(*vocabulary)
     end.send("ready")
     while True:

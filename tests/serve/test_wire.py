@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPResponse
 from pathlib import Path
 
 import httpx
@@ -60,6 +61,14 @@ def talk(live: Live, *pieces: bytes) -> bytes:
 
 def statuses(said: bytes) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", said)]
+
+
+def next_status(client: socket.socket) -> int:
+    """Of the next answer, read to its end."""
+    response = HTTPResponse(client)
+    response.begin()
+    response.read()
+    return response.status
 
 
 @contextmanager
@@ -127,8 +136,7 @@ def test_small_chunks_keep_nobody_waiting(locked: Live, key: str, size: int) -> 
         began = time.monotonic()
         with suppress(OSError):
             client.sendall(chunked(b" " * 3_000_000, size))
-        said = client.recv(1 << 16)
-    assert statuses(said) == [400 if key == KEY else 401] and b"connection: close" in said.lower()
+        assert next_status(client) == (400 if key == KEY else 401)
     assert time.monotonic() - began < LINGER_S + 3
     assert max(waits) < 0.5
 
@@ -151,13 +159,13 @@ def test_a_body_that_is_not_read_ends_the_connection(locked: Live, status: int, 
         client.sendall(head(method, f"Content-Length: {length}", f"Authorization: Bearer {key}"))
         for _ in range(length // 1_000_000):
             client.sendall(b"x" * 1_000_000)
-        assert statuses(client.recv(1 << 16)) == [status]
+        assert next_status(client) == status
         client.settimeout(LINGER_S + 1)
         if length:
             assert client.recv(1) == b""
         else:
             client.sendall(head("GET /health"))
-            assert statuses(client.recv(1 << 16)) == [200]
+            assert next_status(client) == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/v1/models", "/static/app.js"])
