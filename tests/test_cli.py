@@ -320,6 +320,14 @@ def test_an_error_that_cannot_be_told_still_has_its_status(words: str) -> None:
     assert done.returncode == 2
 
 
+def test_what_is_said_aside_may_be_lost() -> None:
+    """A full disk under a log ends no work."""
+    code = "from jetspec.terminal.screen import err; err().print('Serving'); print('went on')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, cwd=ROOT, timeout=60)
+    assert done.stdout == b"went on\n"
+
+
 @pytest.mark.parametrize(("args", "stream", "status"), [("generate Why?", 1, 0), ("generate", 0, 2)])
 def test_a_closed_stream_is_no_crash(args: str, stream: int, status: int) -> None:
     process = run_process(args, preexec_fn=lambda: os.close(stream))

@@ -65,6 +65,8 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         404: "There is no such model.",
         408: "The request did not arrive in time.",
         413: "The request is too large.",
+        415: "The body is compressed, or in another charset than UTF-8.",
+        417: "The request expects what the server does not do.",
         429: "The queue is full; Retry-After says when to come back.",
         500: "The engine has failed.",
         503: "The server is shutting down, or reads the schemas of others; Retry-After says when to come back.",
@@ -204,7 +206,8 @@ class Server:
         prepared = await asyncio.to_thread(prepare, asked, said.get("tenant", ""))
         if prepared.grammar is not None:
             param = "tools" if prepared.reads_tools else "response_format"
-            prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param))
+            client = said.get("tenant") or (request.client.host if request.client else "")
+            prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param, client))
         answer = make_answer(prepared, self.words, self.model_name)
         ticket = self.worker.submit(prepared.jobs)
         try:

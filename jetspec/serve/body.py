@@ -36,17 +36,21 @@ class JsonRoute(APIRoute):
 class JsonRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            check_type(self.headers.get("content-type", ""))
+            check_type(self.headers.get("content-type", ""), self.headers.get("content-encoding", "identity"))
             self._json = parse(await self.body())
         return self._json
 
 
-def check_type(content_type: str) -> None:
+def check_type(content_type: str, encoding: str) -> None:
     """Pages of other sites can send forms and plain text without asking; JSON they cannot."""
     header = Message()
     header["content-type"] = content_type
     if header.get_content_maintype() != "application" or header.get_content_subtype().split("+")[-1] != "json":
         raise Refused("Content-Type must be application/json")
+    if (header.get_content_charset() or "utf-8") not in ("utf-8", "utf8"):
+        raise Refused("the body must be in UTF-8, and its Content-Type may name no other charset", status=415)
+    if encoding.lower() != "identity":
+        raise Refused("the body must come as it is; Content-Encoding is not supported", status=415)
 
 
 def parse(body: bytes) -> Any:

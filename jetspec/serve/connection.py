@@ -6,15 +6,23 @@ import asyncio
 import math
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jetspec.serve.config import ServeConfig
 
 MAX_WAITING = 256 << 20
 """Bytes of answers that wait for their clients, of all together. Beyond, the client that most waits for is cut off."""
+PIECE = 8 << 10
+"""Bytes that are parsed before the next look at what they were. The event loop stands still meanwhile."""
+SPARE_FRAMING, PER_FRAMING = 16 << 10, 64
+"""Bytes around the chunks of a body that are always let through, and how many of the body itself pay for one more."""
+LINGER_S = 2.0
+"""What a client that is still sending has to read why it was refused."""
 
 
 def most_connections(config: ServeConfig) -> int:
@@ -28,24 +36,100 @@ def most_connections(config: ServeConfig) -> int:
     return most if files == resource.RLIM_INFINITY else min(most, files // 2)
 
 
+class Closing:
+    """A transport that asks somebody else to close it. uvicorn closes as soon as it has written."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self.close = transport, close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(H11Protocol):
-    """uvicorn's, which by itself waits for ever: for the head of a request, and for a client to read its answer."""
+    """uvicorn's, which by itself waits for ever: for the head of a request, and for a client to read its answer.
+
+    It also stops listening to a client that sends more than one request, and so would not hear it leave. Here what
+    comes ahead of its turn is kept, up to the size of a request.
+    """
 
     def __init__(self, limits: ServeConfig, most: int, **given: Any) -> None:
         super().__init__(**given)
         self.limits, self.most = limits, most
         self._deadline: asyncio.TimerHandle | None = None
         self._untaken, self._moved_s = 0, 0.0
+        self._ahead = bytearray()
+        """What the client has sent after the request that is being answered."""
+        self._framing, self._payload = 0, 0
+        """Bytes around the parts of the present body, and of these."""
+        self._is_deaf, self._is_parting = False, False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._socket = transport
+        super().connection_made(cast(asyncio.Transport, Closing(transport, self._part)))
         self._watch()
         if len(self.connections) > self.most:
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        if not self._is_deaf:
+            self._ahead += data
+            self._read_on()
+            if len(self._ahead) > self.limits.max_body:
+                self.cut_off()
         self._watch()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self._has_asked:
+            self.flow.resume_reading()  # to hear the client leave
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._framing = self._payload = 0
+        self._read_on()
+
+    @property
+    def _has_asked(self) -> bool:
+        """Whether there is a whole request, and its answer is not complete."""
+        return not self.is_idle and not self.cycle.more_body
+
+    def _read_on(self) -> None:
+        """Parse what has come, up to the end of a request that is not answered yet."""
+        while self._ahead and not (self._is_deaf or self._has_asked or self._socket.is_closing()):
+            piece = bytes(self._ahead[:PIECE])
+            del self._ahead[:PIECE]
+            is_body = not self.is_idle
+            before = len(self.cycle.body) if is_body else 0
+            super().data_received(piece)
+            if is_body:
+                self._weigh(len(piece), len(self.cycle.body) - before)
+        if self._has_asked and self.conn.their_state is h11.MUST_CLOSE:
+            self._ahead.clear()  # the client said that this is its last request
+
+    def _weigh(self, size: int, payload: int) -> None:
+        """A body in many small chunks is refused: each takes as long to parse as thousands of bytes in one."""
+        self._payload += payload
+        self._framing += size - payload
+        if self._framing > SPARE_FRAMING + self._payload // PER_FRAMING and self.cycle.more_body:
+            self._is_deaf = True
+            self.scope["state"]["badly_framed"] = True
+            self.cycle.message_event.set()
+
+    def _part(self) -> None:
+        """Close. To a client in the midst of its body the system would say so before it has read its answer."""
+        is_unread = self.cycle is not None and self.cycle.more_body
+        if not is_unread or self._is_parting or self._socket.is_closing():
+            self._socket.close()
+            return
+        self._is_deaf = self._is_parting = True
+        self._ahead.clear()
+        self.flow.resume_reading()  # what still comes is dropped
+        self._socket.write_eof()
+        self.loop.call_later(LINGER_S, self._socket.abort)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A client may offer another protocol; going on with this one is an answer."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()

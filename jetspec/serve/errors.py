@@ -114,7 +114,10 @@ async def _refuse_invalid(request: Request, error: Exception) -> Response:
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return refuse(Refused(str(error.detail), status=error.status_code))
+    response = refuse(Refused(str(error.detail), status=error.status_code))
+    if methods := (error.headers or {}).get("Allow"):
+        response.headers["Allow"] = "GET, HEAD" if methods == "GET" else methods
+    return response
 
 
 async def _refuse_failure(request: Request, error: Exception) -> Response:

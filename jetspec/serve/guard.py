@@ -12,12 +12,14 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused, broken, refuse
+from jetspec.serve.errors import Refused, broken, gone, refuse
 from jetspec.serve.log import facts
 
 OPEN_PATHS = ("/", "/health")
@@ -45,8 +47,9 @@ def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 class Guard:
     """Wraps the application. It never looks into a body; it only counts its bytes."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, answered: Callable[[str, int, float], None]) -> None:
+    def __init__(self, app: Starlette, config: ServeConfig, answered: Callable[[str, int, float], None]) -> None:
         self.app, self.config, self.answered = shared(app, config.origins), config, answered
+        self.routes = app.routes
         self.digests = [_digest(key) for key in config.keys]
         self.names = (*LOCAL_NAMES, _host_name(config.shown_host))
         self.num_inside = 0
@@ -55,13 +58,18 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        visit = Visit(scope, send)
+        method = scope["method"]
+        if method == "HEAD":  # who sends the answer leaves its body out
+            scope = {**scope, "method": "GET"}
+        visit = Visit(scope, method, send)
         token = facts.set(visit.facts)
         try:
             self._check(scope, visit)
             self.num_inside += 1
             try:
-                await self.app(scope, await self._body(scope, receive), visit.send)
+                body = await self._body(scope, receive)
+                visit.is_read = True
+                await self.app(scope, body, visit.send)
             finally:
                 self.num_inside -= 1
         except Refused as why:
@@ -72,7 +80,12 @@ class Guard:
                 await self._refuse(broken(), scope, receive, visit.send)
         finally:
             facts.reset(token)
-            visit.report(self.answered)
+            visit.report(self._route(scope), self.answered)
+
+    def _route(self, scope: Scope) -> str:
+        """Only known routes are named: what a client makes up must not fill the metrics."""
+        found = scope.get("route") or next((r for r in self.routes if r.matches(scope)[0] is not Match.NONE), None)
+        return getattr(found, "path", "other")
 
     async def _refuse(self, why: Refused, scope: Scope, receive: Receive, send: Send) -> None:
         """Pages that may ask may also read why they are refused."""
@@ -80,15 +93,21 @@ class Guard:
 
     def _check(self, scope: Scope, visit: Visit) -> None:
         headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Two that read the same bytes could see different requests in them.
+            raise Refused("a request has either Content-Length or Transfer-Encoding")
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
             raise Refused(f"the headers have more than {MAX_HEADERS} bytes")
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
         if self.digests:
             if not (is_open or self._asks_permission(scope, headers)):
                 visit.facts["tenant"] = self._tenant(headers.get("authorization", ""))
-        elif self.config.is_local and _host_name(headers.get("host", "")) not in self.names:
+        elif self.config.is_local and _host_name(headers.get("host", "localhost")) not in self.names:
             # A web page can point a name of its own at this machine, and then ask in the name of who looks at it.
+            # Browsers always say the name; HTTP/1.0 need not.
             raise Refused("without API keys, this server answers to localhost only")
+        if headers.get("expect", "100-continue").lower() != "100-continue":
+            raise Refused("nothing can be expected but 100-continue", status=417)
         if self.num_inside >= self.config.max_requests and not is_open:
             raise Refused("too many requests at a time", status=429, code="too_many_requests", retry_after=1)
 
@@ -123,6 +142,10 @@ class Guard:
             async with asyncio.timeout(self.config.read_timeout_s):
                 while more:
                     message = await receive()
+                    if scope.get("state", {}).get("badly_framed"):  # says the connection
+                        raise Refused("the body comes in too many small chunks; send larger ones, or its length")
+                    if message["type"] == "http.disconnect":
+                        raise gone()
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
                     if len(body) > most:
@@ -142,13 +165,15 @@ class Guard:
 class Visit:
     """One request on its way: its id, how it was answered, and when."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        given = Headers(scope=scope).get("x-request-id", "")
+    def __init__(self, scope: Scope, method: str, send: Send) -> None:
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         self.id = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
-        self.facts: dict[str, Any] = {"id": self.id, "method": scope["method"]}
+        self.facts: dict[str, Any] = {"id": self.id, "method": method}
         self.scope, self._send = scope, send
         self.began = time.perf_counter()
         self.status = 0
+        self.is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -156,13 +181,13 @@ class Visit:
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = self.id
             headers["X-Content-Type-Options"] = "nosniff"
+            if not self.is_read:  # the rest of the body would have to be read to find the next request
+                headers["Connection"] = "close"
         await self._send(message)
 
-    def report(self, answered: Callable[[str, int, float], None]) -> None:
-        """Only known routes are named: what a client makes up must not fill the metrics."""
+    def report(self, route: str, answered: Callable[[str, int, float], None]) -> None:
         if self.scope.get("state", {}).get("cut_off"):  # by the connection
             self.facts["cut_off"] = True
-        route = getattr(self.scope.get("route"), "path", "other")
         seconds = time.perf_counter() - self.began
         answered(route, self.status, seconds)
         log.info("request", extra={"facts": self.facts | {"route": route, "status": self.status, "s": seconds}})

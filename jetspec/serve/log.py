@@ -12,7 +12,7 @@ from typing import Any
 facts: ContextVar[dict[str, Any]] = ContextVar("facts")
 """What the log line of the present request will say. Whoever handles it adds to them."""
 MAX_LINES, LIMITED_S = 10, 60.0
-"""How often the event loop may warn."""
+"""How often the event loop may warn, and how often the web server."""
 
 
 class JsonLines(logging.Formatter):
@@ -31,25 +31,31 @@ class JsonLines(logging.Formatter):
 
 
 class Sparingly(logging.Filter):
-    """Lets through the first lines of a minute, and says with the next minute's how many it kept back."""
+    """Lets through the first lines of a minute, and says with the next minute's how many it kept back.
+
+    Warnings and errors are counted apart: who provokes the one must not hide the other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._began_s, self._count = -LIMITED_S, 0
+        self._levels: dict[int, tuple[float, int]] = {}
+        """When the minute of each began, and its lines since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.created - self._began_s >= LIMITED_S:
-            if self._count > MAX_LINES:
-                record.facts = {"left_out": self._count - MAX_LINES}
-            self._began_s, self._count = record.created, 0
-        self._count += 1
-        return self._count <= MAX_LINES
+        began_s, count = self._levels.get(record.levelno, (-LIMITED_S, 0))
+        if record.created - began_s >= LIMITED_S:
+            if count > MAX_LINES:
+                record.facts = {"left_out": count - MAX_LINES}
+            began_s, count = record.created, 0
+        self._levels[record.levelno] = began_s, count + 1
+        return count < MAX_LINES
 
 
 def set_up_log() -> None:
     """Our own lines, and the warnings of the web server and of the event loop, in one form.
 
-    What the event loop warns of, such as a want of files, it may repeat thousands of times a second.
+    What the event loop warns of, such as a want of files, it may repeat thousands of times a second, and the web server
+    warns of every request that is not HTTP.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
@@ -58,4 +64,5 @@ def set_up_log() -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
-    logging.getLogger("asyncio").filters = [Sparingly()]
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).filters = [Sparingly()]

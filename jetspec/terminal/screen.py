@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -32,8 +33,20 @@ def out() -> Console:
     return Screen()
 
 
+class Aside(Screen):
+    """What is said on stderr. Where it cannot be written, such as on a full disk, the work goes on without."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
+
+
 def err() -> Console:
-    return Screen(stderr=True)
+    return Aside(stderr=True)
 
 
 @contextmanager

@@ -71,6 +71,23 @@ def test_the_event_loop_warns_sparingly() -> None:
     assert missing[MAX_LINES] == LIMITED_S * 10 - MAX_LINES and missing[0] is None
 
 
+def test_warnings_do_not_hide_errors() -> None:
+    limit = Sparingly()
+    warning, error = (logging.LogRecord("", level, "", 0, "", None, None) for level in (logging.WARNING, logging.ERROR))
+    assert [limit.filter(warning) for _ in range(MAX_LINES + 1)] == [True] * MAX_LINES + [False]
+    assert limit.filter(error)
+
+
+def test_requests_that_are_not_http_do_not_fill_the_log(folder: Path) -> None:
+    with ServerProcess(str(folder)) as server:
+        port = int(server.url.rpartition(":")[2])
+        for _ in range(3 * MAX_LINES):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+                client.sendall(b"what is this?\r\n\r\n")
+                assert client.recv(1000).startswith(b"HTTP/1.1 400")
+        assert server.log.count("Invalid HTTP request") == MAX_LINES
+
+
 def test_the_event_loop_logs_as_all_do(capfd: pytest.CaptureFixture[str]) -> None:
     from jetspec.serve.log import set_up_log
 

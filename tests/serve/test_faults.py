@@ -57,11 +57,16 @@ def raw_request(live: Live, client: socket.socket | None = None, **body: Any) ->
     return client
 
 
+@pytest.mark.parametrize("more", [b"", b"\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_pages_within_a_round(fresh: Live, stream: bool) -> None:
+def test_a_client_that_goes_away_frees_its_pages_within_a_round(fresh: Live, stream: bool, more: bytes) -> None:
+    """Whatever it has sent meanwhile."""
     gate = Gate(fresh)
     client = raw_request(fresh, stream=stream, n=2)
     wait_until(lambda: gate.rounds > 3)
+    for start in range(0, len(more), 1000):
+        client.sendall(more[start : start + 1000])
+        time.sleep(0.002)
     assert fresh.pages_in_use
     gate.open.clear()
     client.close()

@@ -1,0 +1,238 @@
+"""Requests as bytes on a connection: several at once, in odd pieces, or with an end that nobody wants to read."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPResponse
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jetspec.serve.config import ServeConfig
+from jetspec.serve.connection import LINGER_S
+from tests.serve.live import NAME, Live, tiny_llm
+
+KEY = "only-key-0123456789"
+HOST, JSON = "Host: localhost", "Content-Type: application/json"
+GOOD = json.dumps({"model": NAME, "prompt": "ab", "max_tokens": 2, "temperature": 0}).encode()
+
+
+@pytest.fixture(scope="module")
+def locked(folder: Path) -> Iterator[Live]:
+    with Live(tiny_llm(folder), ServeConfig(port=0, keys=(KEY,), max_body=200_000)) as server:
+        yield server
+
+
+def head(line: str, *headers: str) -> bytes:
+    return "\r\n".join([f"{line} HTTP/1.1", HOST, *headers, "", ""]).encode()
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    return head("POST /v1/completions", JSON, f"Content-Length: {len(body)}", *headers) + body
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    chunks = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+
+
+def connect(live: Live) -> socket.socket:
+    return socket.create_connection(live.listener.getsockname(), timeout=10)
+
+
+def talk(live: Live, *pieces: bytes) -> bytes:
+    """Send, and read until the server closes."""
+    with connect(live) as client:
+        for piece in pieces:
+            client.sendall(piece)
+            time.sleep(0.05)
+        said = b""
+        while piece := client.recv(1 << 16):
+            said += piece
+        return said
+
+
+def statuses(said: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", said)]
+
+
+def next_status(client: socket.socket) -> int:
+    """Of the next answer, read to its end."""
+    response = HTTPResponse(client)
+    response.begin()
+    response.read()
+    return response.status
+
+
+@contextmanager
+def others(live: Live) -> Iterator[list[float]]:
+    """How long somebody else waits for answers meanwhile."""
+    waits: list[float] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(timeout=60) as client:
+            while not over.is_set():
+                began = time.monotonic()
+                client.get(f"{live.url}/health")
+                waits.append(time.monotonic() - began)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield waits
+    finally:
+        over.set()
+        asking.join()
+
+
+@pytest.mark.parametrize("cut", [1, 7, 300, 20_000, 1 << 20])
+def test_requests_sent_at_once_are_answered_in_order(live: Live, cut: int) -> None:
+    long = GOOD[:-1] + b" " * 30_000 + b"}"
+    in_chunks = head("POST /v1/completions", JSON, "Transfer-Encoding: chunked") + chunked(GOOD, 16)
+    asked = [head("GET /health"), post(GOOD), head("GET /nothing"), post(long), in_chunks, post(b"{")]
+    sent = b"".join(asked) + head("GET /v1/models", "Connection: close") + b"what is this?"
+    with connect(live) as client:
+        for start in range(0, min(len(sent), 600), cut):
+            client.sendall(sent[start : min(start + cut, 600)])
+        for start in range(600, len(sent), max(cut, 1000)):
+            client.sendall(sent[start : start + max(cut, 1000)])
+        said = b""
+        while piece := client.recv(1 << 16):
+            said += piece
+    assert statuses(said) == [200, 200, 404, 200, 200, 400, 200]
+
+
+def test_what_is_sent_ahead_is_bounded(locked: Live) -> None:
+    """Nobody has to keep more for a client than a request may have."""
+    step, held = locked.llm.engine.step, threading.Event()
+    locked.llm.engine.step = lambda: (held.wait(), step())[1]  # type: ignore[method-assign]
+    try:
+        with connect(locked) as client, pytest.raises(OSError):
+            client.sendall(post(GOOD, f"Authorization: Bearer {KEY}"))
+            for _ in range(1000):
+                client.sendall(b"x" * 10_000)
+                time.sleep(0.001)
+    finally:
+        held.set()
+        locked.llm.engine.step = step  # type: ignore[method-assign]
+    locked.wait_for_rest()
+
+
+@pytest.mark.parametrize("key", [KEY, "wrong"])
+@pytest.mark.parametrize("size", [1, 6, 40])
+def test_small_chunks_keep_nobody_waiting(locked: Live, key: str, size: int) -> None:
+    start = head("POST /v1/completions", JSON, "Transfer-Encoding: chunked", f"Authorization: Bearer {key}")
+    with others(locked) as waits, connect(locked) as client:
+        client.sendall(start)
+        time.sleep(0.1)
+        began = time.monotonic()
+        with suppress(OSError):
+            client.sendall(chunked(b" " * 3_000_000, size))
+        assert next_status(client) == (400 if key == KEY else 401)
+    assert time.monotonic() - began < LINGER_S + 3
+    assert max(waits) < 0.5
+
+
+@pytest.mark.parametrize("size", [1, 300, 100_000])
+def test_chunks_are_put_together(live: Live, size: int) -> None:
+    """Small ones are no fault as long as they are few."""
+    body = GOOD if size == 1 else GOOD[:-1] + b" " * 1_000_000 + b"}"
+    start = head("POST /v1/completions", JSON, "Transfer-Encoding: chunked", "Connection: close")
+    assert statuses(talk(live, start, chunked(body, size))) == [200]
+
+
+@pytest.mark.parametrize(
+    ("status", "key", "length"), [(401, "wrong", 10_000_000), (413, KEY, 10_000_000), (401, "wrong", 0), (200, KEY, 0)]
+)
+def test_a_body_that_is_not_read_ends_the_connection(locked: Live, status: int, key: str, length: int) -> None:
+    """And the client gets to read why, though it is still sending."""
+    method = "POST /v1/completions" if length else "GET /v1/models"
+    with connect(locked) as client:
+        client.sendall(head(method, f"Content-Length: {length}", f"Authorization: Bearer {key}"))
+        for _ in range(length // 1_000_000):
+            client.sendall(b"x" * 1_000_000)
+        assert next_status(client) == status
+        client.settimeout(LINGER_S + 1)
+        if length:
+            assert client.recv(1) == b""
+        else:
+            client.sendall(head("GET /health"))
+            assert next_status(client) == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/v1/models", "/static/app.js"])
+def test_head_is_get_without_a_body(live: Live, path: str) -> None:
+    got, asked = httpx.get(live.url + path), httpx.head(live.url + path)
+    assert got.status_code == asked.status_code == 200 and asked.content == b""
+    assert got.headers["content-type"] == asked.headers["content-type"]
+    said = talk(live, head(f"HEAD {path}"), head("GET /health", "Connection: close"))
+    assert statuses(said) == [200, 200] and said.endswith(b'\r\n\r\n{"status":"ok"}')
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("PUT", "/health", "GET, HEAD"), ("GET", "/v1/completions", "POST"), ("HEAD", "/v1/completions", "POST")],
+)
+def test_a_wrong_method_is_told_the_right_ones(live: Live, method: str, path: str, allowed: str) -> None:
+    response = httpx.request(method, live.url + path)
+    assert (response.status_code, response.headers["Allow"]) == (405, allowed)
+
+
+def test_a_body_of_two_lengths_is_refused(live: Live) -> None:
+    """Somebody in between may have read the other."""
+    both = head("POST /v1/completions", JSON, "Content-Length: 5", "Transfer-Encoding: chunked") + chunked(GOOD, 99)
+    assert statuses(talk(live, both + head("GET /health"))) == [400]
+
+
+def test_http_1_0_needs_no_host(live: Live) -> None:
+    assert b"200 OK" in talk(live, b"GET /health HTTP/1.0\r\n\r\n")
+    assert b"400 Bad Request" in talk(live, b"GET /health HTTP/1.0\r\nHost: evil.example\r\n\r\n")
+    assert b"400 Bad Request" in talk(live, b"GET /health HTTP/1.1\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "header"),
+    [
+        (415, "Content-Encoding: gzip"),
+        (415, "Content-Encoding: br"),
+        (200, "Content-Encoding: identity"),
+        (415, "Content-Type: application/json; charset=utf-16"),
+        (415, 'Content-Type: application/json; charset="latin-1"'),
+        (200, 'Content-Type: application/json; charset="UTF-8"'),
+        (417, "Expect: 200-ok"),
+        (200, "Expect: 100-Continue"),
+    ],
+)
+def test_what_is_not_done_with_a_body_is_refused(live: Live, status: int, header: str) -> None:
+    name, _, value = header.partition(": ")
+    headers = {"Content-Type": "application/json", name: value}
+    assert httpx.post(f"{live.url}/v1/completions", content=GOOD, headers=headers).status_code == status
+
+
+def test_refusals_are_counted_under_their_routes(folder: Path) -> None:
+    with Live(tiny_llm(folder), ServeConfig(port=0, keys=(KEY,), max_body=1000, read_timeout_s=0.2)) as server:
+        mine = {"Authorization": f"Bearer {KEY}"}
+        assert server.post().status_code == 401
+        assert httpx.get(f"{server.url}/v1/models/made-up").status_code == 401
+        assert httpx.get(f"{server.url}/made-up").status_code == 401
+        large = httpx.post(f"{server.url}/v1/completions", content=b" " * 2000, headers=mine)
+        assert large.status_code == 413
+        late = head("POST /v1/chat/completions", "Content-Length: 9", f"Authorization: Bearer {KEY}")
+        assert statuses(talk(server, late)) == [408]
+        page = httpx.get(f"{server.url}/metrics", headers=mine).text
+    counted = re.findall(r'jetspec:requests_total\{route="(.*?)",status="(\d+)"\} 1\.0', page)
+    assert set(counted) == {
+        ("/v1/completions", "401"),
+        ("/v1/models/{name:path}", "401"),
+        ("other", "401"),
+        ("/v1/completions", "413"),
+        ("/v1/chat/completions", "408"),
+    }
