@@ -112,6 +112,7 @@ class TreeDrafter(DraftModelSpeculator):
         self.committed: Committed | None = None
         """Set by the runner in every step."""
         self.graphs: DraftGraphs | None = None
+        """Read and write the cache that they were captured with."""
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> DraftHead:
         head = self.load_head()
@@ -153,6 +154,7 @@ class TreeDrafter(DraftModelSpeculator):
 
     def capture_drafts(self) -> None:
         """Record the drafts that follow a step of trees alone, for some sizes of batches."""
+        self.graphs = None  # their memory is free for the new ones
         largest = min(self.max_num_reqs, MAX_CAPTURED)
         inputs = DraftInputs.idle(
             largest,

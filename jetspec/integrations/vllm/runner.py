@@ -58,6 +58,8 @@ class TreeRunner(StockRunner):
         self.speculator = TreeDrafter(vllm_config, device)
         self.step = StepTrees(self.max_num_reqs, self.speculator.tree.budget, device)
         self.placed: Placed | None = None
+        self.target_rows: list[SlotRows | None] = []
+        """The target's caches by group."""
         self.is_plain_R = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         """Requests whose sampling looks at the rows before, which are no history in a tree: they decode plainly."""
 
@@ -67,6 +69,7 @@ class TreeRunner(StockRunner):
             self.is_plain_R[self.req_states.req_id_to_index[request.req_id]] = needs_history(request.sampling_params)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        self.forget_cache()
         super().initialize_kv_cache(*args, **kwargs)
         for groups in self.attn_groups:
             for group in groups:
@@ -77,6 +80,18 @@ class TreeRunner(StockRunner):
             slot_rows([layers[name] for name in group.layer_names if name not in drafting])
             for group in self.kv_cache_config.kv_cache_groups
         ]
+
+    def capture_model(self, **options: Any) -> int:
+        """vLLM captures twice: first against a cache that it then throws away, to see what memory it takes."""
+        size: int = super().capture_model(**options)
+        if options.get("profile_only"):
+            self.forget_cache()
+        return size
+
+    def forget_cache(self) -> None:
+        """Let go of all that holds a cache, or has written down where it is."""
+        self.target_rows = []
+        self.speculator.graphs = None
 
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
         """Slots come from consecutive positions, so every node has its own. Then the positions become those of the
