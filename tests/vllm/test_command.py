@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from jetspec.cli import app
 from jetspec.config import TreeConfig
+from jetspec.integrations.vllm import options
 from jetspec.integrations.vllm.command import serve_command
 from jetspec.integrations.vllm.compat import check_hook, check_version
-from jetspec.integrations.vllm.options import refusals, say, tree_config
+from jetspec.integrations.vllm.options import check_head, refusals, say, tree_config
+from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import make_head
 from jetspec.models.head_format import save_head
 from tests.engine.tiny import tiny_decoder, tiny_head
 
+TARGET = tiny_decoder().config
+HEAD = replace(tiny_head(tiny_decoder()).head_config, num_target_layers=TARGET.num_layers)
+
 
 @pytest.fixture
 def head(tmp_path: Path) -> str:
-    save_head(make_head(tiny_head(tiny_decoder()).head_config), tmp_path / "head")
+    save_head(make_head(HEAD), tmp_path / "head")
     return str(tmp_path / "head")
 
 
@@ -40,10 +47,20 @@ def test_a_tree_smaller_than_a_block_is_refused(head: str) -> None:
         serve_command("owner/model", head, TreeConfig(budget=4))
 
 
-@pytest.mark.parametrize(("given", "said"), [({"jetspec": {"widht": 4}}, "widht"), ({"jetspec": 4}, "not a table")])
-def test_unknown_options_are_named(given: dict[str, object], said: str) -> None:
+WRONG: list[tuple[object, str]] = [
+    ({"widht": 4}, "widht"),
+    (4, "not a table"),
+    ({"width": "3"}, "width is '3'; it must be a whole number"),
+    ({"shortlist": "64"}, "shortlist is '64'; it must be a whole number"),
+    ({"entropy_weight": "1"}, "entropy_weight is '1'; it must be a number"),
+    ({"depth": 0}, "depth is 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG)
+def test_wrong_options_are_named(given: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        tree_config(given, 15)
+        tree_config({"jetspec": given}, 15)
 
 
 def test_other_versions_and_other_hooks_are_refused() -> None:
@@ -71,6 +88,7 @@ def ordinary() -> SimpleNamespace:
         ),
         speculative_config=SimpleNamespace(method="dflash", draft_sample_method="greedy"),
         model_config=SimpleNamespace(
+            dtype=torch.bfloat16,
             use_mla=False,
             is_hybrid=False,
             is_encoder_decoder=False,
@@ -108,13 +126,51 @@ REFUSED = [
     ("model_config.is_multimodal_model", True, "multimodal"),
     ("model_config.uses_mrope", True, "M-RoPE"),
     ("model_config.get_sliding_window", lambda: 4096, "sliding windows"),
-    ("cache_config.cache_dtype", "fp8", "quantized KV cache"),
+    ("model_config.is_attention_free", True, "attention-free"),
+    ("model_config.attention_chunk_size", 8192, "chunked local attention"),
+    ("speculative_config.rejection_sample_method", "synthetic", "the method synthetic"),
+    ("cache_config.cache_dtype", "fp8", "a KV cache of fp8"),
+    ("cache_config.cache_dtype", "float16", "a KV cache of float16 beside a model of bfloat16"),
     ("attention_config.backend", SimpleNamespace(name="FLASH_ATTN"), "FLASH_ATTN"),
 ]
 
 
 def test_an_ordinary_configuration_is_not_refused() -> None:
-    assert refusals(ordinary()) == []
+    config = ordinary()
+    assert refusals(config) == []
+    config.cache_config.cache_dtype = "bfloat16"  # the model's own
+    assert refusals(config) == []
+
+
+def test_logits_processors_that_packages_bring_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [SimpleNamespace(name="mine")]
+    monkeypatch.setattr(options, "entry_points", lambda group: found if group == "vllm.logits_processors" else [])
+    assert "mine" in refusals(ordinary())[0]
+
+
+def configured(head: str, target: DecoderConfig = TARGET, budget: int = 16) -> SimpleNamespace:
+    """An ordinary configuration with a head."""
+    config = ordinary()
+    config.speculative_config.draft_model_config = SimpleNamespace(model=head)
+    config.speculative_config.num_speculative_tokens = budget - 1
+    config.additional_config = {}
+    config.model_config.get_vocab_size = lambda: target.vocab_size
+    config.model_config.get_hidden_size = lambda: target.hidden_size
+    config.model_config.get_total_num_hidden_layers = lambda: target.num_layers
+    return config
+
+
+def test_a_head_for_another_target_is_refused_at_start(head: str) -> None:
+    check_head(configured(head))
+    for other in (replace(TARGET, vocab_size=99), replace(TARGET, hidden_size=99), replace(TARGET, num_layers=99)):
+        with pytest.raises(ValueError, match=r"head for another model.* 99"):
+            check_head(configured(head, other))
+
+
+def test_a_head_with_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    save_head(make_head(replace(HEAD, target_hidden_size=2 * TARGET.hidden_size)), tmp_path / "head")
+    with pytest.raises(ValueError, match="adapt the size"):
+        check_head(configured(str(tmp_path / "head")))
 
 
 @pytest.mark.parametrize(("where", "value", "said"), REFUSED, ids=[row[0] for row in REFUSED])

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from jetspec.integrations.vllm.attention import TreeAttentionBackend, pages_of
 from jetspec.integrations.vllm.draft_graphs import DraftGraphs, DraftInputs
-from jetspec.integrations.vllm.options import head_refusals, say, tree_config
+from jetspec.integrations.vllm.options import tree_config
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head, read_config
 from jetspec.models.hub import resolve
@@ -117,7 +117,6 @@ class TreeDrafter(DraftModelSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> DraftHead:
         head = self.load_head()
         self.head, self.target = head, Borrowed(target_model)
-        say(head_refusals(head.head_config, self.tree))
         self.depth = min(head.head_config.draft_depth(self.tree.depth), self.tree.budget - 1)
         self.layers = {
             f"jetspec_head.layers.{i}": HeadPages(head.config.num_kv_heads, head.config.head_dim, self.dtype)

@@ -231,6 +231,8 @@ def slot_rows(layers: list[Any]) -> SlotRows | None:
     if not layers:
         return None
     caches = [layer.kv_cache.transpose(1, 2) for layer in layers]
+    if len({cache.shape[1:] for cache in caches}) > 1:
+        raise ValueError("JetSpec's trees in vLLM do not support layers with different shapes of keys and values")
     if not all(cache.is_contiguous() for cache in caches):
         raise ValueError("JetSpec's trees need pages that follow each other in vLLM's KV cache; these have gaps")
     return SlotRows.of(cache.view(-1, cache.shape[2] * cache.shape[3]) for cache in caches)
@@ -244,5 +246,5 @@ def needs_history(params: Any) -> bool:
         or params.frequency_penalty
         or params.bad_words
         or params.structured_outputs
-        or getattr(params, "thinking_token_budget", None)
+        or getattr(params, "thinking_token_budget", None) is not None
     )

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from jetspec.integrations.vllm import BACKEND, register
 from jetspec.integrations.vllm.compat import check_hook, check_version
-from jetspec.integrations.vllm.options import refusals, say
+from jetspec.integrations.vllm.options import check_head, refusals, say
 
 check_version(vllm.__version__)
 check_hook(runner_home.GPUModelRunner.prepare_attn, "self", "input_batch")
@@ -44,6 +44,8 @@ class TreeWorker(StockWorker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         say(refusals(vllm_config))
+        check_head(vllm_config)
+        vllm_config.cache_config.cache_dtype = "auto"  # or the model's own by name, which is the same
         register()
         # The CPU platform asks for its own backend by name, whatever is chosen.
         if current_platform.is_cpu():
