@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +17,13 @@ from typer.testing import CliRunner
 from jetspec.cli import app
 from jetspec.config import TreeConfig
 from jetspec.integrations.vllm import options
-from jetspec.integrations.vllm.command import serve_command
+from jetspec.integrations.vllm.command import run_command, serve_command
 from jetspec.integrations.vllm.compat import check_hook, check_version
 from jetspec.integrations.vllm.options import check_head, refusals, say, tree_config
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import make_head
 from jetspec.models.head_format import save_head
+from jetspec.models.hub import DEFAULT_MODEL
 from tests.engine.tiny import tiny_decoder, tiny_head
 
 TARGET = tiny_decoder().config
@@ -35,7 +38,7 @@ def head(tmp_path: Path) -> str:
 
 def test_the_command_says_what_the_worker_reads(head: str) -> None:
     tree = TreeConfig(budget=32, width=4, depth=5)
-    command = serve_command("owner/model", head, tree, ["--port", "9000"])
+    command = serve_command(["owner/model", "--port", "9000"], head, tree)
     said = dict(zip(command[3::2], command[4::2], strict=True))
     speculative = json.loads(said["--speculative-config"])
     assert tree_config(json.loads(said["--additional-config"]), speculative["num_speculative_tokens"]) == tree
@@ -44,7 +47,126 @@ def test_the_command_says_what_the_worker_reads(head: str) -> None:
 
 def test_a_tree_smaller_than_a_block_is_refused(head: str) -> None:
     with pytest.raises(ValueError, match=r"a budget of 4 .* at least 6"):
-        serve_command("owner/model", head, TreeConfig(budget=4))
+        serve_command(["owner/model"], head, TreeConfig(budget=4))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "MODEL --port 9000 --enforce-eager",
+        "--port 9000 MODEL --enforce-eager",
+        "--port=9000 MODEL --enforce-eager",
+        "--enforce-eager MODEL --port 9000",
+        "-tp 2 --seed -1 MODEL",
+        "-O3 MODEL",
+        "-cc.mode=3 MODEL -q awq",
+        "-cc.mode 3 MODEL",
+    ],
+)
+def test_the_target_stands_anywhere_among_the_options(words: str, head: str) -> None:
+    command, given = serve_command(words.split(), head, TreeConfig()), words.split()
+    assert command[:3] == ["vllm", "serve", "MODEL"]
+    given.remove("MODEL")
+    assert command[-len(given) :] == given
+
+
+@pytest.mark.parametrize("words", ["", "--port 9000", "--port MODEL"])
+def test_a_missing_target_is_named(words: str, head: str) -> None:
+    with pytest.raises(ValueError, match="write it first"):
+        serve_command(words.split(), head, TreeConfig())
+
+
+def test_who_says_what_is_captured_is_left_alone(head: str) -> None:
+    size = "--max-cudagraph-capture-size"
+    assert size in serve_command(["MODEL", "--config", "x"], head, TreeConfig())
+    for words in ("-cc.mode=3", "-cc {}", "--compilation-config {}", "-O1", "--cudagraph_capture_sizes 1"):
+        assert size not in serve_command(["MODEL", *words.split()], head, TreeConfig())
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--worker-cls x", "--worker_cls=x", "--speculative-config {}", "-sc {}", "--speculative-config.model x"],
+)
+def test_options_that_are_ours_are_refused_by_name(words: str, head: str) -> None:
+    with pytest.raises(ValueError, match=r"JetSpec's") as error:
+        serve_command(["MODEL", *words.split()], head, TreeConfig())
+    assert str(error.value).startswith(words.replace("_", "-")[: len("--worker-cls")].split()[0])
+
+
+def additional(command: list[str]) -> object:
+    assert command.count("--additional-config") == 1
+    return json.loads(command[command.index("--additional-config") + 1])
+
+
+@pytest.mark.parametrize("joint", [" ", "="])
+def test_an_additional_configuration_is_kept(joint: str, head: str) -> None:
+    given = {"other": [1], "jetspec": {"score": "entropy", "width": 4}}
+    words = ["MODEL", *f"--additional-config{joint}{json.dumps(given, separators=(',', ':'))}".split(), "--port", "1"]
+    command = serve_command(words, head, TreeConfig(width=4, depth=3))
+    assert additional(command) == {"other": [1], "jetspec": {"score": "entropy", "width": 4, "depth": 3}}
+    assert command[-2:] == ["--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ('--additional-config {"jetspec":{"width":4}}', "width is 4 .* and 8 by --width"),
+        ('--additional-config {"jetspec":{"widht":4}}', "widht is not an option"),
+        ('--additional-config {"jetspec":4}', "is none"),
+        ("--additional-config {", "not JSON"),
+        ("--additional-config []", "not a table"),
+        ("--additional-config.jetspec.width=4", "in JSON"),
+    ],
+)
+def test_an_additional_configuration_that_says_otherwise_is_refused(words: str, said: str, head: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        serve_command(["MODEL", *words.split()], head, TreeConfig())
+
+
+def test_a_head_for_another_target_is_refused_before_vllm_starts(head: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": TARGET.vocab_size, "hidden_size": TARGET.hidden_size, "num_hidden_layers": 99}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(ValueError, match="made for 3 layers, the target has 99"):
+        serve_command([str(tmp_path)], head, TreeConfig())
+    serve_command([str(tmp_path), "--hf-overrides", '{"num_hidden_layers": 3}'], head, TreeConfig())
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_hidden_layers": TARGET.num_layers}))
+    serve_command([str(tmp_path)], head, TreeConfig())
+
+
+@pytest.mark.parametrize("model", [DEFAULT_MODEL, "some/where.gguf"])
+def test_a_model_that_vllm_cannot_load_gets_a_hint(model: str, head: str) -> None:
+    with pytest.raises(ValueError, match=f"jetspec export {model} --out"):
+        serve_command([model], head, TreeConfig())
+
+
+def test_the_vllm_of_this_environment_is_the_one_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[list[str]] = []
+
+    def become(path: str, words: list[str]) -> None:
+        run.append([path, *words])
+        raise SystemExit
+
+    def started() -> list[str]:
+        with pytest.raises(SystemExit):
+            run_command(["vllm", "serve", "MODEL"])
+        return run[-1]
+
+    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.setattr(os, "execvp", become)
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vllm").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "own" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "other"))
+    assert started() == [str(tmp_path / "own" / "vllm"), "vllm", "serve", "MODEL"]
+    (tmp_path / "own" / "vllm").unlink()
+    monkeypatch.setattr("jetspec.integrations.vllm.command.find_spec", lambda name: object())
+    assert started()[1:] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "MODEL"]
+    monkeypatch.setattr("jetspec.integrations.vllm.command.find_spec", lambda name: None)
+    assert started() == ["vllm", "vllm", "serve", "MODEL"]
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="pip install"):
+        run_command(["vllm", "serve", "MODEL"])
 
 
 WRONG: list[tuple[object, str]] = [
@@ -190,6 +312,7 @@ def test_a_worker_without_drafts_is_refused() -> None:
 
 
 def test_the_terminal_prints_the_command(head: str) -> None:
-    result = CliRunner().invoke(app, ["vllm", "serve", "owner/model", "--head", head, "--dry-run", "--port", "9000"])
+    words = ["--port", "9000", "-cc.cudagraph_mode=NONE", "owner/model", "-tp", "2"]
+    result = CliRunner().invoke(app, ["vllm", "serve", *words[:3], "--head", head, "--dry-run", *words[3:]])
     assert result.exit_code == 0
-    assert shlex.split(result.stdout) == serve_command("owner/model", head, TreeConfig(), ["--port", "9000"])
+    assert shlex.split(result.stdout) == serve_command(words, head, TreeConfig())

@@ -141,18 +141,23 @@ class TreeRunner(StockRunner):
             self.speculator.committed = self.committed(batch)
             plain: tuple[SamplerOutput, Tensor, Tensor] = super().sample(hidden_states, batch, grammar_output)
             return plain
-        logits_RV, drawn_R = self.draw(hidden_states, batch, grammar_output)
+        counts = logprob_counts(self.sampler, batch)
+        logits_RV, drawn_R = self.draw(hidden_states, batch, grammar_output, want_logprobs=counts is not None)
         batch.positions.copy_(placed.position_T)
         first_B1 = batch.cu_num_logits[: batch.num_reqs, None].long()
         shift_B1 = first_B1 - placed.row_BN[:, :1]
         verdict = walk(placed.tree, drawn_R[placed.row_BN + shift_B1])
         source_BD1, target_BD1 = placed.path_rows(verdict)
-        logprobs = self.logprobs(batch, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
+        logprobs = None
+        if counts is not None:
+            logprobs = self.logprobs(batch, counts, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
         self.compact(source_BD1, target_BD1)
         self.speculator.committed = self.committed(batch, source_BD1, target_BD1)
         return self.report(batch, accepted_tokens(placed.tree, verdict), verdict.length_B, logprobs)
 
-    def draw(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, hidden_states: Tensor, input_batch: Any, grammar_output: Any, *, want_logprobs: bool
+    ) -> tuple[Tensor, Tensor]:
         """Logits, as log-probabilities are reported of them, and a token after each row that has any.
 
         vLLM's noise depends on seed and position. A path has one node per position, and the positions are still the
@@ -164,18 +169,20 @@ class TreeRunner(StockRunner):
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits_RV, batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
-        want_logprobs = logprob_counts(self.sampler, batch) is not None
         drawn_R, processed_RV = draw_tokens(self.sampler, logits_RV, batch, want_logprobs)
         return processed_RV if is_processed(self.sampler) else logits_RV, drawn_R
 
     def logprobs(
-        self, input_batch: Any, logits_RV: Tensor, drawn_R: Tensor, source_BD1: Tensor, target_BD1: Tensor
+        self,
+        input_batch: Any,
+        counts: tuple[int, int],
+        logits_RV: Tensor,
+        drawn_R: Tensor,
+        source_BD1: Tensor,
+        target_BD1: Tensor,
     ) -> Any:
         """Log-probabilities where a request wants them: vLLM reads the first rows of a request, so the path's come
         first."""
-        counts = logprob_counts(self.sampler, input_batch)
-        if counts is None:
-            return None
         row_R = torch.arange(len(drawn_R), device=self.device)
         row_R[target_BD1] = source_BD1
         return compute_topk_scores(
