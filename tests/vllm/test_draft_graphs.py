@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import _teardown_profiling_state
 from jetspec.integrations.vllm.draft_graphs import Captured, DraftGraphs, DraftInputs, batch_sizes
 from jetspec.integrations.vllm.drafter import TreeDrafter
 from jetspec.integrations.vllm.runner import StockRunner
-from tests.vllm.cpu import counted, generate, start
+from tests.vllm.cpu import counted, generate, model_runner, start
 from tests.vllm.tiny import Oracle, random_prompts, write_head, write_target
 
 pytestmark = pytest.mark.vllm
@@ -41,10 +41,6 @@ def capture(graphs: DraftGraphs, draft: Callable[[DraftInputs], Tensor], size: i
     inputs = graphs.inputs.first(size)
     out = draft(inputs).clone()
     return Captured(Replayed(draft, inputs, out), inputs, out)  # type: ignore[arg-type]
-
-
-def model_runner(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def test_the_texts_are_the_same_and_so_is_the_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

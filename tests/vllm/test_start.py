@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment with vLLM; make test-vllm makes one")
 
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +15,24 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from jetspec.integrations.vllm.drafter import TreeDrafter
 from jetspec.integrations.vllm.runner import needs_history, slot_rows
 from jetspec.integrations.vllm.worker import StockWorker
 from jetspec.models.draft_head import make_head
 from jetspec.models.head_format import read_config, save_head
-from tests.vllm.cpu import start
-from tests.vllm.tiny import write_head, write_target
+from tests.vllm.cpu import generate, model_runner, start
+from tests.vllm.tiny import random_prompts, write_head, write_target
 
 pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """An engine that is thrown away takes the process groups of the others with it: at once is better than later."""
+    yield
+    gc.collect()
 
 
 def test_a_head_for_another_target_does_not_start(tmp_path: Path) -> None:
@@ -48,6 +59,42 @@ def test_the_dtype_of_the_model_is_a_dtype_of_the_cache(tmp_path: Path, monkeypa
         start(target, head, **how)
     with pytest.raises(Exception, match="a KV cache of float16 beside a model of bfloat16"):
         start(target, head, **{**how, "kv_cache_dtype": "float16"})
+
+
+def test_the_largest_step_is_part_of_the_memory_that_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, vLLM gives the cache what a pass of `profile_run` leaves over."""
+    target, head = str(write_target(tmp_path / "target")), str(write_head(tmp_path / "head"))
+    seen: dict[str, list[int]] = {"logits": [], "drafts": [], "states": []}
+    logits, draft = Qwen3ForCausalLM.compute_logits, TreeDrafter.draft
+
+    def compute_logits(model: Any, hidden: torch.Tensor) -> Any:
+        seen["logits"].append(len(hidden))
+        return logits(model, hidden)
+
+    def noted(drafter: Any, inputs: Any) -> Any:
+        seen["drafts"].append(len(inputs.anchor_B))
+        seen["states"].append(len(inputs.tap_TX))
+        return draft(drafter, inputs)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "compute_logits", compute_logits)
+    monkeypatch.setattr(TreeDrafter, "draft", noted)
+    trees = start(target, head, max_num_seqs=3, max_num_batched_tokens=64)
+    runner, prompts = model_runner(trees), random_prompts((20, 3, 70))
+    layers = runner.speculator.layers.values()
+    caches, texts = [layer.kv_cache.data_ptr() for layer in layers], generate(trees, prompts, 12)
+    taken = {what: max(sizes) for what, sizes in seen.items()}
+    for sizes in seen.values():
+        sizes.clear()
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    runner.profile_run()
+    measured = {what: max(sizes) for what, sizes in seen.items()}
+    assert measured == {"logits": 3 * 16, "drafts": 3, "states": 64}
+    assert all(taken[what] <= measured[what] for what in measured)
+    assert [layer.kv_cache.data_ptr() for layer in layers] == caches
+    assert generate(trees, prompts, 12) == texts
 
 
 def test_layers_of_different_shapes_are_refused() -> None:

@@ -54,6 +54,7 @@ def _check_hooks() -> None:
     check_hook(GPUModelRunner.__init__, "self", "vllm_config", "device")
     check_hook(GPUModelRunner.add_requests, "self", "scheduler_output")
     check_hook(GPUModelRunner.initialize_kv_cache, "self", "kv_cache_config")
+    check_hook(GPUModelRunner.profile_run, "self")
     check_hook(GPUModelRunner.capture_model, "self")
     check_hook(GPUModelRunner.prepare_attn, "self", "input_batch")
     check_hook(GPUModelRunner.prepare_dummy_attn, "self", "input_batch")

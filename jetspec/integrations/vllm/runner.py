@@ -81,6 +81,27 @@ class TreeRunner(StockRunner):
             for group in self.kv_cache_config.kv_cache_groups
         ]
 
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        super().profile_run(*args, **kwargs)
+        self.profile_trees()
+
+    @torch.inference_mode()
+    def profile_trees(self) -> None:
+        """Take once what the largest step of trees takes, so that vLLM counts it when it sizes its cache.
+
+        That is the logits of all nodes, beside them the sampler's copy, and then the drafts; the tapped states stay.
+        """
+        drafter, config = self.speculator, self.vllm_config.model_config
+        tap_TX = torch.zeros(
+            self.max_num_tokens, drafter.head.head_config.tap_size, dtype=self.dtype, device=self.device
+        )
+        rows = min(self.max_num_reqs * drafter.tree.budget, self.max_num_tokens)
+        hidden_RM = torch.zeros(rows, config.get_hidden_size(), dtype=self.dtype, device=self.device)
+        logits_RV = self.model.compute_logits(hidden_RM)
+        copy_RV = torch.empty_like(logits_RV, dtype=torch.float32)
+        del hidden_RM, logits_RV, copy_RV
+        drafter.profile(tap_TX)
+
     def capture_model(self, **options: Any) -> int:
         """vLLM captures twice: first against a cache that it then throws away, to see what memory it takes."""
         size: int = super().capture_model(**options)
