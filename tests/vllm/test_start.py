@@ -22,7 +22,7 @@ from jetspec.integrations.vllm.runner import needs_history, slot_rows
 from jetspec.integrations.vllm.worker import StockWorker
 from jetspec.models.draft_head import make_head
 from jetspec.models.head_format import read_config, save_head
-from tests.vllm.cpu import generate, model_runner, start
+from tests.vllm.cpu import generate, start
 from tests.vllm.tiny import random_prompts, write_head, write_target
 
 pytestmark = pytest.mark.vllm
@@ -80,21 +80,14 @@ def test_the_largest_step_is_part_of_the_memory_that_is_measured(
 
     monkeypatch.setattr(Qwen3ForCausalLM, "compute_logits", compute_logits)
     monkeypatch.setattr(TreeDrafter, "draft", noted)
-    trees = start(target, head, max_num_seqs=3, max_num_batched_tokens=64)
-    runner, prompts = model_runner(trees), random_prompts((20, 3, 70))
-    layers = runner.speculator.layers.values()
-    caches, texts = [layer.kv_cache.data_ptr() for layer in layers], generate(trees, prompts, 12)
-    taken = {what: max(sizes) for what, sizes in seen.items()}
-    for sizes in seen.values():
-        sizes.clear()
-
+    # Where the size of the cache is said, as in these tests, vLLM on a CPU has nothing to measure.
+    monkeypatch.setattr(StockWorker, "_should_warm_up_model", lambda worker: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    runner.profile_run()
+    trees = start(target, head, max_num_seqs=3, max_num_batched_tokens=64)
     measured = {what: max(sizes) for what, sizes in seen.items()}
     assert measured == {"logits": 3 * 16, "drafts": 3, "states": 64}
-    assert all(taken[what] <= measured[what] for what in measured)
-    assert [layer.kv_cache.data_ptr() for layer in layers] == caches
-    assert generate(trees, prompts, 12) == texts
+    generate(trees, random_prompts((20, 3, 70)), 12)
+    assert all(max(sizes) <= measured[what] for what, sizes in seen.items())
 
 
 def test_layers_of_different_shapes_are_refused() -> None:
