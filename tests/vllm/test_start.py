@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from jetspec.integrations.vllm.compat import check_hooks
 from jetspec.integrations.vllm.drafter import TreeDrafter
 from jetspec.integrations.vllm.runner import needs_history, slot_rows
 from jetspec.integrations.vllm.worker import StockWorker
@@ -40,6 +42,17 @@ def test_a_head_for_another_target_does_not_start(tmp_path: Path) -> None:
     save_head(make_head(replace(made_for_four, num_target_layers=5)), tmp_path / "other", dtype=torch.float32)
     with pytest.raises(Exception, match="made for 5 layers, the target has 4"):
         start(target, str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("hook", ["add_requests", "prepare_dummy_attn", "profile_run"])
+def test_a_hook_that_is_gone_or_changed_is_named(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_hooks()
+    monkeypatch.setattr(GPUModelRunner, hook, lambda other: None)
+    with pytest.raises(ValueError, match=r"takes \(other\).*support vLLM 0\.26\.0, 0\.32\.x"):
+        check_hooks()
+    monkeypatch.delattr(GPUModelRunner, hook)
+    with pytest.raises(ValueError, match=rf"lacks a hook .*{hook}.*support vLLM 0\.26\.0, 0\.32\.x"):
+        check_hooks()
 
 
 class Started(Exception):
