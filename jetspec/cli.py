@@ -910,15 +910,15 @@ app.add_typer(vllm, name="vllm", help="Draft trees inside vLLM.")
 
 @vllm.command(
     "serve",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    # vLLM's options of one dash have an h in them, such as -cc.cudagraph_mode.
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]},
     epilog=_examples(
         "jetspec vllm serve Qwen/Qwen3-0.6B --head heads/mine --dry-run",
         "jetspec vllm serve Qwen/Qwen3-0.6B --head heads/mine --budget 32 --max-model-len 4096 --port 9000",
     ),
 )
 def vllm_serve(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Target: what `vllm serve` takes.", metavar="MODEL")],
+    words: Annotated[list[str], typer.Argument(help="Target, as `vllm serve` takes it.", metavar="MODEL")],
     head: Annotated[str, _option("Draft head: a name or folder, or a model for its own.", metavar="NAME")],
     budget: Annotated[int, _option("Most nodes in a tree, the anchor included.")] = TreeConfig.budget,
     width: Annotated[int, _option("Most children of one node; 1 is a chain.")] = TreeConfig.width,
@@ -931,7 +931,7 @@ def vllm_serve(
     """
     from jetspec.integrations.vllm.command import run_command, serve_command
 
-    command = serve_command(model, head, TreeConfig(budget=budget, width=width, depth=depth), context.args)
+    command = serve_command(words, head, TreeConfig(budget=budget, width=width, depth=depth))
     print(shlex.join(command), flush=True)
     if not dry_run:
         run_command(command)

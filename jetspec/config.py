@@ -40,10 +40,11 @@ class TreeConfig:
             _in_range("depth", self.depth, 1, 255)
         _one_of("expand", self.expand, ("optimal", "paper"))
         _one_of("score", self.score, ("accum_logp", "entropy", "hybrid"))
-        if self.entropy_weight < 0:
-            raise ValueError(f"entropy_weight is {self.entropy_weight}; it must be 0 or more")
+        if not isinstance(self.entropy_weight, int | float) or not self.entropy_weight >= 0:
+            raise ValueError(f"entropy_weight is {self.entropy_weight!r}; it must be a number, 0 or more")
         if self.entropy_weight and self.score != "hybrid":
             raise ValueError(f"entropy_weight only counts in the hybrid score, not in {self.score}")
+        _in_range("shortlist", self.shortlist, 0, 1 << 24)
         if self.shortlist and self.shortlist < self.width:
             raise ValueError(f"shortlist {self.shortlist} is narrower than width {self.width}")
 
@@ -92,6 +93,8 @@ class EngineConfig:
 
 
 def _in_range(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number")
     if not low <= value <= high:
         raise ValueError(f"{name} is {value}; it must be between {low} and {high}")
 

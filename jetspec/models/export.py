@@ -16,8 +16,18 @@ import torch
 from jetspec.models.decoder import RopeConfig
 from jetspec.models.draft_head import DraftHead, HeadConfig
 from jetspec.models.families import rope_from_hf
-from jetspec.models.head_folder import HeadTensors, published_tensors, raw_config, table, write_folder
+from jetspec.models.head_folder import (
+    CONFIG_FILE,
+    HeadTensors,
+    architectures,
+    published_tensors,
+    raw_config,
+    table,
+    write_folder,
+)
 from jetspec.models.head_format import NAMES, save_head, write_config
+from jetspec.models.hub import local_file
+from jetspec.models.weights import read_json
 
 Engine = Literal["vllm", "sglang", "speculators"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -89,7 +99,7 @@ def _speculators(raw: dict[str, Any], config: HeadConfig, target: str | None) ->
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target, "architectures": []},
+            "verifier": {"name_or_path": target, "architectures": sorted(_architectures(target))},
         },
         "transformer_layer_config": layers,
         "draft_vocab_size": config.layers.vocab_size,
@@ -100,6 +110,12 @@ def _speculators(raw: dict[str, Any], config: HeadConfig, target: str | None) ->
         "sample_from_anchor": False,
         "dtype": raw["dtype"],
     }
+
+
+def _architectures(target: str | None) -> set[str]:
+    """Those that the target's own config.json names, if it is on this machine."""
+    path = local_file(target, CONFIG_FILE) if target else None
+    return architectures(read_json(path)) if path else set()
 
 
 @dataclass(frozen=True)

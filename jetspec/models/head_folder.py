@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -220,9 +220,18 @@ def architectures(raw: Mapping[str, Any]) -> set[str]:
     return set(map(str, names)) if isinstance(names, list) else set()
 
 
-def misfits(
-    vocab_size: int, num_target_layers: int | None, tap_layers: Sequence[int], target: DecoderConfig
-) -> list[str]:
+class Target(Protocol):
+    """What a head must know of its target."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+
+
+def misfits(vocab_size: int, num_target_layers: int | None, tap_layers: Sequence[int], target: Target) -> list[str]:
     """What keeps a head of any kind from a target, in plain words."""
     problems = []
     if vocab_size != target.vocab_size:

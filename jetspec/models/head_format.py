@@ -20,6 +20,7 @@ from jetspec.models.head_folder import (
     CONFIG_FILE,
     HeadTensors,
     Names,
+    Target,
     architectures,
     layer_fields,
     misfits,
@@ -67,8 +68,8 @@ def load_head(
     """
     folder = resolve(path_or_id)
     config = read_config(folder)
-    if target is not None and (problems := check_fits(config, target)):
-        raise ValueError(f"{path_or_id} is a head for another model: {'; '.join(problems)}")
+    if target is not None:
+        require_fit(path_or_id, config, target)
     with torch.device("meta"):
         head = DraftHead(config)
     try:
@@ -123,7 +124,13 @@ def describe_head(folder: str | Path) -> dict[str, Any] | None:
     }
 
 
-def check_fits(head: HeadConfig, target: DecoderConfig) -> list[str]:
+def require_fit(name: str | Path, head: HeadConfig, target: Target) -> None:
+    """Refuse a head for another model."""
+    if problems := check_fits(head, target):
+        raise ValueError(f"{name} is a head for another model: {'; '.join(problems)}")
+
+
+def check_fits(head: HeadConfig, target: Target) -> list[str]:
     """Why a head cannot serve a target, in plain words. Empty: it can."""
     problems = []
     if head.target_hidden_size not in (None, target.hidden_size):

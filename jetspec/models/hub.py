@@ -28,6 +28,7 @@ HEADS = Path(__file__).parent.parent / "heads"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """What is fetched of a repository: never pickles, never code."""
 TEMP_PREFIX = "fetch-"
+HUGGING_FACE_ID = r"[\w.-]+/[\w.-]+"
 
 
 def resolve(name: str | Path) -> Path:
@@ -37,11 +38,24 @@ def resolve(name: str | Path) -> Path:
         return path
     if str(name) == DEFAULT_MODEL:
         return default_model()
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+    if re.fullmatch(HUGGING_FACE_ID, str(name)):
         return _snapshot(str(name))
     raise ValueError(
         f"{str(name)!r} is neither a file or folder, nor {DEFAULT_MODEL}, nor a Hugging Face id (owner/name)"
     )
+
+
+def local_file(name: str, file: str) -> Path | None:
+    """A file of a model, if it is on this machine already: in the model's folder, or fetched before."""
+    path = Path(name).expanduser() / file
+    if path.is_file():
+        return path
+    if not re.fullmatch(HUGGING_FACE_ID, name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, file)
+    return Path(found) if isinstance(found, str) else None
 
 
 def shipped_head(model: str | Path) -> Path | None:

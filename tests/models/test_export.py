@@ -126,6 +126,15 @@ def test_the_command_writes_a_head_and_says_how_to_start(format: str, tmp_path: 
     assert ("vllm serve" in result.stderr) == (format != "hf")
 
 
+def test_the_target_s_kind_is_named_where_it_is_known(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    for target, kinds in ((str(tmp_path / "target"), ["LlamaForCausalLM"]), ("owner/elsewhere", [])):
+        export_head(random_head(CAUSAL), tmp_path / "head", "speculators", torch.float32, target)
+        raw = json.loads((tmp_path / "head" / "config.json").read_text())
+        assert raw["speculators_config"]["verifier"] == {"name_or_path": target, "architectures": kinds}
+
+
 def test_a_format_that_names_its_target_asks_for_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --target"):
         export_head(random_head(CAUSAL), tmp_path / "head", "speculators", torch.float32)

@@ -97,6 +97,11 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int, **sampling: An
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def model_runner(llm: Any) -> Any:
+    """Of an engine that is in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def counted(llm: Any) -> dict[str, int]:
     """What vLLM's own metrics say about its drafts so far."""
     prefix = "vllm:spec_decode_"

@@ -13,11 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from jetspec.dispatch import force
 from jetspec.integrations.vllm import WORKER, register
-from jetspec.integrations.vllm.attention import StepTrees, TreeAttentionBackend
+from jetspec.integrations.vllm.attention import StepTrees
 from jetspec.integrations.vllm.drafter import TreeDrafter
 from jetspec.integrations.vllm.runner import TreeRunner
 from tests.vllm.cpu import generate, start
@@ -222,11 +221,6 @@ def test_few_pages(target: str, plain: Any, oracle: Oracle, tmp_path: Path) -> N
     assert generate(few, prompts, length) == texts
     assert next(metric.value for metric in few.get_metrics() if metric.name == "vllm:num_preemptions") > 0
     assert sum(oracle.seen) < 0.7 * len(prompts) * length
-
-
-def test_the_plugin_registers_a_name() -> None:
-    register()
-    assert AttentionBackendEnum.CUSTOM.get_class() is TreeAttentionBackend
 
 
 def test_sampling_that_only_trees_know_is_refused_to_others() -> None:

@@ -53,30 +53,72 @@ def test_metrics_count_trees_and_accepted_nodes(tmp_path: Path, monkeypatch: pyt
 
 UNUSED = """
 import sys
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from types import SimpleNamespace
+import vllm
+from vllm import SamplingParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-def picture():
-    names = [name for name in AttentionBackendEnum.__members__ if name != "CUSTOM"]
-    backends = {name: AttentionBackendEnum[name].get_path() for name in names if AttentionBackendEnum[name].value}
-    kinds = (GPUModelRunner, Sampler, DFlashSpeculator, CPUWorker, Worker)
-    return backends, [{name: id(value) for name, value in vars(kind).items()} for kind in kinds]
+def answer(call, *args):
+    try:
+        return call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
 
-before = picture()
+def checks():
+    configs = [None, SimpleNamespace(), SimpleNamespace(target_parallel_config=SimpleNamespace(worker_cls="auto"))]
+    asked = [SamplingParams(min_p=0.1), SamplingParams(logit_bias={3: 1.0}), SamplingParams()]
+    return [answer(params._validate_spec_decode, config) for params in asked for config in configs]
+
+def picture(*left_out):
+    kinds = (GPUModelRunner, Sampler, DFlashSpeculator, CPUWorker, Worker, SamplingParams)
+    members = [{name: id(value) for name, value in vars(kind).items() if name not in left_out} for kind in kinds]
+    return {name: answer(backend.get_path) for name, backend in AttentionBackendEnum.__members__.items()}, members
+
+if sys.argv[1] == "other backend":
+    register_backend(AttentionBackendEnum.CUSTOM, "other.plugin.Backend")
+if sys.argv[1] == "other version":
+    vllm.__version__ = "0.33.0"
+if sys.argv[1] == "missing hook":
+    del SamplingParams._validate_spec_decode
+left_out = ["_validate_spec_decode"] if sys.argv[1] in ("as it is", "other backend") else []
+before, checked = picture(*left_out), checks() if left_out else None
 from jetspec.integrations.vllm import register
 register()
 register()
-assert picture() == before
+assert picture(*left_out) == before
+assert not left_out or checks() == checked
 heavy = [name for name in sys.modules if name.startswith("jetspec.") and name.split(".")[1] != "integrations"]
 assert not heavy and "jetspec.integrations.vllm.worker" not in sys.modules, heavy
 print("unchanged")
 """
 
 
-def test_installed_and_not_asked_for_the_plugin_changes_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+@pytest.mark.parametrize("where", ["as it is", "other backend", "other version", "missing hook"])
+def test_installed_and_not_asked_for_the_plugin_changes_nothing(where: str) -> None:
+    program, root = [sys.executable, "-c", UNUSED, where], Path(__file__).parents[2]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=root)
     assert done.stdout.strip().endswith("unchanged"), done.stderr[-2000:]
+
+
+ASKED = """
+import sys
+import vllm
+vllm.__version__ = "0.33.0"
+class Elsewhere:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("vllm.v1.worker"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Elsewhere())
+import jetspec.integrations.vllm.worker
+"""
+
+
+def test_another_version_is_refused_in_one_line_wherever_its_parts_are() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, cwd=root)
+    assert "support vLLM 0.26.0, 0.32.x, this is 0.33.0" in done.stderr.strip().splitlines()[-1]

@@ -15,20 +15,18 @@ OPTIONS = "jetspec"
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes: the name of the backend, for those who ask for it, and leave for
-    requests to trees to ask for all of vLLM's sampling. Nothing else changes."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    """What vLLM calls in each of its processes: leave for requests to trees to ask for all of vLLM's sampling.
 
-    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    _allow_sampling()
-
-
-def _allow_sampling() -> None:
-    """vLLM refuses min-p and biases where drafts are checked. Every row of a tree is sampled as in plain decoding."""
+    vLLM refuses min-p and biases where drafts are checked. Every row of a tree is sampled as in plain decoding. Other
+    versions are left alone: the worker tells those who ask for trees which ones are supported.
+    """
+    import vllm
     from vllm.sampling_params import SamplingParams
 
-    stock = SamplingParams._validate_spec_decode
-    if getattr(stock, "knows_trees", False):
+    from jetspec.integrations.vllm.compat import is_supported
+
+    stock = getattr(SamplingParams, "_validate_spec_decode", None)
+    if stock is None or getattr(stock, "knows_trees", False) or not is_supported(vllm.__version__):
         return
 
     def validate(params: Any, speculative_config: Any) -> None:

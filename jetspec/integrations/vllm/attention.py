@@ -49,7 +49,7 @@ class StepTrees:
             self.is_tree_R.zero_()
         self.has_trees = False
 
-    def masks(self, count: int) -> tuple[Tensor | None, Tensor | None]:
+    def masks(self, count: int) -> tuple[Tensor, Tensor]:
         """Who sees whom among the rows of the first requests, and which of them this is about."""
         return self.ancestor_RNW[:count], self.is_tree_R[:count]
 

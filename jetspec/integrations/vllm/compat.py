@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -13,15 +14,19 @@ SUPPORTED = ("0.26.0", "0.32.")
 NAMES = ", ".join(version + "x" if version.endswith(".") else version for version in SUPPORTED)
 
 
-def check_version(version: str) -> None:
+def is_supported(version: str) -> bool:
     """Hooks are private to vLLM and differ between its versions."""
-    if not version.startswith(SUPPORTED):
+    return version.startswith(SUPPORTED)
+
+
+def check_version(version: str) -> None:
+    if not is_supported(version):
         raise ValueError(f"JetSpec's trees support vLLM {NAMES}, this is {version}; pip install 'jetspec[vllm]'")
 
 
 def check_hook(hook: Callable[..., Any], *expected: str) -> None:
     """A method of vLLM that we override or call takes what we know of it, in this order, whatever comes behind."""
-    found = tuple(inspect.signature(hook).parameters)
+    found = parameters(hook)
     if found[: len(expected)] != expected:
         raise ValueError(
             f"{hook.__qualname__} of this vLLM takes ({', '.join(found)}), not ({', '.join(expected)}); "
@@ -29,15 +34,80 @@ def check_hook(hook: Callable[..., Any], *expected: str) -> None:
         )
 
 
+def check_hooks() -> None:
+    """All that we override or call is there, and is as we know it."""
+    try:
+        _check_hooks()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"this vLLM lacks a hook ({error}); JetSpec's trees support vLLM {NAMES}") from error
+
+
+def _check_hooks() -> None:
+    """As far as the supported versions agree."""
+    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+    check_hook(GPUModelRunner.__init__, "self", "vllm_config", "device")
+    check_hook(GPUModelRunner.add_requests, "self", "scheduler_output")
+    check_hook(GPUModelRunner.initialize_kv_cache, "self", "kv_cache_config")
+    check_hook(GPUModelRunner.profile_run, "self")
+    check_hook(GPUModelRunner.capture_model, "self")
+    check_hook(GPUModelRunner.prepare_attn, "self", "input_batch")
+    check_hook(GPUModelRunner.prepare_dummy_attn, "self", "input_batch")
+    check_hook(GPUModelRunner.sample, "self", "hidden_states", "input_batch", "grammar_output")
+    check_hook(DraftModelSpeculator.__init__, "self", "vllm_config", "device")
+    check_hook(DraftModelSpeculator.load_draft_model, "self", "target_model", "target_attn_layer_names")
+    check_hook(DraftModelSpeculator.set_attn, "self", "model_state", "kv_cache_config", "block_tables")
+    check_hook(DraftModelSpeculator.init_cudagraph_manager, "self", "cudagraph_mode")
+    check_hook(DraftModelSpeculator.capture, "self")
+    check_hook(
+        DraftModelSpeculator.propose,
+        *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
+        *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),
+    )
+    check_hook(Sampler.sample, "self", *sample_parameters(Sampler.sample), "return_logprobs")
+    check_hook(
+        compute_topk_scores,
+        *("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state"),
+        *("expanded_idx_mapping", "max_per_req_token_ids", "logits_mode"),
+    )
+    check_hook(get_num_sampled_and_rejected, "num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len")
+    check_hook(SamplerOutput, "sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected")
+
+
+@cache
+def parameters(hook: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(hook).parameters)
+
+
+def sample_parameters(hook: Callable[..., Any]) -> tuple[str, ...]:
+    """Those that the sampler's `sample` should have, of which newer versions have more."""
+    if "idx_mapping" not in parameters(hook):
+        return ("logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos")
+    return (
+        *("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos"),
+        "seq_lens_upper_bound_np",
+    )
+
+
 def draw_tokens(sampler: Any, logits_RV: Tensor, batch: Any, want_logprobs: bool) -> tuple[Tensor, Tensor]:
     """A token after every row that has logits, and the logits that it was drawn from."""
     row_R = batch.logits_indices
-    requests = [batch.expanded_idx_mapping, batch.idx_mapping_np]
-    rest = [batch.positions[row_R], batch.input_ids[row_R], batch.expanded_local_pos]
-    if "idx_mapping" in inspect.signature(type(sampler).sample).parameters:
-        requests.insert(1, batch.idx_mapping)
-        rest.append(batch.seq_lens_cpu_upper_bound.numpy())
-    drawn: tuple[Tensor, Tensor] = sampler.sample(logits_RV, *requests, *rest, return_logprobs=want_logprobs)
+    given = {
+        "expanded_idx_mapping": batch.expanded_idx_mapping,
+        "idx_mapping_np": batch.idx_mapping_np,
+        "pos": batch.positions[row_R],
+        "input_ids": batch.input_ids[row_R],
+        "expanded_local_pos": batch.expanded_local_pos,
+    }
+    if "idx_mapping" in parameters(type(sampler).sample):
+        given["idx_mapping"] = batch.idx_mapping
+        given["seq_lens_upper_bound_np"] = batch.seq_lens_cpu_upper_bound.numpy()
+    drawn: tuple[Tensor, Tensor] = sampler.sample(logits_RV, **given, return_logprobs=want_logprobs)
     return drawn
 
 

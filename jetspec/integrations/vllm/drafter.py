@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from jetspec.integrations.vllm.attention import TreeAttentionBackend, pages_of
 from jetspec.integrations.vllm.draft_graphs import DraftGraphs, DraftInputs
-from jetspec.integrations.vllm.options import head_refusals, say, tree_config
+from jetspec.integrations.vllm.options import tree_config
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head, read_config
 from jetspec.models.hub import resolve
@@ -109,14 +109,15 @@ class TreeDrafter(DraftModelSpeculator):
         self.supports_mm_inputs = False
         self.tree = tree_config(vllm_config.additional_config, self.num_speculative_steps)
         self.trees = SlotTrees(self.max_num_reqs, self.tree.budget, device)
+        self.page_size = 0
         self.committed: Committed | None = None
         """Set by the runner in every step."""
         self.graphs: DraftGraphs | None = None
+        """Read and write the cache that they were captured with."""
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> DraftHead:
         head = self.load_head()
         self.head, self.target = head, Borrowed(target_model)
-        say(head_refusals(head.head_config, self.tree))
         self.depth = min(head.head_config.draft_depth(self.tree.depth), self.tree.budget - 1)
         self.layers = {
             f"jetspec_head.layers.{i}": HeadPages(head.config.num_kv_heads, head.config.head_dim, self.dtype)
@@ -144,6 +145,38 @@ class TreeDrafter(DraftModelSpeculator):
             raise ValueError("vLLM has spread the head's layers over several groups of its KV cache")
         self.page_size = self.block_tables.block_sizes[self.group]
 
+    def profile(self, tap_TX: Tensor) -> None:
+        """Draft for as many requests as there may be, while reading as many states, in a page of no use."""
+        page_size, layers = self.vllm_config.cache_config.block_size, self.layers.values()
+        inputs = replace(
+            self.idle_inputs(self.max_num_reqs, path=1, pages=1),
+            tap_TX=tap_TX.clone(),
+            position_T=torch.zeros(len(tap_TX), dtype=torch.int64, device=self.device),
+            slot_T=torch.zeros(len(tap_TX), dtype=torch.int64, device=self.device),
+        )
+        kept = self.page_size, [layer.kv_cache for layer in layers]
+        self.page_size = page_size
+        for layer in layers:
+            page = torch.zeros(
+                1, page_size, layer.num_kv_heads, 2 * layer.head_dim, dtype=self.dtype, device=self.device
+            )
+            layer.kv_cache = page.transpose(1, 2)
+        self.draft(inputs)
+        self.page_size = kept[0]
+        for layer, cache in zip(layers, kept[1], strict=True):
+            layer.kv_cache = cache
+
+    def idle_inputs(self, num_requests: int, path: int, pages: int) -> DraftInputs:
+        return DraftInputs.idle(
+            num_requests,
+            path=path,
+            tap_size=self.head.head_config.tap_size,
+            pages=pages,
+            nobody=self.max_num_reqs,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Drafts are captured without its help."""
 
@@ -153,16 +186,10 @@ class TreeDrafter(DraftModelSpeculator):
 
     def capture_drafts(self) -> None:
         """Record the drafts that follow a step of trees alone, for some sizes of batches."""
+        self.graphs = None  # their memory is free for the new ones
         largest = min(self.max_num_reqs, MAX_CAPTURED)
-        inputs = DraftInputs.idle(
-            largest,
-            path=self.depth + 1,
-            tap_size=self.head.head_config.tap_size,
-            pages=self.block_tables.input_block_tables[self.group].shape[1],
-            nobody=self.max_num_reqs,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        pages = self.block_tables.input_block_tables[self.group].shape[1]
+        inputs = self.idle_inputs(largest, path=self.depth + 1, pages=pages)
         self.graphs = DraftGraphs(self.draft, inputs, largest)
 
     @torch.inference_mode()

@@ -58,6 +58,8 @@ class TreeRunner(StockRunner):
         self.speculator = TreeDrafter(vllm_config, device)
         self.step = StepTrees(self.max_num_reqs, self.speculator.tree.budget, device)
         self.placed: Placed | None = None
+        self.target_rows: list[SlotRows | None] = []
+        """The target's caches by group."""
         self.is_plain_R = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         """Requests whose sampling looks at the rows before, which are no history in a tree: they decode plainly."""
 
@@ -67,6 +69,7 @@ class TreeRunner(StockRunner):
             self.is_plain_R[self.req_states.req_id_to_index[request.req_id]] = needs_history(request.sampling_params)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        self.forget_cache()
         super().initialize_kv_cache(*args, **kwargs)
         for groups in self.attn_groups:
             for group in groups:
@@ -77,6 +80,39 @@ class TreeRunner(StockRunner):
             slot_rows([layers[name] for name in group.layer_names if name not in drafting])
             for group in self.kv_cache_config.kv_cache_groups
         ]
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        super().profile_run(*args, **kwargs)
+        self.profile_trees()
+
+    @torch.inference_mode()
+    def profile_trees(self) -> None:
+        """Take once what the largest step of trees takes, so that vLLM counts it when it sizes its cache.
+
+        That is the logits of all nodes, beside them the sampler's copy, and then the drafts; the tapped states stay.
+        """
+        drafter, config = self.speculator, self.vllm_config.model_config
+        tap_TX = torch.zeros(
+            self.max_num_tokens, drafter.head.head_config.tap_size, dtype=self.dtype, device=self.device
+        )
+        rows = min(self.max_num_reqs * drafter.tree.budget, self.max_num_tokens)
+        hidden_RM = torch.zeros(rows, config.get_hidden_size(), dtype=self.dtype, device=self.device)
+        logits_RV = self.model.compute_logits(hidden_RM)
+        copy_RV = torch.empty_like(logits_RV, dtype=torch.float32)
+        del hidden_RM, logits_RV, copy_RV
+        drafter.profile(tap_TX)
+
+    def capture_model(self, **options: Any) -> int:
+        """vLLM captures twice: first against a cache that it then throws away, to see what memory it takes."""
+        size: int = super().capture_model(**options)
+        if options.get("profile_only"):
+            self.forget_cache()
+        return size
+
+    def forget_cache(self) -> None:
+        """Let go of all that holds a cache, or has written down where it is."""
+        self.target_rows = []
+        self.speculator.graphs = None
 
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
         """Slots come from consecutive positions, so every node has its own. Then the positions become those of the
@@ -126,18 +162,23 @@ class TreeRunner(StockRunner):
             self.speculator.committed = self.committed(batch)
             plain: tuple[SamplerOutput, Tensor, Tensor] = super().sample(hidden_states, batch, grammar_output)
             return plain
-        logits_RV, drawn_R = self.draw(hidden_states, batch, grammar_output)
+        counts = logprob_counts(self.sampler, batch)
+        logits_RV, drawn_R = self.draw(hidden_states, batch, grammar_output, want_logprobs=counts is not None)
         batch.positions.copy_(placed.position_T)
         first_B1 = batch.cu_num_logits[: batch.num_reqs, None].long()
         shift_B1 = first_B1 - placed.row_BN[:, :1]
         verdict = walk(placed.tree, drawn_R[placed.row_BN + shift_B1])
         source_BD1, target_BD1 = placed.path_rows(verdict)
-        logprobs = self.logprobs(batch, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
+        logprobs = None
+        if counts is not None:
+            logprobs = self.logprobs(batch, counts, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
         self.compact(source_BD1, target_BD1)
         self.speculator.committed = self.committed(batch, source_BD1, target_BD1)
         return self.report(batch, accepted_tokens(placed.tree, verdict), verdict.length_B, logprobs)
 
-    def draw(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, hidden_states: Tensor, input_batch: Any, grammar_output: Any, *, want_logprobs: bool
+    ) -> tuple[Tensor, Tensor]:
         """Logits, as log-probabilities are reported of them, and a token after each row that has any.
 
         vLLM's noise depends on seed and position. A path has one node per position, and the positions are still the
@@ -149,18 +190,20 @@ class TreeRunner(StockRunner):
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits_RV, batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
-        want_logprobs = logprob_counts(self.sampler, batch) is not None
         drawn_R, processed_RV = draw_tokens(self.sampler, logits_RV, batch, want_logprobs)
         return processed_RV if is_processed(self.sampler) else logits_RV, drawn_R
 
     def logprobs(
-        self, input_batch: Any, logits_RV: Tensor, drawn_R: Tensor, source_BD1: Tensor, target_BD1: Tensor
+        self,
+        input_batch: Any,
+        counts: tuple[int, int],
+        logits_RV: Tensor,
+        drawn_R: Tensor,
+        source_BD1: Tensor,
+        target_BD1: Tensor,
     ) -> Any:
         """Log-probabilities where a request wants them: vLLM reads the first rows of a request, so the path's come
         first."""
-        counts = logprob_counts(self.sampler, input_batch)
-        if counts is None:
-            return None
         row_R = torch.arange(len(drawn_R), device=self.device)
         row_R[target_BD1] = source_BD1
         return compute_topk_scores(
@@ -216,6 +259,8 @@ def slot_rows(layers: list[Any]) -> SlotRows | None:
     if not layers:
         return None
     caches = [layer.kv_cache.transpose(1, 2) for layer in layers]
+    if len({cache.shape[1:] for cache in caches}) > 1:
+        raise ValueError("JetSpec's trees in vLLM do not support layers with different shapes of keys and values")
     if not all(cache.is_contiguous() for cache in caches):
         raise ValueError("JetSpec's trees need pages that follow each other in vLLM's KV cache; these have gaps")
     return SlotRows.of(cache.view(-1, cache.shape[2] * cache.shape[3]) for cache in caches)
@@ -229,5 +274,5 @@ def needs_history(params: Any) -> bool:
         or params.frequency_penalty
         or params.bad_words
         or params.structured_outputs
-        or getattr(params, "thinking_token_budget", None)
+        or getattr(params, "thinking_token_budget", None) is not None
     )

@@ -5,27 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import vllm
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.worker.gpu import model_runner as runner_home
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from jetspec.integrations.vllm import BACKEND, register
-from jetspec.integrations.vllm.compat import check_hook, check_version
-from jetspec.integrations.vllm.options import refusals, say
+from jetspec.integrations.vllm.compat import check_hooks, check_version
+from jetspec.integrations.vllm.options import check_head, refusals, say
 
 check_version(vllm.__version__)
-check_hook(runner_home.GPUModelRunner.prepare_attn, "self", "input_batch")
-check_hook(runner_home.GPUModelRunner.sample, "self", "hidden_states", "input_batch", "grammar_output")
-check_hook(Sampler.sample, "self", "logits", "expanded_idx_mapping")
-check_hook(
-    BaseSpeculator.propose,
-    *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
-    *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),
-)
+check_hooks()
 
-from jetspec.integrations.vllm.runner import TreeRunner  # noqa: E402  only where the hooks are as it knows them
+# What follows is private to vLLM: only where it is as we know it.
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
+from vllm.v1.worker.gpu import model_runner as runner_home  # noqa: E402
+
+from jetspec.integrations.vllm.runner import TreeRunner  # noqa: E402
 
 StockWorker: Any
 if current_platform.is_cpu():
@@ -44,12 +37,14 @@ class TreeWorker(StockWorker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         say(refusals(vllm_config))
+        check_head(vllm_config)
+        vllm_config.cache_config.cache_dtype = "auto"  # or the model's own by name, which is the same
         register()
         # The CPU platform asks for its own backend by name, whatever is chosen.
-        if current_platform.is_cpu():
-            register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
-        else:
-            vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+        backend = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.CUSTOM
+        register_backend(backend, BACKEND)
+        if not current_platform.is_cpu():
+            vllm_config.attention_config.backend = backend
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
