@@ -11,9 +11,11 @@ from jinja2 import TemplateError
 
 from jetspec.config import TreeConfig
 from jetspec.models.tokenizer import Tokenizer, TooLong
+from jetspec.serve.arguments import told_arguments
 from jetspec.serve.calls import BEGIN
 from jetspec.serve.errors import Refused
 from jetspec.serve.protocol import (
+    CalledFunction,
     ChatRequest,
     CompletionRequest,
     Generation,
@@ -21,7 +23,6 @@ from jetspec.serve.protocol import (
     SchemaFormat,
     TextFormat,
     Tool,
-    ToolCall,
     ToolChoice,
 )
 from jetspec.serve.schema import bounded, check_bounds
@@ -266,11 +267,8 @@ def uses_tools(message: Message) -> bool:
     return message.role == "tool" or bool(message.tool_calls)
 
 
-def read_arguments(call: ToolCall) -> Any:
-    try:
-        return json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        raise Refused("the arguments of a tool call are not JSON", param="messages") from None
+def told_call(call: CalledFunction) -> dict[str, Any]:
+    return {"name": call.name, "arguments": told_arguments(call.arguments)}
 
 
 def template_message(message: Message) -> dict[str, Any]:
@@ -281,8 +279,7 @@ def template_message(message: Message) -> dict[str, Any]:
     }
     if message.tool_calls:
         said["tool_calls"] = [
-            {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": value}}
-            for call, value in zip(message.tool_calls, map(read_arguments, message.tool_calls), strict=True)
+            {"id": call.id, "type": call.type, "function": told_call(call.function)} for call in message.tool_calls
         ]
     if message.tool_call_id:
         said["tool_call_id"] = message.tool_call_id

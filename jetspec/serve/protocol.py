@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
+from jetspec.serve.arguments import check_arguments
 from jetspec.types import MAX_BIASED_TOKENS, MAX_LOGPROBS
 
 MAX_ANSWERS = 16
@@ -29,6 +31,8 @@ MAX_PROMPTS = 16
 MAX_STOPS = 16
 MAX_TOOLS = 64
 MAX_MESSAGES = 2048
+MAX_CALLS = 1024
+"""Calls of a message."""
 
 ShortText = Annotated[str, StringConstraints(max_length=256)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -160,9 +164,11 @@ class TextPart(Asked):
 
 
 class CalledFunction(Asked):
+    """A call, as it may be handed back. What an answer calls is held to the same."""
+
     name: ToolName
-    arguments: str
-    """JSON."""
+    arguments: Annotated[str, AfterValidator(check_arguments)]
+    """A JSON object."""
 
 
 class ToolCall(Asked):
@@ -176,7 +182,7 @@ class Message(Asked):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: ShortText | None = None
 
     @model_validator(mode="after")
