@@ -90,6 +90,8 @@ class Asked(BaseModel):
 
     NEUTRAL: ClassVar[dict[str, Any]] = {}
     """Values of unknown fields that change nothing, and that clients send all the same."""
+    REPEATED: ClassVar[frozenset[str]] = frozenset()
+    """Unknown fields that OpenAI's client adds to an answer that it hands back: they say again what others say."""
 
     @model_validator(mode="before")
     @classmethod
@@ -106,7 +108,7 @@ class Asked(BaseModel):
     def _is_neutral(cls, name: str, entry: Any) -> bool:
         """Numbers may be written in any way, but neither true nor false is one."""
         if name not in cls.NEUTRAL:
-            return False
+            return name in cls.REPEATED
         neutral = cls.NEUTRAL[name]
         return bool(entry == neutral) and isinstance(entry, bool) == isinstance(neutral, bool)
 
@@ -166,12 +168,16 @@ class TextPart(Asked):
 class CalledFunction(Asked):
     """A call, as it may be handed back. What an answer calls is held to the same."""
 
+    REPEATED = frozenset({"parsed_arguments"})
+
     name: ToolName
     arguments: Annotated[str, AfterValidator(check_arguments)]
     """A JSON object."""
 
 
 class ToolCall(Asked):
+    REPEATED = frozenset({"index"})  # of a stream
+
     id: ShortText
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -179,6 +185,7 @@ class ToolCall(Asked):
 
 class Message(Asked):
     NEUTRAL = {"annotations": []}  # OpenAI's client hands an answer back as it came, with this in it
+    REPEATED = frozenset({"parsed"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None

@@ -67,6 +67,38 @@ def test_the_openai_client_parses_calls_that_the_model_makes_by_itself(calling: 
     assert calls and all(isinstance(call.function.parsed_arguments, Seat) for call in calls)
 
 
+class Flag(BaseModel):
+    on: bool
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tools": [STRICT], "tool_choice": "required"},
+        {"response_format": Flag},
+        {"tools": [STRICT], "tool_choice": "none", "logit_bias": {str(END_TOKEN): 100}},
+    ],
+    ids=["call", "form", "silence"],
+)
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
+def test_what_the_openai_client_hands_back_is_taken(calling: Live, asked: dict[str, Any], streamed: bool) -> None:
+    """It adds what it has read of an answer to the message."""
+    chat, messages = calling.client().chat.completions, list[Any]([{"role": "user", "content": "?"}])
+    options = {"model": NAME, "logit_bias": CALLING, "max_tokens": 100, "seed": 1, **asked}
+    for _ in range(2):
+        if streamed:
+            with chat.stream(messages=messages, **options) as stream:
+                message: Any = stream.get_final_completion().choices[0].message
+        else:
+            message = chat.parse(messages=messages, **options).choices[0].message
+        calls = message.tool_calls or []
+        assert bool(calls) == (asked.get("tool_choice") == "required")
+        assert isinstance(message.parsed, Flag) == ("response_format" in asked)
+        assert all(isinstance(call.function.parsed_arguments, Seat) for call in calls)
+        messages += [message, *({"role": "tool", "tool_call_id": call.id, "content": "done"} for call in calls)]
+
+
 def test_calls_of_strict_and_other_tools_stand_side_by_side(calling: Live) -> None:
     """Those of the strict one keep its schema; the other is called with any object."""
     choices = ask(calling, [STRICT, CLOCK])
