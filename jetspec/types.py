@@ -29,7 +29,7 @@ class Grammar:
     """What a text must look like. `source` is the schema, expression or grammar; any JSON object needs none.
 
     `calls` is any text, but what stands between two tags in it follows a schema; its source is a JSON object of `begin`
-    and `end`, the tags, and the `schema`.
+    and `end`, the tags, and the `schema`; with `once` the text ends with the first.
     """
 
     kind: GrammarKind

@@ -21,12 +21,13 @@ from jetspec.serve.protocol import (
     Generation,
     Message,
     SchemaFormat,
+    TemplateArguments,
     TextFormat,
     Tool,
     ToolChoice,
 )
 from jetspec.serve.schema import bounded, check_bounds
-from jetspec.serve.tools import check_template, check_tools, forced_call, free_calls
+from jetspec.serve.tools import check_template, check_tools, forced_call, free_calls, told_tool
 from jetspec.serve.worker import Job
 from jetspec.types import Grammar, SamplingParams, TreeLimits
 
@@ -86,9 +87,9 @@ class Desk:
             check_template(self.tokenizer.chat_template)
             check_calls(asked.messages)
         grammar = self._grammar(asked, tools, forced)
-        variables: dict[str, Any] = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+        variables: dict[str, Any] = {"tools": list(map(told_tool, tools))} if tools else {}
         if asked.chat_template_kwargs:
-            variables |= asked.chat_template_kwargs.model_dump(exclude_none=True)
+            variables |= template_arguments(asked.chat_template_kwargs, self.tokenizer.chat_template)
         messages = [template_message(message) for message in asked.messages]
         tokens = self._encode_chat(messages, FORCED if forced else "", variables)
         limit = answer_limit(asked)
@@ -112,7 +113,7 @@ class Desk:
         if form and tools:
             raise Refused("response_format and tools do not go together", param="response_format")
         if tools:
-            return forced_call(tools) if forced else free_calls(tools)
+            return forced_call(tools) if forced else free_calls(tools, asked.parallel_tool_calls)
         if isinstance(form, SchemaFormat):
             return Grammar("json_schema", bounded(form.json_schema.schema_, "response_format"))
         return Grammar("json_object") if form else None
@@ -174,7 +175,7 @@ class Desk:
         if trace and logprobs is None:
             logprobs = 0
         sampling = self._sampling(asked, limit, logprobs, grammar)
-        salt = json.dumps([tenant, asked.cache_salt]) if tenant or asked.cache_salt else ""
+        salt = json.dumps([tenant, asked.cache_salt or ""]) if tenant or asked.cache_salt else ""
         return [Job(tokens, sampling, asked.n, limits, trace, salt) for tokens in prompts]
 
     def _sampling(
@@ -265,6 +266,16 @@ def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> list[A
 
 def uses_tools(message: Message) -> bool:
     return message.role == "tool" or bool(message.tool_calls)
+
+
+def template_arguments(asked: TemplateArguments, template: str | None) -> dict[str, Any]:
+    """What the chat template is told beside the conversation. What it does not use is refused."""
+    given = asked.model_dump(exclude_none=True)
+    for name in given:
+        if name not in (template or ""):
+            where = f"chat_template_kwargs.{name}"
+            raise Refused(f"{where} is not supported: this model's chat template does not use it", param=where)
+    return given
 
 
 def told_call(call: CalledFunction) -> dict[str, Any]:

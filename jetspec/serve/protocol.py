@@ -154,7 +154,7 @@ class Generation(Asked):
     """Token ids, and what is added to their logits."""
     ignore_eos: bool = False
     cache_salt: ShortText | None = None
-    """Prompts share cached prefixes only with those of the same salt (and the same API key)."""
+    """Prompts share cached prefixes only with those of the same salt (and the same API key). Empty: none."""
     user: ShortText | None = None
     """A name for the log; it changes nothing."""
     jetspec: TreeOptions | None = None
@@ -270,7 +270,8 @@ class ChatRequest(Generation):
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
-    parallel_tool_calls: Literal[True] = True
+    parallel_tool_calls: bool = True
+    """False: an answer ends with its first call. A call that is forced is the only one."""
     chat_template_kwargs: TemplateArguments | None = None
 
 

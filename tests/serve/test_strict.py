@@ -116,6 +116,25 @@ def test_without_a_strict_tool_calls_are_the_models_own(calling: Live) -> None:
     assert ask(calling, [LOOSE], ignore_eos=True, max_tokens=4)[0]["finish_reason"] == "length"
 
 
+def test_calls_come_one_at_a_time_where_that_is_asked_for(calling: Live) -> None:
+    """Also those of several tools. Where nothing can see to it, that is refused, with what would help."""
+    bias = {**CALLING, str(BEGIN_TOKEN): 20, str(END_TOKEN): 12}
+    alone, several = (
+        ask(calling, [STRICT, CLOCK], logit_bias=bias, parallel_tool_calls=choice) for choice in (False, True)
+    )
+    assert max(map(len, called(alone))) == 1 < max(map(len, called(several)))
+    for choice in alone:
+        assert choice["finish_reason"] == "length" or called([choice]) == [[]] or not choice["message"]["content"]
+    for one, other in zip(called(alone), called(several), strict=True):
+        assert one == other[:1], "the first call is the one that would have been made anyway"
+    forced = ask(calling, [LOOSE], parallel_tool_calls=False, tool_choice="required")
+    assert max(map(len, called(forced))) == 1
+    response = calling.chat(tools=[LOOSE], parallel_tool_calls=False)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "parallel_tool_calls") and "strict" in error["message"]
+    assert calling.chat(parallel_tool_calls=False, max_tokens=2).status_code == 200, "nothing can be called"
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_trees_streams_and_plain_decoding_call_the_same(calling: Live, temperature: float) -> None:
     options = {"temperature": temperature, "n": 3}
