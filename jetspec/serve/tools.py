@@ -52,8 +52,8 @@ def free_calls(tools: list[Tool], several: bool = True) -> Grammar | None:
     then the model's calls are its own. If there may not be `several`, the answer ends with its first call."""
     if not any(tool.function.strict for tool in tools):
         if not several:
-            why = "parallel_tool_calls may be false only if a tool is strict or tool_choice forces a call; or leave it out"
-            raise Refused(why, param="parallel_tool_calls")
+            why = "parallel_tool_calls can be false only if a tool is strict or tool_choice forces a call"
+            raise Refused(f"{why}: ask for one of these", param="parallel_tool_calls")
         return None
     parameters = [tool.function.parameters if tool.function.strict else {} for tool in tools]
     form = {"begin": BEGIN, "end": END, "schema": call_schema(tools, parameters), "once": not several}

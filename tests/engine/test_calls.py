@@ -227,7 +227,7 @@ def test_a_text_without_calls_is_that_without_the_grammar(temperature: float) ->
         (calls({"type": "array", "uniqueItems": True}).source, "uniqueItems"),
         (calls({"type": "string", "minLength": -1}).source, "negative"),
         (calls({"$ref": "#"}).source, "contains itself"),
-        (calls({"type": "nonsense"}).source, "calls"),
+        (calls({"type": "nonsense"}).source, "not a type"),
         (calls(begin="").source, "calls"),
         (calls(begin=5).source, "calls"),  # type: ignore[arg-type]
     ],

@@ -105,8 +105,10 @@ def test_an_answer_has_the_form_that_was_asked_for(live: Live, temperature: floa
         ({"type": "string", "pattern": "a$b"}, "pattern"),
         ({"type": "string", "pattern": "\\Aa"}, "pattern"),
         ({"enum": ["x" * 20_000]}, "bytes"),
-        ({"allOf": 5}, ""),
-        ({"type": "nonsense"}, ""),
+        ({"allOf": 5}, "allOf"),
+        ({"type": "nonsense"}, "type"),
+        ({"type": []}, "type"),
+        ({"$defs": []}, "$defs"),
         ({"not": {"type": "string"}}, "not"),
         ({"$ref": "#"}, "contains itself"),
         ({"$ref": "http://example.org/schema"}, ""),
@@ -236,12 +238,20 @@ def test_the_template_is_told_of_tools_as_they_were_sent(
     tooled: Live, strict: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nulls in a schema mean something, and `strict` is not for the model."""
-    told = list[Any]()
-    tokenizer = tooled.llm.tokenizer
+    told, tokenizer = list[Any](), tooled.llm.tokenizer
     chat = tokenizer.chat
-    monkeypatch.setattr(tokenizer, "chat", lambda *args, tools=(), **more: told.extend(tools) or chat(*args, **more))
+
+    def noted(*args: Any, tools: list[Any], **more: Any) -> str:
+        told.extend(tools)
+        return chat(*args, **more)
+
+    monkeypatch.setattr(tokenizer, "chat", noted)
     parameters = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}}
-    sent = [{"name": "f", "parameters": parameters, "description": "d"}, {"name": "g", "parameters": {}}, {"name": "h"}]
+    sent: list[Any] = [
+        {"name": "f", "parameters": parameters, "description": "d"},
+        {"name": "g", "parameters": {}},
+        {"name": "h"},
+    ]
     tools = [{"type": "function", "function": {**function, "strict": strict}} for function in sent]
     assert tooled.chat(tools=tools, max_tokens=2).status_code == 200
     assert told == [{"type": "function", "function": function} for function in sent]
