@@ -268,6 +268,8 @@ class Update:
     """Of `token_ids`, if the request asked for them."""
     drafted: int = 0
     """Draft tokens that the round checked."""
+    accepted: int = 0
+    """Those that the target agreed with. At the end of a text some may lie behind it, and are not in `token_ids`."""
 
 
 class RequestState(Enum):

@@ -290,14 +290,16 @@ def test_what_cannot_be_kept_is_refused_by_name(schema: dict[str, Any], word: st
 
 ODD: list[Any] = [None, True, -1, 2.5, "a", [], ["a"], [3], {}, {"a": 3}, {"a": {}}, [{}]]
 """Values of every kind, of which each keyword takes a few."""
-TAKEN: dict[str, list[Any]] = {
-    **dict.fromkeys(("properties", "$defs", "definitions"), [{}, {"a": {}}]),
-    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), [True, {}, {"a": 3}, {"a": {}}]),
-    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), [[], [{}]]),
-    **dict.fromkeys(("$ref", "pattern", "format"), ["a"]),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), [-1, 2.5]),
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), [-1]),
-    **{"type": [], "enum": [[], ["a"], [3], [{}]], "required": [[], ["a"]]},
+TAKEN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("properties", "$defs", "definitions"), ({}, {"a": {}})),
+    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), (True, {}, {"a": 3}, {"a": {}})),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), ([], [{}])),
+    **dict.fromkeys(("$ref", "pattern", "format"), ("a",)),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (-1, 2.5)),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), (-1,)),
+    "type": (),
+    "enum": ([], ["a"], [3], [{}]),
+    "required": ([], ["a"]),
 }
 
 
