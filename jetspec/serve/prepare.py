@@ -100,7 +100,9 @@ class Desk:
     def completion(self, asked: CompletionRequest, tenant: str) -> Prepared:
         self._check_common(asked)
         prompts = [self._encode(prompt) for prompt in each_prompt(asked.prompt)]
-        jobs = self._jobs(asked, prompts, tenant, asked.max_tokens, asked.logprobs, None)
+        is_asked = "max_tokens" in asked.model_fields_set
+        limit = asked.max_tokens if is_asked else min(asked.max_tokens, self.max_tokens)
+        jobs = self._jobs(asked, prompts, tenant, limit, asked.logprobs, None)
         return Prepared(jobs, asked.logprobs is not None)
 
     def _grammar(self, asked: ChatRequest, tools: list[Tool], forced: bool) -> Grammar | None:
