@@ -61,8 +61,7 @@ def enforceable(source: str) -> str:
     for part in parts:
         _separate(part, root)
         _spell_out(part, root)
-    has_end = _all_end(root, parts)
-    if not has_end:
+    if not _all_end(root, parts):
         raise ValueError("the JSON schema has a part that contains itself by $ref, so that no text of it ever ends")
     return json.dumps(root)
 

@@ -38,14 +38,11 @@ def read_arguments(text: str) -> dict[str, Any]:
     return value
 
 
-def check_arguments(text: str) -> str:
-    """The same text. Some clients leave it empty where a function takes nothing."""
-    read_arguments(text or "{}")
-    return text
-
-
 def told_arguments(text: str) -> dict[str, Any]:
-    """What the model is told of them: no text holds half of a surrogate pair, which JSON can name."""
+    """What the model is told of them: no text holds half of a surrogate pair, which JSON can name.
+
+    Some clients leave them empty where a function takes nothing.
+    """
     whole = json.dumps(read_arguments(text or "{}"), ensure_ascii=False)
     told: dict[str, Any] = json.loads(whole.encode(errors="replace"))
     return told

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from jetspec.engine.detokenize import overlap
-from jetspec.serve.arguments import JSON
+from jetspec.serve.arguments import JSON, read_arguments
 from jetspec.serve.protocol import MAX_CALLS, CalledFunction, FunctionCall
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -59,9 +59,9 @@ class CallScanner:
 class ToolReader:
     """Splits an answer, as it comes, into what is said and what is called.
 
-    A call that is cut off or that could not be handed back (`CalledFunction`) is handed on as text, tags included:
-    nothing is lost. A closing tag in a string of a call is a part of that string, unless the string is never closed:
-    then tags close calls wherever they stand.
+    A call that is cut off or that could not be handed back is handed on as text, tags included: nothing is lost. A
+    closing tag in a string of a call is a part of that string, unless the string is never closed: then tags close
+    calls wherever they stand.
     """
 
     def __init__(self, inside: bool = False) -> None:
@@ -146,8 +146,7 @@ def read_call(text: str, place: int) -> FunctionCall:
     arguments = found.get("arguments", "")
     if arguments.startswith('"'):
         arguments = JSON.decode(arguments)
-    if not arguments:
-        raise ValueError("a call has arguments")
+    read_arguments(arguments)
     call = CalledFunction(name=JSON.decode(found.get("name", "null")), arguments=arguments)
     return FunctionCall(name=call.name, arguments=call.arguments)
 

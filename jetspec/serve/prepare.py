@@ -15,7 +15,6 @@ from jetspec.serve.arguments import told_arguments
 from jetspec.serve.calls import BEGIN
 from jetspec.serve.errors import Refused
 from jetspec.serve.protocol import (
-    CalledFunction,
     ChatRequest,
     CompletionRequest,
     Generation,
@@ -24,6 +23,7 @@ from jetspec.serve.protocol import (
     TemplateArguments,
     TextFormat,
     Tool,
+    ToolCall,
     ToolChoice,
 )
 from jetspec.serve.schema import bounded, check_bounds
@@ -90,7 +90,7 @@ class Desk:
         variables: dict[str, Any] = {"tools": list(map(told_tool, tools))} if tools else {}
         if asked.chat_template_kwargs:
             variables |= template_arguments(asked.chat_template_kwargs, self.tokenizer.chat_template)
-        messages = [template_message(message) for message in asked.messages]
+        messages = [template_message(message, f"messages.{i}") for i, message in enumerate(asked.messages)]
         tokens = self._encode_chat(messages, FORCED if forced else "", variables)
         limit = answer_limit(asked)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -280,20 +280,22 @@ def template_arguments(asked: TemplateArguments, template: str | None) -> dict[s
     return given
 
 
-def told_call(call: CalledFunction) -> dict[str, Any]:
-    return {"name": call.name, "arguments": told_arguments(call.arguments)}
+def told_call(call: ToolCall, place: str) -> dict[str, Any]:
+    try:
+        arguments = told_arguments(call.function.arguments)
+    except ValueError as error:
+        raise Refused(str(error), param=f"{place}.function.arguments") from error
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def template_message(message: Message) -> dict[str, Any]:
+def template_message(message: Message, place: str) -> dict[str, Any]:
     """A message as chat templates expect it: plain text, and the arguments of a call as an object."""
     said: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,
     }
     if message.tool_calls:
-        said["tool_calls"] = [
-            {"id": call.id, "type": call.type, "function": told_call(call.function)} for call in message.tool_calls
-        ]
+        said["tool_calls"] = [told_call(call, f"{place}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)]
     if message.tool_call_id:
         said["tool_call_id"] = message.tool_call_id
     return said

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,7 +21,6 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
-from jetspec.serve.arguments import check_arguments
 from jetspec.types import MAX_BIASED_TOKENS, MAX_LOGPROBS
 
 MAX_ANSWERS = 16
@@ -171,8 +169,8 @@ class CalledFunction(Asked):
     REPEATED = frozenset({"parsed_arguments"})
 
     name: ToolName
-    arguments: Annotated[str, AfterValidator(check_arguments)]
-    """A JSON object."""
+    arguments: str
+    """A JSON object, which `read_arguments` reads."""
 
 
 class ToolCall(Asked):

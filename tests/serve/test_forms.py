@@ -229,8 +229,11 @@ def test_conversations_with_calls_reach_the_template(tooled: Live) -> None:
         tools=[CLOCK],
     )
     assert answer["usage"]["prompt_tokens"] == len(tooled.llm.tokenizer.encode(text))
-    messages[1]["tool_calls"] = [{**call, "function": {"name": "clock", "arguments": "{"}}]
-    assert tooled.chat(messages=messages).status_code == 400
+    for wrong in ("{", "null", "[]", '"a"', '{"a": NaN}', '{"a": ' + "[" * 900 + "]" * 900 + "}"):
+        messages[1]["tool_calls"] = [call, {**call, "function": {"name": "clock", "arguments": wrong}}]
+        response = tooled.chat(messages=messages)
+        param = response.json()["error"]["param"]
+        assert (response.status_code, param) == (400, "messages.1.tool_calls.1.function.arguments")
 
 
 @pytest.mark.parametrize("strict", [None, False, True])

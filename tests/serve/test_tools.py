@@ -139,25 +139,27 @@ def test_what_is_handed_out_can_come_back(name: str, arguments: Any, is_text: bo
     assert bool(calls) == (is_object and bool(re.fullmatch("[a-z_.-]{1,64}", name)))
     for call in calls:
         assert json.loads(call.arguments) == arguments
-        said = template_message(handed_back([call]))
+        said = handed_back([call])
         json.dumps(said, ensure_ascii=False).encode()
 
 
-def handed_back(calls: list[FunctionCall]) -> Message:
+def handed_back(calls: list[FunctionCall]) -> dict[str, Any]:
+    """What a template is told of an answer that made these."""
     made = [{"id": "1", "type": "function", "function": call.model_dump()} for call in calls]
-    return Message.model_validate({"role": "assistant", "content": None, "tool_calls": made})
+    message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": made})
+    return template_message(message, "messages.0")
 
 
 def test_calls_of_any_number_and_size_can_come_back() -> None:
     number = '{"a": [1e999, ' + "9" * 5000 + "]}"
-    assert template_message(handed_back(read_calls(f'{{"name": "f", "arguments": {number}}}')))
+    assert handed_back(read_calls(f'{{"name": "f", "arguments": {number}}}'))
     said, calls = read([f"{BEGIN}{CALL}{END}"] * (MAX_CALLS + 1))
     assert len(calls) == MAX_CALLS and said.strip() == f"{BEGIN}{CALL}{END}"
-    assert template_message(handed_back(calls))["tool_calls"][-1]["function"]["name"] == "add"
+    assert handed_back(calls)["tool_calls"][-1]["function"]["name"] == "add"
 
 
 def test_a_call_without_arguments_may_leave_them_empty() -> None:
-    said = template_message(handed_back([FunctionCall(name="now", arguments="")]))
+    said = handed_back([FunctionCall(name="now", arguments="")])
     assert said["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
 
 
