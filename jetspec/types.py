@@ -29,7 +29,7 @@ class Grammar:
     """What a text must look like. `source` is the schema, expression or grammar; any JSON object needs none.
 
     `calls` is any text, but what stands between two tags in it follows a schema; its source is a JSON object of `begin`
-    and `end`, the tags, and the `schema`.
+    and `end`, the tags, and the `schema`; with `once` the text ends with the first.
     """
 
     kind: GrammarKind
@@ -268,6 +268,8 @@ class Update:
     """Of `token_ids`, if the request asked for them."""
     drafted: int = 0
     """Draft tokens that the round checked."""
+    accepted: int = 0
+    """Those that the target agreed with. At the end of a text some may lie behind it, and are not in `token_ids`."""
 
 
 class RequestState(Enum):

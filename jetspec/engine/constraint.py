@@ -121,11 +121,11 @@ class Grammars:
         return compiled
 
     def _compile(self, grammar: Grammar) -> Any:
-        schema, tags = ANY_OBJECT, ("", "")
+        schema, tagged = ANY_OBJECT, dict[str, Any]()
         if grammar.kind == "json_schema":
             schema = enforceable(grammar.source)
         elif grammar.kind == "calls":
-            schema, tags = _read_tagged(grammar.source)
+            tagged = _read_tagged(grammar.source)
         try:
             match grammar.kind:
                 case "json_schema" | "json_object":
@@ -133,7 +133,7 @@ class Grammars:
                         schema, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
                     )
                 case "calls":
-                    return self._compiler.compile_structural_tag(self._tagged(schema, *tags))
+                    return self._compiler.compile_structural_tag(self._tagged(**tagged))
                 case "regex":
                     return self._compiler.compile_regex(grammar.source)
                 case "ebnf":
@@ -143,8 +143,10 @@ class Grammars:
         kinds = "json_object, json_schema, calls, regex or ebnf"
         raise ValueError(f"grammar kind {grammar.kind!r} is unknown; use {kinds}")
 
-    def _tagged(self, schema: str, begin: str, end: str) -> dict[str, Any]:
+    def _tagged(self, schema: str, begin: str, end: str, once: bool = False) -> dict[str, Any]:
         """Any text, in which the one tag is always followed by JSON of the schema and the other tag.
+
+        If they may come only `once`, the text ends with them.
 
         The schema is handed over as the grammar that it is alone, because between tags the library would read it in
         another way, in which objects are closed.
@@ -153,7 +155,8 @@ class Grammars:
         space = {"type": "regex", "pattern": rf"[ \n\r\t]{{0,{MAX_WHITESPACE}}}"}
         inside = {"type": "sequence", "elements": [space, {"type": "grammar", "grammar": str(rules)}, space]}
         tag = {"type": "tag", "begin": begin, "content": inside, "end": end}
-        return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [begin], "tags": [tag]}}
+        text = {"type": "triggered_tags", "triggers": [begin], "tags": [tag], "stop_after_first": once}
+        return {"type": "structural_tag", "format": text}
 
     def start(self, grammar: Grammar) -> Constraint:
         """A constraint that stands at the beginning of a text."""
@@ -216,14 +219,14 @@ class CallsConstraint(GrammarConstraint):
         return bool(self._matcher.is_completed()) and not self._matcher.is_terminated()
 
 
-def _read_tagged(source: str) -> tuple[str, tuple[str, str]]:
-    """The schema of a call, and the tags around it."""
+def _read_tagged(source: str) -> dict[str, Any]:
+    """The tags around a call, its schema in a form that is enforced, and whether there is only one."""
     try:
         asked = json.loads(source)
-        schema, tags = asked["schema"], (asked["begin"], asked["end"])
+        tagged = {name: asked[name] for name in ("begin", "end", "schema")}
     except (ValueError, RecursionError, TypeError, KeyError):
         raise ValueError("a grammar of calls is a JSON object of begin, end and schema") from None
-    return enforceable(json.dumps(schema)), tags
+    return {**tagged, "schema": enforceable(json.dumps(tagged["schema"])), "once": asked.get("once") is True}
 
 
 def _mask(tokens: Iterable[int], vocab_size: int) -> Tensor:

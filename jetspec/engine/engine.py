@@ -220,12 +220,14 @@ class Engine:
             kept = self._append(request, tokens)
             logprobs = self._logprobs(request, launched.result, packed, kept)
             request.stats.accepted_lengths.append(len(kept) - 1)
+            completion, new = None, ""
             if request.finish_reason:
-                updates.append(self._finish(request, kept, now, trace, logprobs, size - 1))
-            elif not request.quiet:
-                text = self.texts.get(request.id)
-                new = text.take() if text else ""
-                updates.append(Update(request.id, kept, new, None, trace, logprobs, size - 1))
+                completion, new = self._finish(request, now)
+            elif request.quiet:
+                continue
+            elif text := self.texts.get(request.id):
+                new = text.take()
+            updates.append(Update(request.id, kept, new, completion, trace, logprobs, size - 1, len(tokens) - 1))
         return updates
 
     def _logprobs(
@@ -255,15 +257,8 @@ class Engine:
             return tokens[:count]
         return tokens
 
-    def _finish(
-        self,
-        request: Request,
-        kept: list[int],
-        now: float,
-        trace: RoundTrace | None,
-        logprobs: list[TokenLogprob] | None,
-        drafted: int,
-    ) -> Update:
+    def _finish(self, request: Request, now: float) -> tuple[Completion, str]:
+        """All of a request that has ended, and the text that was held back."""
         assert request.finish_reason
         text = self.texts.get(request.id)
         last = text.finish() if text else ""
@@ -277,7 +272,7 @@ class Engine:
             request.logprobs if request.sampling.logprobs is not None else None,
         )
         self._remove(request)
-        return Update(request.id, kept, last, completion, trace, logprobs, drafted)
+        return completion, last
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from jetspec.engine.formats import FREE, LIBRARY, PATTERNS, is_safe, spelled_out
+from jetspec.engine.schema_form import COUNTS, RANGE, check_form
 from jetspec.engine.schema_parts import (
     IMPLIED,
     all_parts,
@@ -27,8 +28,6 @@ ANNOTATIONS = frozenset(
     | {"deprecated", "readOnly", "writeOnly", "discriminator"}
 )
 """Keywords that ask nothing of the text; so do those that begin with x-."""
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Keywords beside which the library reads over all others."""
 KNOWN = frozenset(
@@ -52,20 +51,17 @@ def enforceable(source: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
     parts = all_parts(root)
-    try:
-        for part in parts:
-            _check_values(part)
-        ignored = {name for part in parts for name in _ignored(part, root)}
-        if ignored:
-            names = ", ".join(sorted(ignored))[:MAX_NAMES]
-            raise ValueError(f"the JSON schema uses {names} where it cannot be enforced")
-        for part in parts:
-            _separate(part, root)
-            _spell_out(part, root)
-        has_end = _all_end(root, parts)
-    except (TypeError, AttributeError):
-        raise ValueError("the JSON schema has a keyword whose value is of the wrong type") from None
-    if not has_end:
+    for part in parts:
+        check_form(part)
+        _check_values(part)
+    ignored = {name for part in parts for name in _ignored(part, root)}
+    if ignored:
+        names = ", ".join(sorted(ignored))[:MAX_NAMES]
+        raise ValueError(f"the JSON schema uses {names} where it cannot be enforced")
+    for part in parts:
+        _separate(part, root)
+        _spell_out(part, root)
+    if not _all_end(root, parts):
         raise ValueError("the JSON schema has a part that contains itself by $ref, so that no text of it ever ends")
     return json.dumps(root)
 
@@ -74,18 +70,7 @@ def enforceable(source: str) -> str:
 
 
 def _check_values(schema: dict[str, Any]) -> None:
-    """Refuse keywords with values that no text fits."""
-    for keyword in COUNTS:
-        if keyword not in schema:
-            continue
-        count = schema[keyword]
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise ValueError(f"{keyword} in the JSON schema is not a whole number")
-        if count < 0:
-            raise ValueError(f"{keyword} in the JSON schema is negative")
-    for keyword in ("anyOf", "oneOf", "allOf", "enum"):
-        if schema.get(keyword) == []:
-            raise ValueError(f"{keyword} in the JSON schema is empty, so that nothing can be written")
+    """Refuse values that are not of the type beside them, so that no text fits."""
     named = set(named_types(schema))
     if "number" in named:
         named.add("integer")

@@ -207,7 +207,8 @@ class ChatAnswer:
         traced = trace_round(update, self.words, state.trail)
         if not (text or shown or update.completion or traced or found):
             return None
-        delta = Delta(role=None if state.is_begun else "assistant", content=text or None, tool_calls=shown or None)
+        content = text or (None if state.is_begun or state.calls else "")  # an answer that says nothing has a text
+        delta = Delta(role=None if state.is_begun else "assistant", content=content, tool_calls=shown or None)
         state.is_begun = True
         logprobs = chat_logprobs(found, self.words) if found else None
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=state.finish)

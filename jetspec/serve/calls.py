@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from typing import NoReturn
 
 from jetspec.engine.detokenize import overlap
-from jetspec.serve.protocol import FunctionCall
+from jetspec.serve.arguments import JSON, read_arguments
+from jetspec.serve.protocol import MAX_CALLS, CalledFunction, FunctionCall
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-STRING = re.compile(r'"(?:[^"\\]|\\[^\x00-\x1f])*+"')
-CONTROL = re.compile(r"[\x00-\x1f]")
-CLOSING = re.compile(rf'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|(?P<end>{END})', re.DOTALL)
-"""Strings, of which the last may be open, so that what is found of the tag is outside of them."""
+STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+CONTROL = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
+"""Control characters, and what follows a backslash, which is left alone."""
+OUTSIDE = re.compile(rf'"|{END}')
+IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+class CallScanner:
+    """Looks for the tag that closes a call, in text that comes in pieces, and looks at each character once.
 
+    A closing tag in a string of the call is a part of that string.
+    """
 
-JSON = json.JSONDecoder(parse_int=float, parse_constant=no_number)
-"""Reads numbers of any length, but not NaN and its like."""
+    def __init__(self) -> None:
+        self._settled: list[str] = []
+        self._rest = ""
+        """The end of the text, in which a tag or an escape may have begun."""
+        self._in_string = False
+
+    def push(self, text: str) -> tuple[str, str, str] | None:
+        """What stands before the tag, the tag, and what stands after it, once it is there."""
+        text, place = self._rest + text, 0
+        while True:
+            if self._in_string:
+                found = IN_STRING.match(text, place)
+                assert found is not None, "it may be empty"
+                place = found.end()
+                if not text.startswith('"', place):  # the end, but for a backslash
+                    break
+                self._in_string, place = False, place + 1
+            found = OUTSIDE.search(text, place)
+            if found is None:
+                place = max(place, len(text) - overlap(text, (END,)))
+                break
+            if found[0] == END:
+                return "".join([*self._settled, text[: found.start()]]), END, text[found.end() :]
+            self._in_string, place = True, found.end()
+        self._settled.append(text[:place])
+        self._rest = text[place:]
+        return None
+
+    def whole(self) -> str:
+        return "".join([*self._settled, self._rest])
 
 
 class ToolReader:
     """Splits an answer, as it comes, into what is said and what is called.
 
-    A call that is cut off or is no valid JSON is handed on as text, tags included: nothing is lost. A closing tag in a
-    string of a call is a part of that string, unless the string is never closed.
+    A call that is cut off or that could not be handed back is handed on as text, tags included: nothing is lost. A
+    closing tag in a string of a call is a part of that string, unless the string is never closed: then tags close
+    calls wherever they stand.
     """
 
     def __init__(self, inside: bool = False) -> None:
         """`inside`: the prompt ends with the opening tag."""
         self._rest = ""
-        self._inside = inside
+        """The end of what is said, in which a tag may have begun."""
+        self._call = CallScanner() if inside else None
         self._opening = "" if inside else BEGIN
         self._space = ""
         """What stands between calls, or after them: it shows if words follow."""
@@ -45,36 +77,45 @@ class ToolReader:
         """The text ended within a call."""
 
     def push(self, text: str, is_last: bool) -> tuple[str, list[FunctionCall]]:
-        self._rest += text
-        said, calls = "", []
-        while True:
-            before, found, after = self._split_call(is_last) if self._inside else self._rest.partition(BEGIN)
-            if not found and not (is_last and self._inside):
-                break
-            self._rest = after
-            if not self._inside:
-                said, self._opening = said + before, BEGIN
-            elif read := read_calls(before):
+        said, calls = "", list[FunctionCall]()
+        text, self._rest = self._rest + text, ""
+        for is_call, part, closing in self._parts(text, is_last):
+            read = read_calls(part) if is_call else []
+            if read and self.num_calls + len(read) <= MAX_CALLS:
                 calls += read
+                self.num_calls += len(read)
+            elif is_call:
+                said += self._opening + part + closing
+                self.is_cut = not closing
             else:
-                said += self._opening + before + found
-                self.is_cut = not found
-            self._inside = not self._inside and bool(found)
-        if not self._inside:
-            keep = 0 if is_last else overlap(self._rest, (BEGIN,))
-            said, self._rest = said + self._rest[: len(self._rest) - keep], self._rest[len(self._rest) - keep :]
-        self.num_calls += len(calls)
+                said, self._opening = said + part, BEGIN
         said, self._space = self._space + said, ""
         if self.num_calls and said.isspace():
             said, self._space = "", said
         return said, calls
 
-    def _split_call(self, is_last: bool) -> tuple[str, str, str]:
-        """What stands before, in and after the tag that closes a call."""
-        for match in CLOSING.finditer(self._rest):
-            if match["end"]:
-                return self._rest[: match.start()], END, self._rest[match.end() :]
-        return self._rest.partition(END) if is_last else (self._rest, "", "")
+    def _parts(self, text: str, is_last: bool) -> Iterator[tuple[bool, str, str]]:
+        """What is complete: whether it is a call, what it says, and the tag that closed it."""
+        is_broken = False
+        """A string is never closed."""
+        while True:
+            if self._call is None:
+                before, found, text = text.partition(BEGIN)
+                keep = 0 if found or is_last else overlap(before, (BEGIN,))
+                self._rest = before[len(before) - keep :]
+                yield False, before[: len(before) - keep], ""
+                if not found:
+                    return
+                self._call = CallScanner()
+            split = None if is_broken else self._call.push(text)
+            if split is None:
+                if not is_last:
+                    return
+                split = (text if is_broken else self._call.whole()).partition(END)
+                is_broken = True
+            before, found, text = split
+            self._call = None
+            yield True, before, found
 
 
 def read_calls(text: str) -> list[FunctionCall]:
@@ -83,7 +124,7 @@ def read_calls(text: str) -> list[FunctionCall]:
     Arguments are handed on as they are written, for not every number is the same once it was read. Only control
     characters in strings are escaped, which models write as they are.
     """
-    text = STRING.sub(lambda found: CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", found[0]), text.strip())
+    text = STRING.sub(lambda string: CONTROL.sub(escaped, string[0]), text.strip())
     try:
         whole = JSON.decode(text)
         places = [start for _, start, _ in members(text, 0)] if isinstance(whole, list) else [0]
@@ -93,19 +134,21 @@ def read_calls(text: str) -> list[FunctionCall]:
     return calls
 
 
+def escaped(found: re.Match[str]) -> str:
+    return found[0] if found[0].startswith("\\") else f"\\u{ord(found[0]):04x}"
+
+
 def read_call(text: str, place: int) -> FunctionCall:
-    """The call that stands at this place of a JSON text. ValueError if it is none."""
+    """The call that stands at this place of a JSON text. ValueError if it is none that could be handed back."""
     if text[place] != "{":
         raise ValueError("a call is an object")
     found = {name: text[start:end] for name, start, end in members(text, place)}
-    name, arguments = JSON.decode(found.get("name", "0")), found.get("arguments", "")
-    if not isinstance(name, str) or not arguments:
-        raise ValueError("a call has a name and arguments")
+    arguments = found.get("arguments", "")
     if arguments.startswith('"'):
         arguments = JSON.decode(arguments)
-    for part in (name, arguments):
-        part.encode()  # an escape may stand for what no text can hold
-    return FunctionCall(name=name, arguments=arguments)
+    read_arguments(arguments)
+    call = CalledFunction(name=JSON.decode(found.get("name", "null")), arguments=arguments)
+    return FunctionCall(name=call.name, arguments=call.arguments)
 
 
 def members(text: str, place: int) -> Iterator[tuple[str, int, int]]:

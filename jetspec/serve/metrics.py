@@ -42,17 +42,17 @@ class Metrics:
         )
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
         self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens checked.")
-        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens kept.")
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         self._accepted_at = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens kept, by place in the draft.",
+            "Draft tokens accepted, by place in the draft.",
             ["model_name", "position"],
             registry=self.registry,
         )
         self._rounds = Counter("jetspec:rounds", "Rounds, counted per answer.", registry=self.registry)
         self._accepted_length = Histogram(
             "jetspec:accepted_length",
-            "Draft tokens kept per round.",
+            "Draft tokens accepted per round.",
             buckets=[*range(16), 31, 63, MAX_DEPTH],
             registry=self.registry,
         )
@@ -103,12 +103,12 @@ class Metrics:
             self._recent.popleft()
         self._tokens.inc(num)
         self._rounds.inc()
-        self._accepted_length.observe(num - 1)
+        self._accepted_length.observe(update.accepted)
         if update.drafted:
             self._drafts.inc()
             self._draft_tokens.inc(update.drafted)
-            self._accepted.inc(num - 1)
-            for position in range(num - 1):
+            self._accepted.inc(update.accepted)
+            for position in range(update.accepted):
                 self._accepted_at.labels(**self._model, position=position).inc()
         if is_first:
             self._first.observe(waited_s)

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 
 from jetspec.config import TreeConfig
 from jetspec.models.tokenizer import Tokenizer, TooLong
+from jetspec.serve.arguments import told_arguments
 from jetspec.serve.calls import BEGIN
 from jetspec.serve.errors import Refused
 from jetspec.serve.protocol import (
@@ -19,13 +20,14 @@ from jetspec.serve.protocol import (
     Generation,
     Message,
     SchemaFormat,
+    TemplateArguments,
     TextFormat,
     Tool,
     ToolCall,
     ToolChoice,
 )
 from jetspec.serve.schema import bounded, check_bounds
-from jetspec.serve.tools import check_template, check_tools, forced_call, free_calls
+from jetspec.serve.tools import check_template, check_tools, forced_call, free_calls, told_tool
 from jetspec.serve.worker import Job
 from jetspec.types import Grammar, SamplingParams, TreeLimits
 
@@ -85,10 +87,10 @@ class Desk:
             check_template(self.tokenizer.chat_template)
             check_calls(asked.messages)
         grammar = self._grammar(asked, tools, forced)
-        variables: dict[str, Any] = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+        variables: dict[str, Any] = {"tools": list(map(told_tool, tools))} if tools else {}
         if asked.chat_template_kwargs:
-            variables |= asked.chat_template_kwargs.model_dump(exclude_none=True)
-        messages = [template_message(message) for message in asked.messages]
+            variables |= template_arguments(asked.chat_template_kwargs, self.tokenizer.chat_template)
+        messages = [template_message(message, f"messages.{i}") for i, message in enumerate(asked.messages)]
         tokens = self._encode_chat(messages, FORCED if forced else "", variables)
         limit = answer_limit(asked)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -98,7 +100,9 @@ class Desk:
     def completion(self, asked: CompletionRequest, tenant: str) -> Prepared:
         self._check_common(asked)
         prompts = [self._encode(prompt) for prompt in each_prompt(asked.prompt)]
-        jobs = self._jobs(asked, prompts, tenant, asked.max_tokens, asked.logprobs, None)
+        is_asked = "max_tokens" in asked.model_fields_set
+        limit = asked.max_tokens if is_asked else min(asked.max_tokens, self.max_tokens)
+        jobs = self._jobs(asked, prompts, tenant, limit, asked.logprobs, None)
         return Prepared(jobs, asked.logprobs is not None)
 
     def _grammar(self, asked: ChatRequest, tools: list[Tool], forced: bool) -> Grammar | None:
@@ -111,7 +115,7 @@ class Desk:
         if form and tools:
             raise Refused("response_format and tools do not go together", param="response_format")
         if tools:
-            return forced_call(tools) if forced else free_calls(tools)
+            return forced_call(tools) if forced else free_calls(tools, asked.parallel_tool_calls)
         if isinstance(form, SchemaFormat):
             return Grammar("json_schema", bounded(form.json_schema.schema_, "response_format"))
         return Grammar("json_object") if form else None
@@ -173,7 +177,7 @@ class Desk:
         if trace and logprobs is None:
             logprobs = 0
         sampling = self._sampling(asked, limit, logprobs, grammar)
-        salt = json.dumps([tenant, asked.cache_salt]) if tenant or asked.cache_salt else ""
+        salt = json.dumps([tenant, asked.cache_salt or ""]) if tenant or asked.cache_salt else ""
         return [Job(tokens, sampling, asked.n, limits, trace, salt) for tokens in prompts]
 
     def _sampling(
@@ -266,24 +270,32 @@ def uses_tools(message: Message) -> bool:
     return message.role == "tool" or bool(message.tool_calls)
 
 
-def read_arguments(call: ToolCall) -> Any:
+def template_arguments(asked: TemplateArguments, template: str | None) -> dict[str, Any]:
+    """What the chat template is told beside the conversation. What it does not use is refused."""
+    given = asked.model_dump(exclude_none=True)
+    for name in given:
+        if name not in (template or ""):
+            where = f"chat_template_kwargs.{name}"
+            raise Refused(f"{where} is not supported: this model's chat template does not use it", param=where)
+    return given
+
+
+def told_call(call: ToolCall, place: str) -> dict[str, Any]:
     try:
-        return json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        raise Refused("the arguments of a tool call are not JSON", param="messages") from None
+        arguments = told_arguments(call.function.arguments)
+    except ValueError as error:
+        raise Refused(str(error), param=f"{place}.function.arguments") from error
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def template_message(message: Message) -> dict[str, Any]:
+def template_message(message: Message, place: str) -> dict[str, Any]:
     """A message as chat templates expect it: plain text, and the arguments of a call as an object."""
     said: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,
     }
     if message.tool_calls:
-        said["tool_calls"] = [
-            {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": value}}
-            for call, value in zip(message.tool_calls, map(read_arguments, message.tool_calls), strict=True)
-        ]
+        said["tool_calls"] = [told_call(call, f"{place}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)]
     if message.tool_call_id:
         said["tool_call_id"] = message.tool_call_id
     return said

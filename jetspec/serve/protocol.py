@@ -29,6 +29,8 @@ MAX_PROMPTS = 16
 MAX_STOPS = 16
 MAX_TOOLS = 64
 MAX_MESSAGES = 2048
+MAX_CALLS = 1024
+"""Calls of a message."""
 
 ShortText = Annotated[str, StringConstraints(max_length=256)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -86,6 +88,8 @@ class Asked(BaseModel):
 
     NEUTRAL: ClassVar[dict[str, Any]] = {}
     """Values of unknown fields that change nothing, and that clients send all the same."""
+    REPEATED: ClassVar[frozenset[str]] = frozenset()
+    """Unknown fields that OpenAI's client adds to an answer that it hands back: they say again what others say."""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,7 +106,7 @@ class Asked(BaseModel):
     def _is_neutral(cls, name: str, entry: Any) -> bool:
         """Numbers may be written in any way, but neither true nor false is one."""
         if name not in cls.NEUTRAL:
-            return False
+            return name in cls.REPEATED
         neutral = cls.NEUTRAL[name]
         return bool(entry == neutral) and isinstance(entry, bool) == isinstance(neutral, bool)
 
@@ -148,7 +152,7 @@ class Generation(Asked):
     """Token ids, and what is added to their logits."""
     ignore_eos: bool = False
     cache_salt: ShortText | None = None
-    """Prompts share cached prefixes only with those of the same salt (and the same API key)."""
+    """Prompts share cached prefixes only with those of the same salt (and the same API key). Empty: none."""
     user: ShortText | None = None
     """A name for the log; it changes nothing."""
     jetspec: TreeOptions | None = None
@@ -160,12 +164,18 @@ class TextPart(Asked):
 
 
 class CalledFunction(Asked):
+    """A call, as it may be handed back. What an answer calls is held to the same."""
+
+    REPEATED = frozenset({"parsed_arguments"})
+
     name: ToolName
     arguments: str
-    """JSON."""
+    """A JSON object, which `read_arguments` reads."""
 
 
 class ToolCall(Asked):
+    REPEATED = frozenset({"index"})  # of a stream
+
     id: ShortText
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -173,10 +183,11 @@ class ToolCall(Asked):
 
 class Message(Asked):
     NEUTRAL = {"annotations": []}  # OpenAI's client hands an answer back as it came, with this in it
+    REPEATED = frozenset({"parsed"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: ShortText | None = None
 
     @model_validator(mode="after")
@@ -257,7 +268,8 @@ class ChatRequest(Generation):
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
-    parallel_tool_calls: Literal[True] = True
+    parallel_tool_calls: bool = True
+    """False: an answer ends with its first call. A call that is forced is the only one."""
     chat_template_kwargs: TemplateArguments | None = None
 
 

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from jetspec.engine.schema import COUNTS
+from jetspec.engine.schema_form import COUNTS
 from jetspec.serve.errors import Refused
 
 MAX_BYTES = 16 << 10

@@ -37,18 +37,27 @@ def check_tools(tools: list[Tool]) -> None:
             raise Refused(f'the parameters of {tool.function.name} must have "type": "object"', param="tools")
 
 
+def told_tool(tool: Tool) -> dict[str, Any]:
+    """What the chat template is told of a tool: what was sent, but for `strict`, which is not the model's business."""
+    return tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+
+
 def forced_call(tools: list[Tool]) -> Grammar:
     """One of these is called, and the tag stands in the prompt; arguments follow their schema, strict or not."""
     return Grammar("json_schema", json.dumps(call_schema(tools, [tool.function.parameters for tool in tools])))
 
 
-def free_calls(tools: list[Tool]) -> Grammar | None:
+def free_calls(tools: list[Tool], several: bool = True) -> Grammar | None:
     """Any text, and calls of these tools, those of a strict one with arguments of its schema. None if none is strict:
-    then the model's calls are its own."""
+    then the model's calls are its own. If there may not be `several`, the answer ends with its first call."""
     if not any(tool.function.strict for tool in tools):
+        if not several:
+            why = "parallel_tool_calls can be false only if a tool is strict or tool_choice forces a call"
+            raise Refused(f"{why}: ask for one of these", param="parallel_tool_calls")
         return None
     parameters = [tool.function.parameters if tool.function.strict else {} for tool in tools]
-    return Grammar("calls", json.dumps({"begin": BEGIN, "end": END, "schema": call_schema(tools, parameters)}))
+    form = {"begin": BEGIN, "end": END, "schema": call_schema(tools, parameters), "once": not several}
+    return Grammar("calls", json.dumps(form))
 
 
 def call_schema(tools: list[Tool], parameters: list[dict[str, Any]]) -> dict[str, Any]:

@@ -45,8 +45,8 @@ OPEN = call_of({"type": "object", "properties": {"n": NUMBER, "s": {"type": "str
 CLOSED = call_of({"type": "object", "properties": {"n": NUMBER}, "required": ["n"], "additionalProperties": False})
 
 
-def calls(schema: Any = OPEN, begin: str = BEGIN, end: str = END) -> Grammar:
-    return Grammar("calls", json.dumps({"begin": begin, "end": end, "schema": schema}))
+def calls(schema: Any = OPEN, begin: str = BEGIN, end: str = END, once: bool = False) -> Grammar:
+    return Grammar("calls", json.dumps({"begin": begin, "end": end, "schema": schema, "once": once}))
 
 
 @cache
@@ -138,6 +138,16 @@ def test_a_text_ends_and_control_tokens_come_only_outside_of_calls(seed: int) ->
         walk.step()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_text_with_one_call_ends_with_it(seed: int) -> None:
+    walk = Walk(seed, CLOSED)
+    walk.constraint = grammars().start(calls(CLOSED, once=True))
+    while END not in text_of(walk.tokens).partition(BEGIN)[2]:
+        walk.step()
+    assert check(text_of(walk.tokens)) == 1 and text_of(walk.tokens).endswith(END)
+    assert {*allowed(walk.constraint)} - {*SILENT} == ENDS
+
+
 @pytest.mark.parametrize("text", ["", "hi\n\t\x00\x7f é", "a <tool", "</tool_call> <tool_call", '"<tool_cal'])
 def test_outside_of_calls_everything_is_free_but_false_openings(text: str) -> None:
     constraint = grammars().start(calls())
@@ -217,7 +227,7 @@ def test_a_text_without_calls_is_that_without_the_grammar(temperature: float) ->
         (calls({"type": "array", "uniqueItems": True}).source, "uniqueItems"),
         (calls({"type": "string", "minLength": -1}).source, "negative"),
         (calls({"$ref": "#"}).source, "contains itself"),
-        (calls({"type": "nonsense"}).source, "calls"),
+        (calls({"type": "nonsense"}).source, "not a type"),
         (calls(begin="").source, "calls"),
         (calls(begin=5).source, "calls"),  # type: ignore[arg-type]
     ],

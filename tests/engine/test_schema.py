@@ -18,6 +18,8 @@ from uuid import UUID
 import pydantic
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from jetspec.engine.constraint import Grammars
@@ -284,6 +286,48 @@ def test_what_cannot_be_kept_is_refused_by_name(schema: dict[str, Any], word: st
     with pytest.raises(ValueError, match=word) as caught:
         enforceable(json.dumps(schema))
     assert len(str(caught.value)) < 400
+
+
+ODD: list[Any] = [None, True, -1, 2.5, "a", [], ["a"], [3], {}, {"a": 3}, {"a": {}}, [{}]]
+"""Values of every kind, of which each keyword takes a few."""
+TAKEN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("properties", "$defs", "definitions"), ({}, {"a": {}})),
+    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), (True, {}, {"a": 3}, {"a": {}})),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), ([], [{}])),
+    **dict.fromkeys(("$ref", "pattern", "format"), ("a",)),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (-1, 2.5)),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), (-1,)),
+    "type": (),
+    "enum": ([], ["a"], [3], [{}]),
+    "required": ([], ["a"]),
+}
+
+
+@pytest.mark.parametrize("keyword", TAKEN)
+@pytest.mark.parametrize("place", ["alone", "property", "definition"])
+def test_a_malformed_keyword_is_refused_by_its_name(keyword: str, place: str) -> None:
+    for value in ODD:
+        if any(type(value) is type(good) and value == good for good in TAKEN[keyword]):
+            continue
+        part = {"type": "object", keyword: value}
+        whole = {"alone": part, "property": {"properties": {"p": part}}, "definition": {"$defs": {"p": part}}}[place]
+        with pytest.raises(ValueError, match=f"^{re.escape(keyword)} in the JSON schema is not"):
+            enforceable(json.dumps(whole))
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.recursive(
+        st.sampled_from([*ODD, "integer", "object", "#", "#/properties/a", "date", 0]),
+        lambda inner: st.dictionaries(st.sampled_from([*TAKEN, "a", "const"]), inner, max_size=3) | st.lists(inner),
+        max_leaves=12,
+    )
+)
+def test_whatever_a_schema_holds_it_is_taken_or_refused(schema: Any) -> None:
+    try:
+        enforceable(json.dumps(schema))
+    except ValueError as error:
+        assert str(error)
 
 
 def test_a_chain_of_references_is_read_in_linear_time() -> None:

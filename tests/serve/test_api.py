@@ -12,8 +12,11 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jetspec.config import TreeConfig
 from jetspec.engine.llm import LLM
-from jetspec.serve.protocol import ChatChunk, ChatCompletion, TextCompletion
+from jetspec.serve.errors import Refused
+from jetspec.serve.prepare import Desk
+from jetspec.serve.protocol import ChatChunk, ChatCompletion, CompletionRequest, TextCompletion
 from jetspec.types import SamplingParams
 from tests.serve.live import NAME, Live, events, streaming
 
@@ -209,6 +212,24 @@ def test_a_prompt_far_too_long_costs_little(live: Live, text: str, monkeypatch: 
     assert sum(read) < 30_000
 
 
+@pytest.mark.parametrize("limit", [None, 256])
+def test_an_answer_ends_where_the_context_does(live: Live, limit: int | None) -> None:
+    """However many tokens it may have. It says that it was cut; only what no prompt leaves room for is refused."""
+    done = live.chat(max_tokens=limit, ignore_eos=True, temperature=0).json()
+    assert done["choices"][0]["finish_reason"] == "length" and done["usage"]["total_tokens"] == 256
+    response = live.chat(max_tokens=257)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "max_tokens"
+
+
+def test_a_small_bound_holds_for_those_who_ask_for_nothing(alone: LLM) -> None:
+    desk = Desk(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=8)
+    asked = {"model": NAME, "prompt": "ab"}
+    (job,) = desk.completion(CompletionRequest.model_validate({**asked, "max_tokens": None}), "").jobs
+    assert job.sampling.max_tokens == 8
+    with pytest.raises(Refused, match="at most 8"):
+        desk.completion(CompletionRequest.model_validate({**asked, "max_tokens": 16}), "")
+
+
 def test_null_is_the_same_as_nothing(live: Live) -> None:
     fields = ("temperature", "stop", "n", "seed", "user", "jetspec", "stream_options", "best_of", "logit_bias")
     assert live.post(**dict.fromkeys(fields)).status_code == 200
@@ -227,7 +248,17 @@ def test_models_are_listed_and_others_unknown(live: Live) -> None:
     assert httpx.get(f"{live.url}/v1/completions").status_code == 405
 
 
-def test_metrics_count_what_happened(live: Live) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_metrics_count_what_happened(live: Live, is_cut: bool) -> None:
+    """What the target accepted of the drafts counts, even where the answer ends before the end of the path."""
+
+    def write(limit: int) -> tuple[dict[str, Any], list[int]]:
+        """What an answer cost, and how many draft tokens each round accepted."""
+        asked = {"prompt": "ab", "max_tokens": limit, "temperature": 0, "stream_options": {"include_usage": True}}
+        with streaming(live, **asked, jetspec={"trace": True}) as response:
+            *chunks, bill = events(response)
+        return bill["usage"], [len(chunk["jetspec"]["tree"]["path"]) - 1 for chunk in chunks]
+
     def read() -> dict[str, float]:
         page = httpx.get(f"{live.url}/metrics").text
         families = text_string_to_metric_families(page)
@@ -238,18 +269,23 @@ def test_metrics_count_what_happened(live: Live) -> None:
             if not re.search("_bucket$", sample.name)
         }
 
+    limit = 60
+    if is_cut:
+        _, lengths = write(limit)
+        limit = 1 + next(number for number, length in enumerate(lengths) if length)  # a token before the path ends
     before = read()
-    usage = live.post(prompt="ab", max_tokens=60, temperature=0).json()["usage"]
+    usage, lengths = write(limit)
     after = read()
     gained = {name: value - before.get(name, 0) for name, value in after.items()}
-    rounds, tokens = usage["jetspec"]["rounds"], usage["completion_tokens"]
+    rounds, tokens, accepted = usage["jetspec"]["rounds"], usage["completion_tokens"], sum(lengths)
+    assert accepted > tokens - rounds if is_cut else accepted == tokens - rounds
     assert gained["vllm:generation_tokens_total"] == tokens
     assert gained["vllm:prompt_tokens_total"] == usage["prompt_tokens"]
     assert gained["jetspec:rounds_total"] == gained["jetspec:accepted_length_count"] == rounds
-    assert gained["jetspec:accepted_length_sum"] == tokens - rounds
-    assert gained["vllm:spec_decode_num_accepted_tokens_total"] == tokens - rounds > 0
+    assert gained["jetspec:accepted_length_sum"] == accepted
+    assert gained["vllm:spec_decode_num_accepted_tokens_total"] == accepted > 0
     per_position = [v for name, v in gained.items() if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos")]
-    assert sum(per_position) == tokens - rounds
+    assert sum(per_position) == accepted
     assert 0 < gained["vllm:spec_decode_num_drafts_total"] <= rounds
     assert gained["vllm:spec_decode_num_draft_tokens_total"] >= gained["vllm:spec_decode_num_drafts_total"]
     assert gained["vllm:time_to_first_token_seconds_count"] == 1

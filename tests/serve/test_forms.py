@@ -105,8 +105,10 @@ def test_an_answer_has_the_form_that_was_asked_for(live: Live, temperature: floa
         ({"type": "string", "pattern": "a$b"}, "pattern"),
         ({"type": "string", "pattern": "\\Aa"}, "pattern"),
         ({"enum": ["x" * 20_000]}, "bytes"),
-        ({"allOf": 5}, ""),
-        ({"type": "nonsense"}, ""),
+        ({"allOf": 5}, "allOf"),
+        ({"type": "nonsense"}, "type"),
+        ({"type": []}, "type"),
+        ({"$defs": []}, "$defs"),
         ({"not": {"type": "string"}}, "not"),
         ({"$ref": "#"}, "contains itself"),
         ({"$ref": "http://example.org/schema"}, ""),
@@ -227,8 +229,47 @@ def test_conversations_with_calls_reach_the_template(tooled: Live) -> None:
         tools=[CLOCK],
     )
     assert answer["usage"]["prompt_tokens"] == len(tooled.llm.tokenizer.encode(text))
-    messages[1]["tool_calls"] = [{**call, "function": {"name": "clock", "arguments": "{"}}]
-    assert tooled.chat(messages=messages).status_code == 400
+    for wrong in ("{", "null", "[]", '"a"', '{"a": NaN}', '{"a": ' + "[" * 900 + "]" * 900 + "}"):
+        messages[1]["tool_calls"] = [call, {**call, "function": {"name": "clock", "arguments": wrong}}]
+        response = tooled.chat(messages=messages)
+        param = response.json()["error"]["param"]
+        assert (response.status_code, param) == (400, "messages.1.tool_calls.1.function.arguments")
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_the_template_is_told_of_tools_as_they_were_sent(
+    tooled: Live, strict: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nulls in a schema mean something, and `strict` is not for the model."""
+    told, tokenizer = list[Any](), tooled.llm.tokenizer
+    chat = tokenizer.chat
+
+    def noted(*args: Any, tools: list[Any], **more: Any) -> str:
+        told.extend(tools)
+        return chat(*args, **more)
+
+    monkeypatch.setattr(tokenizer, "chat", noted)
+    parameters = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}}
+    sent: list[Any] = [
+        {"name": "f", "parameters": parameters, "description": "d"},
+        {"name": "g", "parameters": {}},
+        {"name": "h"},
+    ]
+    tools = [{"type": "function", "function": {**function, "strict": strict}} for function in sent]
+    assert tooled.chat(tools=tools, max_tokens=2).status_code == 200
+    assert told == [{"type": "function", "function": function} for function in sent]
+
+
+def test_a_template_that_does_not_think_is_not_told_to(tooled: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 2}
+    response = tooled.chat(**asked)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "chat_template_kwargs.enable_thinking")
+    assert tooled.chat(chat_template_kwargs={"enable_thinking": None}, max_tokens=2).status_code == 200
+    thinking = TOOL_TEMPLATE + "{% if enable_thinking is false %}no thoughts{% endif %}"
+    monkeypatch.setattr(tooled.llm.tokenizer, "chat_template", thinking)
+    counts = [tooled.chat(**body).json()["usage"]["prompt_tokens"] for body in (asked, {"max_tokens": 2})]
+    assert counts[0] == counts[1] + len("no thoughts")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +278,6 @@ def test_conversations_with_calls_reach_the_template(tooled: Live) -> None:
         {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "other"}}},
         {"tool_choice": "required"},
         {"tools": [CLOCK], "response_format": {"type": "json_object"}},
-        {"tools": [CLOCK], "parallel_tool_calls": False},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [NOTHING, {}]}}}]},
@@ -307,6 +347,7 @@ def test_salts_and_keys_keep_prefixes_apart(folder: Path) -> None:
         assert [cached(keys[0], None), cached(keys[0], None)] == [0, whole]
         assert [cached(keys[1], None), cached(keys[1], None)] == [0, whole]
         assert [cached(keys[0], "x"), cached(keys[0], "x"), cached(keys[0], "y")] == [0, whole, 0]
+        assert cached(keys[0], "") == whole, "an empty salt is none"
 
 
 def test_a_prompt_counts_once_for_all_its_answers(live: Live) -> None:

@@ -67,6 +67,38 @@ def test_the_openai_client_parses_calls_that_the_model_makes_by_itself(calling: 
     assert calls and all(isinstance(call.function.parsed_arguments, Seat) for call in calls)
 
 
+class Flag(BaseModel):
+    on: bool
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tools": [STRICT], "tool_choice": "required"},
+        {"response_format": Flag},
+        {"tools": [STRICT], "tool_choice": "none", "logit_bias": {str(END_TOKEN): 100}},
+    ],
+    ids=["call", "form", "silence"],
+)
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
+def test_what_the_openai_client_hands_back_is_taken(calling: Live, asked: dict[str, Any], streamed: bool) -> None:
+    """It adds what it has read of an answer to the message."""
+    chat, messages = calling.client().chat.completions, list[Any]([{"role": "user", "content": "?"}])
+    options = {"model": NAME, "logit_bias": CALLING, "max_tokens": 100, "seed": 1, **asked}
+    for _ in range(2):
+        if streamed:
+            with chat.stream(messages=messages, **options) as stream:
+                message: Any = stream.get_final_completion().choices[0].message
+        else:
+            message = chat.parse(messages=messages, **options).choices[0].message
+        calls = message.tool_calls or []
+        assert bool(calls) == (asked.get("tool_choice") == "required")
+        assert isinstance(message.parsed, Flag) == ("response_format" in asked)
+        assert all(isinstance(call.function.parsed_arguments, Seat) for call in calls)
+        messages += [message, *({"role": "tool", "tool_call_id": call.id, "content": "done"} for call in calls)]
+
+
 def test_calls_of_strict_and_other_tools_stand_side_by_side(calling: Live) -> None:
     """Those of the strict one keep its schema; the other is called with any object."""
     choices = ask(calling, [STRICT, CLOCK])
@@ -82,6 +114,25 @@ def test_without_a_strict_tool_calls_are_the_models_own(calling: Live) -> None:
     """The same model, which then opens calls that are none, and hears nothing of a grammar."""
     assert any(BEGIN in choice["message"]["content"] for choice in ask(calling, [LOOSE], max_tokens=20))
     assert ask(calling, [LOOSE], ignore_eos=True, max_tokens=4)[0]["finish_reason"] == "length"
+
+
+def test_calls_come_one_at_a_time_where_that_is_asked_for(calling: Live) -> None:
+    """Also those of several tools. Where nothing can see to it, that is refused, with what would help."""
+    bias = {**CALLING, str(BEGIN_TOKEN): 20, str(END_TOKEN): 12}
+    alone, several = (
+        ask(calling, [STRICT, CLOCK], logit_bias=bias, parallel_tool_calls=choice) for choice in (False, True)
+    )
+    assert max(map(len, called(alone))) == 1 < max(map(len, called(several)))
+    for choice in alone:
+        assert choice["finish_reason"] == "length" or called([choice]) == [[]] or not choice["message"]["content"]
+    for one, other in zip(called(alone), called(several), strict=True):
+        assert one == other[:1], "the first call is the one that would have been made anyway"
+    forced = ask(calling, [LOOSE], parallel_tool_calls=False, tool_choice="required")
+    assert max(map(len, called(forced))) == 1
+    response = calling.chat(tools=[LOOSE], parallel_tool_calls=False)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "parallel_tool_calls") and "strict" in error["message"]
+    assert calling.chat(parallel_tool_calls=False, max_tokens=2).status_code == 200, "nothing can be called"
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,8 @@ from hypothesis import strategies as st
 
 from jetspec.serve.calls import BEGIN, END, ToolReader, read_calls
 from jetspec.serve.errors import Refused
-from jetspec.serve.protocol import FunctionCall
+from jetspec.serve.prepare import template_message
+from jetspec.serve.protocol import MAX_CALLS, FunctionCall, Message
 from jetspec.serve.tools import check_template
 
 CALL = json.dumps({"name": "add", "arguments": {"a": 1, "b": [2, "<"]}})
@@ -29,6 +33,7 @@ TEXTS = [
     f"{BEGIN}{QUOTING}{END} and {BEGIN}{CALL}{END}",
     f'open {BEGIN}{{"name": "x{END} and {BEGIN}{CALL}{END}',
     f'{BEGIN}{{"name": "x\\\\{END}',
+    f'{BEGIN}{{"name": "x\\"{END} {BEGIN}\\"{END}{BEGIN}{CALL}{END} {BEGIN}',
 ]
 
 
@@ -95,6 +100,69 @@ def test_arguments_are_handed_on_as_they_are_written(arguments: str, handed_on: 
         assert calls[0].model_dump_json()
 
 
+@pytest.mark.parametrize(
+    ("begin", "piece", "end"),
+    [
+        ('{"name": "f", "arguments": {"a": "', "text", '"}}' + END),
+        ('{"name": "f", "arguments": {"a": ["', '","<', '"]}}' + END),
+        ("", '\\"' + END + BEGIN, ""),
+        ("", f'"{END}" {BEGIN}', '"'),
+        ("", "<too", END),
+    ],
+)
+def test_a_call_is_read_in_linear_time(begin: str, piece: str, end: str) -> None:
+    def seconds(length: int) -> float:
+        began = time.process_time()
+        read([BEGIN, begin, *[piece] * (length // len(piece)), end])
+        return time.process_time() - began
+
+    short, long = (min(seconds(length) for _ in range(3)) for length in (25_000, 100_000))
+    assert long < 10 * short and long < 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(alphabet="f_.- é\n", max_size=3) | st.just("f" * 65),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud800"),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+        max_leaves=5,
+    ),
+    st.booleans(),
+)
+def test_what_is_handed_out_can_come_back(name: str, arguments: Any, is_text: bool) -> None:
+    """One rule: a call is one if its name is that of a function and its arguments are an object."""
+    written = json.dumps(arguments)
+    text = json.dumps({"name": name, "arguments": written if is_text else arguments})
+    calls = read_calls(text)
+    is_object = isinstance(arguments, dict) and not re.search("NaN|Infinity", written)
+    assert bool(calls) == (is_object and bool(re.fullmatch("[a-z_.-]{1,64}", name)))
+    for call in calls:
+        assert json.loads(call.arguments) == arguments
+        said = handed_back([call])
+        json.dumps(said, ensure_ascii=False).encode()
+
+
+def handed_back(calls: list[FunctionCall]) -> dict[str, Any]:
+    """What a template is told of an answer that made these."""
+    made = [{"id": "1", "type": "function", "function": call.model_dump()} for call in calls]
+    message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": made})
+    return template_message(message, "messages.0")
+
+
+def test_calls_of_any_number_and_size_can_come_back() -> None:
+    number = '{"a": [1e999, ' + "9" * 5000 + "]}"
+    assert handed_back(read_calls(f'{{"name": "f", "arguments": {number}}}'))
+    said, calls = read([f"{BEGIN}{CALL}{END}"] * (MAX_CALLS + 1))
+    assert len(calls) == MAX_CALLS and said.strip() == f"{BEGIN}{CALL}{END}"
+    assert handed_back(calls)["tool_calls"][-1]["function"]["name"] == "add"
+
+
+def test_a_call_without_arguments_may_leave_them_empty() -> None:
+    said = handed_back([FunctionCall(name="now", arguments="")])
+    assert said["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
 WRONG = [
     *("", "1", "null", "[]", "[1]", "[" * 99999, f"{CALL} {CALL}", f"[{CALL}", f"[{CALL}, 1]"),
     '{"name": 1, "arguments": {}}',
@@ -103,6 +171,10 @@ WRONG = [
     '{"name": "f", "arguments": {"a": "\\\n"}}',
     '{"name": "f", "arguments": "\\ud800"}',
     '{"name": "\\ud800", "arguments": {}}',
+    r'{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}',
+    '{"name": "f", "arguments": ""}',
+    '{"name": "f", "arguments": {"a": ' + "[" * 65 + "]" * 65 + "}}",
+    '{"name": "f", "arguments": {"a": ' + "[" * 800 + "]" * 800 + "}}",
 ]
 
 
