@@ -110,6 +110,7 @@ def test_captured_training_on_a_gpu_follows_the_cpu(answers: Path, tmp_path: Pat
     for _ in range(4):
         sums = found.train_step().map(Tensor.cpu)
         torch.testing.assert_close(sums, expected.train_step(), atol=1e-2, rtol=1e-3)
+    assert found.validate().loss == pytest.approx(expected.validate().loss, rel=1e-2)
     torch.testing.assert_close(
         {name: x.cpu() for name, x in weights(found).items()}, weights(expected), atol=1e-3, rtol=1e-2
     )
