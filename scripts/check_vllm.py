@@ -178,7 +178,7 @@ def run(llm: Any, prompts: list[list[int]], tokens: int) -> Timing:
     for i, prompt in enumerate(prompts):
         engine.add_request(f"{tag}-{i}", {"prompt_token_ids": prompt}, params)
     texts: dict[str, list[int]] = {}
-    whole = [(0.0, 0)]  # steps of the whole batch: when, and the tokens so far
+    whole: list[tuple[float, int]] = []  # steps of the whole batch: when, and the tokens so far
     has_ended = False
     while engine.has_unfinished_requests():
         outputs = engine.step()
@@ -187,8 +187,10 @@ def run(llm: Any, prompts: list[list[int]], tokens: int) -> Timing:
             has_ended = has_ended or any(output.finished for output in outputs)
             if len(texts) == len(prompts) and not has_ended:
                 whole.append((time.perf_counter(), sum(map(len, texts.values()))))
-    (began, before), (ended, after) = whole[1 if len(whole) > 1 else 0], whole[-1]
-    return Timing(texts, ended - began, max(0, len(whole) - 2), after - before)
+    if not whole:
+        return Timing(texts, 0.0, 0, 0)
+    (began, before), (ended, after) = whole[0], whole[-1]
+    return Timing(texts, ended - began, len(whole) - 1, after - before)
 
 
 def measure(folders: Folders, method: str, batches: list[int], args: argparse.Namespace) -> dict[str, Any]:
@@ -334,7 +336,7 @@ def main() -> None:
     lengths = [len(prompt) for prompt in folders.prompts()]
     about = {"model": args.shape or DEFAULT_MODEL, "dtype": args.dtype, "tokens": args.tokens, "width": args.width}
     about |= {"prompt_tokens": statistics.mean(lengths), "graphs": not args.eager, "compiled": args.compile}
-    about["vllm"] = version("vllm")
+    about |= {"vllm": version("vllm"), "random_weights": folders.is_random}
     results: list[dict[str, Any]] = []
     for method in args.methods.split(","):
         results.append(run_method(method, root, args))

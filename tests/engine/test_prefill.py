@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 from itertools import pairwise
-from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -20,34 +19,15 @@ from jetspec.engine.chunk import Chunk, PackedChunks, pad
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import EagerRounds
 from jetspec.engine.prefill import MOST_CHUNKS, MOST_TOKENS, TOKEN_STEP, GraphPrefills, PrefillSizes
-from jetspec.graph_pool import GraphPool
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TARGET, TRUTH
 from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
-
-R = TypeVar("R")
+from tests.rerun import RerunPool
 
 WHO = ["none", "head", "edge", "eagle3"]
 DOUBLE = tiny_decoder().double()
-
-
-class Rerun:
-    """A graph for those without a GPU: what was captured runs again, on what its tensors hold by then."""
-
-    def __init__(self, run: Callable[[], object]) -> None:
-        self.replay = run
-
-
-class RerunPool(GraphPool):
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.num_captured = device, 0
-
-    def capture(self, run: Callable[[], R]) -> tuple[Any, R]:
-        self.num_captured += 1
-        run()
-        return Rerun(run), run()
 
 
 def head_of(who: str, target: Decoder) -> Head | None:

@@ -129,7 +129,7 @@ def test_a_model_of_pydantic_takes_what_its_schema_lets_through(model: Any, seed
 
 @pytest.mark.parametrize("model", [Drawing, Moments], ids=lambda model: model.__name__)
 def test_strict_schemas_of_the_openai_client_are_taken(model: Any) -> None:
-    openai = pytest.importorskip("openai")
+    openai = pytest.importorskip("openai", reason="needs the client whose requests these are")
     parameters = openai.pydantic_function_tool(model)["function"]["parameters"]
     model.model_validate_json(write(parameters, 1))
 

@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from jetspec.graph_pool import GraphPool
 from jetspec.models.decoder import Decoder
 from jetspec.train.config import HeadShape, LossConfig, TrainConfig
 from jetspec.train.passes import EagerPasses, GraphPasses
 from jetspec.train.run import make_trainer
 from jetspec.train.trainer import Trainer
 from tests.engine.tiny import randomize
+from tests.rerun import RerunPool
 from tests.train.test_trainer import TARGET, recipe, weights, write_answers
-
-R = TypeVar("R")
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    return [x for x in (value if isinstance(value, tuple) else vars(value).values()) if isinstance(x, Tensor)]
-
-
-class Rerun:
-    """A graph for those without a GPU: what was captured runs again, and leaves its results where they were."""
-
-    def __init__(self, run: Callable[[], object], result: object) -> None:
-        self.run, self.result = run, result
-
-    def replay(self) -> None:
-        with torch.no_grad():
-            for old, new in zip(tensors_of(self.result), tensors_of(torch.enable_grad()(self.run)()), strict=True):
-                old.copy_(new)
-
-
-class RerunPool(GraphPool):
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.num_captured = device, 0
-
-    def capture(self, run: Callable[[], R]) -> tuple[Any, R]:
-        self.num_captured += 1
-        run()
-        result = run()
-        return Rerun(run, result), result
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,44 @@
+"""CUDA graphs for those without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from jetspec.graph_pool import GraphPool
+
+R = TypeVar("R")
+
+
+class Rerun:
+    """What was captured runs again, on what its tensors hold by then, and leaves its results where they were."""
+
+    def __init__(self, run: Callable[[], object], result: object) -> None:
+        self.run, self.result = run, result
+
+    def replay(self) -> None:
+        found = tensors_of(self.run())
+        with torch.no_grad():
+            for old, new in zip(tensors_of(self.result), found, strict=True):
+                old.copy_(new)
+
+
+class RerunPool(GraphPool):
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.num_captured = device, 0
+
+    def capture(self, run: Callable[[], R]) -> tuple[Any, R]:
+        self.num_captured += 1
+        run()
+        result = run()
+        return Rerun(run, result), result
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Of a tensor, a tuple or an object of them."""
+    if value is None or isinstance(value, Tensor):
+        return [] if value is None else [value]
+    return [x for x in (value if isinstance(value, tuple) else vars(value).values()) if isinstance(x, Tensor)]
