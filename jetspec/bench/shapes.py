@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
-from torch import Tensor
 
-from jetspec.models.decoder import Decoder, DecoderConfig, DecoderStack, MoEConfig, RopeConfig
-from jetspec.models.draft_head import DraftHead, HeadConfig
+from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig, RopeConfig
+from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head
 from jetspec.models.hub import resolve
+from jetspec.models.random_weights import random_head, random_target
 from jetspec.models.weights import load_target, open_model
 from jetspec.train.config import HeadShape
 from jetspec.train.run import head_config
 
 Weights = Literal["random", "real"]
-STD = 0.02
 
 QWEN3 = DecoderConfig(
     family="qwen3",
@@ -62,8 +61,6 @@ SHAPES = {
     "smollm2-135m": SMOLLM2,
 }
 
-S = TypeVar("S", bound=DecoderStack)
-
 
 def shape_of(name: str) -> DecoderConfig:
     """A shape by its name, or that of a model's files."""
@@ -90,34 +87,3 @@ def open_head(target: Decoder, path: str | None, shape: HeadShape) -> DraftHead:
             f"a head of {shape.num_layers} layers does not fit a target of {target.config.num_layers}; give it fewer"
         )
     return random_head(config, dtype, device)
-
-
-def random_target(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    with torch.device("meta"):
-        target = Decoder(config)
-    _randomize(target, dtype, device)
-    if config.tied_embedding:
-        target.lm_head = target.embedding
-    return target
-
-
-def random_head(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> DraftHead:
-    with torch.device("meta"):
-        head = DraftHead(config)
-    return _randomize(head, dtype, device)
-
-
-def _randomize(stack: S, dtype: torch.dtype, device: torch.device) -> S:
-    """Give a stack on the meta device weights, made where they stay: large ones would take long to send there."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def values(name: str, shape: torch.Size) -> Tensor:
-        empty = torch.empty(shape, dtype=dtype, device=device)
-        if len(shape) > 1:
-            return empty.normal_(0, STD, generator=generator)
-        return empty.fill_(0 if name.endswith("bias") else 1)
-
-    state = {name: values(name, parameter.shape) for name, parameter in stack.named_parameters()}
-    stack.load_state_dict(state, strict=False, assign=True)
-    stack.inv_freq = stack.inv_freq.to(device)
-    return stack.requires_grad_(False).eval()

@@ -79,7 +79,8 @@ def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.opti
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
-        optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas))
+        fused = all(p.is_cuda for p in rest)
+        optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused))
     if hidden:
         optimizers.append(BatchedMuon(hidden, lr=config.lr, weight_decay=config.weight_decay))
     return optimizers

@@ -210,8 +210,7 @@ class Trainer:
 
     def train_step(self) -> DraftLoss:
         """One update from `accumulate` micro-batches on every device. Sums are divided once, at the end."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=not self.captures)
+        self._forget_gradients()
         parts = []
         for micro in range(self.config.accumulate):
             number = (self.step * self.config.accumulate + micro) * self.world + self.rank
@@ -314,13 +313,24 @@ class Trainer:
         if isinstance(self.drafting, FSDPModule):
             self.drafting.set_requires_gradient_sync(last)
 
+    def _forget_gradients(self) -> None:
+        """Captured passes add to gradients where they lie, all others make new ones."""
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.captures and grads:
+            torch._foreach_zero_(grads)
+        elif not self.captures:
+            for parameter in self.parameters:
+                parameter.grad = None
+
     def _average_gradients(self, weight_sum: Tensor) -> None:
+        grads = []
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if self.world > 1 and not isinstance(self.drafting, FSDPModule):
                 dist.all_reduce(parameter.grad)
-            local(parameter.grad).div_(weight_sum.to(parameter.grad.dtype))
+            grads.append(local(parameter.grad))
+        torch._foreach_div_(grads, weight_sum.to(grads[0].dtype))
 
     def _set_lr(self) -> None:
         step = max(self.step, self.limit.done * self.config.steps)

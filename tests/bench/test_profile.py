@@ -13,11 +13,12 @@ from typer.testing import CliRunner, Result
 from jetspec.bench.floor import count_experts, plain_floor, round_floor
 from jetspec.bench.op_profile import OF_EXPERTS, OPERATIONS, Inputs, Setting, find_operations, profile_operation
 from jetspec.bench.profile import STAGES, Decoding, StandingRound, Workload, profile
-from jetspec.bench.shapes import SHAPES, open_head, random_target
+from jetspec.bench.shapes import SHAPES, open_head
 from jetspec.cli import app
 from jetspec.config import TreeConfig
 from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig
 from jetspec.models.draft_head import DraftHead
+from jetspec.models.random_weights import random_target
 from jetspec.train.config import HeadShape
 from tests.train.tiny_model import write_model
 

@@ -19,6 +19,7 @@ from jetspec.integrations.vllm.options import tree_config
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head, read_config
 from jetspec.models.hub import resolve
+from jetspec.models.random_weights import random_head
 from jetspec.tree import WORD, DraftTree, build_tree
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
@@ -131,11 +132,7 @@ class TreeDrafter(DraftModelSpeculator):
         name = self.draft_model_config.model
         if self.vllm_config.load_config.load_format != "dummy":
             return load_head(name, dtype=self.dtype, device=self.device)
-        with torch.device(self.device):
-            head = DraftHead(read_config(resolve(name))).to(self.dtype)
-        for parameter in head.parameters():
-            parameter.data.normal_(std=0.02)
-        return head.requires_grad_(False).eval()
+        return random_head(read_config(resolve(name)), self.dtype, self.device)
 
     def set_attn(self, *args: Any) -> None:
         super().set_attn(*args)
