@@ -1,7 +1,7 @@
 """The operations a model is made of. Each file states one contract and its plain torch reference, which is the
 CPU path, the oracle of any kernel for it, and the documentation; a Triton kernel `x_triton.py` sits beside `x.py`."""
 
-from jetspec.ops.distill_loss import DistillLoss, distill_loss, label_prob
+from jetspec.ops.distill_loss import CHUNK, DistillLoss, distill_loss, label_prob
 from jetspec.ops.kv_write import SlotRows, compact_kv, compact_rows, store_kv
 from jetspec.ops.linear import Stream, add_linear, copied, linear, norm_linear, norm_swiglu, pack
 from jetspec.ops.moe import Routed, add_mixture, norm_route
@@ -12,6 +12,7 @@ from jetspec.ops.topk_logprob import topk_logprob
 from jetspec.ops.tree_attention import AttentionPlan, KernelPlan, plan_attention, tree_attention
 
 __all__ = [
+    "CHUNK",
     "AttentionPlan",
     "DistillLoss",
     "HeadNorm",

@@ -4,11 +4,13 @@ Logits are the largest tensors of training: a few thousand positions over a voca
 with the teacher's. So rows go through in chunks. Within a chunk the gradient overwrites the student's logits and is
 multiplied back to the states at once, which leaves backward nothing to do but scale.
 
-R counts rows, one per drafted position; Q is the rank of the edge term.
+R counts rows, one per drafted position, S the teacher's, of which several rows may share one; Q is the rank of the edge
+term.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -23,7 +25,7 @@ Implementation = Literal["auto", "reference", "triton"]
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Loss, hit and label probability, (R,) each."""
-ScoreRows = Callable[[Tensor, Tensor | None, Tensor, Tensor, Kind, float, bool], Rows]
+ScoreRows = Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Kind, float, bool], Rows]
 """What `distill_loss_reference` states and a kernel may do faster."""
 Student = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Hidden, edge, successor and output matrix."""
@@ -59,6 +61,7 @@ def distill_loss(
     edge_RQ: Tensor | None = None,
     successor_VQ: Tensor | None = None,
     student_head_VM: Tensor | None = None,
+    teacher_of_R: Tensor | None = None,
     chunk: int = CHUNK,
     implementation: Implementation = "auto",
 ) -> DistillLoss:
@@ -71,7 +74,9 @@ def distill_loss(
         reverse_kl   T^2 * sum q (log q - log p)
         sft          -log q(label), with T = 1 and no teacher
 
-    A student without an output matrix of its own uses `lm_head`. Gradients reach `hidden`, `edge`, `successor` and
+    A student without an output matrix of its own uses `lm_head`. Rows that one state teaches may share it: with
+    `teacher_of_R`, `teacher` has equally many states for every chunk, and a row is taught by that one of its chunk's.
+    Gradients reach `hidden`, `edge`, `successor` and
     `student_head`; everything else is constant. The logits of at most `chunk` rows
     exist at a time, in autocast's dtype where it is on and otherwise in that of `hidden`; losses and probabilities
     are fp32 or wider. Every label is a token id, also where the weight is 0.
@@ -80,6 +85,7 @@ def distill_loss(
     assert (edge_RQ is None) == (successor_VQ is None)
     lesson = _Lesson(
         teacher_RM=None if kind == "sft" else teacher_RM,
+        teacher_of_R=teacher_of_R,
         lm_head_VM=lm_head_VM,
         label_R=label_R,
         weight_R=weight_R,
@@ -126,14 +132,16 @@ def label_prob(
 
 def distill_loss_reference(
     z_RV: Tensor,
-    u_RV: Tensor | None,
+    u_SV: Tensor | None,
+    teacher_of_R: Tensor | None,
     label_R: Tensor,
     weight_R: Tensor,
     kind: Kind,
     temperature: float,
     want_grad: bool,
 ) -> Rows:
-    """Score rows of logits. With `want_grad`, `z_RV` becomes d(weight * loss) / dz.
+    """Score rows of logits, against the teacher's row of the same number or the one that `teacher_of_R` says. With
+    `want_grad`, `z_RV` becomes d(weight * loss) / dz.
 
     The divergence is a function of z / T and is multiplied by T^2, so its slope is multiplied by T.
     """
@@ -141,12 +149,13 @@ def distill_loss_reference(
     log_q = _log_softmax(z_RV, temperature)
     label_logprob_R = log_q.gather(1, label_R[:, None])[:, 0]
     hit_R = (z_RV.argmax(-1) == label_R) & ~skipped_R
-    if u_RV is None:
+    if u_SV is None:
         loss_R, slope = -label_logprob_R, log_q.exp()
         slope[torch.arange(len(label_R), device=label_R.device), label_R] -= 1
     else:
         diverge = _forward_kl if kind == "forward_kl" else _reverse_kl
-        loss_R, slope = diverge(_log_softmax(u_RV, temperature), log_q)
+        log_p = _log_softmax(u_SV, temperature)
+        loss_R, slope = diverge(log_p if teacher_of_R is None else log_p[teacher_of_R], log_q)
     if want_grad:
         z_RV.copy_(weight_R[:, None] * (temperature * slope)).masked_fill_(skipped_R[:, None], 0)
     loss_R = temperature**2 * loss_R.masked_fill(skipped_R, 0)
@@ -173,6 +182,7 @@ class _Lesson:
     """What a student learns from, and how: all that gets no gradient."""
 
     teacher_RM: Tensor | None
+    teacher_of_R: Tensor | None
     lm_head_VM: Tensor
     label_R: Tensor
     weight_R: Tensor
@@ -180,6 +190,13 @@ class _Lesson:
     temperature: float
     chunk: int
     score_rows: ScoreRows
+
+    def teachers(self, rows: slice) -> Tensor | None:
+        """Those of a chunk."""
+        if self.teacher_RM is None or self.teacher_of_R is None:
+            return None if self.teacher_RM is None else self.teacher_RM[rows]
+        chunks = math.ceil(len(self.label_R) / self.chunk)
+        return self.teacher_RM.unflatten(0, (chunks, -1))[rows.start // self.chunk]
 
 
 @dataclass(frozen=True)
@@ -263,10 +280,19 @@ def _score_chunk(rows: slice, logits: _Logits, lesson: _Lesson) -> Rows:
     """A function of its own, so that the logits of a chunk are gone before those of the next are made."""
     x_RK, w_VK = logits.x_RK[rows], logits.w_VK
     z_RV = x_RK @ w_VK.T
-    u_RV = None if lesson.teacher_RM is None else lesson.teacher_RM[rows].to(z_RV.dtype) @ lesson.lm_head_VM.T
+    teacher_SM, teacher_of_R = lesson.teachers(rows), lesson.teacher_of_R
+    u_SV = None if teacher_SM is None else teacher_SM.to(z_RV.dtype) @ lesson.lm_head_VM.T
 
-    label_R, weight_R = lesson.label_R[rows], lesson.weight_R[rows]
-    scores = lesson.score_rows(z_RV, u_RV, label_R, weight_R, lesson.kind, lesson.temperature, logits.wants_grad)
+    scores = lesson.score_rows(
+        z_RV,
+        u_SV,
+        None if teacher_of_R is None else teacher_of_R[rows],
+        lesson.label_R[rows],
+        lesson.weight_R[rows],
+        lesson.kind,
+        lesson.temperature,
+        logits.wants_grad,
+    )
     if logits.dx_RK is not None:
         torch.mm(z_RV, w_VK[:, -logits.dx_RK.shape[1] :], out=logits.dx_RK[rows])
     for columns, dw in logits.dws:

@@ -20,7 +20,8 @@ LOWEST = tl.constexpr(-3.0e38)
 
 def distill_loss_triton(
     z_RV: Tensor,
-    u_RV: Tensor | None,
+    u_SV: Tensor | None,
+    teacher_of_R: Tensor | None,
     label_R: Tensor,
     weight_R: Tensor,
     kind: Kind,
@@ -28,13 +29,14 @@ def distill_loss_triton(
     want_grad: bool,
 ) -> Rows:
     R, V = z_RV.shape
-    assert z_RV.is_contiguous() and (u_RV is None or u_RV.is_contiguous())
+    assert z_RV.is_contiguous() and (u_SV is None or u_SV.is_contiguous())
     loss_R = torch.zeros(R, dtype=torch.float32, device=z_RV.device)
     hit_R, label_prob_R = torch.zeros_like(loss_R, dtype=torch.bool), torch.zeros_like(loss_R)
     with torch.cuda.device_of(z_RV):
         _distill_loss_kernel[(R,)](
             z_RV,
-            u_RV,
+            u_SV,
+            None if teacher_of_R is None else teacher_of_R.contiguous(),
             label_R.contiguous(),
             weight_R.contiguous(),
             loss_R,
@@ -54,6 +56,7 @@ def distill_loss_triton(
 def _distill_loss_kernel(
     z_ptr,
     u_ptr,
+    teacher_of_ptr,
     label_ptr,
     weight_ptr,
     loss_ptr,
@@ -73,7 +76,7 @@ def _distill_loss_kernel(
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * V
     if KIND != "sft":
-        u_ptr += row * V
+        u_ptr += V * (row if teacher_of_ptr is None else tl.load(teacher_of_ptr + row).to(tl.int64))
     lane = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + row)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from jetspec import ops
 from jetspec.models.draft_head import HeadConfig
 from jetspec.models.masked_attention import Sees, Visible, make_visible
 from jetspec.train.data import OnDevice, PackedBatch
@@ -33,9 +34,14 @@ class Drafts(OnDevice):
     label_RAD: Tensor
     valid_RAD: Tensor
     drafted_P: Tensor
-    """Where `valid_RAD` is true, counted through all of it: the predictions that are taught. Padding is at 0."""
+    """Where `valid_RAD` is true, counted through all of it: the predictions that are taught, those with one source
+    side by side. Padding is at 0."""
     taught_P: Tensor
     """Which of these are no padding."""
+    teacher_CS: Tensor
+    """The sources of each chunk of these, each of them once, however many drafts pass there; then padding."""
+    teacher_P: Tensor
+    """Which source of its chunk teaches a prediction."""
 
 
 @dataclass(frozen=True)
@@ -131,23 +137,45 @@ def lay_out(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadC
 def lay_out_drafts(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int, multiple: int = 1) -> Drafts:
     """`multiple`: what is taught is padded to a multiple of so many, so that few sizes occur."""
     (R, T), (_, A), D = batch.token_RT.shape, anchor_RA.shape, depth
-    source = anchor_RA[..., None] + torch.arange(D)
-    label_at = (source + 1).clamp(max=T - 1).flatten(1)
+    index = anchor_RA[..., None] + torch.arange(D)
+    label_at = (index + 1).clamp(max=T - 1).flatten(1)
     document_RA, position_RA = (x.gather(1, anchor_RA) for x in (batch.document_RT, batch.position_RT))
     same = batch.document_RT.gather(1, label_at).view(R, A, D) == document_RA[..., None]
-    fits = (source + 1 < T) & same & batch.written_RT.gather(1, label_at).view(R, A, D)
+    fits = (index + 1 < T) & same & batch.written_RT.gather(1, label_at).view(R, A, D)
     valid = (fits & valid_RA[..., None]).long().cumprod(-1).bool()  # a draft ends at its first invalid label
+    source = index.clamp(max=T - 1) + T * torch.arange(R)[:, None, None]
     drafted = valid.flatten().nonzero()[:, 0]
+    source_P, order = source.flatten()[drafted].sort(stable=True)
     padding = (0, max(1, math.ceil(len(drafted) / multiple)) * multiple - len(drafted) if multiple > 1 else 0)
+    last = int(source_P[-1]) if len(source_P) else 0
+    teacher_CS, teacher_P = share_teachers(
+        nn.functional.pad(source_P, padding, value=last), ops.CHUNK, max(1, multiple // 2)
+    )
     return Drafts(
         start_RA=torch.where(valid_RA, anchor_RA - position_RA, 0),
         end_RA=torch.where(valid_RA, anchor_RA, 0),
-        source_RAD=source.clamp(max=T - 1) + T * torch.arange(R)[:, None, None],
+        source_RAD=source,
         label_RAD=batch.token_RT.gather(1, label_at).view(R, A, D),
         valid_RAD=valid,
-        drafted_P=nn.functional.pad(drafted, padding),
+        drafted_P=nn.functional.pad(drafted[order], padding),
         taught_P=nn.functional.pad(torch.ones_like(drafted, dtype=torch.bool), padding),
+        teacher_CS=teacher_CS,
+        teacher_P=teacher_P,
     )
+
+
+def share_teachers(source_P: Tensor, chunk: int, multiple: int) -> tuple[Tensor, Tensor]:
+    """Of sorted sources: those of each chunk without repetition, padded to a multiple of so many; and for every one of
+    them its place among its chunk's."""
+    chunk_P = torch.arange(len(source_P)) // chunk
+    is_new = torch.ones_like(source_P, dtype=torch.bool)
+    is_new[1:] = (source_P[1:] != source_P[:-1]) | (chunk_P[1:] != chunk_P[:-1])
+    number_P = is_new.long().cumsum(0) - 1
+    place_P = number_P - number_P[chunk_P * chunk]
+    most = int(place_P.max()) + 1 if len(place_P) else 1
+    teacher_CS = source_P.new_zeros(math.ceil(len(source_P) / chunk), math.ceil(most / multiple) * multiple)
+    teacher_CS[chunk_P, place_P] = source_P
+    return teacher_CS, place_P
 
 
 def lay_out_chains(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int, multiple: int = 1) -> Drafts:

@@ -125,12 +125,14 @@ def distil(
     weight = weight.flatten()[at] * known
     result = ops.distill_loss(
         hidden,
-        seen.hidden_TM.flatten(0, 1)[drafts.source_RAD.flatten()[at]],
+        seen.hidden_TM.flatten(0, 1)[drafts.teacher_CS.flatten()],
         teacher_head,
         label,
         weight,
         kind=config.kind,
         temperature=config.temperature,
+        teacher_of_R=drafts.teacher_P,
+        chunk=ops.CHUNK,  # as laid out
         **student,
     )
     return DraftLoss(

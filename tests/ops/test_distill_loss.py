@@ -36,6 +36,7 @@ class Problem:
     successor: Tensor | None
     kind: Kind
     temperature: float
+    teacher_of: Tensor | None = None
 
     @staticmethod
     def draw(
@@ -62,6 +63,14 @@ class Problem:
         weight = torch.rand(rows, generator=generator, device=device)
         weight[1::4] = 0
         return Problem(hidden, teacher, lm_head, label, weight, edge, successor, kind, temperature)
+
+    def shared(self, chunk: int, states: int) -> tuple[Problem, Problem]:
+        """This problem taught by a few states per chunk, and the same with a state for every row."""
+        rows = len(self.label)
+        teacher_of, chunk_of = torch.arange(rows) * 5 % 7 % states, torch.arange(rows) // chunk
+        few = self.teacher.repeat(states, 1)[: states * (int(chunk_of[-1]) + 1)]
+        alone = replace(self, teacher=few[chunk_of * states + teacher_of])
+        return replace(self, teacher=few, teacher_of=teacher_of), alone
 
     @property
     def student(self) -> list[Tensor]:
@@ -93,6 +102,7 @@ class Problem:
             temperature=self.temperature,
             edge_RQ=self.edge,
             successor_VQ=self.successor,
+            teacher_of_R=self.teacher_of,
             chunk=chunk,
             implementation=implementation,
         )
@@ -160,6 +170,16 @@ def test_narrow_inputs_stay_close_to_wide_ones(kind: Kind, dtype: torch.dtype, a
     for got, want in zip(narrow.gradients(result.loss_sum), wide.gradients(expected.loss_sum), strict=True):
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), want, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("chunk", "states"), [(3, 2), (4, 4), (20, 5), (1, 1)])
+def test_rows_may_share_their_teachers(kind: Kind, chunk: int, states: int) -> None:
+    shared, alone = Problem.draw(kind, rows=10).trainable().shared(chunk, states)
+    result, expected = shared.solve(chunk), alone.solve(chunk)
+    assert_same(result, expected, atol=1e-13)
+    for got, want in zip(shared.gradients(result.loss_sum), alone.gradients(expected.loss_sum), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-13, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -339,6 +359,12 @@ def test_kernel_equals_reference(interpreter: Executor, kind: Kind, vocab: int, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_kernel_finds_shared_teachers(interpreter: Executor, kind: Kind) -> None:
+    problem, _ = Problem.draw(kind, rows=7, vocab=37, dtype=torch.float32).shared(chunk=3, states=2)
+    interpreter.submit(compare_interpreted, problem, 16).result()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_kernel_survives_logits_far_from_zero(interpreter: Executor, kind: Kind) -> None:
     problem = Problem.draw(kind, vocab=37, rank=None, dtype=torch.float32)
     problem.lm_head[:, 0] += 100
@@ -362,6 +388,7 @@ def test_kernel_compiles_without_a_gpu(kind: Kind) -> None:
     kernel = importlib.import_module("jetspec.ops.distill_loss_triton")._distill_loss_kernel
     constants = {"KIND": kind, "WANT_GRAD": True, "BLOCK": 1024} | ({"u_ptr": None} if kind == "sft" else {})
     special = {
+        "teacher_of_ptr": "*i64",
         "label_ptr": "*i64",
         "hit_ptr": "*i1",
         "z_ptr": "*bf16",
@@ -383,7 +410,7 @@ def test_kernel_on_a_gpu(kind: Kind, vocab: int, dtype: torch.dtype, rtol: float
     generator = torch.Generator("cuda").manual_seed(0)
     z, u = (3 * torch.randn(2, 64, vocab, device="cuda", generator=generator)).to(dtype)
     problem = Problem.draw(kind, rows=64, vocab=vocab, device="cuda")
-    rest = problem.label, problem.weight, kind, 1.5, True
+    rest = torch.arange(64, device="cuda") // 2, problem.label, problem.weight, kind, 1.5, True
     teacher = None if kind == "sft" else u
     expected_grad, grad = z.clone(), z.clone()
     expected = reference(expected_grad, teacher, *rest)

@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec.config import EngineConfig
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
-from jetspec.train.blocks import Blocks, block_mask, choose_anchors, document_mask, lay_out
+from jetspec.train.blocks import Blocks, block_mask, choose_anchors, document_mask, lay_out, lay_out_drafts
+from jetspec.train.config import LossConfig
 from jetspec.train.data import Document, PackedBatch, PackedData
-from jetspec.train.loss import block_states
+from jetspec.train.loss import block_states, draft_loss
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, tiny_decoder, tiny_head
 
@@ -95,6 +97,67 @@ def test_labels_sources_and_weights() -> None:
                 assert int(blocks.label_RAD[row, block, k - 1]) == int(batch.token_RT[row, at + k])
                 assert int(blocks.source_RAD[row, block, k - 1]) == 32 * row + at + k - 1
     assert not blocks.valid_RAD[~valid].any()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_every_prediction_finds_its_source_which_is_there_once(
+    chunk: int, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jetspec.ops.CHUNK", chunk)
+    batch = packed()
+    anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
+    drafts = lay_out_drafts(batch, anchors, valid, 5, multiple)
+    chunk_P = torch.arange(len(drafts.drafted_P)) // chunk
+    found = drafts.teacher_CS[chunk_P, drafts.teacher_P][drafts.taught_P]
+    taught = drafts.drafted_P[drafts.taught_P]
+    assert torch.equal(found, drafts.source_RAD.flatten()[taught])
+    assert torch.equal(taught.sort().values, drafts.valid_RAD.flatten().nonzero()[:, 0])
+    sizes = [len(drafts.teacher_P[chunk_P == i].unique()) for i in range(len(drafts.teacher_CS))]
+    sources = [len(drafts.teacher_CS[i, drafts.teacher_P[chunk_P == i]].unique()) for i in range(len(sizes))]
+    assert sizes == sources
+    step = max(1, multiple // 2)
+    assert drafts.teacher_CS.shape[1] == -(-max(sizes) // step) * step
+
+
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "edge"])
+@pytest.mark.parametrize("chunk", [5, 4096])
+def test_the_loss_is_that_of_full_logits(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction is taught by the target's distribution at the token before it."""
+    monkeypatch.setattr("jetspec.ops.CHUNK", chunk)
+    head, batch = variant(name).requires_grad_(True), packed()
+    blocks = lay_out(batch, *choose_anchors(batch, 6, torch.Generator().manual_seed(0)), head.head_config, multiple=16)
+    with torch.no_grad():
+        seen = captured(TARGET, batch, head.head_config.tap_layers)
+    loss = draft_loss(head, TARGET, batch, blocks, seen, LossConfig(gamma=4.5))
+    loss.loss_sum.backward()
+    found = {name: p.grad for name, p in head.named_parameters()}
+    head.zero_grad()
+
+    hidden = block_states(head, TARGET, batch, blocks, seen)
+    logits = TARGET.logits(hidden)
+    if head.edge is not None:
+        parent = batch.token_RT.flatten()[blocks.source_RAD]
+        logits = logits + (head.edge.predecessor[parent] * head.edge.gates(hidden)) @ head.edge.successor.T
+    teacher = TARGET.logits(seen.hidden_TM.flatten(0, 1))[blocks.source_RAD].log_softmax(-1)
+    weight = blocks.valid_RAD * torch.exp(-torch.arange(head.head_config.depth) / 4.5)
+    loss_RAD = F.kl_div(logits.log_softmax(-1), teacher, reduction="none", log_target=True).sum(-1)
+    expected = (loss_RAD * weight).sum()
+    torch.testing.assert_close(loss.loss_sum, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(loss.weight_sum, weight.sum())
+    hit = (logits.argmax(-1) == blocks.label_RAD) & blocks.valid_RAD
+    assert torch.equal(loss.hit_D, hit.long().cumprod(-1).sum((0, 1)))
+    expected.backward()
+    for key, parameter in head.named_parameters():
+        torch.testing.assert_close(found[key], parameter.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_batch_without_answers_teaches_nothing(multiple: int) -> None:
+    batch = packed()
+    batch = replace(batch, written_RT=torch.zeros_like(batch.written_RT))
+    drafts = lay_out_drafts(batch, *choose_anchors(batch, 3, torch.Generator()), 5, multiple)
+    assert not drafts.taught_P.any() and len(drafts.teacher_P) == len(drafts.drafted_P) == multiple // 16 * 16
 
 
 def leak_future(blocks: Blocks, patch: pytest.MonkeyPatch) -> Blocks:
