@@ -80,8 +80,9 @@ class Captured(Generic[Input, Output]):
 class GraphPasses:
     """A pass is captured when one of its sizes first comes up, and replayed from then on.
 
-    Weights keep their gradients in place, to which every replay adds. The target's states stay where they are between
-    its graph and those of the drafts, which read them there.
+    Weights keep their gradients in place, to which every replay adds: to all together, since one by one, as backward
+    does it, most are too small for a GPU. The target's states stay where they are between its graph and those of the
+    drafts, which read them there.
     """
 
     def __init__(self, work: Work, parameters: list[nn.Parameter], pool: GraphPool) -> None:
@@ -109,18 +110,21 @@ class GraphPasses:
     def _capture(self, drafts: Drafts) -> Captured[Drafts, DraftLoss]:
         """Capturing takes a run that counts for nothing: gradients are then as they were."""
         here, looked = drafts.to(self.work.device), self.looks[self.size]
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        before = [parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None]
+        totals = [self._total(parameter) for parameter in self.parameters]
+        before = [total.clone() for total in totals]
 
         def run() -> DraftLoss:
             part = self.work.draft(looked.input, here, looked.output)
-            part.loss_sum.backward()
+            found = torch.autograd.grad(part.loss_sum, self.parameters, allow_unused=True, materialize_grads=True)
+            torch._foreach_add_(totals, found)
             return part.map(Tensor.detach)
 
         graph, part = self.pool.capture(run)
-        for parameter, grad in zip(self.parameters, before, strict=True):
-            assert parameter.grad is not None
-            parameter.grad.copy_(grad)
+        torch._foreach_copy_(totals, before)
         return Captured(here, graph, part)
+
+    @staticmethod
+    def _total(parameter: nn.Parameter) -> Tensor:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
