@@ -3,11 +3,12 @@
 Three walls, each for what the others let through:
 
 - The kernel, on every POSIX system: limits on time, memory, file size, open files and processes; an empty folder as the
-  working directory, an empty environment, a session of its own that is killed as a whole. On Linux the child also
-  leaves the network, where user namespaces are allowed or it runs as root; root turns into nobody, unless nobody
-  may not read Python's library. macOS does not enforce the memory limit.
+  working directory, an empty environment, a session of its own that is killed as a whole. macOS does not enforce the
+  memory limit. On Linux root turns into nobody, and the child leaves the network where user namespaces are allowed or
+  it runs as root. With Landlock (Linux 5.13) it can open nothing but its folder and what Python is made of,
+  and write in the folder only.
 - The interpreter, everywhere: an audit hook, which Python code cannot take off again, refuses sockets, processes,
-  signals, native libraries, and changing files outside the folder.
+  signals, native libraries, reading and changing files outside the folder, and too many changes inside.
 - The verdict counts only with a password that the tests' end sends, so a program that ends early, whatever its
   exit status, has not passed.
 
@@ -23,10 +24,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MAX_VERDICT = 1 << 16
@@ -43,6 +45,9 @@ class Limits:
     memory_mb: int = 1024
     file_mb: int = 1
     """Of one file."""
+    changes: int = 100
+    """Files opened for writing, folders made, and all else that changes the folder. With `file_mb` it limits the disk
+    space that a program can fill."""
     open_files: int = 64
 
 
@@ -58,16 +63,28 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits = Limits()) -> 
     """Run a program, then every test in the same namespace, in order, up to the first that fails."""
     if os.name != "posix":
         raise ValueError("programs can be graded on Linux and macOS only")
+    if not tests:
+        return Verdict(False, "there are no tests")
     password = secrets.token_hex(16)
     order = {"program": program, "tests": list(tests), "password": password, **asdict(limits)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         said, ended = _run_child(json.dumps(order), folder, limits)
+    verdict = _find_verdict(said, password)
+    if verdict is None:
+        return Verdict(False, ended)
+    if "unsafe" in verdict:
+        raise ValueError(f"programs are not run here: {verdict['unsafe']}")
+    return Verdict(bool(verdict["passed"]), str(verdict["why"]))
+
+
+def _find_verdict(said: str, password: str) -> Mapping[str, Any] | None:
+    """The line with the password."""
     for line in said.splitlines():
         with suppress(ValueError, TypeError, KeyError):
-            verdict = json.loads(line)
+            verdict: Mapping[str, Any] = json.loads(line)
             if verdict["password"] == password:
-                return Verdict(bool(verdict["passed"]), str(verdict["why"]))
-    return Verdict(False, ended)
+                return verdict
+    return None
 
 
 def _run_child(order: str, folder: str, limits: Limits) -> tuple[str, str]:
