@@ -21,7 +21,8 @@ MATH_TASKS = ("gsm8k", "math500", "aime24", "aime25")
 LIMITS = Limits()
 MATH_TIMEOUT_S = 5
 """For one expression; the library can lose itself in a wild one."""
-NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+TWO_NUMBERS = re.compile(r"\d\s+\d")
+"""With but a space between them; the library would add them up."""
 FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 MBPP_TESTS = "Your code should pass these tests:\n"
 
@@ -53,23 +54,18 @@ def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
 
 
 def _grade_math(expected: str, answer: str) -> Grade:
-    found = final_answer(answer)
-    if found is None:
+    """By what stands in the last box; in a text without one, by what the library takes for its answer."""
+    found = last_boxed(answer)
+    wanted, values = _parse(_boxed(expected)), _parse(_boxed(found) if found else answer)
+    if not found:
+        found = next((value for value in reversed(values) if isinstance(value, str)), None)
+    if not found:
         return Grade(False, "no final answer was found")
-    correct = _same_text(expected, found) or _same_value(expected, found)
+    correct = _same_text(expected, found) or (not TWO_NUMBERS.search(found) and _same_value(wanted, values))
     return Grade(correct, f"found {found}, expected {expected}")
 
 
-def final_answer(text: str) -> str | None:
-    r"""What stands in the last \boxed{}, or else the last number."""
-    boxed = _last_boxed(text)
-    if boxed:
-        return boxed
-    numbers = NUMBER.findall(text)
-    return numbers[-1] if numbers else None
-
-
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     """Braces are counted; a box that is cut off holds nothing."""
     for match in reversed(list(re.finditer(r"boxed\s*\{", text))):
         depth = 1
@@ -80,25 +76,41 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
+def _boxed(text: str) -> str:
+    return f"\\boxed{{{text}}}"
+
+
 def _same_text(a: str, b: str) -> bool:
+    """But for how it is set. A space between two words or numbers stays, as 1 2 is not 12."""
+
     def bare(text: str) -> str:
-        text = re.sub(r"\\(?:left|right|!|,|;|\s)", "", text)
+        text = re.sub(r"\\(?:left|right|!|,)", "", text)
         text = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
-        return re.sub(r"[\s$]", "", text).rstrip(".")
+        text = re.sub(r"\\[;\s]|[\s$]", " ", text)
+        return re.sub(r"(?<!\w) +| +(?!\w)", "", re.sub(" +", " ", text)).rstrip(".")
 
     return bare(a) == bare(b)
 
 
-def _same_value(expected: str, found: str) -> bool:
+def _parse(text: str) -> list[Any]:
+    """What the library finds in a text: an expression, and the text of it."""
     try:
-        from math_verify import parse, verify
+        from math_verify import parse
     except ImportError:
         raise ValueError("grading mathematics needs math-verify: pip install 'jetspec[bench]'") from None
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what it cannot parse is wrong, and no news
-    # The library's clock is an alarm signal, which the main thread alone can have.
-    timeout = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
-    a, b = (parse(f"\\boxed{{{text}}}", parsing_timeout=timeout) for text in (expected, found))
-    return bool(verify(a, b, timeout_seconds=timeout))
+    return list(parse(text, parsing_timeout=_math_timeout()))
+
+
+def _same_value(expected: list[Any], found: list[Any]) -> bool:
+    from math_verify import verify
+
+    return bool(verify(expected, found, timeout_seconds=_math_timeout()))
+
+
+def _math_timeout() -> int | None:
+    """The library's clock is an alarm signal, which the main thread alone can have."""
+    return MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
 
 
 def _grade_mbpp(question: Mapping[str, Any], answer: str) -> Grade:

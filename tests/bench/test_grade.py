@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jetspec.bench.grade import Grade, docstring_tests, final_answer, find_code, grade
+from jetspec.bench.grade import Grade, docstring_tests, find_code, grade, last_boxed
 
 HUMANEVAL = '''Write a solution to the following problem and make sure that it passes the tests:
 ```python
@@ -44,7 +44,16 @@ def math(expected: str, answer: str) -> Grade:
         ("18", "She makes 9 * 2 = $18.00 every day."),
         ("1080", "That is 1,080 in all."),
         ("-3", "The answer is -3."),
-        ("3", "It is 5-3"),
+        ("2", "x = 7-5"),
+        (r"\frac{3}{4}", r"The answer is $\frac{3}{4}$."),
+        (r"11\sqrt{2}", r"So it is $11\sqrt{2}$, which is all."),
+        ("11", "She pays $5 and he pays $6, together 11 dollars."),
+        ("70000", "A profit of $200,000 - $130,000 = $70,000."),
+        ("18", "The answer is 18. It took 3 steps."),
+        ("2 1/2", r"\boxed{2  1/2}"),
+        ("10,000", r"\boxed{10{,}000}"),
+        ("10,\\!000", r"\boxed{10000}"),
+        (r"\text{the even ones}", r"\boxed{the  even ones}"),
         ("18", r"It is 18, so \boxed{"),
         (r"\frac{14}{3}", r"\boxed{\dfrac{14}{3}}"),
         (r"\frac{14}{3}", r"\boxed{14/3}"),
@@ -60,7 +69,18 @@ def test_right_mathematics_in_many_forms(expected: str, answer: str) -> None:
 
 @pytest.mark.parametrize(
     ("expected", "answer"),
-    [("18", r"18? No: \boxed{17}"), ("18", "no idea"), ("18", ""), ("2", r"\boxed{2^{2^{2^{2}}}}"), ("p - q", "p - r")],
+    [
+        ("18", r"18? No: \boxed{17}"),
+        ("18", "no idea"),
+        ("18", ""),
+        ("2", r"\boxed{2^{2^{2^{2}}}}"),
+        ("p - q", "p - r"),
+        ("4", r"The answer is $\frac{3}{4}$."),
+        ("2", r"So it is $11\sqrt{2}$."),
+        ("5", "x = 7-5"),
+        ("12", r"\boxed{1 2}"),
+        ("3", r"\boxed{1 2}"),
+    ],
 )
 def test_wrong_mathematics(expected: str, answer: str) -> None:
     assert math(expected, answer).correct is False
@@ -81,7 +101,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_braces_are_counted() -> None:
-    assert final_answer(r"\boxed{\frac{1}{2}} and 7") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{\frac{1}{2}} and 7") == r"\frac{1}{2}"
 
 
 def humaneval(answer: str, **more: Any) -> bool | None:
