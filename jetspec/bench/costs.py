@@ -8,21 +8,29 @@ real ones, so a shape is enough.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tqdm import tqdm
 
+from jetspec.bench.groups import KeyedFile, Row
+from jetspec.bench.measure import ROWS_FILE, RUN_FILE
 from jetspec.bench.profile import Decoding, StandingRound, Workload
-from jetspec.bench.shapes import open_head, open_target
+from jetspec.bench.runs import RESULTS_FILE
+from jetspec.bench.shapes import open_head, open_target, shape_of
 from jetspec.bench.spread import to_record
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.models.decoder import Decoder
-from jetspec.record import shown
+from jetspec.record import current_commit, hardware, package_versions, shown, write_record
 from jetspec.train.config import HeadShape, at_least
+from jetspec.train.rows import earlier_runs
 
 TIMED = ("draft", "build", "verify")
 """Stages up to the last that counts; each works on what the one before it left."""
@@ -56,12 +64,57 @@ class CostConfig:
             TreeConfig(depth=depth)
 
 
-def measure_costs(config: CostConfig) -> Iterator[dict[str, Any]]:
-    """An entry per context and depth."""
+class CostFile(KeyedFile[tuple[int, int]]):
+    """Rows of chains, by context and depth."""
+
+    @staticmethod
+    def key_of(row: Row) -> tuple[int, int]:
+        return int(row["context"]), int(row["depth"])
+
+
+def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progress: bool = False) -> list[Row]:
+    """A row per context and depth. Those that the folder holds are not timed again, unless it is to forget them."""
     device = choose_device(config.device)
-    target = open_target(config.shape, "random", choose_dtype(config.dtype, device), device)
-    for depth, context in product(config.depths, config.contexts):
-        yield measure_cost(target, config, context, depth)
+    dtype = choose_dtype(config.dtype, device)
+    settings = _settings(config, dtype, device)
+    with closing(CostFile(folder / ROWS_FILE, fresh)) as file:
+        for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
+            (folder / name).unlink(missing_ok=True)
+        wanted = [(context, depth) for depth, context in product(config.depths, config.contexts)]
+        todo = [chain for chain in wanted if chain not in file.rows]
+        _keep_settings(folder / RUN_FILE, settings, bool(file.rows), is_measured=bool(todo))
+        if todo:
+            with tqdm(
+                total=len(todo), desc=f"building {shown(config.shape)}", unit="chain", disable=not progress
+            ) as bar:
+                target = open_target(config.shape, "random", dtype, device)
+                bar.set_description("timing chains")
+                for context, depth in todo:
+                    file.append(measure_cost(target, config, context, depth))
+                    bar.update()
+        return [file.rows[chain] for chain in wanted]
+
+
+def _settings(config: CostConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Everything that a row depends on, beside its key."""
+    return {
+        "shape": asdict(shape_of(config.shape)),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "hardware": hardware(),
+        "versions": package_versions(),
+        **{name: getattr(config, name) for name in ("head_layers", "rounds", "repeats")},
+    }
+
+
+def _keep_settings(path: Path, settings: dict[str, Any], has_rows: bool, is_measured: bool) -> None:
+    """Refuse settings that rows were not made with; write down those of now, and by which source it goes on."""
+    runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
+    if has_rows and changed:
+        other = next(iter(changed))
+        raise ValueError(f"the rows in {path.parent} were made with another {other}; choose another --out, or --fresh")
+    runs += [{"commit": current_commit()}] if is_measured else []
+    write_record(path, {"settings": settings, "runs": runs})
 
 
 @torch.inference_mode()
@@ -79,12 +132,12 @@ def measure_cost(target: Decoder, config: CostConfig, context: int, depth: int) 
     }
 
 
-def cost_results(config: CostConfig, costs: list[dict[str, Any]]) -> dict[str, Any]:
+def cost_results(config: CostConfig, costs: Sequence[Row]) -> dict[str, Any]:
     device = choose_device(config.device)
     return {
         "model": shown(config.shape),
         "dtype": str(choose_dtype(config.dtype, device)).removeprefix("torch."),
         "device": device.type,
         "recipe": {**asdict(config), "shape": shown(config.shape)},
-        "costs": costs,
+        "costs": list(costs),
     }

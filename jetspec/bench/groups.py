@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jetspec.bench.methods import Ask, Reply, Unequal
 from jetspec.bench.recipe import BenchConfig, Cell
@@ -19,34 +20,50 @@ from jetspec.train.rows import LineFile
 Row = Mapping[str, Any]
 Key = tuple[Cell, int, int]
 """Cell, repeat, group."""
+K = TypeVar("K", bound=Hashable)
 
 
-class GroupFile(LineFile):
-    """Rows on disk. `fresh` forgets those that are there."""
+class KeyedFile(LineFile, Generic[K]):
+    """Rows on disk, each under a key: of two rows of a key the later counts. `fresh` forgets those that are there."""
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self.fresh = fresh
         super().__init__(path)
 
+    @staticmethod
+    @abstractmethod
+    def key_of(row: Row) -> K:
+        """What a row is the measurement of. KeyError or TypeError: it is none of this kind."""
+
     def read(self) -> int:
-        self.rows, end = ({}, 0) if self.fresh else read_lines(self.path)
+        self.rows, end = ({}, 0) if self.fresh else read_keyed(self.path, self.key_of)
         return end
+
+    def append(self, row: Row) -> None:
+        self.write(row)
+        self.rows[self.key_of(row)] = row
+
+
+class GroupFile(KeyedFile[Key]):
+    """Rows of groups."""
+
+    @staticmethod
+    def key_of(row: Row) -> Key:
+        return Cell(**row["cell"]), row["repeat"], row["group"]
 
     def failed(self, key: Key) -> bool:
         """Whether a question of a group that is there has no answer."""
         return any(answer["error"] for answer in self.rows[key]["answers"])
 
-    def append(self, row: Row) -> None:
-        self.write(row)
-        self.rows[key_of(row)] = row
-
 
 def read_lines(path: Path) -> tuple[dict[Key, Row], int]:
-    """The whole rows of a file, and where the last of them ends in bytes. A file of anything else is refused.
+    """The rows of groups in a file, and where the last of them ends in bytes."""
+    return read_keyed(path, GroupFile.key_of)
 
-    Of two rows of a group the later counts.
-    """
-    rows: dict[Key, Row] = {}
+
+def read_keyed(path: Path, key_of: Callable[[Row], K]) -> tuple[dict[K, Row], int]:
+    """The whole rows of a file, and where the last of them ends in bytes. A file of anything else is refused."""
+    rows: dict[K, Row] = {}
     end = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
@@ -55,13 +72,9 @@ def read_lines(path: Path) -> tuple[dict[Key, Row], int]:
             row = json.loads(line)
             rows[key_of(row)] = row
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}:{number}: is not a row of a benchmark; choose another --out") from None
+            raise ValueError(f"{path}:{number}: is not a row of such a benchmark; choose another --out") from None
         end += len(line)
     return rows, end
-
-
-def key_of(row: Row) -> Key:
-    return Cell(**row["cell"]), row["repeat"], row["group"]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from jetspec.train.config import HeadShape
 from jetspec.train.run import head_config
 
 Weights = Literal["random", "real"]
+GB = 1e9
 
 QWEN3 = DecoderConfig(
     family="qwen3",
@@ -70,10 +72,37 @@ def shape_of(name: str) -> DecoderConfig:
 def open_target(name: str, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A target to measure."""
     if weights == "random":
-        return random_target(shape_of(name), dtype, device)
+        config = shape_of(name)
+        check_room(name, config, dtype, device)
+        return random_target(config, dtype, device)
     if name in SHAPES:
         raise ValueError(f"{name} is a shape without weights; name a model, folder or GGUF file, or use random weights")
     return load_target(name, dtype, device).decoder
+
+
+def check_room(name: str, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse weights that the memory cannot hold, where the system says how much of it is free."""
+    with torch.device("meta"):
+        needed = sum(parameter.numel() for parameter in Decoder(config).parameters()) * dtype.itemsize
+    free = free_memory(device)
+    if free is not None and needed > free:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} in {kind} takes {needed / GB:.1f} GB, and {device.type} has {free / GB:.1f} GB free; "
+            f"choose a smaller shape{', or --dtype bfloat16' if dtype.itemsize > 2 else ''}"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes, where the system tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(found, None)
 
 
 def open_head(target: Decoder, path: str | None, shape: HeadShape) -> DraftHead:

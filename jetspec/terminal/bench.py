@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
 from jetspec.bench.measure import Bench
 from jetspec.bench.recipe import PLAIN, BenchConfig
@@ -51,8 +49,9 @@ def run_plan(
     if isinstance(plan, BenchConfig):
         measure_methods(plan, folder, fresh, retry_failed)
     else:
-        total = len(plan.contexts) * len(plan.depths)
-        costs = list(tqdm(measure_costs(plan), total=total, desc="timing chains", unit="chain"))
+        if retry_failed:
+            raise ValueError("--retry-failed is for questions; here what fails stops the run, and is not in its folder")
+        costs = measure_costs(plan, folder, fresh, progress=True)
         write_record(folder / RESULTS_FILE, cost_results(plan, costs))
     inputs = show([folder], form)
     for line in (line for run in inputs.runs for line in remarks(run)):
