@@ -95,7 +95,7 @@ TASKS: dict[str, Task] = {
     "mt_bench": Task(hub=HubSource("HuggingFaceH4/mt_bench_prompts", _mt_bench, split="train")),
     "alpaca_eval": Task(hub=HubSource("tatsu-lab/alpaca_eval", _alpaca_eval, split="eval")),
     "spec_bench": Task(),
-    BUILTIN: Task("tests", 24),
+    BUILTIN: Task("tests", 28),
 }
 
 

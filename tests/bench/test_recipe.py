@@ -15,7 +15,7 @@ from jetspec.bench.recipe import KINDS, PLAIN, BenchConfig, MethodConfig
 from jetspec.bench.runs import CostRecord, Run
 from jetspec.bench.tables import cost_table
 from jetspec.bench.tasks import BUILTIN, BUILTIN_FILE, GRADED_AS, TASKS, check_tasks, read_task
-from jetspec.terminal.bench import read_plan
+from jetspec.terminal.bench import QUICK, read_plan
 from jetspec.train.answers import read_questions
 from scripts.ablate import VARIANTS
 from tests.bench.run_folders import make_result
@@ -28,15 +28,27 @@ RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "bench").glo
 
 def test_the_built_in_questions_can_be_asked_and_their_answers_are_right() -> None:
     prompts = read_questions(BUILTIN_FILE, 1000)
-    assert len(prompts) == 24 and any(len(prompt.turns) > 1 for prompt in prompts)
+    assert len(prompts) == 28 == len(read_task(BUILTIN, None, None)) and any(
+        len(prompt.turns) > 1 for prompt in prompts
+    )
     kinds = [prompt.row.get(GRADED_AS) for prompt in prompts]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"gsm8k": 8, "mbpp": 8, None: 8}
+    assert {kind: kinds.count(kind) for kind in kinds} == {"gsm8k": 10, "mbpp": 10, None: 8}
     assert len(set(kinds[:3])) == 3, "a few of them are a fair choice"
     for prompt in prompts:
         if prompt.row.get(GRADED_AS) == "mbpp":
             tests = prompt.turns[0].partition("Your code should pass these tests:\n")[2]
             assert tests.count("assert ") >= 2
             exec(prompt.row["answer"] + tests, {})
+
+
+def test_a_quick_run_asks_for_answers_that_its_limit_does_not_cut() -> None:
+    prompts = read_questions(BUILTIN_FILE, QUICK["limit"])
+    graded = [prompt for prompt in prompts if GRADED_AS in prompt.row]
+    assert len(graded) >= 4
+    for prompt in graded:
+        task, _, _ = prompt.turns[0].partition("Your code should pass these tests:\n")
+        assert "one short sentence" in task or "the code alone" in task
+        assert len(prompt.row["answer"]) < 2 * QUICK["max_tokens"], "a token of code has two letters or more"
 
 
 def test_questions_come_from_a_folder_as_they_stand(tmp_path: Path) -> None:
