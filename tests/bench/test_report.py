@@ -32,11 +32,11 @@ from jetspec.bench.scaling import (
     reach_shares,
     tokens_when_cut,
 )
-from jetspec.bench.spread import ONE, Spread
+from jetspec.bench.spread import Spread, to_record
 from jetspec.bench.summary import summary
 from jetspec.bench.tables import against_table, cells_table, cost_table, speedup_table
 from jetspec.cli import app
-from tests.bench.run_folders import make_head_record, make_profile_record, make_run
+from tests.bench.run_folders import make_head_record, make_profile_record, make_run, make_speedup
 
 SMALL: dict[str, Any] = {"tasks": ("gsm8k", "mt_bench"), "budgets": (16, 64), "batches": (1,), "temperatures": (0.0,)}
 
@@ -155,8 +155,9 @@ def test_every_cell_is_in_the_report_with_the_numbers_of_the_record(tmp_path: Pa
         if cell["method"] != "plain":
             assert row[at["speedup"]].endswith(f"{cell['speedup']['mean']:.2f} ± {cell['speedup']['sd']:.2f}")
             assert row[at["speedup"]].startswith("≈") == (not cell["speedup"]["differs"])
-        if cell["tokens_per_round"] is not None:
-            assert row[at["tokens/round"]] == f"{cell['tokens_per_round']:.2f}"
+        per_round = cell["tokens_per_round"]
+        if per_round["mean"] is not None:
+            assert row[at["tokens/round"]] == f"{per_round['mean']:.2f} ± {per_round['sd']:.2f}"
 
 
 def test_both_forms_hold_every_table(tmp_path: Path) -> None:
@@ -185,13 +186,13 @@ def test_what_is_inside_the_spread_is_not_claimed(tmp_path: Path) -> None:
     for label, *row in table.rows:
         for task, text in zip(table.columns[1:-1], row, strict=False):
             speedup = cells[label, task]
-            assert speedup is not None and text.startswith("≈") != speedup.differs(ONE)
-            marked += not speedup.differs(ONE)
+            assert speedup is not None and text.startswith("≈") != speedup.differs_from_1()
+            marked += not speedup.differs_from_1()
     assert marked
 
 
 def test_bold_are_the_best_and_those_like_it(tmp_path: Path) -> None:
-    wide = {"speedup": {"over": "plain", "mean": 2.0, "sd": 1.0, "differs": True}}
+    wide = {"speedup": make_speedup([1.0, 2.0, 4.0])}
     table = speedup_table(small_run(tmp_path, changes=wide).cells)
     assert table is not None
     assert len(table.bold) == len(table.rows) * (len(table.columns) - 1)
@@ -217,7 +218,7 @@ def test_failures_and_differences_are_told(tmp_path: Path) -> None:
     run = small_run(tmp_path, changes={"errors": [{"id": "gsm8k-7", "error": "ran out of pages"}]})
     blocks = report(run)
     assert f"{len(run.cells)} answers failed" in warnings(blocks)
-    assert "texts differ from those of plain decoding" in warnings(blocks)
+    assert "texts leave those of plain decoding at a tie" in warnings(blocks)
     text = to_markdown("Title", blocks, "plots")
     assert "gsm8k-7: ran out of pages" in text and "0.0312" in text
 
@@ -226,7 +227,8 @@ def test_a_cell_in_which_everything_failed_is_shown_as_such(tmp_path: Path) -> N
     folder = make_run(tmp_path / "run", **SMALL, methods=("plain", "ngram", "ddtree"))
     record = json.loads((folder / "results.json").read_text())
     broken = next(cell for cell in record["cells"] if cell["method"] == "ddtree")
-    broken |= {"tokens_per_s": {"mean": None, "sd": None, "values": []}, "tokens_per_round": None, "accepted": []}
+    broken |= {"tokens_per_s": {"mean": None, "sd": None, "values": []}, "accepted": []}
+    broken |= {"tokens_per_round": to_record([])}
     broken |= {"speedup": None, "speedup_transformers": None, "errors": [{"id": "gsm8k-1", "error": "no pages"}]}
     (folder / "results.json").write_text(json.dumps(record))
     run = read_run(folder)
@@ -326,8 +328,7 @@ def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
 
 def test_verdicts_need_more_than_the_spread(tmp_path: Path) -> None:
     def run(name: str, values: list[float]) -> Run:
-        speed = {"mean": sum(values) / 3, "sd": 1.0, "values": values}
-        return read_run(make_run(tmp_path / name, **SMALL, changes={"tokens_per_s": speed}))
+        return read_run(make_run(tmp_path / name, **SMALL, changes={"tokens_per_s": to_record(values)}))
 
     slow, near, fast = run("slow", [99, 100, 101]), run("near", [100, 101, 102]), run("fast", [199, 200, 201])
     assert {row[8] for row in against_table(slow, near).rows} == {"no difference"}
