@@ -84,7 +84,8 @@ def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0
     cost = 1.15 + (budget or 1) * batch / 900 if method in QUALITY else {"transformers": 3.0}.get(method, 1.0)
     values = [250 * batch**0.8 * per_round / cost * rng.gauss(1, noise) for _ in range(repeats)]
     wobble = 0.2 if method == "ngram" else noise
-    speedup = make_speedup([per_round / cost * rng.gauss(1, wobble) for _ in range(repeats)])
+    ratios = [per_round / cost * rng.gauss(1, wobble) for _ in range(repeats)]
+    speedup = make_speedup([1.0] if method == "plain" else ratios)
     compared, greedy = 40, temperature == 0
     check = "greedy tokens" if greedy else "seeded tokens"
     missed = (

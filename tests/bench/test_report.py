@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from jetspec.bench.check_tables import score_table
 from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_html, to_markdown
-from jetspec.bench.paper import find_pairs, paper_rows
+from jetspec.bench.paper import Pair, find_pairs, paper_rows
 from jetspec.bench.plots import INK
 from jetspec.bench.report import ReportPlan, build_report
 from jetspec.bench.runs import Inputs, Run, read_inputs
@@ -34,7 +34,15 @@ from jetspec.bench.scaling import (
 )
 from jetspec.bench.spread import Spread, to_record
 from jetspec.bench.summary import summary
-from jetspec.bench.tables import against_table, cells_table, cost_table, speedup_table
+from jetspec.bench.tables import (
+    against_table,
+    cells_table,
+    cost_table,
+    glance_table,
+    paper_table,
+    rounds_table,
+    speedup_table,
+)
 from jetspec.cli import app
 from tests.bench.run_folders import make_head_record, make_profile_record, make_run, make_speedup
 
@@ -212,6 +220,44 @@ def test_one_repeat_has_no_spread_and_says_so(tmp_path: Path) -> None:
     assert "measured once" in warnings(report(run))
     assert not any("±" in cell for row in cells_table([run]).rows for cell in row[5:9])
     assert {row[8] for row in against_table(run, run).rows} == {"spread unknown"}
+
+
+def test_tokens_per_round_have_a_spread_in_every_table(tmp_path: Path) -> None:
+    """Draws of another repeat take other rounds."""
+    run = small_run(tmp_path, changes={"tokens_per_round": to_record([2.0, 3.0, 4.0])})
+    table = rounds_table(run.cells)
+    assert table is not None and table.bold == {(r, c) for r in range(len(table.rows)) for c in (1, 2, 3)}
+    assert {row[1:3] for row in table.rows} == {("3.00 ± 1.00", "3.00 ± 1.00")}
+    pairs = paper_table(find_pairs(run))
+    shown = [dict(zip(pairs.columns, row, strict=True))["tokens per round"] for row in pairs.rows]
+    assert shown and set(shown) == {"3.00 ± 1.00"}
+    assert {row["tokens_per_round_sd"] for row in json.loads(summary(Inputs([run], [], []), "json"))} == {1.0}
+    glance = glance_table(run.cells)
+    assert {dict(zip(glance.columns, row, strict=True))["tokens per round"][:4] for row in glance.rows} == {"3.00"}
+    assert all("±" in row[glance.columns.index("tokens per round")] for row in glance.rows)
+
+
+def test_plain_decoding_is_exactly_as_fast_as_itself(tmp_path: Path) -> None:
+    run = small_run(tmp_path, methods=("plain", "ddtree"))
+    rows = [row for row in json.loads(summary(Inputs([run], [], []), "json")) if row["method"] == "plain"]
+    assert {(row["speedup"], row["speedup_sd"], row["differs"]) for row in rows} == {(1.0, None, None)}
+    beside = paper_table([Pair(cell, paper_rows()[0], "") for cell in run.cells if cell.is_plain])
+    assert {row[beside.columns.index("speedup")] for row in beside.rows} == {"1.00"}
+
+
+def test_ties_mistakes_and_what_was_not_compared_are_told_apart(tmp_path: Path) -> None:
+    def check(compared: int, identical: int, ties: int) -> dict[str, Any]:
+        return {"check": "greedy tokens", "different": [], "compared": compared, "identical": identical, "ties": ties}
+
+    def told(name: str, **counts: int) -> str:
+        return warnings(report(small_run(tmp_path / name, methods=("ngram",), changes={"lossless": check(**counts)})))
+
+    assert "at a tie" not in told("same", compared=9, identical=9, ties=0)
+    tied = told("tied", compared=9, identical=7, ties=2)
+    assert "8 texts leave those of plain decoding at a tie" in tied and "not at a tie" not in tied
+    wrong = told("wrong", compared=9, identical=7, ties=0)
+    assert "8 texts differ from those of plain decoding, and not at a tie" in wrong and "ngram 16, ngram 64" in wrong
+    assert "no text could be compared" in told("none", compared=0, identical=0, ties=0)
 
 
 def test_failures_and_differences_are_told(tmp_path: Path) -> None:
