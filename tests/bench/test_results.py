@@ -99,21 +99,22 @@ def test_neither_side_of_a_wide_spread_claims_anything() -> None:
 def test_an_answer_that_failed_half_way_counts_in_no_number() -> None:
     """Nor does the time of its group, of which it took an unknown part."""
 
-    def row(id: str, turns: list[int], error: str | None) -> dict[str, Any]:
-        answer = {"id": id, "tokens": turns, "error": error, "rounds": len(turns), "accepted": [len(turns)]}
-        return {"ids": [id], "decode_s": 1.0, "prefill_s": 1.0, "answers": [answer]}
+    def answer(id: str, turns: list[int], error: str | None = None) -> dict[str, Any]:
+        return {"id": id, "tokens": turns, "error": error, "rounds": len(turns), "accepted": [len(turns)]}
 
-    cell = Cell("mine", "task", 0.0, 16, 1)
-    whole = [row("a", [8, 8], None)]
-    failed = Measured(cell, [[*whole, row("b", [100], "lost its connection")]] * 2)
-    alone = Measured(cell, [whole] * 2)
-    for count in (
-        lambda m: (m.speeds, m.prefills, m.tokens),
-        tokens_per_round,
-        accepted_lengths,
-    ):
-        assert count(failed) == count(alone)
-    plain = Measured(cell.beside("plain", 1), [[*whole, row("b", [8, 8], None)]] * 2)
+    def row(*answers: dict[str, Any]) -> dict[str, Any]:
+        return {"ids": [a["id"] for a in answers], "decode_s": 1.0, "prefill_s": 1.0, "answers": answers}
+
+    cell, lost = Cell("mine", "task", 0.0, 16, 2), "lost its connection"
+    whole, half = answer("a", [8, 8]), answer("b", [100], lost)
+    failed, alone = (Measured(cell, [rows] * 2) for rows in ([row(whole), row(half)], [row(whole)]))
+    beside = Measured(cell, [[row(whole), row(answer("c", [8, 8]), half)]] * 2)
+    assert failed.tokens == alone.tokens == 2 * 16 and beside.tokens == 2 * 32
+    assert failed.speeds == alone.speeds == beside.speeds == [16, 16]
+    assert failed.prefills == alone.prefills == beside.prefills == [1, 1]
+    assert tokens_per_round(failed) == tokens_per_round(alone) == tokens_per_round(beside) == [8, 8]
+    assert accepted_lengths(failed) == accepted_lengths(alone) == [4]
+    plain = Measured(cell.beside("plain", 1), [[row(whole), row(answer("b", [8, 8]))]] * 2)
     assert speedup(failed, plain) is None and speedup(plain, failed) is None, "not the same questions"
 
 
