@@ -490,7 +490,8 @@ def bench(
 
     Speed as mean ± sd over repeats, tokens per round, score, and whether the text is that of plain decoding.
 
-    Stop it at any time: the same command goes on with what is missing. Exit status 1: texts differ in float32.
+    Stop it at any time: the same command goes on with what is missing. Exit status 1: texts of our methods differ from
+    the plain ones, and not by rounding, or none could be compared.
     """
     changes = options.changes()
     from jetspec.terminal.bench import QUICK, read_plan, run_plan

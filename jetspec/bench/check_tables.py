@@ -13,6 +13,8 @@ from jetspec.bench.spread import NO_DIFFERENCE
 from jetspec.bench.tables import NONE, in_order, text_of, without_empty
 from jetspec.bench.tasks import BUILTIN
 
+COUNTS = ("compared", "identical", "ties", "mistakes")
+
 
 def score_table(run: Run) -> Table | None:
     """Right answers, with their standard error, beside those of plain decoding; None where nothing was graded."""
@@ -91,15 +93,23 @@ def lossless_table(run: Run) -> Table | None:
     for (temperature, batch, label), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
         checks = [cell.lossless for cell in group if cell.lossless]
         gaps = [check.widest_gap for check in checks if check.widest_gap is not None]
-        total, same = sum(check.compared for check in checks), sum(check.identical for check in checks)
+        counts = [sum(getattr(check, name) for check in checks) for name in COUNTS]
         rows.append(
             (
-                *(label, f"{temperature:g}", str(batch), checks[0].check, str(total), str(same), str(total - same)),
+                *(label, f"{temperature:g}", str(batch), checks[0].check, *map(str, counts)),
                 f"{max(gaps):.4g}" if gaps else NONE,
             )
         )
-    columns = ("method, budget", "temperature", "batch", "check", "compared", "identical", "different", "widest gap")
-    caption = "Beside plain decoding. Gap: how far apart the target holds the two tokens where a text first differs."
+    columns = ("method, budget", "temperature", "batch", "check", *COUNTS, "widest gap")
+    caption = (
+        "Beside plain decoding; a greedy answer counts once, however often it was repeated. Gap: how far apart the "
+        "target holds the two tokens where a text first differs."
+    )
+    if run.widest_tie is not None:
+        limit = f"{run.widest_tie:.3g}"
+        caption += (
+            f" Ties: less than {limit} apart, which rounding as measured in this run may decide. Mistakes: the rest."
+        )
     return Table(columns, tuple(rows), caption)
 
 
@@ -107,15 +117,20 @@ def differences_table(run: Run) -> Table | None:
     """Every text that differs from the plain one."""
     rows = [
         (
-            *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), text_of(d.get("repeat"))),
-            *(str(d["turn"]), str(d["position"]), text_of(d["gap"], 4)),
+            *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), numbered(d["repeats"])),
+            *(numbered([d["turn"]]), numbered([d["position"]]), text_of(d["gap"], 4), "tie" if d["tie"] else "mistake"),
         )
         for cell in run.cells
         if cell.lossless
         for d in cell.lossless.different
     ]
-    columns = ("question", "method", "temperature", "batch", "repeat", "turn", "position", "gap")
+    columns = ("question", "method", "temperature", "batch", "repeats", "turn", "token", "gap", "verdict")
     return without_empty(Table(columns, tuple(rows), first_number=2)) if rows else None
+
+
+def numbered(indices: Iterable[int]) -> str:
+    """As people count: from 1."""
+    return ", ".join(str(index + 1) for index in indices)
 
 
 def errors_table(run: Run) -> Table | None:

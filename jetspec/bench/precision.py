@@ -55,6 +55,18 @@ class FreshPass:
         return self.target.logits(out.hidden_TM[-last:]).float()
 
     @torch.inference_mode()
+    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
+        """The same from several passes: over the text before the last tokens, then over these, so many at a time."""
+        request, parts = self._admit(tokens), []
+        if before := len(tokens) - last:
+            self._pass(request, before)
+        while missing := len(tokens) - request.num_cached:
+            out = self._pass(request, min(size, missing))
+            parts.append(self.target.logits(out.hidden_TM).float())
+        self.cache.release(request)
+        return torch.cat(parts)
+
+    @torch.inference_mode()
     def rows(self, tokens: Sequence[int]) -> list[Tensor]:
         """What the cache of an engine should hold after these tokens; see `cached_rows`."""
         request, _ = self._read(tokens)
@@ -63,18 +75,26 @@ class FreshPass:
         return rows
 
     def _read(self, tokens: Sequence[int]) -> tuple[Request, Hidden]:
+        request = self._admit(tokens)
+        return request, self._pass(request, len(tokens))
+
+    def _admit(self, tokens: Sequence[int]) -> Request:
         request = Request(0, list(tokens), len(tokens), SamplingParams(), seed=0, longest=len(tokens))
         if not self.cache.admit(request, tokens_ahead=1):
             raise ValueError(f"{len(tokens)} tokens are more than a pass was prepared for")
+        return request
+
+    def _pass(self, request: Request, count: int) -> Hidden:
+        """Over the next tokens of a text."""
         self.cache.flush()
-        chunks = PackedChunks.of([Chunk.of(request, len(tokens))], self.cache.device)
+        chunks = PackedChunks.of([Chunk.of(request, count)], self.cache.device)
         batch = self.cache.place_chunks(chunks)
         taps = self.head.head_config.tap_layers if self.head else ()
         out = self.target(batch, self.cache.target.layers, taps)
         if self.head is not None and self.cache.head is not None and out.tap_TX is not None:
             self.head.observe(out.tap_TX, batch.position_T, batch.slot_T, self.cache.head.layers)
-        self.cache.advance(request, len(tokens))
-        return request, out
+        self.cache.advance(request, count)
+        return out
 
 
 def cached_rows(cache: KVCache, request: Request) -> list[Tensor]:
@@ -184,3 +204,17 @@ def logit_noise(engine: Engine, prompts: Texts, max_tokens: int, fresh: FreshPas
                 worst.append((logits_TV - fresh_TV).abs().max())
                 positions += len(tokens)
     return float(torch.stack(worst).max()), positions
+
+
+def pass_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int) -> Noise:
+    """The same of the target alone, which reads answers behind their prompts in pieces as large as a plain step's, and
+    as those of verify passes. No engine has a part in it, so one that is wrong cannot excuse itself by its own noise.
+    """
+    worst = {1: 0.0, budget: 0.0}
+    for prompt, answer in texts:
+        tokens, last = [*prompt, *answer[:-1]], len(answer)
+        fresh_TV = fresh.logits(tokens, last)
+        for size in worst:
+            off = (fresh.logits_in_pieces(tokens, last, size) - fresh_TV).abs().max()
+            worst[size] = max(worst[size], float(off))
+    return Noise(worst[1], worst[budget], sum(len(answer) for _, answer in texts))

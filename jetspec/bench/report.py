@@ -93,15 +93,24 @@ def _warnings(run: Run) -> Iterator[Block]:
         yield Warned(f"{run.name}: {failed} answers failed; they are listed below and count in no number.")
     if any(cell.tokens_per_s and cell.tokens_per_s.sd is None for cell in run.cells):
         yield Warned(f"{run.name}: measured once, so nothing says how much its numbers vary. Use --repeats 3 or more.")
-    different = sum(cell.lossless.compared - cell.lossless.identical for cell in run.cells if cell.lossless)
-    if different:
-        yield Warned(
-            f"{run.name}: {different} texts differ from those of plain decoding. A tie of two tokens that rounding "
-            "decides is no error; the gaps below tell."
-        )
+    yield from (Warned(f"{run.name}: {text}") for text in _lossless_warnings(run))
     yield from (Warned(f"{run.name}: {note}") for note in run.notes)
     if not any(cell.speedup for cell in run.cells):
         yield Warned(f"{run.name}: plain decoding was not measured, so there are no speedups.")
+
+
+def _lossless_warnings(run: Run) -> Iterator[str]:
+    """What is no tie comes first."""
+    mistaken = [(cell.label, cell.lossless.mistakes) for cell in run.cells if cell.lossless and cell.lossless.mistakes]
+    if mistaken:
+        names = ", ".join(dict.fromkeys(label for label, _ in mistaken))
+        count = sum(mistakes for _, mistakes in mistaken)
+        yield f"{count} texts differ from those of plain decoding, and not at a tie that rounding decides: {names}."
+    if ties := sum(cell.lossless.ties for cell in run.cells if cell.lossless):
+        yield f"{ties} texts leave those of plain decoding at a tie: two tokens that rounding decides between."
+    unchecked = dict.fromkeys(cell.label for cell in run.cells if cell.lossless and not cell.lossless.compared)
+    if unchecked:
+        yield f"no text could be compared with that of plain decoding: {', '.join(unchecked)}."
 
 
 def _speed(run: Run, title: str, painter: Painter | None, prefix: str) -> Iterator[Block]:

@@ -36,7 +36,10 @@ class Score:
     def share(self) -> Spread:
         """With its standard error, as of independent answers."""
         p = self.correct / self.graded
-        return Spread(p, math.sqrt(p * (1 - p) / (self.graded - 1)) if self.graded > 1 else None)
+        if self.graded == 1:
+            return Spread(p)
+        error = math.sqrt(p * (1 - p) / (self.graded - 1))
+        return Spread(p, error, error)
 
     @property
     def mark(self) -> str:
@@ -55,13 +58,20 @@ class Lossless:
     """What was compared: greedy tokens, or drawn ones of the same seed, or only text."""
     compared: int
     identical: int
+    ties: int
+    """Those that differ only where rounding decided between two tokens."""
     different: tuple[Mapping[str, Any], ...]
 
     @classmethod
     def read(cls, raw: Mapping[str, Any] | None) -> Lossless | None:
         if raw is None:
             return None
-        return cls(raw["check"], raw["compared"], raw["identical"], tuple(raw["different"]))
+        return cls(raw["check"], raw["compared"], raw["identical"], raw["ties"], tuple(raw["different"]))
+
+    @property
+    def mistakes(self) -> int:
+        """Those that differ where the target was not undecided."""
+        return self.compared - self.identical - self.ties
 
     @property
     def widest_gap(self) -> float | None:
@@ -73,10 +83,13 @@ class Result(Cell):
     """What one method did on one task with one setting."""
 
     questions: int
+    together: int
+    """Most questions that were decoded together: less than the batch where there were not enough of them."""
     tokens: int
     tokens_per_s: Spread | None
     """None: every answer failed."""
-    tokens_per_round: float | None
+    tokens_per_round: Spread | None
+    """None: nobody could count rounds."""
     accepted: tuple[int, ...]
     """Rounds by accepted length, from 0."""
     prefill_s: Spread | None
@@ -89,9 +102,9 @@ class Result(Cell):
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Result:
-        spreads = ("tokens_per_s", "prefill_s", "speedup", "speedup_transformers")
         read: dict[str, Any] = {
-            **{name: Spread.read(raw[name]) for name in spreads},
+            **{name: Spread.of(raw[name]["values"]) for name in ("tokens_per_s", "tokens_per_round", "prefill_s")},
+            **{name: Spread.read_ratios(raw[name]) for name in ("speedup", "speedup_transformers")},
             "accepted": tuple(raw["accepted"]),
             "score": Score.read(raw["score"]),
             "lossless": Lossless.read(raw["lossless"]),
@@ -113,9 +126,13 @@ class Result(Cell):
         return self.method if self.budget is None or self.is_plain else f"{self.method} {self.budget}"
 
     @property
+    def batch_text(self) -> str:
+        return str(self.batch) if self.together == self.batch else f"{self.together} of {self.batch}"
+
+    @property
     def round_cost(self) -> float | None:
         """Time of a round in plain steps: what its tokens would have cost, over how much faster they came."""
-        return self.tokens_per_round / self.speedup.mean if self.tokens_per_round and self.speedup else None
+        return self.tokens_per_round.mean / self.speedup.mean if self.tokens_per_round and self.speedup else None
 
 
 def partial_note(cells: Iterable[Result]) -> str:
@@ -139,6 +156,11 @@ class Run:
     def notes(self) -> list[str]:
         """What a reader of its tables should know."""
         return list(self.record.get("notes") or ())
+
+    @property
+    def widest_tie(self) -> float | None:
+        """Tokens closer than this may have changed places by rounding. None: no text gave reason to measure it."""
+        return (self.record.get("noise") or {}).get("widest_tie")
 
     @property
     def model(self) -> str:

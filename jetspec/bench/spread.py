@@ -10,7 +10,9 @@ from typing import Any
 
 NO_DIFFERENCE = "no difference"
 SPREADS = 2
-"""Values differ when they are more than this many standard deviations apart."""
+"""Values that differ are more than this many standard deviations apart."""
+STUDENT = (63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169)
+"""With 1, 2, .. degrees of freedom, Student's t is larger than this, either way, once in a hundred times."""
 
 
 @dataclass(frozen=True)
@@ -19,46 +21,85 @@ class Spread:
 
     mean: float
     sd: float | None = None
+    error: float = 0.0
+    """Of the mean: what the deviation leaves of itself in a mean of so many repeats."""
+    freedom: float = math.inf
+    """Degrees of freedom of the deviation: few repeats may vary little by chance."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
         """None: there are no values, as where everything failed."""
         if not values:
             return None
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+        if len(values) == 1:
+            return cls(values[0])
+        sd = statistics.stdev(values)
+        return cls(statistics.fmean(values), sd, sd / math.sqrt(len(values)), len(values) - 1)
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any] | None) -> Spread | None:
+    def of_ratios(cls, values: Sequence[float]) -> Spread | None:
+        """Their geometric mean: turned upside down, ratios have the inverse mean and vary as much."""
+        logs = cls.of([math.log(value) for value in values])
+        if logs is None:
+            return None
+        mean = math.exp(logs.mean)
+        return cls(mean, None if logs.sd is None else mean * logs.sd, mean * logs.error, logs.freedom)
+
+    @classmethod
+    def read_ratios(cls, raw: Mapping[str, Any] | None) -> Spread | None:
         """From a record."""
-        return None if raw is None or raw["mean"] is None else cls(float(raw["mean"]), raw["sd"])
+        return None if raw is None else cls.of_ratios(raw["values"])
 
     @classmethod
     def average(cls, parts: Iterable[Spread]) -> Spread:
         """Of independent measurements, each counting the same."""
         parts = list(parts)
         known = [part.sd for part in parts if part.sd is not None]
-        sd = math.sqrt(sum(x * x for x in known)) / len(parts) if len(known) == len(parts) else None
-        return cls(sum(part.mean for part in parts) / len(parts), sd)
+        sd = math.hypot(*known) / len(parts) if len(known) == len(parts) else None
+        error = math.hypot(*(part.error for part in parts)) / len(parts)
+        return cls(sum(part.mean for part in parts) / len(parts), sd, error, _freedom(parts))
 
     def over(self, other: Spread) -> Spread:
-        """The quotient; relative deviations add as squares."""
+        """The quotient of two independent values; relative deviations add as squares."""
         ratio = self.mean / other.mean
         if self.sd is None or other.sd is None:
             return Spread(ratio)
         return Spread(ratio, ratio * math.hypot(self.sd / self.mean, other.sd / other.mean))
 
     def differs(self, other: Spread) -> bool | None:
-        """Whether the two lie further apart than their spreads explain. None: there is no spread to judge by."""
+        """Whether the two lie further apart than their spreads, and than chance, explain.
+
+        None: there is no spread to judge by.
+        """
         if self.sd is None or other.sd is None:
             return None
-        return abs(self.mean - other.mean) > SPREADS * math.hypot(self.sd, other.sd)
+        by_chance = student(_freedom((self, other))) * math.hypot(self.error, other.error)
+        return abs(self.mean - other.mean) > max(SPREADS * math.hypot(self.sd, other.sd), by_chance)
+
+    def differs_from_1(self) -> bool | None:
+        """For a ratio, and in its logarithm: twice as fast is as far from 1 as half as fast."""
+        if self.sd is None:
+            return None
+        log = Spread(math.log(self.mean), self.sd / self.mean, self.error / self.mean, self.freedom)
+        return log.differs(Spread(0.0, 0.0))
 
     def text(self, digits: int = 2) -> str:
         return f"{self.mean:.{digits}f}" + ("" if self.sd is None else f" ± {self.sd:.{digits}f}")
 
 
-ONE = Spread(1.0, 0.0)
-"""The speedup of what is compared with itself."""
+def student(freedom: float) -> float:
+    """How many standard errors chance alone exceeds once in a hundred times, either way."""
+    if freedom <= len(STUDENT):
+        return STUDENT[max(math.floor(freedom), 1) - 1]
+    return 2.5758 + 4.9165 / freedom + 8.834 / freedom**2  # the quantile's expansion around that of a normal variable
+
+
+def _freedom(parts: Iterable[Spread]) -> float:
+    """Of a sum, after Welch and Satterthwaite: near that of the part that varies most."""
+    known = [(part.error**2, part.freedom) for part in parts]
+    total = sum(square for square, _ in known)
+    lost = sum((square / total) ** 2 / freedom for square, freedom in known) if total > 0 else 0.0
+    return 1 / lost if lost > 0 else math.inf
 
 
 def to_record(values: Sequence[float]) -> dict[str, Any]:
@@ -69,4 +110,4 @@ def to_record(values: Sequence[float]) -> dict[str, Any]:
 
 def speedup_text(value: Spread) -> str:
     """Marked where it is not more than the spread."""
-    return value.text() if value.differs(ONE) is not False else f"≈ {value.text()}"
+    return value.text() if value.differs_from_1() is not False else f"≈ {value.text()}"

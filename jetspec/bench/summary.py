@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jetspec.bench.document import Table, markdown_table
 from jetspec.bench.recipe import Cell
 from jetspec.bench.runs import CostRecord, DraftCost, Inputs, Result, Run
-from jetspec.bench.spread import ONE, Spread
+from jetspec.bench.spread import Spread
 from jetspec.bench.tables import cells_table, cost_table, in_order
 
 SummaryForm = Literal["md", "csv", "json", "jsonl"]
@@ -49,11 +49,12 @@ def cell_row(run: Run, cell: Result) -> dict[str, Any]:
         "device": run.device,
         **{field.name: getattr(cell, field.name) for field in fields(Cell)},
         "questions": cell.questions,
+        "together": cell.together,
         "tokens": cell.tokens,
         **_flat("tokens_per_s", cell.tokens_per_s),
-        "tokens_per_round": cell.tokens_per_round,
+        **_flat("tokens_per_round", cell.tokens_per_round),
         **_flat("speedup", cell.speedup),
-        "differs": cell.speedup.differs(ONE) if cell.speedup else None,
+        "differs": cell.speedup.differs_from_1() if cell.speedup else None,
         **_flat("speedup_transformers", cell.speedup_transformers),
         **_flat("prefill_s", cell.prefill_s),
         "correct": score.correct if score else None,
@@ -62,6 +63,7 @@ def cell_row(run: Run, cell: Result) -> dict[str, Any]:
         "cut": score.cut if score else None,
         "compared": lossless.compared if lossless else None,
         "identical": lossless.identical if lossless else None,
+        "ties": lossless.ties if lossless else None,
         "failed": len(cell.errors),
     }
 

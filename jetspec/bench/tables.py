@@ -104,12 +104,11 @@ def rounds_table(cells: Sequence[Result]) -> Table | None:
     having = [cell for cell in cells if cell.tokens_per_round is not None and not cell.is_plain]
     if not having:
         return None
-    caption = "Over all rounds of all repeats: accepted drafts, and the target's own token."
-    return matrix(having, rounds_of, Spread.text, caption)
+    return matrix(having, rounds_of, Spread.text, f"Accepted drafts, and the target's own token. {BOLD_CAPTION}")
 
 
 def rounds_of(cell: Result) -> Spread | None:
-    return None if cell.tokens_per_round is None else Spread(cell.tokens_per_round)
+    return cell.tokens_per_round
 
 
 def glance_table(cells: Sequence[Result]) -> Table:
@@ -127,7 +126,7 @@ def glance_table(cells: Sequence[Result]) -> Table:
                 *(method, NONE if method == PLAIN else text_of(group[0].budget)),
                 Spread.average(cell.tokens_per_s for cell in group if cell.tokens_per_s).text(1),
                 speedup_text(Spread.average(speedups)) if speedups and method != PLAIN else NONE,
-                f"{sum(rounds) / len(rounds):.2f}" if rounds else NONE,
+                Spread.average(rounds).text() if rounds else NONE,
                 Spread.average(scores).text(3) + marks if scores else NONE,
                 f"{sum(c.identical for c in checks)}/{sum(c.compared for c in checks)}" if checks else NONE,
             )
@@ -172,7 +171,7 @@ def cells_table(runs: Sequence[Run], details: bool = False) -> Table:
 def _cell_row(cell: Result) -> tuple[str, ...]:
     score, lossless = cell.score, cell.lossless
     return (
-        *(cell.method, cell.task, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
+        *(cell.method, cell.task, f"{cell.temperature:g}", text_of(cell.budget), cell.batch_text),
         *(text_of(cell.tokens_per_s, 1), text_of(cell.tokens_per_round)),
         speedup_text(cell.speedup) if cell.speedup and not cell.is_plain else NONE,
         speedup_text(cell.speedup_transformers) if cell.speedup_transformers and cell.method != TRANSFORMERS else NONE,

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jetspec.bench.check_tables import numbered
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
 from jetspec.bench.measure import Bench
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
-from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, Run
+from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, Result, Run
 from jetspec.bench.summary import SummaryForm
 from jetspec.bench.tasks import BUILTIN, check_tasks
 from jetspec.engine.llm import LLM
@@ -24,6 +25,8 @@ Plan = BenchConfig | CostConfig
 
 QUICK: dict[str, Any] = {"tasks": [BUILTIN], "limit": 6, "max_tokens": 48, "budgets": [16], "repeats": 3}
 """A few minutes on a CPU. The first built-in questions have answers that fit, so that scores say something."""
+SHOWN = 3
+"""Differences of a cell that are named on the terminal."""
 
 
 def read_plan(recipe: Path | None, changes: Mapping[str, Any]) -> Plan:
@@ -45,7 +48,7 @@ def run_plan(
     retry_failed: bool = False,
     report: bool = False,
 ) -> bool:
-    """Measure into a folder, print the table. False: our text is not the target's, with no rounding to blame."""
+    """Measure into a folder, print the table. False: our text was not shown to be the target's, but for ties."""
     if isinstance(plan, BenchConfig):
         measure_methods(plan, folder, fresh, retry_failed)
     else:
@@ -76,10 +79,10 @@ def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed
 
 
 def is_lossless(config: BenchConfig, run: Run) -> bool:
-    """Whether our methods wrote the target's text, but for rounding."""
+    """Whether our methods wrote the target's text, but for ties. What could not be compared was not shown to."""
     outside = {method.name for method in config.contenders() if not method.is_ours}
     ours = [cell.lossless for cell in run.cells if cell.lossless and cell.method not in outside]
-    return run.record["dtype"] != "float32" or not any(check.different for check in ours)
+    return all(check.compared and not check.mistakes for check in ours)
 
 
 def remarks(run: Run) -> Iterator[str]:
@@ -92,10 +95,24 @@ def remarks(run: Run) -> Iterator[str]:
     if any(cell.score and cell.score.partial for cell in run.cells):
         yield PARTIAL_NOTE
     for cell in run.cells:
-        for found in cell.lossless.different[:3] if cell.lossless else ():
-            gap, where = found["gap"], f"{found['id']}, turn {found['turn']}, from token {found['position']} on"
-            how = "one text ends earlier" if gap is None else f"{gap:.2g} apart in the target's logits"
-            yield f"{cell.method} differs from {PLAIN} in {where}: {how}"
+        yield from lossless_remarks(cell)
+
+
+def lossless_remarks(cell: Result) -> Iterator[str]:
+    """The first differences of a cell, mistakes before ties."""
+    if (check := cell.lossless) is None:
+        return
+    who = f"{cell.label} at temperature {cell.temperature:g}, batch {cell.batch},"
+    if not check.compared:
+        yield f"{who} has no answer on {cell.task} that could be compared with that of {PLAIN}"
+    found = sorted(check.different, key=lambda each: bool(each["tie"]))
+    for each in found[:SHOWN]:
+        place = f"{each['id']}, turn {each['turn'] + 1}, from token {each['position'] + 1} on"
+        gap = "one text ends earlier" if each["gap"] is None else f"{each['gap']:.2g} apart in the target's logits"
+        verdict = "a tie" if each["tie"] else "no tie"
+        yield f"{who} differs from {PLAIN} in {place} (repeats: {numbered(each['repeats'])}): {gap}, {verdict}"
+    if len(found) > SHOWN:
+        yield f"{who} differs from {PLAIN} in {len(found) - SHOWN} more places of {cell.task}; the report lists them"
 
 
 def _say(line: str) -> None:

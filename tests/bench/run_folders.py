@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -15,6 +14,7 @@ import torch
 
 from jetspec.bench.recipe import Cell
 from jetspec.bench.runs import Result
+from jetspec.bench.spread import Spread, to_record
 from jetspec.train.evaluate import HeadScore
 
 DEPTH = 15
@@ -55,6 +55,7 @@ def make_run(
         "versions": {"python": "3.11", "torch": "2.11"},
         "model": model,
         "dtype": "bfloat16",
+        "noise": {"plain": 0.1, "verify": 0.125, "positions": 512, "widest_tie": 0.25},
         "notes": [],
         "recipe": {"model": model, "max_tokens": 128, "repeats": repeats},
         "cells": cells,
@@ -82,37 +83,46 @@ def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0
     per_round = 1 + sum(a * n for a, n in enumerate(accepted)) / rounds if rounds else 1.0
     cost = 1.15 + (budget or 1) * batch / 900 if method in QUALITY else {"transformers": 3.0}.get(method, 1.0)
     values = [250 * batch**0.8 * per_round / cost * rng.gauss(1, noise) for _ in range(repeats)]
-    speed = {
-        "mean": statistics.fmean(values),
-        "sd": statistics.stdev(values) if repeats > 1 else None,
-        "values": values,
-    }
-    ratio, sd = per_round / cost, 0.5 if method == "ngram" else noise * per_round / cost
-    differs = repeats > 1 and abs(ratio - 1) > 2 * sd
-    speedup = {"over": "plain", "mean": ratio, "sd": sd if repeats > 1 else None, "differs": differs}
+    wobble = 0.2 if method == "ngram" else noise
+    ratios = [per_round / cost * rng.gauss(1, wobble) for _ in range(repeats)]
+    speedup = make_speedup([1.0] if method == "plain" else ratios)
     compared, greedy = 40, temperature == 0
     check = "greedy tokens" if greedy else "seeded tokens"
     missed = (
-        [{"id": f"{task}-00003", "repeat": 0, "turn": 0, "position": 17, "gap": 0.0312}]
+        [{"id": f"{task}-00003", "repeats": [0, 2], "turn": 0, "position": 17, "gap": 0.0312, "tie": True}]
         if method == "ddtree" and greedy
         else []
     )
     return {
         **asdict(cell),
         "questions": 40,
+        "together": batch,
         "tokens": 4096,
-        "tokens_per_s": speed,
-        "tokens_per_round": per_round if method != "transformers" else None,
+        "tokens_per_s": to_record(values),
+        "tokens_per_round": to_record([per_round] * repeats if method != "transformers" else []),
         "accepted": accepted if rounds else [],
         "prefill_s": {"mean": 0.02, "sd": 0.001, "values": [0.02] * repeats},
         "speedup": speedup,
-        "speedup_transformers": {**speedup, "over": "transformers", "mean": 3 * per_round / cost, "differs": True},
+        "speedup_transformers": {**make_speedup([3 * value for value in speedup["values"]]), "over": "transformers"},
         "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0, "cut": 3} if task in GRADED else None,
-        "lossless": {"check": check, "compared": compared, "identical": compared - len(missed), "different": missed}
+        "lossless": {
+            "check": check,
+            "compared": compared,
+            "identical": compared - len(missed),
+            "ties": len(missed),
+            "different": missed,
+        }
         if method != "plain" and (greedy or method != "transformers")
         else None,
         "errors": [],
     }
+
+
+def make_speedup(values: Sequence[float]) -> dict[str, Any]:
+    found = Spread.of_ratios(values)
+    assert found is not None
+    differs = found.differs_from_1()
+    return {"over": "plain", "mean": found.mean, "sd": found.sd, "values": list(values), "differs": differs}
 
 
 def make_head_record(path: Path, mean_gap: float = 4.0) -> Path:

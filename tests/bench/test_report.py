@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from jetspec.bench.check_tables import score_table
 from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_html, to_markdown
-from jetspec.bench.paper import find_pairs, paper_rows
+from jetspec.bench.paper import Pair, find_pairs, paper_rows
 from jetspec.bench.plots import INK
 from jetspec.bench.report import ReportPlan, build_report
 from jetspec.bench.runs import Inputs, Run, read_inputs
@@ -32,11 +32,19 @@ from jetspec.bench.scaling import (
     reach_shares,
     tokens_when_cut,
 )
-from jetspec.bench.spread import ONE, Spread
+from jetspec.bench.spread import Spread, to_record
 from jetspec.bench.summary import summary
-from jetspec.bench.tables import against_table, cells_table, cost_table, speedup_table
+from jetspec.bench.tables import (
+    against_table,
+    cells_table,
+    cost_table,
+    glance_table,
+    paper_table,
+    rounds_table,
+    speedup_table,
+)
 from jetspec.cli import app
-from tests.bench.run_folders import make_head_record, make_profile_record, make_run
+from tests.bench.run_folders import make_head_record, make_profile_record, make_run, make_speedup
 
 SMALL: dict[str, Any] = {"tasks": ("gsm8k", "mt_bench"), "budgets": (16, 64), "batches": (1,), "temperatures": (0.0,)}
 
@@ -155,8 +163,9 @@ def test_every_cell_is_in_the_report_with_the_numbers_of_the_record(tmp_path: Pa
         if cell["method"] != "plain":
             assert row[at["speedup"]].endswith(f"{cell['speedup']['mean']:.2f} ± {cell['speedup']['sd']:.2f}")
             assert row[at["speedup"]].startswith("≈") == (not cell["speedup"]["differs"])
-        if cell["tokens_per_round"] is not None:
-            assert row[at["tokens/round"]] == f"{cell['tokens_per_round']:.2f}"
+        per_round = cell["tokens_per_round"]
+        if per_round["mean"] is not None:
+            assert row[at["tokens/round"]] == f"{per_round['mean']:.2f} ± {per_round['sd']:.2f}"
 
 
 def test_both_forms_hold_every_table(tmp_path: Path) -> None:
@@ -185,13 +194,13 @@ def test_what_is_inside_the_spread_is_not_claimed(tmp_path: Path) -> None:
     for label, *row in table.rows:
         for task, text in zip(table.columns[1:-1], row, strict=False):
             speedup = cells[label, task]
-            assert speedup is not None and text.startswith("≈") != speedup.differs(ONE)
-            marked += not speedup.differs(ONE)
+            assert speedup is not None and text.startswith("≈") != speedup.differs_from_1()
+            marked += not speedup.differs_from_1()
     assert marked
 
 
 def test_bold_are_the_best_and_those_like_it(tmp_path: Path) -> None:
-    wide = {"speedup": {"over": "plain", "mean": 2.0, "sd": 1.0, "differs": True}}
+    wide = {"speedup": make_speedup([1.0, 2.0, 4.0])}
     table = speedup_table(small_run(tmp_path, changes=wide).cells)
     assert table is not None
     assert len(table.bold) == len(table.rows) * (len(table.columns) - 1)
@@ -213,11 +222,49 @@ def test_one_repeat_has_no_spread_and_says_so(tmp_path: Path) -> None:
     assert {row[8] for row in against_table(run, run).rows} == {"spread unknown"}
 
 
+def test_tokens_per_round_have_a_spread_in_every_table(tmp_path: Path) -> None:
+    """Draws of another repeat take other rounds."""
+    run = small_run(tmp_path, changes={"tokens_per_round": to_record([2.0, 3.0, 4.0])})
+    table = rounds_table(run.cells)
+    assert table is not None and table.bold == {(r, c) for r in range(len(table.rows)) for c in (1, 2, 3)}
+    assert {row[1:3] for row in table.rows} == {("3.00 ± 1.00", "3.00 ± 1.00")}
+    pairs = paper_table(find_pairs(run))
+    shown = [dict(zip(pairs.columns, row, strict=True))["tokens per round"] for row in pairs.rows]
+    assert shown and set(shown) == {"3.00 ± 1.00"}
+    assert {row["tokens_per_round_sd"] for row in json.loads(summary(Inputs([run], [], []), "json"))} == {1.0}
+    glance = glance_table(run.cells)
+    assert {dict(zip(glance.columns, row, strict=True))["tokens per round"][:4] for row in glance.rows} == {"3.00"}
+    assert all("±" in row[glance.columns.index("tokens per round")] for row in glance.rows)
+
+
+def test_plain_decoding_is_exactly_as_fast_as_itself(tmp_path: Path) -> None:
+    run = small_run(tmp_path, methods=("plain", "ddtree"))
+    rows = [row for row in json.loads(summary(Inputs([run], [], []), "json")) if row["method"] == "plain"]
+    assert {(row["speedup"], row["speedup_sd"], row["differs"]) for row in rows} == {(1.0, None, None)}
+    beside = paper_table([Pair(cell, paper_rows()[0], "") for cell in run.cells if cell.is_plain])
+    assert {row[beside.columns.index("speedup")] for row in beside.rows} == {"1.00"}
+
+
+def test_ties_mistakes_and_what_was_not_compared_are_told_apart(tmp_path: Path) -> None:
+    def check(compared: int, identical: int, ties: int) -> dict[str, Any]:
+        return {"check": "greedy tokens", "different": [], "compared": compared, "identical": identical, "ties": ties}
+
+    def told(name: str, **counts: int) -> str:
+        return warnings(report(small_run(tmp_path / name, methods=("ngram",), changes={"lossless": check(**counts)})))
+
+    assert "at a tie" not in told("same", compared=9, identical=9, ties=0)
+    tied = told("tied", compared=9, identical=7, ties=2)
+    assert "8 texts leave those of plain decoding at a tie" in tied and "not at a tie" not in tied
+    wrong = told("wrong", compared=9, identical=7, ties=0)
+    assert "8 texts differ from those of plain decoding, and not at a tie" in wrong and "ngram 16, ngram 64" in wrong
+    assert "no text could be compared" in told("none", compared=0, identical=0, ties=0)
+
+
 def test_failures_and_differences_are_told(tmp_path: Path) -> None:
     run = small_run(tmp_path, changes={"errors": [{"id": "gsm8k-7", "error": "ran out of pages"}]})
     blocks = report(run)
     assert f"{len(run.cells)} answers failed" in warnings(blocks)
-    assert "texts differ from those of plain decoding" in warnings(blocks)
+    assert "texts leave those of plain decoding at a tie" in warnings(blocks)
     text = to_markdown("Title", blocks, "plots")
     assert "gsm8k-7: ran out of pages" in text and "0.0312" in text
 
@@ -226,7 +273,8 @@ def test_a_cell_in_which_everything_failed_is_shown_as_such(tmp_path: Path) -> N
     folder = make_run(tmp_path / "run", **SMALL, methods=("plain", "ngram", "ddtree"))
     record = json.loads((folder / "results.json").read_text())
     broken = next(cell for cell in record["cells"] if cell["method"] == "ddtree")
-    broken |= {"tokens_per_s": {"mean": None, "sd": None, "values": []}, "tokens_per_round": None, "accepted": []}
+    broken |= {"tokens_per_s": {"mean": None, "sd": None, "values": []}, "accepted": []}
+    broken |= {"tokens_per_round": to_record([])}
     broken |= {"speedup": None, "speedup_transformers": None, "errors": [{"id": "gsm8k-1", "error": "no pages"}]}
     (folder / "results.json").write_text(json.dumps(record))
     run = read_run(folder)
@@ -326,8 +374,7 @@ def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
 
 def test_verdicts_need_more_than_the_spread(tmp_path: Path) -> None:
     def run(name: str, values: list[float]) -> Run:
-        speed = {"mean": sum(values) / 3, "sd": 1.0, "values": values}
-        return read_run(make_run(tmp_path / name, **SMALL, changes={"tokens_per_s": speed}))
+        return read_run(make_run(tmp_path / name, **SMALL, changes={"tokens_per_s": to_record(values)}))
 
     slow, near, fast = run("slow", [99, 100, 101]), run("near", [100, 101, 102]), run("fast", [199, 200, 201])
     assert {row[8] for row in against_table(slow, near).rows} == {"no difference"}

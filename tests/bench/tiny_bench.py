@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from jetspec.bench import measure
 from jetspec.bench.grade import grade
 from jetspec.bench.groups import Key, Row
 from jetspec.bench.measure import Bench
-from jetspec.bench.recipe import BenchConfig
+from jetspec.bench.methods import Ask, Method, Reply, Timed, open_method
+from jetspec.bench.recipe import BenchConfig, MethodConfig
 from jetspec.bench.results import Grader, Results
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
 from jetspec.train.config import from_dict
 from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import write_model
+
+Change = Callable[[Reply], Reply | str]
 
 
 def write_setup(folder: Path) -> Path:
@@ -54,3 +61,27 @@ def without_times(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Cells, less what a clock says."""
     timed = ("tokens_per_s", "prefill_s", "speedup", "speedup_transformers")
     return [{key: value for key, value in cell.items() if key not in timed} for cell in results["cells"]]
+
+
+class Meddler:
+    """A method that does what it is told and then changes its replies."""
+
+    def __init__(self, inner: Method, change: Change) -> None:
+        self.inner, self.change = inner, change
+
+    def warm_up(self, asks: Sequence[Ask]) -> None:
+        pass
+
+    def decode(self, asks: Sequence[Ask]) -> Timed:
+        timed = self.inner.decode(asks)
+        return replace(timed, replies=[r if isinstance(r, str) else self.change(r) for r in timed.replies])
+
+
+def meddle(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    """Let every method but the plain one change its replies."""
+
+    def open_meddler(llm: LLM, method: MethodConfig, *args: Any, **options: Any) -> Method:
+        opened = open_method(llm, method, *args, **options)
+        return opened if method.name == "plain" else Meddler(opened, change)
+
+    monkeypatch.setattr(measure, "open_method", open_meddler)

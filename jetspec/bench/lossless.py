@@ -1,0 +1,153 @@
+"""Whether a text is that of plain decoding, and if not, whether the target itself was undecided where it leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetspec.bench.measure import Bench
+from jetspec.bench.measured import Measured
+from jetspec.bench.precision import FreshPass, Noise, find_differences, pass_noise
+from jetspec.train.prompts import Prompt
+from jetspec.train.regenerate import Conversation
+from jetspec.tree.sample import filter_logits, gumbel
+from jetspec.types import RowSampling, SamplingParams
+
+NOISE_TEXTS, NOISE_TOKENS = 8, 64
+"""What rounding is measured on: so many answers, of each at most so many tokens."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where an answer leaves the plain one."""
+
+    id: str
+    turn: int
+    position: int
+    """Tokens of the turn that both wrote before."""
+    gap: float | None
+    """How far apart the target holds the two tokens. None: one text ends earlier."""
+    tie: bool
+    """Whether rounding alone may have decided between them."""
+
+
+class LosslessCheck:
+    """Compares answers with those of plain decoding, token by token.
+
+    Greedy answers of everybody are compared, and drawn ones of our engine, which draws by seed and position alone. A
+    difference is listed with the gap between its two tokens under the target: how far the worse of them lay behind the
+    best, noise of the draw included. In float32 there must be none. In 16 bits it is a tie where the gap is less than
+    what rounding moves two logits by, and a mistake elsewhere. The texts of servers are cut up again first.
+    """
+
+    def __init__(self, bench: Bench, plain: Sequence[Measured]) -> None:
+        self.bench, self.plain = bench, plain
+        self.methods = {method.name: method for method in bench.methods}
+        self._noise: Noise | None = None
+
+    @cached_property
+    def fresh(self) -> FreshPass:
+        return FreshPass(self.bench.llm.target.decoder, None, self.bench.max_len)
+
+    @property
+    def widest_tie(self) -> float:
+        """Measured when it is first needed."""
+        if self.bench.llm.target.decoder.embedding.dtype == torch.float32:
+            return 0.0
+        self._noise = self._noise or self._measure_noise()
+        return self._noise.widest_tie
+
+    def _measure_noise(self) -> Noise:
+        """On first turns of plain answers, drawn evenly from all of them."""
+        texts = []
+        for measured in self.plain:
+            prompts = self._prompts(measured.cell.task)
+            for answer in measured.all_whole_answers:
+                asked = Conversation(prompts[answer["id"]], self.bench.llm.tokenizer, **self.bench.variables)
+                texts.append((asked.token_ids, answer["turn_tokens"][0][:NOISE_TOKENS]))
+        some = texts[:: -(-len(texts) // NOISE_TEXTS)]
+        config = self.bench.config
+        budgets = [budget or 1 for method in self.bench.methods for budget in config.budgets_of(method)]
+        return pass_noise(self.fresh, some, max(budgets))
+
+    def noise_record(self) -> dict[str, Any] | None:
+        """None: it was not needed."""
+        if self._noise is None:
+            return None
+        return {**asdict(self._noise), "widest_tie": self._noise.widest_tie}
+
+    def of(self, mine: Measured, plain: Measured) -> dict[str, Any] | None:
+        """A greedy answer is one answer, however often it was repeated; draws of another repeat are others."""
+        method, temperature = self.methods[mine.cell.method], mine.cell.temperature
+        if temperature > 0 and not method.is_ours:
+            return None
+        is_text = method.url is not None
+        prompts = self._prompts(mine.cell.task)
+        judged: dict[Hashable, list[Parting | None]] = {}
+        repeats_of: dict[Parting, list[int]] = {}
+        for repeat in range(len(mine.repeats)):
+            others = plain.answers(repeat)
+            for answer in mine.whole_answers(repeat):
+                id = answer["id"]
+                if others[id]["error"]:
+                    continue
+                found = self.first_difference(prompts[id], others[id], answer, repeat, temperature, is_text)
+                judged.setdefault((id, repeat) if temperature > 0 else id, []).append(found)
+                if found is not None:
+                    repeats_of.setdefault(found, []).append(repeat)
+        return {
+            "check": "seeded tokens" if temperature > 0 else "greedy text" if is_text else "greedy tokens",
+            "compared": len(judged),
+            "identical": sum(not any(partings) for partings in judged.values()),
+            "ties": sum(any(partings) and all(p is None or p.tie for p in partings) for partings in judged.values()),
+            "different": [{**asdict(parting), "repeats": repeats} for parting, repeats in repeats_of.items()],
+        }
+
+    def _prompts(self, task: str) -> dict[str, Prompt]:
+        return {prompt.id: prompt for prompt in self.bench.questions[task]}
+
+    def first_difference(
+        self,
+        prompt: Prompt,
+        plain: Mapping[str, Any],
+        mine: Mapping[str, Any],
+        repeat: int,
+        temperature: float,
+        is_text: bool,
+    ) -> Parting | None:
+        """The first turn that differs, and where; turns after it answer another conversation."""
+        talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
+        for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
+            asked = talk.with_next_turn() if turn else talk.token_ids
+            talk.token_ids = asked
+            talk.answer(expected, plain["finish"][turn])
+            if is_text:
+                expected = self.bench.llm.tokenizer.encode_words(plain["text"][turn])
+            sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
+            judge = self.fresh if temperature == 0 else DrawnPass(self.fresh, sampling)
+            for found in find_differences({"": asked}, {"": expected}, {"": given}, judge):
+                return Parting(prompt.id, turn, found.place, found.gap, found.is_tie(self.widest_tie))
+        return None
+
+
+@dataclass(frozen=True)
+class DrawnPass:
+    """A fresh pass with the noise of a draw: the token that was drawn is the one with the best of these logits."""
+
+    fresh: FreshPass
+    sampling: SamplingParams
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """What the token after these was chosen by, (1, V), in units of logits."""
+        assert self.sampling.seed is not None
+        logits_1V = self.fresh.logits(tokens)
+        row = RowSampling.of([self.sampling], [self.sampling.seed], logits_1V.device)
+        position = torch.tensor([len(tokens)], device=logits_1V.device)
+        drawn = filter_logits(logits_1V, row) + gumbel(row.seed_B, position, logits_1V.shape[-1])
+        return drawn * self.sampling.temperature

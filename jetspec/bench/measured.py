@@ -1,0 +1,141 @@
+"""The rows of a cell, and what they come to: speed, how much faster than another cell, tokens per round.
+
+An answer that failed counts in none of these, however many of its turns went well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+from jetspec.bench.groups import Row
+from jetspec.bench.recipe import Cell
+from jetspec.bench.spread import Spread
+
+Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rows of a cell, by repeat."""
+
+    cell: Cell
+    repeats: Sequence[Sequence[Row]]
+
+    def beside(self, other: Measured) -> Measured:
+        """Only the groups that another one has, too."""
+        groups = {tuple(row["ids"]) for rows in other.repeats for row in rows}
+        kept = [[row for row in rows if tuple(row["ids"]) in groups] for rows in self.repeats]
+        return Measured(self.cell, kept)
+
+    def answers(self, repeat: int) -> dict[str, Answer]:
+        return {answer["id"]: answer for row in self.repeats[repeat] for answer in row["answers"]}
+
+    def whole_answers(self, repeat: int) -> list[Answer]:
+        """Those that did not fail."""
+        return [answer for answer in self.answers(repeat).values() if not answer["error"]]
+
+    @property
+    def all_whole_answers(self) -> list[Answer]:
+        return [answer for repeat in range(len(self.repeats)) for answer in self.whole_answers(repeat)]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(num_tokens, self.all_whole_answers))
+
+    @cached_property
+    def timed(self) -> list[list[Row]]:
+        """Rows whose time is that of whole answers, by repeat.
+
+        An answer that failed half-way took its share of its group's time, and nobody knows how much.
+        """
+        return [[row for row in rows if _is_timed(row)] for rows in self.repeats]
+
+    @cached_property
+    def speed_by_repeat(self) -> list[float | None]:
+        """Tokens per second of decoding. None: everything failed."""
+        speeds: list[float | None] = []
+        for rows in self.timed:
+            seconds = sum(row["decode_s"] for row in rows)
+            tokens = sum(num_tokens(answer) for row in rows for answer in row["answers"])
+            speeds.append(tokens / seconds if seconds > 0 else None)
+        return speeds
+
+    @property
+    def speeds(self) -> list[float]:
+        return [speed for speed in self.speed_by_repeat if speed is not None]
+
+    @property
+    def prefills(self) -> list[float]:
+        """Seconds, per repeat."""
+        return [sum(row["prefill_s"] for row in rows) for rows in self.timed]
+
+    @property
+    def fullest(self) -> int:
+        """Most questions that were decoded together."""
+        return max(len(row["ids"]) for rows in self.repeats for row in rows)
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        return [
+            {"id": answer["id"], "repeat": repeat, "error": answer["error"]}
+            for repeat in range(len(self.repeats))
+            for answer in self.answers(repeat).values()
+            if answer["error"]
+        ]
+
+    @property
+    def counted(self) -> list[set[tuple[str, ...]]]:
+        """What its speed is of: the questions of timed groups that did not fail, by repeat."""
+        return [{tuple(a["id"] for a in row["answers"] if not a["error"]) for row in rows} for rows in self.timed]
+
+
+def _is_timed(row: Row) -> bool:
+    """Whether there are whole answers, and none that failed half-way."""
+    answers = row["answers"]
+    return not all(a["error"] for a in answers) and not any(a["error"] and num_tokens(a) for a in answers)
+
+
+def num_tokens(answer: Answer) -> int:
+    return sum(answer["tokens"])
+
+
+def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
+    """The ratio of speeds on the groups that both were given, repeat by repeat: the two took turns.
+
+    None where the two did not answer the same questions of these. Without repeats there is no spread, and no
+    difference is claimed; beside itself nothing varies.
+    """
+    if base is None:
+        return None
+    mine, base = mine.beside(base), base.beside(mine)
+    if mine.counted != base.counted:
+        return None
+    pairs = zip(mine.speed_by_repeat, base.speed_by_repeat, strict=True)
+    ratios = [a / b for a, b in pairs if a is not None and b is not None]
+    if mine.cell == base.cell:
+        ratios = ratios[:1]
+    found = Spread.of_ratios(ratios)
+    if found is None:
+        return None
+    differs = found.differs_from_1()
+    return {"over": base.cell.method, "mean": found.mean, "sd": found.sd, "values": ratios, "differs": differs}
+
+
+def tokens_per_round(mine: Measured) -> list[float]:
+    """Per repeat, as far as rounds were counted."""
+    found = []
+    for repeat in range(len(mine.repeats)):
+        answers = [answer for answer in mine.whole_answers(repeat) if answer["rounds"]]
+        if rounds := sum(answer["rounds"] for answer in answers):
+            found.append(sum(map(num_tokens, answers)) / rounds)
+    return found
+
+
+def accepted_lengths(mine: Measured) -> list[int]:
+    """How many rounds kept 0, 1, 2, .. drafts."""
+    columns = zip_longest(*(answer["accepted"] for answer in mine.all_whole_answers), fillvalue=0)
+    return [sum(column) for column in columns]

@@ -1,0 +1,162 @@
+"""Whether our text is the target's: what is compared, what is a tie, and what the command makes of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+from typer.testing import Result as Done
+
+from jetspec.bench.lossless import DrawnPass
+from jetspec.bench.methods import Reply
+from jetspec.bench.precision import FreshPass, pass_noise
+from jetspec.bench.results import Results
+from jetspec.bench.runs import Result
+from jetspec.cli import app
+from jetspec.engine.drafter import NoDrafter
+from jetspec.engine.engine import Engine
+from jetspec.engine.llm import LLM
+from jetspec.terminal.bench import lossless_remarks
+from jetspec.types import Request
+from tests.bench.tiny_bench import make_bench, meddle, results_of, write_questions, write_setup
+from tests.train.tiny_model import CONTEXT
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_setup(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder / "model", device="cpu")
+
+
+def slip(reply: Reply) -> Reply:
+    """A wrong third token."""
+    ids = [*reply.token_ids]
+    ids[2] = (ids[2] + 1) % 100
+    return replace(reply, token_ids=ids)
+
+
+def cell_of(results: dict[str, Any], method: str = "ngram") -> dict[str, Any]:
+    return next(cell for cell in results["cells"] if cell["method"] == method)
+
+
+def run_command(folder: Path, name: str, *words: str) -> Done:
+    usual = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--device", "cpu", "-n", "12"]
+    return CliRunner().invoke(app, ["bench", *usual, "--methods", "ngram", "--out", str(folder / name), *words])
+
+
+def test_the_noise_of_a_draw_is_that_of_the_engine(folder: Path, llm: LLM) -> None:
+    """The drawn token is the best of the logits that gaps are taken from: so its gap to itself is 0."""
+    bench = make_bench(folder, "drawn", llm, temperatures=[0.8], repeats=1)
+    results = Results(bench, bench.run())
+    fresh = results.lossless.fresh
+    rows = [row for (cell, _, _), row in results.rows.items() if cell.method == "ngram"]
+    prompts = {prompt.id: prompt for prompt in bench.questions["sums"]}
+    for answer in (answer for row in rows for answer in row["answers"]):
+        prompt = llm.tokenizer.encode_chat([{"role": "user", "content": prompts[answer["id"]].turns[0]}])
+        tokens = answer["turn_tokens"][0]
+        judge = DrawnPass(fresh, bench.config.sampling(0.8, 0, answer["id"], 0))
+        for place, token in enumerate(tokens):
+            assert int(judge.logits([*prompt, *tokens[:place]]).argmax()) == token
+
+
+def test_a_greedy_answer_is_compared_once_however_often_it_was_repeated(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meddle(monkeypatch, slip)
+    options: dict[str, Any] = {"temperatures": [0, 1], "repeats": 3, "max_tokens": 4}
+    cells = results_of(make_bench(folder, "slips", llm, **options))["cells"]
+    greedy, drawn = (cell["lossless"] for cell in cells if cell["method"] == "ngram")
+    assert (greedy["compared"], drawn["compared"]) == (5, 15), "draws of another repeat are other answers"
+    assert greedy["identical"] == greedy["ties"] == 0 and len(greedy["different"]) == 5
+    assert all(found["repeats"] == [0, 1, 2] and found["position"] == 2 for found in greedy["different"])
+
+
+def test_an_answer_that_differs_in_one_repeat_is_not_identical(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = count()
+    meddle(monkeypatch, lambda reply: slip(reply) if next(answered) == 5 else reply)
+    found = cell_of(results_of(make_bench(folder, "once", llm, repeats=2)))["lossless"]
+    assert (found["compared"], found["identical"]) == (5, 4)
+    assert [(d["id"], d["repeats"]) for d in found["different"]] == [("sums-0", [1])]
+
+
+def test_remarks_say_where_and_how_many_more(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    meddle(monkeypatch, slip)
+    results = results_of(make_bench(folder, "remarks", llm, repeats=2))
+    *lines, more = lossless_remarks(Result.read(cell_of(results)))
+    assert len(lines) == len(set(lines)) == 3 and "2 more places of sums" in more
+    assert all("ngram 6 at temperature 0, batch 1" in line and "(repeats: 1, 2)" in line for line in lines)
+    assert all("turn 1, from token 3 on" in line and line.endswith(", no tie") for line in lines)
+
+
+# -- ties
+
+
+def test_pieces_of_a_text_are_the_whole_in_float32_and_nearly_so_in_16_bits(folder: Path, llm: LLM) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 200, (60,), generator=generator).tolist()
+    texts = [(tokens[:20], tokens[20:])]
+    exact = FreshPass(llm.target.decoder, None, 64)
+    for size in (1, 7, 100):
+        parts_TV = exact.logits_in_pieces(tokens, 40, size)
+        torch.testing.assert_close(parts_TV, exact.logits(tokens, 40), atol=1e-4, rtol=0)
+    assert pass_noise(exact, texts, 8).widest_tie < 1e-4
+    rounded = FreshPass(LLM(folder / "model", device="cpu", dtype="bfloat16").target.decoder, None, 64)
+    assert 1e-3 < pass_noise(rounded, texts, 8).widest_tie < 1
+
+
+def wrong_in_rounds_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = Engine._append
+
+    def wrong(self: Engine, request: Request, tokens: list[int]) -> list[int]:
+        is_late = not isinstance(self.drafter, NoDrafter) and len(request.tokens) > request.prompt_len + 3
+        return append(self, request, [(token + 1) % 100 for token in tokens] if is_late else tokens)
+
+    monkeypatch.setattr(Engine, "_append", wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_engine_that_writes_wrong_tokens_is_status_1(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Its own noise, however large, is no excuse."""
+    wrong_in_rounds_with_drafts(monkeypatch)
+    done = run_command(folder, f"wrong {dtype}", "--tasks", "sums", "--dtype", dtype, "-r", "1", "-t", "0,1")
+    assert done.exit_code == 1 and "no tie" in done.stderr, done.output
+
+
+def test_what_rounding_decides_is_status_0(folder: Path) -> None:
+    write_questions(folder, "many", [[f"{i} times"] for i in range(24)])
+    words = ("--tasks", "many", "--dtype", "bfloat16", "-r", "1", "-t", "0,1", "-n", "48", "--batch", "4")
+    done = run_command(folder, "rounded", *words)
+    assert done.exit_code == 0, done.output
+    record = json.loads((folder / "rounded" / "results.json").read_text())
+    checks = [cell["lossless"] for cell in record["cells"] if cell["lossless"]]
+    assert sum(check["ties"] for check in checks) > 0, "a test without ties tests nothing"
+    assert all(d["gap"] < record["noise"]["widest_tie"] for check in checks for d in check["different"])
+
+
+def test_a_text_that_ends_earlier_is_no_tie(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(reply: Reply) -> Reply:
+        return replace(reply, token_ids=reply.token_ids[:-1], num_tokens=reply.num_tokens - 1, finish="stop")
+
+    meddle(monkeypatch, cut)
+    done = run_command(folder, "cut", "--tasks", "sums", "--dtype", "bfloat16", "-r", "1")
+    assert done.exit_code == 1 and "one text ends earlier, no tie" in done.stderr
+
+
+def test_what_could_not_be_compared_is_not_lossless(folder: Path) -> None:
+    write_questions(folder, "long", [["x" * CONTEXT]])
+    done = run_command(folder, "nothing", "--tasks", "long", "-r", "1")
+    assert done.exit_code == 1 and "no answer on long that could be compared" in done.stderr
