@@ -108,7 +108,7 @@ def lossless_table(run: Run) -> Table | None:
     if run.widest_tie is not None:
         limit = f"{run.widest_tie:.3g}"
         caption += (
-            f" Ties: less than {limit} apart, which rounding as measured in this run may decide. Mistakes: the rest."
+            f" Ties: at most {limit} apart, which rounding as measured in this run may decide. Mistakes: the rest."
         )
     return Table(columns, tuple(rows), caption)
 

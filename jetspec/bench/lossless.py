@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jetspec.bench.measure import Bench
 from jetspec.bench.measured import Measured
-from jetspec.bench.precision import FreshPass, Noise, find_differences, pass_noise
+from jetspec.bench.precision import FreshPass, PairNoise, find_differences, pair_noise
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
@@ -41,28 +41,28 @@ class LosslessCheck:
 
     Greedy answers of everybody are compared, and drawn ones of our engine, which draws by seed and position alone. A
     difference is listed with the gap between its two tokens under the target: how far the worse of them lay behind the
-    best, noise of the draw included. In float32 there must be none. In 16 bits it is a tie where the gap is less than
-    what rounding moves two logits by, and a mistake elsewhere. The texts of servers are cut up again first.
+    best, noise of the draw included. In float32 there must be none. In 16 bits it is a tie where the gap is no more
+    than what rounding moves two logits apart by, and a mistake elsewhere. The texts of servers are cut up again first.
     """
 
     def __init__(self, bench: Bench, plain: Sequence[Measured]) -> None:
         self.bench, self.plain = bench, plain
         self.methods = {method.name: method for method in bench.methods}
-        self._noise: Noise | None = None
+        self._noise: PairNoise | None = None
 
     @cached_property
     def fresh(self) -> FreshPass:
         return FreshPass(self.bench.llm.target.decoder, None, self.bench.max_len)
 
     @property
-    def widest_tie(self) -> float:
-        """Measured when it is first needed."""
+    def widest_tie(self) -> float | None:
+        """Measured when it is first needed. None: in float32 nothing is a tie."""
         if self.bench.llm.target.decoder.embedding.dtype == torch.float32:
-            return 0.0
+            return None
         self._noise = self._noise or self._measure_noise()
         return self._noise.widest_tie
 
-    def _measure_noise(self) -> Noise:
+    def _measure_noise(self) -> PairNoise:
         """On first turns of plain answers, drawn evenly from all of them."""
         texts = []
         for measured in self.plain:
@@ -73,7 +73,7 @@ class LosslessCheck:
         some = texts[:: -(-len(texts) // NOISE_TEXTS)]
         config = self.bench.config
         budgets = [budget or 1 for method in self.bench.methods for budget in config.budgets_of(method)]
-        return pass_noise(self.fresh, some, max(budgets))
+        return pair_noise(self.fresh, some, max(budgets))
 
     def noise_record(self) -> dict[str, Any] | None:
         """None: it was not needed."""
@@ -131,7 +131,8 @@ class LosslessCheck:
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
             judge = self.fresh if temperature == 0 else DrawnPass(self.fresh, sampling)
             for found in find_differences({"": asked}, {"": expected}, {"": given}, judge):
-                return Parting(prompt.id, turn, found.place, found.gap, found.is_tie(self.widest_tie))
+                is_tie = (limit := self.widest_tie) is not None and found.is_tie(limit)
+                return Parting(prompt.id, turn, found.place, found.gap, is_tie)
         return None
 
 

@@ -25,6 +25,8 @@ from jetspec.tree import DraftTree
 from jetspec.types import Request, SamplingParams, TreeBatch
 
 PAGE_SIZE = 16
+CONTENDERS = 64
+"""Tokens of a position that may be chosen, for all that is likely: the rest of the vocabulary is noisier."""
 
 Texts = Mapping[str, Sequence[int]]
 """Tokens by the name of a prompt."""
@@ -118,7 +120,7 @@ class Difference:
     text merely ends earlier, which no tie explains."""
 
     def is_tie(self, limit: float) -> bool:
-        return self.gap is not None and self.gap < limit
+        return self.gap is not None and self.gap <= limit
 
 
 class Judge(Protocol):
@@ -206,15 +208,34 @@ def logit_noise(engine: Engine, prompts: Texts, max_tokens: int, fresh: FreshPas
     return float(torch.stack(worst).max()), positions
 
 
-def pass_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int) -> Noise:
-    """The same of the target alone, which reads answers behind their prompts in pieces as large as a plain step's, and
-    as those of verify passes. No engine has a part in it, so one that is wrong cannot excuse itself by its own noise.
+@dataclass(frozen=True)
+class PairNoise:
+    """The most that the distance of two logits changed from a fresh pass to others, over a sample of positions and all
+    pairs of the best tokens of each."""
+
+    steps: float
+    """To passes over one token, as plain steps are."""
+    trees: float
+    """To passes over as many tokens as a tree has."""
+    positions: int
+
+    @property
+    def widest_tie(self) -> float:
+        """Tokens further apart in a fresh pass cannot have changed places: neither side moves them by more."""
+        return max(self.steps, self.trees)
+
+
+def pair_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int) -> PairNoise:
+    """Of the target alone, which reads answers behind their prompts in pieces of one token and of a whole tree.
+
+    No engine has a part in it, so one that is wrong cannot excuse itself by its own noise.
     """
     worst = {1: 0.0, budget: 0.0}
     for prompt, answer in texts:
         tokens, last = [*prompt, *answer[:-1]], len(answer)
         fresh_TV = fresh.logits(tokens, last)
+        best_TK = fresh_TV.topk(min(CONTENDERS, fresh_TV.shape[-1])).indices
         for size in worst:
-            off = (fresh.logits_in_pieces(tokens, last, size) - fresh_TV).abs().max()
-            worst[size] = max(worst[size], float(off))
-    return Noise(worst[1], worst[budget], sum(len(answer) for _, answer in texts))
+            off_TK = (fresh.logits_in_pieces(tokens, last, size) - fresh_TV).gather(1, best_TK)
+            worst[size] = max(worst[size], float((off_TK.amax(1) - off_TK.amin(1)).max()))
+    return PairNoise(worst[1], worst[budget], sum(len(answer) for _, answer in texts))

@@ -55,7 +55,7 @@ def make_run(
         "versions": {"python": "3.11", "torch": "2.11"},
         "model": model,
         "dtype": "bfloat16",
-        "noise": {"plain": 0.1, "verify": 0.125, "positions": 512, "widest_tie": 0.25},
+        "noise": {"steps": 0.1, "trees": 0.25, "positions": 512, "widest_tie": 0.25},
         "notes": [],
         "recipe": {"model": model, "max_tokens": 128, "repeats": repeats},
         "cells": cells,
