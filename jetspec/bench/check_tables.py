@@ -137,7 +137,7 @@ def differences_table(run: Run) -> Table | None:
     rows = [
         (
             *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), text_of(d.get("repeat"))),
-            *(str(d["turn"]), str(d["position"]), text_of(d["gap"], 4)),
+            *(str(d["turn"]), str(d["position"]), d.get("why") or text_of(d["gap"], 4)),
         )
         for cell in run.cells
         if cell.lossless

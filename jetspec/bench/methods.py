@@ -44,6 +44,8 @@ class Reply:
     """What speed counts: written tokens."""
     accepted: list[int] | None
     """Draft tokens kept, per round. None: nobody can tell."""
+    other_prompt: bool = False
+    """Whether it answers another prompt: a server that cut up its own earlier words in another way."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,20 @@ class Timed:
     """Until every prompt was read."""
     decode_s: float
     """From then to the last token of the last reply."""
+
+
+def split_time(
+    began: float, prefilled: float, ended: float, written: int, answers: int, early: int
+) -> tuple[float, float]:
+    """Seconds of prefill and of decoding.
+
+    One token per answer may come with the prefill. `early` more of them did: they are paid for out of its time as the
+    rest was. Where there is no rest, all of the time is that of decoding.
+    """
+    whole, decode, rest = ended - began, ended - prefilled, written - answers - early
+    if early:
+        decode = min(whole, decode * (rest + early) / rest) if rest > 0 else whole
+    return whole - decode, decode
 
 
 class Method(Protocol):
@@ -128,10 +144,10 @@ def open_method(
     if method.is_ours:
         assert budget is not None
         return EngineMethod(open_engine(llm, method, budget, batch, max_len))
-    from jetspec.bench import contenders
+    from jetspec.bench import contenders, servers
 
     if method.url is not None:
-        return contenders.ServerMethod(llm.tokenizer, method.url, method.served_model, variables)
+        return servers.ServerMethod(llm.tokenizer, method.url, method.served_model, variables)
     return contenders.TransformersMethod(llm.target, max_len, method.assistant, contenders.lookup_tokens(method))
 
 

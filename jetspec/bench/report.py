@@ -246,7 +246,7 @@ def _everything(plan: ReportPlan) -> Iterator[Block]:
     yield Heading("Where the numbers come from")
     inputs: list[Run | HeadRecord | CostRecord] = [*plan.runs, *plan.inputs.heads, *plan.inputs.costs]
     rows: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
-        ("command", lambda record: str(record.get("command"))),
+        ("command", _commands),
         ("date", lambda record: str(record.get("date"))),
         ("commit", lambda record: str(record.get("commit"))),
         ("hardware", lambda record: _pairs(record.get("hardware") or {})),
@@ -258,6 +258,12 @@ def _everything(plan: ReportPlan) -> Iterator[Block]:
     for run in plan.runs:
         yield Folded(f"All cells: {run.name}", cells_table([run], details=True))
         yield Folded(f"Recipe: {run.name}", json.dumps(run.recipe, indent=1))
+
+
+def _commands(record: Mapping[str, Any]) -> str:
+    """Of a benchmark that went on after a stop all that measured, else the one that made the record."""
+    ran = [str(run["command"]) for run in record.get("runs") or () if isinstance(run, dict) and "command" in run]
+    return "; then ".join(dict.fromkeys(ran)) or str(record.get("command"))
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -23,6 +23,9 @@ from jetspec.train.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
 from jetspec.types import RowSampling, SamplingParams
 
+OTHER_PROMPT = "other prompt"
+"""Why the text of a server differs that read its own earlier words as other tokens than we do."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -115,6 +118,7 @@ class Results:
             "recipe": config.to_dict(self.bench.methods),
             "cells": [self.cell(measured) for measured in self.measured.values()],
             "notes": self.notes,
+            "runs": self.bench.runs(),
         }
 
     def _doubts(self) -> list[str]:
@@ -245,6 +249,8 @@ class LosslessCheck:
         """The first turn that differs, and where; turns after it answer another conversation."""
         talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
         for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
+            if turn in mine.get("other_prompts", ()):
+                return {"turn": turn, "position": 0, "gap": None, "why": OTHER_PROMPT}
             asked = talk.with_next_turn() if turn else talk.token_ids
             talk.token_ids = asked
             talk.answer(expected, plain["finish"][turn])

@@ -95,7 +95,8 @@ def remarks(run: Run) -> Iterator[str]:
     for cell in run.cells:
         for found in cell.lossless.different[:3] if cell.lossless else ():
             gap, where = found["gap"], f"{found['id']}, turn {found['turn']}, from token {found['position']} on"
-            how = "one text ends earlier" if gap is None else f"{gap:.2g} apart in the target's logits"
+            how = found.get("why") or "one text ends earlier"
+            how = how if gap is None else f"{gap:.2g} apart in the target's logits"
             yield f"{cell.method} differs from {PLAIN} in {where}: {how}"
 
 

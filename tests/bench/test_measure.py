@@ -194,13 +194,34 @@ def test_what_is_there_is_not_measured_again(folder: Path, llm: LLM, monkeypatch
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_tokens": 9}, {"seed": 1}, {"methods": [{"name": "ngram", "width": 2}]}, {"limit": 3}],
+    [{"max_tokens": 9}, {"seed": 1}, {"warmup": 3}, {"methods": [{"name": "ngram", "width": 2}]}, {"limit": 3}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes: dict[str, Any]) -> None:
     make_bench(folder, "settings", llm).run()
     with pytest.raises(ValueError, match="choose another --out"):
         make_bench(folder, "settings", llm, **changes).run()
+
+
+@pytest.mark.parametrize("what", ["versions", "tree of ngram 6"])
+def test_rows_of_other_packages_or_trees_are_not_mixed_in(folder: Path, llm: LLM, what: str, tmp_path: Path) -> None:
+    bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
+    bench.run()
+    path = tmp_path / "run" / measure.RUN_FILE
+    record = json.loads(path.read_text())
+    record["settings"][what] = {**record["settings"][what], "torch": "0.1", "width": 1}
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"another {what}; choose another --out"):
+        bench.run()
+
+
+def test_a_run_that_went_on_names_all_commands(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for repeats in (1, 2, 2):
+        monkeypatch.setattr(sys, "argv", ["jetspec", "bench", "-r", str(repeats)])
+        bench = make_bench(folder, "commands", llm, repeats=repeats, limit=1)
+        record = results_of(bench)
+    told = [run["command"].partition(" bench ")[2] for run in record["runs"]]
+    assert told == ["-r 1", "-r 2"], "one that had nothing to measure made none of the rows"
 
 
 def test_rows_of_another_head_of_the_same_name_are_not_mixed_in(folder: Path, llm: LLM) -> None:
