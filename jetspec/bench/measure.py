@@ -21,11 +21,23 @@ import torch
 from tqdm import tqdm
 
 from jetspec.bench.groups import Answering, Group, GroupFile, Key, Row, check_prompts, digest
-from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, check_ready, kind_of, open_method, with_head_of
+from jetspec.bench.methods import (
+    Ask,
+    Method,
+    Reply,
+    Timed,
+    Unequal,
+    check_found,
+    check_ready,
+    find_head,
+    kind_of,
+    open_method,
+    with_head_of,
+)
 from jetspec.bench.recipe import BenchConfig, method_dict
 from jetspec.bench.runs import RESULTS_FILE
 from jetspec.bench.servers import identify
-from jetspec.bench.tasks import read_task
+from jetspec.bench.tasks import BUILTIN, check_tasks, read_task
 from jetspec.engine.llm import LLM
 from jetspec.record import current_commit, hardware, make_record, package_versions, shown, write_record
 from jetspec.train.answers import fingerprint
@@ -36,6 +48,20 @@ from jetspec.train.rows import earlier_runs
 ROWS_FILE, RUN_FILE = "rows.jsonl", "run.json"
 TURN_ROOM = 64
 """Tokens that a chat template may write around a turn."""
+
+
+def check_inputs(config: BenchConfig, folder: Path, fresh: bool) -> None:
+    """Refuse what could not be measured before the target is loaded: bad questions, heads and servers not there."""
+    data_dir = Path(config.data_dir) if config.data_dir else None
+    check_tasks(config.tasks, data_dir)
+    for task in config.tasks:
+        if data_dir is not None or task == BUILTIN:
+            read_task(task, data_dir, config.limit)
+    if config.head is not None:
+        find_head(config.head)
+    is_new = fresh or not (folder / ROWS_FILE).exists()
+    for method in config.contenders():
+        check_found(method, is_new)
 
 
 class Bench:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from jetspec.config import EngineConfig
 from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import LLM
 from jetspec.models.draft_head import DraftHead
+from jetspec.models.hub import HUGGING_FACE_ID, resolve
 from jetspec.types import SamplingParams
 
 PREFILL_CHUNK = 65_536
@@ -125,6 +127,29 @@ def with_head_of(llm: LLM, method: MethodConfig) -> LLM:
     found = llm if method.head is None else llm.with_head(method.head)
     check_head(method, found.head)
     return found
+
+
+def check_found(method: MethodConfig, is_new: bool) -> None:
+    """Refuse a method whose head, package or server is not there, before a target is loaded.
+
+    The server of a run that holds rows already may have done its work and be gone.
+    """
+    if method.head is not None:
+        find_head(method.head)
+    elif not method.is_ours and (is_new or method.url is None):
+        from jetspec.bench import contenders
+
+        contenders.check_ready(method)
+
+
+def find_head(head: str) -> None:
+    """Refuse a folder or name that no head can be had by."""
+    try:
+        problem = None if (resolve(head) / "config.json").is_file() else "it has no config.json"
+    except ValueError as error:
+        problem = str(error) if re.fullmatch(HUGGING_FACE_ID, head) else "there is no such folder"
+    if problem is not None:
+        raise ValueError(f"no head in {head}: {problem}; train it first, as the lines at the top of the recipe say")
 
 
 def check_ready(llm: LLM, method: MethodConfig) -> None:

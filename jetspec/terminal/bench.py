@@ -10,12 +10,12 @@ from typing import Any
 from tqdm import tqdm
 
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
-from jetspec.bench.measure import Bench
+from jetspec.bench.measure import Bench, check_inputs
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
 from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, Run
 from jetspec.bench.summary import SummaryForm
-from jetspec.bench.tasks import BUILTIN, check_tasks
+from jetspec.bench.tasks import BUILTIN
 from jetspec.engine.llm import LLM
 from jetspec.record import write_record
 from jetspec.terminal.report import report_folder, show, write_report
@@ -66,7 +66,7 @@ def run_plan(
 
 def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed: bool) -> None:
     """Measure what the folder does not hold yet, and write its record."""
-    check_tasks(config.tasks, Path(config.data_dir) if config.data_dir else None)
+    check_inputs(config, folder, fresh)
     with working(f"Loading {config.model}"):
         llm = LLM(config.model, config.head, device=config.device, dtype=config.dtype)
     bench = Bench(config, llm, folder)

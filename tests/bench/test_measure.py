@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,11 @@ from jetspec.bench import measure
 from jetspec.bench.groups import GroupFile, read_lines
 from jetspec.bench.measure import ROWS_FILE, Bench
 from jetspec.bench.methods import Ask, EngineMethod, Method, Reply, Timed, Unequal, open_method
-from jetspec.bench.recipe import MethodConfig
+from jetspec.bench.recipe import BenchConfig, MethodConfig
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
+from jetspec.terminal import bench as terminal_bench
+from jetspec.train.config import from_dict
 from tests.bench.tiny_bench import make_bench, results_of, without_times, write_questions, write_setup
 from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import CONTEXT, END_TOKEN
@@ -341,6 +344,34 @@ def test_draws_depend_on_question_turn_and_repeat_but_not_on_the_method(folder: 
     config = make_bench(folder, "draws", llm).config
     seeds = {config.sampling(1.0, repeat, id, turn).seed for repeat in (0, 1) for id in "ab" for turn in (0, 1)}
     assert len(seeds) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"methods": ["jetspec=runs/none/head"]},
+            "no head in runs/none/head: there is no such folder; train it",
+        ),
+        ({"methods": ["jetspec"], "head": "runs/none/head"}, "no head in runs/none/head"),
+        ({"methods": ["server=http://127.0.0.1:9/v1"]}, "no OpenAI-compatible server answers"),
+        ({"methods": [{"name": "transformers-assisted", "assistant": "no/such/model"}]}, "no/such/model"),
+        ({"tasks": ["torn"]}, "torn.jsonl:1"),
+    ],
+    ids=["head", "head of the recipe", "server", "assistant", "questions"],
+)
+def test_what_is_not_there_is_found_before_the_target_is_loaded(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    def load(*_: Any, **options: Any) -> LLM:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(terminal_bench, "LLM", load)
+    (folder / "eval" / "torn.jsonl").write_text('{"id": 1, "turns": [\n')
+    usual: dict[str, Any] = {"tasks": ["sums"], "data_dir": str(folder / "eval")}
+    config: BenchConfig = from_dict(BenchConfig, usual | changes, "")
+    with pytest.raises(ValueError, match=re.escape(why)):
+        terminal_bench.measure_methods(config, tmp_path / "run", fresh=False, retry_failed=False)
 
 
 def test_a_head_of_another_kind_is_refused(folder: Path, llm: LLM) -> None:
