@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def make_record(results: dict[str, Any], commit: str | None = None) -> dict[str,
     `commit` is for runs on a copy of the source without its history; otherwise git is asked.
     """
     return {
-        "command": shlex.join(["python", *(shown(word) for word in sys.argv)]),
+        "command": current_command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or current_commit(),
         "hardware": hardware(),
@@ -41,9 +42,28 @@ def write_record(path: Path, results: dict[str, Any], commit: str | None = None)
     write_whole(path, json.dumps(make_record(results, commit), indent=1) + "\n")
 
 
-def shown(word: str) -> str:
-    """A word of a command line; of an absolute path only the name, since the rest is one machine's affair."""
-    return Path(word).name if Path(word).is_absolute() else word
+def current_command() -> str:
+    """The command that runs here; it runs again in the same folder, whose own place is one machine's affair."""
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program, *words = sys.argv
+    if main is not None:
+        begin = ["python", "-m", main.name.removesuffix(".__main__")]
+    elif program.endswith(".py"):
+        begin = ["python", _from_here(program)]
+    else:
+        begin = [Path(program).name]
+    return shlex.join([*begin, *map(_from_here, words)])
+
+
+def _from_here(word: str) -> str:
+    """A word of a command line, as in --out=PATH or NAME=PATH,NAME=PATH, with its absolute paths as relative ones."""
+    parts = re.split("([=,])", word)
+    return "".join(os.path.relpath(part) if Path(part).is_absolute() else part for part in parts)
+
+
+def shown(path: str) -> str:
+    """A path or a name; of an absolute path only the last part, since the rest is one machine's affair."""
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 def current_commit() -> str | None:

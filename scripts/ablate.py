@@ -63,11 +63,12 @@ VARIANTS = {
     "causal": Variant("1, 2, 3, 4, 7"),
     "bidirectional": Variant("1, 2, 7", causal=False),
     **{f"edge-{rank}": Variant("1, 2", edge_rank=rank) for rank in (32, 128, 256)},
-    "sft": Variant("4", kind="sft"),
+    "sft": Variant("3, 4", kind="sft"),
     "reverse-kl": Variant("4", kind="reverse_kl"),
     **{f"causal-gamma-{gamma}": Variant("7", gamma=gamma) for gamma in (3, 7, 15)},
     **{f"bidirectional-gamma-{gamma}": Variant("7", causal=False, gamma=gamma) for gamma in (3, 7, 15)},
     **{f"lr-{lr:g}": Variant("3", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
+    **{f"sft-lr-{lr:g}": Variant("3", kind="sft", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
     "adamw": Variant("", optimizer="adamw", lr=2e-3),
     **{text: Variant("6", text=text) for text in ("regenerated", "corpus")},
 }

@@ -35,6 +35,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         "bidirectional-gamma-15",
     ),
     "Learning rate": ("lr-0.001", "lr-0.002", "causal", "lr-0.01", "lr-0.02"),
+    "Learning rate, SFT": ("sft-lr-0.001", "sft-lr-0.002", "sft", "sft-lr-0.01", "sft-lr-0.02"),
     "Optimizer": ("causal", "adamw"),
     "Whose text": ("regenerated", "corpus"),
 }

@@ -1,13 +1,18 @@
-"""Records say which commit made them."""
+"""Records say which commit and which command made them."""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import jetspec.record as module
-from jetspec.record import current_commit
+from jetspec.record import current_command, current_commit
 
 
 def test_a_copy_without_history_may_name_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,3 +22,38 @@ def test_a_copy_without_history_may_name_its_commit(tmp_path: Path, monkeypatch:
     assert current_commit() is None
     (tmp_path / "COMMIT").write_text("0123abc\n")
     assert current_commit() == "0123abc"
+
+
+SHOW = "import json, sys; from jetspec.record import current_command; print(json.dumps([current_command(), sys.argv]))"
+
+
+def test_a_recorded_command_runs_again_and_means_the_same(tmp_path: Path) -> None:
+    """In the folder where it ran, without a word about where that is."""
+    home = tmp_path / "home"
+    (home / "tool").mkdir(parents=True)
+    (home / "tool" / "__main__.py").write_text(SHOW)
+    words = ["--out", str(tmp_path / "far" / "out"), f"--methods=a={home / 'x'},b={home / 'y'}", "two words", "near/by"]
+
+    def run(arguments: list[str]) -> tuple[str, list[Path]]:
+        source = str(Path(module.__file__).parent.parent)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), source])}
+        done = subprocess.run([sys.executable, *arguments], cwd=home, env=environment, capture_output=True, check=True)
+        command, (_, *given) = json.loads(done.stdout)
+        paths = [Path(home, part).resolve() for word in given for part in word.replace("=", ",").split(",")]
+        return command, paths
+
+    first, meant = run(["-m", "tool", *words])
+    assert str(tmp_path) not in first
+    name, *again = shlex.split(first)
+    assert name == "python" and run(again) == (first, meant)
+
+
+@pytest.mark.parametrize(
+    ("program", "command"), [("/some/bin/jetspec", "jetspec"), ("tools/mine.py", "python tools/mine.py")]
+)
+def test_a_program_that_is_no_module_is_called_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, program: str, command: str
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", [program, "bench", "--quick"])
+    assert current_command() == f"{command} bench --quick"

@@ -1,12 +1,14 @@
-"""Tables of what was right: scores, texts that are those of plain decoding or not, and what failed."""
+"""Tables of what to believe: how methods were set, scores, texts that are plain decoding's or not, what failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
+from typing import Any
 
 from jetspec.bench.document import Table
 from jetspec.bench.grade import MATH_TASKS
+from jetspec.bench.paper import SHAPES
 from jetspec.bench.recipe import PLAIN
 from jetspec.bench.runs import Result, Run, Score, partial_note
 from jetspec.bench.spread import NO_DIFFERENCE
@@ -84,6 +86,33 @@ def _score_verdict(score: Score, plain: Score) -> str:
     return f"{difference:+.4f}" if score.share.differs(plain.share) else f"{difference:+.4f} ({NO_DIFFERENCE})"
 
 
+def methods_table(run: Run) -> Table | None:
+    """What was set up under every name; None where the record does not say."""
+    methods = [found for name in dict.fromkeys(cell.method for cell in run.cells) if (found := run.method(name))]
+    rows = [
+        (
+            *(method["name"], method["kind"], method.get("head") or method.get("assistant") or NONE),
+            *(NONE if method["kind"] == PLAIN else trees_text(method["trees"]) or NONE, method["about"] or NONE),
+        )
+        for method in methods
+    ]
+    columns = ("method", "kind", "head or assistant", "trees", "to know")
+    return without_empty(Table(columns, tuple(rows), first_number=len(columns), wraps=True)) if rows else None
+
+
+def trees_text(trees: Iterable[Mapping[str, Any]]) -> str:
+    """Budgets of one shape together: `16: width 1; 64, 256: width 7, all children of the best nodes`."""
+    budgets: dict[str, list[str]] = {}
+    for tree in trees:
+        shape = [f"width {tree['width']}"]
+        shape += [f"depth {tree['depth']}"] if tree["depth"] is not None else []
+        shape += [SHAPES["paper"]] if tree["expand"] == "paper" and tree["width"] > 1 else []
+        shape += [f"score {tree['score']}"] if tree["score"] != "accum_logp" else []
+        shape += [f"weight {tree['entropy_weight']:g}"] if tree["entropy_weight"] else []
+        budgets.setdefault(", ".join(shape), []).append(str(tree["budget"]))
+    return "; ".join(f"{', '.join(some)}: {shape}" for shape, some in budgets.items())
+
+
 def lossless_table(run: Run) -> Table | None:
     """Per method and setting, over all tasks; None where nothing was compared."""
     compared = in_order(cell for cell in run.cells if cell.lossless and not cell.is_plain)
@@ -118,7 +147,8 @@ def differences_table(run: Run) -> Table | None:
     rows = [
         (
             *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), numbered(d["repeats"])),
-            *(numbered([d["turn"]]), numbered([d["position"]]), text_of(d["gap"], 4), "tie" if d["tie"] else "mistake"),
+            *(numbered([d["turn"]]), numbered([d["position"]]), text_of(d["gap"], 4)),
+            d["why"] or ("tie" if d["tie"] else "mistake"),
         )
         for cell in run.cells
         if cell.lossless

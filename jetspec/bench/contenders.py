@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
+from collections.abc import Sequence
 from typing import Any
-from urllib.error import HTTPError
 
 import torch
 from torch import Tensor
 
-from jetspec.bench.methods import Ask, Reply, Timed, Unequal
+from jetspec.bench.methods import Ask, Reply, Timed, split_time
 from jetspec.bench.recipe import MethodConfig
+from jetspec.bench.servers import first_model
 from jetspec.models.hub import resolve
-from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import Target
 
 LOOKUP_TOKENS = 10
-TIMEOUT_S = 600
-MAX_REASON = 500
-"""Bytes kept of what a server says of a failure."""
 
 
 def check_ready(method: MethodConfig) -> None:
@@ -44,7 +36,8 @@ def lookup_tokens(method: MethodConfig) -> int | None:
 class TransformersMethod:
     """`generate` of transformers over the same weights: plain, with an assistant model, or with prompt lookup.
 
-    Its prefill is its first pass, from which it also takes the first token.
+    Its prefill is its first pass, from which it also takes the first token, and with drafts more than one: these are
+    paid for as in `split_time`.
     """
 
     def __init__(self, target: Target, max_len: int, assistant: str | None, lookup: int | None) -> None:
@@ -79,7 +72,8 @@ class TransformersMethod:
         replies: list[Reply | str] = [
             self._reply(ask, tokens, counter) for ask, tokens in zip(asks, written, strict=True)
         ]
-        return Timed(replies, self.prefilled - began, ended - self.prefilled)
+        early = min(counter.first_round, len(written[0])) - 1 if counter else 0
+        return Timed(replies, *split_time(began, self.prefilled, ended, sum(map(len, written)), len(asks), early))
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         longest = max(map(len, prompts))
@@ -142,6 +136,11 @@ class RoundCounter:
     def end(self) -> None:
         pass
 
+    @property
+    def first_round(self) -> int:
+        """Tokens that came with the first pass over the prompt."""
+        return self.lengths[1] if len(self.lengths) > 1 else 1
+
     def accepted(self, num_tokens: int) -> list[int]:
         """Draft tokens kept per round, of the rounds that wrote these tokens."""
         lengths = []
@@ -151,120 +150,3 @@ class RoundCounter:
             lengths.append(min(length, num_tokens) - 1)
             num_tokens -= length
         return lengths
-
-
-class ServerMethod:
-    """Any OpenAI-compatible server, asked over a stream. It counts its own tokens and applies its own template.
-
-    Its prefill lasts until the last of the group has its first text, or until one of them has more than that: a server
-    that takes them one after the other is decoding by then. Answers that come in one piece show no prefill, and all of
-    the time counts as decoding.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, url: str, model: str | None, variables: Mapping[str, Any]) -> None:
-        self.tokenizer, self.url, self.variables = tokenizer, url.rstrip("/"), variables
-        self.model = model or first_model(url)
-
-    def warm_up(self, asks: Sequence[Ask]) -> None:
-        self.decode(asks)
-
-    def decode(self, asks: Sequence[Ask]) -> Timed:
-        began = time.perf_counter()
-        with ThreadPoolExecutor(len(asks)) as pool:
-            answers = list(pool.map(self._answer, asks))
-        ended = time.perf_counter()
-        prefilled = prefill_end(answers, began, ended)
-        return Timed([reply for reply, _ in answers], prefilled - began, ended - prefilled)
-
-    def _answer(self, ask: Ask) -> tuple[Reply | str, list[float]]:
-        """The reply and when its pieces came, or what went wrong."""
-        try:
-            return self._follow(ask)
-        except Unequal:
-            raise
-        except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{type(error).__name__}: {readable(str(error))}", []
-
-    def _follow(self, ask: Ask) -> tuple[Reply, list[float]]:
-        text, finish, usage, pieces = "", None, None, []
-        for event in self._events(self._body(ask)):
-            if event.get("error"):
-                raise ValueError(f"the server says {event['error']}")
-            usage = event.get("usage") or usage
-            for choice in event.get("choices", ()):
-                piece = choice.get("delta", {}).get("content") or ""
-                if piece:
-                    pieces.append(time.perf_counter())
-                text += piece
-                finish = choice.get("finish_reason") or finish
-        if usage is None or finish is None:
-            raise ValueError("the stream ended without a finish reason and a count of tokens")
-        count = usage["completion_tokens"]
-        if not isinstance(count, int) or count < 0:
-            raise ValueError(f"the server counts {count!r} tokens")
-        if ask.turn == 0 and usage["prompt_tokens"] != len(ask.prompt):
-            raise Unequal(
-                f"{self.url} read {usage['prompt_tokens']} prompt tokens where ours are {len(ask.prompt)}: it runs"
-                " another model or another chat template, so the two cannot be compared"
-            )
-        text = readable(text)
-        return Reply(self.tokenizer.encode_words(text), text, finish, count, None), pieces
-
-    def _body(self, ask: Ask) -> dict[str, Any]:
-        sampling = ask.sampling
-        body = {
-            "model": self.model,
-            "messages": list(ask.messages),
-            "temperature": sampling.temperature,
-            "max_tokens": sampling.max_tokens,
-            "seed": (sampling.seed or 0) & 0x7FFFFFFF,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        return body | ({"chat_template_kwargs": dict(self.variables)} if self.variables else {})
-
-    def _open(self, request: urllib.request.Request) -> Any:
-        try:
-            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
-        except HTTPError as error:
-            said = " ".join(error.read(MAX_REASON).decode("utf-8", "replace").split())
-            raise ValueError(f"{error}: {said}" if said else str(error)) from None
-
-    def _events(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The objects of an event stream."""
-        request = urllib.request.Request(
-            f"{self.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with self._open(request) as response:
-            for line in response:
-                data = line.decode().strip().removeprefix("data:").strip()
-                if data == "[DONE]":
-                    return
-                if line.startswith(b"data:") and data:
-                    yield json.loads(data)
-
-
-def prefill_end(answers: Sequence[tuple[Reply | str, Sequence[float]]], began: float, ended: float) -> float:
-    """When the prompts of a group were read, from when the pieces of every answer came."""
-    written = [(reply, pieces) for reply, pieces in answers if isinstance(reply, Reply) and pieces]
-    if not written:
-        return ended
-    # A piece of two tokens may be a word and the end, and tells when prefill was over; a longer one does not.
-    if all(len(pieces) == 1 for _, pieces in written) and any(reply.num_tokens > 2 for reply, _ in written):
-        return began
-    later = [pieces[1] for _, pieces in written if len(pieces) > 1]
-    return min([max(pieces[0] for _, pieces in written), *later])
-
-
-def readable(text: str) -> str:
-    """Without halves of characters, which JSON can spell and no file can hold."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def first_model(url: str) -> str:
-    """The first model that a server offers."""
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/models", timeout=30) as response:
-            return str(json.load(response)["data"][0]["id"])
-    except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"no OpenAI-compatible server answers at {url} ({error})") from None

@@ -101,6 +101,8 @@ class Answering:
     texts: list[str] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     accepted: list[int] | None = field(default_factory=list)
+    other_prompts: list[int] = field(default_factory=list)
+    """Turns in which something else was read."""
     error: str | None = None
 
     @property
@@ -136,6 +138,7 @@ class Answering:
         if isinstance(reply, str):
             self.error = reply
             return
+        self.other_prompts += [self.turn] if reply.other_prompt else []
         self.conversation.answer(reply.token_ids, reply.finish)
         self.texts.append(reply.text)
         self.num_tokens.append(reply.num_tokens)
@@ -154,6 +157,7 @@ class Answering:
             "finish": talk.finish,
             "rounds": None if self.accepted is None else len(self.accepted),
             "accepted": histogram(self.accepted or []),
+            "other_prompts": self.other_prompts,
             "error": self.error,
         }
 

@@ -18,6 +18,8 @@ from jetspec.train.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
 from jetspec.types import RowSampling, SamplingParams
 
+OTHER_PROMPT = "other prompt"
+"""Why the text of a server differs that read its own earlier words as other tokens than we do."""
 NOISE_TEXTS, NOISE_TOKENS = 8, 64
 """What rounding is measured on: so many answers, of each at most so many tokens."""
 
@@ -34,6 +36,8 @@ class Parting:
     """How far apart the target holds the two tokens. None: one text ends earlier."""
     tie: bool
     """Whether rounding alone may have decided between them."""
+    why: str | None = None
+    """What else it comes from."""
 
 
 class LosslessCheck:
@@ -123,6 +127,8 @@ class LosslessCheck:
         """The first turn that differs, and where; turns after it answer another conversation."""
         talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
         for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
+            if turn in mine.get("other_prompts", ()):
+                return Parting(prompt.id, turn, 0, None, tie=False, why=OTHER_PROMPT)
             asked = talk.with_next_turn() if turn else talk.token_ids
             talk.token_ids = asked
             talk.answer(expected, plain["finish"][turn])

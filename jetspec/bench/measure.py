@@ -21,12 +21,25 @@ import torch
 from tqdm import tqdm
 
 from jetspec.bench.groups import Answering, Group, GroupFile, Key, Row, check_prompts, digest
-from jetspec.bench.methods import Ask, Method, Reply, Timed, Unequal, check_ready, kind_of, open_method, with_head_of
+from jetspec.bench.methods import (
+    Ask,
+    Method,
+    Reply,
+    Timed,
+    Unequal,
+    check_found,
+    check_ready,
+    find_head,
+    kind_of,
+    open_method,
+    with_head_of,
+)
 from jetspec.bench.recipe import BenchConfig, method_dict
 from jetspec.bench.runs import RESULTS_FILE
-from jetspec.bench.tasks import read_task
+from jetspec.bench.servers import identify
+from jetspec.bench.tasks import BUILTIN, check_tasks, read_task
 from jetspec.engine.llm import LLM
-from jetspec.record import current_commit, hardware, shown, write_record
+from jetspec.record import current_commit, hardware, make_record, package_versions, shown, write_record
 from jetspec.train.answers import fingerprint
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation, require_template
@@ -35,6 +48,20 @@ from jetspec.train.rows import earlier_runs
 ROWS_FILE, RUN_FILE = "rows.jsonl", "run.json"
 TURN_ROOM = 64
 """Tokens that a chat template may write around a turn."""
+
+
+def check_inputs(config: BenchConfig, folder: Path, fresh: bool) -> None:
+    """Refuse what could not be measured before the target is loaded: bad questions, heads and servers not there."""
+    data_dir = Path(config.data_dir) if config.data_dir else None
+    check_tasks(config.tasks, data_dir)
+    for task in config.tasks:
+        if data_dir is not None or task == BUILTIN:
+            read_task(task, data_dir, config.limit)
+    if config.head is not None:
+        find_head(config.head)
+    is_new = fresh or not (folder / ROWS_FILE).exists()
+    for method in config.contenders():
+        check_found(method, is_new)
 
 
 class Bench:
@@ -95,10 +122,13 @@ class Bench:
             check_prompts(file.rows.values())
             return {group.key: file.rows[group.key] for group in wanted}
 
+    def runs(self) -> list[dict[str, Any]]:
+        """The commands that measured what the folder holds, one after the other, each with its commit and date."""
+        return list(json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))["runs"])
+
     def commits(self) -> list[str]:
         """Of the sources that measured what the folder holds."""
-        runs = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))["runs"]
-        return list(dict.fromkeys(str(run["commit"]) for run in runs))
+        return list(dict.fromkeys(str(run["commit"]) for run in self.runs()))
 
     def groups(self) -> Iterator[Group]:
         """In the order of measuring: every method once, then every method again.
@@ -203,7 +233,9 @@ class Bench:
             "dtype": str(decoder.embedding.dtype).removeprefix("torch."),
             "device": decoder.embedding.device.type,
             "hardware": hardware(),
+            "versions": package_versions(),
             "max_tokens": config.max_tokens,
+            "warmup": config.warmup,
             "seed": config.seed,
             "thinking": str(config.thinking),
             "head": str(config.head and shown(config.head)),
@@ -212,7 +244,13 @@ class Bench:
             f"task {task}": digest([[p.id, p.system, p.turns] for p in self.questions[task]]) for task in config.tasks
         }
         methods = {f"method {method.name}": method_dict(method) for method in self.methods}
-        return shared | tasks | methods | self._heads()
+        trees = {
+            f"tree of {method.name} {budget}": asdict(method.tree(budget))
+            for method in self.methods
+            for budget in config.budgets_of(method)
+            if budget is not None
+        }
+        return shared | tasks | methods | trees | self._heads() | self._servers()
 
     def _heads(self) -> dict[str, str]:
         """A head that was trained again keeps its name, so its weights are looked at."""
@@ -220,6 +258,14 @@ class Bench:
         for method in self.methods:
             if method.of.head and (head := with_head_of(self.llm, method).head) is not None:
                 found[f"head of {method.name}"] = fingerprint(head)
+        return found
+
+    def _servers(self) -> dict[str, dict[str, Any]]:
+        """Those that answer. One that is gone adds nothing to the rows that it left."""
+        found = {}
+        for method in self.methods:
+            if method.url is not None and (server := identify(method.url, method.served_model)) is not None:
+                found[f"server of {method.name}"] = server
         return found
 
 
@@ -239,12 +285,14 @@ def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key], 
     """Refuse settings that rows were not made with; write down those that are new, and by which source it goes on."""
     runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
     cells = {cell for cell, _, _ in rows}
-    held = {f"{kind} {cell.method}" for cell in cells for kind in ("method", "head of")}
-    held |= {f"task {cell.task}" for cell in cells}
+    held = {f"{part} {cell.method}" for cell in cells for part in ("method", "head of", "server of")}
+    held |= {f"tree of {cell.method} {cell.budget}" for cell in cells} | {f"task {cell.task}" for cell in cells}
+    parts = ("method ", "head of ", "server of ", "tree of ", "task ")
     for name, before in changed.items():
-        is_used = name in held if name.startswith(("method ", "head of ", "task ")) else bool(held)
+        is_used = name in held if name.startswith(parts) else bool(held)
         if is_used and before is not None:
             raise ValueError(f"the rows in {path.parent} were made with another {name}; choose another --out")
     earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
-    runs += [{"commit": current_commit()}] if is_measured else []
-    write_record(path, {"settings": {**earlier, **settings}, "runs": runs})
+    record = make_record({}, current_commit())
+    now = {key: record[key] for key in ("command", "date", "commit")}
+    write_record(path, {"settings": {**earlier, **settings}, "runs": [*runs, now] if is_measured else runs})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from jetspec.config import EngineConfig
 from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import LLM
 from jetspec.models.draft_head import DraftHead
+from jetspec.models.hub import HUGGING_FACE_ID, resolve
 from jetspec.types import SamplingParams
 
 PREFILL_CHUNK = 65_536
@@ -44,6 +46,8 @@ class Reply:
     """What speed counts: written tokens."""
     accepted: list[int] | None
     """Draft tokens kept, per round. None: nobody can tell."""
+    other_prompt: bool = False
+    """Whether it answers another prompt: a server that cut up its own earlier words in another way."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,20 @@ class Timed:
     """Until every prompt was read."""
     decode_s: float
     """From then to the last token of the last reply."""
+
+
+def split_time(
+    began: float, prefilled: float, ended: float, written: int, answers: int, early: int
+) -> tuple[float, float]:
+    """Seconds of prefill and of decoding.
+
+    One token per answer may come with the prefill. `early` more of them did: they are paid for out of its time as the
+    rest was. Where there is no rest, all of the time is that of decoding.
+    """
+    whole, decode, rest = ended - began, ended - prefilled, written - answers - early
+    if early:
+        decode = min(whole, decode * (rest + early) / rest) if rest > 0 else whole
+    return whole - decode, decode
 
 
 class Method(Protocol):
@@ -111,6 +129,29 @@ def with_head_of(llm: LLM, method: MethodConfig) -> LLM:
     return found
 
 
+def check_found(method: MethodConfig, is_new: bool) -> None:
+    """Refuse a method whose head, package or server is not there, before a target is loaded.
+
+    The server of a run that holds rows already may have done its work and be gone.
+    """
+    if method.head is not None:
+        find_head(method.head)
+    elif not method.is_ours and (is_new or method.url is None):
+        from jetspec.bench import contenders
+
+        contenders.check_ready(method)
+
+
+def find_head(head: str) -> None:
+    """Refuse a folder or name that no head can be had by."""
+    try:
+        problem = None if (resolve(head) / "config.json").is_file() else "it has no config.json"
+    except ValueError as error:
+        problem = str(error) if re.fullmatch(HUGGING_FACE_ID, head) else "there is no such folder"
+    if problem is not None:
+        raise ValueError(f"no head in {head}: {problem}; train it first, as the lines at the top of the recipe say")
+
+
 def check_ready(llm: LLM, method: MethodConfig) -> None:
     """Refuse a method that could not be opened, before hours are spent on the others."""
     if method.is_ours:
@@ -128,10 +169,10 @@ def open_method(
     if method.is_ours:
         assert budget is not None
         return EngineMethod(open_engine(llm, method, budget, batch, max_len))
-    from jetspec.bench import contenders
+    from jetspec.bench import contenders, servers
 
     if method.url is not None:
-        return contenders.ServerMethod(llm.tokenizer, method.url, method.served_model, variables)
+        return servers.ServerMethod(llm.tokenizer, method.url, method.served_model, variables)
     return contenders.TransformersMethod(llm.target, max_len, method.assistant, contenders.lookup_tokens(method))
 
 

@@ -4,44 +4,68 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jetspec.bench.recipe import PLAIN, TRANSFORMERS
+from jetspec.bench.recipe import PAPER_BUDGET, PAPER_DEPTH, PAPER_WIDTH, PLAIN, TRANSFORMERS
 from jetspec.bench.runs import Result, Run
+from jetspec.config import Expand, Score
 
 MAIN_MODEL = "Qwen3-8B"
 """The target of all tables but one, which is compared with runs of its own target alone."""
 
 LOST = "the paper's value is lost, so ours stands beside it by rank"
-LEARNING_RATES = ("0.001", "0.002", "0.005", "0.01", "0.02")
+RATES = ("0.001", "0.002", "0.005", "0.01", "0.02")
 ENTROPY_WEIGHTS = ("0.01", "0.03", "0.1", "0.3", "1", "3")
 
-OURS: dict[str, tuple[tuple[str, ...], str]] = {
-    PLAIN: (("plain",), ""),
-    "eagle3": (("EAGLE-3",), ""),
-    "dflash": (("DFlash",), ""),
-    "ddtree": (("DDTree",), ""),
-    "jetspec-paper": (("JetSpec",), ""),
-    "jetspec": (("JetSpec",), "our tree"),
-    "jetspec-edge": (("JetSpec",), "our tree and edge head"),
-    **{f"lr-{rate}": ((f"learning rate {i} of 5",), LOST) for i, rate in enumerate(LEARNING_RATES, 1)},
-    "sft": (("SFT",), ""),
-    "forward-kl": (("forward KL",), ""),
-    "reverse-kl": (("reverse KL",), ""),
-    "jetspec-corpus": (("JetSpec-Corpus",), ""),
-    "causal": (("causal",), ""),
-    "bidirectional": (("diffusion",), ""),
-    **{f"causal-gamma-{g}": ((f"causal, gamma {g}",), "") for g in (3, 7, 15)},
-    **{f"bidirectional-gamma-{g}": ((f"diffusion, gamma {g}",), "") for g in (3, 7, 15)},
-    "accum-logp": (("accum_logp",), ""),
-    "entropy": (("entropy_guided",), ""),
-    **{f"hybrid-{weight}": ((f"hybrid, weight {i} of 6",), LOST) for i, weight in enumerate(ENTROPY_WEIGHTS, 1)},
+
+@dataclass(frozen=True)
+class Counterpart:
+    """What the paper calls a method of ours, and what is known of its trees."""
+
+    name: str
+    kind: str
+    """A method of another kind is something else, whatever its name."""
+    expand: Expand | None = "paper"
+    """None: not stated."""
+    score: Score = "accum_logp"
+    remark: str = ""
+    """What a reader must know who compares the two, beside settings that differ."""
+
+
+def _published(name: str, kind: str = "jetspec-paper", **known: Any) -> Counterpart:
+    return Counterpart(name, kind, **known)
+
+
+OURS: dict[str, Counterpart] = {
+    PLAIN: Counterpart("plain", PLAIN, None),
+    "eagle3": Counterpart("EAGLE-3", "eagle3", None),
+    "dflash": Counterpart("DFlash", "dflash", None),
+    "ddtree": Counterpart("DDTree", "ddtree", "optimal"),
+    "jetspec-paper": _published("JetSpec"),
+    "jetspec": Counterpart("JetSpec", "jetspec"),
+    "jetspec-edge": Counterpart("JetSpec", "jetspec-edge", remark="our edge head"),
+    **{f"lr-{r}": _published(f"forward KL, learning rate {i} of 5", remark=LOST) for i, r in enumerate(RATES, 1)},
+    **{f"sft-lr-{r}": _published(f"SFT, learning rate {i} of 5", remark=LOST) for i, r in enumerate(RATES, 1)},
+    "sft": _published("SFT"),
+    "forward-kl": _published("forward KL"),
+    "reverse-kl": _published("reverse KL"),
+    "jetspec-corpus": _published("JetSpec-Corpus"),
+    "causal": _published("causal"),
+    "bidirectional": _published("diffusion", "ddtree"),
+    **{f"causal-gamma-{g}": _published(f"causal, gamma {g}") for g in (3, 7, 15)},
+    **{f"bidirectional-gamma-{g}": _published(f"diffusion, gamma {g}", "ddtree") for g in (3, 7, 15)},
+    "accum-logp": _published("accum_logp"),
+    "entropy": _published("entropy_guided", score="entropy"),
+    **{
+        f"hybrid-{weight}": _published(f"hybrid, weight {i} of 6", score="hybrid", remark=LOST)
+        for i, weight in enumerate(ENTROPY_WEIGHTS, 1)
+    },
 }
-"""Our method -> the paper's names of it, and what a reader must know who compares the two."""
+"""Our methods by name."""
 
 OURS_ALONE = ("ngram", TRANSFORMERS, "transformers-assisted", "transformers-lookup", "server")
 """Methods that the paper has not measured."""
@@ -53,6 +77,8 @@ class PaperTable:
     title: str
     model: str
     gpu: str | None
+    engine: str | None
+    """What decoded, where it was not the authors' own."""
     note: str
 
 
@@ -103,24 +129,64 @@ def _read() -> Any:
 
 
 def _table(raw: Any) -> PaperTable:
-    return PaperTable(raw["table"], raw["title"], raw["model"], raw["gpu"], raw["note"])
+    return PaperTable(raw["table"], raw["title"], raw["model"], raw["gpu"], raw["engine"], raw["note"])
 
 
 def find_pairs(run: Run) -> list[Pair]:
-    return [pair for cell in run.cells for pair in _pairs_of(cell, run.model)]
+    """Cells whose method, task and setting the paper has, too; none of a run that does not say what its methods are."""
+    return [pair for cell in run.cells for pair in _pairs_of(cell, run)]
 
 
-def _pairs_of(cell: Result, model: str) -> Iterator[Pair]:
-    names, extra = OURS.get(cell.method, ((), ""))
+def _pairs_of(cell: Result, run: Run) -> Iterator[Pair]:
+    method = run.method(cell.method)
+    ours = _counterpart(cell.method, method["kind"]) if method else None
+    if method is None or ours is None:
+        return
+    tree = next((tree for tree in method["trees"] if tree["budget"] == cell.budget), None)
+    differences = tree_differences(ours, tree) if tree and not cell.is_plain else []
     for row in paper_rows():
-        if row.method not in names or (row.task, row.batch) != (cell.task, cell.batch):
+        if row.method != ours.name or (row.task, row.batch) != (cell.task, cell.batch):
             continue
         if row.temperature != cell.temperature or row.budget not in (None, cell.budget):
             continue
-        if row.table.model != MAIN_MODEL and not same_model(row.table.model, model):
+        if row.table.model != MAIN_MODEL and not same_model(row.table.model, run.model):
             continue
         unknown = "the paper's budget is not stated" if row.budget is None and not cell.is_plain else ""
-        yield Pair(cell, row, "; ".join(filter(None, (extra, unknown))))
+        yield Pair(cell, row, "; ".join(filter(None, (ours.remark, *differences, unknown))))
+
+
+def _counterpart(name: str, kind: str) -> Counterpart | None:
+    """By its name, where it is what its name says; else by its kind."""
+    named = OURS.get(name)
+    return named if named and named.kind == kind else OURS.get(kind)
+
+
+SHAPES = {"paper": "all children of the best nodes", "optimal": "the best nodes"}
+
+
+def tree_differences(ours: Counterpart, tree: Mapping[str, Any]) -> list[str]:
+    """What sets a tree of ours apart from those of the paper's method, as far as these are known."""
+    found, width = [], tree["width"]
+    published = published_width(tree["budget"]) if ours.expand == "paper" else None
+    if ours.expand == "paper" and published is None:
+        found.append(f"width {width}, the paper's is not stated")
+    elif published is not None and width != published:
+        found.append(f"width {width}, in the paper {published}")
+    is_known = ours.expand == "optimal" or published == PAPER_WIDTH
+    if ours.expand is not None and is_known and tree["expand"] != ours.expand:
+        found.append(f"a tree of {SHAPES[tree['expand']]}, in the paper of {SHAPES[ours.expand]}")
+    if tree["score"] != ours.score:
+        found.append(f"score {tree['score']}, in the paper {ours.score}")
+    if tree["depth"] is not None and tree["depth"] != PAPER_DEPTH:
+        found.append(f"depth {tree['depth']}, in the paper that of a block or not stated")
+    return found
+
+
+def published_width(budget: int) -> int | None:
+    """Of JetSpec's trees: drafts of 16 nodes are linear. None: not stated."""
+    if budget > PAPER_DEPTH + 1:
+        return PAPER_WIDTH if budget >= PAPER_BUDGET else None
+    return 1
 
 
 def same_model(a: str, b: str) -> bool:
@@ -137,6 +203,19 @@ def setting_differences(model: str, device: str, table: PaperTable) -> list[str]
         found.append(f"it ran on {device}; the paper does not say on what")
     elif _bare(table.gpu) not in _bare(device):
         found.append(f"it ran on {device}, in the paper on {table.gpu}")
+    return found
+
+
+def run_differences(run: Run, table: PaperTable) -> list[str]:
+    """How a whole run differs from one of the paper's tables, in what is known of its protocol."""
+    found = setting_differences(run.model, run.device, table)
+    if table.engine is not None:
+        found.append(f"our engine decoded, in the paper {table.engine}")
+    if (dtype := run.record.get("dtype")) != "bfloat16":
+        found.append(f"the weights are {dtype}, in the paper bfloat16")
+    if (thinking := run.recipe.get("thinking")) is not False:
+        ours = "lets the target think first" if thinking else "is left to itself"
+        found.append(f"the chat template {ours}, in the paper it lets the target not think (`thinking: false`)")
     return found
 
 

@@ -22,6 +22,11 @@ from jetspec.types import SamplingParams
 PLAIN, TRANSFORMERS = "plain", "transformers"
 HeadKind = Literal["bidirectional", "causal", "edge", "eagle3"]
 
+PAPER_WIDTH, PAPER_DEPTH = 7, 15
+"""Of the paper's trees: children of a node, and levels, one less than the slots of a block."""
+PAPER_BUDGET = 64
+"""From so many nodes on its trees have that width, though only 100 of them can be that deep."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -34,33 +39,52 @@ class Kind:
     budgets: tuple[int | None, ...] = ()
     """Its trees, unless the method says otherwise; () follows the recipe."""
     width: int = 8
+    narrows: bool = False
+    """Whether small trees are as narrow as they must be to reach the paper's depth, down to a chain."""
     expand: Expand = "optimal"
     takes: tuple[str, ...] = ()
     """Settings of a method that count, beside those that all have."""
     one_at_a_time: bool = False
     """Whether it cannot decode several prompts together."""
+    about: str = ""
+    """What a reader of its numbers must know."""
+
+    def width_at(self, budget: int) -> int:
+        """Seven children of every node would leave a tree of 16 nodes three levels, one of 32 five."""
+        return max(1, (budget - 1) // PAPER_DEPTH) if self.narrows and budget < PAPER_BUDGET else self.width
 
 
 _TREE = ("budgets", "width", "depth", "shortlist")
 _SCORED = (*_TREE, "head", "expand", "score", "entropy_weight")
+_EAGER = "`generate` as it comes: eager, with a cache that grows; nothing is compiled or captured."
 
 KINDS: dict[str, Kind] = {
     PLAIN: Kind("none", budgets=(1,)),
-    "ngram": Kind("ngram", takes=_TREE[:-1]),
+    "ngram": Kind(
+        "ngram",
+        takes=_TREE[:-1],
+        about="Matches are found on the host, so on a GPU its rounds are not captured as CUDA graphs, as those of heads"
+        " and plain decoding are.",
+    ),
     "dflash": Kind(head="bidirectional", budgets=(16,), width=1, takes=("head", "budgets", "depth")),
     "ddtree": Kind(head="bidirectional", takes=_SCORED),
-    "eagle3": Kind(head="eagle3", width=10, takes=("head", "budgets", "width", "depth")),
-    "jetspec-paper": Kind(head="causal", width=7, expand="paper", takes=_SCORED),
+    "eagle3": Kind(
+        head="eagle3",
+        width=10,
+        takes=("head", "budgets", "width", "depth"),
+        about="Unless set, its depth is the one it was trained for and its width that of its authors, at every budget.",
+    ),
+    "jetspec-paper": Kind(head="causal", width=PAPER_WIDTH, narrows=True, expand="paper", takes=_SCORED),
     "jetspec": Kind(head="causal", takes=_SCORED),
     "jetspec-edge": Kind(head="edge", takes=_SCORED),
-    TRANSFORMERS: Kind(budgets=(None,)),
-    "transformers-assisted": Kind(budgets=(None,), takes=("assistant",), one_at_a_time=True),
-    "transformers-lookup": Kind(budgets=(None,), takes=("lookup_tokens",), one_at_a_time=True),
+    TRANSFORMERS: Kind(budgets=(None,), about=_EAGER),
+    "transformers-assisted": Kind(budgets=(None,), takes=("assistant",), one_at_a_time=True, about=_EAGER),
+    "transformers-lookup": Kind(budgets=(None,), takes=("lookup_tokens",), one_at_a_time=True, about=_EAGER),
     "server": Kind(budgets=(None,), takes=("url", "served_model")),
 }
 """DFlash drafts a chain with a bidirectional head, DDTree a tree with it; EAGLE-3 drafts token by token. JetSpec drafts
 with a causal head: as published, where a tree has all children of the best nodes, or with the best nodes alone, without
-an edge term or with one."""
+an edge term or with one. What is published of JetSpec's small trees: those of 16 nodes are chains; of 32 nothing."""
 
 USUAL: dict[HeadKind, str] = {
     "edge": "jetspec-edge",
@@ -146,7 +170,7 @@ class MethodConfig:
 
     def tree(self, budget: int) -> TreeConfig:
         chosen = {key: getattr(self, key) for key in ("width", "depth", "expand", "score", "entropy_weight")}
-        fallback = {"width": self.of.width, "expand": self.of.expand}
+        fallback = {"width": self.of.width_at(budget), "expand": self.of.expand}
         settings = {**fallback, **{key: value for key, value in chosen.items() if value is not None}}
         if self.shortlist is not None:
             settings["shortlist"] = self.shortlist
@@ -198,6 +222,8 @@ class BenchConfig:
     """Draws of a temperature above 0 depend on it, the question and the repeat, never on the method."""
     thinking: bool | None = None
     """Whether the chat template lets the model think first. None: as the template likes."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the results should know; reports show it."""
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
@@ -263,10 +289,14 @@ class BenchConfig:
         return SamplingParams(temperature, max_tokens=self.max_tokens, seed=seed)
 
     def to_dict(self, methods: Sequence[MethodConfig]) -> dict[str, Any]:
-        """For the record: with the methods that it came to, without the paths of one machine."""
+        """For the record: with the methods that it came to and their trees, without the paths of one machine."""
         paths = {"model": self.model, "head": self.head, "data_dir": self.data_dir}
         named = {name: path and shown(path) for name, path in paths.items()}
-        return {**asdict(self), **named, "methods": [method_dict(method) for method in methods]}
+        return {**asdict(self), **named, "methods": [self._settled(method) for method in methods]}
+
+    def _settled(self, method: MethodConfig) -> dict[str, Any]:
+        trees = [asdict(method.tree(budget)) for budget in self.budgets_of(method) if budget and method.is_ours]
+        return {**method_dict(method), "kind": method.kind_name, "about": method.of.about, "trees": trees}
 
 
 def method_dict(method: MethodConfig) -> dict[str, Any]:

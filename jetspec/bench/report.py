@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from jetspec.bench.check_tables import differences_table, errors_table, lossless_table, score_table
+from jetspec.bench.check_tables import differences_table, errors_table, lossless_table, methods_table, score_table
 from jetspec.bench.document import Block, Folded, Heading, Plot, Table, Text, Warned
-from jetspec.bench.paper import PaperTable, find_pairs, paper_costs, setting_differences
+from jetspec.bench.paper import find_pairs, paper_costs, run_differences, setting_differences
 from jetspec.bench.plots import (
     Painter,
     acceptance,
@@ -68,6 +68,7 @@ def _parts(plan: ReportPlan) -> Iterator[Iterator[Block]]:
     for number, run in enumerate(plan.runs):
         yield _speed(run, _titled("Speed", run, plan), painter, f"{number}_" if len(plan.runs) > 1 else "")
     for run in plan.runs:
+        yield _section(_titled("Settings of the methods", run, plan), methods_table(run))
         yield _section(_titled("Scores", run, plan), score_table(run))
         yield _section(_titled("Losslessness", run, plan), lossless_table(run))
         yield _lists(run)
@@ -192,8 +193,8 @@ def _against(a: Run, b: Run) -> Iterator[Block]:
 
 
 def _different_settings(a: Run, b: Run) -> list[str]:
-    seen: dict[str, tuple[Any, Any]] = {"device": (a.device, b.device)}
-    seen |= {key: (a.recipe.get(key), b.recipe.get(key)) for key in sorted({*a.recipe, *b.recipe})}
+    seen = {key: (a.recipe.get(key), b.recipe.get(key)) for key in sorted({*a.recipe, *b.recipe})}
+    seen |= {"device": (a.device, b.device)}  # what it was, whatever the recipe leaves open
     seen |= {key: (a.record.get(key), b.record.get(key)) for key in ("commit", "versions")}
     return [f"{key} {_brief(x)} and {_brief(y)}" for key, (x, y) in seen.items() if x != y]
 
@@ -210,11 +211,12 @@ def _paper(run: Run, title: str) -> Iterator[Block]:
     yield Heading(title)
     yield Text(
         "The paper's speedups are over the autoregressive loop of its own stack, ours over our plain decoding. Compare "
-        "tokens per round first: they depend on neither."
+        "tokens per round first: they depend on neither. The text at hand says neither how many questions it asks nor "
+        f"how long an answer may be; here: {run.setting}"
     )
     for table, group in groupby(pairs, key=lambda pair: pair.row.table):
         yield Heading(f"Table {table.number}: {table.title}", 3)
-        yield from _other_settings(run.model, run.device, table)
+        yield from _other_settings(run_differences(run, table))
         yield paper_table(list(group))
         if table.note:
             yield Text(table.note)
@@ -223,8 +225,7 @@ def _paper(run: Run, title: str) -> Iterator[Block]:
         yield Text(f"{alone} of {len(run.cells)} cells have no counterpart: the paper has not measured their setting.")
 
 
-def _other_settings(model: str, device: str, table: PaperTable) -> Iterator[Block]:
-    different = setting_differences(model, device, table)
+def _other_settings(different: Sequence[str]) -> Iterator[Block]:
     if different:
         yield Warned(f"Not the paper's settings: {'; '.join(different)}.")
 
@@ -234,7 +235,7 @@ def _costs(record: CostRecord, beside_paper: bool) -> Iterator[Block]:
     paper, known = paper_costs()
     beside_paper = beside_paper and any((cost.context, cost.depth) in known for cost in record.costs)
     if beside_paper:
-        yield from _other_settings(record.model, record.device, paper)
+        yield from _other_settings(setting_differences(record.model, record.device, paper))
     yield cost_table(record, beside_paper)
     if beside_paper:
         yield Text(f"The paper's are those of its table {paper.number}. {paper.note}")
@@ -254,7 +255,7 @@ def _everything(plan: ReportPlan) -> Iterator[Block]:
     yield Heading("Where the numbers come from")
     inputs: list[Run | HeadRecord | CostRecord] = [*plan.runs, *plan.inputs.heads, *plan.inputs.costs]
     rows: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
-        ("command", lambda record: str(record.get("command"))),
+        ("command", _commands),
         ("date", lambda record: str(record.get("date"))),
         ("commit", lambda record: str(record.get("commit"))),
         ("hardware", lambda record: _pairs(record.get("hardware") or {})),
@@ -266,6 +267,12 @@ def _everything(plan: ReportPlan) -> Iterator[Block]:
     for run in plan.runs:
         yield Folded(f"All cells: {run.name}", cells_table([run], details=True))
         yield Folded(f"Recipe: {run.name}", json.dumps(run.recipe, indent=1))
+
+
+def _commands(record: Mapping[str, Any]) -> str:
+    """Of a benchmark that went on after a stop all that measured, else the one that made the record."""
+    ran = [str(run["command"]) for run in record.get("runs") or () if isinstance(run, dict) and "command" in run]
+    return "; then ".join(dict.fromkeys(ran)) or str(record.get("command"))
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -41,6 +41,7 @@ class Results:
             "noise": self.lossless.noise_record(),
             "cells": cells,
             "notes": self.notes,
+            "runs": self.bench.runs(),
         }
 
     def _doubts(self) -> list[str]:

@@ -155,7 +155,7 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """What a reader of its tables should know."""
-        return list(self.record.get("notes") or ())
+        return [*(self.record.get("notes") or ()), *(self.recipe.get("notes") or ())]
 
     @property
     def widest_tie(self) -> float | None:
@@ -181,6 +181,11 @@ class Run:
         if "repeats" in self.recipe:
             parts.append(f"repeats: {self.recipe['repeats']}")
         return f"{' '.join(words)}; {', '.join(parts)}."
+
+    def method(self, name: str) -> Mapping[str, Any] | None:
+        """What a method is: its kind, its trees, and settings of its own. None: the record does not say."""
+        methods = self.recipe.get("methods") or ()
+        return next((method for method in methods if method["name"] == name and "trees" in method), None)
 
     def cell(self, key: Cell) -> Result | None:
         return next((cell for cell in self.cells if cell.key == key), None)

@@ -33,6 +33,8 @@ class HubSource:
     question: Callable[[Row], dict[str, Any]]
     split: str = "test"
     part: str | None = None
+    file: str | None = None
+    """One of its JSON files, where the dataset as a whole needs a script that `datasets` does not run any more."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,9 @@ TASKS: dict[str, Task] = {
     "aime25": Task("math", 30, HubSource("yentinglin/aime_2025", _problem, split="train")),
     "humaneval": Task("tests", hub=HubSource("openai/openai_humaneval", _humaneval)),
     "mbpp": Task("tests", hub=HubSource("google-research-datasets/mbpp", _mbpp)),
-    "livecodebench": Task(hub=HubSource("livecodebench/code_generation_lite", _livecodebench)),
+    "livecodebench": Task(hub=HubSource("livecodebench/code_generation_lite", _livecodebench, file="test.jsonl")),
     "mt_bench": Task(hub=HubSource("HuggingFaceH4/mt_bench_prompts", _mt_bench, split="train")),
-    "alpaca_eval": Task(hub=HubSource("tatsu-lab/alpaca_eval", _alpaca_eval, split="eval")),
+    "alpaca_eval": Task(hub=HubSource("tatsu-lab/alpaca_eval", _alpaca_eval, file="alpaca_eval.json")),
     "spec_bench": Task(),
     BUILTIN: Task("tests", 28),
 }
@@ -127,7 +129,7 @@ def read_task(name: str, data_dir: Path | None, limit: int | None) -> list[Promp
 
 def _read_hub(name: str, hub: HubSource, count: int) -> list[Prompt]:
     try:
-        rows = list(islice(load_rows(hub.name, hub.split, hub.part), count))
+        rows = list(islice(load_rows(hub.name, hub.split, hub.part, hub.file), count))
         questions = [{"id": f"{name}-{i:05d}", **hub.question(row)} for i, row in enumerate(rows)]
     except Exception as error:  # the library raises many kinds, each with its own base class
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

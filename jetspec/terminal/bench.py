@@ -9,12 +9,12 @@ from typing import Any
 
 from jetspec.bench.check_tables import numbered
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
-from jetspec.bench.measure import Bench
+from jetspec.bench.measure import Bench, check_inputs
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
 from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, Result, Run
 from jetspec.bench.summary import SummaryForm
-from jetspec.bench.tasks import BUILTIN, check_tasks
+from jetspec.bench.tasks import BUILTIN
 from jetspec.engine.llm import LLM
 from jetspec.record import write_record
 from jetspec.terminal.report import report_folder, show, write_report
@@ -68,7 +68,7 @@ def run_plan(
 
 def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed: bool) -> None:
     """Measure what the folder does not hold yet, and write its record."""
-    check_tasks(config.tasks, Path(config.data_dir) if config.data_dir else None)
+    check_inputs(config, folder, fresh)
     with working(f"Loading {config.model}"):
         llm = LLM(config.model, config.head, device=config.device, dtype=config.dtype)
     bench = Bench(config, llm, folder)
@@ -109,8 +109,8 @@ def lossless_remarks(cell: Result) -> Iterator[str]:
     for each in found[:SHOWN]:
         place = f"{each['id']}, turn {each['turn'] + 1}, from token {each['position'] + 1} on"
         gap = "one text ends earlier" if each["gap"] is None else f"{each['gap']:.2g} apart in the target's logits"
-        verdict = "a tie" if each["tie"] else "no tie"
-        yield f"{who} differs from {PLAIN} in {place} (repeats: {numbered(each['repeats'])}): {gap}, {verdict}"
+        how = each["why"] or f"{gap}, {'a tie' if each['tie'] else 'no tie'}"
+        yield f"{who} differs from {PLAIN} in {place} (repeats: {numbered(each['repeats'])}): {how}"
     if len(found) > SHOWN:
         yield f"{who} differs from {PLAIN} in {len(found) - SHOWN} more places of {cell.task}; the report lists them"
 

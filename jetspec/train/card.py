@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,10 +54,7 @@ def model_card(
 
 def _command(line: str) -> str:
     """A recorded command; ours as it is typed, without the Python that runs it."""
-    program = Path(sys.argv[0])
-    if "jetspec" not in (program.name, program.parent.name):
-        return line
-    return shlex.join(["jetspec", *shlex.split(line)[2:]])
+    return line.removeprefix("python -m ") if line.startswith("python -m jetspec ") else line
 
 
 def _shape(head: HeadConfig) -> dict[str, Any]:

@@ -162,12 +162,20 @@ def _lines(file: Path) -> Iterator[tuple[int, str | None]]:
             raise ValueError(f"{file} is no whole gzip file; fetch it again") from None
 
 
-def load_rows(name: str, split: str, part: str | None = None) -> Iterable[Any]:
-    """The rows of a Hugging Face dataset, or of one part of it."""
+def load_rows(name: str, split: str, part: str | None = None, file: str | None = None) -> Iterable[Any]:
+    """The rows of a Hugging Face dataset, of one part of it, or of one of its JSON files, read as far as it is asked.
+
+    A dataset that comes with a loading script is read by file: nothing that others wrote is run.
+    """
     try:
         from datasets import load_dataset
     except ImportError:
         raise ValueError("Hugging Face datasets need the package `datasets`: pip install 'jetspec[train]'") from None
+    if file is not None:
+        streamed: Iterable[Any] = load_dataset(
+            "json", data_files=f"hf://datasets/{name}/{file}", split="train", streaming=True
+        )
+        return streamed
     rows: Iterable[Any] = load_dataset(*filter(None, (name, part)), split=split)
     return rows
 

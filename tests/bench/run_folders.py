@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from jetspec.bench.recipe import Cell
+from jetspec.bench.recipe import KINDS, BenchConfig, Cell, MethodConfig
 from jetspec.bench.runs import Result
 from jetspec.bench.spread import Spread, to_record
 from jetspec.train.evaluate import HeadScore
@@ -57,12 +57,20 @@ def make_run(
         "dtype": "bfloat16",
         "noise": {"steps": 0.1, "trees": 0.25, "positions": 512, "widest_tie": 0.25},
         "notes": [],
-        "recipe": {"model": model, "max_tokens": 128, "repeats": repeats},
+        "recipe": make_recipe(methods, budgets) | {"model": model, "max_tokens": 128, "repeats": repeats},
         "cells": cells,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(record))
     return folder
+
+
+def make_recipe(methods: Sequence[str], budgets: Sequence[int]) -> dict[str, Any]:
+    """As the record of a run has it, in the paper's mode."""
+    kinds = {name: name if name in KINDS else "ngram" for name in methods}
+    chosen = [MethodConfig(name, kind, head="a head" if KINDS[kind].head else None) for name, kind in kinds.items()]
+    config = BenchConfig(methods=tuple(chosen), budgets=tuple(budgets), thinking=False)
+    return json.loads(json.dumps(config.to_dict(chosen)))
 
 
 def make_result(cell: Cell) -> Result:

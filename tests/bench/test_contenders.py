@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from jetspec.bench.contenders import RoundCounter, prefill_end
-from jetspec.bench.methods import Reply, Unequal
+from jetspec.bench.contenders import RoundCounter
+from jetspec.bench.methods import Ask, Reply, Unequal, open_method, split_time
+from jetspec.bench.recipe import MethodConfig
+from jetspec.bench.servers import ServerMethod, Streamed, prefill_end
 from jetspec.engine.llm import LLM
 from jetspec.types import SamplingParams
 from tests.bench.tiny_bench import make_bench, results_of, write_questions, write_setup
@@ -36,10 +38,18 @@ class Server(ThreadingHTTPServer):
     def __init__(self, llm: LLM) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.llm, self.lock = llm.with_drafter("none"), threading.Lock()
-        self.extra_tokens = 0
+        self.extra_tokens = [0, 0]  # per turn
+        self.version: str | None = None
         self.broken: str | None = None
         self.says: bytes | None = None
         self.asked: list[dict[str, Any]] = []
+
+    @property
+    def says_other(self) -> bytes:
+        """What other weights might say."""
+        events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": "other"}, "finish_reason": "stop"}]}]
+        events += [{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}]
+        return "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode()
 
     @property
     def url(self) -> str:
@@ -50,6 +60,9 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        if not self.path.endswith("/models"):
+            self._send(json.dumps({"version": self.server.version} if self.server.version else {}))
+            return
         self._send(json.dumps({"data": [{"id": "tiny"}]}))
 
     def do_POST(self) -> None:
@@ -69,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
             done = self.server.llm.chat(body["messages"], sampling)
         middle = len(done.text) // 2
         deltas = [{"delta": {"content": part}} for part in (done.text[:middle], done.text[middle:])]
-        usage = {"prompt_tokens": done.stats.prompt_tokens + self.server.extra_tokens}
+        usage = {"prompt_tokens": done.stats.prompt_tokens + self.server.extra_tokens[len(body["messages"]) // 2]}
         usage["completion_tokens"] = len(done.token_ids)
         events: list[dict[str, Any]] = [{"choices": [delta]} for delta in deltas]
         events += [{"choices": [{"delta": {}, "finish_reason": done.finish_reason}]}, {"choices": [], "usage": usage}]
@@ -116,8 +129,41 @@ def test_a_server_is_a_method_like_any_other(folder: Path, llm: LLM) -> None:
 
 def test_a_server_with_another_template_is_refused(folder: Path, llm: LLM) -> None:
     with serving(llm) as server, pytest.raises(Unequal, match="another model or another chat template"):
-        server.extra_tokens = 3
+        server.extra_tokens = [3, 0]
         make_bench(folder, "template", llm, methods=[f"server={server.url}"]).run()
+
+
+def test_another_prompt_in_a_later_turn_is_not_blamed_on_decoding(folder: Path, llm: LLM) -> None:
+    options: dict[str, Any] = {"tasks": ["talk"], "repeats": 1}
+    found = []
+    with serving(llm) as server:
+        for extra in (0, 2):
+            server.extra_tokens = [0, extra]
+            bench = make_bench(folder, f"later {extra}", llm, methods=[f"server={server.url}"], **options)
+            cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
+            found.append([d.get("why") for d in cell["lossless"]["different"] if d["turn"] == 1])
+            assert cell["errors"] == [] and cell["speedup"]["mean"] > 0
+    alike, other = found
+    assert "other prompt" not in alike and other == ["other prompt"] * 2
+
+
+@pytest.mark.parametrize("other", ["weights", "version", "name"])
+def test_rows_of_another_server_at_the_same_address_are_not_mixed_in(folder: Path, llm: LLM, other: str) -> None:
+    def run(name: str | None = None) -> dict[Any, Any]:
+        method = {"name": "server", "url": server.url, "served_model": name}
+        return make_bench(folder, f"swapped {other}", llm, methods=[method], limit=2, repeats=1).run()
+
+    with serving(llm) as server:
+        server.version = "1.0"
+        before = run()
+        assert run() == before
+        if other == "weights":
+            server.says = server.says_other
+        if other == "version":
+            server.version = "1.1"
+        with pytest.raises(ValueError, match=r"another (server of|method) server; choose another --out"):
+            run("other" if other == "name" else None)
+    assert run() == before, "a server that is gone leaves its rows as they are"
 
 
 def test_a_request_that_fails_is_a_row(folder: Path, llm: LLM) -> None:
@@ -169,6 +215,37 @@ def answer_of(num_tokens: int, *pieces: float) -> tuple[Reply, list[float]]:
 )
 def test_no_token_but_the_first_is_written_during_prefill(answers: Any, end: float) -> None:
     assert prefill_end(answers, began=1, ended=9) == end
+
+
+@pytest.mark.parametrize(
+    ("early", "decode"),
+    [(0, 4), (2, 6), (3, 8), (4, 10), (6, 10)],
+    ids=["none", "two", "half", "more than the prefill can pay", "all"],
+)
+def test_drafts_that_come_with_the_prefill_are_paid_for(early: int, decode: float) -> None:
+    """A text of seven tokens in ten seconds, of which six are prefill. The first token is free."""
+    assert split_time(0, 6, 10, written=7, answers=1, early=early) == pytest.approx((10 - decode, decode))
+
+
+def test_an_answer_whose_drafts_all_came_with_the_first_pass_is_timed_as_a_whole(folder: Path, llm: LLM) -> None:
+    """The target as its own assistant drafts what it says, so one pass may write a whole answer."""
+    method = MethodConfig("transformers-assisted", assistant=str(folder / "model"))
+    opened = open_method(llm, method, None, 1, 128)
+    prompt = llm.tokenizer.encode_chat([{"role": "user", "content": "1 and 1 is"}])
+    timed = {n: opened.decode([Ask([], prompt, SamplingParams(max_tokens=n, ignore_eos=True))]) for n in (2, 30)}
+    assert timed[2].prefill_s == 0 and timed[30].prefill_s > 0
+    assert all(isinstance(t.replies[0], Reply) and t.replies[0].num_tokens == n for n, t in timed.items())
+
+
+def test_a_first_piece_of_many_tokens_does_not_come_for_nothing(llm: LLM) -> None:
+    reply = Reply([], "", "length", 8, None)
+    method = object.__new__(ServerMethod)
+    method.tokenizer = llm.tokenizer
+    tokens = len(llm.tokenizer.encode_words("abcde"))
+    assert tokens > 1
+    streamed = Streamed(["abcde", "f"], [2.0, 3.0], "length", {})
+    assert method._early(reply, streamed, prefilled=2.0) == tokens - 1
+    assert method._early(reply, streamed, prefilled=1.0) == 0, "it came after the clock was started"
 
 
 def test_a_server_that_is_not_there_is_refused_before_anything_is_measured(folder: Path, llm: LLM) -> None:

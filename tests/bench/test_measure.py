@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from jetspec.bench import measure
 from jetspec.bench.groups import GroupFile, read_lines
 from jetspec.bench.measure import ROWS_FILE, Bench
 from jetspec.bench.methods import EngineMethod, Method, Reply, Timed, Unequal, open_method
-from jetspec.bench.recipe import MethodConfig
+from jetspec.bench.recipe import BenchConfig, MethodConfig
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
+from jetspec.terminal import bench as terminal_bench
+from jetspec.train.config import from_dict
 from tests.bench.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions, write_setup
 from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import CONTEXT, END_TOKEN
@@ -168,13 +171,34 @@ def test_what_is_there_is_not_measured_again(folder: Path, llm: LLM, monkeypatch
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_tokens": 9}, {"seed": 1}, {"methods": [{"name": "ngram", "width": 2}]}, {"limit": 3}],
+    [{"max_tokens": 9}, {"seed": 1}, {"warmup": 3}, {"methods": [{"name": "ngram", "width": 2}]}, {"limit": 3}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes: dict[str, Any]) -> None:
     make_bench(folder, "settings", llm).run()
     with pytest.raises(ValueError, match="choose another --out"):
         make_bench(folder, "settings", llm, **changes).run()
+
+
+@pytest.mark.parametrize("what", ["versions", "tree of ngram 6"])
+def test_rows_of_other_packages_or_trees_are_not_mixed_in(folder: Path, llm: LLM, what: str, tmp_path: Path) -> None:
+    bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
+    bench.run()
+    path = tmp_path / "run" / measure.RUN_FILE
+    record = json.loads(path.read_text())
+    record["settings"][what] = {**record["settings"][what], "torch": "0.1", "width": 1}
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"another {what}; choose another --out"):
+        bench.run()
+
+
+def test_a_run_that_went_on_names_all_commands(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for repeats in (1, 2, 2):
+        monkeypatch.setattr(sys, "argv", ["jetspec", "bench", "-r", str(repeats)])
+        bench = make_bench(folder, "commands", llm, repeats=repeats, limit=1)
+        record = results_of(bench)
+    told = [run["command"].partition(" bench ")[2] for run in record["runs"]]
+    assert told == ["-r 1", "-r 2"], "one that had nothing to measure made none of the rows"
 
 
 def test_rows_of_another_head_of_the_same_name_are_not_mixed_in(folder: Path, llm: LLM) -> None:
@@ -294,6 +318,34 @@ def test_draws_depend_on_question_turn_and_repeat_but_not_on_the_method(folder: 
     config = make_bench(folder, "draws", llm).config
     seeds = {config.sampling(1.0, repeat, id, turn).seed for repeat in (0, 1) for id in "ab" for turn in (0, 1)}
     assert len(seeds) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"methods": ["jetspec=runs/none/head"]},
+            "no head in runs/none/head: there is no such folder; train it",
+        ),
+        ({"methods": ["jetspec"], "head": "runs/none/head"}, "no head in runs/none/head"),
+        ({"methods": ["server=http://127.0.0.1:9/v1"]}, "no OpenAI-compatible server answers"),
+        ({"methods": [{"name": "transformers-assisted", "assistant": "no/such/model"}]}, "no/such/model"),
+        ({"tasks": ["torn"]}, "torn.jsonl:1"),
+    ],
+    ids=["head", "head of the recipe", "server", "assistant", "questions"],
+)
+def test_what_is_not_there_is_found_before_the_target_is_loaded(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    def load(*_: Any, **options: Any) -> LLM:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(terminal_bench, "LLM", load)
+    (folder / "eval" / "torn.jsonl").write_text('{"id": 1, "turns": [\n')
+    usual: dict[str, Any] = {"tasks": ["sums"], "data_dir": str(folder / "eval")}
+    config: BenchConfig = from_dict(BenchConfig, usual | changes, "")
+    with pytest.raises(ValueError, match=re.escape(why)):
+        terminal_bench.measure_methods(config, tmp_path / "run", fresh=False, retry_failed=False)
 
 
 def test_a_head_of_another_kind_is_refused(folder: Path, llm: LLM) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from jetspec.bench.check_tables import score_table
+from jetspec.bench.check_tables import methods_table, score_table
 from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_html, to_markdown
 from jetspec.bench.paper import Pair, find_pairs, paper_rows
 from jetspec.bench.plots import INK
@@ -344,7 +345,21 @@ def test_other_settings_than_the_papers_are_warned_of(tmp_path: Path) -> None:
     alike = small_run(tmp_path / "b", model="Qwen/Qwen3-8B", gpu="NVIDIA H100 80GB HBM3")
     assert "Not the paper's settings" not in warnings(report(alike))
     without = to_markdown("Title", report(alike, paper=False), "plots")
-    assert "paper" not in without.replace("jetspec-paper", "")
+    assert "the paper" not in without.lower() and "paper's" not in without
+
+
+def test_what_was_set_up_under_every_name_is_told(tmp_path: Path) -> None:
+    table = methods_table(small_run(tmp_path, budgets=(16, 32, 64)))
+    assert table is not None
+    told = {row[0]: " ".join(row) for row in table.rows}
+    assert "16: width 1; 32: width 2, all" in told["jetspec-paper"] and "64: width 7" in told["jetspec-paper"]
+    assert "not captured" in told["ngram"] and "eager" in told["transformers"]
+
+
+def test_notes_of_a_recipe_are_shown_with_those_of_the_run(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    noted = replace(run, record={**run.record, "recipe": {**run.recipe, "notes": ["trained on the test"]}})
+    assert "trained on the test" in warnings(report(noted)) and "trained on the test" not in warnings(report(run))
 
 
 def test_a_table_of_another_target_is_compared_with_that_target_alone(tmp_path: Path) -> None:

@@ -433,6 +433,7 @@ def test_only_the_default_target_has_a_known_licence(
     answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/jetspec", "train", "a recipe.yaml"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     trainer = make_trainer(recipe(answers, tmp_path, model="someone/else"), TARGET)
     trainer.limit.used_s = 90
     trainer.export()
