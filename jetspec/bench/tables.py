@@ -87,7 +87,7 @@ def _best(column: Sequence[Spread | None]) -> list[int]:
 def speedup_table(cells: Sequence[Result]) -> Table | None:
     """None where there is nothing to be faster than."""
     faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
-    caption = f"{BOLD_CAPTION} ≈: {NO_DIFFERENCE} from plain decoding."
+    caption = f"{BOLD_CAPTION} ≈: not shown to differ from plain decoding."
     return matrix(faster, speedup_of, speedup_text, caption) if faster else None
 
 
@@ -134,7 +134,7 @@ def glance_table(cells: Sequence[Result]) -> Table:
     columns = ("method", "best budget", "tokens/s", "speedup", "tokens per round", "score", "same text as plain")
     caption = (
         "Means over tasks, ± standard deviation over repeats (of scores: standard error). "
-        f"≈: {NO_DIFFERENCE} from plain decoding."
+        "≈: not shown to differ from plain decoding."
     )
     return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
 
