@@ -97,7 +97,7 @@ def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0
     compared, greedy = 40, temperature == 0
     check = "greedy tokens" if greedy else "seeded tokens"
     missed = (
-        [{"id": f"{task}-00003", "repeats": [0, 2], "turn": 0, "position": 17, "gap": 0.0312, "tie": True}]
+        [{"id": f"{task}-00003", "repeats": [0, 2], "turn": 0, "position": 17, "gap": 0.0312, "tie": True, "why": None}]
         if method == "ddtree" and greedy
         else []
     )

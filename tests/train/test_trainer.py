@@ -569,7 +569,7 @@ def test_a_run_reports_what_it_reached(answers: Path, tmp_path: Path, monkeypatc
         f"| validation, teacher-forced: tree_64 | {last['validation']['tree_64']:.3f} |",
         "| decoding, tokens per round: tree_64 | 2.250 |",
         "| commit | ",
-        "| command | `python ",
+        "| command | `",
     ):
         assert expected in card
     assert str(tmp_path) not in card
