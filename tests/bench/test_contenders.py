@@ -18,18 +18,8 @@ from jetspec.bench.recipe import MethodConfig
 from jetspec.bench.servers import ServerMethod, Streamed, prefill_end
 from jetspec.engine.llm import LLM
 from jetspec.types import SamplingParams
-from tests.bench.tiny_bench import make_bench, results_of, write_questions, write_setup
+from tests.bench.tiny_bench import make_bench, results_of, write_questions
 from tests.train.tiny_model import CONTEXT
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_setup(tmp_path_factory.mktemp("bench"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder / "model", device="cpu")
 
 
 class Server(ThreadingHTTPServer):

@@ -24,18 +24,8 @@ from jetspec.engine.engine import Engine
 from jetspec.engine.llm import LLM
 from jetspec.terminal.bench import lossless_remarks
 from jetspec.types import Request
-from tests.bench.tiny_bench import make_bench, meddle, results_of, write_questions, write_setup
+from tests.bench.tiny_bench import make_bench, meddle, results_of, write_questions
 from tests.train.tiny_model import CONTEXT
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_setup(tmp_path_factory.mktemp("bench"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder / "model", device="cpu")
 
 
 def slip(reply: Reply) -> Reply:

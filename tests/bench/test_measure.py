@@ -27,21 +27,11 @@ from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
 from jetspec.terminal import bench as terminal_bench
 from jetspec.train.config import from_dict
-from tests.bench.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions, write_setup
+from tests.bench.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions
 from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import CONTEXT, END_TOKEN
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_setup(tmp_path_factory.mktemp("bench"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder / "model", device="cpu")
 
 
 def all_methods(folder: Path) -> list[Any]:

@@ -24,17 +24,7 @@ from jetspec.bench.runs import Result as CellResult
 from jetspec.bench.spread import Spread, to_record
 from jetspec.cli import app
 from jetspec.engine.llm import LLM
-from tests.bench.tiny_bench import make_bench, results_of, write_questions, write_setup
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_setup(tmp_path_factory.mktemp("bench"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder / "model", device="cpu")
+from tests.bench.tiny_bench import make_bench, results_of, write_questions
 
 
 def measured(speeds: Sequence[float], method: str = "mine", errors: Sequence[str] = ()) -> Measured:

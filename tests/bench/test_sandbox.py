@@ -188,7 +188,7 @@ def test_a_program_cannot_fill_the_disk_with_small_files(change: str) -> None:
 
 @pytest.mark.skipif(
     sys.platform != "linux" or (os.geteuid() == 0 and not get_capabilities() & MAY_READ_ALL),
-    reason="here root may have to stay",
+    reason="root that may not give its right to read to another user stays root, behind Landlock alone",
 )
 def test_a_program_is_not_root_and_starts_nothing() -> None:
     assert run_tests("import os", ["assert os.geteuid() == os.getuid() != 0"]).passed
