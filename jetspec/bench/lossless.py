@@ -37,7 +37,7 @@ class Parting:
     tie: bool
     """Whether rounding alone may have decided between them."""
     why: str | None = None
-    """What else it comes from."""
+    """What else it comes from. Such an answer is listed, and counts neither as compared nor as a mistake."""
 
 
 class LosslessCheck:
@@ -101,9 +101,10 @@ class LosslessCheck:
                 if others[id]["error"]:
                     continue
                 found = self.first_difference(prompts[id], others[id], answer, repeat, temperature, is_text)
-                judged.setdefault((id, repeat) if temperature > 0 else id, []).append(found)
                 if found is not None:
                     repeats_of.setdefault(found, []).append(repeat)
+                if found is None or found.why is None:
+                    judged.setdefault((id, repeat) if temperature > 0 else id, []).append(found)
         return {
             "check": "seeded tokens" if temperature > 0 else "greedy text" if is_text else "greedy tokens",
             "compared": len(judged),

@@ -131,7 +131,8 @@ def test_another_prompt_in_a_later_turn_is_not_blamed_on_decoding(folder: Path, 
             server.extra_tokens = [0, extra]
             bench = make_bench(folder, f"later {extra}", llm, methods=[f"server={server.url}"], **options)
             cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
-            found.append([d.get("why") for d in cell["lossless"]["different"] if d["turn"] == 1])
+            found.append([d["why"] for d in cell["lossless"]["different"] if d["turn"] == 1])
+            assert cell["lossless"]["compared"] == cell["questions"] - found[-1].count("other prompt")
             assert cell["errors"] == [] and cell["speedup"]["mean"] > 0
     alike, other = found
     assert "other prompt" not in alike and other == ["other prompt"] * 2
