@@ -238,8 +238,10 @@ def judge(folders: Folders, args: argparse.Namespace) -> list[float | None]:
 
 
 def run_method(method: str, root: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """A method in a process of its own; what went wrong is part of the result."""
+    """A method in a process of its own, unless it was measured before; what went wrong is part of the result."""
     out, log = root / f"{method}.json", root / f"{method}.log"
+    if method != JUDGE and out.exists():
+        return dict(json.loads(out.read_text()))
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "scripts.check_vllm", *sys.argv[1:], "--one", method, "--work", str(root)]
     with log.open("w") as file:
@@ -321,7 +323,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--compile", action="store_true", help="let vLLM compile the target, too")
     parser.add_argument("--limit", type=float, default=300, help="seconds that a method may take")
-    parser.add_argument("--work", type=Path, help="folder for models; a new one when left out")
+    parser.add_argument("--work", type=Path, help="folder for models and what was measured, to go on with; a new one when left out")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
