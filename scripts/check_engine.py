@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from jetspec.bench.precision import FreshPass, Noise, Texts, find_differences, logit_noise
+from jetspec.bench.timing import without_capture
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import batch_sizes
@@ -122,8 +123,13 @@ def decode(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str |
     return Decoded({name: done[name] for name in prompts}, seconds)
 
 
+def decode_timed(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str) -> Decoded:
+    """`decode`, over and over until all that it needs was captured before."""
+    return without_capture(engine, lambda: decode(engine, prompts, tokens, batch, label))
+
+
 def warm_up(engine: Engine, prompts: Texts, batch: int) -> None:
-    """Capture and compile all that batches up to this size need, so that nobody is timed doing it."""
+    """Capture and compile the rounds of batches up to this size, all of which a run may come through as it ends."""
     prompt = next(iter(prompts.values()))
     for size in batch_sizes(batch):
         decode(engine, {str(i): prompt[:1] for i in range(size)}, 1, size)  # nothing to prefill: all join at once
@@ -199,7 +205,7 @@ def check_speed(
         engine = models.engine(budget, config)
         warm_up(engine, everything, 1)
         for name, prompts in sets.items():
-            done = decode(engine, prompts, tokens, 1, f"{name}, budget {budget}")
+            done = decode_timed(engine, prompts, tokens, 1, f"{name}, budget {budget}")
             plain.setdefault(name, done)
             runs.append(
                 {
@@ -238,7 +244,7 @@ def check_batches(
         alone = alone or decode(engine, first(prompts, waves * max(batches)), tokens, 1, "alone")
         for batch in batches:
             some = first(prompts, waves * batch)
-            done = decode(engine, some, tokens, batch, f"batch {batch}, budget {budget}")
+            done = decode_timed(engine, some, tokens, batch, f"batch {batch}, budget {budget}")
             runs.append(
                 {
                     "batch": batch,

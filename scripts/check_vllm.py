@@ -199,6 +199,7 @@ def measure(folders: Folders, method: str, batches: list[int], args: argparse.Na
     began = time.perf_counter()
     llm, prompts = start(folders, method, batches, args), folders.prompts()
     found: dict[str, Any] = {"method": method, "start_s": time.perf_counter() - began, "batches": []}
+    found["asked"] = asked_for(args)
     for batch in batches:
         asked = [prompts[i % len(prompts)] for i in range(batch)]
         run(llm, asked, 16)
@@ -237,13 +238,23 @@ def judge(folders: Folders, args: argparse.Namespace) -> list[float | None]:
 # -- all methods
 
 
+def measured(out: Path, args: argparse.Namespace) -> dict[str, Any] | None:
+    """What an earlier run found of a method, if it was asked the same."""
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    return found if found.get("asked") == asked_for(args) else None
+
+
+def asked_for(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("batches", "tokens", "repeats", "width", "eager", "compile")}
+
+
 def run_method(method: str, root: Path, args: argparse.Namespace) -> dict[str, Any]:
     """A method in a process of its own, unless it was measured before; what went wrong is part of the result."""
     out, log = root / f"{method}.json", root / f"{method}.log"
-    if method != JUDGE and out.exists():
-        return dict(json.loads(out.read_text()))
+    if method != JUDGE and (before := measured(out, args)):
+        return before
     out.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "scripts.check_vllm", *sys.argv[1:], "--one", method, "--work", str(root)]
+    command = [sys.executable, "-m", "scripts.check_vllm", *sys.argv[1:], "--one", method, "--work", str(args.work)]
     with log.open("w") as file:
         process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=file, stderr=subprocess.STDOUT)
         try:
@@ -266,7 +277,7 @@ def compared(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     out = []
     for result in results:
         rows = [dict(row) for row in result.get("batches", [])]
-        shown = {key: value for key, value in result.items() if key != "texts"} | {"batches": rows}
+        shown = {key: value for key, value in result.items() if key not in ("texts", "asked")} | {"batches": rows}
         if plain is not None and "texts" in result:
             same = [a == b for a, b in zip(result["texts"], plain["texts"], strict=False)]
             shown["same_texts"] = sum(same) / len(same)
@@ -323,11 +334,14 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--compile", action="store_true", help="let vLLM compile the target, too")
     parser.add_argument("--limit", type=float, default=300, help="seconds that a method may take")
-    parser.add_argument("--work", type=Path, help="folder for models and what was measured, to go on with; a new one when left out")
+    parser.add_argument(
+        "--work", type=Path, help="folder for models and what was measured: run again to go on; a new one when left out"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    root = args.work or Path(tempfile.mkdtemp())
+    args.work = args.work or Path(tempfile.mkdtemp())
+    root = args.work / f"{args.shape or DEFAULT_MODEL}-{args.dtype}"
     folders, batches = Folders(root, args.shape is not None), [int(word) for word in args.batches.split(",")]
     if args.one == JUDGE:
         write_whole(root / f"{JUDGE}.json", json.dumps({"gaps": judge(folders, args)}))
@@ -335,6 +349,7 @@ def main() -> None:
     if args.one:
         write_whole(root / f"{args.one}.json", json.dumps(measure(folders, args.one, batches, args)))
         return
+    root.mkdir(parents=True, exist_ok=True)
     prepare(root, args.shape, getattr(torch, args.dtype))
     lengths = [len(prompt) for prompt in folders.prompts()]
     about = {"model": args.shape or DEFAULT_MODEL, "dtype": args.dtype, "tokens": args.tokens, "width": args.width}

@@ -131,7 +131,7 @@ def strict_table(record: Record) -> str:
 
 def soak_table(record: Record) -> str:
     """What a soak counted."""
-    keys = [key for result in record["results"].values() for key, value in result.items() if isinstance(value, int)]
+    keys = [key for result in record["results"].values() for key, value in result.items() if type(value) is int]
     rows = [
         [key.replace("_", " "), *(f"{r[key]:,}" for r in record["results"].values())] for key in dict.fromkeys(keys)
     ]
@@ -143,22 +143,30 @@ def numbers(titles: Sequence[str], rows: list[list[str]]) -> str:
 
 
 def vllm_table(record: Record) -> str:
-    """vLLM alone, with chains and with trees at every batch size, beside the paper's speedups."""
-    about = record["settings"]
+    """vLLM alone, with chains and with trees at every batch size, beside the paper's speedups.
+
+    Random weights draft nothing that is accepted: of them a step tells its time, and how many tokens would pay for it.
+    """
+    about, is_random = record["settings"], record["settings"].get("random_weights", False)
     paper = {(row.budget, row.batch): row.speedup for row in paper_rows() if row.table.number == VLLM_TABLE}
-    titles = ("drafts", "batch", "ms per step", "tokens per step", "tokens/s", "over plain", "paper")
+    speeds = ("pays from tokens per step",) if is_random else ("tokens per step", "tokens/s", "over plain")
+    titles = ("drafts", "batch", "ms per step", *speeds, "paper: over plain")
     rows, notes = [], []
     for result in record["results"]:
         budget = int(result["method"]) if result["method"].isdigit() else None
         name = result["method"] if budget is None else f"tree of {budget}"
         for run in result["batches"]:
             there = paper.get((budget, run["batch"])) if budget else None
-            speeds = [f"{run['tokens_per_step']:.2f}", f"{run['tokens_per_s']:.0f}", f"{run['speedup']:.2f}"]
-            rows.append([name, str(run["batch"]), f"{run['step_ms']:.2f}", *speeds, f"{there:.2f}" if there else ""])
-        if budget and not about.get("random_weights", False):  # whose texts mean nothing
+            found = [f"{run['tokens_per_step']:.2f}", f"{run['tokens_per_s']:.0f}", f"{run['speedup']:.2f}"]
+            if is_random:
+                found = [f"{run['tokens_per_step'] / run['speedup']:.2f}"]
+            rows.append([name, str(run["batch"]), f"{run['step_ms']:.2f}", *found, f"{there:.2f}" if there else ""])
+        if budget and not is_random:
             notes.append(f"{name}: {texts_note(result)}")
+    weights = "random weights of the shape " if is_random else ""
     lengths = f"{about['tokens']} tokens after prompts of {about['prompt_tokens']:.0f}"
-    said = f"{about['model']} in {about['dtype']}, vLLM {about['vllm']}, {lengths}. The paper's are of Qwen3-8B."
+    said = f"{weights}{about['model']} in {about['dtype']}, vLLM {about['vllm']}, {lengths}."
+    said = said[0].upper() + said[1:] + " The paper's are of Qwen3-8B."
     if notes:
         said += f" Texts of the largest batch that are not those of vLLM alone: {'; '.join(notes)}."
     return f"{said}\n\n{numbers(titles, rows)}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jetspec.bench.recipe import HeadKind, MethodConfig
+from jetspec.bench.timing import without_capture
 from jetspec.config import EngineConfig
 from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import LLM
@@ -96,16 +97,7 @@ class EngineMethod:
             self._decode([replace(ask, sampling=replace(ask.sampling, ignore_eos=True)) for ask in asks[:size]])
 
     def decode(self, asks: Sequence[Ask]) -> Timed:
-        """A group in which a graph had to be captured is decoded again: capturing is no part of decoding."""
-        while True:
-            captured = self._num_captured()
-            timed = self._decode(asks)
-            if self._num_captured() == captured:
-                return timed
-
-    def _num_captured(self) -> int:
-        graphs = self.llm.engine.graphs
-        return graphs.num_captured if graphs else 0
+        return without_capture(self.llm.engine, lambda: self._decode(asks))
 
     def _decode(self, asks: Sequence[Ask]) -> Timed:
         began = time.perf_counter()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+from jetspec.engine.engine import Engine
+
+R = TypeVar("R")
 GROUPS = 5
 
 
@@ -58,3 +62,16 @@ def as_graph(run: Callable[[], object], device: torch.device) -> Callable[[], ob
         run()
     graph.replay()
     return graph.replay
+
+
+def without_capture(engine: Engine, run: Callable[[], R]) -> R:
+    """What `run` returns once it needs no new graph of the engine: capturing is no part of decoding."""
+    while True:
+        captured = _num_captured(engine)
+        result = run()
+        if _num_captured(engine) == captured:
+            return result
+
+
+def _num_captured(engine: Engine) -> int:
+    return engine.graphs.num_captured if engine.graphs else 0

@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,9 +290,14 @@ def test_other_prompts_are_refused(folder: Path, llm: LLM) -> None:
 
 def test_a_group_in_which_a_graph_was_captured_is_decoded_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     method = EngineMethod(llm.with_drafter("ngram"))
-    captured, decoded = iter([0, 1, 1, 1]), iter([Timed([], 5.0, 5.0), Timed([], 1.0, 1.0)])
-    monkeypatch.setattr(method, "_num_captured", lambda: next(captured))
-    monkeypatch.setattr(method, "_decode", lambda asks: next(decoded))
+    pool, decoded = SimpleNamespace(num_captured=3), iter([Timed([], 5.0, 5.0), Timed([], 1.0, 1.0)])
+
+    def decode(asks: object) -> Timed:
+        pool.num_captured = 4
+        return next(decoded)
+
+    monkeypatch.setattr(method.llm.engine, "graphs", pool)
+    monkeypatch.setattr(method, "_decode", decode)
     assert method.decode([]).decode_s == 1.0
 
 

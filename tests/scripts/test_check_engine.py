@@ -60,6 +60,29 @@ def test_batches() -> None:
     assert all(run["different"] == 0 and run["tokens_per_s"] > 0 for run in results["runs"])
 
 
+def test_capturing_is_timed_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that only the first run of some batch needs, as a prompt of a new length does."""
+    make, decode = check.Models.engine, check.decode
+    slow_s = 60.0
+
+    def engine(self: check.Models, *args: Any) -> Any:
+        made: Any = make(self, *args)
+        made.graphs = SimpleNamespace(num_captured=0)
+        return made
+
+    def slow_at_first(engine: Any, prompts: Texts, tokens: int, batch: int, label: str | None = None) -> check.Decoded:
+        done = decode(engine, prompts, tokens, batch, label)
+        if label and engine.graphs.num_captured < batch:
+            engine.graphs.num_captured = batch
+            return check.Decoded(done.completions, done.seconds + slow_s)
+        return done
+
+    monkeypatch.setattr(check.Models, "engine", engine)
+    monkeypatch.setattr(check, "decode", slow_at_first)
+    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], [1, 8], TOKENS, waves=1)
+    assert all(run["seconds"] < slow_s for run in results["runs"])
+
+
 def test_strict() -> None:
     results = check.check_strict(MODELS, PROMPTS, batch=4, budget=12, tokens=TOKENS)
     assert results["correct"] and results["differences"] == [] and results["tie_limit"] == 1e-4

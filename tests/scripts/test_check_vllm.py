@@ -44,6 +44,17 @@ def test_methods_are_compared_with_plain_decoding() -> None:
     assert "texts" in results[0] and "texts" not in plain
 
 
+def test_what_was_measured_is_not_measured_again_unless_asked_otherwise(tmp_path: Path) -> None:
+    def args(tokens: int) -> Any:
+        return SimpleNamespace(batches="1,2", tokens=tokens, repeats=3, width=8, eager=False, compile=False)
+
+    out = tmp_path / "plain.json"
+    assert check_vllm.measured(out, args(64)) is None
+    out.write_text(json.dumps({"method": "plain", "asked": check_vllm.asked_for(args(64))}))
+    assert check_vllm.measured(out, args(64)) == json.loads(out.read_text())
+    assert check_vllm.measured(out, args(128)) is None
+
+
 def test_where_texts_part_vllm_alone_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "prompts.json").write_text(json.dumps([[7], [8]]))
     results: list[dict[str, Any]] = [

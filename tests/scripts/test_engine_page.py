@@ -84,3 +84,16 @@ def test_vllm_stands_beside_the_paper(tmp_path: Path) -> None:
         for piece in ["tree of 128", "2.22", "2.80", "25%, the two tokens at most 0.12 nats", "vLLM 0.32.0"]
     )
     assert text.count("2.80") == 1, "the paper's plain decoding is not our tree"
+
+
+def test_random_weights_tell_what_pays_for_a_step(tmp_path: Path) -> None:
+    settings = {"model": "m", "dtype": "bfloat16", "vllm": "0.32.0", "tokens": 64, "prompt_tokens": 128}
+    row = {"batch": 16, "step_ms": 8.0, "tokens_per_step": 1.0, "tokens_per_s": 567.8, "speedup": 0.4}
+    results = [{"method": "128", "batches": [row], "same_texts": 1.0}]
+    record = {**ORIGIN, "settings": settings | {"random_weights": True}, "results": results}
+    (tmp_path / "vllm_qwen3_8b.json").write_text(json.dumps(record))
+    page = page_of(tmp_path / "vllm.md", "vllm_qwen3_8b")
+    fill_page(tmp_path, page)
+    text = page.read_text()
+    assert "2.50" in text and "2.80" in text and "Random weights" in text
+    assert "568" not in text and "not those of vLLM alone" not in text
