@@ -11,6 +11,8 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 import pytest
 import torch
 
+from tests.kernels import interpret_quickly
+
 # Tests run in one process per core. Two processes with two threads each would wait for each other all the time.
 torch.set_num_threads(1)
 
@@ -32,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def interpreter() -> Iterator[Executor]:
     """A process that interprets Triton kernels: Triton settles how it runs them when it is imported."""
     pytest.importorskip("triton")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), interpret_quickly) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             pool.submit(os.getpid).result()  # starts the process, which keeps the setting
