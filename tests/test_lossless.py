@@ -15,7 +15,7 @@ PROMPTS = [
 ]
 
 
-TOKENS = 12
+TOKENS = 8
 
 
 @pytest.mark.model
@@ -24,6 +24,6 @@ def test_every_drafter_writes_what_transformers_writes() -> None:
     target = check.loaded(model, "cpu")
     prompts = [target.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
     expected = check.transformers_greedy(model, prompts, TOKENS, "cpu", target.eos_tokens)
-    for setting in (("none", 1, 3, True), ("ngram", 8, 1, True), ("head", 8, 3, False), ("edge head", 64, 3, True)):
+    for setting in (("none", 1, 3, True), ("ngram", 8, 1, True), ("head", 8, 3, False), ("edge head", 24, 2, True)):
         run = check.check(model, "cpu", prompts, expected, TOKENS, setting)
         assert run["different"] == 0, run

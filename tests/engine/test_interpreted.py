@@ -43,7 +43,7 @@ def compare(who: str, sampling: SamplingParams) -> None:
 
 @pytest.mark.parametrize("who", ["none", "edge", "eagle3"])
 def test_kernels_decode_like_references(interpreter: Executor, who: str) -> None:
-    interpreter.submit(compare, who, SamplingParams(max_tokens=3)).result()
+    interpreter.submit(compare, who, SamplingParams(max_tokens=2)).result()
 
 
 def test_kernels_sample_like_references(interpreter: Executor) -> None:
@@ -52,5 +52,5 @@ def test_kernels_sample_like_references(interpreter: Executor) -> None:
 
 
 def test_kernels_serve_penalties_and_log_probabilities(interpreter: Executor) -> None:
-    sampling = SamplingParams(max_tokens=3, frequency_penalty=1.5, presence_penalty=0.5, logit_bias={4: 2}, logprobs=2)
+    sampling = SamplingParams(max_tokens=2, frequency_penalty=1.5, presence_penalty=0.5, logit_bias={4: 2}, logprobs=2)
     interpreter.submit(compare, "edge", sampling).result()

@@ -218,7 +218,7 @@ def test_refusing_a_text_takes_no_longer_the_longer_it_is(
 
 
 @given(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "end|>", "<", "\n", "system", "hi ", "1f"])))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_nobodys_words_can_begin_a_turn(parts: list[str]) -> None:
     """What a template says of control tokens counts; what messages and tools say of them is text, and all of it."""
     tokenizer, said = byte_tokenizer(), "".join(parts)
