@@ -10,12 +10,8 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tests.kernels import interpret_quickly
-
-settings.register_profile("brief", max_examples=50)  # where a test names no number of its own
-settings.load_profile("brief")
 
 # Tests run in one process per core. Two processes with two threads each would wait for each other all the time.
 torch.set_num_threads(1)
