@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from jetspec.terminal.screen import duration, err, working
 from jetspec.train.checkpoint import checkpoints, claimed, step_of
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.data import PackedBatch
+from jetspec.train.parallel import frozen_copy
 from jetspec.train.run import join_processes, make_trainer
 from jetspec.train.trainer import Trainer
 from jetspec.types import SamplingParams
@@ -112,27 +114,48 @@ def show_plan(config: TrainConfig, trainer: Trainer, step: int) -> None:
     err().print(table)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Something that a run does again and again."""
+
+    name: str
+    seconds: float
+    times: int
+
+
 def show_time(config: TrainConfig, trainer: Trainer) -> None:
-    """How long it would take, from three steps whose result is thrown away."""
+    """How long it would take, from a few steps and what comes between steps, of which nothing is kept."""
     steps_left = max(config.steps - trainer.step, 0)
     trainer.train_step()
+    parts = [Part("step", seconds_of(trainer, trainer.train_step, 2), steps_left)]
+    if trainer.validation is not None:
+        seconds = seconds_of(trainer, lambda: (trainer.validate(), trainer.tree_lengths()))
+        parts.append(Part("validation", seconds, -(-steps_left // config.validate_every)))
+    head = frozen_copy(trainer.head, trainer.target.embedding.dtype)
+    if trainer.rank > 0:
+        return
+    if (score := trainer.score) is not None:
+        seconds = seconds_of(trainer, lambda: score(head))
+        parts.append(Part("checkpoint decoded", seconds, -(-steps_left // config.save_every)))
+    err().print(time_left(parts, config.minutes, trainer.limit.used_s / 60))
+
+
+def seconds_of(trainer: Trainer, run: Callable[[], object], times: int = 1) -> float:
     began = time.perf_counter()
-    trainer.train_step()
-    trainer.train_step()
+    for _ in range(times):
+        run()
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = (time.perf_counter() - began) / 2
-    if trainer.rank == 0:
-        minutes_used = trainer.limit.used_s / 60
-        err().print(time_left(seconds, steps_left, config.minutes, minutes_used))
+    return (time.perf_counter() - began) / times
 
 
-def time_left(seconds: float, steps: int, limit: float | None, used: float) -> str:
-    """For so many steps of so many seconds, but no more than is left of a limit in minutes."""
-    minutes = seconds * steps / 60
+def time_left(parts: Sequence[Part], limit: float | None, used: float) -> str:
+    """All of them, but no more than is left of a limit in minutes."""
+    minutes = sum(part.seconds * part.times for part in parts) / 60
     if limit is not None:
         minutes = min(minutes, max(limit - used, 0.0))
-    return f"{seconds:.2f} s per step, {duration(60 * minutes)} for what is left. Nothing was written."
+    each = ", ".join(f"{part.seconds:.2f} s per {part.name}" for part in parts)
+    return f"{each}; {duration(60 * minutes)} for what is left. Nothing was written."
 
 
 def where_it_stopped(trainer: Trainer) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Generic, Self, TypeVar, overload
@@ -328,6 +330,15 @@ class PackedData:
     @property
     def rows_per_pass(self) -> int:
         return len(self._pass(0))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all tokens, and of which of them the target wrote."""
+        found = hashlib.blake2b(digest_size=8)
+        for document in self.documents:
+            found.update(document.tokens.tobytes())
+            found.update(document.written.tobytes())
+        return found.hexdigest()
 
     def batch(self, first: int, count: int) -> PackedBatch:
         rows = [self.row(first + i) for i in range(count)]

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from jetspec.files import write_whole
 
 LOG_FILE = "log.jsonl"
 
 
 class RunLog:
-    """Appends to `log.jsonl` of a folder."""
+    """Appends to `log.jsonl` of a folder. What an earlier part of the run, or another run, reported of steps that are
+    still to come is dropped."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_FILE
-        self.board = _board(folder / "tensorboard")
+        kept = [row for row in _rows(self.path) if 0 < row["step"] <= step]
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.board = _board(folder / "tensorboard", step + 1)
 
     def write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
         """One line. Of a list, TensorBoard gets every number under its place, counted from 1."""
@@ -31,23 +38,21 @@ class RunLog:
 
 
 def was_written(folder: Path, kind: str, step: int) -> bool:
-    """Whether the log of a folder has such a line from when the step was last reached; it may be that of two runs."""
-    path = folder / LOG_FILE
-    for line in reversed(path.read_text().splitlines() if path.exists() else []):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # half a line, left by a kill
-        if row["step"] < step:
-            return False
-        if (row["kind"], row["step"]) == (kind, step):
-            return True
-    return False
+    """Whether the log of a folder has such a line."""
+    return any((row["kind"], row["step"]) == (kind, step) for row in _rows(folder / LOG_FILE))
 
 
-def _board(folder: Path) -> Any:
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a log, but for half of one that a kill may have left."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            yield json.loads(line)
+
+
+def _board(folder: Path, first: int) -> Any:
+    """TensorBoard hides what was reported of steps from `first` on before."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=first)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
 from jetspec.models.eagle3 import DEPTH, Eagle3Config, Eagle3Head, eagle3_tap_layers
 from jetspec.models.heads import Head, load_any_head
+from jetspec.record import shown
 from jetspec.train.config import HeadShape, TrainConfig
 from jetspec.train.data import Documents, PackedData, Tally, read_documents
 from jetspec.train.trainer import Score, Trainer
@@ -48,10 +51,23 @@ def read_data(config: TrainConfig, vocab_size: int, head: Head) -> Documents:
     documents = read_documents(
         paths, config.row_len, vocab_size, mask_token=mask_token, on_bad=config.on_bad, tally=tally
     )
-    summary = tally.summary(config.row_len)
-    if summary and (not dist.is_initialized() or dist.get_rank() == 0):
-        print(summary, file=sys.stderr)
+    said = [tally.summary(config.row_len), *filter(None, (foreign(path, config.model) for path in paths))]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for words in filter(None, said):
+            print(words, file=sys.stderr)
     return documents
+
+
+def foreign(path: str, model: str) -> str | None:
+    """What to say of data that another model has answered, by what `jetspec data regenerate` wrote beside it."""
+    meta = Path(f"{path}.meta.json")
+    try:
+        writer = json.loads(meta.read_text())["settings"]["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if writer == shown(model):
+        return None
+    return f"{path} was answered by {writer}, not by {shown(model)}: a head drafts for the model that wrote its data"
 
 
 def frequent_tokens(documents: Documents, count: int) -> torch.Tensor:

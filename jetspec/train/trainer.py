@@ -110,16 +110,32 @@ class Trainer:
         found = checkpoints(self.folder / "checkpoints")
         if found:
             state = load_checkpoint(found[-1], self.head, self.optimizers, self.config, self.world)
+            self._check_data(state)
             self.step, self.limit = state["step"], TimeLimit(self.config.minutes, **state["time"])
             self.results = state.get("results", {})
         return self.step
+
+    def _check_data(self, state: dict[str, Any]) -> None:
+        """Other rows, or more of them, would make another run: prompts kept out of it could be trained on."""
+        before, now = state.get("data"), self._data
+        if before not in (None, now):
+            count, new = before["conversations"], now["conversations"]
+            said = "other ones" if count == new else f"{new:,}"
+            raise ValueError(
+                f"the run in {self.folder} was made with {count:,} conversations, and its data now holds {said};"
+                " bring the data back, or use --fresh or another out"
+            )
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        return {"conversations": len(self.data.documents), "digest": self.data.digest}
 
     def run(self) -> None:
         """Train to the last step or minute, logging, validating and saving on the way. Every save leaves a head.
 
         A kill may have come between a checkpoint and its head or its scores: what is missing is made up for first.
         """
-        config, log = self.config, RunLog(self.folder) if self.rank == 0 else None
+        config, log = self.config, RunLog(self.folder, self.step) if self.rank == 0 else None
         total = config.steps if config.minutes is None else None
         bar = tqdm(total=total, initial=self.step, desc="training", unit="step", disable=self.rank > 0)
         first, speed = self.step, Speed()
@@ -156,7 +172,7 @@ class Trainer:
             raise ValueError(self._diverged("the weights are not finite"))
         if self.rank == 0:
             recipe = settings(self.config, self.world)
-            extra = {"config": recipe, "time": self.limit.state, "results": self.results}
+            extra = {"config": recipe, "data": self._data, "time": self.limit.state, "results": self.results}
             save_checkpoint(self.folder / "checkpoints", self.step, state, self.config.keep, extra)
         self.publish(log)
 
@@ -168,6 +184,7 @@ class Trainer:
         self.export()
         if self.score is None:
             return
+        forced = self._forced()
         head = frozen_copy(self.head, self.target.embedding.dtype)
         if self.rank > 0:
             return
@@ -177,13 +194,14 @@ class Trainer:
         card.write_text(self._card(), encoding="utf-8")
         card.replace(self.folder / "head" / CARD_FILE)
         self._report(log, "decode", scores)
-        self._show(scores)
+        tqdm.write(f"step {self.step}: {gap(scores, forced)}")
 
-    def _show(self, scores: dict[str, float]) -> None:
-        shown = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
-        forced = self.results.get("validation")
-        more = f"; chain {forced['chain']:.2f} teacher-forced" if forced else ""
-        tqdm.write(f"step {self.step} decodes at tokens per round: {shown}{more}")
+    def _forced(self) -> dict[str, float]:
+        """What the scores of this step are compared with: the last validation's, if that was of this step."""
+        last = self.results.get("validation", {})
+        if last.get("step") == self.step or self.validation is None:
+            return {name: value for name, value in last.items() if name.startswith("tree_")}
+        return self.tree_lengths()
 
     def export(self) -> None:
         """The head in the published layout and in bfloat16, with a card that says where it comes from."""
@@ -356,6 +374,15 @@ class Trainer:
         self.results[kind] = {"step": self.step, **numbers}
         if log is not None:
             log.write(kind, self.step, numbers)
+
+
+def gap(scores: dict[str, float], forced: dict[str, float]) -> str:
+    """How a head decodes, and how far that is from what it does teacher-forced, where both count the same."""
+    words = []
+    for name, value in scores.items():
+        more = f" ({forced[name]:.2f} teacher-forced, gap {value - forced[name]:+.2f})" if name in forced else ""
+        words.append(f"{name} {value:.2f}{more}")
+    return f"decodes at tokens per round: {', '.join(words)}"
 
 
 def cut(document: Document, count: int) -> Document:

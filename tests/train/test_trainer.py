@@ -25,13 +25,13 @@ from torch.multiprocessing.spawn import spawn
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.head_format import load_head
 from jetspec.models.heads import Head
-from jetspec.terminal.train import time_left, train_recipe, where_it_stopped
+from jetspec.terminal.train import Part, show_time, time_left, train_recipe, where_it_stopped
 from jetspec.train.checkpoint import checkpoints, claimed
 from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfig, TrainConfig
 from jetspec.train.evaluate import score_head
 from jetspec.train.log import RunLog, was_written
 from jetspec.train.loss import DraftLoss
-from jetspec.train.run import make_trainer
+from jetspec.train.run import foreign, make_trainer
 from jetspec.train.trainer import Trainer, cut
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, run, tiny_decoder
@@ -276,10 +276,8 @@ def test_scores_that_were_not_written_are_made_up_for(answers: Path, tmp_path: P
         ([("train", 3)], False),
         ([("train", 3), ("decode", 3)], True),
         ([("train", 3), ("decode", 3), ("train", 4)], True),
-        ([("decode", 3), ("train", 4), ("train", 1), ("train", 3)], False),
-        ([("decode", 3), ("train", 4), ("train", 1), ("train", 3), ("decode", 3)], True),
     ],
-    ids=["nothing", "not scored", "scored", "gone on", "started over", "started over and scored"],
+    ids=["nothing", "not scored", "scored", "gone on"],
 )
 def test_the_log_tells_what_was_done_of_a_step(lines: list[tuple[str, int]], found: bool, tmp_path: Path) -> None:
     log = RunLog(tmp_path)
@@ -288,6 +286,55 @@ def test_the_log_tells_what_was_done_of_a_step(lines: list[tuple[str, int]], fou
     with log.path.open("a") as file:
         file.write('{"kind": "decode", "step": 3, "cha')
     assert was_written(tmp_path, "decode", 3) == found
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 3, 4])])
+def test_a_log_forgets_steps_that_come_again(step: int, kept: list[int], tmp_path: Path) -> None:
+    before = RunLog(tmp_path)
+    for number in range(1, 5):
+        before.write("train", number, {"loss": 1.0})
+    with before.path.open("a") as file:
+        file.write('{"kind": "tra')
+    RunLog(tmp_path, step).write("train", step + 1, {"loss": 0.5})
+    rows = [json.loads(line) for line in before.path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*kept, step + 1] and rows[-1]["loss"] == 0.5
+
+
+def test_other_data_does_not_go_on_with_a_run(answers: Path, tmp_path: Path) -> None:
+    lines = answers.read_text().splitlines(keepends=True)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(lines))
+    config = recipe(data, tmp_path / "out")
+    make_trainer(config, TARGET).save()
+    assert make_trainer(config, TARGET).resume() == 0
+    for changed, said in ((lines[:-2], "conversations, and its data now holds"), (lines[::-1], "holds other ones")):
+        data.write_text("".join(changed))
+        with pytest.raises(ValueError, match=said):
+            make_trainer(config, TARGET).resume()
+
+
+def test_answers_of_another_model_are_told_of(tmp_path: Path) -> None:
+    data = tmp_path / "answers.jsonl"
+    assert foreign(str(data), "mine") is None
+    Path(f"{data}.meta.json").write_text(json.dumps({"settings": {"model": "other"}}))
+    assert "answered by other, not by mine" in (foreign(str(data), "/somewhere/mine") or "")
+    assert foreign(str(data), "/somewhere/other") is None
+
+
+def test_the_gap_between_decoding_and_teacher_forcing_is_that_of_one_step(
+    answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a checkpoint that was not validated."""
+    config = recipe(answers, tmp_path, steps=4, validate_every=3, save_every=2, validation_rows=2)
+    trainer = make_trainer(config, TARGET, lambda head: {"chain": 1.0, "tree_64": 9.0})
+    lengths = iter([2.0, 3.0, 4.0])
+    trainer.tree_lengths = lambda: {"tree_64": next(lengths)}  # type: ignore[method-assign]
+    trainer.run()
+    said = [line for line in capsys.readouterr().out.splitlines() if "teacher-forced" in line]
+    assert said == [
+        f"step {step}: decodes at tokens per round: chain 1.00, tree_64 9.00 ({forced} teacher-forced, gap {gap})"
+        for step, forced, gap in ((2, "2.00", "+7.00"), (4, "4.00", "+5.00"))
+    ]
 
 
 def test_the_head_is_there_before_it_is_scored(answers: Path, tmp_path: Path) -> None:
@@ -378,17 +425,29 @@ def test_two_runs_do_not_share_a_folder(answers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "steps", "limit", "used", "words"),
+    ("parts", "limit", "used", "words"),
     [
-        (0.5, 90, None, 0.0, "0.50 s per step, 0.8 minutes for what is left."),
-        (2.0, 6000, None, 3.0, "3.3 hours"),
-        (2.0, 6000, 30.0, 10.0, "20.0 minutes"),
-        (2.0, 30, 30.0, 10.0, "1.0 minutes"),
-        (2.0, 30, 30.0, 31.0, "0.0 minutes"),
+        ([Part("step", 0.5, 90)], None, 0.0, "0.50 s per step; 0.8 minutes for what is left."),
+        ([Part("step", 0.5, 90), Part("validation", 10.0, 9)], None, 0.0, "10.00 s per validation; 2.2 minutes for"),
+        ([Part("step", 2.0, 6000)], None, 3.0, "3.3 hours"),
+        ([Part("step", 2.0, 6000)], 30.0, 10.0, "20.0 minutes"),
+        ([Part("step", 2.0, 30)], 30.0, 10.0, "1.0 minutes"),
+        ([Part("step", 2.0, 30)], 30.0, 31.0, "0.0 minutes"),
     ],
 )
-def test_time_that_a_run_would_take(seconds: float, steps: int, limit: float | None, used: float, words: str) -> None:
-    assert words in time_left(seconds, steps, limit, used)
+def test_time_that_a_run_would_take(parts: list[Part], limit: float | None, used: float, words: str) -> None:
+    assert words in time_left(parts, limit, used)
+
+
+def test_a_dry_run_times_what_comes_between_steps(
+    answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe(answers, tmp_path, steps=40, validate_every=10, save_every=20, validation_rows=2)
+    trainer = make_trainer(config, TARGET, lambda head: {})
+    monkeypatch.setattr("jetspec.terminal.train.seconds_of", lambda *_: 30.0)
+    show_time(config, trainer)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "30.00 s per validation, 30.00 s per checkpoint decoded; 23.0 minutes" in said, "40 + 4 + 2 half minutes"
 
 
 def test_a_run_that_is_stopped_says_where(answers: Path, tmp_path: Path) -> None:
@@ -533,7 +592,7 @@ def test_a_run_reports_what_it_reached(answers: Path, tmp_path: Path, monkeypatc
     shown: dict[str, list[tuple[float, int]]] = {}
 
     class Board:
-        def __init__(self, folder: str) -> None:
+        def __init__(self, folder: str, purge_step: int) -> None:
             assert folder == str(tmp_path / "tensorboard")
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
