@@ -43,7 +43,7 @@ def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bo
     with working(f"Loading {config.model}"):
         target = load_target(config.model, choose_dtype(config.dtype, device), device)
     trainer = make_trainer(config, target.decoder)
-    if config.score and trainer.validation is not None:
+    if config.score is not False and trainer.validation is not None:
         prompts = prompts_of(trainer.validation, SCORED_PROMPTS)
         trainer.score = lambda head: score_head(target, head, prompts)
     if fresh and trainer.rank == 0 and not dry_run:
