@@ -142,7 +142,7 @@ def _show(results: Mapping[str, Any], overall: HeadScore) -> None:
         for title, key, form in (
             ("decoding: tokens per round", "tokens_per_round", "{:.2f}"),
             ("decoding: tokens/s", "tokens_per_s", "{:.0f}"),
-            ("decoding: answers that are the target's own, token for token", "same_frac", "{:.1%}"),
+            ("decoding: the same text as plain", "same_frac", "{:.1%}"),
         ):
             values = {task: {name: d[key] for name, d in row.items()} for task, row in results["real"].items()}
             console.print(_table(title, values, form))

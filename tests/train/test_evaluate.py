@@ -380,9 +380,9 @@ def test_the_table_shows_tasks_and_budgets(data_dir: Path) -> None:
     assert "chat" not in result.stdout and "tokens/s" not in result.stdout
 
 
-def test_the_table_says_how_many_answers_are_the_targets_own(data_dir: Path) -> None:
+def test_the_screen_says_how_many_texts_are_those_of_plain_decoding(data_dir: Path) -> None:
     result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16")
-    assert "token for token" in result.stdout and "100.0%" in result.stdout
+    assert "the same text as plain" in result.stdout and "100.0%" in result.stdout
 
 
 def test_no_question_is_asked_if_one_of_a_later_task_is_too_long(data_dir: Path) -> None:
