@@ -33,6 +33,18 @@ def write_whole(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written, before the work that is to fill it. Nothing is made yet."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file to write")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"{path} cannot be written: {above} is no folder")
+    place = path if path.exists() and not path.is_file() else above
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{path} cannot be written: {place} is read-only for you")
+
+
 @contextmanager
 def whole_folder(folder: Path, own: Sequence[str]) -> Iterator[Path]:
     """Fill a folder that appears complete or not at all: what is yielded takes its place at the end.
@@ -40,7 +52,7 @@ def whole_folder(folder: Path, own: Sequence[str]) -> Iterator[Path]:
     It replaces an older folder of files with these names; one that holds anything else is not touched.
     """
     folder = folder.absolute()
-    _check_replaceable(folder, own)
+    check_replaceable(folder, own)
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
     try:
@@ -58,7 +70,8 @@ def whole_folder(folder: Path, own: Sequence[str]) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_replaceable(folder: Path, own: Sequence[str]) -> None:
+def check_replaceable(folder: Path, own: Sequence[str]) -> None:
+    """Refuse a folder that holds anything but files with these names."""
     if not folder.exists():
         return
     if not folder.is_dir():

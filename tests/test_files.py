@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from jetspec.files import write_whole
+from jetspec.files import check_writable, write_whole
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -30,3 +30,20 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert pipe.is_fifo(), "the pipe was replaced by a file"
     reader.join(timeout=10)
     assert heard == ["through the pipe"]
+
+
+def test_a_file_that_cannot_be_written_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for good in ("file", "new", "a/b/new"):
+        check_writable(tmp_path / good)
+    check_writable(Path(os.devnull))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is made"
+    with pytest.raises(ValueError, match="is a folder; name a file"):
+        check_writable(tmp_path)
+    for bad in ("file/new", "file/a/new"):
+        with pytest.raises(ValueError, match="file is no folder"):
+            check_writable(tmp_path / bad)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    for bad in ("file", "new", "a/b/new"):
+        with pytest.raises(ValueError, match=f"{tmp_path} is read-only"):
+            check_writable(tmp_path / bad)

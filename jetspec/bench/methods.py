@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from jetspec.bench.recipe import HeadKind, MethodConfig
@@ -14,7 +15,8 @@ from jetspec.config import EngineConfig
 from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import LLM
 from jetspec.models.draft_head import DraftHead
-from jetspec.models.hub import HUGGING_FACE_ID, resolve
+from jetspec.models.head_folder import nested_head
+from jetspec.models.hub import HUGGING_FACE_ID, head_path, resolve
 from jetspec.types import SamplingParams
 
 PREFILL_CHUNK = 65_536
@@ -137,11 +139,12 @@ def check_found(method: MethodConfig, is_new: bool) -> None:
 def find_head(head: str) -> None:
     """Refuse a folder or name that no head can be had by."""
     try:
-        problem = None if (resolve(head) / "config.json").is_file() else "it has no config.json"
+        problem = None if (resolve(head_path(head)) / "config.json").is_file() else "it has no config.json"
     except ValueError as error:
         problem = str(error) if re.fullmatch(HUGGING_FACE_ID, head) else "there is no such folder"
     if problem is not None:
-        raise ValueError(f"no head in {head}: {problem}; train it first, as the lines at the top of the recipe say")
+        advice = nested_head(Path(head)) or "train it first, as the lines at the top of the recipe say"
+        raise ValueError(f"no head in {head}: {problem}; {advice}")
 
 
 def check_ready(llm: LLM, method: MethodConfig) -> None:

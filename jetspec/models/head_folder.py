@@ -208,6 +208,12 @@ def raw_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: {error}") from None
 
 
+def nested_head(folder: Path) -> str | None:
+    """A hint for whoever names the folder of a run, which holds its head in a folder of that name."""
+    inner = folder / "head"
+    return f"did you mean {inner}?" if (inner / CONFIG_FILE).is_file() else None
+
+
 def table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = raw.get(key) or {}
     if not isinstance(value, Mapping):

@@ -24,12 +24,13 @@ from jetspec.models.head_folder import (
     architectures,
     layer_fields,
     misfits,
+    nested_head,
     published_tensors,
     raw_config,
     table,
     write_folder,
 )
-from jetspec.models.hub import resolve
+from jetspec.models.hub import head_path, resolve
 from jetspec.models.weights import DType
 
 ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
@@ -62,11 +63,11 @@ def load_head(
     dtype: DType = "auto",
     device: torch.device | str = "cpu",
 ) -> DraftHead:
-    """A head from a folder or a Hugging Face id, for inference. `auto` is the dtype of the file, float32 for int8.
+    """A head by its name, folder or Hugging Face id, for inference.
 
-    With a target given, the head must fit it.
+    `auto` is the dtype of the file, float32 for int8. With a target given, the head must fit it.
     """
-    folder = resolve(path_or_id)
+    folder = resolve(head_path(path_or_id))
     config = read_config(folder)
     if target is not None:
         require_fit(path_or_id, config, target)
@@ -148,7 +149,8 @@ def read_config(folder: Path) -> HeadConfig:
     if kind := _foreign(folder):
         raise ValueError(_refusal(folder, kind))
     if not _is_head(folder):
-        raise ValueError(f"{folder} is not a draft head: it needs a {CONFIG_FILE} that names DFlashDraftModel")
+        why = nested_head(folder) or f"it needs a {CONFIG_FILE} that names DFlashDraftModel"
+        raise ValueError(f"{folder} is not a draft head: {why}")
     try:
         return _from_published(raw_config(folder))
     except ValueError as error:

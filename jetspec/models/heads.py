@@ -20,7 +20,7 @@ from jetspec.models.eagle3_format import (
     save_eagle3,
 )
 from jetspec.models.head_format import check_fits, describe_head, load_head, read_config, save_head
-from jetspec.models.hub import resolve
+from jetspec.models.hub import head_path, resolve
 from jetspec.models.weights import DType
 
 Head = DraftHead | Eagle3Head
@@ -32,8 +32,8 @@ def load_any_head(
     dtype: DType = "auto",
     device: torch.device | str = "cpu",
 ) -> Head:
-    """A head from a folder or a Hugging Face id, for inference. With a target given, the head must fit it."""
-    folder = resolve(path_or_id)
+    """A head by its name, folder or Hugging Face id, for inference. With a target given, the head must fit it."""
+    folder = resolve(head_path(path_or_id))
     if not is_eagle3(folder):
         return load_head(path_or_id, target, dtype, device)
     config = read_eagle3_config(folder)

@@ -64,6 +64,12 @@ def shipped_head(model: str | Path) -> Path | None:
     return folder if str(model) == DEFAULT_MODEL and folder.is_dir() else None
 
 
+def head_path(name: str | Path) -> str | Path:
+    """What a head is named by: a model that comes with a head stands for it, unless a file or folder has this name."""
+    is_there = bool(str(name)) and Path(name).expanduser().exists()
+    return name if is_there else shipped_head(name) or name
+
+
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetspec" / "models"
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jetspec.config import TreeConfig
 from jetspec.engine.engine import check_drafter
+from jetspec.files import check_writable
 from jetspec.record import shown, write_record
 from jetspec.terminal.generate import write_json
 from jetspec.terminal.screen import err, out
@@ -47,6 +48,8 @@ class EvalPlan:
 
     def __post_init__(self) -> None:
         self.trees(reach=1)
+        if self.out is not None:
+            check_writable(self.out)
 
     def trees(self, reach: int) -> dict[str, TreeConfig]:
         return make_trees(self.budgets, self.tree, reach)
@@ -66,9 +69,9 @@ def eval_head(llm: LLM, plan: EvalPlan, as_json: bool) -> None:
         )
     real = _decode(llm, plan, documents) if plan.real else {}
     results = _results(llm, plan, scores, real)
+    write_json(results) if as_json else _show(results, HeadScore.join(list(scores.values())))
     if plan.out is not None:
         write_record(plan.out, results)
-    write_json(results) if as_json else _show(results, HeadScore.join(list(scores.values())))
 
 
 def _answers(llm: LLM, plan: EvalPlan) -> dict[str, list[Document]]:
@@ -84,10 +87,14 @@ def _answers(llm: LLM, plan: EvalPlan) -> dict[str, list[Document]]:
         progress=err().is_terminal,
     )
     cache = plan.out.parent / "answers" if plan.out else None
+    for questions in tasks.values():
+        answerer.check(questions)
     documents = {}
     for task, questions in tasks.items():
         _say(f"{task}: the target's answers to {len(questions)} questions")
         documents[task] = answerer.answers(task, questions, cache)
+        if left := sum(len(q.turns) for q in questions) - len(documents[task]):
+            _say(f"{task}: later turns left out, as their conversations outgrow the context: {left}")
     return documents
 
 
@@ -135,6 +142,7 @@ def _show(results: Mapping[str, Any], overall: HeadScore) -> None:
         for title, key, form in (
             ("decoding: tokens per round", "tokens_per_round", "{:.2f}"),
             ("decoding: tokens/s", "tokens_per_s", "{:.0f}"),
+            ("decoding: the same text as plain", "same_frac", "{:.1%}"),
         ):
             values = {task: {name: d[key] for name, d in row.items()} for task, row in results["real"].items()}
             console.print(_table(title, values, form))

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jetspec.models.describe import describe, fits
+from jetspec.models.hub import head_path
 from jetspec.terminal.generate import write_json
 from jetspec.terminal.screen import out
 
@@ -20,7 +21,7 @@ def show_info(name: str, head: str | None, as_json: bool) -> bool:
     if head is None:
         write_json(model) if as_json else _show(model)
         return True
-    other = describe(head)
+    other = describe(head_path(head))
     problems = fits(model, other)
     if as_json:
         write_json({"model": model, "head": other, "fits": not problems, "problems": problems})

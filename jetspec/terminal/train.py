@@ -17,6 +17,8 @@ from rich.table import Table
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import choose_device, choose_dtype
+from jetspec.files import check_replaceable
+from jetspec.models.head_folder import OWN_FILES
 from jetspec.models.heads import Head
 from jetspec.models.weights import Target, load_target
 from jetspec.terminal.screen import duration, err, working
@@ -34,6 +36,7 @@ SCORED_PROMPTS, SCORED_TOKENS = 8, 64
 def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> None:
     """Train, going on from the last checkpoint unless a fresh start is asked for."""
     config = load_recipe(path, tuple(overrides))
+    check_replaceable(Path(config.out) / "head", OWN_FILES)
     device = join_processes() or choose_device(config.device)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     with claimed(Path(config.out)) if is_first and not dry_run else nullcontext():
@@ -45,7 +48,7 @@ def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bo
     with working(f"Loading {config.model}"):
         target = load_target(config.model, choose_dtype(config.dtype, device), device)
     trainer = make_trainer(config, target.decoder)
-    if config.score and trainer.validation is not None:
+    if config.score is not False and trainer.validation is not None:
         prompts = prompts_of(trainer.validation, SCORED_PROMPTS)
         trainer.score = lambda head: score_head(target, head, prompts)
     if fresh and trainer.rank == 0 and not dry_run:

@@ -85,22 +85,28 @@ class Answerer:
         path = cache / f"{task}-{self._digest(questions)}.jsonl" if cache else None
         if path is not None and path.exists():
             return [parse(line, f"{path}:{number}", self.vocab_size) for number, line in lines_of(path)]
+        self.check(questions)
         lines = [json.dumps(row) for row in self._write(questions)]
-        if not lines:
-            raise ValueError(f"{task}: no question fits the context of {self.max_prompt_tokens} tokens")
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, "".join(f"{line}\n" for line in lines))
         return [parse(line, task, self.vocab_size) for line in lines]
 
+    def check(self, questions: Sequence[Prompt]) -> None:
+        """Refuse a conversation whose first turn does not fit the context: results must be about the same questions."""
+        for q in questions:
+            length = len(self.tokenizer.encode_chat([*_system(q), _asks(q.turns[0])]))
+            if length > self.max_prompt_tokens:
+                raise ValueError(f"{q.where} has a question of {length} tokens; at most {self.max_prompt_tokens} fit")
+
     def _write(self, questions: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """All conversations together, turn by turn. A turn that outgrows the context ends its conversation."""
+        """All conversations together, turn by turn. A later turn that outgrows the context ends its conversation."""
         rows: list[dict[str, Any]] = []
-        chats = [(q, [{"role": "system", "content": q.system}] if q.system else []) for q in questions]
+        chats = [(q, _system(q)) for q in questions]
         for turn in range(max(len(q.turns) for q in questions)):
             chats = [(q, chat) for q, chat in chats if turn < len(q.turns)]
             for q, chat in chats:
-                chat.append({"role": "user", "content": q.turns[turn]})
+                chat.append(_asks(q.turns[turn]))
             asked = [(q, chat, self.tokenizer.encode_chat(chat)) for q, chat in chats]
             asked = [(q, chat, prompt) for q, chat, prompt in asked if len(prompt) <= self.max_prompt_tokens]
             sampling = SamplingParams(max_tokens=self.max_tokens)
@@ -117,6 +123,15 @@ class Answerer:
         asked = [(q.id, q.system, q.turns) for q in questions]
         settings = [self.fingerprint, self.max_prompt_tokens, self.max_tokens]
         return hashlib.sha256(json.dumps([settings, asked]).encode()).hexdigest()[:12]
+
+
+def _system(q: Prompt) -> list[dict[str, str]]:
+    """What a conversation begins with."""
+    return [{"role": "system", "content": q.system}] if q.system else []
+
+
+def _asks(turn: str) -> dict[str, str]:
+    return {"role": "user", "content": turn}
 
 
 @dataclass(frozen=True)

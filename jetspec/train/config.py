@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import math
 import re
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +29,20 @@ EAGLE3_ONLY = ("depth", "draft_vocab")
 
 OnBad = Literal["stop", "skip"]
 
+NEAR = 0.6
+"""How alike a name must be to be the one that was meant."""
+
 NUMBER_TAGS = INT_TAG, FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 def at_least(least: int, name: str, value: int | None) -> None:
     if value is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def positive(name: str, value: float | None, otherwise: str = "") -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be positive and finite{otherwise}")
 
 
 def share(name: str, value: float) -> None:
@@ -113,14 +123,12 @@ class LossConfig:
     """D-PACE smoothing, 0.5 in its paper: weigh a position by the accepted prefix at stake. None: off."""
 
     def __post_init__(self) -> None:
-        if self.gamma is not None and self.gamma <= 0:
-            raise ValueError(f"loss.gamma is {self.gamma}; it must be positive, or null for no weighting")
+        positive("loss.gamma", self.gamma, ", or null for no weighting")
         if self.dpace is not None and not 0 <= self.dpace < 1:
             raise ValueError(f"loss.dpace is {self.dpace}; it must be at least 0 and below 1, or null")
         if self.gamma is not None and self.dpace is not None:
             raise ValueError("loss.gamma and loss.dpace both weigh positions; choose one")
-        if self.temperature <= 0:
-            raise ValueError(f"loss.temperature is {self.temperature}; it must be positive")
+        positive("loss.temperature", self.temperature)
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,12 @@ class OptimizerConfig:
     """Longest gradient."""
 
     def __post_init__(self) -> None:
+        positive("optimizer.lr", self.lr)
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optimizer.weight_decay is {self.weight_decay}; it must be at least 0, and finite")
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ValueError(f"optimizer.betas has {beta}; each must be at least 0 and below 1")
         if not self.clip > 0:
             raise ValueError(f"optimizer.clip is {self.clip}; it must be positive")
         share("optimizer.warmup_frac", self.warmup_frac)
@@ -190,16 +204,19 @@ class TrainConfig:
     save_every: int = 500
     keep: int = 2
     """Checkpoints kept."""
-    score: bool = True
-    """Whether every save also decodes a few of the conversations kept out of training."""
+    score: bool | None = None
+    """Whether every save also decodes a few of the conversations kept out of training. None: if there are any."""
 
     def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("data is empty; name at least one file that `jetspec data regenerate` wrote")
         for name in COUNTS:
             at_least(1, name, getattr(self, name))
         at_least(0, "validation_rows", self.validation_rows)
         at_least(0, "seed", self.seed)
-        if self.minutes is not None and self.minutes <= 0:
-            raise ValueError(f"minutes is {self.minutes}; it must be positive, or null for no limit")
+        positive("minutes", self.minutes, ", or null for no limit")
+        if self.score and not self.validation_rows:
+            raise ValueError("score needs conversations kept out of training; set validation_rows, or leave score out")
         if self.row_len <= self.head.span:
             raise ValueError(f"row_len {self.row_len} cannot hold a block of {self.head.span}")
         if self.train_only_edge and not self.head.edge_rank:
@@ -281,38 +298,67 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     raw[last] = read_yaml(text, f"the value of {name}")
 
 
-def from_dict(cls: type[Any], raw: dict[str, Any], where: str) -> Any:
-    """A dataclass from a mapping. An unknown key is an error that names the nearest known one."""
-    hints = typing.get_type_hints(cls)
+def from_dict(cls: type[Any], raw: dict[str, Any], where: str, root: type[Any] | None = None) -> Any:
+    """A dataclass from a mapping. An unknown key is an error that names the nearest known one, of any group of `root`.
+
+    `root` None: `cls` is the whole recipe.
+    """
+    hints, root = typing.get_type_hints(cls), root or cls
     for key in raw:
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(hints)}"
-            raise ValueError(f"unknown setting {where}{key}{hint}")
-    values = {key: convert(hints[key], value, where + key) for key, value in raw.items()}
+            near = nearest(root, where, str(key))
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(where + k for k in hints)}"
+            raise ValueError(f"unknown setting {where}{key}; {hint}")
+    values = {key: convert(hints[key], value, where + key, root) for key, value in raw.items()}
     missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and not has_default(f)]
     if missing:
         raise ValueError(f"the recipe lacks {', '.join(where + name for name in missing)}")
     return cls(**values)
 
 
+def nearest(root: type[Any], where: str, key: str) -> list[str]:
+    """Paths of the settings that are named most like `key`. Of equally near ones those in its own group count."""
+    likeness = {path: alike(key, path.rpartition(".")[2]) for path in setting_paths(root)}
+    best = max(likeness.values())
+    near = [path for path, value in likeness.items() if value == best >= NEAR]
+    return [path for path in near if path == where + path.rpartition(".")[2]] or near
+
+
+def alike(key: str, name: str) -> float:
+    """From 0 to 1. Initials are as good as the words that they stand for."""
+    words = key.split("_")
+    is_short = len(words) > 1 and "".join(word[:1] for word in words) == name
+    return 1.0 if is_short else SequenceMatcher(None, key, name).ratio()
+
+
+def setting_paths(hint: Any, where: str = "") -> Iterator[str]:
+    """The full paths of all settings in a type, groups and their members alike."""
+    if dataclasses.is_dataclass(hint):
+        for name, inner in typing.get_type_hints(hint).items():
+            yield where + name
+            yield from setting_paths(inner, f"{where}{name}.")
+    else:
+        for choice in typing.get_args(hint):
+            yield from setting_paths(choice, where)
+
+
 def has_default(item: dataclasses.Field[Any]) -> bool:
     return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
 
 
-def convert(hint: Any, value: Any, where: str) -> Any:
+def convert(hint: Any, value: Any, where: str, root: type[Any]) -> Any:
     """A YAML value as the type that a field declares, or a ValueError that says what was expected."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ValueError(f"{where} must be a group of settings")
-        return from_dict(hint, value, where + ".")  # type: ignore[arg-type]
+        return from_dict(hint, value, where + ".", root)  # type: ignore[arg-type]
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in choices:
             return None
         groups = [c for c in choices if dataclasses.is_dataclass(c)]
         plain = [c for c in choices if c not in groups and c is not type(None)]
-        return convert((groups if isinstance(value, dict) and groups else plain)[0], value, where)
+        return convert((groups if isinstance(value, dict) and groups else plain)[0], value, where, root)
     if origin is Literal:
         if value not in choices:
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(map(str, choices))}")
@@ -321,7 +367,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         items = value if isinstance(value, list) else [value]
         if choices[-1] is not Ellipsis and len(items) != len(choices):
             raise ValueError(f"{where} must have {len(choices)} values")
-        return tuple(convert(choices[0], item, where) for item in items)
+        return tuple(convert(choices[0], item, where, root) for item in items)
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is hint:

@@ -324,11 +324,12 @@ def test_draws_depend_on_question_turn_and_repeat_but_not_on_the_method(folder: 
             "no head in runs/none/head: there is no such folder; train it",
         ),
         ({"methods": ["jetspec"], "head": "runs/none/head"}, "no head in runs/none/head"),
+        ({"methods": ["jetspec=mine"]}, "no head in mine: it has no config.json; did you mean mine/head?"),
         ({"methods": ["server=http://127.0.0.1:9/v1"]}, "no OpenAI-compatible server answers"),
         ({"methods": [{"name": "transformers-assisted", "assistant": "no/such/model"}]}, "no/such/model"),
         ({"tasks": ["torn"]}, "torn.jsonl:1"),
     ],
-    ids=["head", "head of the recipe", "server", "assistant", "questions"],
+    ids=["head", "head of the recipe", "folder of a run", "server", "assistant", "questions"],
 )
 def test_what_is_not_there_is_found_before_the_target_is_loaded(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], why: str
@@ -337,6 +338,9 @@ def test_what_is_not_there_is_found_before_the_target_is_loaded(
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr(terminal_bench, "LLM", load)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "head").mkdir(parents=True)
+    (tmp_path / "mine" / "head" / "config.json").touch()
     (folder / "eval" / "torn.jsonl").write_text('{"id": 1, "turns": [\n')
     usual: dict[str, Any] = {"tasks": ["sums"], "data_dir": str(folder / "eval")}
     config: BenchConfig = from_dict(BenchConfig, usual | changes, "")

@@ -20,6 +20,7 @@ from torch import Tensor
 from jetspec.models.decoder import DecoderConfig, RopeConfig
 from jetspec.models.draft_head import HeadConfig
 from jetspec.models.head_format import check_fits, describe_head, load_head, save_head
+from jetspec.models.heads import load_any_head
 from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
 
 Json = dict[str, Any]
@@ -328,6 +329,18 @@ def test_other_folders_are_no_heads(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     assert describe_head(tmp_path) is None
     assert "not a draft head" in refusal(tmp_path)
+
+
+def test_the_folder_of_a_run_is_no_head_but_leads_to_it(folder: Path) -> None:
+    assert f"{folder.parent} is not a draft head: did you mean {folder}?" in refusal(folder.parent)
+
+
+def test_a_head_has_the_name_of_the_model_that_it_comes_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("jetspec.models.hub.HEADS", folder.parent)
+    monkeypatch.setattr("jetspec.models.hub.DEFAULT_MODEL", folder.name)
+    for load in (load_head, load_any_head):
+        assert torch.equal(load(folder.name).fc.weight, random_head(CAUSAL).fc.weight)
 
 
 NONSENSE: dict[str, Callable[[Json], object]] = {

@@ -207,3 +207,14 @@ def test_the_default_model_brings_its_head_and_no_other_does(tmp_path: Path, mon
     (tmp_path / hub.DEFAULT_MODEL).mkdir()
     assert hub.shipped_head(hub.DEFAULT_MODEL) == tmp_path / hub.DEFAULT_MODEL
     assert hub.shipped_head("owner/model") is None and hub.shipped_head(tmp_path) is None
+
+
+def test_a_model_that_comes_with_a_head_stands_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "HEADS", tmp_path / "heads")
+    monkeypatch.chdir(tmp_path)
+    assert hub.head_path(hub.DEFAULT_MODEL) == hub.DEFAULT_MODEL
+    (tmp_path / "heads" / hub.DEFAULT_MODEL).mkdir(parents=True)
+    assert hub.head_path(hub.DEFAULT_MODEL) == tmp_path / "heads" / hub.DEFAULT_MODEL
+    assert hub.head_path("owner/model") == "owner/model"
+    (tmp_path / hub.DEFAULT_MODEL).mkdir()
+    assert hub.head_path(hub.DEFAULT_MODEL) == hub.DEFAULT_MODEL, "a folder of this name comes first"

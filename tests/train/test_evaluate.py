@@ -280,10 +280,19 @@ def test_answers_are_written_once_and_decoded_alike(tmp_path: Path) -> None:
     assert real.tokens_per_round == pytest.approx(forced.tokens_per_round["16"])
 
 
-def test_a_turn_beyond_the_context_ends_its_conversation() -> None:
+def test_a_later_turn_beyond_the_context_ends_its_conversation() -> None:
     target, _ = trained_pair(edge=False, causal=True)
     documents = answerer(Chatter(target), max_prompt_tokens=20).answers("task", ASKED, None)
     assert len(documents) == 2
+
+
+def test_a_question_beyond_the_context_is_refused_before_any_is_answered() -> None:
+    chatter = Chatter(trained_pair(edge=False, causal=True)[0])
+    asked = [Prompt("a", ["why"], [], None, "quiz.jsonl:1"), Prompt("b", ["why"], [], "be brief", "quiz.jsonl:2")]
+    with pytest.raises(ValueError, match=r"quiz\.jsonl:2 has a question of 13 tokens; at most 12 fit"):
+        answerer(chatter, max_prompt_tokens=12).answers("task", asked, None)
+    assert not chatter.num_calls
+    assert len(answerer(chatter, max_prompt_tokens=13).answers("task", asked, None)) == 2
 
 
 def test_questions_are_checked(tmp_path: Path) -> None:
@@ -371,9 +380,39 @@ def test_the_table_shows_tasks_and_budgets(data_dir: Path) -> None:
     assert "chat" not in result.stdout and "tokens/s" not in result.stdout
 
 
+def test_the_screen_says_how_many_texts_are_those_of_plain_decoding(data_dir: Path) -> None:
+    result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16")
+    assert "the same text as plain" in result.stdout and "100.0%" in result.stdout
+
+
+def test_no_question_is_asked_if_one_of_a_later_task_is_too_long(data_dir: Path) -> None:
+    (data_dir / "quiz.jsonl").write_text(json.dumps({"turns": ["why" * 100]}))
+    result = command(data_dir, "--head", "mine", "--budgets", "16")
+    assert result.exit_code == 2
+    assert "quiz.jsonl:1 has a question of 301 tokens; at most 200 fit" in result.stderr
+    assert "answers to" not in result.stderr
+
+
+def test_the_screen_says_which_turns_outgrew_the_context(data_dir: Path) -> None:
+    (data_dir / "quiz.jsonl").write_text(json.dumps({"turns": ["why", "why" * 70]}))
+    result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16", "--no-real")
+    assert result.exit_code == 0 and "outgrow the context: 1" in " ".join(result.stderr.split())
+
+
+def test_results_are_shown_before_they_are_written(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jetspec.terminal.eval_head.write_record", full)
+    words = ("--head", "mine", "--tasks", "quiz", "--budgets", "16", "--no-real", "--out", str(data_dir / "x.json"))
+    result = command(data_dir, *words)
+    assert result.exit_code == 2 and "No space left" in result.stderr and "tree 16" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--head", "mine", "--out", "/"], "/ is a folder; name a file"),
         (["--head", "mine", "--budgets", "chain,big"], "'big' is no budget"),
         (["--head", "mine", "--tasks", "maths"], "there is no task 'maths'"),
         ([], "give one with --head"),

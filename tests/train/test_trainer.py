@@ -424,6 +424,15 @@ def test_two_runs_do_not_share_a_folder(answers: Path, tmp_path: Path) -> None:
         pass
 
 
+def test_a_head_that_could_not_be_saved_is_said_before_the_target_is_loaded(answers: Path, tmp_path: Path) -> None:
+    out, file = tmp_path / "out", tmp_path / "recipe.yaml"
+    file.write_text(f"model: {tmp_path / 'no such model'}\ndata: [{answers}]\nout: {out}\n")
+    (out / "head").mkdir(parents=True)
+    (out / "head" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"holds other files \(notes\.txt\)"):
+        train_recipe(file, (), fresh=False, dry_run=False)
+
+
 @pytest.mark.parametrize(
     ("parts", "limit", "used", "words"),
     [

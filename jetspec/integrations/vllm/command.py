@@ -16,7 +16,7 @@ from jetspec.config import TreeConfig
 from jetspec.integrations.vllm import OPTIONS, WORKER
 from jetspec.integrations.vllm.options import TargetShape, head_refusals, say, tree_config
 from jetspec.models.head_format import read_config, require_fit
-from jetspec.models.hub import DEFAULT_MODEL, local_file, resolve, shipped_head
+from jetspec.models.hub import DEFAULT_MODEL, head_path, local_file, resolve
 from jetspec.models.weights import read_json
 
 CAPTURED_TREES = 16
@@ -42,7 +42,7 @@ def serve_command(words: Sequence[str], head: str, tree: TreeConfig) -> list[str
     model, more = take_model(words)
     additional, more = take_value(more, ADDITIONAL)
     settings = with_shape(additional, tree)
-    folder = shipped_head(head) or resolve(head)
+    folder = resolve(head_path(head))
     config = read_config(folder)
     say(head_refusals(config, tree_config(settings, tree.budget - 1)))
     if CHANGES_TARGET.isdisjoint(map(option_name, more)) and (target := local_shape(model)):
