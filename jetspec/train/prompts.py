@@ -39,6 +39,16 @@ class BadPrompt:
 
 
 @dataclass(frozen=True)
+class CutPrompt:
+    """A prompt whose last turns have no answer, because the context was full."""
+
+    where: str
+    """File and line."""
+    answered: int
+    turns: int
+
+
+@dataclass(frozen=True)
 class PromptData:
     """Where prompts come from, and which of them are meant. Iterating reads them anew."""
 
@@ -94,6 +104,8 @@ def parse_prompt(raw: Any, where: str, default_id: str, responses: Responses = "
             said = [(message["role"], message["content"]) for message in raw["messages"]]
         except (TypeError, KeyError):
             return BadPrompt(where, "messages is not a list of objects with role and content")
+        if next((role for role, _ in said if role != "system"), None) == "assistant":
+            return BadPrompt(where, "begins with a message of the assistant, not of the user")
         system = next((text for role, text in said if role == "system"), None) or None
         turns = [text for role, text in said if role == "user"]
         answers = [text for role, text in said if role == "assistant"]

@@ -28,7 +28,7 @@ from jetspec.models.hub import resolve
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_tokenizer, open_model
 from jetspec.record import shown, write_record
-from jetspec.train.prompts import BadPrompt, Prompt, PromptData, Responses, stable_hash
+from jetspec.train.prompts import BadPrompt, CutPrompt, Prompt, PromptData, Responses, stable_hash
 from jetspec.train.rows import Row, RowFile, earlier_runs, finished_ids
 from jetspec.train.workers import Answer, Results, answer_in_processes
 from jetspec.types import Completion, SamplingParams
@@ -160,6 +160,8 @@ def regenerate(answerer: Answerer, config: RegenerateConfig, prompts: Iterator[P
                 conversation.token_ids = token_ids
                 ready.append(conversation)
                 continue
+            prompt = conversation.prompt
+            yield CutPrompt(prompt.where, len(conversation.spans), len(prompt.turns))
         under_way -= 1
         yield conversation.row
         while bad:
@@ -199,7 +201,9 @@ class Corpus:
         for response in prompt.responses:
             if conversation.spans:
                 conversation.token_ids = conversation.with_next_turn()
-            conversation.answer([*self.tokenizer.encode_words(response), *self.end], "stop")
+            if len(words := self.tokenizer.encode_words(response)) < 2:
+                return BadPrompt(prompt.where, f"has a response of one token ({response!r})")
+            conversation.answer([*words, *self.end], "stop")
         if (count := len(conversation.token_ids)) > self.max_len:
             return BadPrompt(prompt.where, f"is longer than the context ({count} tokens, {self.max_len} fit)")
         return conversation
@@ -224,6 +228,8 @@ class Tally:
     """Ids of prompts that are well written and cannot be used, such as those longer than the context."""
     prompt_tokens: int = 0
     answered: int = 0
+    cut: int = 0
+    """Answered, but not to the last turn."""
     tokens: int = 0
     began: float = 0.0
     seconds: float = 0.0
@@ -243,9 +249,19 @@ class Tally:
         self.skipped += 1
         tqdm.write(f"skipped {bad.where}: {bad.reason}", file=sys.stderr)
 
+    def cut_off(self, cut: CutPrompt) -> None:
+        self.cut += 1
+        left = f"the context is full after {cut.answered} of {cut.turns} turns; the rest is left out"
+        tqdm.write(f"cut {cut.where}: {left}", file=sys.stderr)
+
+    def where_it_stopped(self, out: Path) -> str:
+        done, wanted = self.already + self.answered, self.already + self.todo
+        return f"stopped: {done:,} of {wanted:,} prompts are answered in {out}; the same command goes on from there"
+
     def summary(self, out: Path) -> str:
+        cut = f" ({self.cut:,} of them not to the last turn)" if self.cut else ""
         return (
-            f"{self.answered:,} prompts answered, {self.already:,} already there, {self.skipped:,} skipped"
+            f"{self.answered:,} prompts answered{cut}, {self.already:,} already there, {self.skipped:,} skipped"
             f" · {self.tokens:,} tokens in {self.seconds:.1f} s · {self.tokens_per_s:,.0f} tokens/s -> {out}"
         )
 
@@ -261,16 +277,25 @@ def write_rows(
     """Answer every prompt that `out` does not hold yet, and append the rows to it.
 
     Each of `starts` loads what answers, in a process of its own when there are several. What was run is recorded in
-    `out` + .meta.json.
+    `out` + .meta.json, which is not left behind without rows.
     """
     meta = out.with_name(f"{out.name}.meta.json")
-    with closing(RowFile(out)) as rows:
-        runs = _earlier_runs(meta, config) if rows.ids else []
-        tally = count(data, rows.ids, check, on_bad)
-        _write_meta(meta, config, data, runs)
-        if tally.todo:
-            _answer_all(rows, _todo(data, rows.ids | tally.unusable), starts, tally)
-            _write_meta(meta, config, data, [*runs, _run_entry(tally, len(starts))])
+    rows = RowFile(out)
+    try:
+        with closing(rows):
+            runs = _earlier_runs(meta, config) if rows.ids else []
+            tally = count(data, rows.ids, check, on_bad)
+            _write_meta(meta, config, data, runs)
+            if tally.todo:
+                try:
+                    _answer_all(rows, _todo(data, rows.ids | tally.unusable), starts, tally)
+                except KeyboardInterrupt:
+                    print(tally.where_it_stopped(out), file=sys.stderr)
+                    raise
+                _write_meta(meta, config, data, [*runs, _run_entry(tally, len(starts))])
+    finally:
+        if not out.exists():
+            meta.unlink(missing_ok=True)
     return tally
 
 
@@ -309,6 +334,9 @@ def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Calla
     bar = tqdm(total=tally.todo, desc="answering", unit=" prompts", mininterval=_interval())
     with bar, closing(results):
         for result in results:
+            if isinstance(result, CutPrompt):
+                tally.cut_off(result)
+                continue
             if isinstance(result, BadPrompt):
                 tally.refuse(result)
             else:
@@ -333,7 +361,7 @@ def _write_meta(meta: Path, config: RegenerateConfig, data: PromptData, runs: li
 
 
 def _run_entry(tally: Tally, jobs: int) -> dict[str, Any]:
-    names = ("answered", "already", "skipped", "tokens", "seconds", "tokens_per_s")
+    names = ("answered", "already", "skipped", "cut", "tokens", "seconds", "tokens_per_s")
     return {"jobs": jobs, **{name: getattr(tally, name) for name in names}}
 
 

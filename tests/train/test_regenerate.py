@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from typer.testing import CliRunner, Result
 from jetspec.cli import app
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.train.probe import PROBE_TOKENS, Probe, probe
-from jetspec.train.prompts import BadPrompt, Prompt, PromptData, parse_prompt, parse_shard
+from jetspec.train.prompts import BadPrompt, CutPrompt, Prompt, PromptData, parse_prompt, parse_shard
 from jetspec.train.regenerate import (
     Conversation,
     Corpus,
@@ -39,7 +40,7 @@ from jetspec.train.regenerate import (
     write_rows,
 )
 from jetspec.train.rows import Row, RowFile, finished_ids
-from jetspec.train.workers import Answer, answer_in_processes
+from jetspec.train.workers import Answer, Results, answer_in_processes
 from jetspec.types import Completion, RoundStats, SamplingParams
 from tests.train.tiny_model import CONTEXT, END_TOKEN, byte_tokenizer, write_model
 
@@ -118,7 +119,7 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in rows}
 
 
-def answered(results: Iterable[Row | BadPrompt]) -> dict[str, Row]:
+def answered(results: Iterable[Row | BadPrompt | CutPrompt]) -> dict[str, Row]:
     rows = [result for result in results if isinstance(result, Row)]
     return {row.id: row for row in rows}
 
@@ -189,22 +190,26 @@ def test_names_of_control_tokens_are_text_in_every_turn(responses: str) -> None:
         messages.append({"role": "assistant", "content": TOKENIZER.decode(row.token_ids[start:end])})
 
 
-def test_a_full_context_ends_the_conversation() -> None:
-    prompt = parse({"id": "a", "turns": ["x" * 100, "y" * 400, "z"]})
-    row = answered(start_fake()(iter([prompt])))["a"]
-    assert len(row.spans) == len(row.finish) == 1
-    assert row.spans[0][1] == len(row.token_ids)
+def test_a_full_context_ends_the_conversation_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [{"id": "a", "turns": ["x"]}, {"id": "b", "turns": ["x" * 100, "y" * 400, "z"]}]
+    file, out = write_jsonl(tmp_path / "p.jsonl", prompts), tmp_path / "out.jsonl"
+    tally = write_rows(out, PromptData((file,)), CONFIG, CHECK, [start_fake], "stop")
+    row = read_rows(out)["b"]
+    assert len(row["spans"]) == len(row["finish"]) == 1
+    assert row["spans"][0][1] == len(row["token_ids"])
+    assert f"cut {file}:2: the context is full after 1 of 3 turns" in capsys.readouterr().err
+    assert "2 prompts answered (1 of them not to the last turn), 0 already" in tally.summary(out)
 
 
 def test_a_system_message_opens_the_conversation() -> None:
-    said = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    said = [("system", "Be brief."), ("user", "a"), ("assistant", "be"), ("user", "c"), ("assistant", "de")]
     messages = [{"role": role, "content": text} for role, text in said]
     prompt = parse({"messages": messages}, "corpus")
     row = answered(corpus(400).answer(iter([prompt])))[prompt.id]
     assert row.token_ids == TOKENIZER.encode(TOKENIZER.chat(messages, False).removesuffix("\n"))
     assert [TOKENIZER.decode(row.token_ids[a:b], skip_special=False) for a, b in row.spans] == [
-        "b<|im_end|>",
-        "d<|im_end|>",
+        "be<|im_end|>",
+        "de<|im_end|>",
     ]
 
 
@@ -216,6 +221,14 @@ def test_corpus_responses_are_taken_as_they_stand() -> None:
     (start, end), *_ = row.spans
     assert row.token_ids[:start] == TOKENIZER.encode_chat([{"role": "user", "content": "Hi"}])
     assert row.token_ids[start:end] == [*TOKENIZER.encode("Hello."), END_TOKEN]
+
+
+def test_a_response_of_one_token_is_bad_data_of_a_corpus() -> None:
+    turns = ["x", "y"]
+    prompts = [parse({"turns": turns, "response": ["good", word]}, "corpus") for word in ("no", "n")]
+    row, bad = corpus(300).answer(iter(prompts))
+    assert isinstance(row, Row) and isinstance(bad, BadPrompt) and bad.where == "here:1"
+    assert "a response of one token ('n')" in bad.reason
 
 
 # -- reading
@@ -232,6 +245,7 @@ def test_corpus_responses_are_taken_as_they_stand() -> None:
         (b'{"turns": ["a", 3]}', "empty or not text"),
         (b'{"turns": [" "]}', "empty or not text"),
         (b'{"messages": ["a"]}', "role and content"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}', "assistant"),
         (b'{"id": "p0", "turns": ["again"]}', "appears twice"),
         (b'{"turns": ["\xff"]}', "not UTF-8"),
         (b'{"turns": ["a", "\\ud800"]}', "empty or not text"),
@@ -361,11 +375,32 @@ def test_a_full_disk_leaves_whole_rows_to_go_on_from(model: Path, tmp_path: Path
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4000, 4000))
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("jetspec: error: File too large")
+    assert done.stderr.splitlines()[-1] == f"jetspec: error: File too large: {out}"
     before = finished_ids(out)
     assert 0 < len(before) < 40
     assert f"{len(before)} already there" in run(model, data, out).stdout
     assert len(read_rows(out)) == 40
+
+
+def test_a_run_that_is_interrupted_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(9)),)), tmp_path / "out.jsonl"
+    write_rows(out, replace(data, limit=2), CONFIG, CHECK, [start_fake], "stop")
+
+    def answer_three(prompts: Iterator[Prompt]) -> Results:
+        yield from islice(start_fake()(prompts), 3)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(out, data, CONFIG, CHECK, [lambda: answer_three], "stop")
+    said = f"stopped: 5 of 9 prompts are answered in {out}; the same command goes on from there"
+    assert said in capsys.readouterr().err and len(read_rows(out)) == 5
+
+
+def test_a_first_run_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "p.jsonl", make_prompts(3))
+    with pytest.raises(ValueError, match="no such model"):
+        write_rows(tmp_path / "out.jsonl", PromptData((file,)), CONFIG, CHECK, [start_and_refuse], "stop")
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
