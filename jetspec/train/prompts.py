@@ -83,7 +83,7 @@ class PromptData:
                 yield f"{self.hf_dataset}:{number}", f"{self.hf_dataset}/{number}", row
         for file in _data_files(self.paths):
             name = file.name.removesuffix(".gz").removesuffix(".jsonl")
-            for number, line in _lines(file):
+            for number, line in text_lines(file):
                 where = f"{file}:{number}"
                 yield where, f"{name}/{number}", _parse_json(line, where)
 
@@ -160,7 +160,7 @@ def _data_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str | None]]:
+def text_lines(file: Path) -> Iterator[tuple[int, str | None]]:
     """Lines with their numbers, empty ones left out; None for one that is no text."""
     with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
         try:
