@@ -35,8 +35,6 @@ from jetspec.types import Completion, SamplingParams
 
 OnBad = Literal["stop", "skip"]
 
-CHECK_BAR_S = 3.0
-"""Looking through the prompts shows a bar once it takes longer than this."""
 PLACEHOLDER = secrets.token_hex(16)
 """Stands for an answer in a rendered conversation: nobody's words hold it."""
 
@@ -129,7 +127,7 @@ def _assistant(text: str) -> dict[str, str]:
 
 
 def regenerate(answerer: Answerer, config: RegenerateConfig, prompts: Iterator[Prompt]) -> Results:
-    """Let the target answer every turn. A conversation that fills the context ends there."""
+    """Let the target answer every turn. A conversation that fills the context ends there, and is told as cut."""
     require_template(answerer.tokenizer)
     ready: deque[Conversation] = deque()
     bad: deque[BadPrompt] = deque()
@@ -302,17 +300,18 @@ def write_rows(
 def count(data: PromptData, done: set[str], check: Check, on_bad: OnBad) -> Tally:
     """Look through all prompts before any work is done, so that bad ones are known at once."""
     tally = Tally(on_bad)
-    for prompt in tqdm(data, desc="checking", unit=" prompts", delay=CHECK_BAR_S, mininterval=_interval(), leave=False):
-        if isinstance(prompt, BadPrompt):
-            tally.refuse(prompt)
-        elif prompt.id in done:
-            tally.already += 1
-        elif isinstance(begun := check(prompt), BadPrompt):
-            tally.refuse(begun)
-            tally.unusable.add(prompt.id)
-        else:
-            tally.todo += 1
-            tally.prompt_tokens += len(begun.token_ids) - begun.row.num_written
+    with tqdm(data, desc="checking", unit=" prompts", leave=False, disable=None) as bar:
+        for prompt in bar:
+            if isinstance(prompt, BadPrompt):
+                tally.refuse(prompt)
+            elif prompt.id in done:
+                tally.already += 1
+            elif isinstance(begun := check(prompt), BadPrompt):
+                tally.refuse(begun)
+                tally.unusable.add(prompt.id)
+            else:
+                tally.todo += 1
+                tally.prompt_tokens += len(begun.token_ids) - begun.row.num_written
     return tally
 
 
@@ -320,18 +319,14 @@ def _todo(data: PromptData, without: set[str]) -> Iterator[Prompt]:
     return (prompt for prompt in data if isinstance(prompt, Prompt) and prompt.id not in without)
 
 
-def _interval() -> float:
-    """Seconds between two looks of a bar: a file is not filled with them."""
-    return 0.5 if sys.stderr.isatty() else 30
-
-
 def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[[], Answer]], tally: Tally) -> None:
     def timed() -> Iterator[Prompt]:
         tally.began = time.monotonic()  # the models are loaded when the first prompt is asked for
         yield from prompts
 
+    interval = 0.5 if sys.stderr.isatty() else 30
     results = starts[0]()(timed()) if len(starts) == 1 else answer_in_processes(starts, timed())
-    bar = tqdm(total=tally.todo, desc="answering", unit=" prompts", mininterval=_interval())
+    bar = tqdm(total=tally.todo, desc="answering", unit=" prompts", mininterval=interval)
     with bar, closing(results):
         for result in results:
             if isinstance(result, CutPrompt):
