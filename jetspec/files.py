@@ -17,6 +17,15 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is not text in UTF-8") from None
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the system refuses names this file. By itself it names one only where it is opened, not on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file, whole or not at all: beside its final name first, then moved into place.
 
@@ -27,8 +36,9 @@ def write_whole(path: Path, text: str) -> None:
         return
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        with naming(path):
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 

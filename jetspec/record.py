@@ -76,8 +76,9 @@ def current_commit() -> str | None:
         return named.read_text().strip()
 
     def git(*words: str) -> str:
-        here = Path(__file__).parent
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        """It may be killed with us, so it takes no lock that would stay."""
+        command, here = ["git", "--no-optional-locks", *words], Path(__file__).parent
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         commit = git("rev-parse", "HEAD")

@@ -24,6 +24,23 @@ def test_a_copy_without_history_may_name_its_commit(tmp_path: Path, monkeypatch:
     assert current_commit() == "0123abc"
 
 
+def test_asking_for_the_commit_leaves_the_repository_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Git would write its index anew where files were touched, under a lock that stays if it is killed."""
+    (tmp_path / "jetspec").mkdir()
+    source = tmp_path / "jetspec" / "record.py"
+    source.write_text("")
+    who = ["-c", "user.name=A", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    os.utime(source, (1, 1))
+    index = tmp_path / ".git" / "index"
+    before = index.read_bytes()
+    monkeypatch.setattr(module, "__file__", str(source))
+    commit = current_commit()
+    assert commit is not None and len(commit) == 40
+    assert index.read_bytes() == before
+
+
 SHOW = "import json, sys; from jetspec.record import current_command; print(json.dumps([current_command(), sys.argv]))"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,17 @@ from jetspec.engine.llm import LLM
 from jetspec.terminal.screen import duration, working
 from jetspec.train.probe import probe
 from jetspec.train.prompts import Prompt, PromptData
-from jetspec.train.regenerate import OnBad, RegenerateConfig, load_corpus, places, plan, regenerate, write_rows
+from jetspec.train.regenerate import (
+    Check,
+    OnBad,
+    RegenerateConfig,
+    load_check,
+    load_corpus,
+    places,
+    plan,
+    regenerate,
+    write_rows,
+)
 from jetspec.train.workers import Answer
 
 CPU_BATCH, GPU_BATCH = 8, 2048
@@ -51,17 +61,19 @@ def regenerate_data(
     config.sampling("")  # a bad setting is refused before anything is read
     where = places(machines.device, machines.jobs)
     if config.responses == "corpus":
-        where = ["cpu"]
-        starts = [partial(load_corpus, config.model, machines.max_len)]
+        where, corpus = ["cpu"], load_corpus(config)
+        check: Check = corpus.converse
+        starts: list[Callable[[], Answer]] = [lambda: corpus.answer]
     else:
         starts = [
             partial(load_answerer, config, machines.engine(place), machines.dtype, place, where.count(place))
             for place in where
         ]
+        check = load_check(config)
     if not dry_run:
-        print(write_rows(out, data, config, starts, on_bad).summary(out))
+        print(write_rows(out, data, config, check, starts, on_bad).summary(out))
         return
-    words, todo = plan(out, data, config, where, on_bad)
+    words, todo = plan(out, data, config, check, where, on_bad)
     print(words, flush=True)
     if todo and config.responses == "target":
         print(time_needed(config, machines, where, todo))

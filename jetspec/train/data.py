@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from jetspec.train.config import OnBad
+from jetspec.train.prompts import text_lines
 
 T = TypeVar("T")
 
@@ -30,6 +30,8 @@ ROW = re.compile(
 LEADING_ZEROS = tuple(f", 0{digit}" for digit in range(10))
 """Beginnings of what is no number in JSON."""
 ROWS_AT_ONCE = 1024
+NAMED_ROWS = 4
+"""Rows of one kind that are named by file and line. The others are only counted."""
 
 
 @dataclass(frozen=True)
@@ -166,31 +168,55 @@ class PackedBatch(OnDevice):
 
 
 @dataclass
+class Places:
+    """Rows of one kind: how many, and file and line of the first."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, where: str) -> None:
+        self.count += 1
+        if self.count <= NAMED_ROWS:
+            self.first.append(where)
+
+    def __str__(self) -> str:
+        more = f" and {self.count - NAMED_ROWS:,} more" if self.count > NAMED_ROWS else ""
+        return ", ".join(self.first) + more
+
+
+@dataclass
 class Tally:
     """What became of the rows of some files."""
 
     rows: int = 0
-    cut: int = 0
+    cut: Places = field(default_factory=Places)
     """Longer than the limit."""
-    lost: int = 0
-    """Cut before anything that the target wrote, and left out."""
-    empty: int = 0
+    lost: Places = field(default_factory=Places)
+    """Cut before anything that the target wrote could teach, and left out."""
+    empty: Places = field(default_factory=Places)
     """Left out because the target wrote nothing in them."""
-    bad: int = 0
+    short: Places = field(default_factory=Places)
+    """Left out because no answer in them is longer than one token."""
+    bad: Places = field(default_factory=Places)
     """Broken, and left out."""
-    masked: int = 0
+    masked: Places = field(default_factory=Places)
     """Left out because the mask token occurs in them."""
 
     def summary(self, max_len: int) -> str:
-        """What is not as it was in the files, in a line; empty if all is."""
-        parts = []
-        if self.cut:
-            lost = f"; {self.lost:,} of them lost all that the target wrote and are left out" if self.lost else ""
-            parts.append(f"{self.cut:,} of {self.rows:,} rows are longer than row_len {max_len}: cut{lost}")
-        reasons = {"hold nothing that the target wrote": self.empty, "are broken": self.bad}
-        reasons["hold the mask token"] = self.masked
-        parts += [f"{n:,} of {self.rows:,} rows {reason}: left out" for reason, n in reasons.items() if n]
-        return " · ".join(parts)
+        """What is not as it was in the files, a line for each kind; empty if all is."""
+        kinds = {
+            f"are longer than row_len {max_len}: cut": self.cut,
+            "lost all answers when they were cut: left out": self.lost,
+            "hold nothing that the target wrote: left out": self.empty,
+            "hold answers of one token only: left out": self.short,
+            "are broken: left out": self.bad,
+            "hold the mask token: left out": self.masked,
+        }
+        return "\n".join(
+            f"{places.count:,} of {self.rows:,} rows {kind} ({places})"
+            for kind, places in kinds.items()
+            if places.count
+        )
 
 
 def read_documents(
@@ -202,12 +228,12 @@ def read_documents(
     on_bad: OnBad = "stop",
     tally: Tally | None = None,
 ) -> Documents:
-    """All rows of some files. Longer ones are cut, and those left out of which no written token remains.
+    """All rows of some files. Longer ones are cut, and those left out that teach nothing.
 
     Broken rows, and those with the mask token, are an error or left out. `tally` counts what was done.
     """
     tally = Tally() if tally is None else tally
-    found, masked_at = [], ""
+    found = []
     for file, path in enumerate(paths):
         lines = lines_of(Path(path))
         while block := list(islice(lines, ROWS_AT_ONCE)):
@@ -215,68 +241,73 @@ def read_documents(
             if documents is None:
                 documents = [parse_or_skip(line, f"{path}:{number}", vocab_size, on_bad) for number, line in block]
             for (number, _), document in zip(block, documents, strict=True):
-                kept = keep(document, max_len, tally)
+                kept = keep(document, f"{path}:{number}", max_len, tally)
                 if kept is not None and mask_token is not None and (kept.tokens == mask_token).any():
-                    tally.masked, masked_at = tally.masked + 1, masked_at or f"{path}:{number}"
+                    tally.masked.add(f"{path}:{number}")
                 elif kept is not None:
                     found.append((file, kept))
-    if tally.masked and on_bad == "stop":
+    if tally.masked.count and on_bad == "stop":
         raise ValueError(
-            f"the mask token {mask_token} occurs in {tally.masked:,} rows of the data, first in {masked_at};"
+            f"the mask token {mask_token} occurs in {tally.masked.count:,} rows of the data ({tally.masked});"
             " choose another head.mask_token, or leave such rows out with on_bad: skip"
         )
     if not found:
-        raise ValueError("the data has no row in which the target wrote something" + _behind(tally.summary(max_len)))
+        raise ValueError("; ".join(("the data has no row to learn from", *tally.summary(max_len).splitlines())))
     return Documents.join(found)
 
 
-def _behind(text: str) -> str:
-    return f" ({text})" if text else ""
-
-
-def parse_or_skip(line: str, where: str, vocab_size: int, on_bad: OnBad) -> Document | None:
+def parse_or_skip(line: str | None, where: str, vocab_size: int, on_bad: OnBad) -> Document | None:
     try:
         return parse(line, where, vocab_size)
-    except ValueError:
+    except ValueError as error:
         if on_bad == "stop":
-            raise
+            raise ValueError(f"{error}; mend it, or leave such rows out with on_bad: skip") from error
         return None
 
 
-def keep(document: Document | None, max_len: int, tally: Tally) -> Document | None:
-    """What a row gives to training, if anything. The first token has nothing before it to be guessed from."""
+def keep(document: Document | None, where: str, max_len: int, tally: Tally) -> Document | None:
+    """What a row gives to training, if anything."""
     tally.rows += 1
     if document is None:
-        tally.bad += 1
-        return None
-    if not document.written[1:].any():
-        tally.empty += 1
-        return None
-    if len(document.tokens) <= max_len:
+        tally.bad.add(where)
+    elif not document.written.any():
+        tally.empty.add(where)
+    elif not teaches(document):
+        tally.short.add(where)
+    elif len(document.tokens) <= max_len:
         return document
-    tally.cut += 1
-    cut = Document(document.tokens[:max_len], document.written[:max_len], document.id)
-    if cut.written[1:].any():
-        return cut
-    tally.lost += 1
+    else:
+        tally.cut.add(where)
+        cut = Document(document.tokens[:max_len], document.written[:max_len], document.id)
+        if teaches(cut):
+            return cut
+        tally.lost.add(where)
     return None
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, str]]:
+def teaches(document: Document) -> bool:
+    """Whether an answer has two tokens or more. One of a single token, such as its end alone, gains nothing from a
+    draft: every round writes a token anyway."""
+    return bool((document.written[1:] & document.written[:-1]).any())
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str | None]]:
+    """Lines with their numbers, empty ones left out; None for one that is no text."""
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+        yield from text_lines(path)
+    except OSError as error:
         raise ValueError(f"cannot read the data {path}: {error}") from error
 
 
-def parse(line: str, where: str, vocab_size: int) -> Document:
+def parse(line: str | None, where: str, vocab_size: int) -> Document:
     """A row {"token_ids": [..], "spans": [[start, end], ..]} as `jetspec data regenerate` writes it."""
+    if line is None:
+        raise ValueError(f"{where}: not UTF-8 text")
     try:
         raw = json.loads(line)
         tokens, spans = np.asarray(raw["token_ids"]), [(int(a), int(b)) for a, b in raw["spans"]]
         id = None if raw.get("id") is None else str(raw["id"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where}: not a row of regenerated data ({error!r})") from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"{where}: token_ids must be a list of whole numbers")
@@ -290,9 +321,9 @@ def parse(line: str, where: str, vocab_size: int) -> Document:
     return Document(tokens.astype(np.int64), written, id)
 
 
-def parse_usual(lines: Sequence[str], vocab_size: int) -> list[Document] | None:
+def parse_usual(lines: Sequence[str | None], vocab_size: int) -> list[Document] | None:
     """Many rows in their usual form at once. None: one has another form, perhaps a wrong one."""
-    rows = [found for line in lines if (found := ROW.fullmatch(line))]
+    rows = [found for line in lines if line is not None and (found := ROW.fullmatch(line))]
     text = ", ".join(row[2] for row in rows)
     if len(rows) < len(lines) or ", ," in text or any(zero in f", {text}" for zero in LEADING_ZEROS):
         return None

@@ -39,6 +39,16 @@ class BadPrompt:
 
 
 @dataclass(frozen=True)
+class CutPrompt:
+    """A prompt whose last turns have no answer, because the context was full."""
+
+    where: str
+    """File and line."""
+    answered: int
+    turns: int
+
+
+@dataclass(frozen=True)
 class PromptData:
     """Where prompts come from, and which of them are meant. Iterating reads them anew."""
 
@@ -73,7 +83,7 @@ class PromptData:
                 yield f"{self.hf_dataset}:{number}", f"{self.hf_dataset}/{number}", row
         for file in _data_files(self.paths):
             name = file.name.removesuffix(".gz").removesuffix(".jsonl")
-            for number, line in _lines(file):
+            for number, line in text_lines(file):
                 where = f"{file}:{number}"
                 yield where, f"{name}/{number}", _parse_json(line, where)
 
@@ -94,6 +104,8 @@ def parse_prompt(raw: Any, where: str, default_id: str, responses: Responses = "
             said = [(message["role"], message["content"]) for message in raw["messages"]]
         except (TypeError, KeyError):
             return BadPrompt(where, "messages is not a list of objects with role and content")
+        if next((role for role, _ in said if role != "system"), None) == "assistant":
+            return BadPrompt(where, "begins with a message of the assistant, not of the user")
         system = next((text for role, text in said if role == "system"), None) or None
         turns = [text for role, text in said if role == "user"]
         answers = [text for role, text in said if role == "assistant"]
@@ -148,7 +160,7 @@ def _data_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str | None]]:
+def text_lines(file: Path) -> Iterator[tuple[int, str | None]]:
     """Lines with their numbers, empty ones left out; None for one that is no text."""
     with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
         try:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,15 +28,13 @@ from jetspec.models.hub import resolve
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_tokenizer, open_model
 from jetspec.record import shown, write_record
-from jetspec.train.prompts import BadPrompt, Prompt, PromptData, Responses, stable_hash
+from jetspec.train.prompts import BadPrompt, CutPrompt, Prompt, PromptData, Responses, stable_hash
 from jetspec.train.rows import Row, RowFile, earlier_runs, finished_ids
 from jetspec.train.workers import Answer, Results, answer_in_processes
 from jetspec.types import Completion, SamplingParams
 
 OnBad = Literal["stop", "skip"]
 
-SAMPLED_PROMPTS = 200
-"""Prompts that a dry run encodes to estimate the rest."""
 PLACEHOLDER = secrets.token_hex(16)
 """Stands for an answer in a rendered conversation: nobody's words hold it."""
 
@@ -54,10 +52,17 @@ class RegenerateConfig:
     max_len: int | None = None
     """Longest conversation. None: the model's context."""
 
+    def longest(self, context: int) -> int:
+        return context if self.max_len is None else min(self.max_len, context)
+
     def sampling(self, id: str) -> SamplingParams:
         """Every prompt has its own seed, so nothing else about the run matters."""
         seed = stable_hash(f"{self.seed}/{id}") >> 1
         return SamplingParams(self.temperature, self.top_p, max_tokens=self.max_tokens, seed=seed)
+
+
+Check = Callable[[Prompt], "Conversation | BadPrompt"]
+"""What is known of a prompt before it is answered: how its conversation begins, or why it cannot be used."""
 
 
 class Answerer(Protocol):
@@ -122,7 +127,7 @@ def _assistant(text: str) -> dict[str, str]:
 
 
 def regenerate(answerer: Answerer, config: RegenerateConfig, prompts: Iterator[Prompt]) -> Results:
-    """Let the target answer every turn. A conversation that fills the context ends there."""
+    """Let the target answer every turn. A conversation that fills the context ends there, and is told as cut."""
     require_template(answerer.tokenizer)
     ready: deque[Conversation] = deque()
     bad: deque[BadPrompt] = deque()
@@ -153,6 +158,8 @@ def regenerate(answerer: Answerer, config: RegenerateConfig, prompts: Iterator[P
                 conversation.token_ids = token_ids
                 ready.append(conversation)
                 continue
+            prompt = conversation.prompt
+            yield CutPrompt(prompt.where, len(conversation.spans), len(prompt.turns))
         under_way -= 1
         yield conversation.row
         while bad:
@@ -175,24 +182,33 @@ def start_conversation(prompt: Prompt, tokenizer: Tokenizer, max_prompt_tokens: 
     return conversation
 
 
-def from_corpus(tokenizer: Tokenizer, eos_tokens: frozenset[int], max_len: int, prompts: Iterator[Prompt]) -> Results:
-    """Take the responses of the data as they stand, each with the end token that the chat template writes."""
-    require_template(tokenizer)
-    behind = tokenizer.encode_behind(PLACEHOLDER, [_user("."), _assistant(PLACEHOLDER)], add_generation_prompt=False)
-    end = [token for token in behind[:1] if token in eos_tokens]
-    for prompt in prompts:
-        conversation = start_conversation(prompt, tokenizer, max_len)
+class Corpus:
+    """Takes the responses of the data as they stand, each with the end token that the chat template writes."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_tokens: frozenset[int], max_len: int) -> None:
+        require_template(tokenizer)
+        self.tokenizer, self.max_len = tokenizer, max_len
+        ended = [_user("."), _assistant(PLACEHOLDER)]
+        behind = tokenizer.encode_behind(PLACEHOLDER, ended, add_generation_prompt=False)
+        self.end = [token for token in behind[:1] if token in eos_tokens]
+
+    def converse(self, prompt: Prompt) -> Conversation | BadPrompt:
+        conversation = start_conversation(prompt, self.tokenizer, self.max_len)
         if isinstance(conversation, BadPrompt):
-            yield conversation
-            continue
+            return conversation
         for response in prompt.responses:
             if conversation.spans:
                 conversation.token_ids = conversation.with_next_turn()
-            conversation.answer([*tokenizer.encode_words(response), *end], "stop")
-        if (count := len(conversation.token_ids)) > max_len:
-            yield BadPrompt(prompt.where, f"is longer than the context ({count} tokens, {max_len} fit)")
-        else:
-            yield conversation.row
+            if len(words := self.tokenizer.encode_words(response)) < 2:
+                return BadPrompt(prompt.where, f"has a response of one token ({response!r})")
+            conversation.answer([*words, *self.end], "stop")
+        if (count := len(conversation.token_ids)) > self.max_len:
+            return BadPrompt(prompt.where, f"is longer than the context ({count} tokens, {self.max_len} fit)")
+        return conversation
+
+    def answer(self, prompts: Iterator[Prompt]) -> Results:
+        for conversation in map(self.converse, prompts):
+            yield conversation if isinstance(conversation, BadPrompt) else conversation.row
 
 
 # -- the whole run
@@ -206,7 +222,12 @@ class Tally:
     todo: int = 0
     already: int = 0
     skipped: int = 0
+    unusable: set[str] = field(default_factory=set)
+    """Ids of prompts that are well written and cannot be used, such as those longer than the context."""
+    prompt_tokens: int = 0
     answered: int = 0
+    cut: int = 0
+    """Answered, but not to the last turn."""
     tokens: int = 0
     began: float = 0.0
     seconds: float = 0.0
@@ -226,47 +247,76 @@ class Tally:
         self.skipped += 1
         tqdm.write(f"skipped {bad.where}: {bad.reason}", file=sys.stderr)
 
+    def cut_off(self, cut: CutPrompt) -> None:
+        self.cut += 1
+        left = f"the context is full after {cut.answered} of {cut.turns} turns; the rest is left out"
+        tqdm.write(f"cut {cut.where}: {left}", file=sys.stderr)
+
+    def where_it_stopped(self, out: Path) -> str:
+        done, wanted = self.already + self.answered, self.already + self.todo
+        return f"stopped: {done:,} of {wanted:,} prompts are answered in {out}; the same command goes on from there"
+
     def summary(self, out: Path) -> str:
+        cut = f" ({self.cut:,} of them not to the last turn)" if self.cut else ""
         return (
-            f"{self.answered:,} prompts answered, {self.already:,} already there, {self.skipped:,} skipped"
+            f"{self.answered:,} prompts answered{cut}, {self.already:,} already there, {self.skipped:,} skipped"
             f" · {self.tokens:,} tokens in {self.seconds:.1f} s · {self.tokens_per_s:,.0f} tokens/s -> {out}"
         )
 
 
 def write_rows(
-    out: Path, data: PromptData, config: RegenerateConfig, starts: Sequence[Callable[[], Answer]], on_bad: OnBad
+    out: Path,
+    data: PromptData,
+    config: RegenerateConfig,
+    check: Check,
+    starts: Sequence[Callable[[], Answer]],
+    on_bad: OnBad,
 ) -> Tally:
     """Answer every prompt that `out` does not hold yet, and append the rows to it.
 
     Each of `starts` loads what answers, in a process of its own when there are several. What was run is recorded in
-    `out` + .meta.json.
+    `out` + .meta.json, which is not left behind without rows.
     """
     meta = out.with_name(f"{out.name}.meta.json")
-    with closing(RowFile(out)) as rows:
-        runs = _earlier_runs(meta, config) if rows.ids else []
-        tally = count(data, rows.ids, on_bad)
-        _write_meta(meta, config, data, runs)
-        if tally.todo:
-            _answer_all(rows, _todo(data, rows.ids), starts, tally)
-            _write_meta(meta, config, data, [*runs, _run_entry(tally, len(starts))])
+    rows = RowFile(out)
+    try:
+        with closing(rows):
+            runs = _earlier_runs(meta, config) if rows.ids else []
+            tally = count(data, rows.ids, check, on_bad)
+            _write_meta(meta, config, data, runs)
+            if tally.todo:
+                try:
+                    _answer_all(rows, _todo(data, rows.ids | tally.unusable), starts, tally)
+                except KeyboardInterrupt:
+                    print(tally.where_it_stopped(out), file=sys.stderr)
+                    raise
+                _write_meta(meta, config, data, [*runs, _run_entry(tally, len(starts))])
+    finally:
+        if not out.exists():
+            meta.unlink(missing_ok=True)
     return tally
 
 
-def count(data: PromptData, done: set[str], on_bad: OnBad) -> Tally:
+def count(data: PromptData, done: set[str], check: Check, on_bad: OnBad) -> Tally:
     """Look through all prompts before any work is done, so that bad ones are known at once."""
     tally = Tally(on_bad)
-    for prompt in data:
-        if isinstance(prompt, BadPrompt):
-            tally.refuse(prompt)
-        elif prompt.id in done:
-            tally.already += 1
-        else:
-            tally.todo += 1
+    with tqdm(data, desc="checking", unit=" prompts", leave=False, disable=None) as bar:
+        for prompt in bar:
+            if isinstance(prompt, BadPrompt):
+                tally.refuse(prompt)
+            elif prompt.id in done:
+                tally.already += 1
+            elif isinstance(begun := check(prompt), BadPrompt):
+                tally.refuse(begun)
+                tally.unusable.add(prompt.id)
+            else:
+                tally.todo += 1
+                tally.prompt_tokens += len(begun.token_ids) - begun.row.num_written
     return tally
 
 
-def _todo(data: PromptData, done: set[str]) -> Iterator[Prompt]:
-    return (prompt for prompt in data if isinstance(prompt, Prompt) and prompt.id not in done)
+def _todo(data: PromptData, without: set[str]) -> Iterator[Prompt]:
+    return (prompt for prompt in data if isinstance(prompt, Prompt) and prompt.id not in without)
 
 
 def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[[], Answer]], tally: Tally) -> None:
@@ -279,6 +329,9 @@ def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Calla
     bar = tqdm(total=tally.todo, desc="answering", unit=" prompts", mininterval=interval)
     with bar, closing(results):
         for result in results:
+            if isinstance(result, CutPrompt):
+                tally.cut_off(result)
+                continue
             if isinstance(result, BadPrompt):
                 tally.refuse(result)
             else:
@@ -303,7 +356,7 @@ def _write_meta(meta: Path, config: RegenerateConfig, data: PromptData, runs: li
 
 
 def _run_entry(tally: Tally, jobs: int) -> dict[str, Any]:
-    names = ("answered", "already", "skipped", "tokens", "seconds", "tokens_per_s")
+    names = ("answered", "already", "skipped", "cut", "tokens", "seconds", "tokens_per_s")
     return {"jobs": jobs, **{name: getattr(tally, name) for name in names}}
 
 
@@ -312,24 +365,21 @@ def _portable(config: RegenerateConfig) -> RegenerateConfig:
 
 
 def plan(
-    out: Path, data: PromptData, config: RegenerateConfig, places: Sequence[str], on_bad: OnBad
+    out: Path, data: PromptData, config: RegenerateConfig, check: Check, places: Sequence[str], on_bad: OnBad
 ) -> tuple[str, list[Prompt]]:
     """What a run would do, in words and without loading the model; and the prompts that it would answer."""
     done = finished_ids(out)
     if done:
         _earlier_runs(out.with_name(f"{out.name}.meta.json"), config)
-    tally = count(data, done, on_bad)
-    todo = list(_todo(data, done))
-    tokenizer, _, max_len = read_tokenizer(config.model)
-    sample = [start_conversation(p, tokenizer, max_len) for p in todo[:: max(1, len(todo) // SAMPLED_PROMPTS)]]
-    lengths = [len(one.token_ids) for one in sample if isinstance(one, Conversation)]
-    prompt_tokens = round(len(todo) * sum(lengths) / max(1, len(lengths)))
+    tally = count(data, done, check, on_bad)
+    todo = list(_todo(data, done | tally.unusable))
     most = config.max_tokens * sum(len(prompt.turns) for prompt in todo)
     written = f"at most {most:,} to generate" if config.responses == "target" else "responses taken from the data"
+    asked = " before the first answers" if config.responses == "target" else ""
     words = (
         f"would answer {tally.todo:,} prompts with {config.model}"
         f" ({tally.already:,} already in {out}, {tally.skipped:,} bad)\n"
-        f"about {prompt_tokens:,} prompt tokens, {written}\n"
+        f"{tally.prompt_tokens:,} prompt tokens{asked}, {written}\n"
         f"in {len(places)} process{'es' if len(places) > 1 else ''} on {', '.join(dict.fromkeys(places))}"
     )
     return words, todo
@@ -341,10 +391,17 @@ def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:
     return *load_tokenizer(opened), opened.config.max_len
 
 
-def load_corpus(model: str, max_len: int | None) -> Answer:
+def load_corpus(config: RegenerateConfig) -> Corpus:
     """What "answers" from the data itself."""
-    tokenizer, eos_tokens, longest = read_tokenizer(model)
-    return partial(from_corpus, tokenizer, eos_tokens, longest if max_len is None else min(max_len, longest))
+    tokenizer, eos_tokens, longest = read_tokenizer(config.model)
+    return Corpus(tokenizer, eos_tokens, config.longest(longest))
+
+
+def load_check(config: RegenerateConfig) -> Check:
+    """What tells whether the target can answer a prompt, without its weights: room for one token must be left."""
+    tokenizer, _, longest = read_tokenizer(config.model)
+    require_template(tokenizer)
+    return partial(start_conversation, tokenizer=tokenizer, max_prompt_tokens=config.longest(longest) - 1)
 
 
 def places(device: str, jobs: int | None) -> list[str]:

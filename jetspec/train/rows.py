@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jetspec.files import lock
+from jetspec.files import lock, naming
 
 SYNC_S = 5.0
 """Rows reach the system at once and the disk at least this often."""
@@ -52,14 +52,15 @@ class LineFile(ABC):
         """Take in what is there, and say where its last whole line ends, in bytes."""
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        self.file.flush()
-        if time.monotonic() - self.synced > SYNC_S:
-            self._sync()
+        with naming(self.path):
+            self.file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            self.file.flush()
+            if time.monotonic() - self.synced > SYNC_S:
+                self._sync()
 
     def close(self) -> None:
         """A file without lines is not left behind."""
-        with self.file:
+        with naming(self.path), self.file:
             self._sync()
             if not os.fstat(self.file.fileno()).st_size:
                 self.path.unlink()

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from jetspec.train.prompts import BadPrompt, Prompt
+from jetspec.train.prompts import BadPrompt, CutPrompt, Prompt
 from jetspec.train.rows import Row
 
-Results = Generator[Row | BadPrompt, None, None]
+Results = Generator[Row | BadPrompt | CutPrompt, None, None]
 Answer = Callable[[Iterator[Prompt]], Results]
-"""Turns prompts into rows, in any order."""
+"""Turns prompts into rows, in any order. A prompt that was cut has a row as well."""
 
 HAND_OUT = 8
 """Prompts that a worker process gets at a time: few, so that none takes much more than it can answer at once."""

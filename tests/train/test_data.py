@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec.train.data import Ahead, Document, Documents, PackedData, Tally, parse, parse_usual, read_documents
+from jetspec.train.data import (
+    NAMED_ROWS,
+    Ahead,
+    Document,
+    Documents,
+    PackedData,
+    Places,
+    Tally,
+    parse,
+    parse_usual,
+    read_documents,
+)
 
 sizes = st.lists(st.integers(2, 12), min_size=1, max_size=20)
 
@@ -65,19 +76,23 @@ def test_files_are_read_and_long_rows_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "not a row"),
-        ('{"token_ids": [1, 2]}', "not a row"),
-        ('{"token_ids": [1, 99], "spans": [[0, 1]]}', "vocabulary"),
-        ('{"token_ids": [1, 2], "spans": [[1, 5]]}', "outside"),
-        ('{"token_ids": [1.5, 2], "spans": [[1, 2]]}', "whole numbers"),
+        (b"{", "not a row"),
+        pytest.param(b"[" * 100_000, "not a row", id="deep"),
+        (b'{"token_ids": [1, 2]}', "not a row"),
+        (b'{"token_ids": [1, 99], "spans": [[0, 1]]}', "vocabulary"),
+        (b'{"token_ids": [1, 2], "spans": [[1, 5]]}', "outside"),
+        (b'{"token_ids": [1.5, 2], "spans": [[1, 2]]}', "whole numbers"),
+        (b'{"id": "\xff", "token_ids": [1, 2, 3], "spans": [[1, 3]]}', "not UTF-8"),
     ],
 )
-def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"token_ids": [1, 2], "spans": [[1, 2]]}\n' + line + "\n")
-    with pytest.raises(ValueError, match=message) as caught:
+def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path, tally = tmp_path / "a.jsonl", Tally()
+    good = b'{"token_ids": [1, 2, 3], "spans": [[1, 3]]}\n'
+    path.write_bytes(good + line + b"\n" + good)
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}.*; mend it, or .* on_bad: skip"):
         read_documents([path], 10, 50)
-    assert "a.jsonl:2" in str(caught.value)
+    assert len(read_documents([path], 10, 50, on_bad="skip", tally=tally)) == 2
+    assert tally.summary(10) == f"1 of 3 rows are broken: left out ({path}:2)"
 
 
 spans = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), min_size=1, max_size=3)
@@ -166,30 +181,45 @@ def test_one_prompt_cannot_be_parted() -> None:
 
 BAD_DATA = [
     {"id": "long", "token_ids": [1, 2, 3, 4, 5, 6], "spans": [[2, 6]]},
-    {"id": "lost", "token_ids": [1, 2, 3, 4, 5, 6], "spans": [[5, 6]]},
+    {"id": "lost", "token_ids": [1, 2, 3, 4, 5, 6], "spans": [[4, 6]]},
     {"id": "none", "token_ids": [1, 2], "spans": []},
-    {"id": "mask", "token_ids": [1, 9], "spans": [[1, 2]]},
+    {"id": "mask", "token_ids": [1, 2, 9], "spans": [[1, 3]]},
     {"id": "broken", "token_ids": [1, 99], "spans": [[1, 2]]},
-    {"id": "good", "token_ids": [1, 2], "spans": [[1, 2]]},
+    {"id": "one each", "token_ids": [1, 2, 3, 4], "spans": [[1, 2], [3, 4]]},
+    {"id": "good", "token_ids": [1, 2, 3], "spans": [[1, 3]]},
 ]
 
 
-def test_what_is_cut_or_left_out_is_counted(tmp_path: Path) -> None:
+def test_what_is_cut_or_left_out_is_counted_and_named(tmp_path: Path) -> None:
     path, tally = tmp_path / "a.jsonl", Tally()
     path.write_text("".join(json.dumps(row) + "\n" for row in BAD_DATA))
     documents = read_documents([path], 4, 50, mask_token=9, on_bad="skip", tally=tally)
-    assert [document.tokens.tolist() for document in documents] == [[1, 2, 3, 4], [1, 2]]
-    assert tally == Tally(rows=6, cut=2, lost=1, empty=1, bad=1, masked=1)
-    said = tally.summary(4)
-    assert "2 of 6 rows are longer than row_len 4: cut; 1 of them lost all that the target wrote" in said
-    assert "1 of 6 rows are broken: left out" in said and "1 of 6 rows hold the mask token" in said
+    assert [document.tokens.tolist() for document in documents] == [[1, 2, 3, 4], [1, 2, 3]]
+    assert tally.summary(4).splitlines() == [
+        f"2 of 7 rows are longer than row_len 4: cut ({path}:1, {path}:2)",
+        f"1 of 7 rows lost all answers when they were cut: left out ({path}:2)",
+        f"1 of 7 rows hold nothing that the target wrote: left out ({path}:3)",
+        f"1 of 7 rows hold answers of one token only: left out ({path}:6)",
+        f"1 of 7 rows are broken: left out ({path}:5)",
+        f"1 of 7 rows hold the mask token: left out ({path}:4)",
+    ]
     assert Tally(rows=6).summary(4) == ""
+
+
+@given(st.integers(0, 20))
+def test_the_first_places_are_named_and_the_others_counted(count: int) -> None:
+    places = Places()
+    for number in range(count):
+        places.add(f"a:{number}")
+    named, _, more = str(places).partition(" and ")
+    assert named == ", ".join(f"a:{number}" for number in range(min(count, NAMED_ROWS)))
+    assert more == (f"{count - NAMED_ROWS} more" if count > NAMED_ROWS else "")
 
 
 def test_a_mask_token_in_the_data_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in BAD_DATA[:4]))
-    with pytest.raises(ValueError, match=r"the mask token 9 occurs in 1 rows of the data, first in .*a\.jsonl:4;"):
+    with pytest.raises(ValueError, match=r"the mask token 9 occurs in 1 rows of the data \(.*a\.jsonl:4\);"):
         read_documents([path], 10, 50, mask_token=9)
 
 

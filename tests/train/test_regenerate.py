@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,15 +27,26 @@ from typer.testing import CliRunner, Result
 from jetspec.cli import app
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.train.probe import PROBE_TOKENS, Probe, probe
-from jetspec.train.prompts import BadPrompt, Prompt, PromptData, parse_prompt, parse_shard
-from jetspec.train.regenerate import Conversation, RegenerateConfig, from_corpus, places, regenerate, write_rows
+from jetspec.train.prompts import BadPrompt, CutPrompt, Prompt, PromptData, parse_prompt, parse_shard
+from jetspec.train.regenerate import (
+    Conversation,
+    Corpus,
+    RegenerateConfig,
+    load_check,
+    places,
+    plan,
+    regenerate,
+    start_conversation,
+    write_rows,
+)
 from jetspec.train.rows import Row, RowFile, finished_ids
-from jetspec.train.workers import Answer, answer_in_processes
+from jetspec.train.workers import Answer, Results, answer_in_processes
 from jetspec.types import Completion, RoundStats, SamplingParams
 from tests.train.tiny_model import CONTEXT, END_TOKEN, byte_tokenizer, write_model
 
 TOKENIZER = byte_tokenizer()
 CONFIG = RegenerateConfig("tiny", max_tokens=12, temperature=0.8)
+CHECK = partial(start_conversation, tokenizer=TOKENIZER, max_prompt_tokens=400)
 
 Question = tuple[Conversation, Sequence[int], SamplingParams]
 
@@ -74,6 +86,10 @@ def start_fake(window: int = 3, delay_s: float = 0.0) -> Answer:
     return partial(regenerate, FakeAnswerer(window, delay_s), CONFIG)
 
 
+def corpus(max_len: int) -> Corpus:
+    return Corpus(TOKENIZER, frozenset({END_TOKEN}), max_len)
+
+
 def start_and_die() -> Answer:
     os._exit(3)
 
@@ -103,7 +119,7 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in rows}
 
 
-def answered(results: Iterable[Row | BadPrompt]) -> dict[str, Row]:
+def answered(results: Iterable[Row | BadPrompt | CutPrompt]) -> dict[str, Row]:
     rows = [result for result in results if isinstance(result, Row)]
     return {row.id: row for row in rows}
 
@@ -165,7 +181,7 @@ def test_names_of_control_tokens_are_text_in_every_turn(responses: str) -> None:
     """A later turn reads as it would in a chat, whatever its words."""
     prompt = parse({"id": "a", "turns": [FORGED] * 3, "response": [f"so {FORGED}"] * 3}, responses)
     given = iter([prompt])
-    rows = start_fake()(given) if responses == "target" else from_corpus(TOKENIZER, frozenset({END_TOKEN}), 900, given)
+    rows = start_fake()(given) if responses == "target" else corpus(900).answer(given)
     row, messages = answered(rows)["a"], []
     assert len(row.spans) == 3
     for start, end in row.spans:
@@ -174,33 +190,45 @@ def test_names_of_control_tokens_are_text_in_every_turn(responses: str) -> None:
         messages.append({"role": "assistant", "content": TOKENIZER.decode(row.token_ids[start:end])})
 
 
-def test_a_full_context_ends_the_conversation() -> None:
-    prompt = parse({"id": "a", "turns": ["x" * 100, "y" * 400, "z"]})
-    row = answered(start_fake()(iter([prompt])))["a"]
-    assert len(row.spans) == len(row.finish) == 1
-    assert row.spans[0][1] == len(row.token_ids)
+def test_a_full_context_ends_the_conversation_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [{"id": "a", "turns": ["x"]}, {"id": "b", "turns": ["x" * 100, "y" * 400, "z"]}]
+    file, out = write_jsonl(tmp_path / "p.jsonl", prompts), tmp_path / "out.jsonl"
+    tally = write_rows(out, PromptData((file,)), CONFIG, CHECK, [start_fake], "stop")
+    row = read_rows(out)["b"]
+    assert len(row["spans"]) == len(row["finish"]) == 1
+    assert row["spans"][0][1] == len(row["token_ids"])
+    assert f"cut {file}:2: the context is full after 1 of 3 turns" in capsys.readouterr().err
+    assert "2 prompts answered (1 of them not to the last turn), 0 already" in tally.summary(out)
 
 
 def test_a_system_message_opens_the_conversation() -> None:
-    said = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    said = [("system", "Be brief."), ("user", "a"), ("assistant", "be"), ("user", "c"), ("assistant", "de")]
     messages = [{"role": role, "content": text} for role, text in said]
     prompt = parse({"messages": messages}, "corpus")
-    row = answered(from_corpus(TOKENIZER, frozenset({END_TOKEN}), 400, iter([prompt])))[prompt.id]
+    row = answered(corpus(400).answer(iter([prompt])))[prompt.id]
     assert row.token_ids == TOKENIZER.encode(TOKENIZER.chat(messages, False).removesuffix("\n"))
     assert [TOKENIZER.decode(row.token_ids[a:b], skip_special=False) for a, b in row.spans] == [
-        "b<|im_end|>",
-        "d<|im_end|>",
+        "be<|im_end|>",
+        "de<|im_end|>",
     ]
 
 
 def test_corpus_responses_are_taken_as_they_stand() -> None:
     prompts = [parse({"id": "a", "turns": ["Hi"], "response": "Hello."}, "corpus")]
     prompts += [parse({"id": "b", "turns": ["x"], "response": "y" * 400}, "corpus")]
-    row, bad = from_corpus(TOKENIZER, frozenset({END_TOKEN}), 300, iter(prompts))
+    row, bad = corpus(300).answer(iter(prompts))
     assert isinstance(row, Row) and isinstance(bad, BadPrompt) and "longer than the context" in bad.reason
     (start, end), *_ = row.spans
     assert row.token_ids[:start] == TOKENIZER.encode_chat([{"role": "user", "content": "Hi"}])
     assert row.token_ids[start:end] == [*TOKENIZER.encode("Hello."), END_TOKEN]
+
+
+def test_a_response_of_one_token_is_bad_data_of_a_corpus() -> None:
+    turns = ["x", "y"]
+    prompts = [parse({"turns": turns, "response": ["good", word]}, "corpus") for word in ("no", "n")]
+    row, bad = corpus(300).answer(iter(prompts))
+    assert isinstance(row, Row) and isinstance(bad, BadPrompt) and bad.where == "here:1"
+    assert "a response of one token ('n')" in bad.reason
 
 
 # -- reading
@@ -217,6 +245,7 @@ def test_corpus_responses_are_taken_as_they_stand() -> None:
         (b'{"turns": ["a", 3]}', "empty or not text"),
         (b'{"turns": [" "]}', "empty or not text"),
         (b'{"messages": ["a"]}', "role and content"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}', "assistant"),
         (b'{"id": "p0", "turns": ["again"]}', "appears twice"),
         (b'{"turns": ["\xff"]}', "not UTF-8"),
         (b'{"turns": ["a", "\\ud800"]}', "empty or not text"),
@@ -228,11 +257,12 @@ def test_bad_data_is_named_and_counted(line: bytes, reason: str, on_bad: Any, tm
     file, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps(row).encode() for row in make_prompts(4)]
     file.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
-    run = partial(write_rows, out, PromptData((file,)), CONFIG, [start_fake], on_bad)
+    run = partial(write_rows, out, PromptData((file,)), CONFIG, CHECK, [start_fake], on_bad)
     named = rf"{re.escape(str(file))}:3: .*{reason}"
     if on_bad == "stop":
         with pytest.raises(ValueError, match=named):
             run()
+        assert not out.exists(), "it is known before anything is answered"
         return
     tally = run()
     assert (tally.answered, tally.skipped) == (4, 1)
@@ -259,13 +289,13 @@ def test_a_line_that_was_edited_is_another_prompt(tmp_path: Path) -> None:
     """But the same one whoever answers it."""
     rows: list[dict[str, Any]] = [{"turns": ["one"]}, {"turns": ["two"], "response": "2"}]
     file, out = write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "out.jsonl"
-    write_rows(out, PromptData((file,)), CONFIG, [start_fake], "stop")
+    write_rows(out, PromptData((file,)), CONFIG, CHECK, [start_fake], "stop")
     before = [prompt.id for prompt in good(PromptData((file,)))]
     assert [prompt.id for prompt in good(PromptData((file,), responses="corpus"))] == before[1:]
     write_jsonl(file, [{"turns": ["ONE"]}, rows[1]])
     after = [prompt.id for prompt in good(PromptData((file,)))]
     assert after[0] != before[0] and after[1] == before[1]
-    tally = write_rows(out, PromptData((file,)), CONFIG, [start_fake], "stop")
+    tally = write_rows(out, PromptData((file,)), CONFIG, CHECK, [start_fake], "stop")
     assert (tally.answered, tally.already) == (1, 1)
 
 
@@ -311,13 +341,13 @@ def test_cut_anywhere_a_run_goes_on_to_the_same_rows(tmp_path: Path, monkeypatch
     monkeypatch.setattr("jetspec.train.regenerate.write_record", lambda path, results: None)
     data = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(3)),))
     whole = tmp_path / "whole.jsonl"
-    write_rows(whole, data, CONFIG, [start_fake], "stop")
+    write_rows(whole, data, CONFIG, CHECK, [start_fake], "stop")
     content = whole.read_bytes()
     out = tmp_path / "out.jsonl"
     for size in range(len(content) + 1):
         out.write_bytes(content[:size])
         done = finished_ids(out)
-        tally = write_rows(out, data, CONFIG, [start_fake], "stop")
+        tally = write_rows(out, data, CONFIG, CHECK, [start_fake], "stop")
         assert tally.already == len(done) == content[:size].count(b"\n")
         assert tally.answered == 3 - len(done)
         assert read_rows(out) == read_rows(whole)
@@ -345,11 +375,32 @@ def test_a_full_disk_leaves_whole_rows_to_go_on_from(model: Path, tmp_path: Path
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4000, 4000))
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("jetspec: error: File too large")
+    assert done.stderr.splitlines()[-1] == f"jetspec: error: File too large: {out}"
     before = finished_ids(out)
     assert 0 < len(before) < 40
     assert f"{len(before)} already there" in run(model, data, out).stdout
     assert len(read_rows(out)) == 40
+
+
+def test_a_run_that_is_interrupted_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(9)),)), tmp_path / "out.jsonl"
+    write_rows(out, replace(data, limit=2), CONFIG, CHECK, [start_fake], "stop")
+
+    def answer_three(prompts: Iterator[Prompt]) -> Results:
+        yield from islice(start_fake()(prompts), 3)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(out, data, CONFIG, CHECK, [lambda: answer_three], "stop")
+    said = f"stopped: 5 of 9 prompts are answered in {out}; the same command goes on from there"
+    assert said in capsys.readouterr().err and len(read_rows(out)) == 5
+
+
+def test_a_first_run_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "p.jsonl", make_prompts(3))
+    with pytest.raises(ValueError, match="no such model"):
+        write_rows(tmp_path / "out.jsonl", PromptData((file,)), CONFIG, CHECK, [start_and_refuse], "stop")
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
@@ -363,22 +414,22 @@ def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
 
 def test_rows_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(3)),)), tmp_path / "out.jsonl"
-    write_rows(out, data, CONFIG, [start_fake], "stop")
+    write_rows(out, data, CONFIG, CHECK, [start_fake], "stop")
     before = out.read_bytes()
     for other, message in (
         (replace(CONFIG, seed=5), "made with seed 0, not 5"),
         (replace(CONFIG, max_len=64), "made with max_len None, not 64"),
     ):
         with pytest.raises(ValueError, match=message):
-            write_rows(out, data, other, [start_fake], "stop")
+            write_rows(out, data, other, CHECK, [start_fake], "stop")
     assert out.read_bytes() == before
 
 
 def test_the_record_adds_up(tmp_path: Path) -> None:
     data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(8)),)), tmp_path / "out.jsonl"
-    write_rows(out, PromptData(data.paths, limit=5), CONFIG, [start_fake], "stop")
-    write_rows(out, data, CONFIG, [start_fake], "stop")
-    write_rows(out, data, CONFIG, [start_fake], "stop")
+    write_rows(out, PromptData(data.paths, limit=5), CONFIG, CHECK, [start_fake], "stop")
+    write_rows(out, data, CONFIG, CHECK, [start_fake], "stop")
+    write_rows(out, data, CONFIG, CHECK, [start_fake], "stop")
     record = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert [(run["answered"], run["already"]) for run in record["runs"]] == [(5, 0), (3, 5)]
     written = sum(end - start for row in read_rows(out).values() for start, end in row["spans"])
@@ -392,7 +443,7 @@ def test_the_record_adds_up(tmp_path: Path) -> None:
 def test_processes_share_the_prompts_and_give_the_same_rows(tmp_path: Path) -> None:
     data = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(150)),))
     out = tmp_path / "out.jsonl"
-    tally = write_rows(out, data, CONFIG, [start_fake, partial(start_fake, 7)], "stop")
+    tally = write_rows(out, data, CONFIG, CHECK, [start_fake, partial(start_fake, 7)], "stop")
     assert tally.answered == 150
     expected = {id: json.loads(json.dumps(vars(row))) for id, row in answered(start_fake()(iter(good(data)))).items()}
     assert read_rows(out) == expected
@@ -505,6 +556,19 @@ def test_a_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
     assert run(model, data, out).exit_code == 0
     done = run(model, data, out, "--dry-run")
     assert "would answer 0 prompts" in done.stdout and "takes" not in done.stdout
+
+
+@pytest.mark.parametrize("max_len", [None, 60, 2 * CONTEXT])
+def test_a_dry_run_counts_what_does_not_fit(model: Path, tmp_path: Path, max_len: int | None) -> None:
+    config = RegenerateConfig(str(model), max_len=max_len)
+    longest = config.longest(CONTEXT) - 1
+    frame = len(TOKENIZER.encode_chat([{"role": "user", "content": ""}]))
+    texts = ["x" * (longest - frame), "x" * (longest - frame + 1), "x"]
+    data = PromptData((write_jsonl(tmp_path / "p.jsonl", [{"turns": [text]} for text in texts]),))
+    words, todo = plan(tmp_path / "out.jsonl", data, config, load_check(config), ["cpu"], "skip")
+    assert "would answer 2 prompts" in words and "1 bad" in words
+    assert f"{longest + frame + 1} prompt tokens" in words
+    assert [prompt.turns for prompt in todo] == [texts[:1], texts[2:]]
 
 
 def test_the_corpus_answers_without_the_model(model: Path, tmp_path: Path) -> None:

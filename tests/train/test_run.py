@@ -14,6 +14,7 @@ import torch
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import load_any_head, save_any_head
 from jetspec.train.config import HeadShape, TrainConfig
+from jetspec.train.data import NAMED_ROWS
 from jetspec.train.run import make_trainer, start_head
 from tests.engine.tiny import tiny_decoder
 
@@ -57,14 +58,18 @@ def test_what_is_cut_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ids = [f"p{i}" for i in range(12)]
     make_trainer(recipe(tmp_path, write_rows(tmp_path / "a.jsonl", ids)), TARGET)
     assert capsys.readouterr().err == ""
-    make_trainer(recipe(tmp_path, write_rows(tmp_path / "b.jsonl", ids, length=40)), TARGET)
-    assert capsys.readouterr().err == "12 of 12 rows are longer than row_len 32: cut\n"
+    file = write_rows(tmp_path / "b.jsonl", ids, length=40)
+    make_trainer(recipe(tmp_path, file), TARGET)
+    named = ", ".join(f"{file}:{line}" for line in range(1, NAMED_ROWS + 1))
+    assert capsys.readouterr().err == (
+        f"12 of 12 rows are longer than row_len 32: cut ({named} and {12 - NAMED_ROWS} more)\n"
+    )
 
 
 def test_a_mask_token_that_is_text_is_refused(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "a.jsonl", [f"p{i}" for i in range(12)])
     config = recipe(tmp_path, file, head=replace(SHAPE, mask_token=3))
-    with pytest.raises(ValueError, match=r"mask token 3 occurs in 1 rows of the data, first in .*a\.jsonl:4"):
+    with pytest.raises(ValueError, match=r"mask token 3 occurs in 1 rows of the data \(.*a\.jsonl:4\)"):
         make_trainer(config, TARGET)
     trainer = make_trainer(replace(config, on_bad="skip", validation_rows=0), TARGET)
     assert len(trainer.data.documents) == 11
