@@ -379,7 +379,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     strict = command("strict", "many texts, every difference listed", both, 256)
     soak = command("soak", "random arrivals, cancels and preemptions", ["float32"], 96)
     soak.add_argument("--rounds", type=int, default=10_000)
-    for made, prompts in ((speed, 16), (strict, 1000), (soak, 32)):
+    for made, prompts in ((speed, 80), (strict, 1000), (soak, 32)):
         made.add_argument("--prompts", type=int, default=prompts, help="how many to draw, for `speed` of each set")
     for made, batch, budget in ((strict, 32, 64), (soak, 8, 16)):
         made.add_argument("--batch", type=int, default=batch)
