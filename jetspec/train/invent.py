@@ -27,7 +27,7 @@ from jetspec.models.tokenizer import Tokenizer
 from jetspec.record import shown, write_record
 from jetspec.train.prompts import Prompt, stable_hash
 from jetspec.train.regenerate import PLACEHOLDER, require_template
-from jetspec.train.rows import LineFile, Row, earlier_runs
+from jetspec.train.rows import LineFile, Row, earlier_runs, record_of
 from jetspec.train.workers import Answer, Results, answer_in_processes
 from jetspec.types import Completion, SamplingParams
 
@@ -271,8 +271,7 @@ def write_prompts(
     Each of `starts` loads what writes, in a process of its own when there are several. What was run is recorded in
     `out` + .meta.json.
     """
-    meta = out.with_name(f"{out.name}.meta.json")
-    with closing(PromptFile(out)) as file:
+    with record_of(out) as meta, closing(PromptFile(out)) as file:
         runs = _earlier_runs(meta, config) if file.held.num_rows else []
         tally = Tally(already=file.held.num_rows)
         write_record(meta, {"settings": _settings(config), "runs": runs})

@@ -29,7 +29,7 @@ from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_tokenizer, open_model
 from jetspec.record import shown, write_record
 from jetspec.train.prompts import BadPrompt, CutPrompt, Prompt, PromptData, Responses, stable_hash
-from jetspec.train.rows import Row, RowFile, earlier_runs, finished_ids
+from jetspec.train.rows import Row, RowFile, earlier_runs, finished_ids, record_of
 from jetspec.train.workers import Answer, Results, answer_in_processes
 from jetspec.types import Completion, SamplingParams
 
@@ -275,25 +275,19 @@ def write_rows(
     """Answer every prompt that `out` does not hold yet, and append the rows to it.
 
     Each of `starts` loads what answers, in a process of its own when there are several. What was run is recorded in
-    `out` + .meta.json, which is not left behind without rows.
+    `out` + .meta.json.
     """
-    meta = out.with_name(f"{out.name}.meta.json")
-    rows = RowFile(out)
-    try:
-        with closing(rows):
-            runs = _earlier_runs(meta, config) if rows.ids else []
-            tally = count(data, rows.ids, check, on_bad)
-            _write_meta(meta, config, data, runs)
-            if tally.todo:
-                try:
-                    _answer_all(rows, _todo(data, rows.ids | tally.unusable), starts, tally)
-                except KeyboardInterrupt:
-                    print(tally.where_it_stopped(out), file=sys.stderr)
-                    raise
-                _write_meta(meta, config, data, [*runs, _run_entry(tally, len(starts))])
-    finally:
-        if not out.exists():
-            meta.unlink(missing_ok=True)
+    with record_of(out) as meta, closing(RowFile(out)) as rows:
+        runs = _earlier_runs(meta, config) if rows.ids else []
+        tally = count(data, rows.ids, check, on_bad)
+        _write_meta(meta, config, data, runs)
+        if tally.todo:
+            try:
+                _answer_all(rows, _todo(data, rows.ids | tally.unusable), starts, tally)
+            except KeyboardInterrupt:
+                print(tally.where_it_stopped(out), file=sys.stderr)
+                raise
+            _write_meta(meta, config, data, [*runs, _run_entry(tally, len(starts))])
     return tally
 
 

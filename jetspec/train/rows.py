@@ -6,7 +6,8 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -79,6 +80,17 @@ class RowFile(LineFile):
 
     def append(self, row: Row) -> None:
         self.write(vars(row))
+
+
+@contextmanager
+def record_of(out: Path) -> Iterator[Path]:
+    """Where it stands how a file was made: beside it, and not without it."""
+    meta = out.with_name(f"{out.name}.meta.json")
+    try:
+        yield meta
+    finally:
+        if not out.exists():
+            meta.unlink(missing_ok=True)
 
 
 def earlier_runs(meta: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

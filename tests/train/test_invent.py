@@ -247,6 +247,15 @@ def test_another_seed_gives_other_prompts(tmp_path: Path) -> None:
         write(tmp_path / "a.jsonl", 12, config=replace(CONFIG, seed=1))
 
 
+def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
+    def no_model() -> Answer:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        write(tmp_path / "p.jsonl", 5, no_model)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_record_adds_up(tmp_path: Path) -> None:
     out = tmp_path / "p.jsonl"
     tallies = [write(out, count) for count in (5, 8, 8)]
