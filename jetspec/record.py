@@ -43,7 +43,8 @@ def write_record(path: Path, results: dict[str, Any], commit: str | None = None)
 
 
 def current_command() -> str:
-    """The command that runs here; it runs again in the same folder, whose own place is one machine's affair."""
+    """The command that runs here; it runs again in the same folder, whose own place is one machine's affair, where what
+    lay far from it lies in it."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     program, *words = sys.argv
     if main is not None:
@@ -56,9 +57,15 @@ def current_command() -> str:
 
 
 def _from_here(word: str) -> str:
-    """A word of a command line, as in --out=PATH or NAME=PATH,NAME=PATH, with its absolute paths as relative ones."""
+    """A word of a command line, as in --out=PATH or NAME=PATH,NAME=PATH, without the place of its absolute paths."""
     parts = re.split("([=,])", word)
-    return "".join(os.path.relpath(part) if Path(part).is_absolute() else part for part in parts)
+    return "".join(_path_from_here(Path(part)) if Path(part).is_absolute() else part for part in parts)
+
+
+def _path_from_here(path: Path) -> str:
+    """A relative path; of a path with which this folder shares nothing but the root only the last part."""
+    shares = len(Path(os.path.commonpath((path, Path.cwd()))).parts) > 1
+    return os.path.relpath(path) if shares else path.name
 
 
 def shown(path: str) -> str:

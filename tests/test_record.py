@@ -65,6 +65,14 @@ def test_a_recorded_command_runs_again_and_means_the_same(tmp_path: Path) -> Non
     assert name == "python" and run(again) == (first, meant)
 
 
+def test_a_place_elsewhere_on_the_machine_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["jetspec", "--out=/elsewhere/made/record.json", "--work", "/elsewhere", "../beside"]
+    )
+    assert current_command().endswith(" --out=record.json --work elsewhere ../beside")
+
+
 @pytest.mark.parametrize(
     ("program", "command"), [("/some/bin/jetspec", "jetspec"), ("tools/mine.py", "python tools/mine.py")]
 )
