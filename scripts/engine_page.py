@@ -163,10 +163,10 @@ def vllm_table(record: Record) -> str:
             rows.append([name, str(run["batch"]), f"{run['step_ms']:.2f}", *found, f"{there:.2f}" if there else ""])
         if budget and not is_random:
             notes.append(f"{name}: {texts_note(result)}")
-    weights = "random weights of the shape " if is_random else ""
+    weights = "Random weights of the shape " if is_random else ""
     lengths = f"{about['tokens']} tokens after prompts of {about['prompt_tokens']:.0f}"
     said = f"{weights}{about['model']} in {about['dtype']}, vLLM {about['vllm']}, {lengths}."
-    said = said[0].upper() + said[1:] + " The paper's are of Qwen3-8B."
+    said += " The paper's are of Qwen3-8B."
     if notes:
         said += f" Texts of the largest batch that are not those of vLLM alone: {'; '.join(notes)}."
     return f"{said}\n\n{numbers(titles, rows)}"
