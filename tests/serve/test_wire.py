@@ -21,6 +21,7 @@ from tests.serve.live import NAME, Live, tiny_llm
 
 KEY = "only-key-0123456789"
 HOST, JSON = "Host: localhost", "Content-Type: application/json"
+END = b"0\r\n\r\n"
 GOOD = json.dumps({"model": NAME, "prompt": "ab", "max_tokens": 2, "temperature": 0}).encode()
 
 
@@ -40,7 +41,7 @@ def post(body: bytes, *headers: str) -> bytes:
 
 def chunked(body: bytes, size: int) -> bytes:
     chunks = [body[start : start + size] for start in range(0, len(body), size)]
-    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + END
 
 
 def connect(live: Live) -> socket.socket:
@@ -130,12 +131,13 @@ def test_what_is_sent_ahead_is_bounded(locked: Live) -> None:
 @pytest.mark.parametrize("size", [1, 6, 40])
 def test_small_chunks_keep_nobody_waiting(locked: Live, key: str, size: int) -> None:
     start = head("POST /v1/completions", JSON, "Transfer-Encoding: chunked", f"Authorization: Bearer {key}")
+    chunks = chunked(b" " * size, size).removesuffix(END) * (3_000_000 // size)
     with others(locked) as waits, connect(locked) as client:
         client.sendall(start)
         time.sleep(0.1)
         began = time.monotonic()
         with suppress(OSError):
-            client.sendall(chunked(b" " * 3_000_000, size))
+            client.sendall(chunks)
         assert next_status(client) == (400 if key == KEY else 401)
     assert time.monotonic() - began < LINGER_S + 3
     assert max(waits) < 0.5
