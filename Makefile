@@ -14,7 +14,7 @@ demo: $(STAMP) ## Decode three prompts plainly and speculatively, side by side
 	@$(BIN)/jetspec compare --max-tokens 96
 
 test: lint ## Run every check and every test that needs no GPU
-	@$(BIN)/pytest -m "not gpu" --numprocesses auto --dist worksteal
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" --numprocesses auto --dist worksteal
 
 test-vllm: $(VLLM)/.installed ## Test the trees inside vLLM on the CPU, in an environment of its own
 	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
