@@ -99,6 +99,9 @@ def _vector_linear_kernel(
     if GATED:
         up_weight = tl.load(up_row, mask=(lane < K)[None, :], other=0.0)
     wait(OVERLAP)
+    before = tl.zeros([BLOCK_N], tl.float32)
+    if total_ptr is not None:  # asked for now, added in the end
+        before = tl.load(total_ptr + output, mask=inside, other=0.0).to(tl.float32)
     for start in tl.range(0, K, BLOCK_K):
         ahead = start + BLOCK_K
         next_weight = tl.load(row + ahead, mask=(ahead + lane < K)[None, :], other=0.0)
@@ -127,9 +130,7 @@ def _vector_linear_kernel(
             up += tl.load(bias_ptr + N + output, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         y = y * tl.sigmoid(y) * up
-    if total_ptr is not None:
-        y += tl.load(total_ptr + output, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + output, y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + output, (y + before).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 class RowTiling(NamedTuple):
@@ -323,10 +324,16 @@ def _rows_linear_kernel(
         if GATED:
             fetch(weight_ptr + (N + first) * K, own_bytes)
     wait(OVERLAP)
-    if squares_ptr is not None:  # asked for now, looked at in the end
+    # What the end needs is asked for now.
+    if squares_ptr is not None:
         part = tl.arange(0, PARTS)
         known = (part < num_parts)[:, None] & (token < T)[None, :]
         squares = tl.load(squares_ptr + part[:, None] * T + token[None, :], mask=known, other=0.0)
+    before, half_before = y, half_y
+    if total_ptr is not None:
+        before = _load_tile(total_ptr, token, first, T, N, BLOCK_N)
+        if HALF:
+            half_before = _load_tile(total_ptr, token, first + BLOCK_N, T, N, HALF_N)
     for start in tl.range(0, K, BLOCK_K):
         x = x_desc.load([first_token, start])
         y = _product(x, weight_desc, first, start, y)
@@ -343,10 +350,10 @@ def _rows_linear_kernel(
         up /= divisor
         half_y /= divisor
         half_up /= divisor
-    places = bias_ptr, total_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride
-    own_squares = _finish(y, up, token, first, *places, T, N, GATED, BLOCK_N)
+    places = bias_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride
+    own_squares = _finish(y, up, before, token, first, *places, T, N, GATED, BLOCK_N)
     if HALF:
-        own_squares += _finish(half_y, half_up, token, first + BLOCK_N, *places, T, N, GATED, HALF_N)
+        own_squares += _finish(half_y, half_up, half_before, token, first + BLOCK_N, *places, T, N, GATED, HALF_N)
     if next_norm_ptr is not None:
         tl.store(next_squares_ptr + tile * T + token, own_squares, mask=token < T)
 
@@ -357,13 +364,20 @@ def _product(x, weight_desc, first, start, y):
 
 
 @triton.jit
+def _load_tile(ptr, token, first, T, N, BLOCK_N: tl.constexpr):
+    output = first + tl.arange(0, BLOCK_N)
+    inside = (token < T)[:, None] & (output < N)[None, :]
+    return tl.load(ptr + token.to(tl.int64)[:, None] * N + output[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _finish(
     y,
     up,
+    before,
     token,
     first,
     bias_ptr,
-    total_ptr,
     out_ptr,
     next_norm_ptr,
     scaled_ptr,
@@ -374,7 +388,8 @@ def _finish(
     GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store outputs from `first` on, and the start of the norm that comes next. Returns their sums of squares."""
+    """Store outputs from `first` on, added to what was there `before`, and the start of the norm that comes next.
+    Returns their sums of squares."""
     output = first + tl.arange(0, BLOCK_N)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + output, mask=output < N, other=0.0).to(tl.float32)[None, :]
@@ -384,9 +399,7 @@ def _finish(
         y = y * tl.sigmoid(y) * up
     place = token.to(tl.int64)[:, None] * N + output[None, :]
     inside = (token < T)[:, None] & (output < N)[None, :]
-    if total_ptr is not None:
-        y += tl.load(total_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    rounded = y.to(out_ptr.dtype.element_ty)
+    rounded = (y + before).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, rounded, mask=inside)
     if tap_ptr is not None:
         tl.store(tap_ptr + token.to(tl.int64)[:, None] * tap_stride + output[None, :], rounded, mask=inside)
