@@ -33,8 +33,10 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 TableForm = Literal["md", "csv", "json", "jsonl"]
-TREE_SHAPE = ("budget", "width", "depth", "shortlist")
+TREE_SHAPE = ("budget", "width", "depth", "heat", "shortlist", "likely")
+HEAT = "Temperature at which the head drafts for greedy requests."
 SHORTLIST = "Tokens per depth that an edge term ranks for each parent; 0: all."
+LIKELY = "Tokens of the depth before whose children make the shortlist; 0: it goes by the depth alone."
 
 
 class OneLineErrors(TyperGroup):
@@ -142,7 +144,9 @@ class ModelOptions:
     budget: Annotated[int | None, _option("Most nodes in a tree, the anchor included.", panel="Tree")] = None
     width: Annotated[int | None, _option("Most children of one node; 1 is a chain.", panel="Tree")] = None
     depth: Annotated[int | None, _option("Longest path below the anchor.", panel="Tree")] = None
+    heat: Annotated[float | None, _option(HEAT, panel="Tree")] = None
     shortlist: Annotated[int | None, _option(SHORTLIST, panel="Tree")] = None
+    likely: Annotated[int | None, _option(LIKELY, panel="Tree")] = None
 
     def load(self, engine: EngineConfig | None = None) -> LLM:
         """The model, with the library's own tree and engine wherever no option says otherwise."""
@@ -377,7 +381,9 @@ def eval_head(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 256,
     budgets: EvalBudgets = EVAL_BUDGETS,
     width: Annotated[int, _option("Most children of one node.")] = 8,
-    shortlist: Annotated[int | None, _option(SHORTLIST)] = None,
+    heat: Annotated[float, _option(HEAT)] = TreeConfig.heat,
+    shortlist: Annotated[int, _option(SHORTLIST)] = TreeConfig.shortlist,
+    likely: Annotated[int, _option(LIKELY)] = TreeConfig.likely,
     expand: Annotated[Expand, _option("The best nodes, or all children of the best nodes.")] = "optimal",
     real: Annotated[bool, _option("Decode, too, or only score the target's text.", "--real/--no-real")] = True,
     batch: Annotated[int, _option("Conversations decoded together.")] = 32,
@@ -390,8 +396,8 @@ def eval_head(
 
     The target answers the questions greedily; the head is scored on these answers at every position, then decodes.
     """
-    shape, engine = TreeConfig(width=width, expand=expand), EngineConfig(max_batch=batch)
-    shape = shape if shortlist is None else replace(shape, shortlist=shortlist)
+    shape = TreeConfig(width=width, expand=expand, heat=heat, shortlist=shortlist, likely=likely)
+    engine = EngineConfig(max_batch=batch)
     from jetspec.terminal.eval_head import EvalPlan
     from jetspec.terminal.eval_head import eval_head as run_eval
     from jetspec.terminal.screen import working
@@ -721,6 +727,7 @@ def profile(
     budget: Annotated[list[int] | None, _option("Nodes of a tree, 64 by default; repeatable.", panel="Round")] = None,
     width: Annotated[int, _option("Most children of one node.", panel="Round")] = 8,
     shortlist: ProfileShortlist = TreeConfig.shortlist,
+    likely: Annotated[int, _option(LIKELY, panel="Round")] = TreeConfig.likely,
     contexts: Annotated[
         list[int] | None, _option("Tokens before it, 1024 by default; repeatable.", "--context", panel="Round")
     ] = (None),
@@ -734,7 +741,7 @@ def profile(
     if context.invoked_subcommand:
         _refuse_options(context)
         return
-    trees = [TreeConfig(budget=nodes, width=width, shortlist=shortlist) for nodes in budget or [64]]
+    trees = [TreeConfig(budget=nodes, width=width, shortlist=shortlist, likely=likely) for nodes in budget or [64]]
     from jetspec.bench.profile import Workload
     from jetspec.terminal.profile import HeadChoice, Report, Where, default_rounds, profile_rounds
     from jetspec.train.config import HeadShape

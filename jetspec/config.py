@@ -12,6 +12,8 @@ Execution = Literal["auto", "eager", "graph"]
 
 MAX_BUDGET = 1024
 MAX_WIDTH = 64
+MAX_LIKELY = 32
+MAX_HEAT = 10
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,14 @@ class TreeConfig:
     """What a path is ranked by: log-probability, entropy of its depths, or both."""
     entropy_weight: float = 0.0
     """Weight of the entropy in the `hybrid` score."""
-    shortlist: int = 512
+    heat: float = 0.85
+    """Temperature at which a head drafts for greedy requests. A head learns how likely the target's tokens are; the
+    likeliest is the text more often than that. Sampled requests are drafted at their own temperature."""
+    shortlist: int = 256
     """Tokens per depth that an edge term may re-rank. 0: the whole vocabulary."""
+    likely: int = 4
+    """Tokens of the depth before whose likely children make the shortlist. 0: it is what the head says of the depth
+    alone, whatever comes before."""
 
     def __post_init__(self) -> None:
         _in_range("budget", self.budget, 1, MAX_BUDGET)
@@ -44,7 +52,10 @@ class TreeConfig:
             raise ValueError(f"entropy_weight is {self.entropy_weight!r}; it must be a number, 0 or more")
         if self.entropy_weight and self.score != "hybrid":
             raise ValueError(f"entropy_weight only counts in the hybrid score, not in {self.score}")
+        if not isinstance(self.heat, int | float) or not 0 < self.heat <= MAX_HEAT:
+            raise ValueError(f"heat is {self.heat!r}; it must be above 0, and at most {MAX_HEAT}")
         _in_range("shortlist", self.shortlist, 0, 1 << 24)
+        _in_range("likely", self.likely, 0, MAX_LIKELY)
         if self.shortlist and self.shortlist < self.width:
             raise ValueError(f"shortlist {self.shortlist} is narrower than width {self.width}")
 

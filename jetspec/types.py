@@ -327,6 +327,28 @@ class Request:
 
 
 @dataclass(frozen=True)
+class EdgeFactors:
+    """A low-rank term by which a child depends on its actual parent: edge(y, c) = <E1[y] * gate, E2[c]>, rank R."""
+
+    gate_BDR: Tensor
+    """g0 + G h_d, divided by the temperature of the draft."""
+    predecessor_VR: Tensor
+    """E1: a vector for the token we come from."""
+    successor_VR: Tensor
+    """E2: a vector for the token we go to."""
+
+    def score(self, depth: int, parent_BW: Tensor, token_BC: Tensor) -> Tensor:
+        """edge(y, c) for every parent y and shortlisted token c, (B, W, C) float32."""
+        gated_BWR = self.predecessor_VR[parent_BW].float() * self.gate_BDR[:, depth - 1, None].float()
+        return gated_BWR @ self.successor_VR[token_BC].float().mT
+
+    def term(self, parent_BD: Tensor) -> Tensor:
+        """edge(y, c) for one parent of every depth and all tokens c, (B, D, V) float32."""
+        gated_BDR = self.predecessor_VR[parent_BD].float() * self.gate_BDR.float()
+        return gated_BDR @ self.successor_VR.float().mT
+
+
+@dataclass(frozen=True)
 class KVPages:
     """One layer's K and V storage, (pages, S, G, E) each. A pool is a tuple of these."""
 

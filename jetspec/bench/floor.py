@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetspec.models.decoder import Decoder, DecoderLayer, DecoderStack, Linear, MoE
+from jetspec.models.decoder import Decoder, DecoderStack, Linear, MoE
 from jetspec.models.draft_head import DraftHead
 
 
@@ -80,8 +80,7 @@ def _weights(stack: DecoderStack) -> list[Tensor]:
 def _observing(head: DraftHead) -> list[Tensor]:
     """Of the products that make keys and values of tapped states."""
     adapter = [] if head.adapter is None else [head.adapter.weight] * len(head.head_config.tap_layers)
-    attentions = [cast(DecoderLayer, layer).attention for layer in head.layers]
-    return [*adapter, head.fc.weight, *(attention.context_weight for attention in attentions)]
+    return [*adapter, head.fc.weight, head.context_weights().weight]
 
 
 def _mixtures(target: Decoder) -> list[MoE]:

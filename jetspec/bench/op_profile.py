@@ -15,8 +15,8 @@ from jetspec.config import TreeConfig
 from jetspec.dispatch import Kernels, force
 from jetspec.models.decoder import DecoderConfig, MoEConfig
 from jetspec.ops import HeadNorm
-from jetspec.tree import Candidates, DraftTree, EdgeFactors, accept, build_tree
-from jetspec.types import BatchLayout, KVPages, RowSampling, SamplingParams, TreeBatch
+from jetspec.tree import Candidates, DraftTree, accept, build_tree
+from jetspec.types import BatchLayout, EdgeFactors, KVPages, RowSampling, SamplingParams, TreeBatch
 
 PAGE_SIZE, DEPTH, WIDTH, EDGE_RANK = 16, 15, 8, 128
 COLD_BYTES = 128 << 20

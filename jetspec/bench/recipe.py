@@ -42,6 +42,7 @@ class Kind:
     narrows: bool = False
     """Whether small trees are as narrow as they must be to reach the paper's depth, down to a chain."""
     expand: Expand = "optimal"
+    heat: float = TreeConfig.heat
     takes: tuple[str, ...] = ()
     """Settings of a method that count, beside those that all have."""
     one_at_a_time: bool = False
@@ -54,7 +55,7 @@ class Kind:
         return max(1, (budget - 1) // PAPER_DEPTH) if self.narrows and budget < PAPER_BUDGET else self.width
 
 
-_TREE = ("budgets", "width", "depth", "shortlist")
+_TREE = ("budgets", "width", "depth", "heat")
 _SCORED = (*_TREE, "head", "expand", "score", "entropy_weight")
 _EAGER = "`generate` as it comes: eager, with a cache that grows; nothing is compiled or captured."
 
@@ -66,17 +67,18 @@ KINDS: dict[str, Kind] = {
         about="Matches are found on the host, so on a GPU its rounds are not captured as CUDA graphs, as those of heads"
         " and plain decoding are.",
     ),
-    "dflash": Kind(head="bidirectional", budgets=(16,), width=1, takes=("head", "budgets", "depth")),
+    "dflash": Kind(head="bidirectional", budgets=(16,), width=1, heat=1.0, takes=("head", "budgets", "depth")),
     "ddtree": Kind(head="bidirectional", takes=_SCORED),
     "eagle3": Kind(
         head="eagle3",
         width=10,
-        takes=("head", "budgets", "width", "depth"),
+        heat=1.0,
+        takes=("head", *_TREE),
         about="Unless set, its depth is the one it was trained for and its width that of its authors, at every budget.",
     ),
-    "jetspec-paper": Kind(head="causal", width=PAPER_WIDTH, narrows=True, expand="paper", takes=_SCORED),
+    "jetspec-paper": Kind(head="causal", width=PAPER_WIDTH, narrows=True, expand="paper", heat=1.0, takes=_SCORED),
     "jetspec": Kind(head="causal", takes=_SCORED),
-    "jetspec-edge": Kind(head="edge", takes=_SCORED),
+    "jetspec-edge": Kind(head="edge", takes=(*_SCORED, "shortlist", "likely")),
     TRANSFORMERS: Kind(budgets=(None,), about=_EAGER),
     "transformers-assisted": Kind(budgets=(None,), takes=("assistant",), one_at_a_time=True, about=_EAGER),
     "transformers-lookup": Kind(budgets=(None,), takes=("lookup_tokens",), one_at_a_time=True, about=_EAGER),
@@ -118,7 +120,9 @@ class MethodConfig:
     expand: Expand | None = None
     score: Score | None = None
     entropy_weight: float | None = None
+    heat: float | None = None
     shortlist: int | None = None
+    likely: int | None = None
     assistant: str | None = None
     """A smaller model of the same vocabulary, for the assisted generation of transformers."""
     lookup_tokens: int | None = None
@@ -169,12 +173,10 @@ class MethodConfig:
         return self.of.drafter is not None or self.of.head is not None
 
     def tree(self, budget: int) -> TreeConfig:
-        chosen = {key: getattr(self, key) for key in ("width", "depth", "expand", "score", "entropy_weight")}
-        fallback = {"width": self.of.width_at(budget), "expand": self.of.expand}
-        settings = {**fallback, **{key: value for key, value in chosen.items() if value is not None}}
-        if self.shortlist is not None:
-            settings["shortlist"] = self.shortlist
-        return TreeConfig(budget=budget, **settings)
+        names = ("width", "depth", "expand", "score", "entropy_weight", "heat", "shortlist", "likely")
+        chosen = {key: value for key in names if (value := getattr(self, key)) is not None}
+        fallback = {"width": self.of.width_at(budget), "expand": self.of.expand, "heat": self.of.heat}
+        return TreeConfig(budget=budget, **{**fallback, **chosen})
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,8 @@ class HeadDrafter:
     def __init__(self, head: DraftHead, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
         config = head.head_config
         self.head, self.target, self.cache, self.tree = head, target, cache, tree
+        self.context_weights = head.context_weights()
+        self.heat = Heat(tree.heat, cache.device)
         self.depth = config.draft_depth(tree.depth)
         self.tap_layers = config.tap_layers
         self.lookahead = max(tree.budget, config.block_size, self.depth + 1)
@@ -93,14 +95,16 @@ class HeadDrafter:
         token_BS = self.head.block_tokens(state.anchor_B)
         block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), None)
         hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, : self.depth]
-        return self.head.candidates(hidden_BDM, self.target, self.tree, draft_heat(state.sampling))
+        heat_B = self.heat.of(state.sampling)
+        return self.head.candidates(hidden_BDM, state.anchor_B, self.target, self.tree, heat_B)
 
     def build(self, state: RoundState, drafted: Candidates) -> DraftTree:
         return build_tree(state.anchor_B, drafted, self.tree, self.depth)
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         assert self.cache.head is not None
-        self.head.observe(tap_TX, batch.position_T, batch.slot_T, self.cache.head.layers)
+        layers, weights = self.cache.head.layers, self.context_weights
+        self.head.observe(tap_TX, batch.position_T, batch.slot_T, layers, weights)
 
 
 class Eagle3Drafter:
@@ -111,6 +115,7 @@ class Eagle3Drafter:
     def __init__(self, head: Eagle3Head, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
         config = head.head_config
         self.head, self.target, self.cache, self.tree = head, target, cache, tree
+        self.heat = Heat(tree.heat, cache.device)
         self.depth = min(config.draft_depth(tree.depth), tree.budget - 1)
         self.tap_layers = config.tap_layers
         self.width, size = config.frontier(tree), config.num_in_flight(tree)
@@ -126,7 +131,7 @@ class Eagle3Drafter:
         nodes = self.cache.place(state.row_B, depth_BN, depth_BN, own_BNW)
         feature_BM = self.cache.head.feature_SM[self.cache.slot_before(nodes.layout)]
         growing = GrowingTree(state.anchor_B, self.width, self.tree.budget)
-        heat_B = draft_heat(state.sampling)
+        heat_B = self.heat.of(state.sampling)
         return self.head.grow(growing, self.depth, nodes, feature_BM, self.target, self.cache.head.layers, heat_B)
 
     def build(self, state: RoundState, drafted: GrowingTree) -> DraftTree:
@@ -139,11 +144,18 @@ class Eagle3Drafter:
         self.head.observe(tap_TX, batch, before_T, self.target, pool.layers, pool.feature_SM)
 
 
-def draft_heat(sampling: RowSampling) -> Tensor | None:
-    """The tree is drafted from the distribution that will be sampled: with the request's temperature."""
-    if not sampling.any_sampled:
-        return None
-    return torch.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
+class Heat:
+    """Temperatures to draft with. A sampled request has its own: its tree is drafted from what will be sampled."""
+
+    def __init__(self, greedy: float, device: torch.device) -> None:
+        self.greedy = greedy
+        self.greedy_1 = None if greedy == 1 else torch.full((1,), greedy, device=device)
+
+    def of(self, sampling: RowSampling) -> Tensor | None:
+        """None: 1 for all."""
+        if sampling.any_sampled:
+            return torch.where(sampling.temperature_B > 0, sampling.temperature_B, self.greedy)
+        return None if self.greedy_1 is None else self.greedy_1.expand(len(sampling.temperature_B))
 
 
 @dataclass

@@ -26,8 +26,8 @@ K = TypeVar("K")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-CPU_TREE = TreeConfig(budget=16, shortlist=256)
-"""On a CPU every node and every rank costs time, so the tree is small unless asked for."""
+CPU_TREE = TreeConfig(budget=16, likely=0)
+"""On a CPU every node and every product costs time, so the tree is small unless asked for."""
 
 
 class LLM:

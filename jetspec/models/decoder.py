@@ -189,13 +189,13 @@ class Attention(nn.Module):
 
     def context(self, c: Tensor) -> Tensor:
         """Key and value heads (.., 2G, E) of rows that are only looked at: no queries, no MLP, no input norm."""
-        bias = None if self.qkv.bias is None else self.qkv.bias[self.num_heads * self.head_dim :]
-        return ops.linear(c, self.context_weight, bias).unflatten(-1, (-1, self.head_dim))
+        return ops.linear(c, *self.context_weights).unflatten(-1, (-1, self.head_dim))
 
     @property
-    def context_weight(self) -> Tensor:
-        """The rows of `qkv` that make keys and values."""
-        return self.qkv.weight[self.num_heads * self.head_dim :]
+    def context_weights(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of `qkv` that make keys and values, and their bias."""
+        first = self.num_heads * self.head_dim
+        return self.qkv.weight[first:], None if self.qkv.bias is None else self.qkv.bias[first:]
 
 
 class MLP(nn.Module):

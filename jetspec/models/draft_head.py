@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from jetspec.models.decoder import (
 )
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
 from jetspec.ops import HeadNorm
-from jetspec.tree import Candidates, EdgeFactors, pack_bits
-from jetspec.types import KVPages, TreeBatch
+from jetspec.tree import Candidates, pack_bits
+from jetspec.types import EdgeFactors, KVPages, TreeBatch
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -126,6 +126,14 @@ class EdgeTerm(nn.Module):
         return ops.linear(self.predecessor[parent] * self.gates(hidden), self.successor)
 
 
+class ContextWeights(NamedTuple):
+    """What makes keys and values of context rows, of all layers together."""
+
+    weight: Tensor
+    bias: Tensor | None
+    norm: HeadNorm | None
+
+
 class Embedder(Protocol):
     """What a head borrows from the target."""
 
@@ -160,20 +168,36 @@ class DraftHead(DecoderStack):
             tap = self.adapter(tap.unflatten(-1, (len(self.head_config.tap_layers), -1))).flatten(-2)
         return self.hidden_norm(self.fc(tap))
 
-    def observe(self, tap_TX: Tensor, position_T: Tensor, slot_T: Tensor, cache: Sequence[KVPages]) -> None:
+    def observe(
+        self,
+        tap_TX: Tensor,
+        position_T: Tensor,
+        slot_T: Tensor,
+        cache: Sequence[KVPages],
+        weights: ContextWeights | None = None,
+    ) -> None:
         """Extend the context with newly committed tokens."""
-        rope = self.rope(position_T)
-        for pages, (kv, norm) in zip(cache, self.context(tap_TX), strict=True):
-            ops.rotate_store(kv, self.config.num_kv_heads, rope, norm, pages, slot_T)
+        weights = weights or self.context_weights()
+        ops.rotate_store_layers(self.context(tap_TX, weights), self.rope(position_T), weights.norm, cache, slot_T)
 
-    def context(self, tap: Tensor) -> list[tuple[Tensor, HeadNorm | None]]:
-        """Key and value heads of context rows for every layer, with its norm, not yet turned to their positions.
+    def context(self, tap: Tensor, weights: ContextWeights) -> Tensor:
+        """Key and value heads of context rows for every layer, (.., L, 2G, E), not yet turned to their positions.
 
         The layers look at the same rows and never change them.
         """
-        row = self.fuse(tap)
+        heads = ops.linear(self.fuse(tap), weights.weight, weights.bias)
+        return heads.unflatten(-1, (self.config.num_layers, -1, self.config.head_dim))
+
+    def context_weights(self) -> ContextWeights:
+        """As the layers' weights are now. Who does not change them may ask once."""
         attentions = [cast(DecoderLayer, layer).attention for layer in self.layers]
-        return [(attention.context(row), attention.head_norm) for attention in attentions]
+        weights, biases = zip(*(attention.context_weights for attention in attentions), strict=True)
+        norms = [norm for attention in attentions if (norm := attention.head_norm) is not None]
+        return ContextWeights(
+            torch.cat(weights),
+            None if biases[0] is None else torch.cat(biases),
+            HeadNorm.joined(norms) if norms else None,
+        )
 
     def propose(self, block: TreeBatch, target: Embedder, cache: Sequence[KVPages]) -> Tensor:
         """States for depths 1..D, (B, D, M), of blocks [anchor, MASK, ..] placed behind the context.
@@ -208,24 +232,26 @@ class DraftHead(DecoderStack):
         return slots if self.head_config.shifted else slots[..., 1:, :]
 
     def candidates(
-        self, hidden_BDM: Tensor, target: Embedder, tree: TreeConfig, heat_B: Tensor | None = None
+        self, hidden_BDM: Tensor, root_B: Tensor, target: Embedder, tree: TreeConfig, heat_B: Tensor | None = None
     ) -> Candidates:
-        """What the states of depths 1..D offer to a tree. `heat_B` are the temperatures to draft with; None: 1."""
+        """What the states of depths 1..D below some roots offer to a tree. `heat_B` are the temperatures to draft with;
+        None: 1."""
         logits_BDV = target.logits(hidden_BDM.flatten(0, 1)).unflatten(0, hidden_BDM.shape[:2])
-        if heat_B is not None:
-            logits_BDV = logits_BDV.float() / heat_B[:, None, None]
-        entropy_BD = None
+        V, entropy_BD = logits_BDV.shape[-1], None
         if tree.score != "accum_logp":
             # Its checks would wait for the device, which a captured round must not.
-            entropy_BD = torch.distributions.Categorical(logits=logits_BDV.float(), validate_args=False).entropy()
-        V, count, edge = logits_BDV.shape[-1], tree.width, None
-        if self.edge is not None:
-            count = tree.shortlist or V
-            gate_BDR = self.edge.gates(hidden_BDM).float()
-            if heat_B is not None:
-                gate_BDR = gate_BDR / heat_B[:, None, None]
-            edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
-        return Candidates(*ops.topk_logprob(logits_BDV, min(count, V)), entropy_BD, edge)
+            cooled = torch.distributions.Categorical(logits=_cool(logits_BDV, heat_B).float(), validate_args=False)
+            entropy_BD = cooled.entropy()
+        if self.edge is None:
+            return Candidates(*ops.topk_logprob(_cool(logits_BDV, heat_B), min(tree.width, V)), entropy_BD)
+        gate_BDR = _cool(self.edge.gates(hidden_BDM).float(), heat_B)
+        edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
+        count = min(tree.shortlist or V, V)
+        if tree.likely and count < V:
+            found = ops.shortlist(logits_BDV, root_B, edge, count, min(tree.likely, V), heat_B)
+        else:
+            found = ops.topk_logprob(_cool(logits_BDV, heat_B), count)
+        return Candidates(*found, entropy_BD, edge)
 
     def forward_blocks(
         self, block: Tensor, block_position: Tensor, tap: Tensor, tap_position: Tensor, visible: Visible
@@ -241,7 +267,9 @@ class DraftHead(DecoderStack):
             for window in self.config.distinct_windows
         }
         G, tap_rope, attends = self.config.num_kv_heads, self.rope(tap_position), []
-        for i, (kv, norm) in enumerate(self.context(tap)):
+        weights = self.context_weights()
+        for i, kv in enumerate(self.context(tap, weights).unbind(-3)):
+            norm = None if weights.norm is None else weights.norm.layer(i)
             _, k, v = ops.rotate_qkv(kv, G, tap_rope, norm)
             attends.append(partial(self._attend_dense, k, v, seen[self.config.window(i)]))
         return self.run(block, self.rope(block_position), attends).hidden_TM
@@ -252,6 +280,10 @@ class DraftHead(DecoderStack):
         """Attention of slots over context rows, then slots."""
         q, k, v = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
         return attend_masked(q, torch.cat((k_context, k), -3), torch.cat((v_context, v), -3), visible)
+
+
+def _cool(x_BDX: Tensor, heat_B: Tensor | None) -> Tensor:
+    return x_BDX if heat_B is None else x_BDX.float() / heat_B[:, None, None]
 
 
 def make_head(config: HeadConfig, seed: int = 0, **changes: object) -> DraftHead:

@@ -5,8 +5,9 @@ from jetspec.ops.distill_loss import CHUNK, DistillLoss, distill_loss, label_pro
 from jetspec.ops.kv_write import SlotRows, compact_kv, compact_rows, store_kv
 from jetspec.ops.linear import Stream, add_linear, copied, linear, norm_linear, norm_swiglu, pack
 from jetspec.ops.moe import Routed, add_mixture, norm_route
-from jetspec.ops.norm_rope import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store
+from jetspec.ops.norm_rope import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store, rotate_store_layers
 from jetspec.ops.place import Places, place
+from jetspec.ops.shortlist import shortlist
 from jetspec.ops.swiglu import swiglu
 from jetspec.ops.topk_logprob import topk_logprob
 from jetspec.ops.tree_attention import AttentionPlan, KernelPlan, plan_attention, tree_attention
@@ -40,6 +41,8 @@ __all__ = [
     "rotate",
     "rotate_qkv",
     "rotate_store",
+    "rotate_store_layers",
+    "shortlist",
     "store_kv",
     "swiglu",
     "topk_logprob",

@@ -5,7 +5,9 @@ The kernels work in fp32 and take tensors of one dtype. Mixed ones, which autoca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +23,18 @@ Tables = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norms over single heads of q and of k: weights (E,) each."""
+    """RMS norms over single heads of q and of k: weights (E,) each, or (L, E) of several layers."""
 
     q: Tensor
     k: Tensor
     eps: float
+
+    @classmethod
+    def joined(cls, norms: Sequence[HeadNorm]) -> HeadNorm:
+        return cls(torch.stack([n.q for n in norms]), torch.stack([n.k for n in norms]), norms[0].eps)
+
+    def layer(self, i: int) -> HeadNorm:
+        return HeadNorm(self.q[i], self.k[i], self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -104,6 +113,29 @@ def rotate_store(
     q_THE, k_TGE, v_TGE = rotate_qkv(qkv_TXE, num_kv_heads, tables, norm)
     store_kv(pages, k_TGE, v_TGE, slot_T)
     return q_THE
+
+
+def rotate_store_layers(
+    kv_TLXE: Tensor, tables: Tables, norm_L: HeadNorm | None, pages_L: Sequence[KVPages], slot_T: Tensor
+) -> None:
+    """`rotate_store` of keys and values in several layers. X is 2G here."""
+    distance = equal_distance(pages_L)
+    if distance is not None and _has_kernel(kv_TLXE, pages_L[0].k, *tables, *_weights(norm_L)):
+        from jetspec.ops.norm_rope_triton import rotate_store_layers_triton
+
+        rotate_store_layers_triton(kv_TLXE, tables, norm_L, pages_L[0], distance, slot_T)
+        return
+    for i, (kv_TXE, pages) in enumerate(zip(kv_TLXE.unbind(1), pages_L, strict=True)):
+        norm = None if norm_L is None else norm_L.layer(i)
+        rotate_store(kv_TXE, kv_TXE.shape[1] // 2, tables, norm, pages, slot_T)
+
+
+def equal_distance(pages_L: Sequence[KVPages]) -> int | None:
+    """Elements between the storage of one layer and the next, where they are as many for all, for K and for V."""
+    starts = [(pages.k.data_ptr(), pages.v.data_ptr()) for pages in pages_L]
+    steps = {(k - before_k, v - before_v) for (before_k, before_v), (k, v) in pairwise(starts)} or {(0, 0)}
+    k, v = steps.pop()
+    return k // pages_L[0].k.element_size() if not steps and k == v else None
 
 
 def _weights(norm: HeadNorm | None) -> tuple[Tensor, ...]:

@@ -130,6 +130,17 @@ def rotate_store_triton(
     return q_THE
 
 
+def rotate_store_layers_triton(
+    kv_TLXE: Tensor, tables: Tables, norm: HeadNorm | None, pages: KVPages, distance: int, slot_T: Tensor
+) -> None:
+    """`pages` are those of the first layer."""
+    check_slots(pages)
+    _, L, X, E = kv_TLXE.shape
+    assert pages.k.shape[2] == X // 2 and (norm is None or norm.k.shape == (L, E))
+    none = kv_TLXE.new_empty(0)
+    _launch_rotate(kv_TLXE.contiguous(), X // 2, tables, norm, none, pages.k, pages.v, slot_T.contiguous(), L, distance)
+
+
 def _launch_rotate(
     qkv: Tensor,
     num_kv_heads: int,
@@ -139,15 +150,17 @@ def _launch_rotate(
     k: Tensor,
     v: Tensor | None,
     slot: Tensor | None,
+    layers: int = 1,
+    distance: int = 0,
 ) -> None:
     X, E = qkv.shape[-2:]
     cos, signed_sin = tables
     tokens = cos.numel() // E
-    assert cos.is_contiguous() and signed_sin.is_contiguous() and qkv.numel() == tokens * X * E
+    assert cos.is_contiguous() and signed_sin.is_contiguous() and qkv.numel() == tokens * layers * X * E
     heads = X if v is not None else X - num_kv_heads
     at_once = HEADS if tokens < MANY_TOKENS else MANY_HEADS
     if tokens:
-        _rotate_qkv_kernel[(tokens, triton.cdiv(heads, at_once))](
+        _rotate_qkv_kernel[(tokens, triton.cdiv(heads, at_once), layers)](
             qkv,
             cos,
             signed_sin,
@@ -158,6 +171,7 @@ def _launch_rotate(
             v,
             slot,
             norm.eps if norm is not None else 0.0,
+            distance,
             H=X - 2 * num_kv_heads,
             G=num_kv_heads,
             HALF=E // 2,
@@ -181,6 +195,7 @@ def _rotate_qkv_kernel(
     v_ptr,
     slot_ptr,
     eps,
+    distance,
     H: tl.constexpr,
     G: tl.constexpr,
     HALF: tl.constexpr,
@@ -190,8 +205,9 @@ def _rotate_qkv_kernel(
     HEAD: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """A program takes a few heads of a token, as two halves: element i of the one turns with element i of the other.
-    HALF may be any number; PAIRS is the power of two that holds it.
+    """A program takes a few heads of a token in a layer, as two halves: element i of the one turns with element i of
+    the other. HALF may be any number; PAIRS is the power of two that holds it. A token's heads in all layers lie side
+    by side; pages of two layers are `distance` apart.
 
     Keys and values go to row `slot` of theirs, or without slots to the token's own; ROW lies between two rows, HEAD
     between two heads. Values are only copied, and without a `v_ptr` not even that. Like the reference, this rounds
@@ -200,6 +216,7 @@ def _rotate_qkv_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    layer = tl.program_id(2).to(tl.int64)
     pair = tl.arange(0, PAIRS)
     is_pair = pair < HALF
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
@@ -211,11 +228,13 @@ def _rotate_qkv_kernel(
     low_sin, high_sin = _row(signed_sin_ptr + table, is_pair), _row(signed_sin_ptr + table + HALF, is_pair)
     low_weight, high_weight = low_cos, high_cos
     if q_norm_ptr is not None:
-        low_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair, is_pair, is_q)
-        high_weight = _head_weight(q_norm_ptr, k_norm_ptr, pair + HALF, is_pair, is_q)
+        first = layer * (2 * HALF) + pair
+        low_weight = _head_weight(q_norm_ptr, k_norm_ptr, first, is_pair, is_q)
+        high_weight = _head_weight(q_norm_ptr, k_norm_ptr, first + HALF, is_pair, is_q)
 
     wait(OVERLAP)
-    source = qkv_ptr + token * ((H + 2 * G) * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
+    row_of_heads = token * tl.num_programs(2) + layer
+    source = qkv_ptr + row_of_heads * ((H + 2 * G) * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
     inside = (head < H + 2 * G)[:, None] & is_pair[None]
     low_in, high_in = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)
     low, high = low_in.to(tl.float32), high_in.to(tl.float32)
@@ -230,11 +249,11 @@ def _rotate_qkv_kernel(
     q_out = q_ptr + token * (H * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
     tl.store(q_out, turned_low, mask=is_q[:, None] & is_pair[None])
     tl.store(q_out + HALF, turned_high, mask=is_q[:, None] & is_pair[None])
-    k_out = k_ptr + row * ROW + (head - H)[:, None] * HEAD + pair[None]
+    k_out = k_ptr + layer * distance + row * ROW + (head - H)[:, None] * HEAD + pair[None]
     tl.store(k_out, turned_low, mask=is_k[:, None] & is_pair[None])
     tl.store(k_out + HALF, turned_high, mask=is_k[:, None] & is_pair[None])
     if v_ptr is not None:
-        v_out = v_ptr + row * ROW + (head - H - G)[:, None] * HEAD + pair[None]
+        v_out = v_ptr + layer * distance + row * ROW + (head - H - G)[:, None] * HEAD + pair[None]
         tl.store(v_out, low_in, mask=is_v[:, None] & is_pair[None])
         tl.store(v_out + HALF, high_in, mask=is_v[:, None] & is_pair[None])
 

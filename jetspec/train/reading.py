@@ -132,8 +132,9 @@ class BlockReading(Reading):
         # A shortlist must stay as it is: it shapes the scores.
         offer = replace(tree, width=max(tree.width, min(RANKS[-1], tree.shortlist or RANKS[-1])))
         depth = self.head.head_config.draft_depth(tree.depth)
-        candidates = self.head.candidates(self.states(anchor_B)[:, :depth], self.target, offer)
-        return BlockDrafted(candidates, self.token_T[anchor_B], depth)
+        root_B, heat_B = self.token_T[anchor_B], _greedy_heat(tree, anchor_B)
+        candidates = self.head.candidates(self.states(anchor_B)[:, :depth], root_B, self.target, offer, heat_B)
+        return BlockDrafted(candidates, root_B, depth)
 
 
 class BlockDrafted:
@@ -176,7 +177,8 @@ class UnrolledReading(Reading):
         nodes = replace(nodes, position_T=position_BN.flatten(), ancestor_BNW=own_NW.expand(B, -1, -1))
         growing = GrowingTree(self.token_T[anchor_B], width, tree.budget)
         feature_BM = self.feature_TM[(anchor_B - 1).clamp(min=0)]
-        return self.head.grow(growing, config.draft_depth(tree.depth), nodes, feature_BM, self.target, pages)
+        depth, heat_B = config.draft_depth(tree.depth), _greedy_heat(tree, anchor_B)
+        return self.head.grow(growing, depth, nodes, feature_BM, self.target, pages, heat_B)
 
     def offered(self, anchor_B: Tensor, coming_BD: Tensor) -> Tensor:
         """The best tokens at every depth along the coming tokens, (B, D, K), by the pass that training makes."""
@@ -205,6 +207,10 @@ class UnrolledDrafted:
         rank_BD = ranks_among(self.reading.offered(self.anchor_B, coming_BD), coming_BD)
         nothing_seen = (self.anchor_B == 0)[:, None] & (rank_BD != BEYOND)
         return torch.where(nothing_seen, ABSENT, rank_BD)
+
+
+def _greedy_heat(tree: TreeConfig, anchor_B: Tensor) -> Tensor | None:
+    return None if tree.heat == 1 else torch.full(anchor_B.shape, tree.heat, device=anchor_B.device)
 
 
 def ranks_among(offered_BDK: Tensor, coming_BD: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from jetspec.tree.accept import Acceptance, accept, accepted_tokens, walk
 from jetspec.tree.adjust import forbid, penalize
-from jetspec.tree.build import Candidates, EdgeFactors, GrowingTree, build_tree, build_tree_reference
+from jetspec.tree.build import Candidates, GrowingTree, build_tree, build_tree_reference
 from jetspec.tree.draft_tree import WORD, DraftTree, children_of, draw, pack_bits, unpack_bits
 from jetspec.tree.sample import choose_nodes, choose_token, filter_logits, gumbel
 
@@ -11,7 +11,6 @@ __all__ = [
     "Acceptance",
     "Candidates",
     "DraftTree",
-    "EdgeFactors",
     "GrowingTree",
     "accept",
     "accepted_tokens",

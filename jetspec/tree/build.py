@@ -20,31 +20,16 @@ from torch import Tensor
 from jetspec.config import TreeConfig
 from jetspec.dispatch import uses_kernel
 from jetspec.tree.draft_tree import DraftTree
+from jetspec.types import EdgeFactors
 
 MAX_SHORTLIST = 2048
 """Longest shortlist that the kernel ranks for every parent there can be. Beyond, those that there are cost less."""
 
 
 @dataclass(frozen=True)
-class EdgeFactors:
-    """A low-rank term by which a child depends on its actual parent: edge(y, c) = <E1[y] * gate, E2[c]>, rank R."""
-
-    gate_BDR: Tensor
-    """g0 + G h_d, divided by the temperature of the draft."""
-    predecessor_VR: Tensor
-    """E1: a vector for the token we come from."""
-    successor_VR: Tensor
-    """E2: a vector for the token we go to."""
-
-    def score(self, depth: int, parent_BW: Tensor, token_BC: Tensor) -> Tensor:
-        """edge(y, c) for every parent y and shortlisted token c, (B, W, C) float32."""
-        gated_BWR = self.predecessor_VR[parent_BW].float() * self.gate_BDR[:, depth - 1, None].float()
-        return gated_BWR @ self.successor_VR[token_BC].float().mT
-
-
-@dataclass(frozen=True)
 class Candidates:
-    """What a head proposes: per depth the C best tokens, best first, with full-vocabulary log-probabilities (float32).
+    """What a head proposes: C tokens per depth with full-vocabulary log-probabilities (float32), best first; where an
+    edge term is to rank them, in any order.
 
     Depth d, counted from 1, is row d - 1. A log-probability of -inf marks an absent candidate; as the worst, it comes
     last. Its token may be any valid id.

@@ -138,8 +138,10 @@ def test_context_needs_no_input_norm_and_is_shared_by_layers(name: str) -> None:
     fused = taps @ head.fc.weight.T
     row = fused / (fused.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * head.hidden_norm.weight
     angle = position[:, None] * c.rope.theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
-    for layer, (kv, norm) in zip(head.layers, head.context(taps), strict=True):
-        _, k, v = ops.rotate_qkv(kv, c.num_kv_heads, head.rope(position), norm)
+    weights = head.context_weights()
+    assert weights.norm is not None
+    for i, (layer, kv) in enumerate(zip(head.layers, head.context(taps, weights).unbind(1), strict=True)):
+        _, k, v = ops.rotate_qkv(kv, c.num_kv_heads, head.rope(position), weights.norm.layer(i))
         weight = dict(layer.named_parameters())
         _, w_k, w_v = weight["attention.qkv.weight"].split([32, 16, 16])
         _, b_k, b_v = weight.get("attention.qkv.bias", torch.zeros(64)).split([32, 16, 16])
@@ -210,6 +212,7 @@ def test_candidates_are_found_without_a_look_at_the_device(score: Score) -> None
     head = random_head(replace(CAUSAL, edge=EdgeConfig(rank=4))).to("meta")
     target, hidden_BDM = Embedder(), torch.empty(2, 3, CAUSAL.layers.hidden_size, device="meta")
     target.matrix = target.matrix.to("meta")
-    found = head.candidates(hidden_BDM, target, TreeConfig(score=score, shortlist=9), torch.ones(2, device="meta"))
+    root_B, heat_B = torch.empty(2, dtype=torch.long, device="meta"), torch.ones(2, device="meta")
+    found = head.candidates(hidden_BDM, root_B, target, TreeConfig(score=score, shortlist=9), heat_B)
     assert found.token_BDC.shape == (2, 3, 9)
     assert (found.entropy_BD is None) == (score == "accum_logp")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jetspec.dispatch import force
-from jetspec.ops import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store
+from jetspec.ops import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store, rotate_store_layers
 from jetspec.types import KVPages
 from tests.kernels import compile_for_hopper
 
@@ -166,6 +166,44 @@ def test_rotation_kernel_equals_reference(
     interpreter.submit(compare_rotations, *inputs, num_kv_heads, tolerance).result()
 
 
+def compare_layers(scattered: bool, normed: bool, tolerance: float, device: str = "cpu") -> None:
+    """All layers at once as one after the other, wherever they lie."""
+    T, L, G, E, slots = 5, 3, 2, 8, 9
+    kv, tables, _ = heads((T,), L * 2 * G, 0, E, normed=False, device=device)
+    kv = kv.unflatten(1, (L, 2 * G))
+    weights = torch.rand(2, L, E, device=device)
+    norm_L = HeadNorm(weights[0], weights[1], EPS) if normed else None
+    slot = torch.randperm(slots, device=device)[:T]
+
+    def pages() -> list[KVPages]:
+        storage = torch.zeros(2, 2 * L, slots, 1, G, E, device=device)
+        places = (0, 3, 4) if scattered else (0, 2, 4)
+        return [KVPages(storage[0, i], storage[1, i]) for i in places]
+
+    one_by_one, together = pages(), pages()
+    with force("reference"):
+        for i in range(L):
+            rotate_store(kv[:, i], G, tables, None if norm_L is None else norm_L.layer(i), one_by_one[i], slot)
+    with force("triton"):
+        rotate_store_layers(kv, tables, norm_L, together, slot)
+    for got, want in zip(together, one_by_one, strict=True):
+        assert_same((got.k, got.v), (want.k, want.v), tolerance)
+        assert want.k.any()
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_layers_at_once_equal_layers_one_by_one(interpreter: Executor, scattered: bool, normed: bool) -> None:
+    interpreter.submit(compare_layers, scattered, normed, 1e-5).result()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_layers_at_once_on_a_gpu(scattered: bool, normed: bool) -> None:
+    compare_layers(scattered, normed, 1e-5, "cuda")
+
+
 def compare_many(
     x: Tensor, weight: Tensor, inputs: tuple[Tensor, tuple[Tensor, Tensor], HeadNorm | None], num_kv_heads: int
 ) -> None:
@@ -218,7 +256,8 @@ def test_rotation_kernel_compiles_without_a_gpu(
     constants |= {} if stored else {"v_ptr": None, "slot_ptr": None}
     constants |= {} if normed else {"q_norm_ptr": None, "k_norm_ptr": None}
     types = {name: "*bf16" for name in _rotate_qkv_kernel.arg_names if name.endswith("_ptr")}
-    assert "st.global" in compile_for_hopper(_rotate_qkv_kernel, types | {"slot_ptr": "*i64", "eps": "fp32"}, constants)
+    types |= {"slot_ptr": "*i64", "eps": "fp32", "distance": "i64"}
+    assert "st.global" in compile_for_hopper(_rotate_qkv_kernel, types, constants)
 
 
 @pytest.mark.gpu

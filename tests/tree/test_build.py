@@ -16,7 +16,8 @@ from torch import Tensor
 
 from jetspec.config import Expand, Score, TreeConfig
 from jetspec.dispatch import force
-from jetspec.tree import Candidates, DraftTree, EdgeFactors, GrowingTree, build_tree, build_tree_reference
+from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, build_tree_reference
+from jetspec.types import EdgeFactors
 from tests.kernels import compile_for_hopper
 
 VOCAB = 6

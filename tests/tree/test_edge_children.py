@@ -11,7 +11,8 @@ import torch
 
 from jetspec.config import TreeConfig
 from jetspec.dispatch import force
-from jetspec.tree import Candidates, EdgeFactors, build_tree
+from jetspec.tree import Candidates, build_tree
+from jetspec.types import EdgeFactors
 from tests.kernels import HOPPER, compile_for_hopper, shared_bytes
 from tests.tree.test_build import to, wide_candidates
 

@@ -119,6 +119,7 @@ class TreeDrafter(DraftModelSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> DraftHead:
         head = self.load_head()
         self.head, self.target = head, Borrowed(target_model)
+        self.context_weights = head.context_weights()
         self.depth = min(head.head_config.draft_depth(self.tree.depth), self.tree.budget - 1)
         self.layers = {
             f"jetspec_head.layers.{i}": HeadPages(head.config.num_kv_heads, head.config.head_dim, self.dtype)
@@ -219,7 +220,7 @@ class TreeDrafter(DraftModelSpeculator):
             page_BP=self.block_tables.input_block_tables[self.group][: batch.num_reqs],
             anchor_B=anchor_B.long(),
             length_B=(batch.seq_lens[: batch.num_reqs] - num_rejected).long(),
-            heat_B=torch.where(temperature[state_B] > 0, temperature[state_B], 1.0),
+            heat_B=torch.where(temperature[state_B] > 0, temperature[state_B], self.tree.heat),
             state_B=state_B,
         )
         if self.graphs is not None and committed.is_path and batch.num_reqs <= self.graphs.largest:
@@ -229,14 +230,14 @@ class TreeDrafter(DraftModelSpeculator):
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Rows of rejected nodes land behind the end of the context, where the block overwrites them."""
         cache = [pages_of(layer.kv_cache) for layer in self.layers.values()]
-        self.head.observe(inputs.tap_TX, inputs.position_T, inputs.slot_T, cache)
+        self.head.observe(inputs.tap_TX, inputs.position_T, inputs.slot_T, cache, self.context_weights)
         block = self.block(inputs.anchor_B, inputs.length_B, inputs.page_BP)
         return self.trees.write(inputs.state_B, self.guess(block, inputs.anchor_B, inputs.heat_B, cache))
 
     def guess(self, block: TreeBatch, anchor_B: Tensor, heat_B: Tensor, cache: list[KVPages]) -> DraftTree:
         """The best trees below the anchors, drafted with the temperatures that they will be sampled with."""
         hidden_BDM = self.head.propose(block, self.target, cache)[:, : self.depth]
-        candidates = self.head.candidates(hidden_BDM, self.target, self.tree, heat_B)
+        candidates = self.head.candidates(hidden_BDM, anchor_B, self.target, self.tree, heat_B)
         return build_tree(anchor_B, candidates, self.tree, self.depth)
 
     def block(self, anchor_B: Tensor, length_B: Tensor, page_BP: Tensor) -> TreeBatch:

@@ -1,0 +1,56 @@
+"""The tokens of each depth that an edge term will rank: those that some likely parent would choose.
+
+What a head says of a depth alone is no guide to them. A token that few parents have for a child, but those surely, is
+among the least likely of its depth; and the edge term is trained together with the head, so that neither is a
+distribution without the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetspec.dispatch import uses_kernel
+from jetspec.ops.topk_logprob import MAX_K, topk_logprob
+from jetspec.types import EdgeFactors
+
+MAX_RANK = 512
+"""Highest rank of an edge term that the kernels take: a program holds it whole."""
+
+
+def shortlist(
+    logits_BDV: Tensor, root_B: Tensor, edge: EdgeFactors, count: int, num_likely: int, heat_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`count` tokens of every depth, in no particular order, and their log-probabilities without an edge, in fp32.
+
+    Chosen are those c for which log q(c|y) is greatest, for the best of some parents y: the `num_likely` most likely
+    tokens of the depth before, at the first depth the root; and no parent at all. The logits are to be divided by
+    `heat_B`; the gates of the edge already are.
+    """
+    likely_BDP = topk_logprob(logits_BDV, num_likely)[0]
+    if uses_kernel(logits_BDV) and count <= MAX_K and edge.gate_BDR.shape[-1] <= MAX_RANK:
+        from jetspec.ops.shortlist_triton import shortlist_triton
+
+        return shortlist_triton(logits_BDV, root_B, likely_BDP, edge, count, heat_B)
+    return shortlist_reference(logits_BDV, root_B, likely_BDP, edge, count, heat_B)
+
+
+def shortlist_reference(
+    logits_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors, count: int, heat_B: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    alone_BDV = _cool(logits_BDV, heat_B).log_softmax(-1)
+    token_BDC = topk_logprob(worth_reference(alone_BDV, root_B, likely_BDP, edge), count)[0]
+    return token_BDC, alone_BDV.gather(-1, token_BDC)
+
+
+def worth_reference(alone_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors) -> Tensor:
+    """How likely each token is, at best."""
+    worth_BDV = alone_BDV
+    for best_BD in likely_BDP.unbind(-1):
+        parent_BD = torch.cat((root_B[:, None], best_BD[:, :-1]), 1)
+        worth_BDV = torch.maximum(worth_BDV, (alone_BDV + edge.term(parent_BD)).log_softmax(-1))
+    return worth_BDV
+
+
+def _cool(logits_BDV: Tensor, heat_B: Tensor | None) -> Tensor:
+    return logits_BDV.float() if heat_B is None else logits_BDV.float() / heat_B[:, None, None]

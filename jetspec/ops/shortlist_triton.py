@@ -1,0 +1,260 @@
+"""The Triton kernels of `shortlist`: sums of exponentials for every parent, then what each token is worth.
+
+Products of the few rows of a request with all tokens are a matter of reading the latter, so they are made twice rather
+than stored.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.topk_logprob import topk_logprob
+from jetspec.types import EdgeFactors
+
+DEPTHS = 16
+"""That one program looks at: as many rows as tensor cores multiply at least."""
+CHUNKS = 256
+"""About so many parts of the vocabulary have sums of their own: enough to fill a GPU."""
+TILE_BYTES = 32 * 1024
+"""Of the successors that a program looks at at once."""
+TAKEN = 256
+
+# Stands for no logit. Finite, since the difference of two infinities is not a number.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+def shortlist_triton(
+    logits_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors, count: int, heat_B: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    logits_BDV = logits_BDV.contiguous()
+    worth_BDV, lse_BD = worth_triton(logits_BDV, root_B, likely_BDP, edge, heat_B)
+    token_BDC = topk_logprob(worth_BDV, count)[0]
+    logprob_BDC = torch.empty_like(token_BDC, dtype=torch.float32)
+    B, D, V = logits_BDV.shape
+    with torch.cuda.device_of(logits_BDV):
+        _take_kernel[(B * D, triton.cdiv(count, TAKEN))](
+            *(logits_BDV, token_BDC, lse_BD, heat_B, logprob_BDC, V, count, _stride(heat_B)),
+            D=D,
+            BLOCK=TAKEN,
+            **overlap(logits_BDV),
+        )
+    return token_BDC, logprob_BDC
+
+
+def worth_triton(
+    logits_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors, heat_B: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """How likely each token is at best, and the logarithm of the sum of exponentials without an edge, (B, D)."""
+    (B, D, V), P, R = logits_BDV.shape, likely_BDP.shape[-1], edge.gate_BDR.shape[-1]
+    ranks = max(16, triton.next_power_of_2(R))
+    tile = max(16, TILE_BYTES // (ranks * edge.successor_VR.element_size()))
+    span = triton.cdiv(triton.cdiv(V, CHUNKS), tile) * tile
+    chunks, blocks = triton.cdiv(V, span), triton.cdiv(D, DEPTHS)
+    top_BCDQ = torch.empty(B, chunks, D, P + 1, dtype=torch.float32, device=logits_BDV.device)
+    total_BCDQ, lse_QBD = torch.empty_like(top_BCDQ), top_BCDQ.new_empty(P + 1, B, D)
+    worth_BDV = top_BCDQ.new_empty(B, D, V)
+    inputs = (
+        *(logits_BDV, root_B.contiguous(), likely_BDP.contiguous(), heat_B),
+        *(edge.gate_BDR.contiguous(), edge.predecessor_VR.contiguous(), edge.successor_VR.contiguous()),
+    )
+    sizes = {"D": D, "P": P, "R": R, "RANKS": ranks, "DEPTHS": DEPTHS, "TILE": tile, **overlap(logits_BDV)}
+    with torch.cuda.device_of(logits_BDV):
+        _mass_kernel[(chunks, blocks, B)](
+            *(*inputs, top_BCDQ, total_BCDQ, V, span, _stride(heat_B)), PARENTS=triton.next_power_of_2(P + 1), **sizes
+        )
+        _sum_kernel[(P + 1, D, B)](
+            *(top_BCDQ, total_BCDQ, lse_QBD, chunks), CHUNKS=triton.next_power_of_2(chunks), **overlap(logits_BDV)
+        )
+        _worth_kernel[(triton.cdiv(V, tile), blocks, B)](*(*inputs, lse_QBD, worth_BDV, V, _stride(heat_B)), **sizes)
+    return worth_BDV, lse_QBD[P]
+
+
+def _stride(heat_B: Tensor | None) -> int:
+    """0 where one number serves all requests."""
+    return 0 if heat_B is None else heat_B.stride(0)
+
+
+@triton.jit
+def _mass_kernel(
+    logits_ptr,
+    root_ptr,
+    likely_ptr,
+    heat_ptr,
+    gate_ptr,
+    predecessor_ptr,
+    successor_ptr,
+    top_ptr,
+    total_ptr,
+    V,
+    span,
+    heat_stride,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    PARENTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Of `span` tokens the greatest logit, and the sum of exponentials of the distances to it: at some depths, for each
+    of P parents and, last, for none."""
+    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
+    column = tl.arange(0, PARENTS)[None, :]
+    top = tl.full([DEPTHS, PARENTS], LOWEST, tl.float32)
+    total = tl.zeros([DEPTHS, PARENTS], tl.float32)
+    wait(OVERLAP)
+    for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
+        token = start + tl.arange(0, TILE)
+        alone = _logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D)
+        successor = _successors(successor_ptr, token, V, R, RANKS)
+        for parent in tl.static_range(P + 1):
+            z = alone
+            if parent < P:
+                gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
+                z = _add_product(alone, gated, successor)
+            is_own = column == parent
+            before = tl.max(tl.where(is_own, top, LOWEST), 1)
+            higher = tl.maximum(before, tl.max(z, 1))
+            added = tl.sum(tl.exp(z - higher[:, None]), 1)
+            total = tl.where(is_own, total * tl.exp(before - higher)[:, None] + added[:, None], total)
+            top = tl.where(is_own, higher[:, None], top)
+    out = ((row * tl.num_programs(0) + chunk) * D + depth)[:, None] * (P + 1) + column
+    known = (depth < D)[:, None] & (column <= P)
+    tl.store(top_ptr + out, top, mask=known)
+    tl.store(total_ptr + out, total, mask=known)
+
+
+@triton.jit
+def _sum_kernel(top_ptr, total_ptr, lse_ptr, num_chunks, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr = False):
+    """The logarithm of a whole sum of exponentials, from those of its chunks."""
+    wait(OVERLAP)
+    parent, depth, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    Q, D, B = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+    chunk = tl.arange(0, CHUNKS)
+    place = ((row * num_chunks + chunk) * D + depth) * Q + parent
+    top = tl.load(top_ptr + place, mask=chunk < num_chunks, other=LOWEST)
+    total = tl.load(total_ptr + place, mask=chunk < num_chunks, other=0.0)
+    highest = tl.max(top)
+    tl.store(lse_ptr + (parent * B + row) * D + depth, highest + tl.log(tl.sum(total * tl.exp(top - highest))))
+
+
+@triton.jit
+def _worth_kernel(
+    logits_ptr,
+    root_ptr,
+    likely_ptr,
+    heat_ptr,
+    gate_ptr,
+    predecessor_ptr,
+    successor_ptr,
+    lse_ptr,
+    worth_ptr,
+    V,
+    heat_stride,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    RANKS: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """The greatest log-probability of some tokens at some depths, over all parents and none. The tokens' own vectors
+    are older than the kernel before this one, and asked for before it ends."""
+    row = tl.program_id(2).to(tl.int64)
+    depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
+    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    successor = _successors(successor_ptr, token, V, R, RANKS)
+    wait(OVERLAP)
+    alone = _logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D)
+    lse_ptr += row * D + tl.minimum(depth, D - 1)
+    parents = tl.num_programs(2) * D  # between the sums of two parents
+    worth = alone - tl.load(lse_ptr + P * parents)[:, None]
+    for parent in tl.static_range(P):
+        gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
+        z = _add_product(alone, gated, successor)
+        worth = tl.maximum(worth, z - tl.load(lse_ptr + parent * parents)[:, None])
+    place = (row * D + depth)[:, None] * V + token[None, :]
+    tl.store(worth_ptr + place, worth, mask=(depth < D)[:, None] & (token < V)[None, :])
+
+
+@triton.jit
+def _take_kernel(
+    logits_ptr,
+    token_ptr,
+    lse_ptr,
+    heat_ptr,
+    out_ptr,
+    V,
+    count,
+    heat_stride,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Log-probabilities of the tokens that were chosen, without an edge."""
+    wait(OVERLAP)
+    level = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(token_ptr + level * count + place, mask=place < count, other=0)
+    logit = tl.load(logits_ptr + level * V + token, mask=place < count, other=0.0).to(tl.float32)
+    if heat_ptr is not None:
+        logit /= tl.load(heat_ptr + level // D * heat_stride)
+    tl.store(out_ptr + level * count + place, logit - tl.load(lse_ptr + level), mask=place < count)
+
+
+@triton.jit
+def _logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D: tl.constexpr):
+    """Of some tokens at some depths; past the end of the vocabulary -inf."""
+    place = (row * D + tl.minimum(depth, D - 1))[:, None] * V + token[None, :]
+    inside = tl.broadcast_to((token < V)[None, :], place.shape)
+    logit = tl.load(logits_ptr + place, mask=inside, other=-float("inf")).to(tl.float32)
+    if heat_ptr is not None:
+        logit /= tl.load(heat_ptr + row * heat_stride)
+    return logit
+
+
+@triton.jit
+def _successors(successor_ptr, token, V, R: tl.constexpr, RANKS: tl.constexpr):
+    rank = tl.arange(0, RANKS)
+    place = tl.minimum(token, V - 1).to(tl.int64)[None, :] * R + rank[:, None]
+    return tl.load(successor_ptr + place, mask=(rank < R)[:, None], other=0.0)
+
+
+@triton.jit
+def _gated(
+    root_ptr,
+    likely_ptr,
+    gate_ptr,
+    predecessor_ptr,
+    row,
+    depth,
+    parent,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """One parent's vectors at some depths, times the gates: the root at depth 0, a likely token of the depth before
+    at all others."""
+    level = row * D + tl.minimum(depth, D - 1)
+    likely = tl.load(likely_ptr + tl.maximum(level - 1, 0) * P + parent)
+    token = tl.where(depth == 0, tl.load(root_ptr + row), likely)
+    rank = tl.arange(0, RANKS)[None, :]
+    inside = tl.broadcast_to(rank < R, [level.shape[0], RANKS])
+    gate = tl.load(gate_ptr + level[:, None] * R + rank, mask=inside, other=0.0).to(tl.float32)
+    vector = tl.load(predecessor_ptr + token.to(tl.int64)[:, None] * R + rank, mask=inside, other=0.0)
+    return (vector.to(tl.float32) * gate).to(predecessor_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _add_product(logits, gated, successor):
+    return tl.dot(gated, successor, logits, input_precision="ieee")

@@ -1,0 +1,134 @@
+"""The tokens that an edge term will rank: those that some likely parent would choose."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetspec.dispatch import force
+from jetspec.ops import shortlist
+from jetspec.types import EdgeFactors
+from tests.kernels import compile_for_hopper
+
+
+def guesses(
+    B: int, D: int, V: int, R: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Tensor, Tensor, EdgeFactors]:
+    torch.manual_seed(0)
+    logits_BDV = 2 * torch.randn(B, D, V)
+    edge = EdgeFactors(torch.randn(B, D, R), torch.randn(V, R).to(dtype), 2 * torch.randn(V, R).to(dtype))
+    moved = EdgeFactors(**{name: x.to(device) for name, x in vars(edge).items()})
+    return logits_BDV.to(device, dtype), torch.randint(V, (B,)).to(device), moved
+
+
+def worth_of(logits: Tensor, root: int, edge: EdgeFactors, row: int, depth: int, num_likely: int) -> Tensor:
+    """Of every token, parent by parent."""
+    alone = logits[row, depth].float()
+    before = logits[row, depth - 1].float().sort(descending=True, stable=True).indices
+    parents = before[:num_likely].tolist() if depth else [root]
+    gate = edge.gate_BDR[row, depth].float()
+    terms = [edge.successor_VR.float() @ (edge.predecessor_VR[parent].float() * gate) for parent in parents]
+    return torch.stack([alone.log_softmax(-1), *((alone + term).log_softmax(-1) for term in terms)]).amax(0)
+
+
+@pytest.mark.parametrize("num_likely", [1, 3])
+def test_it_holds_what_some_likely_parent_would_choose(num_likely: int) -> None:
+    logits, root_B, edge = guesses(B=2, D=3, V=50, R=4)
+    token, logprob = shortlist(logits, root_B, edge, 7, num_likely)
+    for row in range(2):
+        for depth in range(3):
+            worth = worth_of(logits, int(root_B[row]), edge, row, depth, num_likely)
+            assert set(token[row, depth].tolist()) == set(worth.topk(7).indices.tolist())
+    torch.testing.assert_close(logprob, logits.log_softmax(-1).gather(-1, token))
+
+
+def test_a_child_that_only_its_parent_makes_likely_is_found() -> None:
+    """Alone it is the least likely token of its depth."""
+    logits, root_B, edge = guesses(B=1, D=2, V=40, R=4)
+    likely = int(logits[0, 0].argmax())
+    edge.gate_BDR[0, 1] *= 10
+    child = int((edge.successor_VR @ (edge.predecessor_VR[likely] * edge.gate_BDR[0, 1])).argmax())
+    logits[0, 1, child] = logits[0, 1].min() - 1
+    alone = logits[0, 1].topk(8).indices.tolist()
+    assert child not in alone and child in shortlist(logits, root_B, edge, 8, 1)[0][0, 1]
+
+
+def test_without_an_edge_it_is_the_best_of_the_depth() -> None:
+    logits, root_B, edge = guesses(B=2, D=3, V=30, R=4)
+    none = EdgeFactors(torch.zeros_like(edge.gate_BDR), edge.predecessor_VR, edge.successor_VR)
+    token, logprob = shortlist(logits, root_B, none, 6, 2)
+    best = logits.log_softmax(-1).topk(6)
+    assert torch.equal(token, best.indices)
+    torch.testing.assert_close(logprob, best.values)
+
+
+def test_heat_divides_the_logits() -> None:
+    logits, root_B, edge = guesses(B=3, D=2, V=30, R=4)
+    heat_B = torch.tensor([0.5, 1.0, 2.0])
+    got = shortlist(logits, root_B, edge, 6, 2, heat_B)
+    want = shortlist(logits / heat_B[:, None, None], root_B, edge, 6, 2)
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1])
+
+
+def compare(inputs: tuple[Tensor, Tensor, EdgeFactors], count: int, num_likely: int, heat: str, slack: float) -> None:
+    """Rounding may exchange tokens that are worth the same, but for `slack`."""
+    logits, root_B, edge = inputs
+    heat_B = None
+    if heat == "own":
+        heat_B = torch.linspace(0.5, 1.5, len(logits), device=logits.device)
+    elif heat == "shared":
+        heat_B = torch.tensor([0.7], device=logits.device).expand(len(logits))
+    with force("triton"):
+        token, logprob = shortlist(logits, root_B, edge, count, num_likely, heat_B)
+    cooled = logits.float() if heat_B is None else logits.float() / heat_B[:, None, None]
+    torch.testing.assert_close(logprob, cooled.log_softmax(-1).gather(-1, token), atol=1e-3, rtol=1e-3)
+    for row in range(len(logits)):
+        for depth in range(logits.shape[1]):
+            assert len(token[row, depth].unique()) == count
+            worth = worth_of(cooled, int(root_B[row]), edge, row, depth, num_likely)
+            missing = worth.topk(count).values[-1] - worth[token[row, depth]].min()
+            assert missing <= slack, f"{missing} at depth {depth}"
+
+
+CASES = [(2, 3, 300, 4, 9, 2, "own"), (1, 17, 70, 20, 33, 1, "none"), (3, 2, 40, 16, 5, 4, "shared")]
+
+
+@pytest.mark.parametrize(("B", "D", "V", "R", "count", "num_likely", "heat"), CASES)
+def test_kernels_choose_the_same(
+    interpreter: Executor, B: int, D: int, V: int, R: int, count: int, num_likely: int, heat: str
+) -> None:
+    interpreter.submit(compare, guesses(B, D, V, R), count, num_likely, heat, 1e-4).result()
+
+
+@pytest.mark.parametrize("kernel", ["_mass_kernel", "_worth_kernel", "_sum_kernel", "_take_kernel"])
+@pytest.mark.parametrize("heated", [True, False])
+def test_kernels_compile_without_a_gpu(kernel: str, heated: bool) -> None:
+    from jetspec.ops import shortlist_triton
+
+    found: Any = getattr(shortlist_triton, kernel)
+    weights = ("logits_ptr", "predecessor_ptr", "successor_ptr")
+    types = {name: "*bf16" if name in weights else "*i64" for name in (*weights, "root_ptr", "likely_ptr", "token_ptr")}
+    types |= dict.fromkeys(("V", "span", "heat_stride", "num_chunks", "count"), "i32")
+    sizes = {"D": 15, "P": 4, "R": 128, "RANKS": 128, "DEPTHS": 16, "TILE": 128, "PARENTS": 8, "CHUNKS": 256}
+    sizes["BLOCK"] = 256
+    constants: dict[str, Any] = {name: size for name, size in sizes.items() if name in found.arg_names}
+    if "heat_ptr" in found.arg_names and not heated:
+        constants["heat_ptr"] = None
+    assert "st.global" in compile_for_hopper(found, types, constants)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("B", "D", "V", "R", "count", "num_likely", "heat"),
+    [(1, 15, 49152, 128, 256, 4, "shared"), (8, 15, 151_936, 128, 512, 4, "own"), (2, 7, 5000, 32, 300, 2, "none")],
+)
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-3), (torch.bfloat16, 0.3)])
+def test_kernels_on_a_gpu(
+    B: int, D: int, V: int, R: int, count: int, num_likely: int, heat: str, dtype: torch.dtype, slack: float
+) -> None:
+    compare(guesses(B, D, V, R, dtype, "cuda"), count, num_likely, heat, slack)
