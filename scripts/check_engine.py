@@ -345,7 +345,8 @@ def main(words: Sequence[str] | None = None) -> None:
     faster = any(result.get("faster", True) for result in results.values())  # float32 is for exactness, not for speed
     holds = correct and faster
     record = {"check": args.check, "model": Path(args.model).name, "head": Path(args.head).name, "device": device.type}
-    record["shortlist"] = args.shortlist
+    tree = TreeConfig(shortlist=args.shortlist)
+    record |= {"heat": tree.heat, "shortlist": tree.shortlist, "likely": tree.likely}
     write_record(args.out, {**record, "holds": holds, "results": results}, commit)
     print(json.dumps({"check": args.check, "holds": holds, "record": str(args.out)}))
     raise SystemExit(0 if holds else 1)

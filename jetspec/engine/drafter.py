@@ -95,7 +95,7 @@ class HeadDrafter:
         token_BS = self.head.block_tokens(state.anchor_B)
         block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), None)
         hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, : self.depth]
-        heat_B = self.heat.of(state.sampling)
+        heat_B = self.heat.of(state)
         return self.head.candidates(hidden_BDM, state.anchor_B, self.target, self.tree, heat_B)
 
     def build(self, state: RoundState, drafted: Candidates) -> DraftTree:
@@ -131,7 +131,7 @@ class Eagle3Drafter:
         nodes = self.cache.place(state.row_B, depth_BN, depth_BN, own_BNW)
         feature_BM = self.cache.head.feature_SM[self.cache.slot_before(nodes.layout)]
         growing = GrowingTree(state.anchor_B, self.width, self.tree.budget)
-        heat_B = self.heat.of(state.sampling)
+        heat_B = self.heat.of(state)
         return self.head.grow(growing, self.depth, nodes, feature_BM, self.target, self.cache.head.layers, heat_B)
 
     def build(self, state: RoundState, drafted: GrowingTree) -> DraftTree:
@@ -151,11 +151,12 @@ class Heat:
         self.greedy = greedy
         self.greedy_1 = None if greedy == 1 else torch.full((1,), greedy, device=device)
 
-    def of(self, sampling: RowSampling) -> Tensor | None:
+    def of(self, state: RoundState) -> Tensor | None:
         """None: 1 for all."""
-        if sampling.any_sampled:
-            return torch.where(sampling.temperature_B > 0, sampling.temperature_B, self.greedy)
-        return None if self.greedy_1 is None else self.greedy_1.expand(len(sampling.temperature_B))
+        if state.sampling.any_sampled:
+            heat_B = state.sampling.temperature_B
+            return torch.where(heat_B > 0, heat_B, self.greedy)
+        return None if self.greedy_1 is None else self.greedy_1.expand(len(state.anchor_B))
 
 
 @dataclass

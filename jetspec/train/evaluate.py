@@ -227,16 +227,16 @@ class _Scorer:
         gap_B = torch.empty(0)
         if picked_B.any():
             row_R = picked_B.nonzero()[:, 0].to(at_B.device)
-            gap_B = self._gaps(reading, at_B, stop_B, drafted.tree(self.chain), row_R)
+            gap_B = self._gaps(reading, at_B[row_R], stop_B[row_R])
         return accepted, drafted.ranks(coming_BD).cpu(), gap_B
 
-    def _gaps(self, reading: Reading, at_B: Tensor, stop_B: Tensor, chain: DraftTree, row_R: Tensor) -> Tensor:
-        """log q - log p of the top paths of some rows, cut where the text ends."""
+    def _gaps(self, reading: Reading, at_B: Tensor, stop_B: Tensor) -> Tensor:
+        """log q - log p of the top paths, cut where the text ends. q is the head's own, whatever the heat of trees."""
+        chain = reading.draft(at_B, replace(self.offer, heat=1)).tree(self.chain)
         assert chain.score_BN is not None
-        length_R1 = (stop_B - at_B - 1)[row_R, None].clamp(max=self.depth)
-        logp_RD = reading.logprob(at_B[row_R], chain.token_BN[row_R, 1:]).cumsum(1)
-        logq_RN = chain.score_BN[row_R]
-        return (logq_RN.gather(1, length_R1) - logp_RD.gather(1, length_R1 - 1))[:, 0].cpu()
+        length_B1 = (stop_B - at_B - 1)[:, None].clamp(max=self.depth)
+        logp_BD = reading.logprob(at_B, chain.token_BN[:, 1:]).cumsum(1)
+        return (chain.score_BN.gather(1, length_B1) - logp_BD.gather(1, length_B1 - 1))[:, 0].cpu()
 
 
 def follow(tree: DraftTree, coming_BD: Tensor) -> Tensor:

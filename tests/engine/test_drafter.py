@@ -1,6 +1,8 @@
-"""Prompt lookup: the tree of matches."""
+"""At which heat heads draft; prompt lookup: the tree of matches."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec.config import TreeConfig
-from jetspec.engine.drafter import NgramDrafter, RoundState, match_lengths
+from jetspec.engine.drafter import Heat, NgramDrafter, RoundState, match_lengths
 from jetspec.types import Request, RowSampling, SamplingParams
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -19,6 +21,16 @@ def state(rows: list[list[int]]) -> RoundState:
     requests = [Request(i, tokens, len(tokens), params, 0, 99) for i, tokens in enumerate(rows)]
     sampling = RowSampling.of([params] * len(rows), [0] * len(rows), "cpu")
     return RoundState(torch.arange(len(rows)), torch.tensor([t[-1] for t in rows]), sampling, requests)
+
+
+def test_greedy_requests_have_the_heat_of_the_tree_and_sampled_ones_their_own() -> None:
+    greedy, cpu = state([[1], [2], [3]]), torch.device("cpu")
+    params = [SamplingParams(temperature=t) for t in (0.0, 0.5, 2.0)]
+    mixed = replace(greedy, sampling=RowSampling.of(params, [0] * 3, "cpu"))
+    for heat in (0.75, 1.0):
+        of_mixed, of_greedy = Heat(heat, cpu).of(mixed), Heat(heat, cpu).of(greedy)
+        assert of_mixed is not None and of_mixed.tolist() == [heat, 0.5, 2.0]
+        assert of_greedy is None if heat == 1 else of_greedy is not None and of_greedy.tolist() == [heat] * 3
 
 
 @given(texts, st.integers(1, 5))

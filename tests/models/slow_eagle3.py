@@ -71,14 +71,16 @@ def state_after(head: Eagle3Head, target: Decoder, tokens: list[int], path: list
     return norm(hidden, head.norm.weight, head.config.norm_eps)
 
 
-def logprobs_after(head: Eagle3Head, target: Decoder, tokens: list[int], path: list[int]) -> dict[int, float]:
+def logprobs_after(
+    head: Eagle3Head, target: Decoder, tokens: list[int], path: list[int], heat: float = 1.0
+) -> dict[int, float]:
     """Token of the target -> log-probability under the head."""
-    logprob = (head.lm_head.weight @ state_after(head, target, tokens, path)).log_softmax(0)
+    logprob = (head.lm_head.weight @ state_after(head, target, tokens, path) / heat).log_softmax(0)
     return dict(zip(head.token_of.tolist(), logprob.tolist(), strict=True))
 
 
 def slow_tree(
-    head: Eagle3Head, target: Decoder, tokens: list[int], width: int, depth: int, budget: int
+    head: Eagle3Head, target: Decoder, tokens: list[int], width: int, depth: int, budget: int, heat: float
 ) -> dict[tuple[int, ...], float]:
     """Paths of the tree and their scores: a beam of `width`, whose children are all candidates; the best of these."""
     if len(tokens) < 2:
@@ -88,7 +90,7 @@ def slow_tree(
     for _ in range(depth):
         born = {}
         for path in frontier:
-            after = logprobs_after(head, target, tokens, list(path))
+            after = logprobs_after(head, target, tokens, list(path), heat)
             for token in sorted(after, key=lambda t: -after[t])[:width]:
                 born[(*path, token)] = found[path] + after[token]
         found |= born

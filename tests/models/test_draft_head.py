@@ -206,6 +206,23 @@ def test_default_taps_are_the_published_ones(num_target_layers: int, expected: t
     assert default_tap_layers(1, num_target_layers) == (num_target_layers // 2,)
 
 
+@pytest.mark.parametrize("likely", [0, 2])
+@pytest.mark.parametrize("edge", [True, False])
+def test_heat_divides_what_the_head_says(edge: bool, likely: int) -> None:
+    """Log-probabilities alone, and those below a parent."""
+    head = random_head(HEADS["edge"] if edge else CAUSAL)
+    hidden_BDM, root_B = torch.randn(2, 3, CAUSAL.layers.hidden_size), torch.tensor([4, 5])
+    heat_B, tree = torch.tensor([0.5, 2.0]), TreeConfig(width=4, shortlist=9, likely=likely)
+    found = head.candidates(hidden_BDM, root_B, TARGET, tree, heat_B)
+    logits_BDV = TARGET.logits(hidden_BDM) / heat_B[:, None, None]
+    assert_close(found.logprob_BDC, logits_BDV.log_softmax(-1).gather(-1, found.token_BDC))
+    if head.edge is not None:
+        token_B1K, logprob_B1K = found.children(1, root_B[:, None], 4)
+        z_BV = logits_BDV[:, 0] + head.edge(hidden_BDM[:, 0], root_B) / heat_B[:, None]
+        ratio = (logprob_B1K - logprob_B1K[..., :1])[:, 0]
+        assert_close(ratio, (z_BV.gather(1, token_B1K[:, 0]) - z_BV.gather(1, token_B1K[:, 0, :1])))
+
+
 @pytest.mark.parametrize("score", get_args(Score))
 def test_candidates_are_found_without_a_look_at_the_device(score: Score) -> None:
     """Rounds are captured. A meta tensor has nothing that could be looked at."""
