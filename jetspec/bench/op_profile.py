@@ -195,10 +195,25 @@ def topk_logprob(inputs: Inputs) -> Operation:
     return Operation(lambda: (ops.topk_logprob(logits, WIDTH)[1],), logits.nbytes)
 
 
-def shortlist(inputs: Inputs) -> Operation:
-    """What an edge term ranks: a long list of the best tokens. Values only, too."""
+def topk_long(inputs: Inputs) -> Operation:
+    """A long list of the best tokens. Values only, too."""
     logits = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
     return Operation(lambda: (ops.topk_logprob(logits, inputs.shortlist)[1],), logits.nbytes)
+
+
+def edge_factors(inputs: Inputs) -> EdgeFactors:
+    gate_BDR = inputs.normal(inputs.B, DEPTH, EDGE_RANK, dtype=torch.float32)
+    return EdgeFactors(gate_BDR, *(0.3 * inputs.normal(inputs.config.vocab_size, EDGE_RANK) for _ in range(2)))
+
+
+def shortlist(inputs: Inputs) -> Operation:
+    """What an edge term ranks. The best value only: rounding may exchange the last tokens, which are as good."""
+    logits_BDV = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
+    anchor_B, edge = inputs.anchors(), edge_factors(inputs)
+    return Operation(
+        lambda: (ops.shortlist(logits_BDV, anchor_B, edge, inputs.shortlist, TreeConfig.likely)[1].amax(-1),),
+        2 * (logits_BDV.nbytes + edge.successor_VR.nbytes),
+    )
 
 
 def build(inputs: Inputs) -> Operation:
@@ -215,10 +230,8 @@ def build(inputs: Inputs) -> Operation:
 
 def build_edge_tree(inputs: Inputs) -> Operation:
     """With an edge term. Scores only: rounding may let nodes that nearly tie change places."""
-    gate_BDR = inputs.normal(inputs.B, DEPTH, EDGE_RANK, dtype=torch.float32)
-    factors = [0.3 * inputs.normal(inputs.config.vocab_size, EDGE_RANK) for _ in range(2)]
-    anchor_B, plain = inputs.anchors(), inputs.candidates(inputs.shortlist)
-    candidates = replace(plain, edge=EdgeFactors(gate_BDR, *factors))
+    edge, anchor_B, plain = edge_factors(inputs), inputs.anchors(), inputs.candidates(inputs.shortlist)
+    candidates = replace(plain, edge=edge)
     config = TreeConfig(budget=inputs.N, width=WIDTH, shortlist=inputs.setting.shortlist)
 
     def run() -> tuple[Tensor, ...]:
@@ -226,7 +239,7 @@ def build_edge_tree(inputs: Inputs) -> Operation:
         assert score_BN is not None
         return (score_BN,)
 
-    return Operation(run, 2 * plain.token_BDC.numel() * EDGE_RANK * factors[0].itemsize)
+    return Operation(run, 2 * plain.token_BDC.numel() * EDGE_RANK * edge.successor_VR.itemsize)
 
 
 def accept_path(inputs: Inputs) -> Operation:
@@ -305,6 +318,7 @@ OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     "rotate_store": rotate_store,
     "swiglu": swiglu,
     "topk_logprob": topk_logprob,
+    "topk_long": topk_long,
     "shortlist": shortlist,
     "build_tree": build,
     "build_edge_tree": build_edge_tree,
