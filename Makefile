@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
+# Tests run in a process per core, and start many others: one thread for each, and nothing compiled twice.
+QUICK := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-vllm lint clean
@@ -14,10 +16,10 @@ demo: $(STAMP) ## Decode three prompts plainly and speculatively, side by side
 	@$(BIN)/jetspec compare --max-tokens 96
 
 test: lint ## Run every check and every test that needs no GPU
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" --numprocesses auto --dist worksteal
+	@$(QUICK) $(BIN)/pytest -m "not gpu" --numprocesses auto --dist worksteal
 
 test-vllm: $(VLLM)/.installed ## Test the trees inside vLLM on the CPU, in an environment of its own
-	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+	@$(QUICK) $(VLLM)/bin/python -m pytest tests/vllm
 
 lint: $(STAMP) ## Check style, types and layers
 	@$(BIN)/ruff check .
