@@ -500,7 +500,7 @@ try:
 except OSError as error:
     print(error.strerror, error.filename.endswith("model.safetensors"))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "File too large True\n"
     assert list(tmp_path.iterdir()) == []
 

@@ -371,7 +371,8 @@ def test_only_a_regular_file_takes_rows(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_whole_rows_to_go_on_from(model: Path, tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     data, out = write_jsonl(tmp_path / "p.jsonl", make_prompts(40, most_turns=1)), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "jetspec.cli", *arguments(model, data, out)]
+    # -B: or Python would cut what it compiles to that size, too, and others would run into it.
+    command = [sys.executable, "-B", "-m", "jetspec.cli", *arguments(model, data, out)]
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4000, 4000))
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
