@@ -240,17 +240,17 @@ class DraftHead(DecoderStack):
         V, entropy_BD = logits_BDV.shape[-1], None
         if tree.score != "accum_logp":
             # Its checks would wait for the device, which a captured round must not.
-            cooled = torch.distributions.Categorical(logits=_cool(logits_BDV, heat_B).float(), validate_args=False)
+            cooled = torch.distributions.Categorical(logits=ops.cool(logits_BDV, heat_B).float(), validate_args=False)
             entropy_BD = cooled.entropy()
         if self.edge is None:
-            return Candidates(*ops.topk_logprob(_cool(logits_BDV, heat_B), min(tree.width, V)), entropy_BD)
-        gate_BDR = _cool(self.edge.gates(hidden_BDM).float(), heat_B)
+            return Candidates(*ops.topk_logprob(ops.cool(logits_BDV, heat_B), min(tree.width, V)), entropy_BD)
+        gate_BDR = ops.cool(self.edge.gates(hidden_BDM).float(), heat_B)
         edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
         count = min(tree.shortlist or V, V)
         if tree.likely and count < V:
             found = ops.shortlist(logits_BDV, root_B, edge, count, min(tree.likely, V), heat_B)
         else:
-            found = ops.topk_logprob(_cool(logits_BDV, heat_B), count)
+            found = ops.topk_logprob(ops.cool(logits_BDV, heat_B), count)
         return Candidates(*found, entropy_BD, edge)
 
     def forward_blocks(
@@ -280,10 +280,6 @@ class DraftHead(DecoderStack):
         """Attention of slots over context rows, then slots."""
         q, k, v = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
         return attend_masked(q, torch.cat((k_context, k), -3), torch.cat((v_context, v), -3), visible)
-
-
-def _cool(x_BDX: Tensor, heat_B: Tensor | None) -> Tensor:
-    return x_BDX if heat_B is None else x_BDX.float() / heat_B[:, None, None]
 
 
 def make_head(config: HeadConfig, seed: int = 0, **changes: object) -> DraftHead:

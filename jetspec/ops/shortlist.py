@@ -38,7 +38,7 @@ def shortlist(
 def shortlist_reference(
     logits_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors, count: int, heat_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    alone_BDV = _cool(logits_BDV, heat_B).log_softmax(-1)
+    alone_BDV = cool(logits_BDV, heat_B).float().log_softmax(-1)
     token_BDC = topk_logprob(worth_reference(alone_BDV, root_B, likely_BDP, edge), count)[0]
     return token_BDC, alone_BDV.gather(-1, token_BDC)
 
@@ -52,5 +52,6 @@ def worth_reference(alone_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge:
     return worth_BDV
 
 
-def _cool(logits_BDV: Tensor, heat_B: Tensor | None) -> Tensor:
-    return logits_BDV.float() if heat_B is None else logits_BDV.float() / heat_B[:, None, None]
+def cool(x_BDX: Tensor, heat_B: Tensor | None) -> Tensor:
+    """Divided by the temperature of each request, in fp32. Without temperatures it is left as it is."""
+    return x_BDX if heat_B is None else x_BDX.float() / heat_B[:, None, None]
