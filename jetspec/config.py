@@ -32,12 +32,12 @@ class TreeConfig:
     """What a path is ranked by: log-probability, entropy of its depths, or both."""
     entropy_weight: float = 0.0
     """Weight of the entropy in the `hybrid` score."""
-    heat: float = 0.85
+    heat: float = 0.8
     """Temperature at which a head drafts for greedy requests. A head learns how likely the target's tokens are; the
     likeliest is the text more often than that. Sampled requests are drafted at their own temperature."""
     shortlist: int = 256
     """Tokens per depth that an edge term may re-rank. 0: the whole vocabulary."""
-    likely: int = 4
+    likely: int = 7
     """Tokens of the depth before whose likely children make the shortlist. 0: it is what the head says of the depth
     alone, whatever comes before."""
 

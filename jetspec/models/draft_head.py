@@ -244,7 +244,7 @@ class DraftHead(DecoderStack):
             entropy_BD = cooled.entropy()
         if self.edge is None:
             return Candidates(*ops.topk_logprob(ops.cool(logits_BDV, heat_B), min(tree.width, V)), entropy_BD)
-        gate_BDR = ops.cool(self.edge.gates(hidden_BDM).float(), heat_B)
+        gate_BDR = ops.cool(self.edge.gates(hidden_BDM), heat_B).float()
         edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
         count = min(tree.shortlist or V, V)
         if tree.likely and count < V:

@@ -54,4 +54,4 @@ def worth_reference(alone_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge:
 
 def cool(x_BDX: Tensor, heat_B: Tensor | None) -> Tensor:
     """Divided by the temperature of each request, in fp32. Without temperatures it is left as it is."""
-    return x_BDX if heat_B is None else x_BDX.float() / heat_B[:, None, None]
+    return x_BDX if heat_B is None else x_BDX / heat_B[:, None, None]

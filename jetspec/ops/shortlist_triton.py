@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.overlap_triton import fetch, overlap, wait
 from jetspec.ops.topk_logprob import topk_logprob
 from jetspec.types import EdgeFactors
 
-DEPTHS = 16
-"""That one program looks at: as many rows as tensor cores multiply at least."""
+ROWS = 64
+"""Of parents, at some depths, that one program looks at: as many as Hopper's tensor cores multiply at least."""
 CHUNKS = 256
 """About so many parts of the vocabulary have sums of their own: enough to fill a GPU."""
 TILE_BYTES = 32 * 1024
-"""Of the successors that a program looks at at once."""
+"""Of the parents, and of the successors, that a program looks at at once."""
 TAKEN = 256
 
 # Stands for no logit. Finite, since the difference of two infinities is not a number.
@@ -52,10 +52,11 @@ def worth_triton(
 ) -> tuple[Tensor, Tensor]:
     """How likely each token is at best, and the logarithm of the sum of exponentials without an edge, (B, D)."""
     (B, D, V), P, R = logits_BDV.shape, likely_BDP.shape[-1], edge.gate_BDR.shape[-1]
-    ranks = max(16, triton.next_power_of_2(R))
+    ranks, parents = max(16, triton.next_power_of_2(R)), triton.next_power_of_2(P + 1)
     tile = max(16, TILE_BYTES // (ranks * edge.successor_VR.element_size()))
+    depths = triton.cdiv(min(ROWS, tile), parents)
     span = triton.cdiv(triton.cdiv(V, CHUNKS), tile) * tile
-    chunks, blocks = triton.cdiv(V, span), triton.cdiv(D, DEPTHS)
+    chunks, blocks = triton.cdiv(V, span), triton.cdiv(D, depths)
     top_BCDQ = torch.empty(B, chunks, D, P + 1, dtype=torch.float32, device=logits_BDV.device)
     total_BCDQ, lse_QBD = torch.empty_like(top_BCDQ), top_BCDQ.new_empty(P + 1, B, D)
     worth_BDV = top_BCDQ.new_empty(B, D, V)
@@ -63,11 +64,10 @@ def worth_triton(
         *(logits_BDV, root_B.contiguous(), likely_BDP.contiguous(), heat_B),
         *(edge.gate_BDR.contiguous(), edge.predecessor_VR.contiguous(), edge.successor_VR.contiguous()),
     )
-    sizes = {"D": D, "P": P, "R": R, "RANKS": ranks, "DEPTHS": DEPTHS, "TILE": tile, **overlap(logits_BDV)}
+    sizes = {"D": D, "P": P, "R": R, "RANKS": ranks, "DEPTHS": depths, "PARENTS": parents, "TILE": tile}
+    sizes |= overlap(logits_BDV)
     with torch.cuda.device_of(logits_BDV):
-        _mass_kernel[(chunks, blocks, B)](
-            *(*inputs, top_BCDQ, total_BCDQ, V, span, _stride(heat_B)), PARENTS=triton.next_power_of_2(P + 1), **sizes
-        )
+        _mass_kernel[(chunks, blocks, B)](*(*inputs, top_BCDQ, total_BCDQ, V, span, _stride(heat_B)), **sizes)
         _sum_kernel[(P + 1, D, B)](
             *(top_BCDQ, total_BCDQ, lse_QBD, chunks), CHUNKS=triton.next_power_of_2(chunks), **overlap(logits_BDV)
         )
@@ -97,37 +97,33 @@ def _mass_kernel(
     D: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
-    PARENTS: tl.constexpr,
     RANKS: tl.constexpr,
     DEPTHS: tl.constexpr,
+    PARENTS: tl.constexpr,
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """Of `span` tokens the greatest logit, and the sum of exponentials of the distances to it: at some depths, for each
-    of P parents and, last, for none."""
+    of P parents and, last, for none. The tokens' own vectors are older than the kernel before this one, and asked for
+    before it ends."""
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
-    column = tl.arange(0, PARENTS)[None, :]
-    top = tl.full([DEPTHS, PARENTS], LOWEST, tl.float32)
-    total = tl.zeros([DEPTHS, PARENTS], tl.float32)
+    depth, parent = _families(DEPTHS, PARENTS)
+    top = tl.full([DEPTHS * PARENTS], LOWEST, tl.float32)
+    total = tl.zeros([DEPTHS * PARENTS], tl.float32)
+    if OVERLAP and R % 8 == 0:
+        own_bytes = tl.minimum(span, V - chunk * span) * R * (successor_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        fetch(successor_ptr + chunk.to(tl.int64) * span * R, own_bytes)
     wait(OVERLAP)
+    gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
     for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
         token = start + tl.arange(0, TILE)
-        alone = _logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D)
         successor = _successors(successor_ptr, token, V, R, RANKS)
-        for parent in tl.static_range(P + 1):
-            z = alone
-            if parent < P:
-                gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
-                z = _add_product(alone, gated, successor)
-            is_own = column == parent
-            before = tl.max(tl.where(is_own, top, LOWEST), 1)
-            higher = tl.maximum(before, tl.max(z, 1))
-            added = tl.sum(tl.exp(z - higher[:, None]), 1)
-            total = tl.where(is_own, total * tl.exp(before - higher)[:, None] + added[:, None], total)
-            top = tl.where(is_own, higher[:, None], top)
-    out = ((row * tl.num_programs(0) + chunk) * D + depth)[:, None] * (P + 1) + column
-    known = (depth < D)[:, None] & (column <= P)
+        z = _add_product(_logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D), gated, successor)
+        higher = tl.maximum(top, tl.max(z, 1))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
+        top = higher
+    out = ((row * tl.num_programs(0) + chunk) * D + depth) * (P + 1) + parent
+    known = (depth < D) & (parent <= P)
     tl.store(top_ptr + out, top, mask=known)
     tl.store(total_ptr + out, total, mask=known)
 
@@ -164,26 +160,24 @@ def _worth_kernel(
     R: tl.constexpr,
     RANKS: tl.constexpr,
     DEPTHS: tl.constexpr,
+    PARENTS: tl.constexpr,
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """The greatest log-probability of some tokens at some depths, over all parents and none. The tokens' own vectors
     are older than the kernel before this one, and asked for before it ends."""
     row = tl.program_id(2).to(tl.int64)
-    depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
+    depth, parent = _families(DEPTHS, PARENTS)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     successor = _successors(successor_ptr, token, V, R, RANKS)
     wait(OVERLAP)
-    alone = _logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D)
-    lse_ptr += row * D + tl.minimum(depth, D - 1)
-    parents = tl.num_programs(2) * D  # between the sums of two parents
-    worth = alone - tl.load(lse_ptr + P * parents)[:, None]
-    for parent in tl.static_range(P):
-        gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
-        z = _add_product(alone, gated, successor)
-        worth = tl.maximum(worth, z - tl.load(lse_ptr + parent * parents)[:, None])
-    place = (row * D + depth)[:, None] * V + token[None, :]
-    tl.store(worth_ptr + place, worth, mask=(depth < D)[:, None] & (token < V)[None, :])
+    gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
+    z = _add_product(_logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D), gated, successor)
+    lse = tl.load(lse_ptr + (tl.minimum(parent, P) * tl.num_programs(2) + row) * D + tl.minimum(depth, D - 1))
+    worth = tl.max(tl.reshape(z - lse[:, None], [DEPTHS, PARENTS, TILE]), 1)
+    own_depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
+    place = (row * D + own_depth)[:, None] * V + token[None, :]
+    tl.store(worth_ptr + place, worth, mask=(own_depth < D)[:, None] & (token < V)[None, :])
 
 
 @triton.jit
@@ -209,6 +203,13 @@ def _take_kernel(
     if heat_ptr is not None:
         logit /= tl.load(heat_ptr + level // D * heat_stride)
     tl.store(out_ptr + level * count + place, logit - tl.load(lse_ptr + level), mask=place < count)
+
+
+@triton.jit
+def _families(DEPTHS: tl.constexpr, PARENTS: tl.constexpr):
+    """Depth and parent of every row of a program. Parents from the P-th on are none."""
+    index = tl.arange(0, DEPTHS * PARENTS)
+    return tl.program_id(1) * DEPTHS + index // PARENTS, index % PARENTS
 
 
 @triton.jit
@@ -243,13 +244,13 @@ def _gated(
     R: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """One parent's vectors at some depths, times the gates: the root at depth 0, a likely token of the depth before
-    at all others."""
+    """Vectors of parents times the gates: of the root at depth 0, of a likely token of the depth before at all others,
+    and zeros of none."""
     level = row * D + tl.minimum(depth, D - 1)
-    likely = tl.load(likely_ptr + tl.maximum(level - 1, 0) * P + parent)
+    likely = tl.load(likely_ptr + tl.maximum(level - 1, 0) * P + tl.minimum(parent, P - 1))
     token = tl.where(depth == 0, tl.load(root_ptr + row), likely)
     rank = tl.arange(0, RANKS)[None, :]
-    inside = tl.broadcast_to(rank < R, [level.shape[0], RANKS])
+    inside = (parent < P)[:, None] & (rank < R)
     gate = tl.load(gate_ptr + level[:, None] * R + rank, mask=inside, other=0.0).to(tl.float32)
     vector = tl.load(predecessor_ptr + token.to(tl.int64)[:, None] * R + rank, mask=inside, other=0.0)
     return (vector.to(tl.float32) * gate).to(predecessor_ptr.dtype.element_ty)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.overlap_triton import overlap, wait
+
 CHUNK = 4096
 """Logits that one program of the first kernel looks at."""
 GROUP = 8
@@ -47,6 +49,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             GROUPS=chunk // GROUP,
             SHORT=is_short,
             num_warps=4,
+            **overlap(logits),
         )
         _topk_merge_kernel[(R,)](
             value_RX,
@@ -63,6 +66,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             CHUNKS=triton.next_power_of_2(num_chunks),
             SHORT=is_short,
             num_warps=4 if padded_k <= 16 else 8,
+            **overlap(logits),
         )
     shape = (*logits.shape[:-1], k)
     return token_RK.view(shape), logprob_RK.view(shape)
@@ -80,8 +84,10 @@ def _topk_chunk_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SHORT: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """The K best of a chunk, and its part of the sum of exponentials."""
+    wait(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = chunk * GROUP * GROUPS
     logits_ptr += row * V + start
@@ -115,8 +121,10 @@ def _topk_merge_kernel(
     GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SHORT: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """The best of what a row's chunks found, and the logarithm of its sum of exponentials."""
+    wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     log_sum = log_sum_exp(top_ptr + row * num_chunks, sum_ptr + row * num_chunks, num_chunks, CHUNKS)
     found = row * num_chunks * K

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from jetspec.tree.build import Candidates
 
+FEW_PARENTS = 16 * 512
+"""With 16 of them each, so many programs fit on a large GPU."""
+CHILDREN_BYTES = 64 * 1024
+
 # Stands for no logit. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
 
@@ -24,8 +28,6 @@ class Tiling:
     parents: int
     children: int
     ranks: int
-    num_warps: int = 4
-    """With 16 parents each, no warp need ask another for the best child of a parent."""
 
 
 def edge_children_triton(
@@ -40,7 +42,7 @@ def edge_children_triton(
     edge = candidates.edge
     assert edge is not None
     R = edge.gate_BDR.shape[-1]
-    tiling = tiling or find_tiling(R, edge.successor_VR.dtype)
+    tiling = tiling or find_tiling(R, edge.successor_VR.dtype, B * max_depth * C)
     index_BDCK = torch.empty(B, D, C, width, dtype=torch.int32, device=anchor_B.device)
     logprob_BDCK = torch.empty_like(index_BDCK, dtype=torch.float32)
     with torch.cuda.device_of(anchor_B):
@@ -61,16 +63,23 @@ def edge_children_triton(
             CHILDREN=tiling.children,
             RANKS=tiling.ranks,
             WIDTH=triton.next_power_of_2(width),
-            num_warps=tiling.num_warps,
+            num_warps=4,
         )
     return index_BDCK, logprob_BDCK
 
 
-def find_tiling(rank: int, dtype: torch.dtype) -> Tiling:
-    """The whole rank at once if it fits beside the rest in 100 KB: then parents are read and gated only once."""
+def find_tiling(rank: int, dtype: torch.dtype, parents: int) -> Tiling:
+    """The whole rank at once if it fits beside the rest in 100 KB: then parents are read and gated only once.
+
+    Few parents are a matter of latency: there is a multiprocessor for any 16 of them, which sees all children of a
+    shortlist at once. Of many the children are read less often by tiles of 64, 16 for each warp, so that none need ask
+    another for the best child of a parent.
+    """
     ranks = max(16, triton.next_power_of_2(rank))
     if dtype != torch.bfloat16:
         return Tiling(64, 64, min(ranks, 32))
+    if ranks <= 256 and parents <= FEW_PARENTS:
+        return Tiling(16, min(256, CHILDREN_BYTES // (2 * ranks)), ranks)
     return Tiling(64, 64, ranks if ranks <= 256 else 64)
 
 

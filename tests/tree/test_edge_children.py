@@ -77,15 +77,17 @@ def test_what_is_absent_or_no_number_stays_so(interpreter: Executor, value: floa
 
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize(("dtype", "rank"), [("bf16", 128), ("bf16", 256), ("bf16", 512), ("fp32", 128), ("fp16", 100)])
-def test_the_kernel_compiles_and_fits_without_a_gpu(dtype: str, rank: int, width: int) -> None:
+@pytest.mark.parametrize("parents", [15 * 256, 64 * 15 * 256])
+def test_the_kernel_compiles_and_fits_without_a_gpu(dtype: str, rank: int, width: int, parents: int) -> None:
     module = importlib.import_module("jetspec.tree.edge_triton")
-    tiling = module.find_tiling(rank, torch.bfloat16 if dtype == "bf16" else torch.float32)
+    tiling = module.find_tiling(rank, torch.bfloat16 if dtype == "bf16" else torch.float32, parents)
     types = dict.fromkeys(("D", "C", "K"), "i32") | {"anchor_ptr": "*i64", "token_ptr": "*i64", "index_ptr": "*i32"}
     types |= dict.fromkeys(("predecessor_ptr", "successor_ptr"), f"*{dtype}")
     sizes = {"PARENTS": tiling.parents, "CHILDREN": tiling.children, "RANKS": tiling.ranks}
     sizes |= {"R": rank, "WIDTH": width}
-    assert "wgmma" in compile_for_hopper(module._edge_children_kernel, types, sizes, num_warps=tiling.num_warps)
-    used = shared_bytes(module._edge_children_kernel, types, sizes, HOPPER, {"num_warps": tiling.num_warps})
+    product = "wgmma" if tiling.parents >= 64 else "mma.sync"
+    assert product in compile_for_hopper(module._edge_children_kernel, types, sizes)
+    used = shared_bytes(module._edge_children_kernel, types, sizes, HOPPER, {"num_warps": 4})
     assert used <= FAST_BYTES
 
 
