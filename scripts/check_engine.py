@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ PATIENCE = 8
 """Rounds that a request may wait for others to be prefilled with."""
 SOAK_CHECKS, SOAK_PAGE = 100, 8
 SPEED_SETS = ("gsm8k", "humaneval", "mt_bench")
+ANSWERED = 32
+"""Conversations that are answered together, for turns to come."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +397,8 @@ def run(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> d
     head = load_head(args.head, target.decoder.config, dtype, device)
     models = Models(target.decoder, head, target.eos_tokens, args.shortlist)
     if args.check == "speed":
-        sets = {name: draw([args.data / f"{name}.jsonl"], args.prompts, target.tokenizer) for name in SPEED_SETS}
+        turns = {name: draw_turns([args.data / f"{name}.jsonl"], args.prompts, target.tokenizer) for name in SPEED_SETS}
+        sets = {name: every_turn(models, target.tokenizer, said, args.tokens) for name, said in turns.items()}
         other = load_hf(resolve(args.model), dtype, device) if args.other_prompts else None
         return check_speed(models, sets, args.budgets, args.tokens, other, args.other_prompts)
     if args.check == "batches":
@@ -407,17 +411,47 @@ def run(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> d
 
 
 def draw(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """First turns drawn over all files, the same for every run, by their id. Very long ones are left out."""
+    """First turns, by their id."""
+    turns = draw_turns(files, count, tokenizer)
+    return {name: ask(tokenizer, said[:1]) for name, said in turns.items()}
+
+
+def draw_turns(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[str, list[str]]:
+    """What users say, drawn over all files, the same for every run. Who begins with very much is left out."""
     lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     random.Random(0).shuffle(lines)
-    found: dict[str, list[int]] = {}
-    for line in lines:
-        if len(found) == count:
-            break
-        tokens = tokenizer.encode_chat([{"role": "user", "content": line["turns"][0]}])
-        if len(tokens) <= LONGEST_PROMPT:
-            found[line["id"]] = tokens
-    return found
+    short = (line for line in lines if len(ask(tokenizer, line["turns"][:1])) <= LONGEST_PROMPT)
+    return {line["id"]: line["turns"] for line in islice(short, count)}
+
+
+def ask(tokenizer: Tokenizer, said: Sequence[str]) -> list[int]:
+    """The prompt for what user and assistant have said in turn."""
+    roles = cycle(("user", "assistant"))
+    return tokenizer.encode_chat([{"role": role, "content": text} for role, text in zip(roles, said, strict=False)])
+
+
+def every_turn(
+    models: Models, tokenizer: Tokenizer, turns: Mapping[str, Sequence[str]], tokens: int
+) -> dict[str, list[int]]:
+    """Prompts of all turns. The ones before a turn are answered by plain decoding, for all that is measured the same.
+    A conversation that has become very long goes no further."""
+    prompts: dict[str, list[int]] = {}
+    said: dict[str, list[str]] = {name: [] for name in turns}
+    for number in range(max(map(len, turns.values()))):
+        goes_on = {}
+        for name in [name for name in said if number < len(turns[name])]:
+            said[name].append(turns[name][number])
+            prompt = ask(tokenizer, said[name])
+            if len(prompt) <= LONGEST_PROMPT:
+                prompts[f"{name}, turn {number + 1}"] = goes_on[name] = prompt
+        answered = {name: prompt for name, prompt in goes_on.items() if number + 1 < len(turns[name])}
+        said = {name: said[name] for name in answered}
+        if answered:
+            batch = min(len(answered), ANSWERED)
+            engine = models.engine(1, engine_config(answered, tokens, batch))
+            for name, answer in decode(engine, answered, tokens, batch, f"turn {number + 1}").texts.items():
+                said[name].append(tokenizer.decode(answer))
+    return prompts
 
 
 if __name__ == "__main__":

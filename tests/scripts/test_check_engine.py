@@ -176,10 +176,13 @@ def test_noise_is_what_a_pass_is_off_by(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Words:
-    """Letters as tokens."""
+    """Letters as tokens, and tokens as letters. Each message ends with a 0."""
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return [ord(letter) % VOCAB for letter in messages[0]["content"]]
+        return [token for message in messages for token in (*(ord(c) % VOCAB for c in message["content"]), 0)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(VOCAB + token) for token in tokens)
 
 
 @pytest.fixture
@@ -222,6 +225,17 @@ def test_very_long_prompts_are_left_out(tiny_files: Path) -> None:
     drawn = check.draw(sorted(tiny_files.glob("*.jsonl")), 99, Words())  # type: ignore[arg-type]
     assert len(drawn) == 5 * len(check.SPEED_SETS) and not any(name.endswith("-0") for name in drawn)
     assert list(check.draw(sorted(tiny_files.glob("*.jsonl")), 4, Words())) == list(drawn)[:4]  # type: ignore[arg-type]
+
+
+def test_later_turns_follow_what_plain_decoding_answered() -> None:
+    """The second conversation has no second turn, and that of the third would be too long."""
+    turns = {"a": ["one", "two", "three"], "b": ["four"], "c": ["five", "x" * check.LONGEST_PROMPT, "six"]}
+    prompts = check.every_turn(MODELS, Words(), turns, TOKENS)  # type: ignore[arg-type]
+    assert list(prompts) == ["a, turn 1", "b, turn 1", "c, turn 1", "a, turn 2", "a, turn 3"]
+    config = check.engine_config(prompts, TOKENS, 1)
+    for earlier, later, said in (("a, turn 1", "a, turn 2", "two"), ("a, turn 2", "a, turn 3", "three")):
+        answer = check.decode(MODELS.engine(1, config), {"": prompts[earlier]}, TOKENS, 1).texts[""]
+        assert prompts[later] == [*prompts[earlier], *answer, 0, *(ord(c) % VOCAB for c in said), 0]
 
 
 def test_transformers_is_timed_between_its_first_token_and_its_last() -> None:
