@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,16 @@ torch.set_num_threads(1)
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that. Tests send it to them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What all tests import stays until the end. Looking for garbage in it, again and again, would take longer than some
+# tests do, above all those of what collects garbage itself.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 HOPPER = 90
@@ -12,20 +13,26 @@ HOPPER = 90
 
 
 def interpret_quickly() -> None:
-    """Spare Triton's interpreter what takes most of its time, in a process that does nothing else.
-
-    Whenever a kernel or a function in one is called it replaces its whole language, and puts it back: once is enough.
-    It looks up types in a table that it makes for every lookup, and looks for overflows by several of its own steps.
-    And it sorts by steps of a network, where numpy sorts.
-    """
-    import numpy as np
+    """Spare Triton's interpreter what takes most of its time, in a process that does nothing else."""
     from triton import language
     from triton.runtime import interpreter
 
+    _change_the_language_once(interpreter, language)
+    _remember_types(interpreter)
+    _remember_shapes(interpreter, language)
+    _look_for_overflows_by_numpy(interpreter)
+    _sort_by_numpy(interpreter, language)
+
+
+def _change_the_language_once(interpreter: Any, language: Any) -> None:
+    """Not whenever a kernel or a function in one is called, and back behind it."""
     scope = SimpleNamespace(restore=lambda: None)
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
     interpreter._patch_lang = lambda function: scope
 
+
+def _remember_types(interpreter: Any) -> None:
+    """It looks them up in a table that it makes for every lookup."""
     dtypes: dict[str, Any] = {}
     dtype_of = interpreter._get_np_dtype
 
@@ -35,10 +42,42 @@ def interpret_quickly() -> None:
             dtypes[name] = dtype_of(dtype)
         return dtypes[name]
 
-    def topk(numbers: Any, k: int) -> Any:
-        greatest = np.sort(numbers.handle.data)[..., ::-1][..., :k]
-        handle = interpreter.TensorHandle(np.ascontiguousarray(greatest), numbers.dtype)
-        return language.tensor(handle, language.block_type(numbers.dtype, list(greatest.shape)))
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _remember_shapes(interpreter: Any, language: Any) -> None:
+    """Few ever occur, and every result of a step works its own out several times, in constants of the language."""
+    blocks: dict[tuple[object, ...], dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    make_block, make_tensor = language.block_type.__init__, language.tensor.__init__
+    broadcast = interpreter.TritonSemantic.broadcast_impl_value
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = {"shape": self.shape, "numel": self.numel}
+        vars(self).update(tensors[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    def broadcast_unequal(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        are_blocks = left.type.is_block() and right.type.is_block()
+        if are_blocks and left.type.shape.values == right.type.shape.values:
+            return left, right
+        return broadcast(self, left, right)
+
+    language.block_type.__init__, language.tensor.__init__ = init_block, init_tensor
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast_unequal
+
+
+def _look_for_overflows_by_numpy(interpreter: Any) -> None:
+    """Its own way takes several steps of the language."""
+    exactly = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
     def check_overflow(self: Any, left: Any, right: Any, step: Any) -> None:
         if (kind := left.dtype).int_bitwidth < 64:
@@ -46,9 +85,18 @@ def interpret_quickly() -> None:
             fits = kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value()
             assert fits, f"{kind} overflows in {step.__name__}"
 
-    exactly = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
     interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
-    interpreter._get_np_dtype, language.topk = get_np_dtype, topk
+
+
+def _sort_by_numpy(interpreter: Any, language: Any) -> None:
+    """Its own way are the steps of a network."""
+
+    def topk(numbers: Any, k: int) -> Any:
+        greatest = np.sort(numbers.handle.data)[..., ::-1][..., :k]
+        handle = interpreter.TensorHandle(np.ascontiguousarray(greatest), numbers.dtype)
+        return language.tensor(handle, language.block_type(numbers.dtype, list(greatest.shape)))
+
+    language.topk = topk
 
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.connection import LINGER_S
-from tests.serve.live import NAME, Live, tiny_llm
+from tests.serve.live import NAME, Live, tiny_llm, wait_until
 
 KEY = "only-key-0123456789"
 HOST, JSON = "Host: localhost", "Content-Type: application/json"
@@ -88,6 +88,7 @@ def others(live: Live) -> Iterator[list[float]]:
     asking = threading.Thread(target=ask)
     asking.start()
     try:
+        wait_until(lambda: waits)  # a busy machine may be slow to start the thread
         yield waits
     finally:
         over.set()

@@ -54,8 +54,8 @@ Question = tuple[Conversation, Sequence[int], SamplingParams]
 class FakeAnswerer:
     """Answers depend on the tokens and the seed; they come out of order, and `window` are under way at once."""
 
-    def __init__(self, window: int = 3, delay_s: float = 0.0, max_prompt_tokens: int = 400) -> None:
-        self.window, self.delay_s, self.max_prompt_tokens = window, delay_s, max_prompt_tokens
+    def __init__(self, window: int = 3, max_prompt_tokens: int = 400) -> None:
+        self.window, self.max_prompt_tokens = window, max_prompt_tokens
         self.order = random.Random(window)
 
     @property
@@ -70,7 +70,6 @@ class FakeAnswerer:
                 held.append(question)
             if not held:
                 return
-            time.sleep(self.delay_s)
             conversation, tokens, sampling = held.pop(self.order.randrange(len(held)))
             yield conversation, fake_completion(tokens, sampling)
 
@@ -82,8 +81,8 @@ def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completi
     return Completion("", written + [END_TOKEN] * ends, "stop" if ends else "length", RoundStats())
 
 
-def start_fake(window: int = 3, delay_s: float = 0.0) -> Answer:
-    return partial(regenerate, FakeAnswerer(window, delay_s), CONFIG)
+def start_fake(window: int = 3) -> Answer:
+    return partial(regenerate, FakeAnswerer(window), CONFIG)
 
 
 def corpus(max_len: int) -> Corpus:
@@ -339,7 +338,7 @@ def test_hugging_face_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cut_anywhere_a_run_goes_on_to_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jetspec.train.regenerate.write_record", lambda path, results: None)
-    data = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(3)),))
+    data = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(3, most_turns=1)),))
     whole = tmp_path / "whole.jsonl"
     write_rows(whole, data, CONFIG, CHECK, [start_fake], "stop")
     content = whole.read_bytes()
