@@ -9,9 +9,10 @@ The first decodes with the default model and its head. The second has random wei
 but accept nothing: of a step it tells the time, and tokens per second only of plain decoding. The third compares texts:
 in float32 all must be those of plain decoding.
 
-Every method runs in a process of its own. A batch is timed from when all its requests have begun until the first of
-them ends, so that it is of one size all the time. Where a text leaves that of plain decoding, vLLM alone is asked how
-likely it finds either token there: two kernels that round differently may part at a near tie, and nowhere else.
+Every method runs in a process of its own, and asks the same questions in the same order. A batch is timed from when all
+its requests have begun until the first of them ends, so that it is of one size all the time. Where a text leaves that
+of plain decoding, vLLM alone is asked how likely it finds either token there: two kernels that round differently may
+part at a near tie, and nowhere else.
 """
 
 from __future__ import annotations
@@ -195,28 +196,29 @@ def run(llm: Any, prompts: list[list[int]], tokens: int) -> Timing:
 
 
 def measure(folders: Folders, method: str, batches: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    """Times at every size of batch, the median of some runs, and the texts of the largest."""
+    """Times at every size of batch, over some runs with questions of their own, and the texts of the largest."""
     began = time.perf_counter()
     llm, prompts = start(folders, method, batches, args), folders.prompts()
     found: dict[str, Any] = {"method": method, "start_s": time.perf_counter() - began, "batches": []}
     found["asked"] = asked_for(args)
     for batch in batches:
-        asked = [prompts[i % len(prompts)] for i in range(batch)]
-        run(llm, asked, 16)
-        timings = [run(llm, asked, args.tokens) for _ in range(args.repeats)]
+        asked = [[prompts[(n * batch + i) % len(prompts)] for i in range(batch)] for n in range(args.repeats)]
+        run(llm, asked[0], 16)
+        timings = [run(llm, questions, args.tokens) for questions in asked]
         if not all(timing.steps for timing in timings):
             raise ValueError(f"{args.tokens} tokens are written in too few steps to be timed; give more --tokens")
-        middle = sorted(timings, key=lambda timing: timing.seconds / timing.tokens)[len(timings) // 2]
+        seconds, steps = sum(timing.seconds for timing in timings), sum(timing.steps for timing in timings)
+        tokens = sum(timing.tokens for timing in timings)
         found["batches"].append(
             {
                 "batch": batch,
-                "tokens_per_s": middle.tokens / middle.seconds,
-                "step_ms": 1e3 * middle.seconds / middle.steps,
+                "tokens_per_s": tokens / seconds,
+                "step_ms": 1e3 * seconds / steps,
                 "step_ms_of_runs": [1e3 * timing.seconds / timing.steps for timing in timings],
-                "tokens_per_step": middle.tokens / middle.steps / batch,
+                "tokens_per_step": tokens / steps / batch,
             }
         )
-        found["texts"] = [middle.texts[str(i)] for i in range(batch)]
+        found["texts"] = [timings[0].texts[str(i)] for i in range(batch)]
     return found
 
 
@@ -328,7 +330,7 @@ def main() -> None:
     parser.add_argument("--methods", default="plain,chain,16,32,64,128", help="plain, chain, or budgets of trees")
     parser.add_argument("--batches", default="1,2,4,8,16")
     parser.add_argument("--tokens", type=int, default=256, help="that each request writes")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4, help="runs at every size of batch, each with other questions")
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")

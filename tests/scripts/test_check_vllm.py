@@ -55,6 +55,26 @@ def test_what_was_measured_is_not_measured_again_unless_asked_otherwise(tmp_path
     assert check_vllm.measured(out, args(128)) is None
 
 
+def test_every_run_asks_other_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a rate is of all of them together."""
+    (tmp_path / "prompts.json").write_text(json.dumps([[i] for i in range(5)]))
+    asked: list[list[int]] = []
+
+    def fake_run(_: Any, prompts: list[list[int]], tokens: int) -> check_vllm.Timing:
+        if tokens == 64:
+            asked.append([prompt[0] for prompt in prompts])
+        seconds, steps = float(len(asked)), 10 * len(asked)
+        return check_vllm.Timing({str(i): prompt for i, prompt in enumerate(prompts)}, seconds, steps, 64)
+
+    monkeypatch.setattr(check_vllm, "start", lambda *_: None)
+    monkeypatch.setattr(check_vllm, "run", fake_run)
+    args: Any = SimpleNamespace(batches="2", tokens=64, repeats=3, width=8, eager=False, compile=False)
+    found = check_vllm.measure(Folders(tmp_path, False), "32", [2], args)
+    assert asked == [[0, 1], [2, 3], [4, 0]] and found["texts"] == [[0], [1]]
+    (row,) = found["batches"]
+    assert row["tokens_per_s"] == 3 * 64 / (1 + 2 + 3) and row["tokens_per_step"] == 3 * 64 / (10 + 20 + 30) / 2
+
+
 def test_where_texts_part_vllm_alone_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "prompts.json").write_text(json.dumps([[7], [8]]))
     results: list[dict[str, Any]] = [
