@@ -9,7 +9,7 @@ from typing import Any
 from jetspec.bench.document import Table
 from jetspec.bench.grade import MATH_TASKS
 from jetspec.bench.paper import SHAPES
-from jetspec.bench.recipe import PLAIN
+from jetspec.bench.recipe import KINDS, PLAIN
 from jetspec.bench.runs import Result, Run, Score, partial_note
 from jetspec.bench.spread import NO_DIFFERENCE
 from jetspec.bench.tables import NONE, in_order, text_of, without_empty
@@ -92,7 +92,7 @@ def methods_table(run: Run) -> Table | None:
     rows = [
         (
             *(method["name"], method["kind"], method.get("head") or method.get("assistant") or NONE),
-            *(NONE if method["kind"] == PLAIN else trees_text(method["trees"]) or NONE, method["about"] or NONE),
+            *(trees_text(method) or NONE, method["about"] or NONE),
         )
         for method in methods
     ]
@@ -100,15 +100,19 @@ def methods_table(run: Run) -> Table | None:
     return without_empty(Table(columns, tuple(rows), first_number=len(columns), wraps=True)) if rows else None
 
 
-def trees_text(trees: Iterable[Mapping[str, Any]]) -> str:
+def trees_text(method: Mapping[str, Any]) -> str:
     """Budgets of one shape together: `16: width 1; 64, 256: width 7, all children of the best nodes`."""
     budgets: dict[str, list[str]] = {}
-    for tree in trees:
+    takes = KINDS[method["kind"]].takes if method["kind"] in KINDS else ()
+    for tree in method["trees"] if method["kind"] != PLAIN else ():
         shape = [f"width {tree['width']}"]
         shape += [f"depth {tree['depth']}"] if tree["depth"] is not None else []
         shape += [SHAPES["paper"]] if tree["expand"] == "paper" and tree["width"] > 1 else []
         shape += [f"score {tree['score']}"] if tree["score"] != "accum_logp" else []
         shape += [f"weight {tree['entropy_weight']:g}"] if tree["entropy_weight"] else []
+        shape += [f"heat {tree['heat']:g}"] if "heat" in takes and tree.get("heat", 1) != 1 else []
+        if "shortlist" in takes:
+            shape += [f"shortlist {tree['shortlist'] or 'all'}", f"likely {tree.get('likely', 0)}"]
         budgets.setdefault(", ".join(shape), []).append(str(tree["budget"]))
     return "; ".join(f"{', '.join(some)}: {shape}" for shape, some in budgets.items())
 

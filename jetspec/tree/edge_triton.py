@@ -14,7 +14,7 @@ from torch import Tensor
 from jetspec.tree.build import Candidates
 
 FEW_PARENTS = 16 * 512
-"""With 16 of them each, so many programs fit on a large GPU."""
+"""512 programs, with 16 of them each, fit on a large GPU."""
 CHILDREN_BYTES = 64 * 1024
 
 # Stands for no logit. Finite, since the difference of two infinities is not a number.

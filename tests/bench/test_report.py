@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from jetspec.bench.check_tables import methods_table, score_table
+from jetspec.bench.check_tables import methods_table, score_table, trees_text
 from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_html, to_markdown
 from jetspec.bench.paper import Pair, find_pairs, paper_rows
 from jetspec.bench.plots import INK
@@ -45,6 +45,7 @@ from jetspec.bench.tables import (
     speedup_table,
 )
 from jetspec.cli import app
+from jetspec.config import TreeConfig
 from tests.bench.run_folders import make_head_record, make_profile_record, make_run, make_speedup
 
 SMALL: dict[str, Any] = {"tasks": ("gsm8k", "mt_bench"), "budgets": (16, 64), "batches": (1,), "temperatures": (0.0,)}
@@ -354,6 +355,14 @@ def test_what_was_set_up_under_every_name_is_told(tmp_path: Path) -> None:
     told = {row[0]: " ".join(row) for row in table.rows}
     assert "16: width 1; 32: width 2, all" in told["jetspec-paper"] and "64: width 7" in told["jetspec-paper"]
     assert "not captured" in told["ngram"] and "eager" in told["transformers"]
+    assert "heat" not in told["ngram"] + told["jetspec-paper"]
+
+
+def test_settings_of_drafts_are_told() -> None:
+    tree = asdict(TreeConfig(budget=32, heat=0.7, shortlist=64, likely=3))
+    text = {kind: trees_text({"kind": kind, "trees": [tree]}) for kind in ("plain", "ngram", "jetspec", "jetspec-edge")}
+    assert text["plain"] == "" and text["ngram"] == "32: width 8" and text["jetspec"] == "32: width 8, heat 0.7"
+    assert text["jetspec-edge"] == "32: width 8, heat 0.7, shortlist 64, likely 3"
 
 
 def test_notes_of_a_recipe_are_shown_with_those_of_the_run(tmp_path: Path) -> None:
