@@ -112,6 +112,16 @@ def fetches_early(ptx: str) -> bool:
     return 0 < ptx.index("cp.async.bulk.prefetch.L2") < ptx.index("griddepcontrol.wait")
 
 
+def _source(kernel: Any) -> Any:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
 def shared_bytes(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, options: dict[str, int]
 ) -> int:
@@ -129,5 +139,5 @@ def _compile(
         constants, options = {"OVERLAP": early, **constants}, {"launch_pdl": early, **options}
     known = {name: types.get(name, "*fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(known.values()) if type.startswith("*")}
-    source = triton.compiler.ASTSource(kernel, known, constants, aligned)
+    source = _source(kernel)(kernel, known, constants, aligned)
     return triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32), options=options)

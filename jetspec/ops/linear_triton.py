@@ -9,7 +9,7 @@ but a launch and a pause of the memory as a kernel of its own.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetspec.ops.overlap_triton import fetch, overlap, wait
+
+if TYPE_CHECKING:
+    from jetspec.ops.linear_gluon import Slices
 
 BLOCK_K = 2048
 TILE = 4096
@@ -28,6 +31,8 @@ WIDTHS = ((64, True), (64, False), (32, True), (32, False))
 SMALL_BYTES = 8 * 2**20
 ENOUGH_PROGRAMS = 120
 """Nearly all of Hopper's multiprocessors have one."""
+MAX_SLICED_ROWS = 64
+"""Rows of a small weight that are sliced: more would read it too often, 16 at a time."""
 STAGE_BYTES = 225 * 1024
 """Of the memory of one multiprocessor, for blocks on their way."""
 
@@ -164,7 +169,8 @@ def rows_linear_triton(
     and sum up to what they are divided by."""
     N = weight.shape[0] // (2 if gated else 1)
     out = torch.empty((len(x_TK), N), dtype=x_TK.dtype, device=x_TK.device)
-    _launch_rows(x_TK, weight, bias, out, gated=gated, squares=squares, eps=eps)
+    plan = _choose_plan(x_TK, weight, N, gated)
+    _launch_rows(plan, x_TK, weight, bias, out, gated=gated, squares=squares, eps=eps)
     return out
 
 
@@ -174,16 +180,37 @@ def rows_add_linear_triton(
     """Adds to `total_TN`, and copies the result to `tap`, whose rows may be far apart. Returns it scaled by the weight
     of a norm, and its sums of squares (parts, T)."""
     T, N = total_TN.shape
+    plan = _choose_plan(x_TK, weight, N, gated=False)
     scaled = torch.empty_like(total_TN)
-    parts = triton.cdiv(N, _choose_tiling(T, N, gated=False).width)
-    squares = torch.empty((parts, T), dtype=torch.float32, device=total_TN.device)
-    _launch_rows(
-        *(x_TK, weight, bias, total_TN), total=total_TN, next_norm=norm, scaled=scaled, next_squares=squares, tap=tap
-    )
+    squares = torch.empty((triton.cdiv(N, plan.width), T), dtype=torch.float32, device=total_TN.device)
+    inputs = plan, x_TK, weight, bias, total_TN
+    _launch_rows(*inputs, total=total_TN, next_norm=norm, scaled=scaled, next_squares=squares, tap=tap)
     return scaled, squares
 
 
+def _choose_plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool) -> RowTiling | Slices:
+    """Slices for a few rows of a small weight, which a GPU alone knows how to read, tiles for all others."""
+    if x_TK.is_cuda and len(x_TK) <= MAX_SLICED_ROWS and is_small(weight):
+        from jetspec.ops.linear_gluon import find_slices
+
+        if (slices := find_slices(x_TK.shape[1], gated)) is not None:
+            return slices
+    return _choose_tiling(len(x_TK), outputs, gated)
+
+
 def _launch_rows(
+    plan: RowTiling | Slices, x_TK: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, **options: Any
+) -> None:
+    if isinstance(plan, RowTiling):
+        _launch_tiles(plan, x_TK, weight, bias, out, **options)
+    else:
+        from jetspec.ops.linear_gluon import sliced_linear_gluon
+
+        sliced_linear_gluon(plan, x_TK, weight, bias, out, **options)
+
+
+def _launch_tiles(
+    tiling: RowTiling,
     x_TK: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -199,7 +226,6 @@ def _launch_rows(
     tap: Tensor | None = None,
 ) -> None:
     (T, K), N = x_TK.shape, out.shape[1]
-    tiling = _choose_tiling(T, N, gated)
     early = {"EARLY": is_small(weight), **overlap(x_TK)}
     half = TensorDescriptor.from_tensor(weight, [tiling.BLOCK_N // 2, tiling.BLOCK_K]) if tiling.HALF else None
     with torch.cuda.device_of(x_TK):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from concurrent.futures import Executor
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from jetspec.dispatch import force
 from jetspec.ops import Stream, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
+from tests.gluon import Interpreted
 from tests.kernels import compile_for_hopper, fetches_early
 
 EPS = 1e-5
@@ -212,12 +216,74 @@ def test_tiles_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner:
     interpreter.submit(compare_tilings, rows, size, inner, half).result()
 
 
+SLICED = [(64, 576, 1536), (48, 576, 1408), (16, 576, 2880), (33, 1024, 2048), (17, 56, 24), (2, 72, 40)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rows", "size", "inner"), [(16, 4096, 12288), (64, 576, 1536), (63, 4096, 4096), (2, 72, 40), (200, 576, 1536)]
+    ("rows", "size", "inner"), [(16, 4096, 12288), (63, 4096, 4096), (200, 576, 1536), (5, 20, 8), *SLICED]
 )
-def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int) -> None:
-    compare_rows(rows, size, inner, False, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("biased", [True, False])
+def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int, biased: bool) -> None:
+    compare_rows(rows, size, inner, biased, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@given(columns=st.integers(1, 6000))
+def test_slices_hold_all_columns(columns: int, gated: bool) -> None:
+    slices = gluon_kernels().find_slices(columns, gated)
+    if slices is None:
+        assert columns % 8 or columns > (2816 if gated else 5632)
+        return
+    parts = [part for part in slices[1:] if part]
+    assert all(part >= 16 and part & (part - 1) == 0 for part in parts) and columns % 8 == 0
+    missing = columns - slices.WARPS * (sum(parts) - parts[-1])
+    assert 0 < missing <= slices.WARPS * parts[-1]
+
+
+def gluon_kernels() -> Any:
+    pytest.importorskip("triton")
+    return importlib.import_module("jetspec.ops.linear_gluon")
+
+
+@pytest.mark.parametrize(
+    ("columns", "reads"), sorted({(size, True) for _, size, _ in SLICED} | {(inner, False) for *_, inner in SLICED})
+)
+def test_sliced_kernel_compiles_for_hopper(columns: int, reads: bool) -> None:
+    """As the first product of an MLP, or as the last. The weight is loaded before the kernel waits, the rows are after
+    it, and both go to the tensor cores directly."""
+    module = gluon_kernels()
+    slices = module.find_slices(columns, reads)
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr"), "*bf16")
+    types |= dict.fromkeys(("bias_ptr", "tap_ptr"), "*bf16") | {"eps": "fp32"}
+    types |= dict.fromkeys(("T", "N", "num_parts", "tap_stride"), "i32")
+    absent = ("total", "next_norm", "scaled", "next_squares", "tap") if reads else ("squares",)
+    constants = {"K": columns, "GATED": reads, "PARTS": 64 if reads else 1, "BLOCK_M": 16, "BLOCK_N": 16}
+    constants |= {f"{name}_ptr": None for name in absent} | slices._asdict()
+    ptx = compile_for_hopper(module._sliced_linear_kernel, types, constants, num_warps=slices.WARPS)
+    before, after = ptx.split("griddepcontrol.wait")
+    weights = 4 if reads else 2  # of 8 outputs each, beside 16 rows
+    steps = slices.C1 // 16 + slices.C2 // 16 + slices.C3 // 16
+    assert before.count("mma.sync") == 0 and after.count("mma.sync") == weights * steps
+    assert loaded_registers(before) >= 2 * weights * steps and loaded_registers(after) >= 4 * steps
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), [(33, 72, 96), (16, 40, 1408), (2, 24, 16), (17, 200, 576)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_sliced_kernel(monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, biased: bool) -> None:
+    """The products of a layer, as `test_kernel_of_a_few_rows`; what a GPU would run is interpreted."""
+    module, tiles = gluon_kernels(), importlib.import_module("jetspec.ops.linear_triton")
+    kernel = Interpreted(module._sliced_linear_kernel)
+    monkeypatch.setattr(module, "_sliced_linear_kernel", kernel)
+    monkeypatch.setattr(tiles, "_choose_plan", lambda x, weight, n, gated: module.find_slices(x.shape[1], gated))
+    compare_rows(rows, size, inner, biased, torch.float32, "cpu")
+    assert len(kernel.grids) == 4
+
+
+def loaded_registers(ptx: str) -> int:
+    """32 bits each, by loads of them alone."""
+    found = re.findall(r"ld\.global(?:\.\w+)*?(?:\.(v[24]))?\.b32", ptx)
+    return sum(int(vector[1:]) if vector else 1 for vector in found)
 
 
 @pytest.mark.parametrize("rows", [16, 64])
