@@ -36,34 +36,47 @@ class Pointer:
         return SimpleNamespace(element_ty=self.memory.dtype)
 
 
-def load(at: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
-    seen = torch.ones_like(at.place, dtype=torch.bool) if mask is None else mask.expand_as(at.place)
-    return torch.where(seen, at.memory[torch.where(seen, at.place, 0)], other).to(at.memory.dtype)
+def load(at: Pointer, mask: Any = None, other: float = 0, cache_modifier: str = "") -> Tensor:
+    place = torch.as_tensor(at.place)
+    if mask is None:
+        return at.memory[place].clone()
+    seen = torch.as_tensor(mask).expand_as(place)
+    return torch.where(seen, at.memory[torch.where(seen, place, 0)], other).to(at.memory.dtype)
 
 
-def store(at: Pointer, value: Tensor, mask: Tensor) -> None:
-    place, value, mask = torch.broadcast_tensors(at.place, value, mask)
-    at.memory[place[mask]] = value[mask]
+def store(at: Pointer, value: Any, mask: Any = True) -> None:
+    place, value, mask = torch.broadcast_tensors(*map(torch.as_tensor, (at.place, value, mask)))
+    at.memory[place[mask]] = value[mask].to(at.memory.dtype)
+
+
+def atomic_add(at: Pointer, value: int, sem: str) -> Tensor:
+    before = load(at)
+    store(at, before + value)
+    return before
 
 
 def multiply(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     return y + a.float() @ b.float()
 
 
-def _no_layout(*args: Any) -> None:
-    return None
-
-
+LAYOUTS = "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout", "DistributedLinearLayout"
+OF_TORCH = "float32", "int32", "int64", "exp", "exp2", "log2", "sqrt", "where", "reshape", "permute"
 LANGUAGE: dict[str, Any] = {
-    **dict.fromkeys(("NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout"), _no_layout),
-    **{name: getattr(torch, name) for name in ("float32", "exp", "sqrt", "where")},
-    "arange": lambda first, last, layout: torch.arange(first, last),
+    **dict.fromkeys(LAYOUTS, lambda *_: None),
+    **{name: getattr(torch, name) for name in OF_TORCH},
+    "arange": lambda first, last, layout: torch.arange(first, last, dtype=torch.int32),
     "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+    "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
     "convert_layout": lambda x, layout: x,
     "sum": lambda x, axis: x.sum(axis),
-    "minimum": lambda a, b: torch.clamp(a, max=b),
+    "max": lambda x, axis: x.amax(axis),
+    "minimum": lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+    "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+    "cdiv": lambda a, b: -(-a // b),
+    "static_range": range,
     "load": load,
     "store": store,
+    "atomic_add": atomic_add,
 }
 
 
@@ -72,8 +85,9 @@ class Interpreted:
 
     def __init__(self, kernel: Any) -> None:
         module, self.arg_names, self.grids = kernel.fn.__globals__, kernel.arg_names, list[tuple[int, ...]]()
-        gl = SimpleNamespace(**LANGUAGE, program_id=lambda axis: self.program[axis])
-        space = {**module, "gl": gl, "mma_v2": multiply}
+        gl = SimpleNamespace(**LANGUAGE, program_id=lambda axis: torch.tensor(self.program[axis], dtype=torch.int32))
+        space = {name: getattr(value, "value", value) for name, value in module.items()}  # constants are wrapped
+        space |= {"gl": gl, "mma_v2": multiply, "tl": SimpleNamespace(debug_barrier=lambda: None)}
         functions = {name: f for name, f in module.items() if hasattr(f, "is_gluon") and f.is_gluon()}
         space |= {name: FunctionType(f.fn.__code__, space, name, f.fn.__defaults__) for name, f in functions.items()}
         self.run = FunctionType(kernel.fn.__code__, space, "kernel", kernel.fn.__defaults__)

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from jetspec.ops.fragments_gluon import index, wait
 from jetspec.ops.overlap_triton import overlap
 
 BLOCK_M = BLOCK_N = 16
@@ -154,9 +154,7 @@ def _sliced_linear_kernel(
             up_bias = gl.load(bias_ptr + N + output, mask=output < N, other=0.0).to(gl.float32)
     if next_norm_ptr is not None:
         norm = gl.load(next_norm_ptr + output, mask=output < N, other=0.0).to(gl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAP)
 
     x = _load(x_ptr, first_token, T - 1, K, WARPS, BLOCK_M, C1, C2, C3, 0, sums)
     if squares_ptr is not None:
@@ -240,16 +238,8 @@ def _load_part(
     right. The order of columns does not matter as long as it is that of the other factor, so a thread takes neighbours,
     up to eight, where the tensor core's own order has pairs."""
     layout: gl.constexpr = gl.DotOperandLayout(OPERAND, sums, 8 if C >= 64 else C // 8)
-    middle: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    end: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    if OPERAND == 0:
-        row = gl.arange(0, ROWS, middle)[None, :, None]
-        column = gl.arange(0, C, end)[None, None, :]
-    else:
-        row = gl.arange(0, ROWS, end)[None, None, :]
-        column = gl.arange(0, C, middle)[None, :, None]
-    column = start + warp * C + column
+    row = index(ROWS, 1 + OPERAND, layout)
+    column = start + index(WARPS, 0, layout) * C + index(C, 2 - OPERAND, layout)
     place = gl.minimum(first + row, last) * K + column
     if start + WARPS * C <= K:
         return gl.load(ptr + place)

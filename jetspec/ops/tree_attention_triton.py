@@ -69,11 +69,16 @@ def tree_attention_triton(
 
     tiling = _choose_tiling(layout.max_queries * (H // G), B * G, E, q_THE.element_size())
     tiling = _fit(tiling, _shared_memory(q_THE.device))
+    out = q_THE.new_empty(T, H, E) if out is None else out
+    assert out.is_contiguous() and out.shape == q_THE.shape
+    if _can_slice(q_THE, G, batch, window, tiling):
+        from jetspec.ops.tree_attention_gluon import sliced_attention_gluon
+
+        sliced_attention_gluon(q_THE, pages, batch, ancestor, scale, out, _counters(q_THE.device))
+        return out
     tiles = triton.cdiv(layout.max_queries * (H // G), tiling.BLOCK_M)
     warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
     splits = _choose_splits(warps, layout.max_queries, max_blocks // tiling.min_run)
-    out = q_THE.new_empty(T, H, E) if out is None else out
-    assert out.is_contiguous() and out.shape == q_THE.shape
     part, lse, finished = None, None, None
     if splits > 1:
         part = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, tiling.BLOCK_E, dtype=torch.float32)
@@ -118,6 +123,18 @@ def tree_attention_triton(
             **overlap(q_THE),
         )
     return out
+
+
+def _can_slice(q_THE: Tensor, G: int, batch: TreeBatch, window: int | None, tiling: Tiling) -> bool:
+    """Whether there are few queries, of 16 bits, that ask for nothing that the kernel for them does not know."""
+    (_, H, E), layout = q_THE.shape, batch.layout
+    if window is not None or batch.is_tree_B is not None or layout.earlier:
+        return False
+    if not q_THE.is_cuda or q_THE.itemsize != 2 or tiling.BLOCK_M > 16:
+        return False
+    from jetspec.ops.tree_attention_gluon import can_slice
+
+    return can_slice(E, layout.max_queries * (H // G), len(layout.cached_len_B) * G)
 
 
 @cache

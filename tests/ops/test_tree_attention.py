@@ -19,6 +19,7 @@ from jetspec.dispatch import force
 from jetspec.ops import plan_attention, store_kv, tree_attention
 from jetspec.ops.tree_attention import KernelPlan
 from jetspec.types import BatchLayout, KVPages, TreeBatch
+from tests.gluon import Interpreted
 from tests.kernels import compile_for_hopper, shared_bytes
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -296,6 +297,79 @@ def test_kernel_takes_short_numbers(interpreter: Executor, kind: str) -> None:
     interpreter.submit(compare_interpreted, batch, q, pages, None, tolerance=2e-3).result()
 
 
+# -- the kernel for few queries
+
+
+@pytest.fixture
+def sliced(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """All attention by the sliced kernel, interpreted."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.tree_attention_gluon")
+    monkeypatch.setattr(module, "_sliced_attention_kernel", Interpreted(module._sliced_attention_kernel))
+    monkeypatch.setattr(importlib.import_module("jetspec.ops.tree_attention_triton"), "_can_slice", lambda *_: True)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "clique"])
+@pytest.mark.parametrize("slices", [(2, 32), (1, 64)])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_sliced_kernel_equals_reference(
+    monkeypatch: pytest.MonkeyPatch, sliced: Any, kind: str, slices: tuple[int, int], splits: int
+) -> None:
+    """Ragged: many runs of keys, no prefix with more queries than a mask word has bits, a single one, none at all."""
+    batch = scattered_batch([230, 0, 33, 5], [5, 70, 1, 0], 4, kind, 0)
+    monkeypatch.setattr(sliced, "SLICES", {64: sliced.Slices(*slices)})
+    monkeypatch.setattr(sliced, "PROGRAMS", 1000 * (splits - 1))
+    monkeypatch.setattr(sliced, "MAX_SPLITS", splits)
+    compare_interpreted(batch, *random_inputs(batch, 6, 2, 64), None)
+    ((programs, used),) = sliced._sliced_attention_kernel.grids
+    assert used == splits and programs == 4 * 2 * (-(-70 * 3 // 16))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("cached", [0, 64, 700])
+def test_sliced_kernel_decodes_one_token(sliced: Any, size: int, cached: int) -> None:
+    batch = scattered_batch([cached, 3], [1, 1], 16, "tree", 2)
+    compare_interpreted(batch, *random_inputs(batch, 4, 1, size), None)
+
+
+def test_sliced_kernel_sees_nothing_before_the_first_seen(sliced: Any) -> None:
+    batch = scattered_batch([90, 8], [9, 9], 4, "tree", 1)
+    batch = replace(batch, layout=replace(batch.layout, first_seen=7))
+    compare_interpreted(batch, *random_inputs(batch, 3, 1, 64), None)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize("splits", [1, 8])
+def test_sliced_kernel_compiles_for_hopper(size: int, tree: bool, splits: int) -> None:
+    """Keys and values go from memory to tensor cores, and places are looked up before the kernel waits."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.tree_attention_gluon")
+    kernel, slices = module._sliced_attention_kernel, module.SLICES[size]
+    pointers = {"page_ptr": "*i64", "cached_ptr": "*i64", "start_ptr": "*i64", "ancestor_ptr": "*i32"}
+    pointers |= {"finished_ptr": "*i32"} | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    numbers = {name: "i32" for name in kernel.arg_names if name.islower() and not name.endswith("_ptr")}
+    constants: dict[str, Any] = {
+        "TREE": tree,
+        "PAGE_SIZE": 16,
+        "G": 3,
+        "REPEAT": 3,
+        "E": size,
+        "SPLITS": splits,
+        "BLOCK_M": 16,
+    }
+    constants |= slices._asdict() | {"q_stride_t": 960, "q_stride_h": size, "kv_stride_slot": 192, "kv_stride_g": size}
+    constants |= {} if tree else {"ancestor_ptr": None}
+    constants |= {} if splits > 1 else {"part_ptr": None, "lse_ptr": None}
+    types = {**pointers, **numbers, "scale": "fp32", "W": "i32"}
+    before, after = compile_for_hopper(kernel, types, constants, num_warps=slices.WARPS).split("griddepcontrol.wait")
+    loads = slices.C * size // 32 // 8  # of keys, and of values, 16 bytes each
+    assert "ld.global.v4" not in before and after.count("ld.global.v4") == 2 * loads + size // 16
+    assert before.count("ld.global.b64") == 3 + slices.C // 8 + slices.C // 4
+    assert after.count("mma.sync") == 2 * slices.C // 8 * size // 16
+
+
 def test_a_plan_for_the_kernel_is_the_batch_itself() -> None:
     batch = scattered_batch([9, 4], [5, 5], 4, "tree", 0)
     with force("triton"):
@@ -420,6 +494,31 @@ def test_kernel_on_a_gpu_takes_narrow_groups_of_three(dtype: torch.dtype) -> Non
     (q, pages), batch = random_inputs(host, 9, 3, 64, dtype), on_gpu(host)
     q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
     check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (8, 2, 128), (4, 4, 64)])
+@pytest.mark.parametrize(
+    ("cached", "counts", "kind"),
+    [
+        ([300], [48], "tree"),
+        ([0], [64], "clique"),
+        ([7], [1], "tree"),
+        ([6000, 513], [1, 1], "chain"),
+        ([2100], [16], "chain"),
+        ([511, 4000], [17, 3], "tree"),
+    ],
+)
+def test_sliced_kernel_on_a_gpu(
+    cached: list[int], counts: list[int], kind: str, heads: int, kv_heads: int, size: int
+) -> None:
+    host = scattered_batch(cached, counts, 16, kind, 0)
+    (q, pages), batch = random_inputs(host, heads, kv_heads, size, torch.bfloat16), on_gpu(host)
+    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
+    module = importlib.import_module("jetspec.ops.tree_attention_gluon")
+    assert module.can_slice(size, max(counts) * (heads // kv_heads), len(cached) * kv_heads)
+    for _ in range(2):  # counters are left as they were
+        check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,28 @@
+"""What kernels in Gluon share: tensors of three dimensions, the first of which tells warps apart."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def index(SIZE: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
+    """0, 1, .. along one of three dimensions of a layout."""
+    if DIM == 0:
+        return gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    elif DIM == 1:
+        return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    else:
+        return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+
+
+@gluon.jit
+def wait(OVERLAP: gl.constexpr):
+    """Until the kernel ahead has finished, as `overlap_triton` tells."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,343 @@
+"""The kernel of `tree_attention` for few queries, which are a matter of latency.
+
+It is written in Gluon, the language below Triton, where a program says which thread holds what. Every warp has keys of
+its own: it loads them as its tensor core wants them, without shared memory, and keeps a softmax of its own; in the end
+the warps of a program add up. So up to as many keys as its warps hold at once, a tile of queries takes one program, and
+what the memory brings is waited for once. More keys are split between programs, as in `tree_attention_triton`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from jetspec.ops.fragments_gluon import index, wait
+from jetspec.ops.overlap_triton import overlap
+from jetspec.types import KVPages, TreeBatch
+
+BLOCK_M = 16
+PROGRAMS = 132
+"""That run at once on Hopper: their registers fill a multiprocessor each."""
+MAX_SPLITS = 32
+AT_ONCE = tl.constexpr(4)
+
+# Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+class Slices(NamedTuple):
+    """Warps of a program, and the keys that each looks at at once: a multiple of 32, the bits of a mask word."""
+
+    WARPS: int
+    C: int
+
+
+SLICES = {64: Slices(8, 64), 128: Slices(8, 32)}
+"""By the size of a head."""
+
+
+def can_slice(E: int, rows: int, groups: int) -> bool:
+    """Whether there is a kernel for heads of this size, and a multiprocessor for each tile of queries to a key head."""
+    return E in SLICES and triton.cdiv(rows, BLOCK_M) * groups <= PROGRAMS
+
+
+def sliced_attention_gluon(
+    q_THE: Tensor,
+    pages: KVPages,
+    batch: TreeBatch,
+    ancestor: Tensor | None,
+    scale: float,
+    out: Tensor,
+    counters: Tensor,
+) -> None:
+    """What `tree_attention_triton` does, without windows and tokens of former forwards. `counters` are zeros, more than
+    there are programs, and zeros again when it is done."""
+    layout, (_, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
+    B, P = layout.page_BP.shape
+    slices = SLICES[E]
+    tiles = triton.cdiv(layout.max_queries * (H // G), BLOCK_M)
+    programs, most_runs = tiles * B * G, triton.cdiv(P * layout.page_size, slices.WARPS * slices.C)
+    splits = _power_of_two(min(PROGRAMS // programs, MAX_SPLITS, most_runs))
+    part, lse = None, None
+    if splits > 1:
+        part = q_THE.new_empty(programs, splits, BLOCK_M, E, dtype=torch.float32)
+        lse = q_THE.new_empty(programs, splits, BLOCK_M, dtype=torch.float32)
+    with torch.cuda.device_of(q_THE):
+        _sliced_attention_kernel[(programs, splits)](
+            q_THE,
+            pages.k,
+            pages.v,
+            layout.page_BP,
+            layout.cached_len_B,
+            layout.query_start_B1,
+            ancestor,
+            out,
+            part,
+            lse,
+            counters,
+            scale * math.log2(math.e),
+            layout.first_seen,
+            tiles,
+            q_THE.stride(0),
+            q_THE.stride(1),
+            pages.k.stride(1),
+            pages.k.stride(2),
+            layout.page_BP.stride(0),
+            0 if ancestor is None else ancestor.stride(0),
+            0 if ancestor is None else ancestor.stride(1),
+            0 if ancestor is None else ancestor.shape[2],
+            TREE=ancestor is not None,
+            PAGE_SIZE=layout.page_size,
+            G=G,
+            REPEAT=H // G,
+            E=E,
+            SPLITS=splits,
+            BLOCK_M=BLOCK_M,
+            num_warps=slices.WARPS,
+            **slices._asdict(),
+            **overlap(q_THE),
+        )
+
+
+def _power_of_two(most: int) -> int:
+    """At most so many, at least 1."""
+    return 1 << (most.bit_length() - 1) if most > 1 else 1
+
+
+@gluon.jit(do_not_specialize=["first_seen", "tiles", "page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"])
+def _sliced_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    page_ptr,
+    cached_ptr,
+    start_ptr,
+    ancestor_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    finished_ptr,
+    scale,
+    first_seen,
+    tiles,
+    q_stride_t,
+    q_stride_h,
+    kv_stride_slot,
+    kv_stride_g,
+    page_stride_b,
+    ancestor_stride_b,
+    ancestor_stride_n,
+    W,
+    TREE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    G: gl.constexpr,
+    REPEAT: gl.constexpr,
+    E: gl.constexpr,
+    SPLITS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    WARPS: gl.constexpr,
+    C: gl.constexpr,
+    OVERLAP: gl.constexpr = False,
+):
+    """One tile of queries over a run of chunks of C keys, WARPS of them at a time.
+
+    Chunks of the prefix come first, then those of the tree, which start at a word of the mask. All is numbered and
+    masked as in `tree_attention_triton`.
+    """
+    scores: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK_M, 8])
+    q_layout: gl.constexpr = gl.DotOperandLayout(0, scores, 8)
+    k_layout: gl.constexpr = gl.DotOperandLayout(1, scores, 8)
+    v_layout: gl.constexpr = _value_layout(WARPS, C, E)
+    per_thread: gl.constexpr = BLOCK_M * E // (32 * WARPS)
+    lanes: gl.constexpr = E // per_thread
+    shared_out: gl.constexpr = gl.BlockedLayout(
+        [WARPS, 1, per_thread], [1, 32 // lanes, lanes], [1, WARPS, 1], [2, 1, 0]
+    )
+    results: gl.constexpr = gl.SliceLayout(0, shared_out)
+
+    tile = tiles - 1 - gl.program_id(0) % tiles
+    pair = gl.program_id(0) // tiles
+    split = gl.program_id(1)
+    request = (pair // G).to(gl.int64)
+    group = pair % G
+    start = gl.load(start_ptr + request).to(gl.int64)
+    count = (gl.load(start_ptr + request + 1) - start).to(gl.int32)
+    cached = gl.load(cached_ptr + request).to(gl.int32)
+    end = cached + count
+    if not TREE:
+        end = cached + gl.minimum((tile * BLOCK_M + BLOCK_M - 1) // REPEAT + 1, count)
+    shared = cached if TREE else end
+    shared_chunks = gl.cdiv(gl.maximum(shared - first_seen, 0), C)
+    num_chunks = shared_chunks + gl.cdiv(end - shared, C)
+    first, last, busy = 0, num_chunks, 1
+    if SPLITS > 1:
+        run = gl.maximum(gl.cdiv(num_chunks, SPLITS), WARPS)
+        busy = gl.maximum(gl.cdiv(num_chunks, run), 1)
+        first = split * run
+        last = gl.minimum(first + run, num_chunks)
+
+    page_ptr += request * page_stride_b
+    kinds = shared_chunks, first_seen, shared, end
+    k_slot = _slots(page_ptr, first, kinds, PAGE_SIZE, WARPS, C, gl.SliceLayout(1, k_layout))
+    v_slot = _slots(page_ptr, first, kinds, PAGE_SIZE, WARPS, C, gl.SliceLayout(2, v_layout))
+    wait(OVERLAP)
+    if tile * BLOCK_M // REPEAT >= count or split >= busy:
+        return
+
+    # Rows past the last node repeat it, so that they load what exists; they are not stored.
+    node = _nodes(tile, count, REPEAT, BLOCK_M, scores)
+    q_token = start + _nodes(tile, count, REPEAT, BLOCK_M, q_layout)
+    q_head = group * REPEAT + (tile * BLOCK_M + index(BLOCK_M, 1, q_layout)) % REPEAT
+    q_place = q_token * q_stride_t + q_head * q_stride_h + index(E, 2, q_layout)
+    q = gl.load(q_ptr + q_place + 0 * index(WARPS, 0, q_layout))
+    k_ptr += group * kv_stride_g
+    v_ptr += group * kv_stride_g
+    nothing = gl.zeros([WARPS, BLOCK_M, C], gl.float32, scores)
+    top = gl.full([WARPS, BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(2, scores))
+    total = gl.zeros([WARPS, BLOCK_M], gl.float32, gl.SliceLayout(2, scores))
+    acc = gl.zeros([WARPS, BLOCK_M, E], gl.float32, scores)
+    for block in range(first, last, WARPS):
+        k = gl.load(k_ptr + (k_slot * kv_stride_slot)[:, None, :] + index(E, 1, k_layout))
+        v = gl.load(v_ptr + (v_slot * kv_stride_slot)[:, :, None] + index(E, 2, v_layout))
+        k_slot = _slots(page_ptr, block + WARPS, kinds, PAGE_SIZE, WARPS, C, gl.SliceLayout(1, k_layout))
+        v_slot = _slots(page_ptr, block + WARPS, kinds, PAGE_SIZE, WARPS, C, gl.SliceLayout(2, v_layout))
+
+        chunk = block + index(WARPS, 0, scores)
+        place = index(C, 2, scores)
+        key, limit = _keys(chunk, place, kinds, C)
+        seen = (key < limit) & (chunk < last)
+        if TREE:
+            words_ptr = ancestor_ptr + request * ancestor_stride_b + node * ancestor_stride_n
+            seen = seen & ((chunk < shared_chunks) | _ancestors(words_ptr, chunk - shared_chunks, place, W, C))
+        else:
+            seen = seen & (key <= cached + node)
+        score = gl.where(seen, mma_v2(q, k, nothing) * scale, float("-inf"))
+        new_top = gl.maximum(top, gl.max(score, 2))
+        weight = gl.exp2(score - new_top[:, :, None])
+        keep = gl.exp2(top - new_top)
+        total = total * keep + gl.sum(weight, 2)
+        top = new_top
+        p = gl.convert_layout(weight.to(v.dtype), gl.DotOperandLayout(0, scores, 2))
+        v = gl.convert_layout(_transposed(v, E // 8), gl.DotOperandLayout(1, scores, 2))
+        acc = mma_v2(p, v, acc * keep[:, :, None])
+
+    # The warps add up.
+    tops = gl.convert_layout(top, gl.SliceLayout(2, shared_out))
+    totals = gl.convert_layout(total, gl.SliceLayout(2, shared_out))
+    best = gl.max(tops, 0)
+    share = gl.exp2(tops - best[None, :])
+    acc = gl.sum(gl.convert_layout(_transposed(acc, 8), shared_out) * share[:, :, None], 0)
+    rows: gl.constexpr = gl.SliceLayout(1, results)
+    top, total = gl.convert_layout(best, rows), gl.convert_layout(gl.sum(totals * share, 0), rows)
+
+    row = gl.arange(0, BLOCK_M, rows)
+    column = gl.arange(0, E, gl.SliceLayout(0, results))[None, :]
+    if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
+        if busy > 1:
+            mine = gl.program_id(0) * SPLITS * BLOCK_M + row
+            divisor = gl.where(total > 0, total, 1.0)
+            row_lse = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
+            gl.store(lse_ptr + mine + split * BLOCK_M, row_lse)
+            gl.store(part_ptr + (mine + split * BLOCK_M)[:, None] * E + column, acc / divisor[:, None])
+            # All of the program's stores come before its mark, and all loads of the last one after it.
+            tl.debug_barrier()
+            before = gl.atomic_add(finished_ptr + gl.program_id(0), 1, sem="acq_rel")
+            if before < busy - 1:
+                return
+            gl.store(finished_ptr + gl.program_id(0), 0)
+            total, acc = _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M, E, results)
+
+    node_of_row = (tile * BLOCK_M + row) // REPEAT
+    head = group * REPEAT + (tile * BLOCK_M + row) % REPEAT
+    out_place = ((start + node_of_row) * (G * REPEAT) + head)[:, None] * E + column
+    out = acc / gl.where(total > 0, total, 1.0)[:, None]
+    gl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=(node_of_row < count)[:, None])
+
+
+@gluon.constexpr_function
+def _value_layout(WARPS, C, E):
+    """Threads hold values as tensor cores want them on the right of a product, keys in pairs, but neighbouring numbers
+    of a row where those have every eighth: the product's columns are put in order when it is done. So rows are loaded
+    16 bytes at a time."""
+    bits = [1 << i for i in range(E.bit_length() - 1)]
+    own, shared = bits[:-3], bits[-3:]
+    keys = [1 << i for i in range(C.bit_length() - 1)]
+    registers = [[0, 0, e] for e in own] + [[0, key, 0] for key in keys if key not in (2, 4)]
+    lanes = [[0, 2, 0], [0, 4, 0]] + [[0, 0, e] for e in shared]
+    warps = [[1 << i, 0, 0] for i in range(WARPS.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [WARPS, C, E])
+
+
+@gluon.jit
+def _transposed(x, LENGTH: gl.constexpr):
+    """Rows of numbers, seen as matrices with rows of LENGTH, transposed."""
+    A: gl.constexpr = x.shape[0]
+    B: gl.constexpr = x.shape[1]
+    E: gl.constexpr = x.shape[2]
+    return gl.reshape(gl.permute(gl.reshape(x, [A, B, E // LENGTH, LENGTH]), [0, 1, 3, 2]), [A, B, E])
+
+
+@gluon.jit
+def _nodes(tile, count, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    row = tile * BLOCK_M + index(BLOCK_M, 1, layout)
+    return gl.maximum(gl.minimum(row // REPEAT, count - 1), 0)
+
+
+@gluon.jit
+def _keys(chunk, place, kinds, C: gl.constexpr):
+    """Keys at places of chunks, and where those of their kind end."""
+    shared_chunks, begin, shared, end = kinds
+    is_shared = chunk < shared_chunks
+    first = gl.where(is_shared, begin + chunk * C, shared + (chunk - shared_chunks) * C)
+    return first + place, gl.where(is_shared, shared, end)
+
+
+@gluon.jit
+def _slots(page_ptr, block, kinds, PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """Where the keys of the next chunks are stored, (WARPS, C); past the end of a kind, its last one's place, which
+    exists and is not looked at."""
+    chunk = block + gl.arange(0, WARPS, gl.SliceLayout(1, layout))[:, None]
+    key, limit = _keys(chunk, gl.arange(0, C, gl.SliceLayout(0, layout))[None, :], kinds, C)
+    key = gl.maximum(gl.minimum(key, limit - 1), 0)
+    return gl.load(page_ptr + key // PAGE_SIZE).to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
+
+
+@gluon.jit
+def _ancestors(words_ptr, chunk, place, W, C: gl.constexpr):
+    """Which nodes of a chunk each row sees, from the words of its mask."""
+    number = chunk * (C // 32)
+    word = gl.load(words_ptr + number, mask=(number >= 0) & (number < W), other=0)
+    if C == 64:
+        second = gl.load(words_ptr + number + 1, mask=(number >= 0) & (number + 1 < W), other=0)
+        word = gl.where(place < 32, word, second)
+    return (word >> (place % 32)) & 1 != 0
+
+
+@gluon.jit
+def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: gl.constexpr, E: gl.constexpr, results: gl.constexpr):
+    """The running softmax over the results of all splits, as in `tree_attention_triton`."""
+    top = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, results))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, results))
+    acc = gl.zeros([BLOCK_M, E], gl.float32, results)
+    for first in range(0, busy, AT_ONCE):
+        for i in gl.static_range(AT_ONCE):
+            split = first + i
+            rows = mine + split * BLOCK_M
+            lse = gl.load(lse_ptr + rows, mask=split < busy, other=float("-inf"), cache_modifier=".cg")
+            part = gl.load(part_ptr + rows[:, None] * E + column, mask=split < busy, other=0.0, cache_modifier=".cg")
+            new_top = gl.maximum(top, lse)
+            keep, weight = gl.exp2(top - new_top), gl.exp2(lse - new_top)
+            acc = acc * keep[:, None] + part * weight[:, None]
+            total = total * keep + weight
+            top = new_top
+    return total, acc
