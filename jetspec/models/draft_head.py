@@ -236,7 +236,8 @@ class DraftHead(DecoderStack):
     ) -> Candidates:
         """What the states of depths 1..D below some roots offer to a tree. `heat_B` are the temperatures to draft with;
         None: 1."""
-        logits_BDV = target.logits(hidden_BDM.flatten(0, 1)).unflatten(0, hidden_BDM.shape[:2])
+        hidden_TM, (B, D) = hidden_BDM.flatten(0, 1), hidden_BDM.shape[:2]
+        logits_BDV = target.logits(hidden_TM).unflatten(0, (B, D))
         V, entropy_BD = logits_BDV.shape[-1], None
         if tree.score != "accum_logp":
             # Its checks would wait for the device, which a captured round must not.
@@ -244,7 +245,7 @@ class DraftHead(DecoderStack):
             entropy_BD = cooled.entropy()
         if self.edge is None:
             return Candidates(*ops.topk_logprob(ops.cool(logits_BDV, heat_B), min(tree.width, V)), entropy_BD)
-        gate_BDR = ops.cool(self.edge.gates(hidden_BDM), heat_B).float()
+        gate_BDR = ops.cool(self.edge.gates(hidden_TM).unflatten(0, (B, D)), heat_B).float()
         edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
         count = min(tree.shortlist or V, V)
         if tree.likely and count < V:

@@ -59,7 +59,7 @@ def norm_linear(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: 
         from jetspec.ops.linear_triton import rows_linear_triton
 
         return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps)
-    return linear_reference(rms_norm(stream.x, norm, eps), weight, bias)
+    return linear(rms_norm(stream.x, norm, eps), weight, bias)
 
 
 def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: 
         from jetspec.ops.linear_triton import rows_linear_triton
 
         return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=True)
-    return swiglu(linear_reference(rms_norm(stream.x, norm, eps), weight, bias))
+    return swiglu(linear(rms_norm(stream.x, norm, eps), weight, bias))
 
 
 def add_linear(
