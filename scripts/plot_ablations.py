@@ -64,9 +64,14 @@ def main() -> None:
         parts += [f"### {title}", table({name: records[name] for name in found}), f"![{title}]({link})"]
     if args.scores:
         read = [json.loads(path.read_text()) for path in args.scores]
-        scores = {Path(record["head"]).name: record for record in read}
+        scores = {name_of(Path(record["head"])): record for record in read}
         parts += ["### Task by task", scores_table(scores)]
     args.page.write_text(put_between(args.page.read_text(), "ablations", "\n\n".join(parts)))
+
+
+def name_of(head: Path) -> str:
+    """What a run is called: it leaves its head in a folder `head`."""
+    return head.parent.name if head.name == "head" else head.name
 
 
 def table(records: Records) -> str:

@@ -4,7 +4,11 @@
     python -m scripts.ship_head --head runs/smollm2/head --record docs/results/head_smollm2.json
 
 The record must be of the 8-bit head: `--weights-only` writes that, to be measured first. With `--page README.md` the
-same table goes there, between its marks.
+same table goes there, between its marks. Without `--head` the weights stay as they are, and only what was measured is
+told anew:
+
+    jetspec eval-head --data-dir data/eval --out docs/results/head_smollm2.json
+    python -m scripts.ship_head --record docs/results/head_smollm2.json --page README.md
 """
 
 from __future__ import annotations
@@ -40,11 +44,12 @@ LICENSES = {
 """Of the sets of prompts, by the names of their files."""
 MAX_BYTES = 32_000_000
 """What a package may weigh more for its head."""
+MEASURED = "## Tokens per round"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", type=Path, required=True, help="folder that training wrote, with its card")
+    parser.add_argument("--head", type=Path, help="folder that training wrote, with its card")
     parser.add_argument("--prompts", type=Path, help="folder of the prompts that were answered, for the card")
     parser.add_argument("--record", type=Path, help="what `jetspec eval-head` wrote about the 8-bit head")
     parser.add_argument("--weights-only", action="store_true", help="without a card, to be measured")
@@ -53,15 +58,22 @@ def main() -> None:
     args = parser.parse_args()
     if (args.record is None) != args.weights_only:
         parser.error("give --record, or --weights-only")
+    if args.head is None and (args.weights_only or args.prompts):
+        parser.error("give --head: its weights, or its prompts, are what is written")
 
     card = None
     if args.record is not None:
         record = json.loads(args.record.read_text(encoding="utf-8"))
-        parts = [(args.head / CARD_FILE).read_text(encoding="utf-8").rstrip()]
+        own = (args.head or args.out) / CARD_FILE
+        parts = [own.read_text(encoding="utf-8").partition(MEASURED)[0].rstrip()]
         parts += [asked(args.prompts)] if args.prompts else []
         card = "\n\n".join((*parts, measured(record)))
         if args.page is not None:
             args.page.write_text(put_between(args.page.read_text(encoding="utf-8"), "head", decoded(record)))
+    if args.head is None:
+        assert card is not None
+        (args.out / CARD_FILE).write_text(card, encoding="utf-8")
+        return
     save_head(load_head(args.head.absolute(), dtype=torch.float32), args.out, dtype=torch.int8, card=card)
     size = (args.out / WEIGHTS_FILE).stat().st_size
     if size > MAX_BYTES:
@@ -85,7 +97,7 @@ def measured(record: dict[str, Any]) -> str:
         f"with commit {record['commit']}, on these 8-bit weights."
     )
     forced = "On the target's own text, at every position that a round starts from:"
-    parts = ["## Tokens per round", source, forced, table(record["tokens_per_round"])]
+    parts = [MEASURED, source, forced, table(record["tokens_per_round"])]
     if record["real"]:
         parts += ["Decoding:", decoded(record)]
     return "\n\n".join(parts) + "\n"
@@ -95,7 +107,8 @@ def decoded(record: dict[str, Any]) -> str:
     real, hardware = record["real"], record["hardware"]
     rows = {task: {name: run["tokens_per_round"] for name, run in row.items()} for task, row in real.items()}
     about = f"{record['dtype']}, {hardware.get('gpu', hardware['cpu'])}, commit {record['commit'][:7]}"
-    return f"{table(rows)}\n\nMeasured with {about}, the edge term ranking {record['tree']['shortlist']} tokens."
+    tree = f"the edge term ranking {record['tree']['shortlist']} tokens, at a heat of {record['tree']['heat']:g}"
+    return f"{table(rows)}\n\nMeasured with {about}, {tree}."
 
 
 def table(values: dict[str, dict[str, float]]) -> str:

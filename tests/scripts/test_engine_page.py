@@ -68,6 +68,18 @@ def test_what_a_record_says_is_on_the_page(tmp_path: Path, name: str, result: di
     assert all(piece in text for piece in ["a CPU", "0123456", *shown]) and "old" not in text
 
 
+def test_answers_of_every_run_are_on_the_page(tmp_path: Path) -> None:
+    runs = [
+        {"answered": 1200, "jobs": 4, "tokens": 65_432, "seconds": 1.26, "tokens_per_s": 51_930.2},
+        {"answered": 34, "jobs": 1, "tokens": 789, "seconds": 0.5, "tokens_per_s": 1578.0},
+    ]
+    (tmp_path / "regenerate_smollm2_h200.json").write_text(json.dumps({**ORIGIN, "runs": runs}))
+    page = page_of(tmp_path / "training.md", "regenerate_smollm2_h200")
+    fill_page(tmp_path, page)
+    text = page.read_text()
+    assert all(piece in text for piece in ["1,200", "65,432", "1.3", "51,930", "789", "1,578", "0123456"])
+
+
 def test_vllm_stands_beside_the_paper(tmp_path: Path) -> None:
     settings = {"model": "m", "dtype": "bfloat16", "vllm": "0.32.0", "tokens": 256, "prompt_tokens": 33.3}
     row = {"batch": 16, "step_ms": 1.2, "tokens_per_step": 3.4, "tokens_per_s": 567.8, "speedup": 2.22}

@@ -49,6 +49,11 @@ def test_scores_are_compared_with_the_first() -> None:
     assert lines[2:] == ["| gsm8k | 2.00 | 2.50 | +25.0% |", "| mean | 2.00 | 2.50 | +25.0% |"]
 
 
+@pytest.mark.parametrize(("head", "name"), [("runs/bench/edge/head", "edge"), ("heads/edge-128", "edge-128")])
+def test_a_head_is_called_as_its_run_is(head: str, name: str) -> None:
+    assert plot_ablations.name_of(Path(head)) == name
+
+
 def test_a_page_without_the_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks the marks"):
         put_between("text", "name", "more")
