@@ -113,6 +113,8 @@ class MethodConfig:
     budgets: tuple[int, ...] | None = None
     batches: tuple[int, ...] | None = None
     """None: those of the recipe."""
+    temperatures: tuple[float, ...] | None = None
+    """Some of the recipe's, for slow ones. None: all of them."""
     limit: int | None = None
     """Ask it only the first so many questions of a task: for slow ones. Others are compared with it on these alone."""
     width: int | None = None
@@ -136,7 +138,8 @@ class MethodConfig:
         if self.kind_name not in KINDS:
             where = f"its kind is {self.kind!r}" if self.kind else "its name is no kind, and it has none"
             raise ValueError(f"method {self.name!r}: {where}; choose from {', '.join(KINDS)}")
-        given = {key for key, value in vars(self).items() if value is not None} - {"name", "kind", "batches", "limit"}
+        every = {"name", "kind", "batches", "temperatures", "limit"}
+        given = {key for key, value in vars(self).items() if value is not None} - every
         for key in sorted(given - set(self.of.takes)):
             raise ValueError(f"method {self.name!r}: {key} means nothing to {self.kind_name}")
         if self.kind_name == "server" and self.url is None:
@@ -253,8 +256,12 @@ class BenchConfig:
         for method in methods:
             if method.name in (PLAIN, TRANSFORMERS) and method.kind_name != method.name:
                 raise ValueError(f"{method.name} must be what its name says, as others are compared with it")
-            if method.name == PLAIN and method.limit:
-                raise ValueError("plain decoding has no limit of its own, as all others are compared with it")
+            if method.name == PLAIN and (method.limit or method.temperatures):
+                own = "limit" if method.limit else "temperatures"
+                raise ValueError(f"plain decoding has no {own} of its own, as all others are compared with it")
+            for temperature in method.temperatures or ():
+                if temperature not in self.temperatures:
+                    raise ValueError(f"{method.name}: temperature {temperature:g} is none of the recipe's")
             for batch in self.batches_of(method):
                 if method.of.one_at_a_time and batch > 1:
                     raise ValueError(f"{method.name} decodes one prompt at a time; give it batches: [1]")
@@ -283,7 +290,8 @@ class BenchConfig:
 
     def cells(self, method: MethodConfig) -> list[Cell]:
         """Grouped by what an engine is made for: budget and batch size."""
-        places = product(self.budgets_of(method), self.batches_of(method), self.temperatures, self.tasks)
+        temperatures = method.temperatures or self.temperatures
+        places = product(self.budgets_of(method), self.batches_of(method), temperatures, self.tasks)
         return [Cell(method.name, task, heat, budget, batch) for budget, batch, heat, task in places]
 
     def sampling(self, temperature: float, repeat: int, id: str, turn: int) -> SamplingParams:

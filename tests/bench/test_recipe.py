@@ -146,6 +146,9 @@ def make_config(recipe: Path | None, settings: dict[str, Any]) -> BenchConfig:
         ({"methods": [{"name": "plain", "kind": "ngram"}]}, "must be what its name says"),
         ({"methods": [{"name": "jetspec", "score": "entropy", "entropy_weight": 1}]}, "only counts in the hybrid"),
         ({"methods": ["transformers-lookup"], "batches": [1, 4]}, "give it batches"),
+        ({"methods": [{"name": "plain", "limit": 2}]}, "plain decoding has no limit of its own"),
+        ({"methods": [{"name": "plain", "temperatures": [0]}]}, "plain decoding has no temperatures of its own"),
+        ({"methods": [{"name": "ngram", "temperatures": [0, 0.5]}]}, "ngram: temperature 0.5 is none of the recipe's"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], why: str) -> None:

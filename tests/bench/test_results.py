@@ -24,6 +24,7 @@ from jetspec.bench.runs import Result as CellResult
 from jetspec.bench.spread import Spread, to_record
 from jetspec.cli import app
 from jetspec.engine.llm import LLM
+from jetspec.record import write_record
 from tests.bench.tiny_bench import make_bench, results_of, write_questions
 
 
@@ -138,6 +139,18 @@ def test_a_method_with_a_limit_is_compared_on_its_own_questions(folder: Path, ll
     ratios = [a / b for a, b in zip(mine.beside(base).speeds, base.speeds, strict=True)]
     assert cells["ngram"]["speedup_transformers"]["values"] == ratios
     assert cells["ngram"]["speedup_transformers"]["mean"] == pytest.approx(math.prod(ratios) ** 0.5)
+
+
+def test_a_method_may_leave_temperatures_out(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    methods = ["ngram", {"name": "transformers", "limit": 1, "temperatures": [0]}]
+    options: dict[str, Any] = {"methods": methods, "temperatures": [0, 1], "limit": 1, "repeats": 1}
+    results = results_of(make_bench(folder, "colder", llm, **options))
+    there = {(cell["method"], cell["temperature"]): cell for cell in results["cells"]}
+    assert set(there) == {(name, heat) for name in ("plain", "ngram") for heat in (0, 1)} | {("transformers", 0)}
+    assert there["ngram", 0]["speedup_transformers"] and not there["ngram", 1]["speedup_transformers"]
+    write_record(folder / "colder" / "results.json", results)
+    shown = CliRunner().invoke(app, ["report", str(folder / "colder"), "--out", str(tmp_path)])
+    assert not shown.exit_code, shown.output
 
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=5), st.floats(0.1, 10))
