@@ -132,6 +132,8 @@ def _can_slice(q_THE: Tensor, G: int, batch: TreeBatch, window: int | None, tili
         return False
     if not q_THE.is_cuda or q_THE.itemsize != 2 or tiling.BLOCK_M > 16:
         return False
+    if torch.cuda.get_device_capability(q_THE.device) < (8, 0):  # whose tensor cores take other fragments
+        return False
     from jetspec.ops.tree_attention_gluon import can_slice
 
     return can_slice(E, layout.max_queries * (H // G), len(layout.cached_len_B) * G)

@@ -339,6 +339,19 @@ def test_sliced_kernel_sees_nothing_before_the_first_seen(sliced: Any) -> None:
     compare_interpreted(batch, *random_inputs(batch, 3, 1, 64), None)
 
 
+def sliced_arguments(module: Any, size: int, tree: bool, splits: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types and constants of the sliced kernel."""
+    kernel, slices = module._sliced_attention_kernel, module.SLICES[size]
+    pointers = {"page_ptr": "*i64", "cached_ptr": "*i64", "start_ptr": "*i64", "ancestor_ptr": "*i32"}
+    pointers |= {"finished_ptr": "*i32"} | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    numbers = {name: "i32" for name in kernel.arg_names if name.islower() and not name.endswith("_ptr")}
+    shape = {"TREE": tree, "PAGE_SIZE": 16, "G": 3, "REPEAT": 3, "E": size, "SPLITS": splits, "BLOCK_M": 16}
+    strides = {"q_stride_t": 960, "q_stride_h": size, "kv_stride_slot": 192, "kv_stride_g": size}
+    absent = [*(() if tree else ("ancestor_ptr",)), *(() if splits > 1 else ("part_ptr", "lse_ptr"))]
+    constants = {**shape, **slices._asdict(), **strides, **dict.fromkeys(absent)}
+    return {**pointers, **numbers, "scale": "fp32", "W": "i32"}, constants
+
+
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize("splits", [1, 8])
@@ -347,27 +360,21 @@ def test_sliced_kernel_compiles_for_hopper(size: int, tree: bool, splits: int) -
     pytest.importorskip("triton")
     module = importlib.import_module("jetspec.ops.tree_attention_gluon")
     kernel, slices = module._sliced_attention_kernel, module.SLICES[size]
-    pointers = {"page_ptr": "*i64", "cached_ptr": "*i64", "start_ptr": "*i64", "ancestor_ptr": "*i32"}
-    pointers |= {"finished_ptr": "*i32"} | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
-    numbers = {name: "i32" for name in kernel.arg_names if name.islower() and not name.endswith("_ptr")}
-    constants: dict[str, Any] = {
-        "TREE": tree,
-        "PAGE_SIZE": 16,
-        "G": 3,
-        "REPEAT": 3,
-        "E": size,
-        "SPLITS": splits,
-        "BLOCK_M": 16,
-    }
-    constants |= slices._asdict() | {"q_stride_t": 960, "q_stride_h": size, "kv_stride_slot": 192, "kv_stride_g": size}
-    constants |= {} if tree else {"ancestor_ptr": None}
-    constants |= {} if splits > 1 else {"part_ptr": None, "lse_ptr": None}
-    types = {**pointers, **numbers, "scale": "fp32", "W": "i32"}
+    types, constants = sliced_arguments(module, size, tree, splits)
     before, after = compile_for_hopper(kernel, types, constants, num_warps=slices.WARPS).split("griddepcontrol.wait")
     loads = slices.C * size // 32 // 8  # of keys, and of values, 16 bytes each
     assert "ld.global.v4" not in before and after.count("ld.global.v4") == 2 * loads + size // 16
     assert before.count("ld.global.b64") == 3 + slices.C // 8 + slices.C // 4
     assert after.count("mma.sync") == 2 * slices.C // 8 * size // 16
+
+
+@pytest.mark.parametrize("capability", [80, 89, 100, 120])
+def test_sliced_kernel_compiles_for_gpus_like_hopper(capability: int) -> None:
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.tree_attention_gluon")
+    options = {"num_warps": module.SLICES[128].WARPS}
+    needed = shared_bytes(module._sliced_attention_kernel, *sliced_arguments(module, 128, True, 8), capability, options)
+    assert 0 < needed <= 99 * 1024, "what the smallest of them give a program"
 
 
 def test_a_plan_for_the_kernel_is_the_batch_itself() -> None:
