@@ -58,8 +58,9 @@ class Launched:
         """Per request: nodes of the tree, the committed tokens, and their log-probabilities as `PathLogprobs` packs
         them."""
         width = 2 + self.result.token_BD1.shape[1]
-        rows = self.packed.read()[: len(self.lineup.requests)].tolist()
-        return [(int(row[1]), [int(token) for token in row[2 : int(row[0]) + 3]], row[width:]) for row in rows]
+        packed = self.packed.read()[: len(self.lineup.requests)]
+        rows = zip(packed[:, :width].long().tolist(), packed[:, width:].tolist(), strict=True)
+        return [(size, tokens[: length + 1], logprobs) for (length, size, *tokens), logprobs in rows]
 
 
 class Rounds(Protocol):

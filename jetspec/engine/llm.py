@@ -14,6 +14,7 @@ from tqdm import tqdm
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.constraint import Grammars
 from jetspec.engine.engine import Engine, check_drafter
+from jetspec.engine.garbage import settled
 from jetspec.models.heads import Head, load_any_head
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.tokenizer import Tokenizer
@@ -146,9 +147,10 @@ class LLM:
         try:
             for tokens, param in zip(encoded, params, strict=True):
                 ids.append(self.engine.add(tokens, param))
-            with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar:
+            followed = frozenset(ids)
+            with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar, settled():
                 while len(done) < len(ids):
-                    for update in self._updates(ids):
+                    for update in self._updates(followed):
                         if update.completion:
                             done[update.request_id] = update.completion
                             bar.update()
@@ -167,15 +169,16 @@ class LLM:
         source = iter(prompts)
         keys: dict[int, K] = {}
         try:
-            while True:
-                while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
-                    key, tokens, sampling = prompt
-                    keys[self.engine.add(tokens, sampling, quiet=True)] = key
-                if not keys:
-                    return
-                for update in self._updates(keys):
-                    if update.completion:
-                        yield keys.pop(update.request_id), update.completion
+            with settled():
+                while True:
+                    while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
+                        key, tokens, sampling = prompt
+                        keys[self.engine.add(tokens, sampling, quiet=True)] = key
+                    if not keys:
+                        return
+                    for update in self._updates(keys):
+                        if update.completion:
+                            yield keys.pop(update.request_id), update.completion
         finally:
             self._drop(keys)
 

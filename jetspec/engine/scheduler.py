@@ -67,9 +67,10 @@ class Scheduler:
             for request in list(self.running.values()):
                 if request.id in self.running and request.is_prefilled:
                     self.make_room(request)
-        batch = [request for request in self.running.values() if request.is_prefilled]
+        decode = RequestState.DECODE
+        batch = [request for request in self.running.values() if request.state is decode or request.is_prefilled]
         for request in batch:
-            request.state = RequestState.DECODE
+            request.state = decode
         return batch
 
     def make_room(self, request: Request) -> None:

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from jetspec.engine.engine import Engine
+from jetspec.engine.garbage import settled
 from jetspec.serve.errors import Refused, failed, stopping, unread
 from jetspec.types import SamplingParams, TreeLimits, Update
 
@@ -226,9 +227,10 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._obey():
-                if self.engine.has_work:
-                    self._deliver(self.engine.step())
+            with settled():
+                while self._obey():
+                    if self.engine.has_work:
+                        self._deliver(self.engine.step())
         except BaseException as error:
             self.failure = error
             log.error("engine failed", exc_info=error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,50 @@ def test_completions_are_those_of_generate(llm: LLM) -> None:
     done = dict(llm.complete(numbered()))
     assert [done[i].token_ids for i in range(len(PROMPTS))] == expected
     assert {completion.text for completion in done.values()} == {""}
+
+
+def generate(llm: LLM) -> None:
+    llm.generate(PROMPTS[:4], SAMPLING[:4])
+
+
+def complete(llm: LLM) -> None:
+    assert len(list(llm.complete(numbered()))) == len(PROMPTS)
+
+
+def leave(llm: LLM) -> None:
+    results = llm.complete(numbered())
+    next(iter(results))
+    results.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def searched() -> Iterator[None]:
+    """Nothing is left out of the search for garbage."""
+    was_frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if was_frozen:
+        gc.freeze()
+
+
+@pytest.mark.parametrize("decode", [generate, complete, leave])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_lives_is_not_searched_for_garbage_while_a_batch_is_decoded(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, searched: None, decode: Callable[[LLM], None], frozen: bool
+) -> None:
+    seen: list[int] = []
+    step = llm.engine.step
+
+    def watched() -> Any:
+        seen.append(gc.get_freeze_count())
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", watched)
+    if frozen:
+        gc.freeze()
+    decode(llm)
+    assert min(seen) > 10_000, "all of torch"
+    assert bool(gc.get_freeze_count()) == frozen, "as it was before"
 
 
 def test_prompts_are_pulled_as_needed_and_dropped_on_exit(llm: LLM) -> None:
