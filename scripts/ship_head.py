@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,7 @@ def main() -> None:
     card = None
     if args.record is not None:
         record = json.loads(args.record.read_text(encoding="utf-8"))
-        own = (args.head or args.out) / CARD_FILE
-        parts = [own.read_text(encoding="utf-8").partition(MEASURED)[0].rstrip()]
+        parts = [made((args.head or args.out) / CARD_FILE)]
         parts += [asked(args.prompts)] if args.prompts else []
         card = "\n\n".join((*parts, measured(record)))
         if args.page is not None:
@@ -81,11 +81,22 @@ def main() -> None:
     print(f"{args.out}: {size:,} bytes")
 
 
+def made(card: Path) -> str:
+    """The sections of a card that say how the head came about. What training saw of it on the way is left out: what is
+    measured takes its place."""
+    text = card.read_text(encoding="utf-8").partition(MEASURED)[0]
+    return "\n\n".join(part.strip() for part in re.split(r"^(?=## )", text, flags=re.M) if part[:10] != "## Results")
+
+
 def asked(folder: Path) -> str:
     """The section of a card that says which prompts the target answered, by file."""
     rows = {path.name.partition(".")[0]: sum(1 for _ in lines_of(path)) for path in sorted(folder.glob("*.jsonl*"))}
     lines = [f"| {name} | {count:,} | {LICENSES.get(name, 'unknown')} |" for name, count in rows.items()]
-    about = "Only questions were taken from these sets; all answers are the target's. Others it made up itself."
+    about = (
+        "Only questions were taken from these sets; all answers are the target's. Others it made up itself. Some of "
+        "these, for code, begin word for word as the prompts of HumanEval and MBPP do, and it made up how they go on: "
+        "nobody has looked whether some came out like questions of those tests."
+    )
     return "\n".join(("## Prompts", "", about, "", "| set | rows | licence |", "|---|---:|---|", *lines))
 
 

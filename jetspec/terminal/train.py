@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,13 +23,15 @@ from jetspec.models.weights import Target, load_target
 from jetspec.terminal.screen import duration, err, working
 from jetspec.train.checkpoint import checkpoints, claimed, step_of
 from jetspec.train.config import TrainConfig, load_recipe
-from jetspec.train.data import PackedBatch
+from jetspec.train.data import Document
+from jetspec.train.evaluate import answer_spans
 from jetspec.train.parallel import frozen_copy
 from jetspec.train.run import join_processes, make_trainer
 from jetspec.train.trainer import Trainer
 from jetspec.types import SamplingParams
 
-SCORED_PROMPTS, SCORED_TOKENS = 8, 64
+Ask = tuple[list[int], int]
+"""A prompt, and how many tokens to write."""
 
 
 def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> None:
@@ -49,8 +50,7 @@ def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bo
         target = load_target(config.model, choose_dtype(config.dtype, device), device)
     trainer = make_trainer(config, target.decoder)
     if config.score is not False and trainer.validation is not None:
-        prompts = prompts_of(trainer.validation, SCORED_PROMPTS)
-        trainer.score = lambda head: score_head(target, head, prompts)
+        trainer.score = lambda head: score_head(target, head, asks_of(trainer.beginnings))
     if fresh and trainer.rank == 0 and not dry_run:
         shutil.rmtree(Path(config.out) / "checkpoints", ignore_errors=True)
     step = 0 if fresh else trainer.resume()
@@ -69,25 +69,29 @@ def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bo
         err().print(f"The head is in {Path(config.out) / 'head'}")
 
 
-def prompts_of(validation: PackedBatch, count: int) -> list[list[int]]:
-    """What stands before the first written token, of the first documents kept out of training."""
-    documents = islice(validation.documents(), count)
-    return [document.tokens[: max(int(document.written.argmax()), 1)].tolist() for document in documents]
+def asks_of(documents: Sequence[Document]) -> list[Ask]:
+    """What it takes to have documents written again: one ask for every answer in them."""
+    return [
+        (document.tokens[:start].tolist(), end - start)
+        for document in documents
+        for start, end in answer_spans(document)
+    ]
 
 
-def score_head(target: Target, head: Head, prompts: list[list[int]]) -> dict[str, float]:
+def score_head(target: Target, head: Head, asks: Sequence[Ask]) -> dict[str, float]:
     """Tokens per round of a chain and of a tree when the engine really decodes with this head.
 
     A few rounds are sooner done one by one than captured.
     """
     depth = head.head_config.depth
     trees = {"chain": TreeConfig(budget=depth + 1, width=1), "tree_64": TreeConfig(budget=64)}
+    longest = max(len(prompt) + count for prompt, count in asks)
     scores = {}
     for name, tree in trees.items():
-        config = EngineConfig(max_batch=len(prompts), max_len=1024 + SCORED_TOKENS, cache_gb=1, execution="eager")
+        config = EngineConfig(max_batch=len(asks), max_len=longest, cache_gb=1, execution="eager")
         engine = Engine(target.decoder, head, drafter="head", tree=tree, config=config, eos_tokens=target.eos_tokens)
-        for prompt in prompts:
-            engine.add(prompt[-1024:], SamplingParams(max_tokens=SCORED_TOKENS))
+        for prompt, count in asks:
+            engine.add(prompt, SamplingParams(max_tokens=count))
         tokens = rounds = 0
         while engine.has_work:
             for update in engine.step():

@@ -123,12 +123,15 @@ KINDS = {
     "validation": "validation, teacher-forced",
     "decode": "decoding, tokens per round",
 }
+FROM_ANYWHERE = {"chain": "chain from random places"}
+"""Where rounds do not follow each other, as they do when a head decodes: those start more often where it is hard."""
 
 
 def _results(results: dict[str, dict[str, Any]], steps: int) -> dict[str, Any]:
     """The loss, and every number of tokens per round; with its step, if that was an earlier one."""
     return {
-        f"{title}: {name}": f"{value:.3f}" + ("" if found["step"] == steps else f" at step {found['step']:,}")
+        f"{title}: {FROM_ANYWHERE.get(name, name) if kind != 'decode' else name}": f"{value:.3f}"
+        + ("" if found["step"] == steps else f" at step {found['step']:,}")
         for kind, title in KINDS.items()
         if (found := results.get(kind))
         for name, value in found.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -279,10 +279,18 @@ class Trainer:
     @cached_property
     def greedy(self) -> list[Document]:
         """The beginnings of some documents that the target wrote greedily, none of them trained on."""
-        assert self.validation is not None
         with force("reference"):
-            cuts = (cut(document, TREE_TOKENS) for document in self.validation.documents())
-            return list(islice((document for document in cuts if is_greedy(self.target, document)), TREE_DOCUMENTS))
+            return list(islice((start for start in self._starts() if is_greedy(self.target, start)), TREE_DOCUMENTS))
+
+    @cached_property
+    def beginnings(self) -> list[Document]:
+        """What heads are let write again: what they are teacher-forced on, so that the two can be compared, or where
+        nothing was written greedily, just some beginnings."""
+        return self.greedy or list(islice(self._starts(), TREE_DOCUMENTS))
+
+    def _starts(self) -> Iterator[Document]:
+        assert self.validation is not None
+        return (cut(document, TREE_TOKENS) for document in self.validation.documents())
 
     def lesson(self, batch: PackedBatch, number: int) -> Lesson:
         """Drafts for a batch on the host; its number chooses the anchors."""

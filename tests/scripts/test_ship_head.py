@@ -35,7 +35,7 @@ def ship(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
 def test_measuring_again_changes_the_card_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, page, found = tmp_path / "head", tmp_path / "page.md", tmp_path / "record.json"
     head.mkdir()
-    (head / "README.md").write_text("# A head\n\nOf what it was trained on.\n")
+    (head / "README.md").write_text("# A head\n\n## Training\n\nLong.\n\n## Results\n\n9.87\n\n## Origin\n\nHere.\n")
     (head / "model.safetensors").write_bytes(b"weights")
     begin, end = marks("head")
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
@@ -43,7 +43,8 @@ def test_measuring_again_changes_the_card_alone(tmp_path: Path, monkeypatch: pyt
         found.write_text(json.dumps(record(value)))
         ship(monkeypatch, "--record", found, "--page", page, "--out", head)
     card = (head / "README.md").read_text()
-    assert card.startswith("# A head\n\nOf what it was trained on.\n\n") and card.count(ship_head.MEASURED) == 1
+    assert card.startswith("# A head\n\n## Training\n\nLong.\n\n## Origin\n\nHere.\n\n## Tokens per round\n\n")
+    assert card.count(ship_head.MEASURED) == 1
     assert card.count("| gsm8k | 4.25 | 5.25 |") == 2 and "2.50" not in card and "a heat of 0.8" in card
     assert "| gsm8k | 4.25 | 5.25 |" in page.read_text() and "old" not in page.read_text()
     assert (head / "model.safetensors").read_bytes() == b"weights"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 import weakref
 from collections import Counter
@@ -25,7 +26,8 @@ from torch.multiprocessing.spawn import spawn
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.head_format import load_head
 from jetspec.models.heads import Head
-from jetspec.terminal.train import Part, show_time, time_left, train_recipe, where_it_stopped
+from jetspec.terminal.train import Part, asks_of, show_time, time_left, train_recipe, where_it_stopped
+from jetspec.terminal.train import score_head as decode_with
 from jetspec.train.checkpoint import checkpoints, claimed
 from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfig, TrainConfig
 from jetspec.train.evaluate import score_head
@@ -655,6 +657,28 @@ def test_teacher_forced_trees_are_those_of_the_evaluation(answers: Path, tmp_pat
     assert score.tokens_per_round["64"] > 1.3
     short = cut(documents[0], 5)
     assert int(short.written.sum()) == 5 and len(short.tokens) == 7
+
+
+def test_decoding_is_measured_on_what_is_teacher_forced(answers: Path, tmp_path: Path) -> None:
+    """Else the gap between the two would be one of the texts: sampled ones are no part of it."""
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    rng = random.Random(0)
+    for row in rows[::2]:
+        row["token_ids"][2:] = rng.choices(range(5, 45), k=24)
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = make_trainer(recipe(mixed, tmp_path / "run", steps=30, validation_rows=6), TARGET)
+    for _ in range(30):
+        trainer.train_step()
+    assert trainer.validation is not None
+    documents = list(trainer.validation.documents())
+    assert 0 < len(trainer.greedy) < len(documents)
+    target = SimpleNamespace(decoder=TARGET, eos_tokens=frozenset())
+    decoded = decode_with(target, trainer.head, asks_of(trainer.beginnings))  # type: ignore[arg-type]
+    assert decoded["tree_64"] == pytest.approx(trainer.tree_lengths()["tree_64"]) and decoded["tree_64"] > 1.2
+    del trainer.beginnings
+    trainer.greedy = []
+    assert len(asks_of(trainer.beginnings)) == min(len(documents), 8), "where nothing was written greedily"
 
 
 def test_validation_rows_are_kept_out_of_training(answers: Path, tmp_path: Path) -> None:
