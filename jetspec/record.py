@@ -99,7 +99,15 @@ def hardware() -> dict[str, Any]:
     found: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
+        if has_mps():
+            found["mps"] = True
     return found
+
+
+def has_mps() -> bool:
+    """Whether NVIDIA's service is there that lets processes compute on a GPU at the same time."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return (Path(folder) / "control").exists()
 
 
 def cpu_name() -> str:

@@ -155,11 +155,10 @@ def run_variant(
         if step == 1:
             began, first = time.perf_counter(), began
     seconds, startup = time.perf_counter() - began, began - first
-    scored = frozen_copy(trainer.head, target.embedding.dtype)
+    scored, tree = frozen_copy(trainer.head, target.embedding.dtype), TreeConfig()
     with torch.inference_mode():
         forced = {
-            task: score_head(target, scored, rows, BUDGETS, TreeConfig()).tokens_per_round
-            for task, rows in answers.items()
+            task: score_head(target, scored, rows, BUDGETS, tree).tokens_per_round for task, rows in answers.items()
         }
     results = {
         "settings": asdict(replace(config, data=tuple(Path(file.path).name for file in config.files))),
@@ -167,6 +166,7 @@ def run_variant(
         "startup_seconds": startup,
         "documents": len(documents),
         "losses": losses,
+        "tree": asdict(tree),
         "tokens_per_round": forced,
         "mean": {budget: statistics.fmean(row[budget] for row in forced.values()) for budget in BUDGETS},
     }

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ def main() -> None:
     for title, names in TABLES.items():
         found = [name for name in names if name in records]
         if len(found) < 2:
+            print(f"{title}: left out, since there are records of {len(found)} of {', '.join(names)}", file=sys.stderr)
             continue
         picture = args.plots / f"ablation_{title.lower().replace(',', '').replace(' ', '_')}.svg"
         draw(title, {name: records[name]["mean"] for name in found}, picture)
@@ -85,16 +88,31 @@ def table(records: Records) -> str:
 
 
 def scores_table(records: Records) -> str:
-    """Tokens per round at the largest budget, a row per task, and how far each record is above the first."""
+    """Tokens per round at the largest budget, teacher-forced and where that was measured decoding, a row per task, and
+    how far each record is above the first."""
     first, *others = records
-    tasks = {**records[first]["tokens_per_round"], "mean": records[first]["mean"]}
     budget = list(records[first]["mean"])[-1]
-    gains = [f"gain of {name}" for name in others]
-    rows = [[f"budget {budget}", *records, *gains]]
-    for task in tasks:
-        values = [{**r["tokens_per_round"], "mean": r["mean"]}[task][budget] for r in records.values()]
-        rows.append([task, *(f"{v:.2f}" for v in values), *(f"{v / values[0] - 1:+.1%}" for v in values[1:])])
+    columns = {"": [teacher_forced(record, budget) for record in records.values()]}
+    if all(record["real"] for record in records.values()):
+        columns["decoding, "] = [decoded(record, budget) for record in records.values()]
+    titles = [f"{how}{name}" for how in columns for name in (*records, *(f"gain of {name}" for name in others))]
+    rows = [[f"budget {budget}", *titles]]
+    for task in columns[""][0]:
+        cells = [task]
+        for values in ([tasks[task] for tasks in found] for found in columns.values()):
+            cells += [*(f"{v:.2f}" for v in values), *(f"{v / values[0] - 1:+.1%}" for v in values[1:])]
+        rows.append(cells)
     return as_markdown(rows)
+
+
+def teacher_forced(record: Mapping[str, Any], budget: str) -> dict[str, float]:
+    tasks = {task: row[budget] for task, row in record["tokens_per_round"].items()}
+    return {**tasks, "mean": record["mean"][budget]}
+
+
+def decoded(record: Mapping[str, Any], budget: str) -> dict[str, float]:
+    tasks = {task: row[budget]["tokens_per_round"] for task, row in record["real"].items()}
+    return {**tasks, "mean": statistics.fmean(tasks.values())}
 
 
 def as_markdown(rows: Sequence[Sequence[str]]) -> str:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import jetspec.record as module
 from jetspec.record import current_command, current_commit
@@ -82,3 +83,15 @@ def test_a_program_that_is_no_module_is_called_as_it_was(
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys, "argv", [program, "bench", "--quick"])
     assert current_command() == f"{command} bench --quick"
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_hardware_tells_whether_processes_share_the_gpu(
+    runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if runs:
+        os.mkfifo(tmp_path / "control")
+    assert module.hardware().get("mps") == (True if runs else None) and module.hardware()["gpu"] == "a GPU"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from jetspec.config import TreeConfig
 from jetspec.models.head_format import load_head
 from jetspec.train.config import load_recipe
 from scripts import ablate
@@ -54,6 +56,7 @@ def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkey
         assert [step for step, _ in record["losses"]] == [3]
         data = "corpus.jsonl" if record["variant"] == "corpus" else "answers.jsonl"
         assert record["settings"]["steps"] == 3 and record["settings"]["data"] == [data]
+        assert record["tree"] == asdict(TreeConfig())
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     ablate.main()
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,9 @@ def write(folder: Path, name: str, value: float) -> None:
     (folder / f"{name}.json").write_text(json.dumps(record))
 
 
-def test_a_page_gets_what_its_records_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_gets_what_its_records_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     records, page = tmp_path / "records", tmp_path / "docs" / "page.md"
     records.mkdir()
     page.parent.mkdir()
@@ -34,19 +37,28 @@ def test_a_page_gets_what_its_records_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| edge-128 | 3.25 | 4.25 | 70 | 1.5 |" in text and "| sft | 2.00 | 3.00 | 70 | 1.5 |" in text
     assert "plots/ablation_mask_and_edge_term.svg" in text and (plots / "ablation_loss.svg").exists()
-    assert "Learning rate" not in text
+    assert "Learning rate" not in text and "Learning rate: left out" in capsys.readouterr().err
     plot_ablations.main()
     assert page.read_text() == text
 
 
 def test_scores_are_compared_with_the_first() -> None:
-    records = {
-        name: {"tokens_per_round": {"gsm8k": {"chain": 1.0, "64": value}}, "mean": {"chain": 1.0, "64": value}}
+    records: dict[str, dict[str, Any]] = {
+        name: {
+            "tokens_per_round": {"gsm8k": {"chain": 1.0, "64": value}},
+            "mean": {"chain": 1.0, "64": value},
+            "real": {},
+        }
         for name, value in (("plain", 2.0), ("better", 2.5))
     }
     lines = plot_ablations.scores_table(records).splitlines()
     assert lines[0] == "| budget 64 | plain | better | gain of better |"
     assert lines[2:] == ["| gsm8k | 2.00 | 2.50 | +25.0% |", "| mean | 2.00 | 2.50 | +25.0% |"]
+    for name, value in (("plain", 4.0), ("better", 4.4)):
+        records[name]["real"] = {"gsm8k": {"64": {"tokens_per_round": value}}}
+    lines = plot_ablations.scores_table(records).splitlines()
+    assert lines[0].endswith("| decoding, plain | decoding, better | decoding, gain of better |")
+    assert lines[2:] == [f"| {task} | 2.00 | 2.50 | +25.0% | 4.00 | 4.40 | +10.0% |" for task in ("gsm8k", "mean")]
 
 
 @pytest.mark.parametrize(("head", "name"), [("runs/bench/edge/head", "edge"), ("heads/edge-128", "edge-128")])
