@@ -26,7 +26,7 @@ from jetspec.train.checkpoint import checkpoints, claimed, step_of
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.data import PackedBatch
 from jetspec.train.parallel import frozen_copy
-from jetspec.train.run import join_processes, make_trainer
+from jetspec.train.run import check_files, join_processes, make_trainer
 from jetspec.train.trainer import Trainer
 from jetspec.types import SamplingParams
 
@@ -36,6 +36,7 @@ SCORED_PROMPTS, SCORED_TOKENS = 8, 64
 def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> None:
     """Train, going on from the last checkpoint unless a fresh start is asked for."""
     config = load_recipe(path, tuple(overrides))
+    check_files(config)
     check_replaceable(Path(config.out) / "head", OWN_FILES)
     device = join_processes() or choose_device(config.device)
     is_first = not dist.is_initialized() or dist.get_rank() == 0

@@ -433,6 +433,19 @@ def test_a_head_that_could_not_be_saved_is_said_before_the_target_is_loaded(answ
         train_recipe(file, (), fresh=False, dry_run=False)
 
 
+@pytest.mark.parametrize(("name", "what"), [("none.jsonl", "does not exist"), ("folder", "is no file")])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_data_that_is_not_there_is_said_before_the_target_is_loaded(
+    answers: Path, tmp_path: Path, name: str, what: str, dry_run: bool
+) -> None:
+    out, file, data = tmp_path / "out", tmp_path / "recipe.yaml", tmp_path / name
+    (tmp_path / "folder").mkdir()
+    file.write_text(f"model: {tmp_path / 'no such model'}\ndata: [{answers}, {{path: {data}, times: 2}}]\nout: {out}\n")
+    with pytest.raises(ValueError, match=f"^data names {data}, which {what}; "):
+        train_recipe(file, (), fresh=False, dry_run=dry_run)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("parts", "limit", "used", "words"),
     [
