@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 import weakref
 from collections import Counter
@@ -39,6 +40,8 @@ from tests.train.tiny_model import write_model
 
 TARGET = tiny_decoder(spread=0.15)
 KINDS = ("train", "validation", "decode")
+NO_REPORTS = '[1]\n"step"\nnull\n{}\n{"kind": "train", "step": "1"}\n'
+"""Lines of JSON that are nothing to a log."""
 SHAPE = HeadShape(num_layers=2, block_size=5, tap_layers=(0, 1), mask_token=46, edge_rank=4)
 
 
@@ -199,6 +202,25 @@ def test_old_checkpoints_go_and_half_written_ones_do_not_count(answers: Path, tm
         make_trainer(recipe(answers, tmp_path), TARGET).resume()
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("", "Expecting value"),
+        ("[]", "list"),
+        ("{}", r"state\.json lacks step, optimizers, config, time"),
+        ('{"step": 1, "optimizers": [], "config": null, "time": {}}', r"state\.json lacks config"),
+    ],
+)
+def test_a_damaged_state_is_said_by_its_checkpoint(
+    answers: Path, one_step: Path, tmp_path: Path, state: str, said: str
+) -> None:
+    shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "checkpoints" / "step-0000001"
+    (folder / "state.json").write_text(state)
+    with pytest.raises(ValueError, match=rf"the checkpoint {folder} is damaged \(.*{said}.*\); delete it"):
+        make_trainer(recipe(answers, tmp_path), TARGET).resume()
+
+
 def test_a_full_disk_leaves_no_checkpoint(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(recipe(answers, tmp_path), TARGET)
 
@@ -284,7 +306,7 @@ def test_the_log_tells_what_was_done_of_a_step(lines: list[tuple[str, int]], fou
     for kind, step in lines:
         log.write(kind, step, {"chain": 1.5})
     with log.path.open("a") as file:
-        file.write('{"kind": "decode", "step": 3, "cha')
+        file.write(f'{NO_REPORTS}{{"kind": "decode", "step": 3, "cha')
     assert was_written(tmp_path, "decode", 3) == found
 
 
@@ -294,7 +316,7 @@ def test_a_log_forgets_steps_that_come_again(step: int, kept: list[int], tmp_pat
     for number in range(1, 5):
         before.write("train", number, {"loss": 1.0})
     with before.path.open("a") as file:
-        file.write('{"kind": "tra')
+        file.write(f'{NO_REPORTS}{{"kind": "tra')
     RunLog(tmp_path, step).write("train", step + 1, {"loss": 0.5})
     rows = [json.loads(line) for line in before.path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [*kept, step + 1] and rows[-1]["loss"] == 0.5
