@@ -307,7 +307,11 @@ def parse(line: str | None, where: str, vocab_size: int) -> Document:
         raw = json.loads(line)
         tokens, spans = np.asarray(raw["token_ids"]), [(int(a), int(b)) for a, b in raw["spans"]]
         id = None if raw.get("id") is None else str(raw["id"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except KeyError:
+        lacking = " and ".join(name for name in ("token_ids", "spans") if name not in raw)
+        makes = "which `jetspec data regenerate` makes of prompts"
+        raise ValueError(f"{where}: not a row of regenerated data: it lacks {lacking}, {makes}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where}: not a row of regenerated data ({error!r})") from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"{where}: token_ids must be a list of whole numbers")

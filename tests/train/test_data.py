@@ -78,7 +78,8 @@ def test_files_are_read_and_long_rows_cut(tmp_path: Path) -> None:
     [
         (b"{", "not a row"),
         pytest.param(b"[" * 100_000, "not a row", id="deep"),
-        (b'{"token_ids": [1, 2]}', "not a row"),
+        (b'{"token_ids": [1, 2]}', "not a row .*: it lacks spans, which `jetspec data regenerate` makes of prompts"),
+        (b'{"turns": ["Why?"]}', "it lacks token_ids and spans, which `jetspec data regenerate` makes"),
         (b'{"token_ids": [1, 99], "spans": [[0, 1]]}', "vocabulary"),
         (b'{"token_ids": [1, 2], "spans": [[1, 5]]}', "outside"),
         (b'{"token_ids": [1.5, 2], "spans": [[1, 2]]}', "whole numbers"),
