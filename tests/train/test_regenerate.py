@@ -40,7 +40,7 @@ from jetspec.train.regenerate import (
     write_rows,
 )
 from jetspec.train.rows import Row, RowFile, finished_ids
-from jetspec.train.workers import Answer, Results, answer_in_processes
+from jetspec.train.workers import Answer, Results, answer_in_processes, ending
 from jetspec.types import Completion, RoundStats, SamplingParams
 from tests.train.tiny_model import CONTEXT, END_TOKEN, byte_tokenizer, write_model
 
@@ -91,6 +91,11 @@ def corpus(max_len: int) -> Corpus:
 
 def start_and_die() -> Answer:
     os._exit(3)
+
+
+def start_and_be_killed() -> Answer:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def start_and_refuse() -> Answer:
@@ -451,11 +456,20 @@ def test_processes_share_the_prompts_and_give_the_same_rows(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("start", "error", "message"),
-    [(start_and_die, ChildProcessError, "status 3"), (start_and_refuse, ValueError, "no such model")],
+    [
+        (start_and_die, ChildProcessError, r"early \(status 3; see above\)$"),
+        (start_and_be_killed, ChildProcessError, r"early \(killed by SIGKILL; memory may have run out\)$"),
+        (start_and_refuse, ValueError, "no such model"),
+    ],
 )
 def test_a_worker_that_fails_ends_the_run(start: Callable[[], Answer], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         list(answer_in_processes([start, start], iter([])))
+
+
+@pytest.mark.parametrize(("status", "words"), [(-15, "killed by SIGTERM"), (-40, "killed by signal 40")])
+def test_a_signal_is_named_if_it_has_a_name(status: int, words: str) -> None:
+    assert ending(status) == words
 
 
 def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
