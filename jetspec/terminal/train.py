@@ -26,7 +26,7 @@ from jetspec.train.checkpoint import checkpoints, claimed, step_of
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.data import PackedBatch
 from jetspec.train.parallel import frozen_copy
-from jetspec.train.run import check_files, join_processes, make_trainer
+from jetspec.train.run import ROWS_FILE, check_files, join_processes, make_trainer
 from jetspec.train.trainer import Trainer
 from jetspec.types import SamplingParams
 
@@ -48,7 +48,7 @@ def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bo
     """A run in a folder that is its own."""
     with working(f"Loading {config.model}"):
         target = load_target(config.model, choose_dtype(config.dtype, device), device)
-    trainer = make_trainer(config, target.decoder)
+    trainer = make_trainer(config, target.decoder, listed=None if dry_run else Path(config.out) / ROWS_FILE)
     if config.score is not False and trainer.validation is not None:
         prompts = prompts_of(trainer.validation, SCORED_PROMPTS)
         trainer.score = lambda head: score_head(target, head, prompts)

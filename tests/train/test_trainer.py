@@ -32,7 +32,7 @@ from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfi
 from jetspec.train.evaluate import score_head
 from jetspec.train.log import RunLog, was_written
 from jetspec.train.loss import DraftLoss
-from jetspec.train.run import foreign, make_trainer
+from jetspec.train.run import ROWS_FILE, foreign, make_trainer
 from jetspec.train.trainer import Trainer, cut
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, run, tiny_decoder
@@ -508,7 +508,7 @@ def test_the_command_says_how_long_it_takes_and_where_it_stopped(
 ) -> None:
     model, out, file = write_model(tmp_path / "model"), tmp_path / "out", tmp_path / "recipe.yaml"
     head = {"num_layers": 1, "block_size": 4, "tap_layers": [0, 1], "mask_token": 200}
-    sizes = {"steps": 4, "rows": 2, "row_len": 60, "anchors": 4, "validation_rows": 1, "save_every": 1}
+    sizes = {"steps": 4, "rows": 2, "row_len": 20, "anchors": 4, "validation_rows": 1, "save_every": 1}
     paths = {"model": str(model), "data": [str(answers)], "out": str(out)}
     file.write_text(json.dumps({**paths, "head": head, **sizes, "score": False, "dtype": "float32", "device": "cpu"}))
 
@@ -530,6 +530,8 @@ def test_the_command_says_how_long_it_takes_and_where_it_stopped(
     monkeypatch.undo()
     train_recipe(file, (), fresh=False, dry_run=False)
     assert "| steps | 4 |" in (out / "head" / "README.md").read_text()
+    assert f"all of them are listed in {out / ROWS_FILE}\n" in capfd.readouterr().err
+    assert len((out / ROWS_FILE).read_text().splitlines()) == 40
 
 
 def test_only_the_default_target_has_a_known_licence(
