@@ -36,6 +36,7 @@ from jetspec.train.run import ROWS_FILE, foreign, make_trainer
 from jetspec.train.trainer import Trainer, cut
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, run, tiny_decoder
+from tests.models.paged import run_decoder
 from tests.train.tiny_model import write_model
 
 TARGET = tiny_decoder(spread=0.15)
@@ -701,6 +702,17 @@ def test_validation_rows_are_kept_out_of_training(answers: Path, tmp_path: Path)
     kept_out = {tuple(held[r][trainer.validation.document_RT[r] == 0].tolist()) for r in range(len(held))}
     trained = {tuple(document.tokens.tolist()) for document in trainer.data.documents}
     assert kept_out and not kept_out & trained
+
+
+def test_a_run_captures_the_layers_that_decoding_taps(answers: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(recipe(answers, tmp_path), TARGET)
+    batch = trainer.data.batch(0, 1)
+    captured = trainer.capture_states(batch).tap_TX
+    assert captured is not None and SHAPE.tap_layers is not None
+    for number in range(int(batch.document_RT.max()) + 1):
+        inside = batch.document_RT[0] == number
+        _, decoded = run_decoder(TARGET, batch.token_RT[0, inside].tolist(), SHAPE.tap_layers)
+        torch.testing.assert_close(captured[0, inside], decoded, atol=1e-5, rtol=1e-5)
 
 
 def test_positions_outside_the_vocabulary_are_refused(answers: Path, tmp_path: Path) -> None:
