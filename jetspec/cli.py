@@ -121,6 +121,14 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _given(context: typer.Context) -> Iterator[str]:
+    """The options that stand on the command line, by their long names."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            yield option.opts[0]
+
+
 def _option(help: str, *names: str, panel: str | None = None, metavar: str | None = None) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar)
 
@@ -567,6 +575,8 @@ DataPaths = Annotated[
     list[Path] | None,
     _option("Prompts: a .jsonl or .jsonl.gz file, or a folder of them; repeatable.", "--data", metavar="PATH"),
 ]
+TARGET_ONLY = ("--max-tokens", "--temperature", "--top-p", "--seed", "--batch", "--jobs", "--dtype", "--device")
+"""What says how the target answers, and where."""
 Shard = Annotated[str, _option("Only part I of N, I from 0, for several machines.", metavar="I/N")]
 Openings = Annotated[
     str | None,
@@ -586,6 +596,7 @@ Openings = Annotated[
     )
 )
 def regenerate(
+    context: typer.Context,
     out: Annotated[Path, _option("Rows are appended here; run again to go on after a stop.", metavar="FILE")],
     data: DataPaths = None,
     hf_dataset: Annotated[str | None, _option("Prompts: a Hugging Face dataset.", metavar="NAME")] = None,
@@ -615,6 +626,9 @@ def regenerate(
     """
     if not data and not hf_dataset:
         raise typer.BadParameter("give --data, or --hf-dataset", param_hint="--data")
+    idle = [option for option in _given(context) if option in TARGET_ONLY]
+    if responses == "corpus" and idle:
+        raise typer.BadParameter(f"leave out {', '.join(idle)}: with --responses corpus the target writes nothing")
     from jetspec.terminal.regenerate import Machines, regenerate_data
     from jetspec.train.prompts import PromptData, parse_shard
     from jetspec.train.regenerate import RegenerateConfig
@@ -705,10 +719,8 @@ ProfileShortlist = Annotated[int, _option(SHORTLIST, panel="Round")]
 
 def _refuse_options(context: typer.Context) -> None:
     """Options that stand before a subcommand would be lost on it."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"put --{name} behind `{context.invoked_subcommand}`", ctx=context)
+    for option in _given(context):
+        raise typer.BadParameter(f"put {option} behind `{context.invoked_subcommand}`", ctx=context)
 
 
 @profile_app.callback(

@@ -26,7 +26,7 @@ from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.data import Document
 from jetspec.train.evaluate import answer_spans
 from jetspec.train.parallel import frozen_copy
-from jetspec.train.run import join_processes, make_trainer
+from jetspec.train.run import ROWS_FILE, check_files, join_processes, make_trainer
 from jetspec.train.trainer import Trainer
 from jetspec.types import SamplingParams
 
@@ -37,6 +37,7 @@ Ask = tuple[list[int], int]
 def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> None:
     """Train, going on from the last checkpoint unless a fresh start is asked for."""
     config = load_recipe(path, tuple(overrides))
+    check_files(config)
     check_replaceable(Path(config.out) / "head", OWN_FILES)
     device = join_processes() or choose_device(config.device)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -48,7 +49,7 @@ def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bo
     """A run in a folder that is its own."""
     with working(f"Loading {config.model}"):
         target = load_target(config.model, choose_dtype(config.dtype, device), device)
-    trainer = make_trainer(config, target.decoder)
+    trainer = make_trainer(config, target.decoder, listed=None if dry_run else Path(config.out) / ROWS_FILE)
     if config.score is not False and trainer.validation is not None:
         trainer.score = lambda head: score_head(target, head, asks_of(trainer.beginnings))
     if fresh and trainer.rank == 0 and not dry_run:

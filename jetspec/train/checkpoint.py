@@ -29,6 +29,8 @@ FREE = {
 }
 """Settings that may change between the parts of a run. Of those below, only the product has to stay."""
 BATCH = ("rows", "accumulate", "processes")
+STATE = {"step": int, "optimizers": list, "config": dict, "time": dict}
+"""What `state.json` must hold for a run to go on."""
 
 
 def run_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Numbers]:
@@ -121,6 +123,8 @@ def load_checkpoint(
     """Restore weights and optimizers in place, if the recipe is still the same; returns what was saved beside them."""
     try:
         tensors, raw = load_file(path / "state.safetensors"), json.loads((path / "state.json").read_text())
+        if lacking := [name for name, kind in STATE.items() if not isinstance(raw.get(name), kind)]:
+            raise ValueError(f"state.json lacks {', '.join(lacking)}")
     except Exception as error:
         raise ValueError(
             f"the checkpoint {path} is damaged ({error}); delete it to go on from the one before"

@@ -31,7 +31,7 @@ LEADING_ZEROS = tuple(f", 0{digit}" for digit in range(10))
 """Beginnings of what is no number in JSON."""
 ROWS_AT_ONCE = 1024
 NAMED_ROWS = 4
-"""Rows of one kind that are named by file and line. The others are only counted."""
+"""Rows of one kind that a message names by file and line. The others it counts."""
 
 
 @dataclass(frozen=True)
@@ -167,21 +167,12 @@ class PackedBatch(OnDevice):
                 yield Document(self.token_RT[row, inside].numpy(), self.written_RT[row, inside].numpy())
 
 
-@dataclass
-class Places:
-    """Rows of one kind: how many, and file and line of the first."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, where: str) -> None:
-        self.count += 1
-        if self.count <= NAMED_ROWS:
-            self.first.append(where)
+class Places(list[str]):
+    """File and line of rows of one kind. In words, the first of them and how many more."""
 
     def __str__(self) -> str:
-        more = f" and {self.count - NAMED_ROWS:,} more" if self.count > NAMED_ROWS else ""
-        return ", ".join(self.first) + more
+        more = f" and {len(self) - NAMED_ROWS:,} more" if len(self) > NAMED_ROWS else ""
+        return ", ".join(self[:NAMED_ROWS]) + more
 
 
 @dataclass
@@ -202,21 +193,31 @@ class Tally:
     masked: Places = field(default_factory=Places)
     """Left out because the mask token occurs in them."""
 
-    def summary(self, max_len: int) -> str:
-        """What is not as it was in the files, a line for each kind; empty if all is."""
+    def kinds(self, max_len: int) -> dict[str, Places]:
+        """The rows that are not as they were in the files, by what was done and why."""
         kinds = {
-            f"are longer than row_len {max_len}: cut": self.cut,
-            "lost all answers when they were cut: left out": self.lost,
-            "hold nothing that the target wrote: left out": self.empty,
-            "hold answers of one token only: left out": self.short,
-            "are broken: left out": self.bad,
-            "hold the mask token: left out": self.masked,
+            f"cut: longer than row_len {max_len}": self.cut,
+            "left out: the cut took all answers": self.lost,
+            "left out: the target wrote nothing": self.empty,
+            "left out: answers of one token only": self.short,
+            "left out: broken": self.bad,
+            "left out: the mask token occurs": self.masked,
         }
-        return "\n".join(
-            f"{places.count:,} of {self.rows:,} rows {kind} ({places})"
-            for kind, places in kinds.items()
-            if places.count
-        )
+        return {kind: places for kind, places in kinds.items() if places}
+
+    def summary(self, max_len: int) -> str:
+        """A line for each kind; empty if all rows are as they were."""
+        kinds = self.kinds(max_len).items()
+        return "\n".join(f"{len(places):,} of {self.rows:,} rows {kind} ({places})" for kind, places in kinds)
+
+    def listing(self, max_len: int) -> str:
+        """A line for each row."""
+        kinds = self.kinds(max_len).items()
+        return "".join(f"{place} {kind}\n" for kind, places in kinds for place in places)
+
+    def names_all(self, max_len: int) -> bool:
+        """Whether the summary names every row."""
+        return all(len(places) <= NAMED_ROWS for places in self.kinds(max_len).values())
 
 
 def read_documents(
@@ -243,12 +244,12 @@ def read_documents(
             for (number, _), document in zip(block, documents, strict=True):
                 kept = keep(document, f"{path}:{number}", max_len, tally)
                 if kept is not None and mask_token is not None and (kept.tokens == mask_token).any():
-                    tally.masked.add(f"{path}:{number}")
+                    tally.masked.append(f"{path}:{number}")
                 elif kept is not None:
                     found.append((file, kept))
-    if tally.masked.count and on_bad == "stop":
+    if tally.masked and on_bad == "stop":
         raise ValueError(
-            f"the mask token {mask_token} occurs in {tally.masked.count:,} rows of the data ({tally.masked});"
+            f"the mask token {mask_token} occurs in {len(tally.masked):,} rows of the data ({tally.masked});"
             " choose another head.mask_token, or leave such rows out with on_bad: skip"
         )
     if not found:
@@ -269,19 +270,19 @@ def keep(document: Document | None, where: str, max_len: int, tally: Tally) -> D
     """What a row gives to training, if anything."""
     tally.rows += 1
     if document is None:
-        tally.bad.add(where)
+        tally.bad.append(where)
     elif not document.written.any():
-        tally.empty.add(where)
+        tally.empty.append(where)
     elif not teaches(document):
-        tally.short.add(where)
+        tally.short.append(where)
     elif len(document.tokens) <= max_len:
         return document
     else:
-        tally.cut.add(where)
+        tally.cut.append(where)
         cut = Document(document.tokens[:max_len], document.written[:max_len], document.id)
         if teaches(cut):
             return cut
-        tally.lost.add(where)
+        tally.lost.append(where)
     return None
 
 
@@ -307,7 +308,11 @@ def parse(line: str | None, where: str, vocab_size: int) -> Document:
         raw = json.loads(line)
         tokens, spans = np.asarray(raw["token_ids"]), [(int(a), int(b)) for a, b in raw["spans"]]
         id = None if raw.get("id") is None else str(raw["id"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except KeyError:
+        lacking = " and ".join(name for name in ("token_ids", "spans") if name not in raw)
+        makes = "which `jetspec data regenerate` makes of prompts"
+        raise ValueError(f"{where}: not a row of regenerated data: it lacks {lacking}, {makes}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where}: not a row of regenerated data ({error!r})") from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"{where}: token_ids must be a list of whole numbers")

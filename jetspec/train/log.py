@@ -39,14 +39,16 @@ class RunLog:
 
 def was_written(folder: Path, kind: str, step: int) -> bool:
     """Whether the log of a folder has such a line."""
-    return any((row["kind"], row["step"]) == (kind, step) for row in _rows(folder / LOG_FILE))
+    return any((row.get("kind"), row["step"]) == (kind, step) for row in _rows(folder / LOG_FILE))
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log, but for half of one that a kill may have left."""
+    """The lines of a log, but for half of one that a kill may have left, and what is no report of a step."""
     for line in path.read_text().splitlines() if path.exists() else []:
         with suppress(ValueError):
-            yield json.loads(line)
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
 
 
 def _board(folder: Path, first: int) -> Any:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -336,7 +336,7 @@ def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Calla
 
 
 def _earlier_runs(meta: Path, config: RegenerateConfig) -> list[dict[str, Any]]:
-    settings = asdict(_portable(config))
+    settings = _settings(config)
     runs, changed = earlier_runs(meta, settings)
     for key, before in changed.items():
         raise ValueError(f"the rows there were made with {key} {before}, not {settings[key]}; choose another --out")
@@ -346,7 +346,7 @@ def _earlier_runs(meta: Path, config: RegenerateConfig) -> list[dict[str, Any]]:
 def _write_meta(meta: Path, config: RegenerateConfig, data: PromptData, runs: list[dict[str, Any]]) -> None:
     sources = [shown(str(path)) for path in data.paths] + ([data.hf_dataset] if data.hf_dataset else [])
     prompts = {"data": sources, "limit": data.limit, "shard": list(data.shard)}
-    write_record(meta, {"settings": asdict(_portable(config)), **prompts, "runs": runs})
+    write_record(meta, {"settings": _settings(config), **prompts, "runs": runs})
 
 
 def _run_entry(tally: Tally, jobs: int) -> dict[str, Any]:
@@ -354,8 +354,11 @@ def _run_entry(tally: Tally, jobs: int) -> dict[str, Any]:
     return {"jobs": jobs, **{name: getattr(tally, name) for name in names}}
 
 
-def _portable(config: RegenerateConfig) -> RegenerateConfig:
-    return replace(config, model=shown(config.model))
+def _settings(config: RegenerateConfig) -> dict[str, Any]:
+    """What decided the rows. How a target answers does not, where the corpus has the answers."""
+    settings = asdict(config) | {"model": shown(config.model)}
+    names = settings if config.responses == "target" else ("model", "responses", "max_len")
+    return {name: settings[name] for name in names}
 
 
 def plan(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from jetspec.files import write_whole
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
 from jetspec.models.eagle3 import DEPTH, Eagle3Config, Eagle3Head, eagle3_tap_layers
@@ -24,12 +25,16 @@ from jetspec.train.trainer import Score, Trainer
 
 DRAFT_VOCAB = 32_000
 """Tokens of an EAGLE-3 head, unless a recipe says otherwise."""
+ROWS_FILE = "rows_cut_or_left_out.txt"
+"""Lists what a run does not take from its data as it is."""
 
 
-def make_trainer(config: TrainConfig, target: Decoder, score: Score | None = None) -> Trainer:
+def make_trainer(
+    config: TrainConfig, target: Decoder, score: Score | None = None, listed: Path | None = None
+) -> Trainer:
     """Everything but the target, ready to run."""
     head = start_head(config, target)
-    documents = read_data(config, target.config.vocab_size, head)
+    documents = read_data(config, target.config.vocab_size, head, listed)
     validation = None
     if config.validation_rows:
         held_out, documents = documents.hold_out(config.validation_rows * 4, config.seed)
@@ -43,19 +48,40 @@ def make_trainer(config: TrainConfig, target: Decoder, score: Score | None = Non
     return Trainer(config, target, head.to(target.embedding.device), data, validation, score)
 
 
-def read_data(config: TrainConfig, vocab_size: int, head: Head) -> Documents:
-    """The documents of the recipe. What was cut or left out is said once, by the first process."""
+def read_data(config: TrainConfig, vocab_size: int, head: Head, listed: Path | None = None) -> Documents:
+    """The documents of the recipe. The first process says what was cut or left out, and lists it in a file, if any."""
     tally = Tally()
     mask_token = head.head_config.mask_token if isinstance(head, DraftHead) else None
     paths = [file.path for file in config.files]
     documents = read_documents(
         paths, config.row_len, vocab_size, mask_token=mask_token, on_bad=config.on_bad, tally=tally
     )
-    said = [tally.summary(config.row_len), *filter(None, (foreign(path, config.model) for path in paths))]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for words in filter(None, said):
-            print(words, file=sys.stderr)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return documents
+    said = [tally.summary(config.row_len)]
+    if listed is not None:
+        replace_list(listed, tally.listing(config.row_len))
+        said.append("" if tally.names_all(config.row_len) else f"all of them are listed in {listed}")
+    for words in filter(None, (*said, *(foreign(path, config.model) for path in paths))):
+        print(words, file=sys.stderr)
     return documents
+
+
+def replace_list(path: Path, text: str) -> None:
+    """A list of nothing is no file."""
+    if text:
+        write_whole(path, text)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def check_files(config: TrainConfig) -> None:
+    """Refuse data that is not there, before anything is loaded."""
+    for file in config.files:
+        path = Path(file.path)
+        if not path.is_file():
+            what = "is no file" if path.exists() else "does not exist"
+            raise ValueError(f"data names {path}, which {what}; name files that `jetspec data regenerate` wrote")
 
 
 def foreign(path: str, model: str) -> str | None:

@@ -58,7 +58,16 @@ def _receive(end: Connection, process: multiprocessing.process.BaseProcess) -> A
         return end.recv()
     except (EOFError, ConnectionError):
         process.join()
-        raise ChildProcessError(f"a worker process ended early (status {process.exitcode}); see above") from None
+        assert process.exitcode is not None
+        raise ChildProcessError(f"a worker process ended early ({ending(process.exitcode)})") from None
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words. Below 0 it was a signal, and the process had no time to say anything."""
+    if status >= 0:
+        return f"status {status}; see above"
+    name = {item.value: item.name for item in signal.Signals}.get(-status, f"signal {-status}")
+    return f"killed by {name}" + ("; memory may have run out" if name == "SIGKILL" else "")
 
 
 def _work(start: Callable[[], Answer], pipe: Connection, num_threads: int) -> None:

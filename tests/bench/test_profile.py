@@ -224,6 +224,7 @@ def test_command_shows_a_table(folder: Path) -> None:
         (["op", "add_mixture"], "no experts"),
         (["op", "swiglu", "--budget", "0"], "budget is 0"),
         (["--width", "3", "op", "swiglu"], "put --width behind `op`"),
+        (["--json", "op", "swiglu"], "put --json behind `op`"),
     ],
 )
 def test_bad_values_are_one_line(folder: Path, args: list[str], line: str) -> None:

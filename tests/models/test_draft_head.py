@@ -94,10 +94,10 @@ def test_mixed_head_is_causal_in_its_windows_only() -> None:
     assert_close(propose_densely(head, block, taps, TARGET), propose_densely(causal, block, taps, TARGET))
 
 
-@pytest.mark.parametrize("name", ["causal", "bidirectional", "windowed", "windowed_mixed"])
-def test_training_blocks_equal_inference_at_their_anchors(name: str) -> None:
+@each_head
+def test_training_blocks_equal_inference_at_their_anchors(config: HeadConfig) -> None:
     """Many blocks over one sequence, each sees the context strictly before its anchor and no other block."""
-    head = random_head(HEADS[name])
+    head = random_head(config)
     size, anchors, length = head.head_config.block_size, torch.tensor([0, 3, 4, 11]), 12
     taps, token = random_taps(head, length), torch.arange(length) + 2
     block = head.block_tokens(token[anchors])

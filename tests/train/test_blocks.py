@@ -195,15 +195,6 @@ def test_the_comparison_finds_planted_bugs(
     assert (good - bad)[valid].abs().amax((-1, -2)).min() > 1e-3
 
 
-@torch.inference_mode()
-def test_taps_off_by_one_are_found() -> None:
-    head, batch = tiny_head(TARGET), packed()
-    seen = captured(TARGET, batch, (0, 1))
-    shifted = captured(TARGET, batch, (1, 2))
-    assert seen.tap_TX is not None and shifted.tap_TX is not None
-    assert (head.fuse(seen.tap_TX) - head.fuse(shifted.tap_TX)).abs().max() > 1e-3
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 99), st.integers(1, 12))
 def test_anchors_are_distinct_sorted_and_before_written_tokens(seed: int, count: int) -> None:

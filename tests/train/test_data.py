@@ -78,7 +78,8 @@ def test_files_are_read_and_long_rows_cut(tmp_path: Path) -> None:
     [
         (b"{", "not a row"),
         pytest.param(b"[" * 100_000, "not a row", id="deep"),
-        (b'{"token_ids": [1, 2]}', "not a row"),
+        (b'{"token_ids": [1, 2]}', "not a row .*: it lacks spans, which `jetspec data regenerate` makes of prompts"),
+        (b'{"turns": ["Why?"]}', "it lacks token_ids and spans, which `jetspec data regenerate` makes"),
         (b'{"token_ids": [1, 99], "spans": [[0, 1]]}', "vocabulary"),
         (b'{"token_ids": [1, 2], "spans": [[1, 5]]}', "outside"),
         (b'{"token_ids": [1.5, 2], "spans": [[1, 2]]}', "whole numbers"),
@@ -92,7 +93,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, line: bytes, messag
     with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}.*; mend it, or .* on_bad: skip"):
         read_documents([path], 10, 50)
     assert len(read_documents([path], 10, 50, on_bad="skip", tally=tally)) == 2
-    assert tally.summary(10) == f"1 of 3 rows are broken: left out ({path}:2)"
+    assert tally.summary(10) == f"1 of 3 rows left out: broken ({path}:2)"
 
 
 spans = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), min_size=1, max_size=3)
@@ -196,21 +197,28 @@ def test_what_is_cut_or_left_out_is_counted_and_named(tmp_path: Path) -> None:
     documents = read_documents([path], 4, 50, mask_token=9, on_bad="skip", tally=tally)
     assert [document.tokens.tolist() for document in documents] == [[1, 2, 3, 4], [1, 2, 3]]
     assert tally.summary(4).splitlines() == [
-        f"2 of 7 rows are longer than row_len 4: cut ({path}:1, {path}:2)",
-        f"1 of 7 rows lost all answers when they were cut: left out ({path}:2)",
-        f"1 of 7 rows hold nothing that the target wrote: left out ({path}:3)",
-        f"1 of 7 rows hold answers of one token only: left out ({path}:6)",
-        f"1 of 7 rows are broken: left out ({path}:5)",
-        f"1 of 7 rows hold the mask token: left out ({path}:4)",
+        f"2 of 7 rows cut: longer than row_len 4 ({path}:1, {path}:2)",
+        f"1 of 7 rows left out: the cut took all answers ({path}:2)",
+        f"1 of 7 rows left out: the target wrote nothing ({path}:3)",
+        f"1 of 7 rows left out: answers of one token only ({path}:6)",
+        f"1 of 7 rows left out: broken ({path}:5)",
+        f"1 of 7 rows left out: the mask token occurs ({path}:4)",
+    ]
+    assert tally.listing(4).splitlines() == [
+        f"{path}:1 cut: longer than row_len 4",
+        f"{path}:2 cut: longer than row_len 4",
+        f"{path}:2 left out: the cut took all answers",
+        f"{path}:3 left out: the target wrote nothing",
+        f"{path}:6 left out: answers of one token only",
+        f"{path}:5 left out: broken",
+        f"{path}:4 left out: the mask token occurs",
     ]
     assert Tally(rows=6).summary(4) == ""
 
 
 @given(st.integers(0, 20))
 def test_the_first_places_are_named_and_the_others_counted(count: int) -> None:
-    places = Places()
-    for number in range(count):
-        places.add(f"a:{number}")
+    places = Places(f"a:{number}" for number in range(count))
     named, _, more = str(places).partition(" and ")
     assert named == ", ".join(f"a:{number}" for number in range(min(count, NAMED_ROWS)))
     assert more == (f"{count - NAMED_ROWS} more" if count > NAMED_ROWS else "")

@@ -40,7 +40,7 @@ from jetspec.train.regenerate import (
     write_rows,
 )
 from jetspec.train.rows import Row, RowFile, finished_ids
-from jetspec.train.workers import Answer, Results, answer_in_processes
+from jetspec.train.workers import Answer, Results, answer_in_processes, ending
 from jetspec.types import Completion, RoundStats, SamplingParams
 from tests.train.tiny_model import CONTEXT, END_TOKEN, byte_tokenizer, write_model
 
@@ -91,6 +91,11 @@ def corpus(max_len: int) -> Corpus:
 
 def start_and_die() -> Answer:
     os._exit(3)
+
+
+def start_and_be_killed() -> Answer:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def start_and_refuse() -> Answer:
@@ -451,11 +456,20 @@ def test_processes_share_the_prompts_and_give_the_same_rows(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("start", "error", "message"),
-    [(start_and_die, ChildProcessError, "status 3"), (start_and_refuse, ValueError, "no such model")],
+    [
+        (start_and_die, ChildProcessError, r"early \(status 3; see above\)$"),
+        (start_and_be_killed, ChildProcessError, r"early \(killed by SIGKILL; memory may have run out\)$"),
+        (start_and_refuse, ValueError, "no such model"),
+    ],
 )
 def test_a_worker_that_fails_ends_the_run(start: Callable[[], Answer], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         list(answer_in_processes([start, start], iter([])))
+
+
+@pytest.mark.parametrize(("status", "words"), [(-15, "killed by SIGTERM"), (-40, "killed by signal 40")])
+def test_a_signal_is_named_if_it_has_a_name(status: int, words: str) -> None:
+    assert ending(status) == words
 
 
 def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,13 +522,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+def named(model: Path, data: Path, out: Path) -> list[str]:
+    return ["data", "regenerate", "--model", str(model), "--data", str(data), "--out", str(out)]
+
+
 def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
-    named = ["--model", str(model), "--data", str(data), "--out", str(out), "--max-tokens", "16", "--device", "cpu"]
-    return ["data", "regenerate", *named, *more]
+    return [*named(model, data, out), "--max-tokens", "16", "--device", "cpu", *more]
 
 
 def run(*args: Any) -> Result:
     return CliRunner().invoke(app, arguments(*args))
+
+
+def run_corpus(model: Path, data: Path, out: Path, *more: str) -> Result:
+    return CliRunner().invoke(app, [*named(model, data, out), "--responses", "corpus", *more])
 
 
 def test_sampled_rows_do_not_depend_on_the_batch(model: Path, tmp_path: Path) -> None:
@@ -571,13 +592,54 @@ def test_a_dry_run_counts_what_does_not_fit(model: Path, tmp_path: Path, max_len
     assert [prompt.turns for prompt in todo] == [texts[:1], texts[2:]]
 
 
+def write_corpus(path: Path) -> Path:
+    rows = make_prompts(4, most_turns=1)
+    return write_jsonl(path, [{**row, "response": f"answer {i}"} for i, row in enumerate(rows)])
+
+
 def test_the_corpus_answers_without_the_model(model: Path, tmp_path: Path) -> None:
-    rows = [{**row, "response": f"answer {i}"} for i, row in enumerate(make_prompts(4, most_turns=1))]
-    data, out = write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "out.jsonl"
-    assert run(model, data, out, "--responses", "corpus").exit_code == 0
+    data, out = write_corpus(tmp_path / "p.jsonl"), tmp_path / "out.jsonl"
+    assert run_corpus(model, data, out).exit_code == 0
     for i, row in enumerate(read_rows(out).values()):
         (start, end), *_ = row["spans"]
         assert TOKENIZER.decode(row["token_ids"][start:end]) == f"answer {i}"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--max-tokens 512", "--max-tokens"),
+        ("-n 9", "--max-tokens"),
+        ("--temperature 0", "--temperature"),
+        ("--top-p 0.9", "--top-p"),
+        ("--seed 1", "--seed"),
+        ("--batch 9", "--batch"),
+        ("--jobs 3", "--jobs"),
+        ("--dtype float32", "--dtype"),
+        ("--device cpu", "--device"),
+        ("--jobs 3 -t 0.7", "--temperature, --jobs"),
+    ],
+)
+def test_options_that_do_nothing_with_a_corpus_are_refused(
+    options: str, said: str, model: Path, tmp_path: Path
+) -> None:
+    data = write_corpus(tmp_path / "p.jsonl")
+    result = run_corpus(model, data, tmp_path / "out.jsonl", *options.split())
+    assert result.exit_code == 2 and f"leave out {said}: with --responses corpus" in result.stderr
+    assert list(tmp_path.iterdir()) == [data]
+
+
+def test_rows_of_a_corpus_depend_on_nothing_that_the_target_is_told(model: Path, tmp_path: Path) -> None:
+    """Also where an older record holds such settings."""
+    data, out = write_corpus(tmp_path / "p.jsonl"), tmp_path / "out.jsonl"
+    meta = tmp_path / "out.jsonl.meta.json"
+    assert run_corpus(model, data, out, "--limit", "2").exit_code == 0
+    record = json.loads(meta.read_text())
+    assert record["settings"] == {"model": model.name, "responses": "corpus", "max_len": None}
+    meta.write_text(json.dumps(record | {"settings": {**record["settings"], "temperature": 0.7, "seed": 3}}))
+    assert "2 prompts answered, 2 already there" in run_corpus(model, data, out).stdout
+    assert "made with max_len None, not 60" in run_corpus(model, data, out, "--max-len", "60").stderr
+    assert "made with responses corpus, not target" in run(model, data, out).stderr
 
 
 @pytest.mark.parametrize(

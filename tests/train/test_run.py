@@ -62,8 +62,24 @@ def test_what_is_cut_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     make_trainer(recipe(tmp_path, file), TARGET)
     named = ", ".join(f"{file}:{line}" for line in range(1, NAMED_ROWS + 1))
     assert capsys.readouterr().err == (
-        f"12 of 12 rows are longer than row_len 32: cut ({named} and {12 - NAMED_ROWS} more)\n"
+        f"12 of 12 rows cut: longer than row_len 32 ({named} and {12 - NAMED_ROWS} more)\n"
     )
+
+
+@pytest.mark.parametrize("count", [0, NAMED_ROWS, NAMED_ROWS + 1])
+def test_all_that_is_cut_is_listed_anew_at_every_start(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A message that names all of it does not send the reader to the list; a list of nothing is no file."""
+    listed = tmp_path / "listed.txt"
+    listed.write_text("of another start\n")
+    good = write_rows(tmp_path / "good.jsonl", [f"p{i}" for i in range(12)])
+    long = write_rows(tmp_path / "long.jsonl", [f"q{i}" for i in range(count)], length=40)
+    make_trainer(recipe(tmp_path, good, long), TARGET, listed=listed)
+    expected = [f"{long}:{line} cut: longer than row_len 32" for line in range(1, count + 1)]
+    assert (listed.read_text().splitlines() if listed.exists() else []) == expected
+    assert listed.exists() == (count > 0)
+    assert (f"all of them are listed in {listed}\n" in capsys.readouterr().err) == (count > NAMED_ROWS)
 
 
 def test_a_mask_token_that_is_text_is_refused(tmp_path: Path) -> None:

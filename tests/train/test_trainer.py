@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 import sys
 import weakref
 from collections import Counter
@@ -33,14 +34,17 @@ from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfi
 from jetspec.train.evaluate import score_head
 from jetspec.train.log import RunLog, was_written
 from jetspec.train.loss import DraftLoss
-from jetspec.train.run import foreign, make_trainer
+from jetspec.train.run import ROWS_FILE, foreign, make_trainer
 from jetspec.train.trainer import Trainer, cut
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, run, tiny_decoder
+from tests.models.paged import run_decoder
 from tests.train.tiny_model import write_model
 
 TARGET = tiny_decoder(spread=0.15)
 KINDS = ("train", "validation", "decode")
+NO_REPORTS = '[1]\n"step"\nnull\n{}\n{"kind": "train", "step": "1"}\n'
+"""Lines of JSON that are nothing to a log."""
 SHAPE = HeadShape(num_layers=2, block_size=5, tap_layers=(0, 1), mask_token=46, edge_rank=4)
 
 
@@ -201,6 +205,25 @@ def test_old_checkpoints_go_and_half_written_ones_do_not_count(answers: Path, tm
         make_trainer(recipe(answers, tmp_path), TARGET).resume()
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("", "Expecting value"),
+        ("[]", "list"),
+        ("{}", r"state\.json lacks step, optimizers, config, time"),
+        ('{"step": 1, "optimizers": [], "config": null, "time": {}}', r"state\.json lacks config"),
+    ],
+)
+def test_a_damaged_state_is_said_by_its_checkpoint(
+    answers: Path, one_step: Path, tmp_path: Path, state: str, said: str
+) -> None:
+    shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "checkpoints" / "step-0000001"
+    (folder / "state.json").write_text(state)
+    with pytest.raises(ValueError, match=rf"the checkpoint {folder} is damaged \(.*{said}.*\); delete it"):
+        make_trainer(recipe(answers, tmp_path), TARGET).resume()
+
+
 def test_a_full_disk_leaves_no_checkpoint(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(recipe(answers, tmp_path), TARGET)
 
@@ -286,7 +309,7 @@ def test_the_log_tells_what_was_done_of_a_step(lines: list[tuple[str, int]], fou
     for kind, step in lines:
         log.write(kind, step, {"chain": 1.5})
     with log.path.open("a") as file:
-        file.write('{"kind": "decode", "step": 3, "cha')
+        file.write(f'{NO_REPORTS}{{"kind": "decode", "step": 3, "cha')
     assert was_written(tmp_path, "decode", 3) == found
 
 
@@ -296,7 +319,7 @@ def test_a_log_forgets_steps_that_come_again(step: int, kept: list[int], tmp_pat
     for number in range(1, 5):
         before.write("train", number, {"loss": 1.0})
     with before.path.open("a") as file:
-        file.write('{"kind": "tra')
+        file.write(f'{NO_REPORTS}{{"kind": "tra')
     RunLog(tmp_path, step).write("train", step + 1, {"loss": 0.5})
     rows = [json.loads(line) for line in before.path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [*kept, step + 1] and rows[-1]["loss"] == 0.5
@@ -435,6 +458,19 @@ def test_a_head_that_could_not_be_saved_is_said_before_the_target_is_loaded(answ
         train_recipe(file, (), fresh=False, dry_run=False)
 
 
+@pytest.mark.parametrize(("name", "what"), [("none.jsonl", "does not exist"), ("folder", "is no file")])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_data_that_is_not_there_is_said_before_the_target_is_loaded(
+    answers: Path, tmp_path: Path, name: str, what: str, dry_run: bool
+) -> None:
+    out, file, data = tmp_path / "out", tmp_path / "recipe.yaml", tmp_path / name
+    (tmp_path / "folder").mkdir()
+    file.write_text(f"model: {tmp_path / 'no such model'}\ndata: [{answers}, {{path: {data}, times: 2}}]\nout: {out}\n")
+    with pytest.raises(ValueError, match=f"^data names {data}, which {what}; "):
+        train_recipe(file, (), fresh=False, dry_run=dry_run)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("parts", "limit", "used", "words"),
     [
@@ -475,7 +511,7 @@ def test_the_command_says_how_long_it_takes_and_where_it_stopped(
 ) -> None:
     model, out, file = write_model(tmp_path / "model"), tmp_path / "out", tmp_path / "recipe.yaml"
     head = {"num_layers": 1, "block_size": 4, "tap_layers": [0, 1], "mask_token": 200}
-    sizes = {"steps": 4, "rows": 2, "row_len": 60, "anchors": 4, "validation_rows": 1, "save_every": 1}
+    sizes = {"steps": 4, "rows": 2, "row_len": 20, "anchors": 4, "validation_rows": 1, "save_every": 1}
     paths = {"model": str(model), "data": [str(answers)], "out": str(out)}
     file.write_text(json.dumps({**paths, "head": head, **sizes, "score": False, "dtype": "float32", "device": "cpu"}))
 
@@ -497,6 +533,8 @@ def test_the_command_says_how_long_it_takes_and_where_it_stopped(
     monkeypatch.undo()
     train_recipe(file, (), fresh=False, dry_run=False)
     assert "| steps | 4 |" in (out / "head" / "README.md").read_text()
+    assert f"all of them are listed in {out / ROWS_FILE}\n" in capfd.readouterr().err
+    assert len((out / ROWS_FILE).read_text().splitlines()) == 40
 
 
 def test_only_the_default_target_has_a_known_licence(
@@ -688,6 +726,17 @@ def test_validation_rows_are_kept_out_of_training(answers: Path, tmp_path: Path)
     kept_out = {tuple(held[r][trainer.validation.document_RT[r] == 0].tolist()) for r in range(len(held))}
     trained = {tuple(document.tokens.tolist()) for document in trainer.data.documents}
     assert kept_out and not kept_out & trained
+
+
+def test_a_run_captures_the_layers_that_decoding_taps(answers: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(recipe(answers, tmp_path), TARGET)
+    batch = trainer.data.batch(0, 1)
+    captured = trainer.capture_states(batch).tap_TX
+    assert captured is not None and SHAPE.tap_layers is not None
+    for number in range(int(batch.document_RT.max()) + 1):
+        inside = batch.document_RT[0] == number
+        _, decoded = run_decoder(TARGET, batch.token_RT[0, inside].tolist(), SHAPE.tap_layers)
+        torch.testing.assert_close(captured[0, inside], decoded, atol=1e-5, rtol=1e-5)
 
 
 def test_positions_outside_the_vocabulary_are_refused(answers: Path, tmp_path: Path) -> None:
