@@ -135,6 +135,16 @@ def tokens_per_round(mine: Measured) -> list[float]:
     return found
 
 
+def round_questions(mine: Measured) -> list[tuple[int, int]]:
+    """Tokens and rounds of every question, in all repeats together."""
+    found: dict[str, tuple[int, int]] = {}
+    for answer in mine.all_whole_answers:
+        if answer["rounds"]:
+            tokens, rounds = found.get(answer["id"], (0, 0))
+            found[answer["id"]] = tokens + num_tokens(answer), rounds + answer["rounds"]
+    return list(found.values())
+
+
 def accepted_lengths(mine: Measured) -> list[int]:
     """How many rounds kept 0, 1, 2, .. drafts."""
     columns = zip_longest(*(answer["accepted"] for answer in mine.all_whole_answers), fillvalue=0)

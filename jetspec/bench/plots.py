@@ -20,7 +20,7 @@ from jetspec.bench.scaling import (
     tokens_when_cut,
 )
 from jetspec.bench.spread import Spread
-from jetspec.bench.tables import at_best, speedup_of
+from jetspec.bench.tables import at_best, rounds_of, speedup_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -156,7 +156,8 @@ def against_budget(
         axes.set(xlabel="budget (nodes of a tree)", ylabel=unit)
         _legend_below(axes)
 
-    caption = "Means over tasks. Bars: standard deviation over repeats. Dotted: methods without a budget."
+    bars = "standard error over questions" if value is rounds_of else "standard deviation over repeats"
+    caption = f"Means over tasks. Bars: {bars}. Dotted: methods without a budget."
     return painter.plot(name, title, caption, draw)
 
 
@@ -166,7 +167,8 @@ def _series(cells: Sequence[Result], value: Callable[[Result], Spread | None]) -
         number = value(cell)
         if number is not None:
             found.setdefault(cell.method, {}).setdefault(cell.budget, []).append(number)
-    return {m: {budget: Spread.average(v) for budget, v in series.items()} for m, series in found.items()}
+    mean = Spread.independent if value is rounds_of else Spread.average
+    return {m: {budget: mean(v) for budget, v in series.items()} for m, series in found.items()}
 
 
 def against_batch(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> list[Plot]:

@@ -11,7 +11,7 @@ from jetspec.bench.grade import Grade, grade
 from jetspec.bench.groups import Key, Row
 from jetspec.bench.lossless import LosslessCheck
 from jetspec.bench.measure import Bench
-from jetspec.bench.measured import Measured, accepted_lengths, speedup, tokens_per_round
+from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS, Cell
 from jetspec.bench.spread import to_record
 from jetspec.bench.tasks import GRADED_AS, TASKS
@@ -81,7 +81,7 @@ class Results:
             "together": mine.fullest,
             "tokens": mine.tokens,
             "tokens_per_s": to_record(mine.speeds),
-            "tokens_per_round": to_record(tokens_per_round(mine)),
+            "tokens_per_round": {**to_record(tokens_per_round(mine)), "questions": round_questions(mine)},
             "accepted": accepted_lengths(mine),
             "prefill_s": to_record(mine.prefills),
             "speedup": speedup(mine, plain),

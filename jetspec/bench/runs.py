@@ -89,7 +89,8 @@ class Result(Cell):
     tokens_per_s: Spread | None
     """None: every answer failed."""
     tokens_per_round: Spread | None
-    """None: nobody could count rounds."""
+    """Over all rounds, with its standard error over questions: repeats of greedy decoding do not vary. None: nobody
+    could count rounds."""
     accepted: tuple[int, ...]
     """Rounds by accepted length, from 0."""
     prefill_s: Spread | None
@@ -103,7 +104,8 @@ class Result(Cell):
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Result:
         read: dict[str, Any] = {
-            **{name: Spread.of(raw[name]["values"]) for name in ("tokens_per_s", "tokens_per_round", "prefill_s")},
+            **{name: Spread.of(raw[name]["values"]) for name in ("tokens_per_s", "prefill_s")},
+            "tokens_per_round": Spread.of_parts(raw["tokens_per_round"]["questions"]),
             **{name: Spread.read_ratios(raw[name]) for name in ("speedup", "speedup_transformers")},
             "accepted": tuple(raw["accepted"]),
             "score": Score.read(raw["score"]),

@@ -25,6 +25,10 @@ class Spread:
     """Of the mean: what the deviation leaves of itself in a mean of so many repeats."""
     freedom: float = math.inf
     """Degrees of freedom of the deviation: few repeats may vary little by chance."""
+    values: tuple[float, ...] = ()
+    """Of the repeats, in their order."""
+    is_ratio: bool = False
+    """Whether the mean is the geometric one."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
@@ -32,9 +36,9 @@ class Spread:
         if not values:
             return None
         if len(values) == 1:
-            return cls(values[0])
+            return cls(values[0], values=tuple(values))
         sd = statistics.stdev(values)
-        return cls(statistics.fmean(values), sd, sd / math.sqrt(len(values)), len(values) - 1)
+        return cls(statistics.fmean(values), sd, sd / math.sqrt(len(values)), len(values) - 1, tuple(values))
 
     @classmethod
     def of_ratios(cls, values: Sequence[float]) -> Spread | None:
@@ -43,7 +47,21 @@ class Spread:
         if logs is None:
             return None
         mean = math.exp(logs.mean)
-        return cls(mean, None if logs.sd is None else mean * logs.sd, mean * logs.error, logs.freedom)
+        sd = None if logs.sd is None else mean * logs.sd
+        return cls(mean, sd, mean * logs.error, logs.freedom, tuple(values), is_ratio=True)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[float, float]]) -> Spread | None:
+        """The quotient of two sums over questions, and how far other questions might have moved it: its deviation is
+        the standard error."""
+        below = sum(b for _, b in parts)
+        if not below:
+            return None
+        ratio, count = sum(a for a, _ in parts) / below, len(parts)
+        if count == 1:
+            return cls(ratio)
+        error = math.sqrt(count / (count - 1) * sum((a - ratio * b) ** 2 for a, b in parts)) / below
+        return cls(ratio, error, error, count - 1)
 
     @classmethod
     def read_ratios(cls, raw: Mapping[str, Any] | None) -> Spread | None:
@@ -52,7 +70,22 @@ class Spread:
 
     @classmethod
     def average(cls, parts: Iterable[Spread]) -> Spread:
-        """Of independent measurements, each counting the same."""
+        """Of what was measured in the same repeats, each counting the same: a machine that is slow in one of them is so
+        in all. Where not all have every repeat, they are taken to vary together."""
+        parts = list(parts)
+        if len({len(part.values) for part in parts}) == 1 and parts[0].values:
+            repeats = [statistics.fmean(column) for column in zip(*(part.values for part in parts), strict=True)]
+            found = cls.of_ratios(repeats) if parts[0].is_ratio else cls.of(repeats)
+            assert found is not None
+            return found
+        known = [part.sd for part in parts if part.sd is not None]
+        sd = statistics.fmean(known) if len(known) == len(parts) else None
+        mean, error = (statistics.fmean(values) for values in zip(*((p.mean, p.error) for p in parts), strict=True))
+        return cls(mean, sd, error, min(part.freedom for part in parts))
+
+    @classmethod
+    def independent(cls, parts: Iterable[Spread]) -> Spread:
+        """The mean of what has nothing in common, such as the questions of several tasks."""
         parts = list(parts)
         known = [part.sd for part in parts if part.sd is not None]
         sd = math.hypot(*known) / len(parts) if len(known) == len(parts) else None
@@ -83,7 +116,14 @@ class Spread:
         log = Spread(math.log(self.mean), self.sd / self.mean, self.error / self.mean, self.freedom)
         return log.differs(Spread(0.0, 0.0))
 
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.values) if self.values else None
+
     def text(self, digits: int = 2) -> str:
+        """Small numbers have more digits, so that two of them say something."""
+        if 0 < abs(self.mean) < 0.1:
+            digits = max(digits, 1 - math.floor(math.log10(abs(self.mean))))
         return f"{self.mean:.{digits}f}" + ("" if self.sd is None else f" ± {self.sd:.{digits}f}")
 
 
@@ -103,9 +143,10 @@ def _freedom(parts: Iterable[Spread]) -> float:
 
 
 def to_record(values: Sequence[float]) -> dict[str, Any]:
-    """Every value, with mean and deviation."""
+    """Every value, with mean, deviation and median."""
     found = Spread.of(values)
-    return {"mean": found and found.mean, "sd": found and found.sd, "values": list(values)}
+    about = {"mean": found and found.mean, "sd": found and found.sd, "median": found and found.median}
+    return {**about, "values": list(values)}
 
 
 def speedup_text(value: Spread) -> str:

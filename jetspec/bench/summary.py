@@ -52,7 +52,8 @@ def cell_row(run: Run, cell: Result) -> dict[str, Any]:
         "together": cell.together,
         "tokens": cell.tokens,
         **_flat("tokens_per_s", cell.tokens_per_s),
-        **_flat("tokens_per_round", cell.tokens_per_round),
+        "tokens_per_round": cell.tokens_per_round.mean if cell.tokens_per_round else None,
+        "tokens_per_round_se": cell.tokens_per_round.sd if cell.tokens_per_round else None,
         **_flat("speedup", cell.speedup),
         "differs": cell.speedup.differs_from_1() if cell.speedup else None,
         **_flat("speedup_transformers", cell.speedup_transformers),
@@ -80,5 +81,10 @@ def cost_row(record: CostRecord, cost: DraftCost) -> dict[str, Any]:
     }
 
 
+MEDIANS = ("tokens_per_s", "speedup", "speedup_transformers", "prefill_s")
+
+
 def _flat(name: str, value: Spread | None) -> dict[str, float | None]:
-    return {name: value.mean if value else None, f"{name}_sd": value.sd if value else None}
+    """A median where there were repeats to take it of."""
+    found = {name: value.mean if value else None, f"{name}_sd": value.sd if value else None}
+    return found | ({f"{name}_median": value.median if value else None} if name in MEDIANS else {})

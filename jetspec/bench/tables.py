@@ -9,11 +9,13 @@ from itertools import groupby
 from jetspec.bench.document import Table
 from jetspec.bench.paper import Pair, paper_costs
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS
-from jetspec.bench.runs import CostRecord, HeadRecord, Result, Run, partial_note
+from jetspec.bench.runs import CostRecord, HeadRecord, Lossless, Result, Run, partial_note
 from jetspec.bench.spread import NO_DIFFERENCE, Spread, speedup_text
 
 NONE = "-"
-BOLD_CAPTION = "Mean ± standard deviation over repeats. Bold: the best of a column, and all within the spread of it."
+BOLD = "Bold: the best of a column, and all within the spread of it."
+OVER_REPEATS = f"Mean ± standard deviation over repeats. {BOLD}"
+OVER_QUESTIONS = f"Mean ± standard error over questions. {BOLD}"
 
 
 def text_of(value: Spread | float | int | str | None, digits: int = 2) -> str:
@@ -55,7 +57,8 @@ def matrix(
     cells: Sequence[Result],
     value: Callable[[Result], Spread | None],
     show: Callable[[Spread], str],
-    caption: str = BOLD_CAPTION,
+    caption: str = OVER_REPEATS,
+    mean: Callable[[Iterable[Spread]], Spread] = Spread.average,
 ) -> Table:
     """A row per method and budget, a column per task, and one for their mean where there are several."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
@@ -66,7 +69,7 @@ def matrix(
         found = [at.get((label, task)) for task in tasks]
         numbers = [value(cell) if cell else None for cell in found]
         if len(tasks) > 1:
-            numbers.append(Spread.average([n for n in numbers if n]) if all(numbers) else None)
+            numbers.append(mean([n for n in numbers if n]) if all(numbers) else None)
         values.append(numbers)
         rows.append((label, *(show(number) if number else NONE for number in numbers)))
     bold = frozenset((r, c + 1) for c in range(len(values[0])) for r in _best([row[c] for row in values]))
@@ -87,7 +90,7 @@ def _best(column: Sequence[Spread | None]) -> list[int]:
 def speedup_table(cells: Sequence[Result]) -> Table | None:
     """None where there is nothing to be faster than."""
     faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
-    caption = f"{BOLD_CAPTION} ≈: not shown to differ from plain decoding."
+    caption = f"{OVER_REPEATS} ≈: not shown to differ from plain decoding."
     return matrix(faster, speedup_of, speedup_text, caption) if faster else None
 
 
@@ -104,7 +107,8 @@ def rounds_table(cells: Sequence[Result]) -> Table | None:
     having = [cell for cell in cells if cell.tokens_per_round is not None and not cell.is_plain]
     if not having:
         return None
-    return matrix(having, rounds_of, Spread.text, f"Accepted drafts, and the target's own token. {BOLD_CAPTION}")
+    caption = f"Accepted drafts, and the target's own token. {OVER_QUESTIONS}"
+    return matrix(having, rounds_of, Spread.text, caption, Spread.independent)
 
 
 def rounds_of(cell: Result) -> Spread | None:
@@ -114,29 +118,46 @@ def rounds_of(cell: Result) -> Spread | None:
 def glance_table(cells: Sequence[Result]) -> Table:
     """Every method at its best budget, over all tasks."""
     rows = []
+    most = {task: max(cell.questions for cell in cells if cell.task == task) for task in {c.task for c in cells}}
     for method, own in groupby(at_best(in_order(cells)), key=lambda cell: cell.method):
         group = list(own)
         speedups = [cell.speedup for cell in group if cell.speedup]
+        others = [cell.speedup_transformers for cell in group if cell.speedup_transformers]
         rounds = [cell.tokens_per_round for cell in group if cell.tokens_per_round is not None]
-        checks = [cell.lossless for cell in group if cell.lossless]
-        scores = [cell.score.share for cell in group if cell.score]
+        asked_all = all(cell.questions == most[cell.task] for cell in group)
+        scores = [cell.score.share for cell in group if cell.score and asked_all]
         marks = max((cell.score.mark for cell in group if cell.score), default="")
         rows.append(
             (
                 *(method, NONE if method == PLAIN else text_of(group[0].budget)),
                 Spread.average(cell.tokens_per_s for cell in group if cell.tokens_per_s).text(1),
                 speedup_text(Spread.average(speedups)) if speedups and method != PLAIN else NONE,
-                Spread.average(rounds).text() if rounds else NONE,
-                Spread.average(scores).text(3) + marks if scores else NONE,
-                f"{sum(c.identical for c in checks)}/{sum(c.compared for c in checks)}" if checks else NONE,
+                speedup_text(Spread.average(others)) if others and method != TRANSFORMERS else NONE,
+                Spread.independent(rounds).text() if rounds else NONE,
+                Spread.independent(scores).text(3) + marks if scores else NONE,
+                same_text([cell.lossless for cell in group if cell.lossless]),
             )
         )
-    columns = ("method", "best budget", "tokens/s", "speedup", "tokens per round", "score", "same text as plain")
+    columns = (
+        *("method", "best budget", "tokens/s", "speedup", "over transformers", "tokens per round"),
+        *("score", "same text as plain"),
+    )
     caption = (
-        "Means over tasks, ± standard deviation over repeats (of scores: standard error). "
-        "≈: not shown to differ from plain decoding."
+        "Means over tasks, ± standard deviation over repeats; of tokens per round and scores, standard error over"
+        " questions. ≈: not shown to differ. Scores only of methods that were asked all questions."
+        " Ties: texts that part where rounding decides between two tokens."
     )
     return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
+
+
+def same_text(checks: Sequence[Lossless]) -> str:
+    """How many texts are those of plain decoding, and what the others are."""
+    if not checks:
+        return NONE
+    ties, mistakes = sum(c.ties for c in checks), sum(c.mistakes for c in checks)
+    same = f"{sum(c.identical for c in checks)}/{sum(c.compared for c in checks)}"
+    rest = ((count, word) for count, word in ((ties, "tie"), (mistakes, "mistake")) if count)
+    return ", ".join([same, *(f"{count} {word}{'s' if count > 1 else ''}" for count, word in rest)])
 
 
 def at_best(cells: Sequence[Result]) -> list[Result]:
@@ -153,7 +174,7 @@ CELL_COLUMNS = (
     *("method", "task", "temp", "budget", "batch", "tokens/s", "tokens/round", "speedup"),
     *("over transformers", "score", "same text"),
 )
-DETAIL_COLUMNS = ("round in plain steps", "prefill s", "questions", "tokens", "failed")
+DETAIL_COLUMNS = ("round in plain steps", "prefill s per question", "questions", "tokens", "failed")
 
 
 def cells_table(runs: Sequence[Run], details: bool = False) -> Table:
@@ -169,20 +190,21 @@ def cells_table(runs: Sequence[Run], details: bool = False) -> Table:
 
 
 def _cell_row(cell: Result) -> tuple[str, ...]:
-    score, lossless = cell.score, cell.lossless
+    score = cell.score
     return (
         *(cell.method, cell.task, f"{cell.temperature:g}", text_of(cell.budget), cell.batch_text),
         *(text_of(cell.tokens_per_s, 1), text_of(cell.tokens_per_round)),
         speedup_text(cell.speedup) if cell.speedup and not cell.is_plain else NONE,
         speedup_text(cell.speedup_transformers) if cell.speedup_transformers and cell.method != TRANSFORMERS else NONE,
         f"{score.correct}/{score.graded}{score.mark}" if score else NONE,
-        f"{lossless.identical}/{lossless.compared}" if lossless else NONE,
+        same_text([cell.lossless] if cell.lossless else []),
     )
 
 
 def _detail_row(cell: Result) -> tuple[str, ...]:
     return (
-        *(text_of(cell.round_cost), text_of(cell.prefill_s, 3)),
+        text_of(cell.round_cost),
+        text_of(cell.prefill_s.mean / cell.questions if cell.prefill_s else None, 4),
         *(str(cell.questions), str(cell.tokens), str(len(cell.errors))),
     )
 

@@ -165,9 +165,10 @@ def test_every_cell_is_in_the_report_with_the_numbers_of_the_record(tmp_path: Pa
         if cell["method"] != "plain":
             assert row[at["speedup"]].endswith(f"{cell['speedup']['mean']:.2f} ± {cell['speedup']['sd']:.2f}")
             assert row[at["speedup"]].startswith("≈") == (not cell["speedup"]["differs"])
-        per_round = cell["tokens_per_round"]
-        if per_round["mean"] is not None:
-            assert row[at["tokens/round"]] == f"{per_round['mean']:.2f} ± {per_round['sd']:.2f}"
+        per_round = Spread.of_parts(cell["tokens_per_round"]["questions"])
+        if per_round is not None and per_round.sd is not None:
+            assert row[at["tokens/round"]] == f"{per_round.mean:.2f} ± {per_round.sd:.2f}"
+        assert float(row[at["prefill s per question"]]) == pytest.approx(cell["prefill_s"]["mean"] / cell["questions"])
 
 
 def test_both_forms_hold_every_table(tmp_path: Path) -> None:
@@ -220,23 +221,42 @@ def test_a_difference_needs_more_than_both_spreads(a: float, a_sd: float, b: flo
 def test_one_repeat_has_no_spread_and_says_so(tmp_path: Path) -> None:
     run = small_run(tmp_path, repeats=1)
     assert "measured once" in warnings(report(run))
-    assert not any("±" in cell for row in cells_table([run]).rows for cell in row[5:9])
+    table = cells_table([run])
+    timed = [table.columns.index(name) for name in ("tokens/s", "speedup", "over transformers")]
+    assert not any("±" in row[column] for row in table.rows for column in timed)
     assert {row[8] for row in against_table(run, run).rows} == {"spread unknown"}
 
 
 def test_tokens_per_round_have_a_spread_in_every_table(tmp_path: Path) -> None:
-    """Draws of another repeat take other rounds."""
-    run = small_run(tmp_path, changes={"tokens_per_round": to_record([2.0, 3.0, 4.0])})
+    """Over questions: the same ones take the same rounds in every repeat of greedy decoding."""
+    rounds = {**to_record([3.0] * 3), "questions": [[20, 10], [30, 10], [40, 10]]}
+    run = small_run(tmp_path, changes={"tokens_per_round": rounds})
     table = rounds_table(run.cells)
     assert table is not None and table.bold == {(r, c) for r in range(len(table.rows)) for c in (1, 2, 3)}
-    assert {row[1:3] for row in table.rows} == {("3.00 ± 1.00", "3.00 ± 1.00")}
+    assert {row[1:3] for row in table.rows} == {("3.00 ± 0.58", "3.00 ± 0.58")}
     pairs = paper_table(find_pairs(run))
     shown = [dict(zip(pairs.columns, row, strict=True))["tokens per round"] for row in pairs.rows]
-    assert shown and set(shown) == {"3.00 ± 1.00"}
-    assert {row["tokens_per_round_sd"] for row in json.loads(summary(Inputs([run], [], []), "json"))} == {1.0}
+    assert shown and set(shown) == {"3.00 ± 0.58"}
+    errors = {row["tokens_per_round_se"] for row in json.loads(summary(Inputs([run], [], []), "json"))}
+    assert [*errors] == pytest.approx([3**-0.5])
     glance = glance_table(run.cells)
     assert {dict(zip(glance.columns, row, strict=True))["tokens per round"][:4] for row in glance.rows} == {"3.00"}
     assert all("±" in row[glance.columns.index("tokens per round")] for row in glance.rows)
+
+
+def test_a_glance_shows_scores_of_all_questions_ties_and_what_is_faster_than_transformers(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", **{**SMALL, "tasks": ("gsm8k",)}, methods=("plain", "transformers", "ddtree"))
+    record = json.loads((folder / "results.json").read_text())
+    for cell in record["cells"]:
+        if cell["method"] == "transformers":
+            cell["questions"] = 1
+    (folder / "results.json").write_text(json.dumps(record))
+    table = glance_table(read_run(folder).cells)
+    at = {name: i for i, name in enumerate(table.columns)}
+    rows = {row[0]: row for row in table.rows}
+    assert rows["transformers"][at["score"]] == "-" and rows["plain"][at["score"]].startswith("0.300")
+    assert rows["ddtree"][at["same text as plain"]] == "39/40, 1 tie"
+    assert rows["transformers"][at["over transformers"]] == "-" and float(rows["plain"][at["over transformers"]]) == 3
 
 
 def test_plain_decoding_is_exactly_as_fast_as_itself(tmp_path: Path) -> None:
@@ -276,7 +296,7 @@ def test_a_cell_in_which_everything_failed_is_shown_as_such(tmp_path: Path) -> N
     record = json.loads((folder / "results.json").read_text())
     broken = next(cell for cell in record["cells"] if cell["method"] == "ddtree")
     broken |= {"tokens_per_s": {"mean": None, "sd": None, "values": []}, "accepted": []}
-    broken |= {"tokens_per_round": to_record([])}
+    broken |= {"tokens_per_round": {**to_record([]), "questions": []}}
     broken |= {"speedup": None, "speedup_transformers": None, "errors": [{"id": "gsm8k-1", "error": "no pages"}]}
     (folder / "results.json").write_text(json.dumps(record))
     run = read_run(folder)

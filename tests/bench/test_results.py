@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from jetspec.bench import measure
 from jetspec.bench.grade import Grade
 from jetspec.bench.groups import histogram
-from jetspec.bench.measured import Measured, accepted_lengths, speedup, tokens_per_round
+from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
 from jetspec.bench.recipe import Cell
 from jetspec.bench.results import Results
 from jetspec.bench.runs import Result as CellResult
@@ -112,7 +112,8 @@ def test_an_answer_that_failed_half_way_counts_in_no_number() -> None:
 def test_one_repeat_has_no_spread_and_claims_nothing() -> None:
     once = speedup(measured([50]), measured([1], "plain"))
     assert once and once["sd"] is None and once["differs"] is None
-    assert to_record([3.0]) == {"mean": 3.0, "sd": None, "values": [3.0]}
+    assert to_record([3.0]) == {"mean": 3.0, "sd": None, "median": 3.0, "values": [3.0]}
+    assert to_record([1.0, 9.0, 2.0])["median"] == 2.0
 
 
 def test_no_speedup_over_other_questions() -> None:
@@ -157,6 +158,16 @@ def test_a_method_may_leave_temperatures_out(folder: Path, llm: LLM, tmp_path: P
 def test_a_speedup_is_the_same_whatever_the_speed(speeds: list[float], factor: float) -> None:
     faster = measured([s * factor for s in speeds])
     assert (found := speedup(faster, measured(speeds, "plain"))) and found["mean"] == pytest.approx(factor)
+
+
+def test_rounds_of_a_question_are_added_up_over_repeats() -> None:
+    def row(*answers: tuple[str, int, int, str | None]) -> dict[str, Any]:
+        made = [{"id": id, "tokens": [t], "rounds": r, "error": e, "accepted": []} for id, t, r, e in answers]
+        return {"ids": [id for id, *_ in answers], "decode_s": 1.0, "answers": made}
+
+    repeats = [[row(("a", 6, 2, None)), row(("b", 9, 9, "no"))], [row(("a", 8, 2, None)), row(("b", 5, 5, None))]]
+    cell = Cell("mine", "task", 0, 16, 1)
+    assert round_questions(Measured(cell, repeats)) == [(14, 4), (5, 5)]
 
 
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=40))

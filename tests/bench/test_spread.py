@@ -47,11 +47,48 @@ def test_what_is_clearly_faster_is_said_to_be_so() -> None:
     assert sum(bool(spread.differs_from_1()) for spread in found) > 290
 
 
-def test_many_tasks_know_more_than_one() -> None:
+def test_many_tasks_know_more_than_one_unless_they_share_their_repeats() -> None:
     one = Spread.of_ratios([1.03, 1.05, 1.04])
     assert one is not None
-    many = Spread.average([one] * 6)
+    many = Spread.independent([one] * 6)
     assert many.freedom == pytest.approx(6 * one.freedom) and many.error < one.error and many.mean == one.mean
+    assert Spread.average([one] * 6) == one
+
+
+@given(st.lists(st.lists(st.floats(0.1, 100), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_a_mean_over_tasks_varies_as_that_of_each_repeat(tasks: list[list[float]]) -> None:
+    parts = [part for values in tasks if (part := Spread.of(values))]
+    repeats = [sum(column) / len(column) for column in zip(*tasks, strict=True)]
+    found = Spread.average(parts)
+    expected = Spread.of(repeats)
+    assert expected and found.values == pytest.approx(repeats) and found.freedom == expected.freedom
+    assert (found.mean, found.sd) == pytest.approx((expected.mean, expected.sd), abs=1e-9)
+    torn = Spread.average([*parts, Spread(1.0, 0.5, 0.4, 1)])
+    assert torn.sd == pytest.approx((sum(part.sd or 0 for part in parts) + 0.5) / (len(parts) + 1))
+    assert torn.freedom == 1, "one that lacks repeats"
+
+
+def test_a_slow_repeat_of_all_tasks_is_no_difference() -> None:
+    ours, theirs = ([Spread.of_ratios([a, a + 0.1, a + 0.2])] * 6 for a in (1.9, 2.05))
+    mine, other = (Spread.average([part for part in parts if part]) for parts in (ours, theirs))
+    assert mine.differs(other) is False
+
+
+def test_questions_tell_how_far_others_might_have_moved_a_quotient() -> None:
+    """As often as it should, the true one lies within two standard errors."""
+    rng, hits = random.Random(0), 0
+    for _ in range(1000):
+        parts = [(rng.gauss(3, 0.5) * rounds, rounds) for rounds in rng.choices(range(20, 60), k=30)]
+        found = Spread.of_parts(parts)
+        assert found is not None and found.sd is not None and found.freedom == 29
+        hits += abs(found.mean - 3) < 2 * found.sd
+    assert 920 <= hits <= 975
+    assert Spread.of_parts([(6, 2)]) == Spread(3.0) and Spread.of_parts([]) is None
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0107, "0.011 ± 0.001"), (0.5, "0.50 ± 0.00"), (12.3, "12.30 ± 0.00")])
+def test_small_numbers_say_something(value: float, text: str) -> None:
+    assert Spread(value, 0.001).text() == text
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=6))
