@@ -26,6 +26,8 @@ PAPER_WIDTH, PAPER_DEPTH = 7, 15
 """Of the paper's trees: children of a node, and levels, one less than the slots of a block."""
 PAPER_BUDGET = 64
 """From so many nodes on its trees have that width, though only 100 of them can be that deep."""
+PAPER_HEAT = 1.0
+"""Its trees are built on what a head says as it says it."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ KINDS: dict[str, Kind] = {
         takes=("head", *_TREE),
         about="Unless set, its depth is the one it was trained for and its width that of its authors, at every budget.",
     ),
-    "jetspec-paper": Kind(head="causal", width=PAPER_WIDTH, narrows=True, expand="paper", heat=1.0, takes=_SCORED),
+    "jetspec-paper": Kind(
+        head="causal", width=PAPER_WIDTH, narrows=True, expand="paper", heat=PAPER_HEAT, takes=_SCORED
+    ),
     "jetspec": Kind(head="causal", takes=_SCORED),
     "jetspec-edge": Kind(head="edge", takes=(*_SCORED, "shortlist", "likely")),
     TRANSFORMERS: Kind(budgets=(None,), about=_EAGER),
