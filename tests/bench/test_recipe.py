@@ -341,6 +341,27 @@ def test_recipes_measure_what_people_use_and_as_the_paper_does() -> None:
         assert plan.thinking is False or "table" not in path.stem, path.stem
 
 
+def test_recipes_say_alike_what_their_heads_know() -> None:
+    """Of heads for the default model: what they were trained on, and what their trees were chosen on."""
+    plans = [plan for path in RECIPES if isinstance(plan := read_plan(path, {}), BenchConfig)]
+    known: dict[str, set[str]] = {
+        "opening of its test prompts": set(),
+        "were chosen on": set(),
+        "made up behind": set(),
+    }
+    for plan in plans:
+        methods = [method for method in plan.contenders() if method.of.head] if plan.model == BenchConfig.model else []
+        heats = {tree["heat"] for method in plan.to_dict(methods)["methods"] for tree in method["trees"]}
+        needed = [bool(methods), bool(heats - {1}), any(method.head == plan.model for method in methods)]
+        for (words, said), is_needed in zip(known.items(), needed, strict=True):
+            found = [note for note in plan.notes if words in note]
+            assert len(found) == is_needed, f"{plan.tasks}: {words}"
+            said.update(found)
+    assert all(len(said) == 1 for said in known.values())
+    (coder,) = [plan for plan in plans if "Coder" in plan.model]
+    assert all(word in note for word, note in zip(("4-bit", "greedy", "young"), coder.notes, strict=True))
+
+
 def test_a_run_of_table_12_stands_beside_it() -> None:
     plan = read_plan(next(path for path in RECIPES if path.stem == "table12"), {})
     assert isinstance(plan, CostConfig)
