@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jetspec.bench.tasks import BUILTIN
 from jetspec.config import DrafterName, Expand, Score, TreeConfig
 from jetspec.models.hub import DEFAULT_MODEL
-from jetspec.record import shown
+from jetspec.record import shown, shown_head
 from jetspec.train.config import at_least
 from jetspec.train.prompts import stable_hash
 from jetspec.types import SamplingParams
@@ -304,16 +304,17 @@ class BenchConfig:
 
     def to_dict(self, methods: Sequence[MethodConfig]) -> dict[str, Any]:
         """For the record: with the methods that it came to and their trees, without the paths of one machine."""
-        paths = {"model": self.model, "head": self.head, "data_dir": self.data_dir}
-        named = {name: path and shown(path) for name, path in paths.items()}
+        named = {"model": shown(self.model), "data_dir": self.data_dir and shown(self.data_dir)}
+        named["head"] = self.head and shown_head(self.head)
         return {**asdict(self), **named, "methods": [self._settled(method) for method in methods]}
 
     def _settled(self, method: MethodConfig) -> dict[str, Any]:
         trees = [asdict(method.tree(budget)) for budget in self.budgets_of(method) if budget and method.is_ours]
-        return {**method_dict(method), "kind": method.kind_name, "about": method.of.about, "trees": trees}
+        head = {"head": shown_head(method.head)} if method.head else {}
+        return {**method_dict(method), **head, "kind": method.kind_name, "about": method.of.about, "trees": trees}
 
 
 def method_dict(method: MethodConfig) -> dict[str, Any]:
-    """What a method says beyond its kind, without the paths of one machine."""
+    """What a method says beyond its kind, without the paths of one machine: a head that moves is the same head."""
     settings = {key: value for key, value in asdict(method).items() if value is not None}
     return settings | {key: shown(settings[key]) for key in ("head", "assistant") if key in settings}
