@@ -73,6 +73,11 @@ def shown(path: str) -> str:
     return Path(path).name if Path(path).is_absolute() else path
 
 
+def shown_head(path: str) -> str:
+    """As `shown`, but of an absolute path the last two parts: every training calls its head `head`."""
+    return "/".join(Path(path).parts[1:][-2:]) if Path(path).is_absolute() else path
+
+
 def current_commit() -> str | None:
     """The commit of the source, marked when files differ from it; None when nothing tells.
 

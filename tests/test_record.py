@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import jetspec.record as module
-from jetspec.record import current_command, current_commit
+from jetspec.record import current_command, current_commit, shown_head
 
 
 def test_a_copy_without_history_may_name_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +72,14 @@ def test_a_place_elsewhere_on_the_machine_is_not_told(tmp_path: Path, monkeypatc
         sys, "argv", ["jetspec", "--out=/elsewhere/made/record.json", "--work", "/elsewhere", "../beside"]
     )
     assert current_command().endswith(" --out=record.json --work elsewhere ../beside")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("/home/me/edge/head", "edge/head"), ("/head", "head"), ("runs/bench/edge/head", "runs/bench/edge/head")],
+)
+def test_heads_of_one_name_are_told_apart_by_their_folders(path: str, name: str) -> None:
+    assert shown_head(path) == name
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from jetspec.bench.recipe import MethodConfig
 from jetspec.bench.servers import first_model
 from jetspec.models.hub import resolve
 from jetspec.models.weights import Target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LOOKUP_TOKENS = 10
 
@@ -33,6 +37,17 @@ def lookup_tokens(method: MethodConfig) -> int | None:
     return (method.lookup_tokens or LOOKUP_TOKENS) if method.kind_name == "transformers-lookup" else None
 
 
+def _load(path: Path, like: Tensor) -> PreTrainedModel:
+    """A model without the settings of its own generation_config.json, which would fill what a request leaves open."""
+    from transformers import GenerationConfig
+
+    from jetspec.models.hf_target import load_hf
+
+    model = load_hf(path, like.dtype, like.device)
+    model.generation_config = GenerationConfig()
+    return model
+
+
 class TransformersMethod:
     """`generate` of transformers over the same weights: plain, with an assistant model, or with prompt lookup.
 
@@ -41,13 +56,11 @@ class TransformersMethod:
     """
 
     def __init__(self, target: Target, max_len: int, assistant: str | None, lookup: int | None) -> None:
-        from jetspec.models.hf_target import load_hf
-
         embedding = target.decoder.embedding
         self.target, self.max_len, self.device = target, max_len, embedding.device
-        self.model = load_hf(target.path, embedding.dtype, embedding.device)
+        self.model = _load(target.path, embedding)
         self.lookup = lookup
-        self.assistant = load_hf(resolve(assistant), embedding.dtype, embedding.device) if assistant else None
+        self.assistant = _load(resolve(assistant), embedding) if assistant else None
         self.model.register_forward_hook(self._after_pass)
 
     def warm_up(self, asks: Sequence[Ask]) -> None:

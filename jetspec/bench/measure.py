@@ -34,13 +34,16 @@ from jetspec.bench.methods import (
     open_method,
     with_head_of,
 )
-from jetspec.bench.recipe import BenchConfig, method_dict
+from jetspec.bench.recipe import BenchConfig, MethodConfig, method_dict
 from jetspec.bench.runs import RESULTS_FILE
 from jetspec.bench.servers import identify
 from jetspec.bench.tasks import BUILTIN, check_tasks, read_task
 from jetspec.engine.llm import LLM
+from jetspec.models.head_folder import CARD_FILE
+from jetspec.models.hub import head_path, resolve, shipped_head
 from jetspec.record import current_commit, hardware, make_record, package_versions, shown, write_record
 from jetspec.train.answers import fingerprint
+from jetspec.train.card import origin
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation, require_template
 from jetspec.train.rows import earlier_runs
@@ -124,7 +127,27 @@ class Bench:
 
     def runs(self) -> list[dict[str, Any]]:
         """The commands that measured what the folder holds, one after the other, each with its commit and date."""
-        return list(json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))["runs"])
+        return list(self._kept()["runs"])
+
+    def weights(self) -> dict[str, Any]:
+        """Which target and heads the rows are of, and the command and commit that trained a head if its card tells."""
+        settings = self._kept()["settings"]
+        heads = {
+            method.name: {"weights": settings[f"head of {method.name}"], **self._trained(method)}
+            for method in self.methods
+            if method.of.head
+        }
+        return {"weights": settings["weights"], "heads": heads}
+
+    def _trained(self, method: MethodConfig) -> dict[str, str]:
+        name = method.head or self.config.head
+        folder = resolve(head_path(name)) if name else shipped_head(self.config.model)
+        card = folder / CARD_FILE if folder else None
+        found = origin(card.read_text(encoding="utf-8", errors="replace")) if card and card.is_file() else {}
+        return {key: found[key] for key in ("command", "commit") if key in found}
+
+    def _kept(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8")))
 
     def commits(self) -> list[str]:
         """Of the sources that measured what the folder holds."""

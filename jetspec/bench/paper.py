@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jetspec.bench.recipe import PAPER_BUDGET, PAPER_DEPTH, PAPER_WIDTH, PLAIN, TRANSFORMERS
+from jetspec.bench.recipe import PAPER_BUDGET, PAPER_DEPTH, PAPER_HEAT, PAPER_WIDTH, PLAIN, TRANSFORMERS
 from jetspec.bench.runs import Result, Run
 from jetspec.config import Expand, Score
 
@@ -143,7 +143,7 @@ def _pairs_of(cell: Result, run: Run) -> Iterator[Pair]:
     if method is None or ours is None:
         return
     tree = next((tree for tree in method["trees"] if tree["budget"] == cell.budget), None)
-    differences = tree_differences(ours, tree) if tree and not cell.is_plain else []
+    differences = tree_differences(ours, tree, cell.temperature) if tree and not cell.is_plain else []
     for row in paper_rows():
         if row.method != ours.name or (row.task, row.batch) != (cell.task, cell.batch):
             continue
@@ -164,8 +164,11 @@ def _counterpart(name: str, kind: str) -> Counterpart | None:
 SHAPES = {"paper": "all children of the best nodes", "optimal": "the best nodes"}
 
 
-def tree_differences(ours: Counterpart, tree: Mapping[str, Any]) -> list[str]:
-    """What sets a tree of ours apart from those of the paper's method, as far as these are known."""
+def tree_differences(ours: Counterpart, tree: Mapping[str, Any], temperature: float) -> list[str]:
+    """What sets a tree of ours apart from those of the paper's method, as far as these are known.
+
+    The heat counts for greedy requests: others are drafted at their temperature.
+    """
     found, width = [], tree["width"]
     published = published_width(tree["budget"]) if ours.expand == "paper" else None
     if ours.expand == "paper" and published is None:
@@ -179,6 +182,8 @@ def tree_differences(ours: Counterpart, tree: Mapping[str, Any]) -> list[str]:
         found.append(f"score {tree['score']}, in the paper {ours.score}")
     if tree["depth"] is not None and tree["depth"] != PAPER_DEPTH:
         found.append(f"depth {tree['depth']}, in the paper that of a block or not stated")
+    if temperature == 0 and (heat := tree.get("heat", PAPER_HEAT)) != PAPER_HEAT:
+        found.append(f"heat {heat:g}, in the paper {PAPER_HEAT:g}")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jetspec.bench.tasks import BUILTIN
 from jetspec.config import DrafterName, Expand, Score, TreeConfig
 from jetspec.models.hub import DEFAULT_MODEL
-from jetspec.record import shown
+from jetspec.record import shown, shown_head
 from jetspec.train.config import at_least
 from jetspec.train.prompts import stable_hash
 from jetspec.types import SamplingParams
@@ -26,6 +26,8 @@ PAPER_WIDTH, PAPER_DEPTH = 7, 15
 """Of the paper's trees: children of a node, and levels, one less than the slots of a block."""
 PAPER_BUDGET = 64
 """From so many nodes on its trees have that width, though only 100 of them can be that deep."""
+PAPER_HEAT = 1.0
+"""Its trees are built on what a head says as it says it."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ KINDS: dict[str, Kind] = {
         takes=("head", *_TREE),
         about="Unless set, its depth is the one it was trained for and its width that of its authors, at every budget.",
     ),
-    "jetspec-paper": Kind(head="causal", width=PAPER_WIDTH, narrows=True, expand="paper", heat=1.0, takes=_SCORED),
+    "jetspec-paper": Kind(
+        head="causal", width=PAPER_WIDTH, narrows=True, expand="paper", heat=PAPER_HEAT, takes=_SCORED
+    ),
     "jetspec": Kind(head="causal", takes=_SCORED),
     "jetspec-edge": Kind(head="edge", takes=(*_SCORED, "shortlist", "likely")),
     TRANSFORMERS: Kind(budgets=(None,), about=_EAGER),
@@ -300,16 +304,17 @@ class BenchConfig:
 
     def to_dict(self, methods: Sequence[MethodConfig]) -> dict[str, Any]:
         """For the record: with the methods that it came to and their trees, without the paths of one machine."""
-        paths = {"model": self.model, "head": self.head, "data_dir": self.data_dir}
-        named = {name: path and shown(path) for name, path in paths.items()}
+        named = {"model": shown(self.model), "data_dir": self.data_dir and shown(self.data_dir)}
+        named["head"] = self.head and shown_head(self.head)
         return {**asdict(self), **named, "methods": [self._settled(method) for method in methods]}
 
     def _settled(self, method: MethodConfig) -> dict[str, Any]:
         trees = [asdict(method.tree(budget)) for budget in self.budgets_of(method) if budget and method.is_ours]
-        return {**method_dict(method), "kind": method.kind_name, "about": method.of.about, "trees": trees}
+        head = {"head": shown_head(method.head)} if method.head else {}
+        return {**method_dict(method), **head, "kind": method.kind_name, "about": method.of.about, "trees": trees}
 
 
 def method_dict(method: MethodConfig) -> dict[str, Any]:
-    """What a method says beyond its kind, without the paths of one machine."""
+    """What a method says beyond its kind, without the paths of one machine: a head that moves is the same head."""
     settings = {key: value for key, value in asdict(method).items() if value is not None}
     return settings | {key: shown(settings[key]) for key in ("head", "assistant") if key in settings}

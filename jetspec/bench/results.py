@@ -37,6 +37,7 @@ class Results:
             "model": self.bench.llm.model_name,
             "dtype": str(decoder.embedding.dtype).removeprefix("torch."),
             "device": decoder.embedding.device.type,
+            **self.bench.weights(),
             "recipe": config.to_dict(self.bench.methods),
             "noise": self.lossless.noise_record(),
             "cells": cells,

@@ -14,7 +14,7 @@ from rich.table import Table
 from jetspec.config import TreeConfig
 from jetspec.engine.engine import check_drafter
 from jetspec.files import check_writable
-from jetspec.record import shown, write_record
+from jetspec.record import shown_head, write_record
 from jetspec.terminal.generate import write_json
 from jetspec.terminal.screen import err, out
 from jetspec.train.answers import Answerer, Decoded, decode, fingerprint, read_questions
@@ -117,7 +117,7 @@ def _results(
     forced = {task: score.tokens_per_round for task, score in scores.items()}
     return {
         "model": llm.model_name,
-        "head": plan.head and shown(plan.head),
+        "head": plan.head and shown_head(plan.head),
         "dtype": str(llm.target.decoder.embedding.dtype).removeprefix("torch."),
         "batch": llm.config.max_batch,
         "limit": plan.limit,

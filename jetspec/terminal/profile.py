@@ -16,7 +16,7 @@ from jetspec.bench.profile import STAGES, Profile, Workload, profile
 from jetspec.bench.shapes import Weights, open_head, open_target, shape_of
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
-from jetspec.record import current_commit, shown, write_record
+from jetspec.record import current_commit, shown, shown_head, write_record
 from jetspec.terminal.generate import write_json
 from jetspec.terminal.screen import out, working
 from jetspec.train.config import HeadShape
@@ -70,7 +70,7 @@ def profile_rounds(
         "shape": shown(where.shape),
         "weights": weights,
         "head": {
-            "name": choice.path and shown(choice.path),
+            "name": choice.path and shown_head(choice.path),
             "layers": head.config.num_layers,
             "block_size": head.head_config.block_size,
             "edge_rank": head.head_config.edge.rank if head.head_config.edge else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def model_card(
             "The head's weights are licensed under Apache-2.0; the target and the data have licences of their own."
         )
     return "\n\n".join(sections) + "\n"
+
+
+def origin(card: str) -> dict[str, str]:
+    """What a card says of where its head comes from; empty where it says nothing."""
+    section = card.partition("\n## Origin\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w+) \| (.*) \|$", section, re.MULTILINE)
+    return {name: value.strip("`") for name, value in rows}
 
 
 def _command(line: str) -> str:

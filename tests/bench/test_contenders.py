@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -226,6 +227,41 @@ def test_an_answer_whose_drafts_all_came_with_the_first_pass_is_timed_as_a_whole
     timed = {n: opened.decode([Ask([], prompt, SamplingParams(max_tokens=n, ignore_eos=True))]) for n in (2, 30)}
     assert timed[2].prefill_s == 0 and timed[30].prefill_s > 0
     assert all(isinstance(t.replies[0], Reply) and t.replies[0].num_tokens == n for n, t in timed.items())
+
+
+@pytest.fixture(scope="module")
+def opinionated(folder: Path, llm: LLM) -> Path:
+    """The model with settings of its own, among them an end in the middle of what it says."""
+    said = llm.chat([{"role": "user", "content": "1 and 1 is"}], SamplingParams(max_tokens=9, ignore_eos=True))
+    copy = shutil.copytree(folder / "model", folder / "opinionated")
+    own = {"repetition_penalty": 1.3, "eos_token_id": said.token_ids[-1], "assistant_confidence_threshold": 0.0}
+    (copy / "generation_config.json").write_text(json.dumps(own))
+    return copy
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("name", ["transformers", "transformers-assisted", "transformers-lookup"])
+def test_a_models_own_settings_do_not_count(name: str, ignore_eos: bool, opinionated: Path) -> None:
+    llm = LLM(opinionated, device="cpu")
+    prompt = llm.tokenizer.encode_chat([{"role": "user", "content": "1 and 1 is"}])
+    ask = Ask([], prompt, SamplingParams(max_tokens=40, ignore_eos=ignore_eos))
+    assistant = str(opinionated) if name == "transformers-assisted" else None
+    methods = MethodConfig("plain"), MethodConfig(name, assistant=assistant)
+    plain, other = (
+        open_method(llm, method, 1 if method.is_ours else None, 1, 128).decode([ask]).replies[0] for method in methods
+    )
+    assert isinstance(plain, Reply) and isinstance(other, Reply)
+    assert (other.token_ids, other.finish) == (plain.token_ids, plain.finish)
+    assert (plain.num_tokens, plain.finish) == ((40, "length") if ignore_eos else (9, "stop"))
+
+
+def test_an_assistants_own_settings_do_not_count(folder: Path, llm: LLM, opinionated: Path) -> None:
+    ask = Ask([], llm.tokenizer.encode("1 and 1 is"), SamplingParams(max_tokens=40, ignore_eos=True))
+    replies = []
+    for assistant in (folder / "model", opinionated):
+        method = MethodConfig("transformers-assisted", assistant=str(assistant))
+        replies += open_method(llm, method, None, 1, 128).decode([ask]).replies
+    assert replies[0] == replies[1]
 
 
 def test_a_first_piece_of_many_tokens_does_not_come_for_nothing(llm: LLM) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,21 @@ def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes
     make_bench(folder, "settings", llm).run()
     with pytest.raises(ValueError, match="choose another --out"):
         make_bench(folder, "settings", llm, **changes).run()
+
+
+def test_a_record_tells_which_weights_were_measured_and_how_heads_were_trained(folder: Path, llm: LLM) -> None:
+    trained = shutil.copytree(folder / "edge", folder / "trained" / "head")
+    (trained / "README.md").write_text(
+        "# A head\n\n## Origin\n\n| | |\n|---|---|\n| command | `train me` |\n| commit | abc |\n"
+    )
+    methods = [f"jetspec-edge={trained}", f"jetspec={folder / 'causal'}", "ngram"]
+    record = results_of(make_bench(folder, "weights", llm, methods=methods, limit=1, repeats=1))
+    settings = json.loads((folder / "weights" / measure.RUN_FILE).read_text())["settings"]
+    assert record["weights"] == settings["weights"]
+    edge, causal = ({"weights": settings[f"head of {name}"]} for name in ("jetspec-edge", "jetspec"))
+    assert record["heads"] == {"jetspec-edge": {**edge, "command": "train me", "commit": "abc"}, "jetspec": causal}
+    names = {method["name"]: method["head"] for method in record["recipe"]["methods"] if "head" in method}
+    assert names == {"jetspec-edge": "trained/head", "jetspec": f"{folder.name}/causal"}
 
 
 @pytest.mark.parametrize("what", ["versions", "tree of ngram 6"])

@@ -22,6 +22,7 @@ from scripts.ablate import VARIANTS
 from tests.bench.run_folders import make_result
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "bench").glob("*.yaml"))
+OUR_HEAT = "heat 0.8, in the paper 1"
 
 
 # -- tasks
@@ -240,7 +241,14 @@ def test_a_run_of_a_tables_recipe_stands_beside_that_table(number: int) -> None:
     assert told == {name for name in paired if name.startswith(("lr-", "sft-lr-", "hybrid-"))}
     for pair in pairs:
         as_published = pair.cell.method not in ("jetspec", "jetspec-edge")
-        assert "in the paper" not in pair.remark or not as_published, f"{pair.cell.label}: {pair.remark}"
+        remark = pair.remark.removeprefix(OUR_HEAT) if pair.cell.method == "ddtree" else pair.remark
+        assert "in the paper" not in remark or not as_published, f"{pair.cell.label}: {remark}"
+
+
+def test_heads_of_table_7_differ_in_their_training_alone() -> None:
+    run = run_of(next(path for path in RECIPES if path.stem == "table07"))
+    trees = [tree for method in run.recipe["methods"] if method.get("head") for tree in method["trees"]]
+    assert len(trees) == 8 and all(tree == trees[0] for tree in trees) and trees[0]["heat"] == 1
 
 
 def test_the_papers_tables_are_whole() -> None:
@@ -271,16 +279,17 @@ def test_a_tree_as_published_can_be_as_deep_as_the_papers_texts_need(budget: int
     assert (tree.width == 1) == (budget == 16) and (tree.width == 7) == (budget >= 64)
 
 
-def remarks_of(method: dict[str, Any], budget: int = 64) -> dict[str, str]:
+def remarks_of(method: dict[str, Any], budget: int = 64, temperature: float = 0) -> dict[str, str]:
     """The paper's methods that a method of ours is set beside, and what is said of the pair."""
-    plan = make_config(None, {"methods": [{"head": "x", **method}], "budgets": [budget], "tasks": ["gsm8k"]})
+    one = {"budgets": [budget], "temperatures": [temperature], "tasks": ["gsm8k"]}
+    plan = make_config(None, {"methods": [{"head": "x", **method}], **one})
     return {p.row.method: p.remark for p in find_pairs(make_made_up(plan)) if not p.cell.is_plain}
 
 
 def test_a_name_alone_is_no_counterpart() -> None:
     assert remarks_of({"name": "jetspec-paper"}) == {"JetSpec": ""}
     assert remarks_of({"name": "jetspec-paper", "kind": "ngram", "head": None}) == {}
-    assert remarks_of({"name": "jetspec-paper", "kind": "ddtree"}) == {"DDTree": ""}
+    assert remarks_of({"name": "jetspec-paper", "kind": "ddtree", "heat": 1.0}) == {"DDTree": ""}
     assert remarks_of({"name": "mine", "kind": "jetspec-paper"}) == {"JetSpec": ""}
     assert "lr-0.02" in OURS and remarks_of({"name": "lr-0.02", "kind": "ngram", "head": None}) == {}
 
@@ -292,6 +301,11 @@ def test_every_difference_of_a_tree_is_told() -> None:
     assert "in the paper" not in remarks_of({"name": "jetspec-paper"}, budget=16)["JetSpec"]
     assert "width 8, in the paper 1" in remarks_of({"name": "jetspec"}, budget=16)["JetSpec"]
     assert "width 2, the paper's is not stated" in remarks_of({"name": "jetspec-paper"}, budget=32)["JetSpec"]
+
+
+@pytest.mark.parametrize(("temperature", "told"), [(0, OUR_HEAT), (1, "")])
+def test_a_heat_is_told_where_it_counts(temperature: float, told: str) -> None:
+    assert remarks_of({"name": "ddtree"}, temperature=temperature) == {"DDTree": told}
 
 
 @pytest.mark.parametrize(
@@ -325,6 +339,27 @@ def test_recipes_measure_what_people_use_and_as_the_paper_does() -> None:
         assert TRANSFORMERS in methods, path.stem
         assert (methods[TRANSFORMERS].limit or 99) >= max(plan.batches), f"{path.stem}: batches that are never full"
         assert plan.thinking is False or "table" not in path.stem, path.stem
+
+
+def test_recipes_say_alike_what_their_heads_know() -> None:
+    """Of heads for the default model: what they were trained on, and what their trees were chosen on."""
+    plans = [plan for path in RECIPES if isinstance(plan := read_plan(path, {}), BenchConfig)]
+    known: dict[str, set[str]] = {
+        "opening of its test prompts": set(),
+        "were chosen on": set(),
+        "made up behind": set(),
+    }
+    for plan in plans:
+        methods = [method for method in plan.contenders() if method.of.head] if plan.model == BenchConfig.model else []
+        heats = {tree["heat"] for method in plan.to_dict(methods)["methods"] for tree in method["trees"]}
+        needed = [bool(methods), bool(heats - {1}), any(method.head == plan.model for method in methods)]
+        for (words, said), is_needed in zip(known.items(), needed, strict=True):
+            found = [note for note in plan.notes if words in note]
+            assert len(found) == is_needed, f"{plan.tasks}: {words}"
+            said.update(found)
+    assert all(len(said) == 1 for said in known.values())
+    (coder,) = [plan for plan in plans if "Coder" in plan.model]
+    assert all(word in note for word, note in zip(("4-bit", "greedy", "young"), coder.notes, strict=True))
 
 
 def test_a_run_of_table_12_stands_beside_it() -> None:
