@@ -92,12 +92,19 @@ def methods_table(run: Run) -> Table | None:
     rows = [
         (
             *(method["name"], method["kind"], method.get("head") or method.get("assistant") or NONE),
-            *(trees_text(method) or NONE, method["about"] or NONE),
+            *(trees_text(method) or NONE, " ".join(filter(None, (method["about"], asked_text(method)))) or NONE),
         )
         for method in methods
     ]
     columns = ("method", "kind", "head or assistant", "trees", "to know")
     return without_empty(Table(columns, tuple(rows), first_number=len(columns), wraps=True)) if rows else None
+
+
+def asked_text(method: Mapping[str, Any]) -> str:
+    """What a method was not asked that others were."""
+    parts = [f"the first {method['limit']} of every task"] if method.get("limit") else []
+    parts += [f"temperature {t:g}" for t in method.get("temperatures") or ()]
+    return f"Asked only: {', '.join(parts)}." if parts else ""
 
 
 def trees_text(method: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ OURS: dict[str, Counterpart] = {
 }
 """Our methods by name."""
 
-OURS_ALONE = ("ngram", TRANSFORMERS, "transformers-assisted", "transformers-lookup", "server", "shipped")
+OURS_ALONE = ("ngram", "eagle3-deep", TRANSFORMERS, "transformers-assisted", "transformers-lookup", "server", "shipped")
 """Methods that the paper has not measured."""
 
 

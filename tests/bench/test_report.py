@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from jetspec.bench.check_tables import methods_table, score_table, trees_text
+from jetspec.bench.check_tables import asked_text, methods_table, score_table, trees_text
 from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_html, to_markdown
 from jetspec.bench.paper import Pair, find_pairs, paper_rows
 from jetspec.bench.plots import INK
@@ -370,6 +370,8 @@ def test_other_settings_than_the_papers_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_what_was_set_up_under_every_name_is_told(tmp_path: Path) -> None:
+    assert asked_text({"limit": 2, "temperatures": [0.0]}) == "Asked only: the first 2 of every task, temperature 0."
+    assert asked_text({"name": "ngram"}) == ""
     table = methods_table(small_run(tmp_path, budgets=(16, 32, 64)))
     assert table is not None
     told = {row[0]: " ".join(row) for row in table.rows}
