@@ -148,7 +148,7 @@ class LLM:
             for tokens, param in zip(encoded, params, strict=True):
                 ids.append(self.engine.add(tokens, param))
             followed = frozenset(ids)
-            with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar, settled():
+            with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar, settled(len(ids)):
                 while len(done) < len(ids):
                     for update in self._updates(followed):
                         if update.completion:
@@ -169,7 +169,7 @@ class LLM:
         source = iter(prompts)
         keys: dict[int, K] = {}
         try:
-            with settled():
+            with settled(self.config.max_batch):
                 while True:
                     while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
                         key, tokens, sampling = prompt

@@ -227,7 +227,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            with settled():
+            with settled(self.max_batch):
                 while self._obey():
                     if self.engine.has_work:
                         self._deliver(self.engine.step())
