@@ -14,12 +14,10 @@ import shutil
 from pathlib import Path
 
 from jetspec.bench.document import markdown_table
-from jetspec.bench.runs import Run, read_inputs
+from jetspec.bench.runs import RESULTS_FILE, Run, read_inputs
 from jetspec.bench.tables import glance_table, groups_of
 from jetspec.terminal.report import write_report
 from scripts.pages import put_between
-
-RECORD = "results.json"
 
 
 def main() -> None:
@@ -32,8 +30,8 @@ def main() -> None:
     (run,) = inputs.runs
     page = put_between(args.page.read_text(encoding="utf-8"), args.out.name, at_a_glance(run, args.out, args.page))
     args.out.mkdir(parents=True, exist_ok=True)
-    if not (args.out / RECORD).exists() or not (args.out / RECORD).samefile(args.run / RECORD):
-        shutil.copyfile(args.run / RECORD, args.out / RECORD)
+    if not (args.out / RESULTS_FILE).exists() or not (args.out / RESULTS_FILE).samefile(args.run / RESULTS_FILE):
+        shutil.copyfile(args.run / RESULTS_FILE, args.out / RESULTS_FILE)
     write_report(inputs, args.out)
     args.page.write_text(page, encoding="utf-8")
 
