@@ -8,7 +8,9 @@ on the same answers. A record per variant; those that exist are not made again.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -47,6 +49,7 @@ class Variant:
     gamma: float | None = None
     lr: float | None = None
     optimizer: str | None = None
+    seed: int | None = None
     text: str | None = None
     """Whose answers to the same prompts it is trained on; None: the recipe's data."""
 
@@ -56,11 +59,13 @@ class Variant:
         optimizer = replace(base.optimizer, lr=self.lr or base.optimizer.lr, kind=kind)  # type: ignore[arg-type]
         loss = replace(base.loss, kind=self.kind, gamma=self.gamma)  # type: ignore[arg-type]
         head = replace(base.head, edge_rank=self.edge_rank, causal=self.causal)
-        return replace(base, head=head, loss=loss, optimizer=optimizer, data=data)
+        seed = base.seed if self.seed is None else self.seed
+        return replace(base, head=head, loss=loss, optimizer=optimizer, data=data, seed=seed)
 
 
 VARIANTS = {
     "causal": Variant("1, 2, 3, 4, 7"),
+    **{f"causal-seed-{seed}": Variant("", seed=seed) for seed in (1, 2)},
     "bidirectional": Variant("1, 2, 7", causal=False),
     **{f"edge-{rank}": Variant("1, 2", edge_rank=rank) for rank in (32, 128, 256)},
     "sft": Variant("3, 4", kind="sft"),
@@ -95,6 +100,13 @@ def main() -> None:
     if missing := [name for name in names if VARIANTS[name].text not in {None, *texts}]:
         parser.error(f"the variant {missing[0]} needs --{missing[0]} FILE")
     todo = [name for name in names if not is_done(name, args.out, args.keep_heads)]
+    with tempfile.TemporaryDirectory() as folder:
+        run_variants(todo, base, with_same_prompts(texts, Path(folder)), args, commit)
+
+
+def run_variants(
+    todo: Sequence[str], base: TrainConfig, texts: Mapping[str, Path], args: argparse.Namespace, commit: str | None
+) -> None:
     llm = LLM(base.model, drafter="none", engine=EngineConfig(max_batch=64, max_len=base.row_len + args.tokens))
     answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
     target = llm.target.decoder
@@ -111,6 +123,17 @@ def main() -> None:
         about = {"variant": name, "tables": variant.about, "questions": args.limit, "tokens": args.tokens}
         write_record(args.out / f"{name}.json", {**about, **results}, commit)
         print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
+
+
+def with_same_prompts(texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:
+    """Copies of the rows whose prompts all texts answer: a corpus may have no response, or one too short to learn."""
+    rows = {
+        text: {row["id"]: line for line in file.open() if (row := json.loads(line))} for text, file in texts.items()
+    }
+    shared = set.intersection(*(set(found) for found in rows.values())) if rows else set()
+    for text, found in rows.items():
+        (folder / f"{text}.jsonl").write_text("".join(line for id, line in found.items() if id in shared))
+    return {text: folder / f"{text}.jsonl" for text in texts}
 
 
 def is_done(name: str, records: Path, heads: Path | None) -> bool:

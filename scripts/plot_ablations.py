@@ -40,6 +40,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "Learning rate, SFT": ("sft-lr-0.001", "sft-lr-0.002", "sft", "sft-lr-0.01", "sft-lr-0.02"),
     "Optimizer": ("causal", "adamw"),
     "Whose text": ("regenerated", "corpus"),
+    "Chance": ("causal", "causal-seed-1", "causal-seed-2"),
 }
 """What is compared with what."""
 
@@ -80,10 +81,11 @@ def name_of(head: Path) -> str:
 def table(records: Records) -> str:
     """Mean tokens per round over the tasks, a row per variant."""
     budgets = list(next(iter(records.values()))["mean"])
-    rows = [["variant", *budgets, "steps", "minutes"]]
+    rows = [["variant", *budgets, "conversations", "steps", "minutes"]]
     for name, record in records.items():
         means = [f"{record['mean'][budget]:.2f}" for budget in budgets]
-        rows.append([name, *means, f"{record['settings']['steps']}", f"{record['seconds'] / 60:.1f}"])
+        length = f"{record['documents']:,}", f"{record['settings']['steps']}", f"{record['seconds'] / 60:.1f}"
+        rows.append([name, *means, *length])
     return as_markdown(rows)
 
 

@@ -20,7 +20,7 @@ from tests.train.tiny_model import write_model
 def write_tiny_run(tmp_path: Path) -> Path:
     """A model, answers that it may have written, and a recipe that trains on them: the path of that."""
     model = write_model(tmp_path / "model")
-    written = [{"token_ids": [*range(i + 3, i + 43)], "spans": [[8, 40]]} for i in range(20)]
+    written = [{"id": f"row-{i}", "token_ids": [*range(i + 3, i + 43)], "spans": [[8, 40]]} for i in range(20)]
     answers = tmp_path / "answers.jsonl"
     answers.write_text("".join(json.dumps(row) + "\n" for row in written))
     recipe = tmp_path / "recipe.yaml"
@@ -92,7 +92,22 @@ def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> N
         }
         assert sum(changed.values()) <= 2, name
         data = base.data if variant.text is None else (f"{variant.text}.jsonl",)
-        assert made.steps == base.steps and made.data == data and made.seed == base.seed
+        seed = int(name[-1]) if name.startswith("causal-seed") else base.seed
+        assert made.steps == base.steps and made.data == data and made.seed == seed
+
+
+def test_texts_are_compared_on_the_prompts_that_all_of_them_answer(
+    setup: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = (tmp_path / "answers.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "corpus.jsonl").write_text("".join(rows[3:]))
+    (tmp_path / "own.jsonl").write_text("".join(rows[:-2]))
+    words = ["--only", "regenerated,corpus", "--regenerated", str(tmp_path / "own.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["ablate", *setup, *words])
+    ablate.main()
+    records = [json.loads((Path(setup[-1]) / f"{text}.json").read_text()) for text in ("regenerated", "corpus")]
+    assert [record["documents"] for record in records] == [len(rows) - 5] * 2
+    assert records[0]["losses"] == records[1]["losses"]  # the same rows here, in the same order
 
 
 def test_a_variant_whose_text_is_not_given_is_refused(

@@ -15,7 +15,7 @@ from scripts.pages import marks, put_between
 
 
 def write(folder: Path, name: str, value: float) -> None:
-    record = {"mean": {"chain": value, "16": value + 1}, "settings": {"steps": 70}, "seconds": 90.0}
+    record = {"mean": {"chain": value, "16": value + 1}, "settings": {"steps": 70}, "documents": 1200, "seconds": 90.0}
     (folder / f"{name}.json").write_text(json.dumps(record))
 
 
@@ -35,7 +35,9 @@ def test_a_page_gets_what_its_records_say(
     plot_ablations.main()
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| edge-128 | 3.25 | 4.25 | 70 | 1.5 |" in text and "| sft | 2.00 | 3.00 | 70 | 1.5 |" in text
+    assert (
+        "| edge-128 | 3.25 | 4.25 | 1,200 | 70 | 1.5 |" in text and "| sft | 2.00 | 3.00 | 1,200 | 70 | 1.5 |" in text
+    )
     assert "plots/ablation_mask_and_edge_term.svg" in text and (plots / "ablation_loss.svg").exists()
     assert "Learning rate" not in text and "Learning rate: left out" in capsys.readouterr().err
     plot_ablations.main()
