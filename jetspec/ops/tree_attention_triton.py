@@ -25,7 +25,7 @@ from jetspec.types import KVPages, TreeBatch
 WARPS = 132 * 8
 """Warps that fill a GPU: their tiles take all registers of Hopper's 132 multiprocessors."""
 MAX_SPLITS = 32
-FEW_ROWS, SOME_ROWS, MANY_ROWS = 64, 256, 1024
+FEW_ROWS, MANY_ROWS = 64, 1024
 """Queries to one key head."""
 FEW_TILES = 16
 ENOUGH_MEMORY = 128 * 1024
@@ -163,7 +163,7 @@ def _choose_tiling(rows: int, groups: int, E: int, itemsize: int) -> Tiling:
     if rows <= FEW_ROWS or triton.cdiv(rows, 64) * groups < FEW_TILES:  # small tiles, so that there are some
         return Tiling(16, 128, block_e, min_run=1, num_warps=4, num_stages=2)
     if rows <= MANY_ROWS:
-        return Tiling(64, 64, block_e, min_run=6 if rows <= SOME_ROWS else 3, num_warps=4, num_stages=3)
+        return Tiling(64, 64, block_e, min_run=6, num_warps=4, num_stages=3)
     return Tiling(128, 64, block_e, min_run=3, num_warps=8, num_stages=3)
 
 
