@@ -20,17 +20,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from jetspec.bench.methods import kind_of
+from jetspec.bench.recipe import KINDS, USUAL
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.llm import LLM
 from jetspec.models.decoder import Decoder
+from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head, save_any_head
 from jetspec.record import current_commit, write_record
 from jetspec.train.answers import Answerer, find_tasks, fingerprint, read_questions
 from jetspec.train.config import TrainConfig, load_recipe
-from jetspec.train.data import Document, PackedData
+from jetspec.train.data import Document, Documents, PackedData
 from jetspec.train.evaluate import score_head
 from jetspec.train.parallel import frozen_copy
-from jetspec.train.run import read_data, start_head
+from jetspec.train.run import frequent_tokens, read_data, start_head
 from jetspec.train.trainer import Trainer
 
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval")
@@ -39,7 +42,8 @@ BUDGETS = ("chain", "16", "32", "64", "128", "256")
 
 @dataclass(frozen=True)
 class Variant:
-    """One change to the base, a plain causal head trained by forward KL with equal weights."""
+    """One change to the base: a plain causal head trained by forward KL with equal weights, or for an EAGLE-3 head the
+    recipe as it stands."""
 
     about: str
     """The paper's tables that it belongs to."""
@@ -52,11 +56,14 @@ class Variant:
     seed: int | None = None
     text: str | None = None
     """Whose answers to the same prompts it is trained on; None: the recipe's data."""
+    eagle3: bool = False
 
     def of(self, base: TrainConfig, texts: Mapping[str, Path] | None = None) -> TrainConfig:
         data = base.data if self.text is None else (str((texts or {})[self.text]),)
         kind = self.optimizer or base.optimizer.kind
         optimizer = replace(base.optimizer, lr=self.lr or base.optimizer.lr, kind=kind)  # type: ignore[arg-type]
+        if self.eagle3:
+            return replace(base, optimizer=optimizer)
         loss = replace(base.loss, kind=self.kind, gamma=self.gamma)  # type: ignore[arg-type]
         head = replace(base.head, edge_rank=self.edge_rank, causal=self.causal)
         seed = base.seed if self.seed is None else self.seed
@@ -76,6 +83,11 @@ VARIANTS = {
     **{f"sft-lr-{lr:g}": Variant("3", kind="sft", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
     "adamw": Variant("", optimizer="adamw", lr=2e-3),
     **{text: Variant("6", text=text) for text in ("regenerated", "corpus")},
+    **{
+        f"eagle3-{kind}-{lr:g}": Variant("5", optimizer=kind, lr=lr, eagle3=True)
+        for kind, rates in {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 5e-3, 1e-2)}.items()
+        for lr in rates
+    },
 }
 
 
@@ -96,7 +108,13 @@ def main() -> None:
     commit = current_commit()
     base = load_recipe(args.recipe, tuple(args.set))
     texts = {text: file for text in ("regenerated", "corpus") if (file := getattr(args, text)) is not None}
-    names = args.only.split(",") if args.only else [n for n, v in VARIANTS.items() if v.text is None or v.text in texts]
+    is_eagle3 = base.head.kind == "eagle3"
+    suited = [name for name, variant in VARIANTS.items() if variant.eagle3 == is_eagle3]
+    names = args.only.split(",") if args.only else [n for n in suited if VARIANTS[n].text in {None, *texts}]
+    if other := [name for name in names if name not in suited]:
+        parser.error(
+            f"{args.recipe} trains a head of kind {base.head.kind}; choose among {', '.join(suited)}, not {other[0]}"
+        )
     if missing := [name for name in names if VARIANTS[name].text not in {None, *texts}]:
         parser.error(f"the variant {missing[0]} needs --{missing[0]} FILE")
     todo = [name for name in names if not is_done(name, args.out, args.keep_heads)]
@@ -111,7 +129,7 @@ def run_variants(
     answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
     target = llm.target.decoder
     del llm.__dict__["engine"]  # its cache is not needed any more
-    data: dict[Any, Sequence[Document]] = {}
+    data: dict[Any, Documents] = {}
     for name in todo:
         variant = VARIANTS[name]
         config = variant.of(base, texts)
@@ -141,7 +159,7 @@ def is_done(name: str, records: Path, heads: Path | None) -> bool:
     return (records / f"{name}.json").exists() and (heads is None or (heads / name).exists())
 
 
-def read(config: TrainConfig, target: Decoder) -> Sequence[Document]:
+def read(config: TrainConfig, target: Decoder) -> Documents:
     return read_data(config, target.config.vocab_size, start_head(config, target))
 
 
@@ -163,12 +181,14 @@ def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, 
 def run_variant(
     config: TrainConfig,
     target: Decoder,
-    documents: Sequence[Document],
+    documents: Documents,
     answers: Mapping[str, Sequence[Document]],
     name: str,
 ) -> tuple[Head, dict[str, Any]]:
     """Train from scratch, then count teacher-forced rounds."""
     head = start_head(config, target).to(target.embedding.device)
+    if isinstance(head, Eagle3Head):
+        head.adopt(frequent_tokens(documents, head.head_config.draft_vocab_size), target)
     trainer = Trainer(config, target, head, PackedData(documents, config.row_len, config.seed))
     losses, began = [], time.perf_counter()
     for step in tqdm(range(1, config.steps + 1), desc=name, unit="step"):
@@ -178,7 +198,8 @@ def run_variant(
         if step == 1:
             began, first = time.perf_counter(), began
     seconds, startup = time.perf_counter() - began, began - first
-    scored, tree = frozen_copy(trainer.head, target.embedding.dtype), TreeConfig()
+    scored, kind = frozen_copy(trainer.head, target.embedding.dtype), KINDS[USUAL[kind_of(trainer.head)]]
+    tree = TreeConfig(width=kind.width, heat=kind.heat)
     with torch.inference_mode():
         forced = {
             task: score_head(target, scored, rows, BUDGETS, tree).tokens_per_round for task, rows in answers.items()

@@ -22,6 +22,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from scripts.ablate import VARIANTS
 from scripts.pages import put_between
 
 Records = Mapping[str, Mapping[str, Any]]
@@ -40,6 +41,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "Learning rate, SFT": ("sft-lr-0.001", "sft-lr-0.002", "sft", "sft-lr-0.01", "sft-lr-0.02"),
     "Optimizer": ("causal", "adamw"),
     "Whose text": ("regenerated", "corpus"),
+    "EAGLE-3": tuple(name for name in VARIANTS if name.startswith("eagle3")),
     "Chance": ("causal", "causal-seed-1", "causal-seed-2"),
 }
 """What is compared with what."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,8 @@ def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> N
     causal = ablate.VARIANTS["causal"].of(base)
     texts = {text: Path(f"{text}.jsonl") for text in ("regenerated", "corpus")}
     for name, variant in ablate.VARIANTS.items():
+        if variant.eagle3:
+            continue
         made = variant.of(base, texts)
         changed = {
             "edge_rank": made.head.edge_rank != causal.head.edge_rank,
@@ -94,6 +96,28 @@ def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> N
         data = base.data if variant.text is None else (f"{variant.text}.jsonl",)
         seed = int(name[-1]) if name.startswith("causal-seed") else base.seed
         assert made.steps == base.steps and made.data == data and made.seed == seed
+
+
+def test_an_eagle3_recipe_is_varied_in_its_optimizer_alone(
+    setup: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = Path(setup[1])
+    block = "head: {num_layers: 1, block_size: 4, mask_token: 2, tap_layers: [0]}"
+    eagle3 = "head: {kind: eagle3, depth: 2, draft_vocab: 40, tap_layers: [0, 0, 1]}\nloss: {gamma: 4.5}"
+    recipe.write_text(recipe.read_text().replace(block, eagle3))
+    base = load_recipe(recipe)
+    monkeypatch.setattr(sys, "argv", ["ablate", *setup, "--only", "eagle3-adamw-0.002,eagle3-muon-0.005"])
+    ablate.main()
+    for name, kind, lr in (("eagle3-adamw-0.002", "adamw", 2e-3), ("eagle3-muon-0.005", "muon", 5e-3)):
+        made = ablate.VARIANTS[name].of(base)
+        assert (made.optimizer.kind, made.optimizer.lr) == (kind, lr)
+        assert replace(made, optimizer=base.optimizer) == base
+        record = json.loads((Path(setup[-1]) / f"{name}.json").read_text())
+        assert record["tree"]["width"] == 10 and record["tree"]["heat"] == 1 and 1 <= record["mean"]["16"] <= 3
+    monkeypatch.setattr(sys, "argv", ["ablate", *setup, "--only", "eagle3-muon-0.01,causal"])
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main()
+    assert "trains a head of kind eagle3" in capsys.readouterr().err
 
 
 def test_texts_are_compared_on_the_prompts_that_all_of_them_answer(
