@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from jetspec.bench.tables import cost_table
 from jetspec.bench.tasks import BUILTIN, BUILTIN_FILE, GRADED_AS, TASKS, check_tasks, read_task
 from jetspec.terminal.bench import QUICK, read_plan
 from jetspec.train.answers import read_questions
+from jetspec.train.config import load_recipe
 from scripts.ablate import VARIANTS
 from tests.bench.run_folders import make_result
 
@@ -196,6 +199,21 @@ def test_shipped_recipes_are_valid(path: Path) -> None:
     assert isinstance(plan, CostConfig) == (path.stem == "table12")
     if isinstance(plan, BenchConfig):
         assert len(plan.contenders()) > 1 and set(plan.tasks) <= set(TASKS)
+
+
+def test_the_script_of_a_recipe_trains_its_heads() -> None:
+    """On the same answers for the same number of steps, by recipes that are there and settings that they have."""
+    root, recipe = RECIPES[0].parents[2], RECIPES[0].parent / "smollm2.yaml"
+    words = ["bash", str(recipe.with_suffix(".sh")), "PROMPTS", "QUESTIONS", "70"]
+    done = subprocess.run(words, cwd=root, env={**os.environ, "JETSPEC": "echo"}, check=True, capture_output=True)
+    first, *trained, last = (line.split() for line in done.stdout.decode().splitlines())
+    configs = [load_recipe(root / line[1], tuple(line[3::2])) for line in trained]
+    plan = read_plan(recipe, {})
+    assert isinstance(plan, BenchConfig)
+    heads = {method.head for method in plan.contenders() if method.head} - {"smollm2-135m-instruct"}
+    assert heads == {f"{config.out}/head" for config in configs} and all(config.steps == 70 for config in configs)
+    assert all(config.data == (first[first.index("--out") + 1],) for config in configs)
+    assert last == ["bench", "recipes/bench/smollm2.yaml", "--data-dir", "QUESTIONS"]
 
 
 def test_methods_of_recipes_have_their_paper_rows_or_are_ours_alone() -> None:
