@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -112,12 +114,15 @@ def main() -> None:
     suited = [name for name, variant in VARIANTS.items() if variant.eagle3 == is_eagle3]
     names = args.only.split(",") if args.only else [n for n in suited if VARIANTS[n].text in {None, *texts}]
     if other := [name for name in names if name not in suited]:
-        parser.error(
-            f"{args.recipe} trains a head of kind {base.head.kind}; choose among {', '.join(suited)}, not {other[0]}"
-        )
+        why = f"{args.recipe} trains a head of kind {base.head.kind}" if other[0] in VARIANTS else "there is none"
+        parser.error(f"not {other[0]}: {why}; choose among {', '.join(suited)}")
     if missing := [name for name in names if VARIANTS[name].text not in {None, *texts}]:
         parser.error(f"the variant {missing[0]} needs --{missing[0]} FILE")
     todo = [name for name in names if not is_done(name, args.out, args.keep_heads)]
+    if not todo:
+        return
+    if len(texts) == 1 and any(VARIANTS[name].text for name in todo):
+        print("only one text is given: another may answer other prompts, and could not be compared", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         run_variants(todo, base, with_same_prompts(texts, Path(folder)), args, commit)
 
@@ -144,13 +149,16 @@ def run_variants(
 
 
 def with_same_prompts(texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:
-    """Copies of the rows whose prompts all texts answer: a corpus may have no response, or one too short to learn."""
-    rows = {
-        text: {row["id"]: line for line in file.open() if (row := json.loads(line))} for text, file in texts.items()
-    }
-    shared = set.intersection(*(set(found) for found in rows.values())) if rows else set()
-    for text, found in rows.items():
-        (folder / f"{text}.jsonl").write_text("".join(line for id, line in found.items() if id in shared))
+    """Copies of the rows whose prompts all texts answer: a corpus may have no response, or one too short to learn. What
+    is known of a file goes with it."""
+    lines = {text: [line for line in file.read_text().splitlines() if line.strip()] for text, file in texts.items()}
+    ids = {text: [json.loads(line)["id"] for line in found] for text, found in lines.items()}
+    shared = set.intersection(*map(set, ids.values())) if ids else set()
+    for text, file in texts.items():
+        kept = [line for line, id in zip(lines[text], ids[text], strict=True) if id in shared]
+        (folder / f"{text}.jsonl").write_text("".join(f"{line}\n" for line in kept))
+        if (meta := Path(f"{file}.meta.json")).exists():
+            shutil.copyfile(meta, folder / f"{text}.jsonl.meta.json")
     return {text: folder / f"{text}.jsonl" for text in texts}
 
 

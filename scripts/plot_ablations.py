@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     records = {path.stem: json.loads(path.read_text()) for path in sorted(args.records.glob("*.json"))}
     args.plots.mkdir(parents=True, exist_ok=True)
-    parts = []
+    parts = [about(records.values())] if records else []
     for title, names in TABLES.items():
         found = [name for name in names if name in records]
         if len(found) < 2:
@@ -70,14 +70,34 @@ def main() -> None:
         parts += [f"### {title}", table({name: records[name] for name in found}), f"![{title}]({link})"]
     if args.scores:
         read = [json.loads(path.read_text()) for path in args.scores]
-        scores = {name_of(Path(record["head"])): record for record in read}
+        scores = {name_of(record["head"]): record for record in read}
+        if len(scores) < len(read):
+            parser.error(f"heads of the scores have the same name: {', '.join(name_of(r['head']) for r in read)}")
         parts += ["### Task by task", scores_table(scores)]
     args.page.write_text(put_between(args.page.read_text(), "ablations", "\n\n".join(parts)))
 
 
-def name_of(head: Path) -> str:
-    """What a run is called: it leaves its head in a folder `head`."""
-    return head.parent.name if head.name == "head" else head.name
+def about(records: Iterable[Mapping[str, Any]]) -> str:
+    """What the numbers rest on."""
+
+    def all_of(values: Iterable[int]) -> str:
+        return " or ".join(f"{value:,}" for value in sorted(set(values)))
+
+    found = list(records)
+    questions, tokens = (all_of(record[name] for record in found) for name in ("questions", "tokens"))
+    anchors = all_of(record["settings"]["anchors"] for record in found)
+    return (
+        f"Scored on the first {questions} questions of each task, with answers of up to {tokens} tokens; trained with"
+        f" {anchors} anchors of a row."
+    )
+
+
+def name_of(head: str | None) -> str:
+    """What a run is called: it leaves its head in a folder `head`. Without a folder it is the one that is shipped."""
+    if head is None:
+        return "shipped"
+    path = Path(head)
+    return path.parent.name if path.name == "head" else path.name
 
 
 def table(records: Records) -> str:
@@ -133,7 +153,8 @@ def draw(title: str, means: Mapping[str, Mapping[str, float]], path: Path) -> No
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    with plt.rc_context({"svg.hashsalt": title}):  # the same picture is the same file
+        figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 

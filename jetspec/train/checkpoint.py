@@ -76,10 +76,13 @@ def step_of(checkpoint: Path) -> int:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """One run at a time in a folder."""
+    """One run at a time in a folder. What a killed one was writing is cleared away."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:
         lock(file, f"another run is training into {folder}; wait for it or choose another out")
+        for pattern in ("checkpoints/.writing-*", ".head.*.new", ".head.*.old"):
+            for left in folder.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
         yield
 
 

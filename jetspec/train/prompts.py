@@ -143,6 +143,8 @@ def _parse_json(line: str | None, where: str) -> Any:
         return BadPrompt(where, "is not UTF-8 text")
     try:
         return json.loads(line)
+    except json.JSONDecodeError as error:
+        return BadPrompt(where, f"is not valid JSON ({error.msg}: character {error.pos + 1})")
     except (ValueError, RecursionError) as error:
         return BadPrompt(where, f"is not valid JSON ({error})")
 

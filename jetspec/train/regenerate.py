@@ -258,9 +258,10 @@ class Tally:
 
     def summary(self, out: Path) -> str:
         cut = f" ({self.cut:,} of them not to the last turn)" if self.cut else ""
+        written = out if self.answered + self.already else f"nothing is written to {out}"
         return (
             f"{self.answered:,} prompts answered{cut}, {self.already:,} already there, {self.skipped:,} skipped"
-            f" · {self.tokens:,} tokens in {self.seconds:.1f} s · {self.tokens_per_s:,.0f} tokens/s -> {out}"
+            f" · {self.tokens:,} tokens in {self.seconds:.1f} s · {self.tokens_per_s:,.0f} tokens/s -> {written}"
         )
 
 

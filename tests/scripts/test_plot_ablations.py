@@ -15,7 +15,8 @@ from scripts.pages import marks, put_between
 
 
 def write(folder: Path, name: str, value: float) -> None:
-    record = {"mean": {"chain": value, "16": value + 1}, "settings": {"steps": 70}, "documents": 1200, "seconds": 90.0}
+    record = {"mean": {"chain": value, "16": value + 1}, "settings": {"steps": 70, "anchors": 6}}
+    record |= {"documents": 1200, "seconds": 90.0, "questions": 4, "tokens": 2000}
     (folder / f"{name}.json").write_text(json.dumps(record))
 
 
@@ -34,14 +35,16 @@ def test_a_page_gets_what_its_records_say(
     monkeypatch.setattr(sys, "argv", args)
     plot_ablations.main()
     text = page.read_text()
+    assert "first 4 questions of each task, with answers of up to 2,000 tokens; trained with 6 anchors" in text
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert (
         "| edge-128 | 3.25 | 4.25 | 1,200 | 70 | 1.5 |" in text and "| sft | 2.00 | 3.00 | 1,200 | 70 | 1.5 |" in text
     )
     assert "plots/ablation_mask_and_edge_term.svg" in text and (plots / "ablation_loss.svg").exists()
     assert "Learning rate" not in text and "Learning rate: left out" in capsys.readouterr().err
+    pictures = {path: path.read_text() for path in plots.iterdir()}
     plot_ablations.main()
-    assert page.read_text() == text
+    assert page.read_text() == text and pictures == {path: path.read_text() for path in plots.iterdir()}
 
 
 def test_scores_are_compared_with_the_first() -> None:
@@ -63,9 +66,24 @@ def test_scores_are_compared_with_the_first() -> None:
     assert lines[2:] == [f"| {task} | 2.00 | 2.50 | +25.0% | 4.00 | 4.40 | +10.0% |" for task in ("gsm8k", "mean")]
 
 
-@pytest.mark.parametrize(("head", "name"), [("runs/bench/edge/head", "edge"), ("heads/edge-128", "edge-128")])
-def test_a_head_is_called_as_its_run_is(head: str, name: str) -> None:
-    assert plot_ablations.name_of(Path(head)) == name
+@pytest.mark.parametrize(
+    ("head", "name"), [("runs/bench/edge/head", "edge"), ("heads/edge-128", "edge-128"), (None, "shipped")]
+)
+def test_a_head_is_called_as_its_run_is(head: str | None, name: str) -> None:
+    assert plot_ablations.name_of(head) == name
+
+
+def test_scores_of_the_same_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = tmp_path / "scores.txt"
+    scores.write_text(json.dumps({"head": "runs/a/head"}))
+    words = ["--records", str(tmp_path), "--page", str(tmp_path / "page.md"), "--plots", str(tmp_path / "plots")]
+    (tmp_path / "page.md").write_text("\n".join(marks("ablations")))
+    monkeypatch.setattr(sys, "argv", ["plot", *words, "--scores", str(scores), "--scores", str(scores)])
+    with pytest.raises(SystemExit, match="2"):
+        plot_ablations.main()
+    assert "have the same name: a, a" in capsys.readouterr().err
 
 
 def test_a_page_without_the_marks_is_refused() -> None:

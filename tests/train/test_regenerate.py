@@ -241,7 +241,7 @@ def test_a_response_of_one_token_is_bad_data_of_a_corpus() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"turns": ["half', "not valid JSON"),
+        (b'{"turns": ["half', r"not valid JSON \(Invalid control character at: character 17\)"),
         (b"[1]", "not a JSON object"),
         (b'{"id": "x"}', "neither turns nor messages"),
         (b'{"turns": []}', "no turns"),
@@ -657,6 +657,13 @@ def test_mistakes_are_one_line_and_status_2(model: Path, tmp_path: Path, more: t
     result = run(model, data, tmp_path / "out.jsonl", *more)
     assert result.exit_code == 2
     assert re.search(rf"^jetspec: error: .*{message}.*$", result.stderr, re.MULTILINE)
+
+
+def test_a_file_without_rows_is_not_named_as_written(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    data = write_jsonl(tmp_path / "p.jsonl", [{"turns": ["Hi"], "response": "n"}])
+    assert f"-> nothing is written to {out}" in run_corpus(model, data, out, "--on-bad", "skip").stdout
+    assert not out.exists()
 
 
 def test_a_prompt_may_fill_the_context_but_for_one_token(model: Path, tmp_path: Path) -> None:

@@ -447,8 +447,10 @@ def test_two_runs_do_not_share_a_folder(answers: Path, tmp_path: Path) -> None:
     file.write_text(f"data: [{answers}]\nout: {out}\n")
     with claimed(out), pytest.raises(ValueError, match=f"another run is training into {out}"):
         train_recipe(file, (), fresh=True, dry_run=False)
+    for left in (out / "checkpoints" / ".writing-7", out / ".head.7.new", out / ".head.7.old", out / "head"):
+        left.mkdir(parents=True)
     with claimed(out):
-        pass
+        assert sorted(path.name for path in out.rglob("*")) == [".lock", "checkpoints", "head"]
 
 
 def test_a_head_that_could_not_be_saved_is_said_before_the_target_is_loaded(answers: Path, tmp_path: Path) -> None:
