@@ -13,6 +13,7 @@ import os
 import signal
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 
 from jetspec.engine.constraint import Grammars
@@ -66,7 +67,7 @@ class Trial:
         """Have a process that is ready; this may take seconds."""
         if self._process is not None:
             return
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self._end, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(self.grammars.vocabulary, theirs), daemon=True)
         self._process.start()
@@ -85,6 +86,16 @@ class Trial:
         self._process.join()
         self._process = None
         self._end.close()
+
+
+def _context() -> SpawnContext | ForkServerContext:
+    """How the process starts: as a copy of one that has loaded what it needs, where there are copies, so that another
+    is there at once. Never as a copy of this one, which has threads and may have a GPU."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "xgrammar"])
+    return context
 
 
 def _end(process: BaseProcess) -> None:

@@ -49,7 +49,7 @@ def check(model: Path, folder: Path, *words: str) -> tuple[dict[str, Any], int]:
     out = folder / "made" / "rates.json"
     shape = ["--model", str(model), "--device", "cpu", "--rates", ",".join(RATES), "--seconds", "1", "--max-batch", "2"]
     with pytest.raises(SystemExit) as ended:
-        check_rates.main([*shape, "--max-tokens", "16", "--clients", "2", "--out", str(out), *words])
+        check_rates.main([*shape, "--max-tokens", "16", "--clients", "1", "--out", str(out), *words])
     assert isinstance(ended.value.code, int)
     return json.loads(out.read_text()), ended.value.code
 

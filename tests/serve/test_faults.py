@@ -159,12 +159,12 @@ def test_a_reader_that_never_reads_is_cut_off(folder: Path, caplog: pytest.LogCa
 
 
 def test_a_slow_reader_is_not_cut_off(folder: Path) -> None:
-    """As long as it takes a byte now and then."""
-    live = Live(tiny_llm(folder), ServeConfig(port=0, write_timeout_s=0.5))
+    """As long as it takes a byte now and then. On a busy machine that may be late."""
+    live = Live(tiny_llm(folder), ServeConfig(port=0, write_timeout_s=2))
     with live as server, small_reader(server, prompt=["ab"] * 4, logprobs=20) as client:
         data, began = b"", time.monotonic()
-        while time.monotonic() - began < 2.5:
-            data += client.recv(2000)
+        while time.monotonic() - began < 5:
+            data += client.recv(1000)
             time.sleep(0.1)
         client.settimeout(10)
         while b"[DONE]" not in data:
