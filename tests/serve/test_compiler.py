@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -60,6 +61,22 @@ def test_a_trial_ends_what_takes_too_long(alone: LLM, slow: Grammar) -> None:
     wait_until(lambda: not children() - others)
     with pytest.raises(ChildProcessError):
         trial.run(QUICK, 0.5)
+
+
+def test_processes_are_copies_of_one_that_is_ready_and_has_no_threads(alone: LLM) -> None:
+    """Not of this one."""
+    others, parents = children(), []
+    for _ in range(2):
+        trial = Trial(alone.grammars)
+        try:
+            trial.run(QUICK, 5)
+            (process,) = children() - others
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            parents.append(int(status.split("PPid:")[1].split()[0]))
+        finally:
+            trial.stop()
+        wait_until(lambda: not children() - others)
+    assert parents[0] == parents[1] != os.getpid()
 
 
 def test_a_stop_does_not_wait_for_a_grammar(alone: LLM) -> None:
