@@ -4,7 +4,8 @@
 #   recipes/bench/smollm2.sh PROMPTS QUESTIONS [STEPS]      in the root of the repository
 # AT_ONCE=4 trains all heads at the same time on a GPU that has room for them.
 set -euo pipefail
-prompts=$1 questions=$2
+usage="give PROMPTS QUESTIONS [STEPS]"
+prompts=${1:?$usage} questions=${2:?$usage}
 export STEPS=${3:-1500} JETSPEC=${JETSPEC:-jetspec} ANSWERS=runs/smollm2/greedy.jsonl
 
 train() { # NAME RECIPE [OPTIONS]
