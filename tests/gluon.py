@@ -1,11 +1,14 @@
 """Kernels in Gluon on a CPU: torch does what they say, program by program.
 
 A layout tells which thread holds what, and changes no number. So all of them are left out here, and a kernel becomes a
-function of whole tensors. The compiler checks the layouts, and a GPU all of it.
+function of whole tensors. The compiler checks the layouts, and a GPU all of it. Programs that wait for each other are
+threads.
 """
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from types import FunctionType, SimpleNamespace
@@ -13,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,10 @@ def store(at: Pointer, value: Any, mask: Any = True) -> None:
 
 
 def atomic_add(at: Pointer, value: int, sem: str) -> Tensor:
-    before = load(at)
-    store(at, before + value)
-    return before
+    with ONE_AT_A_TIME:
+        before = load(at)
+        store(at, before + value)
+        return before
 
 
 def multiply(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
@@ -81,11 +87,14 @@ LANGUAGE: dict[str, Any] = {
 
 
 class Interpreted:
-    """Stands in for a kernel. Programs run one after the other, and tensors become pointers to their memory."""
+    """Stands in for a kernel. Programs run one after the other, or all TOGETHER, and tensors become pointers to their
+    memory. The programs that begin last are the first of the grid."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, together: bool = False) -> None:
         module, self.arg_names, self.grids = kernel.fn.__globals__, kernel.arg_names, list[tuple[int, ...]]()
-        gl = SimpleNamespace(**LANGUAGE, program_id=lambda axis: torch.tensor(self.program[axis], dtype=torch.int32))
+        self.kernel, self.together, self.current = kernel, together, threading.local()
+        program_id = lambda axis: torch.tensor(self.current.program[axis], dtype=torch.int32)  # noqa: E731
+        gl = SimpleNamespace(**LANGUAGE, program_id=program_id)
         space = {name: getattr(value, "value", value) for name, value in module.items()}  # constants are wrapped
         space |= {"gl": gl, "mma_v2": multiply, "tl": SimpleNamespace(debug_barrier=lambda: None)}
         functions = {name: f for name, f in module.items() if hasattr(f, "is_gluon") and f.is_gluon()}
@@ -95,9 +104,20 @@ class Interpreted:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             constants = {name: value for name, value in options.items() if name in self.arg_names}
+            constants |= {"TOGETHER": True} if self.together else {}
             pointers = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
             self.grids.append(grid)
-            for self.program in product(*map(range, grid)):
+
+            def run(program: tuple[int, ...]) -> None:
+                self.current.program = program
                 self.run(*pointers, **constants)
+
+            programs = list(product(*map(range, grid)))
+            if not self.together:
+                for program in programs:
+                    run(program)
+                return
+            with ThreadPoolExecutor(len(programs)) as pool:
+                list(pool.map(run, reversed(programs)))
 
         return launch

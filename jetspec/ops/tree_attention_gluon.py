@@ -29,7 +29,6 @@ BLOCK_M = 16
 PROGRAMS = 132
 """That run at once on Hopper: their registers fill a multiprocessor each."""
 MAX_SPLITS = 32
-AT_ONCE = tl.constexpr(4)
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
@@ -73,7 +72,7 @@ def sliced_attention_gluon(
         part = q_THE.new_empty(programs, splits, BLOCK_M, E, dtype=torch.float32)
         lse = q_THE.new_empty(programs, splits, BLOCK_M, dtype=torch.float32)
     with torch.cuda.device_of(q_THE):
-        _sliced_attention_kernel[(programs, splits)](
+        _sliced_attention_kernel[(programs * splits,)](
             q_THE,
             pages.k,
             pages.v,
@@ -102,6 +101,7 @@ def sliced_attention_gluon(
             REPEAT=H // G,
             E=E,
             SPLITS=splits,
+            TOGETHER=q_THE.is_cuda,
             BLOCK_M=BLOCK_M,
             num_warps=slices.WARPS,
             **slices._asdict(),
@@ -144,6 +144,7 @@ def _sliced_attention_kernel(
     REPEAT: gl.constexpr,
     E: gl.constexpr,
     SPLITS: gl.constexpr,
+    TOGETHER: gl.constexpr,
     BLOCK_M: gl.constexpr,
     WARPS: gl.constexpr,
     C: gl.constexpr,
@@ -151,8 +152,8 @@ def _sliced_attention_kernel(
 ):
     """One tile of queries over a run of chunks of C keys, WARPS of them at a time.
 
-    Chunks of the prefix come first, then those of the tree, which start at a word of the mask. All is numbered and
-    masked as in `tree_attention_triton`.
+    Chunks of the prefix come first, then those of the tree, which start at a word of the mask. All is numbered, masked
+    and combined as in `tree_attention_triton`.
     """
     scores: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK_M, 8])
     q_layout: gl.constexpr = gl.DotOperandLayout(0, scores, 8)
@@ -165,9 +166,9 @@ def _sliced_attention_kernel(
     )
     results: gl.constexpr = gl.SliceLayout(0, shared_out)
 
-    tile = tiles - 1 - gl.program_id(0) % tiles
-    pair = gl.program_id(0) // tiles
-    split = gl.program_id(1)
+    number, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
+    tile = tiles - 1 - number % tiles
+    pair = number // tiles
     request = (pair // G).to(gl.int64)
     group = pair % G
     start = gl.load(start_ptr + request).to(gl.int64)
@@ -244,18 +245,34 @@ def _sliced_attention_kernel(
     column = gl.arange(0, E, gl.SliceLayout(0, results))[None, :]
     if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
         if busy > 1:
-            mine = gl.program_id(0) * SPLITS * BLOCK_M + row
+            part = (number * SPLITS + split) * BLOCK_M + row
             divisor = gl.where(total > 0, total, 1.0)
-            row_lse = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
-            gl.store(lse_ptr + mine + split * BLOCK_M, row_lse)
-            gl.store(part_ptr + (mine + split * BLOCK_M)[:, None] * E + column, acc / divisor[:, None])
-            # All of the program's stores come before its mark, and all loads of the last one after it.
+            gl.store(lse_ptr + part, gl.where(total > 0, top + gl.log2(divisor), float("-inf")))
+            gl.store(part_ptr + part[:, None] * E + column, acc / divisor[:, None])
             tl.debug_barrier()
-            before = gl.atomic_add(finished_ptr + gl.program_id(0), 1, sem="acq_rel")
-            if before < busy - 1:
+            marks = gl.atomic_add(finished_ptr + number, 1, sem="acq_rel") + 1
+            step = 1
+            if TOGETHER:
+                step = busy
+                while marks < busy:
+                    marks = gl.atomic_add(finished_ptr + number, 0, sem="acquire")
+            elif marks < busy:
                 return
-            gl.store(finished_ptr + gl.program_id(0), 0)
-            total, acc = _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M, E, results)
+            CHUNKS: gl.constexpr = SPLITS if SPLITS < BLOCK_M else BLOCK_M
+            ROWS: gl.constexpr = BLOCK_M // CHUNKS
+            parts: gl.constexpr = gl.BlockedLayout([1, 1, E // 32], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+            found_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, parts))
+            found_columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, parts))
+            for chunk in range(split % step, CHUNKS, step):
+                found = _combine(lse_ptr, part_ptr, number, chunk * ROWS, busy, SPLITS, BLOCK_M, ROWS, E, parts)
+                some = tile * BLOCK_M + chunk * ROWS + gl.arange(0, ROWS, found_rows)
+                place = ((start + some // REPEAT) * (G * REPEAT) + group * REPEAT + some % REPEAT) * E
+                place = place[:, None] + gl.arange(0, E, found_columns)[None, :]
+                exists = (some // REPEAT < count)[:, None]
+                gl.store(out_ptr + place, found.to(out_ptr.dtype.element_ty), mask=exists)
+            if not TOGETHER or gl.atomic_add(finished_ptr + number, 1, sem="relaxed") == 2 * busy - 1:
+                gl.store(finished_ptr + number, 0)
+            return
 
     node_of_row = (tile * BLOCK_M + row) // REPEAT
     head = group * REPEAT + (tile * BLOCK_M + row) % REPEAT
@@ -324,20 +341,24 @@ def _ancestors(words_ptr, chunk, place, W, C: gl.constexpr):
 
 
 @gluon.jit
-def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: gl.constexpr, E: gl.constexpr, results: gl.constexpr):
-    """The running softmax over the results of all splits, as in `tree_attention_triton`."""
-    top = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, results))
-    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, results))
-    acc = gl.zeros([BLOCK_M, E], gl.float32, results)
-    for first in range(0, busy, AT_ONCE):
-        for i in gl.static_range(AT_ONCE):
-            split = first + i
-            rows = mine + split * BLOCK_M
-            lse = gl.load(lse_ptr + rows, mask=split < busy, other=float("-inf"), cache_modifier=".cg")
-            part = gl.load(part_ptr + rows[:, None] * E + column, mask=split < busy, other=0.0, cache_modifier=".cg")
-            new_top = gl.maximum(top, lse)
-            keep, weight = gl.exp2(top - new_top), gl.exp2(lse - new_top)
-            acc = acc * keep[:, None] + part * weight[:, None]
-            total = total * keep + weight
-            top = new_top
-    return total, acc
+def _combine(
+    lse_ptr,
+    part_ptr,
+    number,
+    first,
+    busy,
+    SPLITS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    ROWS: gl.constexpr,
+    E: gl.constexpr,
+    parts: gl.constexpr,
+):
+    """Rows of a tile from `first` on: what all splits have found, as in `tree_attention_triton`."""
+    split = index(SPLITS, 0, parts)
+    part = (number * SPLITS + split) * BLOCK_M + first + index(ROWS, 1, parts)
+    lse = gl.load(lse_ptr + part, mask=split < busy, other=float("-inf"), cache_modifier=".cg")
+    values_ptr = part_ptr + part * E + index(E, 2, parts)
+    values = gl.load(values_ptr, mask=split < busy, other=0.0, cache_modifier=".cg")
+    weight = gl.exp2(lse - gl.maximum(gl.max(lse, 0), LOWEST)[None, :, :])
+    total = gl.sum(weight, 0)
+    return gl.sum(values * weight, 0) / gl.where(total > 0, total, 1.0)

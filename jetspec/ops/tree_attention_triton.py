@@ -2,8 +2,12 @@
 
 A program takes a tile of queries of one request and key head, and a run of its keys. The query heads that share
 a key head are rows of the same tile, so K and V are loaded once for all of them. Where tiles alone would leave the
-GPU idle, the keys are split between programs, and the last of them to finish combines what all have found. Grids
-depend on shapes only; lengths are read on the device, so that a captured launch serves requests of any length.
+GPU idle, the keys are split between programs, which wait for each other and then combine what all have found, some rows
+each. Grids depend on shapes only; lengths are read on the device, so that a captured launch serves requests of any
+length.
+
+Programs that wait for each other are neighbours in the grid: a GPU starts programs in that order, so all but the last
+few that run have their neighbours beside them, and will end.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -32,8 +36,6 @@ ENOUGH_MEMORY = 128 * 1024
 """Shared memory of a multiprocessor in which every tile has its place; most GPUs that are no servers' have less."""
 MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
-
-AT_ONCE = tl.constexpr(2)
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
@@ -85,7 +87,7 @@ def tree_attention_triton(
         lse = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, dtype=torch.float32)
         finished = _counters(q_THE.device)
     with torch.cuda.device_of(q_THE):
-        _tree_attention_kernel[(tiles * B * G, splits)](
+        _tree_attention_kernel[(tiles * B * G * splits,)](
             q_THE,
             pages.k,
             pages.v,
@@ -119,6 +121,7 @@ def tree_attention_triton(
             REPEAT=H // G,
             E=E,
             SPLITS=splits,
+            TOGETHER=q_THE.is_cuda,
             **tiling._asdict(),
             **overlap(q_THE),
         )
@@ -141,7 +144,8 @@ def _can_slice(q_THE: Tensor, G: int, batch: TreeBatch, window: int | None, tili
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """A number per tile whose keys are split: how many of its programs have finished. The last one resets it."""
+    """A number per tile whose keys are split: how many of its programs have looked at theirs, then how many are done as
+    well. The last one resets it."""
     return torch.zeros(WARPS, dtype=torch.int32, device=device)
 
 
@@ -230,6 +234,7 @@ def _tree_attention_kernel(
     REPEAT: tl.constexpr,
     E: tl.constexpr,
     SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -243,15 +248,16 @@ def _tree_attention_kernel(
     of its own, so that those of a tree start at a word of the mask, and all go through one loop: a second one would
     start with nothing on its way, which takes longer than a block of keys. A chain has one kind and stops at its
     diagonal.
-    With a TREE, `is_tree_ptr` may say which requests are chains for all that.
+    With a TREE, `is_tree_ptr` may say which requests are chains for all that. Programs that do not run TOGETHER cannot
+    wait for each other: then the last one combines all rows.
 
     Lengths, pages and masks are older than the kernel before this one, which writes q and the K and V in flight. So
     the former are looked up while that one still runs, and pages always one block ahead.
     """
     # Late tiles of a chain see the most keys, so they start first. Tiles that share keys run side by side.
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    pair = tl.program_id(0) // tiles
-    split = tl.program_id(1)
+    place, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    tile = tiles - 1 - place % tiles
+    pair = place // tiles
     request = (pair // G).to(tl.int64)
     group = pair % G
     start = tl.load(start_ptr + request).to(tl.int64)
@@ -331,52 +337,66 @@ def _tree_attention_kernel(
         top, total, acc = _add_block(score, v, scale, top, total, acc)
         slot = next_slot
 
+    column = tl.arange(0, BLOCK_E)
     if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
         if busy > 1:
-            mine = tl.program_id(0) * SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
-            column = tl.arange(0, BLOCK_E)[None, :]
+            part = (place * SPLITS + split) * BLOCK_M + tl.arange(0, BLOCK_M)
             divisor = tl.where(total > 0, total, 1.0)
-            row_lse = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
-            tl.store(lse_ptr + mine + split * BLOCK_M, row_lse)
-            tl.store(part_ptr + (mine + split * BLOCK_M)[:, None] * BLOCK_E + column, acc / divisor[:, None])
-            # All of the program's stores come before its mark, and all loads of the last one after it.
+            tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(divisor), float("-inf")))
+            tl.store(part_ptr + part[:, None] * BLOCK_E + column[None, :], acc / divisor[:, None])
+            # All of a program's stores come before its mark, and all its loads of others' after theirs.
             tl.debug_barrier()
-            before = tl.atomic_add(finished_ptr + tl.program_id(0), 1, sem="acq_rel")
-            if before < busy - 1:
+            marks = tl.atomic_add(finished_ptr + place, 1, sem="acq_rel") + 1
+            step = 1
+            if TOGETHER:
+                step = busy
+                while marks < busy:
+                    marks = tl.atomic_add(finished_ptr + place, 0, sem="acquire")
+            elif marks < busy:
                 return
-            tl.store(finished_ptr + tl.program_id(0), 0)
-            top, total, acc = _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M, BLOCK_E)
+            CHUNKS: tl.constexpr = SPLITS if SPLITS < BLOCK_M else BLOCK_M
+            ROWS: tl.constexpr = BLOCK_M // CHUNKS
+            for chunk in range(split % step, CHUNKS, step):
+                found = _combine(lse_ptr, part_ptr, place, chunk * ROWS, busy, column, SPLITS, BLOCK_M, ROWS)
+                some = tile * BLOCK_M + chunk * ROWS + tl.arange(0, ROWS)
+                some_out = ((start + some // REPEAT) * (G * REPEAT) + group * REPEAT + some % REPEAT) * E
+                inside = (some // REPEAT < count)[:, None] & (column < E)[None, :]
+                tl.store(out_ptr + some_out[:, None] + column[None, :], found.to(out_ptr.dtype.element_ty), mask=inside)
+            if not TOGETHER or tl.atomic_add(finished_ptr + place, 1, sem="relaxed") == 2 * busy - 1:
+                tl.store(finished_ptr + place, 0)
+            return
 
     divisor = tl.where(total > 0, total, 1.0)
-    column = tl.arange(0, BLOCK_E)[None, :]
-    place = (token * (G * REPEAT) + head)[:, None] * E + column
+    out_place = (token * (G * REPEAT) + head)[:, None] * E + column[None, :]
     out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, out, mask=exists[:, None] & (column < E))
+    tl.store(out_ptr + out_place, out, mask=exists[:, None] & (column < E)[None, :])
 
 
 @triton.jit
-def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The running softmax over the results of all splits, each of the weight of its sum of exponentials.
+def _combine(
+    lse_ptr,
+    part_ptr,
+    place,
+    first,
+    busy,
+    column,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Rows of a tile from `first` on: what all splits have found, each by the weight of its sum of exponentials.
 
-    They were written by other multiprocessors, so they are read from the cache that all share, several at once: no load
-    depends on another.
+    They were written by other multiprocessors, so they are read from the cache that all share, and all at once.
     """
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for first in range(0, busy, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            split = first + i
-            rows = mine + split * BLOCK_M
-            lse = tl.load(lse_ptr + rows, mask=split < busy, other=float("-inf"), cache_modifier=".cg")
-            place = rows[:, None] * BLOCK_E + column
-            part = tl.load(part_ptr + place, mask=split < busy, other=0.0, cache_modifier=".cg")
-            new_top = tl.maximum(top, lse)
-            keep, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
-            acc = acc * keep[:, None] + part * weight[:, None]
-            total = total * keep + weight
-            top = new_top
-    return top, total, acc
+    split = tl.arange(0, SPLITS)[:, None]
+    part = (place * SPLITS + split) * BLOCK_M + first + tl.arange(0, ROWS)[None, :]
+    known = split < busy
+    lse = tl.load(lse_ptr + part, mask=known, other=float("-inf"), cache_modifier=".cg")
+    values_ptr = part_ptr + part[:, :, None] * column.shape[0] + column[None, None, :]
+    values = tl.load(values_ptr, mask=known[:, :, None], other=0.0, cache_modifier=".cg")
+    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), LOWEST)[None, :])
+    total = tl.sum(weight, 0)
+    return tl.sum(values * weight[:, :, None], 0) / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit

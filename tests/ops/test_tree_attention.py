@@ -322,8 +322,23 @@ def test_sliced_kernel_equals_reference(
     monkeypatch.setattr(sliced, "PROGRAMS", 1000 * (splits - 1))
     monkeypatch.setattr(sliced, "MAX_SPLITS", splits)
     compare_interpreted(batch, *random_inputs(batch, 6, 2, 64), None)
-    ((programs, used),) = sliced._sliced_attention_kernel.grids
-    assert used == splits and programs == 4 * 2 * (-(-70 * 3 // 16))
+    ((programs,),) = sliced._sliced_attention_kernel.grids
+    assert programs == splits * 4 * 2 * (-(-70 * 3 // 16))
+
+
+@pytest.mark.parametrize("splits", [2, 8])
+def test_programs_of_the_sliced_kernel_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, sliced: Any, splits: int
+) -> None:
+    """Each then combines some rows, and the last to leave clears the marks: a second launch finds none."""
+    kernel = Interpreted(sliced._sliced_attention_kernel.kernel, together=True)
+    monkeypatch.setattr(sliced, "_sliced_attention_kernel", kernel)
+    monkeypatch.setattr(sliced, "SLICES", {64: sliced.Slices(1, 32)})
+    monkeypatch.setattr(sliced, "MAX_SPLITS", splits)
+    batch = scattered_batch([230, 33], [5, 1], 4, "tree", 0)
+    for _ in range(2):
+        compare_interpreted(batch, *random_inputs(batch, 4, 2, 64), None)
+    assert kernel.grids == [(2 * 2 * splits,)] * 2
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -346,6 +361,7 @@ def sliced_arguments(module: Any, size: int, tree: bool, splits: int) -> tuple[d
     pointers |= {"finished_ptr": "*i32"} | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     numbers = {name: "i32" for name in kernel.arg_names if name.islower() and not name.endswith("_ptr")}
     shape = {"TREE": tree, "PAGE_SIZE": 16, "G": 3, "REPEAT": 3, "E": size, "SPLITS": splits, "BLOCK_M": 16}
+    shape |= {"TOGETHER": True}
     strides = {"q_stride_t": 960, "q_stride_h": size, "kv_stride_slot": 192, "kv_stride_g": size}
     absent = [*(() if tree else ("ancestor_ptr",)), *(() if splits > 1 else ("part_ptr", "lse_ptr"))]
     constants = {**shape, **slices._asdict(), **strides, **dict.fromkeys(absent)}
@@ -408,7 +424,7 @@ def arguments(
     types = dict.fromkeys([n for n in names if "_stride_" in n or n in numbers], "i32") | {"scale": "fp32"}
     types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
     types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")} | {"finished_ptr": "*i32", "is_tree_ptr": "*i1"}
-    return types, {"PAGE_SIZE": 16, "G": 8, **shape, **blocks, **dict.fromkeys(absent)}
+    return types, {"PAGE_SIZE": 16, "G": 8, "TOGETHER": True, **shape, **blocks, **dict.fromkeys(absent)}
 
 
 def stages(tiling: Any) -> dict[str, int]:
