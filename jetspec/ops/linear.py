@@ -16,6 +16,8 @@ FEW_ROWS = range(5, 17)
 SOME_ROWS = range(2, 33)
 FEW_ROWS_OF_A_GPU = range(2, 65)
 """More of them would be read too often: a library passes them on between multiprocessors."""
+GATED_ROWS_OF_A_GPU = range(2, 129)
+"""Of a product with gates, which is so wide that each of them is read less often."""
 ROWS_OF_A_SMALL_WEIGHT = range(2, 257)
 """On a GPU. How often these are read does not matter, but how many kernels a layer has."""
 MANY_OUTPUTS = 32_768
@@ -73,7 +75,13 @@ def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: 
         from jetspec.ops.linear_triton import rows_linear_triton
 
         return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=True)
-    return swiglu(linear(rms_norm(stream.x, norm, eps), weight, bias))
+    x = rms_norm(stream.x, norm, eps)
+    if _rows(x, weight, few=GATED_ROWS_OF_A_GPU) == "few":
+        from jetspec.ops.linear_triton import can_pipe, rows_linear_triton
+
+        if can_pipe(x, weight):
+            return rows_linear_triton(x, weight, bias, gated=True)
+    return swiglu(linear(x, weight, bias))
 
 
 def add_linear(
@@ -136,7 +144,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return y if bias is None else y + bias
 
 
-def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "many"]:
+def _rows(x: Tensor, weight: Tensor, *others: Tensor, few: range = FEW_ROWS_OF_A_GPU) -> Literal["one", "few", "many"]:
     """How many rows a product has, where a kernel of ours serves it. Of a single row, or a few, it does nothing but
     read its weight, and all around it would cost as much."""
     same = all(y.dtype == x.dtype for y in (weight, *others))
@@ -147,7 +155,7 @@ def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "
     from jetspec.ops.linear_triton import can_copy, has_copy_engine, is_small
 
     can = can_copy(x) and can_copy(weight) and all(y.is_contiguous() for y in others) and has_copy_engine(x)
-    few = ROWS_OF_A_SMALL_WEIGHT if is_small(weight) else FEW_ROWS_OF_A_GPU
+    few = ROWS_OF_A_SMALL_WEIGHT if is_small(weight) else few
     return "few" if can and len(x) in few else "many"
 
 

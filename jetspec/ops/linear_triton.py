@@ -21,6 +21,7 @@ from jetspec.ops.overlap_triton import fetch, overlap, wait
 
 if TYPE_CHECKING:
     from jetspec.ops.linear_gluon import Slices
+    from jetspec.ops.linear_piped_gluon import Pipe
 
 BLOCK_K = 2048
 TILE = 4096
@@ -33,6 +34,8 @@ ENOUGH_PROGRAMS = 120
 """Nearly all of Hopper's multiprocessors have one."""
 MAX_SLICED_ROWS = 64
 """Rows of a small weight that are sliced: more would read it too often, 16 at a time."""
+MAX_TILED_ROWS = 16
+"""Rows of a large weight for which no queue is needed."""
 STAGE_BYTES = 225 * 1024
 """Of the memory of one multiprocessor, for blocks on their way."""
 
@@ -188,25 +191,41 @@ def rows_add_linear_triton(
     return scaled, squares
 
 
-def _choose_plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool) -> RowTiling | Slices:
-    """Slices for a few rows of a small weight, which a GPU alone knows how to read, tiles for all others."""
+def _choose_plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool) -> RowTiling | Slices | Pipe:
+    """Slices for a few rows of a small weight and a pipe for some rows of a large one, which GPUs alone know; tiles for
+    all others."""
     if x_TK.is_cuda and len(x_TK) <= MAX_SLICED_ROWS and is_small(weight):
         from jetspec.ops.linear_gluon import find_slices
 
         if (slices := find_slices(x_TK.shape[1], gated)) is not None:
             return slices
+    if len(x_TK) > MAX_TILED_ROWS and can_pipe(x_TK, weight):
+        from jetspec.ops.linear_piped_gluon import find_pipe
+
+        return find_pipe(len(x_TK), outputs, gated)
     return _choose_tiling(len(x_TK), outputs, gated)
 
 
+def can_pipe(x: Tensor, weight: Tensor) -> bool:
+    """Whether tensor cores have a queue as Hopper's do, which later ones do not, and the weight is worth it."""
+    if not x.is_cuda or x.itemsize != 2 or is_small(weight):
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] == 9 and has_copy_engine(x)
+
+
 def _launch_rows(
-    plan: RowTiling | Slices, x_TK: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, **options: Any
+    plan: RowTiling | Slices | Pipe, x_TK: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, **options: Any
 ) -> None:
     if isinstance(plan, RowTiling):
         _launch_tiles(plan, x_TK, weight, bias, out, **options)
-    else:
-        from jetspec.ops.linear_gluon import sliced_linear_gluon
+        return
+    from jetspec.ops.linear_gluon import Slices, sliced_linear_gluon
+    from jetspec.ops.linear_piped_gluon import piped_linear_gluon
 
+    if isinstance(plan, Slices):
         sliced_linear_gluon(plan, x_TK, weight, bias, out, **options)
+    else:
+        piped_linear_gluon(plan, x_TK, weight, bias, out, **options)
 
 
 def _launch_tiles(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from jetspec.dispatch import force
 from jetspec.ops import Stream, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
-from tests.gluon import Interpreted
+from tests.gluon import Blocks, Interpreted
 from tests.kernels import compile_for_hopper, fetches_early
 
 EPS = 1e-5
@@ -220,12 +220,14 @@ def test_tiles_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner:
     interpreter.submit(compare_tilings, rows, size, inner, half).result()
 
 
+PIPED = [(64, 4096, 12288), (100, 4096, 4096), (128, 4096, 12288), (33, 5120, 6400)]
+"""Rows of large weights."""
 SLICED = [(64, 576, 1536), (48, 576, 1408), (16, 576, 2880), (33, 1024, 2048), (17, 56, 24), (2, 72, 40)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rows", "size", "inner"), [(16, 4096, 12288), (63, 4096, 4096), (200, 576, 1536), (5, 20, 8), *SLICED]
+    ("rows", "size", "inner"), [(16, 4096, 12288), (63, 4096, 4096), (200, 576, 1536), (5, 20, 8), *SLICED, *PIPED]
 )
 @pytest.mark.parametrize("biased", [True, False])
 def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int, biased: bool) -> None:
@@ -280,6 +282,57 @@ def test_sliced_kernel(monkeypatch: pytest.MonkeyPatch, rows: int, size: int, in
     kernel = Interpreted(module._sliced_linear_kernel)
     monkeypatch.setattr(module, "_sliced_linear_kernel", kernel)
     monkeypatch.setattr(tiles, "_choose_plan", lambda x, weight, n, gated: module.find_slices(x.shape[1], gated))
+    compare_rows(rows, size, inner, biased, torch.float32, "cpu")
+    assert len(kernel.grids) == 4
+
+
+def piped_kernels() -> Any:
+    pytest.importorskip("triton")
+    return importlib.import_module("jetspec.ops.linear_piped_gluon")
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), PIPED)
+@pytest.mark.parametrize("reads", [True, False])
+def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, reads: bool) -> None:
+    """As the first product of an MLP, or as the last. The weight is asked for before the kernel waits, and whoever
+    multiplies waits for nobody but for blocks."""
+    module = piped_kernels()
+    plan = module.find_pipe(rows, inner if reads else size, reads)
+
+    def blocks(rows: int) -> str:
+        shape, language = [rows, module.BLOCK_K], module.gl
+        layout = language.NVMMASharedLayout.get_default_for(shape, language.bfloat16)
+        return f"tensordesc<bf16[{rows}, {module.BLOCK_K}],{layout!r}>"
+
+    types = {"x_desc": blocks(plan.BLOCK_M), "weight_desc": blocks(plan.BLOCK_N), "eps": "fp32"}
+    types |= dict.fromkeys(("total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr", "bias_ptr", "tap_ptr"), "*bf16")
+    types |= dict.fromkeys(("T", "N", "K", "num_parts", "tap_stride"), "i32") | {"half_desc": blocks(plan.BLOCK_N // 2)}
+    absent = ("total", "next_norm", "scaled", "next_squares", "tap") if reads else ("squares",)
+    constants = {"GATED": reads, "PARTS": 128 if reads else 1, "BLOCK_K": module.BLOCK_K, **plan._asdict()}
+    constants |= {f"{name}_ptr": None for name in absent} | ({} if plan.HALF else {"half_desc": None})
+    ptx = compile_for_hopper(module._piped_linear_kernel, types, constants, num_warps=4)
+    loops = [loop.split("bra")[0] for loop in ptx.split("wgmma.fence")[1:]]
+    assert sum(loop.count("wgmma.wait_group") for loop in loops) > 0 and "setmaxnreg" in ptx
+    asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
+    assert ptx.count("cp.async.bulk.tensor", 0, waited) >= 1 and asked < waited
+    products = (2 if plan.HALF else 1) * (module.BLOCK_K // 16) * (plan.BLOCK_M // 64)
+    assert ptx.count("wgmma.mma_async") == products
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), [(33, 72, 200), (128, 136, 300), (70, 200, 64), (2, 64, 1000)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("half", [True, False])
+def test_piped_kernel(
+    monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, biased: bool, half: bool
+) -> None:
+    """The products of a layer, as `test_kernel_of_a_few_rows`; what a GPU would run is interpreted, by threads that
+    wait for each other."""
+    module, tiles = piped_kernels(), importlib.import_module("jetspec.ops.linear_triton")
+    kernel = Interpreted(module._piped_linear_kernel)
+    monkeypatch.setattr(module, "_piped_linear_kernel", kernel)
+    monkeypatch.setattr(module, "_blocks", lambda matrix, rows: Blocks(matrix, (rows, module.BLOCK_K)))
+    plan = module.Pipe(64 if rows <= 64 else 128, 32, half, 3)
+    monkeypatch.setattr(tiles, "_choose_plan", lambda x, weight, n, gated: plan)
     compare_rows(rows, size, inner, biased, torch.float32, "cpu")
     assert len(kernel.grids) == 4
 

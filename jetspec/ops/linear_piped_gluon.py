@@ -1,0 +1,397 @@
+"""The kernel of products of some rows with a large weight, which is read at the speed of the memory.
+
+It is written in Gluon, the language below Triton, where a program says which warps do what. One warp does nothing but
+ask for blocks of both factors, the weight's first ones while the kernel ahead still runs; others multiply what has
+arrived. They tell each other by barriers in shared memory, so that nobody waits for all: between two blocks a tensor
+core always has another one to do. Triton would let all warps of a program wait for each other five times a block.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jetspec.ops.fragments_gluon import wait
+from jetspec.ops.overlap_triton import overlap
+
+BLOCK_K = 64
+"""Columns of a block: a line of shared memory, 128 bytes of 16-bit numbers."""
+STAGE_BYTES = 216 * 1024
+"""Of the memory of one multiprocessor, for blocks on their way."""
+MAX_STAGES = 16
+ENOUGH_PROGRAMS = 120
+"""Nearly all of Hopper's multiprocessors have one."""
+WIDTHS = ((64, True), (64, False), (32, True), (32, False))
+"""Outputs of a program, and whether half as many come on top, in the order in which they are tried."""
+
+
+class Pipe(NamedTuple):
+    """Block sizes of the product."""
+
+    BLOCK_M: int
+    """Rows: 64, or 128 by two groups of warps."""
+    BLOCK_N: int
+    HALF: bool
+    """Half as many outputs again."""
+    STAGES: int
+    """Blocks on their way."""
+
+    @property
+    def width(self) -> int:
+        """Outputs of a program."""
+        return self.BLOCK_N + self.BLOCK_N // 2 if self.HALF else self.BLOCK_N
+
+
+def find_pipe(rows: int, outputs: int, gated: bool) -> Pipe:
+    """The widest that leaves no multiprocessor idle: each reads x anew."""
+    block_m = 64 if rows <= 64 else 128
+    for block_n, half in WIDTHS:
+        width = Pipe(block_m, block_n, half, 0).width
+        if triton.cdiv(outputs, width) * triton.cdiv(rows, block_m) >= ENOUGH_PROGRAMS:
+            break
+    block_bytes = (block_m + width * (2 if gated else 1)) * BLOCK_K * 2
+    return Pipe(block_m, block_n, half, min(STAGE_BYTES // block_bytes, MAX_STAGES))
+
+
+def piped_linear_gluon(
+    plan: Pipe,
+    x_TK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool = False,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    total: Tensor | None = None,
+    next_norm: Tensor | None = None,
+    scaled: Tensor | None = None,
+    next_squares: Tensor | None = None,
+    tap: Tensor | None = None,
+) -> None:
+    """What the tiles of `linear_triton` do."""
+    (T, K), N = x_TK.shape, out.shape[1]
+    with torch.cuda.device_of(x_TK):
+        _piped_linear_kernel[(triton.cdiv(N, plan.width), triton.cdiv(T, plan.BLOCK_M))](
+            _blocks(x_TK, plan.BLOCK_M),
+            _blocks(weight, plan.BLOCK_N),
+            _blocks(weight, plan.BLOCK_N // 2) if plan.HALF else None,
+            bias,
+            squares,
+            total,
+            out,
+            next_norm,
+            scaled,
+            next_squares,
+            tap,
+            T,
+            N,
+            K,
+            0 if squares is None else len(squares),
+            0 if tap is None else tap.stride(0),
+            eps,
+            GATED=gated,
+            PARTS=1 if squares is None else triton.next_power_of_2(len(squares)),
+            BLOCK_K=BLOCK_K,
+            num_warps=4,
+            **plan._asdict(),
+            **overlap(x_TK),
+        )
+
+
+def _blocks(matrix: Tensor, rows: int) -> TensorDescriptor:
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[matrix.dtype]
+    shape = [rows, BLOCK_K]
+    return TensorDescriptor.from_tensor(matrix, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
+
+
+@gluon.jit
+def _piped_linear_kernel(
+    x_desc,
+    weight_desc,
+    half_desc,
+    bias_ptr,
+    squares_ptr,
+    total_ptr,
+    out_ptr,
+    next_norm_ptr,
+    scaled_ptr,
+    next_squares_ptr,
+    tap_ptr,
+    T,
+    N,
+    K,
+    num_parts,
+    tap_stride,
+    eps,
+    GATED: gl.constexpr,
+    PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    HALF: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr = False,
+):
+    """Some outputs of BLOCK_M rows. Rows of gates lie before those of the rest in one block of shared memory, so that
+    one product makes both. Norms are spread over kernels as in `linear_triton`."""
+    SIDES: gl.constexpr = 2 if GATED else 1
+    GROUPS: gl.constexpr = BLOCK_M // 64
+    dtype: gl.constexpr = x_desc.dtype
+    x_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    blocks = gl.allocate_shared_memory(dtype, [STAGES, SIDES * BLOCK_N, BLOCK_K], weight_desc.layout)
+    halves = blocks
+    if HALF:
+        halves = gl.allocate_shared_memory(dtype, [STAGES, SIDES * BLOCK_N // 2, BLOCK_K], half_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=GROUPS)
+
+    sizes: gl.constexpr = (GATED, PARTS, BLOCK_M, BLOCK_N, HALF, BLOCK_K, STAGES, OVERLAP)
+    shared = x_blocks, blocks, halves, full, free
+    outside = (
+        bias_ptr,
+        squares_ptr,
+        total_ptr,
+        out_ptr,
+        next_norm_ptr,
+        scaled_ptr,
+        next_squares_ptr,
+        tap_ptr,
+        T,
+        N,
+        K,
+        num_parts,
+        tap_stride,
+        eps,
+    )
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply_first, (shared, outside, sizes)),
+                (_multiply_second, (shared, outside, sizes)),
+                (_fetch, (x_desc, weight_desc, half_desc, shared, N, K, sizes)),
+            ],
+            [4, 1],
+            [168, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_first, (shared, outside, sizes)),
+                (_fetch, (x_desc, weight_desc, half_desc, shared, N, K, sizes)),
+            ],
+            [1],
+            [40],
+        )
+
+
+@gluon.jit
+def _fetch(x_desc, weight_desc, half_desc, shared, N, K, sizes: gl.constexpr):
+    """Ask for all blocks in turn. Those of the weight are older than the kernel ahead."""
+    GATED: gl.constexpr = sizes[0]
+    BLOCK_M: gl.constexpr = sizes[2]
+    BLOCK_N: gl.constexpr = sizes[3]
+    HALF: gl.constexpr = sizes[4]
+    BLOCK_K: gl.constexpr = sizes[5]
+    STAGES: gl.constexpr = sizes[6]
+    x_blocks, _, _, full, free = shared
+    first_token = gl.program_id(1) * BLOCK_M
+    ahead = gl.minimum(gl.cdiv(K, BLOCK_K), STAGES)
+    for step in range(ahead):
+        _fetch_weight(weight_desc, half_desc, shared, N, step, step, GATED, BLOCK_M, BLOCK_N, HALF, BLOCK_K)
+    wait(sizes[7])
+    for step in range(ahead):
+        tma.async_copy_global_to_shared(x_desc, [first_token, step * BLOCK_K], full.index(step), x_blocks.index(step))
+    for step in range(STAGES, gl.cdiv(K, BLOCK_K)):
+        stage = step % STAGES
+        mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
+        _fetch_weight(weight_desc, half_desc, shared, N, step, stage, GATED, BLOCK_M, BLOCK_N, HALF, BLOCK_K)
+        tma.async_copy_global_to_shared(x_desc, [first_token, step * BLOCK_K], full.index(stage), x_blocks.index(stage))
+
+
+@gluon.jit
+def _fetch_weight(
+    weight_desc,
+    half_desc,
+    shared,
+    N,
+    step,
+    stage,
+    GATED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    HALF: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """Its part of a block, after saying how much will arrive with x."""
+    SIDES: gl.constexpr = 2 if GATED else 1
+    WIDTH: gl.constexpr = BLOCK_N + BLOCK_N // 2 if HALF else BLOCK_N
+    ROW: gl.constexpr = BLOCK_K * weight_desc.dtype.primitive_bitwidth // 8
+    _, blocks, halves, full, _ = shared
+    first, column = gl.program_id(0) * WIDTH, step * BLOCK_K
+    bar = full.index(stage)
+    mbarrier.expect(bar, (BLOCK_M + SIDES * WIDTH) * ROW)
+    for side in gl.static_range(SIDES):
+        block = blocks.index(stage).slice(side * BLOCK_N, BLOCK_N)
+        tma.async_copy_global_to_shared(weight_desc, [side * N + first, column], bar, block)
+        if HALF:
+            half = halves.index(stage).slice(side * BLOCK_N // 2, BLOCK_N // 2)
+            tma.async_copy_global_to_shared(half_desc, [side * N + first + BLOCK_N, column], bar, half)
+
+
+@gluon.jit
+def _multiply_first(shared, outside, sizes: gl.constexpr):
+    _multiply(shared, outside, sizes, 0)
+
+
+@gluon.jit
+def _multiply_second(shared, outside, sizes: gl.constexpr):
+    _multiply(shared, outside, sizes, 1)
+
+
+@gluon.jit
+def _multiply(shared, outside, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """64 rows by one group of warps: the product, then what stands behind it."""
+    GATED: gl.constexpr = sizes[0]
+    PARTS: gl.constexpr = sizes[1]
+    BLOCK_M: gl.constexpr = sizes[2]
+    BLOCK_N: gl.constexpr = sizes[3]
+    HALF: gl.constexpr = sizes[4]
+    BLOCK_K: gl.constexpr = sizes[5]
+    STAGES: gl.constexpr = sizes[6]
+    SIDES: gl.constexpr = 2 if GATED else 1
+    WIDTH: gl.constexpr = BLOCK_N + BLOCK_N // 2 if HALF else BLOCK_N
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDES * BLOCK_N, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDES * BLOCK_N // 2, 16])
+    x_blocks, blocks, halves, full, free = shared
+    (
+        bias_ptr,
+        squares_ptr,
+        total_ptr,
+        out_ptr,
+        next_norm_ptr,
+        scaled_ptr,
+        next_squares_ptr,
+        tap_ptr,
+        T,
+        N,
+        K,
+        num_parts,
+        tap_stride,
+        eps,
+    ) = outside
+    wait(sizes[7])
+    first, first_token = gl.program_id(0) * WIDTH, gl.program_id(1) * BLOCK_M + GROUP * 64
+
+    places = bias_ptr, total_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride
+
+    # What the end needs is asked for now.
+    rows: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    token = first_token + gl.arange(0, 64, rows)
+    divisor = gl.full([64], 1.0, gl.float32, rows)
+    if squares_ptr is not None:
+        square_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
+        part = gl.arange(0, PARTS, gl.SliceLayout(1, square_layout))[:, None]
+        square_token = first_token + gl.arange(0, 64, gl.SliceLayout(0, square_layout))[None, :]
+        known = (part < num_parts) & (square_token < T)
+        squares = gl.load(squares_ptr + part * T + square_token, mask=known, other=0.0)
+        divisor = gl.convert_layout(gl.sqrt(gl.sum(squares, 0) / K + eps), rows)
+    before = _load_before(total_ptr, first_token, first, T, N, BLOCK_N)
+    half_before = before
+    if HALF:
+        half_before = _load_before(total_ptr, first_token, first + BLOCK_N, T, N, BLOCK_N // 2)
+
+    y = gl.zeros([64, SIDES * BLOCK_N], gl.float32, wide)
+    half_y = gl.zeros([64, SIDES * BLOCK_N // 2], gl.float32, narrow)
+    for step in range(gl.cdiv(K, BLOCK_K)):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        x = x_blocks.index(stage).slice(GROUP * 64, 64)
+        y = warpgroup_mma(x, blocks.index(stage).permute((1, 0)), y, is_async=True)
+        if HALF:
+            half_y = warpgroup_mma(x, halves.index(stage).permute((1, 0)), half_y, is_async=True)
+            y, half_y = warpgroup_mma_wait(num_outstanding=2, deps=(y, half_y))
+        else:
+            y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
+        # The products of the block before are done, and its place is free.
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=step > 0)
+    if HALF:
+        y, half_y = warpgroup_mma_wait(num_outstanding=0, deps=(y, half_y))
+    else:
+        y = warpgroup_mma_wait(num_outstanding=0, deps=(y,))
+
+    own_squares = _finish(y, before, divisor, first_token, first, places, T, N, GATED, BLOCK_N)
+    if HALF:
+        half_squares = _finish(
+            half_y, half_before, divisor, first_token, first + BLOCK_N, places, T, N, GATED, BLOCK_N // 2
+        )
+        own_squares += gl.convert_layout(half_squares, rows)
+    if next_norm_ptr is not None:
+        gl.store(next_squares_ptr + gl.program_id(0) * T + token, own_squares, mask=token < T)
+
+
+@gluon.jit
+def _load_before(total_ptr, first_token, first, T, N, WIDTH: gl.constexpr):
+    """What is added to; without it, nothing."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    if total_ptr is None:
+        return gl.full([1, 1], 0.0, gl.float32, layout)
+    else:
+        token = first_token + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+        output = first + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+        inside = (token < T) & (output < N)
+        return gl.load(total_ptr + token.to(gl.int64) * N + output, mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _finish(y, before, divisor, first_token, first, places, T, N, GATED: gl.constexpr, WIDTH: gl.constexpr):
+    """Store outputs from `first` on, added to what was there `before`, and the start of the norm that comes next.
+    Returns their sums of squares."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    bias_ptr, total_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride = places
+    token = first_token + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    output = first + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    inside = (token < T) & (output < N)
+    divisor = gl.convert_layout(divisor, gl.SliceLayout(1, layout))[:, None]
+    if GATED:
+        sides = gl.permute(gl.reshape(y, [64, 2, WIDTH]), [0, 2, 1])
+        gate, rest = gl.split(sides)
+        y = gl.convert_layout(gate, layout) / divisor
+        up = gl.convert_layout(rest, layout) / divisor
+        if bias_ptr is not None:
+            y += gl.load(bias_ptr + output, mask=output < N, other=0.0).to(gl.float32)
+            up += gl.load(bias_ptr + N + output, mask=output < N, other=0.0).to(gl.float32)
+        y = y / (1 + gl.exp(-y)) * up
+    else:
+        y = y / divisor
+        if bias_ptr is not None:
+            y += gl.load(bias_ptr + output, mask=output < N, other=0.0).to(gl.float32)
+    if total_ptr is not None:
+        y += before
+    rounded = y.to(out_ptr.dtype.element_ty)
+    place = token.to(gl.int64) * N + output
+    gl.store(out_ptr + place, rounded, mask=inside)
+    if tap_ptr is not None:
+        gl.store(tap_ptr + token.to(gl.int64) * tap_stride + output, rounded, mask=inside)
+    wide = gl.where(inside, rounded.to(gl.float32), 0.0)
+    if next_norm_ptr is not None:
+        norm = gl.load(next_norm_ptr + output, mask=output < N, other=0.0).to(gl.float32)
+        gl.store(scaled_ptr + place, (wide * norm).to(scaled_ptr.dtype.element_ty), mask=inside)
+    return gl.sum(wide * wide, 1)
