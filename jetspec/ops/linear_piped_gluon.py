@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetspec.ops.fragments_gluon import wait
+from jetspec.ops.linear_triton import ENOUGH_PROGRAMS, WIDTHS
 from jetspec.ops.overlap_triton import overlap
 
 BLOCK_K = 64
@@ -33,10 +34,6 @@ BLOCK_K = 64
 STAGE_BYTES = 216 * 1024
 """Of the memory of one multiprocessor, for blocks on their way."""
 MAX_STAGES = 16
-ENOUGH_PROGRAMS = 120
-"""Nearly all of Hopper's multiprocessors have one."""
-WIDTHS = ((64, True), (64, False), (32, True), (32, False))
-"""Outputs of a program, and whether half as many come on top, in the order in which they are tried."""
 
 
 class Pipe(NamedTuple):
