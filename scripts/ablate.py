@@ -27,7 +27,6 @@ from jetspec.bench.recipe import KINDS, USUAL
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.llm import LLM
 from jetspec.models.decoder import Decoder
-from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head, save_any_head
 from jetspec.record import current_commit, write_record
 from jetspec.train.answers import Answerer, find_tasks, fingerprint, read_questions
@@ -35,7 +34,7 @@ from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.data import Document, Documents, PackedData
 from jetspec.train.evaluate import score_head
 from jetspec.train.parallel import frozen_copy
-from jetspec.train.run import frequent_tokens, read_data, start_head
+from jetspec.train.run import adopt_tokens, read_data, start_head
 from jetspec.train.trainer import Trainer
 
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval")
@@ -86,7 +85,7 @@ VARIANTS = {
     "adamw": Variant("", optimizer="adamw", lr=2e-3),
     **{text: Variant("6", text=text) for text in ("regenerated", "corpus")},
     **{
-        f"eagle3-{kind}-{lr:g}": Variant("5", optimizer=kind, lr=lr, eagle3=True)
+        f"eagle3-{kind}-{lr:g}": Variant("", optimizer=kind, lr=lr, eagle3=True)
         for kind, rates in {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 5e-3, 1e-2)}.items()
         for lr in rates
     },
@@ -195,8 +194,7 @@ def run_variant(
 ) -> tuple[Head, dict[str, Any]]:
     """Train from scratch, then count teacher-forced rounds."""
     head = start_head(config, target).to(target.embedding.device)
-    if isinstance(head, Eagle3Head):
-        head.adopt(frequent_tokens(documents, head.head_config.draft_vocab_size), target)
+    adopt_tokens(config, head, documents, target)
     trainer = Trainer(config, target, head, PackedData(documents, config.row_len, config.seed))
     losses, began = [], time.perf_counter()
     for step in tqdm(range(1, config.steps + 1), desc=name, unit="step"):

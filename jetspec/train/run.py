@@ -42,8 +42,7 @@ def make_trainer(
         validation = packed.batch(0, min(config.validation_rows, packed.rows_per_pass))
     times = np.array([file.times for file in config.files])[documents.file_D]
     documents = documents.take(np.arange(len(documents)).repeat(times))
-    if isinstance(head, Eagle3Head) and config.start is None:
-        head.adopt(frequent_tokens(documents, head.head_config.draft_vocab_size), target)
+    adopt_tokens(config, head, documents, target)
     data = PackedData(documents, config.row_len, config.seed)
     return Trainer(config, target, head.to(target.embedding.device), data, validation, score)
 
@@ -94,6 +93,12 @@ def foreign(path: str, model: str) -> str | None:
     if writer == shown(model):
         return None
     return f"{path} was answered by {writer}, not by {shown(model)}: a head drafts for the model that wrote its data"
+
+
+def adopt_tokens(config: TrainConfig, head: Head, documents: Documents, target: Decoder) -> None:
+    """A fresh EAGLE-3 head drafts the tokens that the data has most of, and starts from the target's rows for them."""
+    if isinstance(head, Eagle3Head) and config.start is None:
+        head.adopt(frequent_tokens(documents, head.head_config.draft_vocab_size), target)
 
 
 def frequent_tokens(documents: Documents, count: int) -> torch.Tensor:

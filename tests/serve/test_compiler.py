@@ -63,8 +63,8 @@ def test_a_trial_ends_what_takes_too_long(alone: LLM, slow: Grammar) -> None:
         trial.run(QUICK, 0.5)
 
 
-def test_processes_are_copies_of_one_that_is_ready_and_has_no_threads(alone: LLM) -> None:
-    """Not of this one."""
+def test_processes_are_copies_of_one_that_is_ready(alone: LLM) -> None:
+    """Not of this one, which has threads."""
     others, parents = children(), []
     for _ in range(2):
         trial = Trial(alone.grammars)
