@@ -42,7 +42,10 @@ TABLES: dict[str, tuple[str, ...]] = {
     "Optimizer": ("causal", "adamw"),
     "Whose text": ("regenerated", "corpus"),
     "EAGLE-3": tuple(name for name in VARIANTS if name.startswith("eagle3")),
-    "Chance": ("causal", "causal-seed-1", "causal-seed-2"),
+    "Chance": (
+        *("causal", "causal-seed-1", "causal-seed-2", "bidirectional", "bidirectional-seed-1"),
+        *("sft", "sft-seed-1"),
+    ),
 }
 """What is compared with what."""
 

@@ -99,7 +99,7 @@ def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> N
         named |= {"lr"} if name == "adamw" else set()
         assert {setting for setting, is_other in changed.items() if is_other} == named, name
         data = base.data if variant.text is None else (f"{variant.text}.jsonl",)
-        seed = int(name[-1]) if name.startswith("causal-seed") else base.seed
+        seed = int(name[-1]) if "-seed-" in name else base.seed
         assert made.steps == base.steps and made.data == data and made.seed == seed
 
 
