@@ -1,7 +1,8 @@
 """Plots and tables of the ablations, from their records, for docs/training.md.
 
-    python -m scripts.plot_ablations --records docs/results/ablations --page docs/training.md --plots docs/plots \
-        --scores docs/results/equal_steps_causal.json --scores docs/results/equal_steps_edge.json
+    python -m scripts.plot_ablations --records docs/results/ablations --records docs/results/ablations_longer \
+        --scores docs/results/equal_steps_causal.json --scores docs/results/equal_steps_edge.json \
+        --page docs/training.md --plots docs/plots
 
 The tables go between two marks in the page, so that no number in it is typed by hand.
 """
@@ -52,25 +53,22 @@ TABLES: dict[str, tuple[str, ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, required=True, help="folder that scripts.ablate wrote")
+    parser.add_argument(
+        "--records", type=Path, action="append", required=True, help="folder that scripts.ablate wrote, one per length"
+    )
     parser.add_argument("--page", type=Path, required=True, help="page with the two marks")
     parser.add_argument("--plots", type=Path, required=True, help="folder for the pictures")
     parser.add_argument(
         "--scores", type=Path, action="append", default=[], help="of `jetspec eval-head`: the first, and what beats it"
     )
     args = parser.parse_args()
-    records = {path.stem: json.loads(path.read_text()) for path in sorted(args.records.glob("*.json"))}
     args.plots.mkdir(parents=True, exist_ok=True)
-    parts = [about(records.values())] if records else []
-    for title, names in TABLES.items():
-        found = [name for name in names if name in records]
-        if len(found) < 2:
-            print(f"{title}: left out, since there are records of {len(found)} of {', '.join(names)}", file=sys.stderr)
-            continue
-        picture = args.plots / f"ablation_{title.lower().replace(',', '').replace(' ', '_')}.svg"
-        draw(title, {name: records[name]["mean"] for name in found}, picture)
-        link = os.path.relpath(picture, args.page.parent)
-        parts += [f"### {title}", table({name: records[name] for name in found}), f"![{title}]({link})"]
+    parts = []
+    for folder in args.records:
+        records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+        if not records:
+            parser.error(f"{folder} holds no record")
+        parts += length_parts(records, args.plots, args.page.parent)
     if args.scores:
         read = [json.loads(path.read_text()) for path in args.scores]
         scores = {name_of(record["head"]): record for record in read}
@@ -80,12 +78,29 @@ def main() -> None:
     args.page.write_text(put_between(args.page.read_text(), "ablations", "\n\n".join(parts)))
 
 
+def length_parts(records: Records, plots: Path, page_folder: Path) -> list[str]:
+    """What heads of one length have reached: a table and a picture for each comparison of which there are two."""
+    steps = all_of(record["settings"]["steps"] for record in records.values())
+    parts = [f"### After {steps} steps", about(records.values())]
+    for title, names in TABLES.items():
+        found = [name for name in names if name in records]
+        if len(found) < 2:
+            print(f"{title}: left out, since there are records of {len(found)} of {', '.join(names)}", file=sys.stderr)
+            continue
+        stem = f"ablation {title} {steps}".lower().replace(",", "").replace(" ", "_")
+        picture = plots / f"{stem}.svg"
+        draw(f"{title}, {steps} steps", {name: records[name]["mean"] for name in found}, picture)
+        link = os.path.relpath(picture, page_folder)
+        parts += [f"#### {title}", table({name: records[name] for name in found}), f"![{title}]({link})"]
+    return parts
+
+
+def all_of(values: Iterable[int]) -> str:
+    return " or ".join(f"{value:,}" for value in sorted(set(values)))
+
+
 def about(records: Iterable[Mapping[str, Any]]) -> str:
     """What the numbers rest on."""
-
-    def all_of(values: Iterable[int]) -> str:
-        return " or ".join(f"{value:,}" for value in sorted(set(values)))
-
     found = list(records)
     questions, tokens = (all_of(record[name] for record in found) for name in ("questions", "tokens"))
     anchors = all_of(record["settings"]["anchors"] for record in found)

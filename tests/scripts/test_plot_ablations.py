@@ -14,8 +14,8 @@ from scripts.ablate import VARIANTS
 from scripts.pages import marks, put_between
 
 
-def write(folder: Path, name: str, value: float) -> None:
-    record = {"mean": {"chain": value, "16": value + 1}, "settings": {"steps": 70, "anchors": 6}}
+def write(folder: Path, name: str, value: float, steps: int = 70) -> None:
+    record = {"mean": {"chain": value, "16": value + 1}, "settings": {"steps": steps, "anchors": 6}}
     record |= {"documents": 1200, "seconds": 90.0, "questions": 4, "tokens": 2000}
     (folder / f"{name}.json").write_text(json.dumps(record))
 
@@ -24,14 +24,18 @@ def test_a_page_gets_what_its_records_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records, page = tmp_path / "records", tmp_path / "docs" / "page.md"
-    records.mkdir()
-    page.parent.mkdir()
+    longer = tmp_path / "longer"
+    for folder in (records, longer, page.parent):
+        folder.mkdir()
     for name, value in (("causal", 2.5), ("edge-128", 3.25), ("sft", 2.0)):
         write(records, name, value)
+    for name, value in (("causal", 3.5), ("sft", 3.75)):
+        write(longer, name, value, 1500)
     begin, end = marks("ablations")
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     plots = tmp_path / "docs" / "plots"
-    args = ["plot", "--records", str(records), "--page", str(page), "--plots", str(plots)]
+    args = ["plot", *("--records", str(records)), *("--records", str(longer)), *("--page", str(page))]
+    args += ["--plots", str(plots)]
     monkeypatch.setattr(sys, "argv", args)
     plot_ablations.main()
     text = page.read_text()
@@ -40,7 +44,9 @@ def test_a_page_gets_what_its_records_say(
     assert (
         "| edge-128 | 3.25 | 4.25 | 1,200 | 70 | 1.5 |" in text and "| sft | 2.00 | 3.00 | 1,200 | 70 | 1.5 |" in text
     )
-    assert "plots/ablation_mask_and_edge_term.svg" in text and (plots / "ablation_loss.svg").exists()
+    assert "plots/ablation_mask_and_edge_term_70.svg" in text and (plots / "ablation_loss_70.svg").exists()
+    assert text.index("### After 70 steps") < text.index("### After 1,500 steps") < text.index("| sft | 3.75 |")
+    assert (plots / "ablation_loss_1500.svg").exists() and not (plots / "ablation_mask_and_edge_term_1500.svg").exists()
     assert "Learning rate" not in text and "Learning rate: left out" in capsys.readouterr().err
     pictures = {path: path.read_text() for path in plots.iterdir()}
     plot_ablations.main()
@@ -78,12 +84,23 @@ def test_scores_of_the_same_name_are_refused(
 ) -> None:
     scores = tmp_path / "scores.txt"
     scores.write_text(json.dumps({"head": "runs/a/head"}))
+    write(tmp_path, "causal", 2.0)
     words = ["--records", str(tmp_path), "--page", str(tmp_path / "page.md"), "--plots", str(tmp_path / "plots")]
     (tmp_path / "page.md").write_text("\n".join(marks("ablations")))
     monkeypatch.setattr(sys, "argv", ["plot", *words, "--scores", str(scores), "--scores", str(scores)])
     with pytest.raises(SystemExit, match="2"):
         plot_ablations.main()
     assert "have the same name: a, a" in capsys.readouterr().err
+
+
+def test_a_folder_without_records_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--records", str(tmp_path), "--page", str(tmp_path / "page.md"), "--plots", str(tmp_path / "plots")]
+    monkeypatch.setattr(sys, "argv", ["plot", *words])
+    with pytest.raises(SystemExit, match="2"):
+        plot_ablations.main()
+    assert f"{tmp_path} holds no record" in capsys.readouterr().err
 
 
 def test_a_page_without_the_marks_is_refused() -> None:
