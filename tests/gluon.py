@@ -1,11 +1,14 @@
 """Kernels in Gluon on a CPU: torch does what they say, program by program.
 
 A layout tells which thread holds what, and changes no number. So all of them are left out here, and a kernel becomes a
-function of whole tensors. The compiler checks the layouts, and a GPU all of it.
+function of whole tensors. The compiler checks the layouts, and a GPU all of it. Warps with work of
+their own are threads.
 """
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from types import FunctionType, SimpleNamespace
@@ -59,6 +62,92 @@ def multiply(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     return y + a.float() @ b.float()
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Some of a program's shared memory. What was never copied there is not a number."""
+
+    memory: Tensor
+
+    @classmethod
+    def allocate(cls, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        return cls(torch.zeros(shape)) if dtype == torch.int64 else cls(torch.full(shape, torch.nan, dtype=dtype.torch))
+
+    def index(self, place: Any) -> Shared:
+        return Shared(self.memory[int(place)])
+
+    def slice(self, first: int, length: int) -> Shared:
+        return Shared(self.memory[first : first + length])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.memory.permute(order))
+
+
+@dataclass
+class Barrier:
+    """A phase ends when all have arrived, and all bytes that were announced."""
+
+    count: int
+    missing: int
+    num_bytes: int = 0
+    phase: int = 0
+
+    def change(self, arrived: int, num_bytes: int) -> None:
+        self.missing, self.num_bytes = self.missing - arrived, self.num_bytes + num_bytes
+        assert self.missing >= 0, "more have arrived than a phase has room for"
+        if self.missing == self.num_bytes == 0:
+            self.missing, self.phase = self.count, self.phase + 1
+
+
+class Barriers:
+    """Those in shared memory, by their place. Nobody waits for long: a program that does would wait for ever."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.found: dict[int, Barrier] = {}
+        self.changed = threading.Condition()
+
+    def init(self, place: Shared, count: int) -> None:
+        self.found[place.memory.data_ptr()] = Barrier(count, count)
+
+    def change(self, place: Shared, arrived: int, num_bytes: int) -> None:
+        with self.changed:
+            self.found[place.memory.data_ptr()].change(arrived, num_bytes)
+            self.changed.notify_all()
+
+    def expect(self, place: Shared, num_bytes: int) -> None:
+        self.change(place, 1, num_bytes)
+
+    def arrive(self, place: Shared, pred: Any = True) -> None:
+        if pred:
+            self.change(place, 1, 0)
+
+    def wait(self, place: Shared, parity: Any) -> None:
+        barrier = self.found[place.memory.data_ptr()]
+        with self.changed:
+            assert self.changed.wait_for(lambda: barrier.phase % 2 != int(parity), timeout=60), "nobody comes"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Stands in for the descriptor of a matrix that is copied block by block. Past its end come zeros."""
+
+    matrix: Tensor
+    shape: tuple[int, int]
+    layout: None = None
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(torch=self.matrix.dtype, primitive_bitwidth=8 * self.matrix.itemsize)
+
+    def copy(self, at: list[Any], barriers: Barriers, barrier: Shared, place: Shared) -> None:
+        assert place.memory.shape == self.shape
+        (row, column), (rows, columns) = map(int, at), self.shape
+        block = self.matrix[row : row + rows, column : column + columns]
+        place.memory.fill_(0)[: len(block), : block.shape[1]] = block
+        barriers.change(barrier, 0, -rows * columns * self.matrix.itemsize)
+
+
 LAYOUTS = "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout", "DistributedLinearLayout"
 OF_TORCH = "float32", "int32", "int64", "exp", "exp2", "log2", "sqrt", "where", "reshape", "permute"
 LANGUAGE: dict[str, Any] = {
@@ -68,12 +157,14 @@ LANGUAGE: dict[str, Any] = {
     "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
     "convert_layout": lambda x, layout: x,
+    "split": lambda x: x.unbind(-1),
     "sum": lambda x, axis: x.sum(axis),
     "max": lambda x, axis: x.amax(axis),
     "minimum": lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
     "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
     "cdiv": lambda a, b: -(-a // b),
     "static_range": range,
+    "allocate_shared_memory": Shared.allocate,
     "load": load,
     "store": store,
     "atomic_add": atomic_add,
@@ -85,19 +176,41 @@ class Interpreted:
 
     def __init__(self, kernel: Any) -> None:
         module, self.arg_names, self.grids = kernel.fn.__globals__, kernel.arg_names, list[tuple[int, ...]]()
-        gl = SimpleNamespace(**LANGUAGE, program_id=lambda axis: torch.tensor(self.program[axis], dtype=torch.int32))
+        self.current = threading.local()
+        gl = SimpleNamespace(**LANGUAGE, program_id=self.program_id, warp_specialize=self.warp_specialize)
         space = {name: getattr(value, "value", value) for name, value in module.items()}  # constants are wrapped
         space |= {"gl": gl, "mma_v2": multiply, "tl": SimpleNamespace(debug_barrier=lambda: None)}
+        barriers = Barriers()
+        copy = lambda blocks, at, barrier, place: blocks.copy(at, barriers, barrier, place)  # noqa: E731
+        space |= {"mbarrier": barriers, "tma": SimpleNamespace(async_copy_global_to_shared=copy)}
+        space |= {"warpgroup_mma": lambda a, b, y, is_async: multiply(a.memory, b.memory, y)}
+        space |= {"warpgroup_mma_wait": lambda num_outstanding, deps: deps if len(deps) > 1 else deps[0]}
         functions = {name: f for name, f in module.items() if hasattr(f, "is_gluon") and f.is_gluon()}
         space |= {name: FunctionType(f.fn.__code__, space, name, f.fn.__defaults__) for name, f in functions.items()}
         self.run = FunctionType(kernel.fn.__code__, space, "kernel", kernel.fn.__defaults__)
+
+    def program_id(self, axis: int) -> Tensor:
+        return torch.tensor(self.current.program[axis], dtype=torch.int32)
+
+    def warp_specialize(self, parts: list[tuple[Any, Any]], num_warps: list[int], num_registers: list[int]) -> None:
+        assert len(num_warps) == len(num_registers) == len(parts) - 1
+        program = self.current.program
+
+        def run(part: tuple[Any, Any]) -> None:
+            self.current.program = program
+            part[0](*part[1])
+
+        with ThreadPoolExecutor(len(parts)) as pool:
+            list(pool.map(run, parts))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             constants = {name: value for name, value in options.items() if name in self.arg_names}
             pointers = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
             self.grids.append(grid)
-            for self.program in product(*map(range, grid)):
+
+            for program in product(*map(range, grid)):
+                self.current.program = program
                 self.run(*pointers, **constants)
 
         return launch

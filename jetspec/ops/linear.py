@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,15 @@ from jetspec.dispatch import uses_kernel
 from jetspec.ops.norm_rope import rms_norm
 from jetspec.ops.swiglu import swiglu
 
+if TYPE_CHECKING:
+    from jetspec.ops.gated_linear_gluon import Gates
+
 FEW_ROWS = range(5, 17)
 SOME_ROWS = range(2, 33)
 FEW_ROWS_OF_A_GPU = range(2, 65)
 """More of them would be read too often: a library passes them on between multiprocessors."""
+ROWS_WITH_GATES = range(65, 129)
+"""On Hopper. A product with gates is so wide that they are read less often, and gating it in passing saves a kernel."""
 ROWS_OF_A_SMALL_WEIGHT = range(2, 257)
 """On a GPU. How often these are read does not matter, but how many kernels a layer has."""
 MANY_OUTPUTS = 32_768
@@ -73,7 +78,12 @@ def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: 
         from jetspec.ops.linear_triton import rows_linear_triton
 
         return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=True)
-    return swiglu(linear(rms_norm(stream.x, norm, eps), weight, bias))
+    x = rms_norm(stream.x, norm, eps)
+    if rows == "many" and (gates := _find_gates(x, weight)) is not None:
+        from jetspec.ops.gated_linear_gluon import gated_linear_gluon
+
+        return gated_linear_gluon(gates, x, weight, bias)
+    return swiglu(linear(x, weight, bias))
 
 
 def add_linear(
@@ -149,6 +159,19 @@ def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "
     can = can_copy(x) and can_copy(weight) and all(y.is_contiguous() for y in others) and has_copy_engine(x)
     few = ROWS_OF_A_SMALL_WEIGHT if is_small(weight) else FEW_ROWS_OF_A_GPU
     return "few" if can and len(x) in few else "many"
+
+
+def _find_gates(x: Tensor, weight: Tensor) -> Gates | None:
+    """Block sizes of a product with gates, where its kernel serves it: tensor cores have a queue as Hopper's do, which
+    later ones do not, and the weight is worth it."""
+    if not x.is_cuda or x.itemsize != 2 or x.dtype != weight.dtype or len(x) not in ROWS_WITH_GATES:
+        return None
+    if not uses_kernel(x, weight) or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return None
+    from jetspec.ops.gated_linear_gluon import find_gates
+    from jetspec.ops.linear_triton import can_copy, is_small
+
+    return find_gates(len(weight) // 2) if can_copy(x) and can_copy(weight) and not is_small(weight) else None
 
 
 def can_pack(weight: Tensor) -> bool:

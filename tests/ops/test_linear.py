@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from jetspec.dispatch import force
 from jetspec.ops import Stream, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
-from tests.gluon import Interpreted
+from tests.gluon import Blocks, Interpreted
 from tests.kernels import compile_for_hopper, fetches_early
 
 EPS = 1e-5
@@ -282,6 +282,90 @@ def test_sliced_kernel(monkeypatch: pytest.MonkeyPatch, rows: int, size: int, in
     monkeypatch.setattr(tiles, "_choose_plan", lambda x, weight, n, gated: module.find_slices(x.shape[1], gated))
     compare_rows(rows, size, inner, biased, torch.float32, "cpu")
     assert len(kernel.grids) == 4
+
+
+GATED = [(65, 4096, 12288), (128, 4096, 14336), (100, 5120, 4096)]
+"""Rows of large weights."""
+
+
+def gated_inputs(
+    rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, size), size**-0.5 * torch.randn(2 * inner, size)
+    return x.to(dtype), weight.to(dtype), torch.randn(2 * inner).to(dtype) if biased else None
+
+
+@pytest.mark.parametrize("outputs", [96, 4096, 12288, 14336, 16896, 16897])
+def test_every_program_of_a_gated_product_runs_at_once(outputs: int) -> None:
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.gated_linear_gluon")
+    gates = module.find_gates(outputs)
+    assert (gates is None) == (outputs > module.PROGRAMS * 128)
+    if gates is not None:
+        assert gates.width * module.PROGRAMS >= outputs and gates.stages >= 3
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), GATED)
+def test_gated_kernel_compiles_for_hopper(rows: int, size: int, inner: int) -> None:
+    """The weight is asked for before the kernel waits, and tensor cores are."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.gated_linear_gluon")
+    gates = module.find_gates(inner)
+
+    def blocks(rows: int) -> str:
+        shape, language = [rows, module.BLOCK_K], module.gl
+        layout = language.NVMMASharedLayout.get_default_for(shape, language.bfloat16)
+        return f"tensordesc<bf16[{rows}, {module.BLOCK_K}],{layout!r}>"
+
+    types = {"x_desc": blocks(module.BLOCK_M), "weight_desc": blocks(gates.BLOCK_N)}
+    types |= {"half_desc": blocks(gates.BLOCK_N // 2), "bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    constants = {"BLOCK_M": module.BLOCK_M, "BLOCK_K": module.BLOCK_K, "STAGES": gates.stages, **gates._asdict()}
+    constants |= {} if gates.HALF else {"half_desc": None}
+    types |= dict.fromkeys(("T", "N", "K"), "i32")
+    ptx = compile_for_hopper(module._gated_linear_kernel, types, constants, num_warps=4)
+    assert "setmaxnreg" in ptx and "wgmma.wait_group" in ptx
+    assert ptx.index("cp.async.bulk.tensor") < ptx.rindex("griddepcontrol.wait")
+    assert ptx.count("wgmma.mma_async") == 2 * (2 if gates.HALF else 1) * (module.BLOCK_K // 16)
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), [(70, 72, 200), (128, 136, 300), (65, 200, 64), (100, 64, 1000)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("half", [True, False])
+def test_gated_kernel(
+    monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, biased: bool, half: bool
+) -> None:
+    """What a GPU would run is interpreted, by threads that wait for each other."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.gated_linear_gluon")
+    kernel = Interpreted(module._gated_linear_kernel)
+    monkeypatch.setattr(module, "_gated_linear_kernel", kernel)
+    monkeypatch.setattr(module, "_blocks", lambda matrix, rows: Blocks(matrix, (rows, module.BLOCK_K)))
+    gates = module.Gates(32, half)
+    monkeypatch.setattr(module, "STAGE_BYTES", 3 * (module.BLOCK_M + 2 * gates.width) * module.BLOCK_K * 2)
+    x, weight, bias = gated_inputs(rows, size, inner, biased, torch.float32)
+    got = module.gated_linear_gluon(gates, x, weight, bias)
+    torch.testing.assert_close(got, swiglu(nn.functional.linear(x, weight, bias)), atol=1e-5, rtol=1e-5)
+    assert kernel.grids == [(-(-inner // gates.width),)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "size", "inner"), GATED)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
+    """As the start of an MLP. Between rows that a tile takes and those that a library is better at."""
+    products = importlib.import_module("jetspec.ops.linear")
+    x, weight, bias = gated_inputs(rows, size, inner, biased, dtype)
+    x, weight, bias = x.cuda(), weight.cuda(), None if bias is None else bias.cuda()
+    assert products._find_gates(x, weight) is not None
+    assert products._find_gates(x[:64], weight) is None and products._find_gates(x, weight[:128]) is None
+    norm = torch.ones(size, device="cuda", dtype=dtype)
+    normed = rms_norm(x, norm, EPS).float()
+    want = swiglu(nn.functional.linear(normed, weight.float(), None if bias is None else bias.float()))
+    got = norm_swiglu(Stream(x), norm, EPS, weight, bias)
+    tolerance = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
+    torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
 
 
 def loaded_registers(ptx: str) -> int:
