@@ -9,10 +9,15 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 
+import hypothesis
 import pytest
 import torch
 
 from tests.kernels import interpret_quickly
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 # Tests run in one process per core. Two processes with two threads each would wait for each other all the time.
 torch.set_num_threads(1)

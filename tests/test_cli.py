@@ -477,7 +477,7 @@ def traces(draw: st.DrawFn) -> RoundTrace:
 NASTY = st.sampled_from([" the", "\\n", "<b>&amp;", "</svg><script>", '"', "]]>", "日本", "[bold]", "\ufffd"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces(), st.lists(NASTY, min_size=25, max_size=25))
 def test_terminal_drawing_shows_every_node_once(trace: RoundTrace, vocabulary: list[str]) -> None:
     headline, *lines = round_text(trace, 1, vocabulary.__getitem__).plain.split("\n")
@@ -488,7 +488,7 @@ def test_terminal_drawing_shows_every_node_once(trace: RoundTrace, vocabulary: l
     assert all(printable(line) == line for line in lines)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces(), st.lists(NASTY, min_size=25, max_size=25))
 def test_page_is_well_formed_and_self_contained(trace: RoundTrace, vocabulary: list[str]) -> None:
     html = page("a <prompt>", [DrawnRound(trace, "<i>text</i>")] * 2, vocabulary.__getitem__)
@@ -501,7 +501,7 @@ def test_page_is_well_formed_and_self_contained(trace: RoundTrace, vocabulary: l
     assert not re.search(r"<script|<i>|https?:|src=|@import|url\(", html)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces(), st.data())
 def test_boxes_do_not_overlap(trace: RoundTrace, data: st.DataObject) -> None:
     labels = data.draw(st.lists(st.text("ab", max_size=12), min_size=len(trace.tokens), max_size=len(trace.tokens)))

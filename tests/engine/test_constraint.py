@@ -51,7 +51,7 @@ class Sums:
         del self.text[len(self.text) - count :]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), num_nodes=st.integers(1, 14), size=st.integers(1, 14))
 def test_a_mask_is_what_the_nodes_path_allows(seed: int, num_nodes: int, size: int) -> None:
     rng = torch.Generator().manual_seed(seed)

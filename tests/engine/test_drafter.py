@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jetspec.config import TreeConfig
@@ -45,7 +45,6 @@ def test_match_lengths(tokens: list[int], longest: int) -> None:
     assert match_lengths(np.asarray(tokens), longest).tolist() == expected
 
 
-@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 3), st.integers(1, 6))
 def test_every_path_of_the_tree_followed_these_tokens_before(
     rows: list[list[int]], budget: int, width: int, depth: int

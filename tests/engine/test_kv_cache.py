@@ -64,7 +64,7 @@ class Pages(RuleBasedStateMachine):
         assert self.pool.num_available == 8 - len(used)
 
 
-Pages.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Pages.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestPages = Pages.TestCase
 
 

@@ -79,7 +79,7 @@ def held(engine: Engine) -> list[Tensor]:
     return found + [pool.feature_SM[:slots].clone() for pool in pools if pool.feature_SM is not None]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     who=st.sampled_from(WHO),
     prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=6),

@@ -315,7 +315,7 @@ def test_a_malformed_keyword_is_refused_by_its_name(keyword: str, place: str) ->
             enforceable(json.dumps(whole))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.recursive(
         st.sampled_from([*ODD, "integer", "object", "#", "#/properties/a", "date", 0]),

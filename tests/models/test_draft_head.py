@@ -38,7 +38,7 @@ def assert_close(a: Tensor, b: Tensor) -> None:
 
 
 @each_head
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(pieces=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=3))
 def test_cached_head_equals_head_recomputed_from_all_taps(config: HeadConfig, pieces: list[list[int]]) -> None:
     """Requests of any lengths, observed in any pieces with a draft after each: stale block rows are never seen."""

@@ -175,7 +175,7 @@ OTHER_KEYS = ["rope_scaling", "rope_parameters", "layer_types", "sliding_window"
 
 
 @given(st.dictionaries(st.sampled_from([*MOE, *OTHER_KEYS, "mlp_only_layers"]), JSON, max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_config_is_read_or_refused(changes: dict[str, Any]) -> None:
     raw = MOE | changes
     try:

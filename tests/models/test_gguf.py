@@ -240,7 +240,7 @@ def assert_only_value_errors(path: Path, data: bytes) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_truncated_files(data: st.DataObject, intact: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     end = data.draw(st.integers(0, len(intact) - 1))
     path = tmp_path_factory.getbasetemp() / "cut.gguf"
@@ -250,7 +250,7 @@ def test_truncated_files(data: st.DataObject, intact: bytes, tmp_path_factory: p
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_corrupted_files(data: st.DataObject, intact: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     damaged = bytearray(intact)
     end_of_header = len(intact) - sum(tensor.nbytes for tensor in make_pair("llama")[1].values())
@@ -262,7 +262,7 @@ def test_corrupted_files(data: st.DataObject, intact: bytes, tmp_path_factory: p
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_random_bytes(tmp_path_factory: pytest.TempPathFactory, tail: bytes) -> None:
     data = b"GGUF" + struct.pack("<I", 3) + tail
     assert_only_value_errors(tmp_path_factory.getbasetemp() / "noise.gguf", data)

@@ -245,7 +245,7 @@ def set_flags(config: Json, flags: dict[str, bool]) -> None:
 CAUSAL_FLAGS = ["dflash_config.causal_head", "dflash_config.causal", "is_causal"]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(flags=st.dictionaries(st.sampled_from(CAUSAL_FLAGS), st.booleans()))
 def test_causal_flag_in_any_spelling(flags: dict[str, bool], folder: Path) -> None:
     edit_config(folder, lambda c: set_flags(c, flags))
@@ -395,7 +395,7 @@ def test_tensors_that_do_not_match_the_config_are_named(name: str, folder: Path)
     assert words in message and str(folder) in message
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_are_refused(data: st.DataObject, folder: Path) -> None:
     file = folder / data.draw(st.sampled_from(["model.safetensors", "config.json"]))

@@ -80,7 +80,7 @@ def write_folder(folder: Path, config: dict[str, Any], template: str | None = No
 
 
 @given(st.text())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_round_trip(text: str) -> None:
     for pre in PRE_TOKENIZERS.keys() - {"qwen2"}:  # that one normalises
         tokenizer = GGUF[pre]
@@ -91,7 +91,7 @@ GGUF = {pre: Tokenizer.from_gguf(gguf_metadata(pre)) for pre in PRE_TOKENIZERS}
 
 
 @given(st.text())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_gguf_equals_the_tokenizer_it_was_made_from(text: str) -> None:
     assert GGUF["gpt-2"].encode(text) == BACKEND.encode(text).ids
 
@@ -183,7 +183,7 @@ PARTS = [
 
 @pytest.mark.parametrize("kind", BOUNDED)
 @given(data=st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_bounded_encoding_is_the_same_or_refused(kind: str, data: st.DataObject) -> None:
     """Looking at beginnings, as short as can be, never takes a text that fits for one that is too long."""
     tokenizer = BOUNDED[kind]
@@ -218,7 +218,7 @@ def test_refusing_a_text_takes_no_longer_the_longer_it_is(
 
 
 @given(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "end|>", "<", "\n", "system", "hi ", "1f"])))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_nobodys_words_can_begin_a_turn(parts: list[str]) -> None:
     """What a template says of control tokens counts; what messages and tools say of them is text, and all of it."""
     tokenizer, said = byte_tokenizer(), "".join(parts)
@@ -265,7 +265,7 @@ def test_sentencepiece_merges_by_score() -> None:
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="▁"), min_size=1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sentencepiece_round_trip(text: str) -> None:
     assert SENTENCEPIECE.decode(SENTENCEPIECE.encode(text), skip_special=False) == text
 
@@ -289,7 +289,7 @@ def test_token_text_is_one_printable_line() -> None:
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="▁<"), min_size=1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_bytes_of_tokens_make_up_the_text(text: str) -> None:
     for tokenizer, prefix in ((GGUF["gpt-2"], b""), (SENTENCEPIECE, b" ")):
         parts = tokenizer.token_bytes()

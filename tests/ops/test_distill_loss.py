@@ -139,7 +139,7 @@ def assert_same(a: DistillLoss, b: DistillLoss, atol: float, rtol: float = 0.0) 
     assert torch.equal(a.hit_R, b.hit_R)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     kind=st.sampled_from(KINDS),
     rows=st.integers(0, 9),

@@ -81,7 +81,7 @@ def naive(q: torch.Tensor, pages: KVPages, batch: TreeBatch, scale: float, windo
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), min_size=1, max_size=4).filter(
         lambda requests: any(count for _, count in requests)
@@ -131,7 +131,7 @@ def last_nodes(batch: TreeBatch, count: int) -> TreeBatch:
     return TreeBatch(token, position, slot, layout, batch.ancestor_BNW[:, -count:])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     cached=st.lists(st.integers(0, 20), min_size=1, max_size=3),
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 9)),

@@ -25,7 +25,6 @@ def fuzz(operation: Any, mode: GenerationMode, seconds: float) -> set[int]:
 
     @settings(
         max_examples=EXAMPLES,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
         derandomize=True,

@@ -45,7 +45,7 @@ def read(pieces: list[str], inside: bool = False) -> tuple[str, list[FunctionCal
     return said, calls
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(TEXTS), st.lists(st.integers(0, 120), max_size=8), st.booleans())
 def test_pieces_read_as_the_whole(text: str, cuts: list[int], inside: bool) -> None:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -56,7 +56,7 @@ def test_pieces_read_as_the_whole(text: str, cuts: list[int], inside: bool) -> N
     assert said.strip() == whole_said.strip()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(alphabet="<tol_ca/>ab{}", max_size=60))
 def test_text_without_calls_is_handed_on(text: str) -> None:
     said, calls = read(list(text) or [""])
@@ -120,7 +120,7 @@ def test_a_call_is_read_in_linear_time(begin: str, piece: str, end: str) -> None
     assert long < 10 * short and long < 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text(alphabet="f_.- é\n", max_size=3) | st.just("f" * 65),
     st.recursive(

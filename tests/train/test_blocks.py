@@ -195,7 +195,7 @@ def test_the_comparison_finds_planted_bugs(
     assert (good - bad)[valid].abs().amax((-1, -2)).min() > 1e-3
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 99), st.integers(1, 12))
 def test_anchors_are_distinct_sorted_and_before_written_tokens(seed: int, count: int) -> None:
     batch = packed()

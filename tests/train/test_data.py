@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jetspec.train.data import (
@@ -31,7 +31,6 @@ def numbered(lengths: list[int]) -> list[Document]:
     return [Document(np.full(n, i), np.arange(n) > 0) for i, n in enumerate(lengths)]
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(12, 30), st.integers(0, 5))
 def test_every_pass_holds_every_document_once_and_whole(lengths: list[int], row_len: int, seed: int) -> None:
     data = PackedData(numbered(lengths), row_len, seed)

@@ -211,7 +211,7 @@ def test_rounds_keep_every_token_once(accepted: list[int]) -> None:
     assert rounds[-1] <= accepted[at]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_follow_finds_the_longest_right_path(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12))

@@ -204,7 +204,7 @@ def test_prompts_begin_with_their_openings(tmp_path: Path, no_record: None) -> N
 # -- the file
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(window=st.integers(1, 12), count=st.integers(1, 25))
 def test_the_file_does_not_depend_on_the_batch_and_grows(
     tmp_path_factory: pytest.TempPathFactory, window: int, count: int

@@ -153,7 +153,7 @@ def test_every_turn_is_answered_and_the_spans_are_what_was_written(tmp_path: Pat
         assert row.spans[-1][1] == len(row.token_ids)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(window=st.integers(1, 9), order=st.randoms(use_true_random=False), num_shards=st.integers(1, 4))
 def test_rows_do_not_depend_on_order_batch_or_shards(window: int, order: random.Random, num_shards: int) -> None:
     prompts = [parse(row) for row in make_prompts(12)]
@@ -310,7 +310,7 @@ def test_a_cut_gzip_file_is_refused(tmp_path: Path) -> None:
         list(PromptData((file,)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(count=st.integers(0, 40), num_shards=st.integers(1, 5), limit=st.one_of(st.none(), st.integers(1, 50)))
 def test_shards_part_the_first_prompts(
     tmp_path_factory: pytest.TempPathFactory, count: int, num_shards: int, limit: int | None

@@ -49,7 +49,7 @@ def walk(tree: DraftTree, choices: list[int], row: int) -> tuple[list[int], int]
         path += found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.integers(1, VOCAB))
 def test_greedy_equals_the_naive_walk(seed: int, batch: int, depth: int, budget: int, width: int) -> None:
     config = TreeConfig(budget=budget, width=width)

@@ -21,7 +21,7 @@ def random_tree(rng: torch.Generator, num_rows: int, num_nodes: int) -> DraftTre
     return DraftTree.from_parents(token, parent, size, num_nodes - 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), num_nodes=st.integers(1, 12))
 def test_a_node_counts_its_own_path(seed: int, num_nodes: int) -> None:
     """Tokens repeat a lot here, in the committed text and along paths. The oracle is a tree of one node."""

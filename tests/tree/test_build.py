@@ -91,7 +91,7 @@ def assert_same(tree: DraftTree, row: int, other: DraftTree, other_row: int = 0)
         assert torch.equal(getattr(tree, name)[row, :size], getattr(other, name)[other_row, :size]), name
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seeds, configs, sizes, st.booleans(), st.booleans())
 def test_device_and_heap_agree(
     seed: int, config: TreeConfig, size: tuple[int, int, int], ties: bool, own: bool
@@ -114,7 +114,7 @@ def grow(candidates: Candidates, batch: int, depth: int, width: int, frontier: i
     return tree
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seeds, st.integers(1, 40), st.integers(1, VOCAB), sizes, st.booleans())
 def test_a_tree_that_grows_with_a_wide_frontier_is_the_best_one(
     seed: int, budget: int, width: int, size: tuple[int, int, int], ties: bool
@@ -128,7 +128,7 @@ def test_a_tree_that_grows_with_a_wide_frontier_is_the_best_one(
         assert_same(grown, row, best, row)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seeds, st.integers(1, 40), st.integers(1, 4), sizes, st.booleans())
 def test_a_tree_that_grows_is_whole_and_its_best_nodes_are_those_of_a_smaller_budget(
     seed: int, budget: int, frontier: int, size: tuple[int, int, int], ties: bool
@@ -147,7 +147,7 @@ def test_a_tree_that_grows_is_whole_and_its_best_nodes_are_those_of_a_smaller_bu
         assert torch.equal(small.parent_BN[row, :kept], large.parent_BN[row, :kept])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds, configs, sizes, st.integers(1, 24))
 def test_a_smaller_budget_gives_a_prefix(
     seed: int, config: TreeConfig, size: tuple[int, int, int], budget: int
@@ -196,7 +196,7 @@ def closed_subsets(tree: DraftTree, count: int) -> list[tuple[int, ...]]:
     return [tuple(nodes) for nodes in subsets if all(parents[node] in nodes for node in nodes)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seeds, st.integers(2, 8), st.booleans())
 def test_optimal_keeps_the_most_probability(seed: int, budget: int, own: bool) -> None:
     candidates = random_candidates(3 * seed, 1, 3, 2, ties=False, own=own)
@@ -209,7 +209,7 @@ def test_optimal_keeps_the_most_probability(seed: int, budget: int, own: bool) -
     assert float(tree.score_BN.exp().sum()) == pytest.approx(best, rel=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds, st.integers(2, 40), st.integers(1, VOCAB))
 def test_paper_expands_few_nodes(seed: int, budget: int, width: int) -> None:
     candidates = random_candidates(3 * seed, 1, 8, VOCAB, ties=False, own=False)
@@ -239,7 +239,7 @@ def edge_candidates(seed: int, batch: int, depth: int, shortlist: int, scale: fl
     return Candidates(token_BDC, logprob_BDC, None, edge), logits_BDV
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds, st.integers(1, VOCAB))
 def test_the_whole_vocabulary_as_shortlist_is_exact(seed: int, width: int) -> None:
     candidates, logits_BDV = edge_candidates(seed, 2, 3, VOCAB)
@@ -253,7 +253,7 @@ def test_the_whole_vocabulary_as_shortlist_is_exact(seed: int, width: int) -> No
         torch.testing.assert_close(logprob_BWK, exact_BWV.gather(-1, token_BWK), atol=2e-5, rtol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds, st.integers(1, VOCAB))
 def test_rescoring_keeps_the_mass_of_the_shortlist(seed: int, shortlist: int) -> None:
     candidates, _ = edge_candidates(seed, 2, 1, shortlist)
@@ -263,7 +263,7 @@ def test_rescoring_keeps_the_mass_of_the_shortlist(seed: int, shortlist: int) ->
     assert torch.equal(token_BWK.sort(-1).values, candidates.token_BDC[:, :1].sort(-1).values.expand_as(token_BWK))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds, logprob_configs, sizes)
 def test_a_zero_edge_gives_the_plain_tree(seed: int, config: TreeConfig, size: tuple[int, int, int]) -> None:
     batch, depth, _ = size
@@ -274,7 +274,7 @@ def test_a_zero_edge_gives_the_plain_tree(seed: int, config: TreeConfig, size: t
         assert_same(tree, row, plain, row)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds, logprob_configs, sizes)
 def test_edge_trees_are_trees(seed: int, config: TreeConfig, size: tuple[int, int, int]) -> None:
     batch, depth, _ = size

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetspec.tree import DraftTree, pack_bits, unpack_bits
 
-fast = settings(max_examples=40, deadline=None)
+fast = settings(max_examples=40)
 
 
 def random_tree(seed: int, batch: int, num_nodes: int) -> DraftTree:

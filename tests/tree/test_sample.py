@@ -64,7 +64,7 @@ def test_the_largest_uniform_gives_finite_noise() -> None:
     assert noise_V.isfinite().all() and noise_V[57] == noise_V.min() < -2.8
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(0, 10**6),
     st.lists(
