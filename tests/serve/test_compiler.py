@@ -22,6 +22,7 @@ from jetspec.serve import compiler, schema
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import Refused
 from jetspec.types import Grammar
+from tests.clock import slowness
 from tests.serve.live import NAME, Live, tiny_llm, wait_until
 from tests.serve.test_forms import COUNTED, schema_format
 
@@ -42,25 +43,25 @@ def copies(process: BaseProcess) -> str:
 @pytest.mark.parametrize("slow", [SLOW, SLOW_CALLS], ids=lambda grammar: grammar.kind)
 def test_a_trial_ends_what_takes_too_long(alone: LLM, slow: Grammar) -> None:
     """And is ready for the next one at once."""
-    others, trial = children(), Trial(alone.grammars)
+    others, trial, unit = children(), Trial(alone.grammars), 0.5 * slowness()
     try:
-        trial.run(QUICK, 0.5)
+        trial.run(QUICK, unit)
         (process,) = children() - others
         for _ in range(2):
             began = time.monotonic()
             with pytest.raises(TimeoutError):
-                trial.run(slow, 0.5)
-            trial.run(QUICK, 0.5)
-            assert time.monotonic() - began < 1.5
+                trial.run(slow, unit)
+            trial.run(QUICK, unit)
+            assert time.monotonic() - began < 3 * unit
         assert children() - others == {process} and copies(process) == ""
         with pytest.raises(ValueError, match="negative"):
-            trial.run(Grammar("json_schema", '{"type": "string", "minLength": -1}'), 0.5)
-        trial.run(QUICK, 0.5)
+            trial.run(Grammar("json_schema", '{"type": "string", "minLength": -1}'), unit)
+        trial.run(QUICK, unit)
     finally:
         trial.stop()
     wait_until(lambda: not children() - others)
     with pytest.raises(ChildProcessError):
-        trial.run(QUICK, 0.5)
+        trial.run(QUICK, unit)
 
 
 def test_processes_are_copies_of_one_that_is_ready(alone: LLM) -> None:
