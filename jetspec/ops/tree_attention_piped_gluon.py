@@ -399,7 +399,7 @@ def _mask(s, words_ptr, bit, count, W, BLOCK_N: gl.constexpr, scores: gl.constex
 
 @gluon.jit
 def _word(words_ptr, number, count, W):
-    """Of the mask of each row. Bits of the prefix, before the first node, are set, and those behind the last are not."""
+    """Of the mask of each row. Bits of the prefix, before the first node, are set; those behind the last are not."""
     word = gl.load(words_ptr + gl.minimum(gl.maximum(number, 0), W - 1)).to(gl.int64)
     known = gl.minimum(gl.maximum(count - number * 32, 0), 32).to(gl.int64)
     return gl.where(number < 0, -1, word & ((1 << known) - 1))
