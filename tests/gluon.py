@@ -1,8 +1,8 @@
 """Kernels in Gluon on a CPU: torch does what they say, program by program.
 
 A layout tells which thread holds what, and changes no number. So all of them are left out here, and a kernel becomes a
-function of whole tensors. The compiler checks the layouts, and a GPU all of it. Warps with work of
-their own are threads.
+function of whole tensors. The compiler checks the layouts, and a GPU all of it. Warps that have work of their own are
+threads.
 """
 
 from __future__ import annotations
