@@ -1,7 +1,7 @@
 """Kernels in Gluon on a CPU: torch does what they say, program by program.
 
 A layout tells which thread holds what, and changes no number. So all of them are left out here, and a kernel becomes a
-function of whole tensors. The compiler checks the layouts, and a GPU all of it. Warps that have work of their own are
+function of whole tensors. The compiler checks the layouts, and a GPU all of it. Programs that wait for each other are
 threads.
 """
 
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,10 @@ def store(at: Pointer, value: Any, mask: Any = True) -> None:
 
 
 def atomic_add(at: Pointer, value: int, sem: str) -> Tensor:
-    before = load(at)
-    store(at, before + value)
-    return before
+    with ONE_AT_A_TIME:
+        before = load(at)
+        store(at, before + value)
+        return before
 
 
 def multiply(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
@@ -80,6 +83,34 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.memory.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        assert dtype == self.dtype
+        return Shared(self.memory.view(shape))
+
+    def load(self, layout: Any) -> Tensor:
+        return self.memory.clone()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.memory.shape
+
+    @property
+    def layout(self) -> None:
+        return None
+
+    def store(self, value: Tensor) -> None:
+        assert value.dtype == self.memory.dtype
+        self.memory.copy_(value)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
+
+
+def multiply_shared(a: Shared | Tensor, b: Shared, y: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    left = a.memory if isinstance(a, Shared) else a
+    return multiply(left, b.memory, y if use_acc else torch.zeros_like(y))
 
 
 @dataclass
@@ -172,18 +203,19 @@ LANGUAGE: dict[str, Any] = {
 
 
 class Interpreted:
-    """Stands in for a kernel. Programs run one after the other, and tensors become pointers to their memory."""
+    """Stands in for a kernel. Programs run one after the other, or all TOGETHER, and tensors become pointers to their
+    memory. The programs that begin last are the first of the grid."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, together: bool = False) -> None:
         module, self.arg_names, self.grids = kernel.fn.__globals__, kernel.arg_names, list[tuple[int, ...]]()
-        self.current = threading.local()
+        self.kernel, self.together, self.current = kernel, together, threading.local()
         gl = SimpleNamespace(**LANGUAGE, program_id=self.program_id, warp_specialize=self.warp_specialize)
         space = {name: getattr(value, "value", value) for name, value in module.items()}  # constants are wrapped
         space |= {"gl": gl, "mma_v2": multiply, "tl": SimpleNamespace(debug_barrier=lambda: None)}
         barriers = Barriers()
         copy = lambda blocks, at, barrier, place: blocks.copy(at, barriers, barrier, place)  # noqa: E731
         space |= {"mbarrier": barriers, "tma": SimpleNamespace(async_copy_global_to_shared=copy)}
-        space |= {"warpgroup_mma": lambda a, b, y, is_async: multiply(a.memory, b.memory, y)}
+        space |= {"warpgroup_mma": multiply_shared, "fence_async_shared": lambda: None}
         space |= {"warpgroup_mma_wait": lambda num_outstanding, deps: deps if len(deps) > 1 else deps[0]}
         functions = {name: f for name, f in module.items() if hasattr(f, "is_gluon") and f.is_gluon()}
         space |= {name: FunctionType(f.fn.__code__, space, name, f.fn.__defaults__) for name, f in functions.items()}
@@ -206,11 +238,20 @@ class Interpreted:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             constants = {name: value for name, value in options.items() if name in self.arg_names}
+            constants |= {"TOGETHER": True} if self.together else {}
             pointers = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
             self.grids.append(grid)
 
-            for program in product(*map(range, grid)):
+            def run(program: tuple[int, ...]) -> None:
                 self.current.program = program
                 self.run(*pointers, **constants)
+
+            programs = list(product(*map(range, grid)))
+            if not self.together:
+                for program in programs:
+                    run(program)
+                return
+            with ThreadPoolExecutor(len(programs)) as pool:
+                list(pool.map(run, reversed(programs)))
 
         return launch

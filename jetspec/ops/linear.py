@@ -13,14 +13,14 @@ from jetspec.ops.norm_rope import rms_norm
 from jetspec.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from jetspec.ops.gated_linear_gluon import Gates
+    from jetspec.ops.linear_piped_gluon import Pipe
 
 FEW_ROWS = range(5, 17)
 SOME_ROWS = range(2, 33)
 FEW_ROWS_OF_A_GPU = range(2, 65)
 """More of them would be read too often: a library passes them on between multiprocessors."""
-ROWS_WITH_GATES = range(65, 129)
-"""On Hopper. A product with gates is so wide that they are read less often, and gating it in passing saves a kernel."""
+SOME_ROWS_OF_HOPPER = range(65, 129)
+"""For which ours reads a weight as fast as a library does, unless it has more inputs than outputs."""
 ROWS_OF_A_SMALL_WEIGHT = range(2, 257)
 """On a GPU. How often these are read does not matter, but how many kernels a layer has."""
 MANY_OUTPUTS = 32_768
@@ -78,12 +78,13 @@ def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: 
         from jetspec.ops.linear_triton import rows_linear_triton
 
         return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=True)
-    x = rms_norm(stream.x, norm, eps)
-    if rows == "many" and (gates := _find_gates(x, weight)) is not None:
-        from jetspec.ops.gated_linear_gluon import gated_linear_gluon
+    if rows == "many" and (pipe := _find_pipe(stream.x, weight, gated=True)) is not None:
+        from jetspec.ops.linear_piped_gluon import piped_swiglu_gluon
 
-        return gated_linear_gluon(gates, x, weight, bias)
-    return swiglu(linear(x, weight, bias))
+        if stream.scaled is None:
+            return piped_swiglu_gluon(pipe, rms_norm(stream.x, norm, eps), weight, bias)
+        return piped_swiglu_gluon(pipe, stream.scaled, weight, bias, stream.squares, eps)
+    return swiglu(linear(rms_norm(stream.x, norm, eps), weight, bias))
 
 
 def add_linear(
@@ -108,6 +109,12 @@ def add_linear(
         from jetspec.ops.linear_triton import rows_add_linear_triton
 
         return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))
+    if rows == "many" and next_norm is not None and begins_norm(total, next_norm):
+        pipe = _find_pipe(x, weight, gated=False)
+        if pipe is not None and x.dtype == total.dtype:
+            from jetspec.ops.linear_piped_gluon import piped_add_linear_gluon
+
+            return Stream(total, *piped_add_linear_gluon(pipe, total, x, weight, bias, next_norm, tap))
     if uses_kernel(x, weight, total) and x.dtype == weight.dtype == total.dtype and total.is_contiguous():
         total = total if bias is None else total.add_(bias)
         total.view(-1, total.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
@@ -161,17 +168,19 @@ def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "
     return "few" if can and len(x) in few else "many"
 
 
-def _find_gates(x: Tensor, weight: Tensor) -> Gates | None:
-    """Block sizes of a product with gates, where its kernel serves it: tensor cores have a queue as Hopper's do, which
-    later ones do not, and the weight is worth it."""
-    if not x.is_cuda or x.itemsize != 2 or x.dtype != weight.dtype or len(x) not in ROWS_WITH_GATES:
+def _find_pipe(x: Tensor, weight: Tensor, gated: bool) -> Pipe | None:
+    """Block sizes of a product of some rows with a large weight, where its kernel serves it: tensor cores have a queue
+    as Hopper's do, which later ones do not."""
+    if not x.is_cuda or x.itemsize != 2 or x.dtype != weight.dtype or len(x) not in SOME_ROWS_OF_HOPPER:
         return None
     if not uses_kernel(x, weight) or torch.cuda.get_device_capability(x.device)[0] != 9:
         return None
-    from jetspec.ops.gated_linear_gluon import find_gates
+    from jetspec.ops.linear_piped_gluon import find_pipe
     from jetspec.ops.linear_triton import can_copy, is_small
 
-    return find_gates(len(weight) // 2) if can_copy(x) and can_copy(weight) and not is_small(weight) else None
+    outputs = len(weight) // (2 if gated else 1)
+    fits = can_copy(x) and can_copy(weight) and not is_small(weight) and outputs >= weight.shape[1]
+    return find_pipe(outputs) if fits else None
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -67,10 +67,15 @@ def tree_attention_triton(
     assert window is None or not layout.earlier, "no window looks at tokens of former forwards"
     _check_strides(q_THE, pages, layout.page_BP, ancestor)
 
-    tiling = _choose_tiling(layout.max_queries * (H // G), B * G, E, q_THE.element_size())
-    tiling = _fit(tiling, _shared_memory(q_THE.device))
     out = q_THE.new_empty(T, H, E) if out is None else out
     assert out.is_contiguous() and out.shape == q_THE.shape
+    if ancestor is not None and _can_pipe(q_THE, pages, batch, window):
+        from jetspec.ops.tree_attention_piped_gluon import piped_attention_gluon
+
+        piped_attention_gluon(q_THE, pages, batch, ancestor, scale, out, _counters(q_THE.device))
+        return out
+    tiling = _choose_tiling(layout.max_queries * (H // G), B * G, E, q_THE.element_size())
+    tiling = _fit(tiling, _shared_memory(q_THE.device))
     if _can_slice(q_THE, G, batch, window, tiling):
         from jetspec.ops.tree_attention_gluon import sliced_attention_gluon
 
@@ -137,6 +142,19 @@ def _can_slice(q_THE: Tensor, G: int, batch: TreeBatch, window: int | None, tili
     from jetspec.ops.tree_attention_gluon import can_slice
 
     return can_slice(E, layout.max_queries * (H // G), len(layout.cached_len_B) * G)
+
+
+def _can_pipe(q_THE: Tensor, pages: KVPages, batch: TreeBatch, window: int | None) -> bool:
+    """Whether there are many queries, of 16 bits, that ask for nothing that the kernel for them does not know, and
+    tensor cores that have a queue as Hopper's do, which later ones do not."""
+    (_, H, _), G, layout = q_THE.shape, pages.k.shape[2], batch.layout
+    if window is not None or batch.is_tree_B is not None or layout.earlier or layout.first_seen:
+        return False
+    if not q_THE.is_cuda or q_THE.itemsize != 2 or torch.cuda.get_device_capability(q_THE.device)[0] != 9:
+        return False
+    from jetspec.ops.tree_attention_piped_gluon import can_pipe
+
+    return can_pipe(pages, layout.max_queries * (H // G), len(layout.cached_len_B) * G)
 
 
 @cache

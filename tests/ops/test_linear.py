@@ -284,88 +284,113 @@ def test_sliced_kernel(monkeypatch: pytest.MonkeyPatch, rows: int, size: int, in
     assert len(kernel.grids) == 4
 
 
-GATED = [(65, 4096, 12288), (128, 4096, 14336), (100, 5120, 4096)]
-"""Rows of large weights."""
+PIPED = [(65, 4096, 12288), (128, 4096, 14336), (100, 4096, 4096)]
+"""Rows of large weights, of a layer's size and an MLP's."""
 
 
-def gated_inputs(
-    rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    torch.manual_seed(rows)
-    x, weight = torch.randn(rows, size), size**-0.5 * torch.randn(2 * inner, size)
-    return x.to(dtype), weight.to(dtype), torch.randn(2 * inner).to(dtype) if biased else None
+def piped_kernels() -> Any:
+    pytest.importorskip("triton")
+    return importlib.import_module("jetspec.ops.linear_piped_gluon")
 
 
 @pytest.mark.parametrize("outputs", [96, 4096, 12288, 14336, 16896, 16897])
-def test_every_program_of_a_gated_product_runs_at_once(outputs: int) -> None:
-    pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.gated_linear_gluon")
-    gates = module.find_gates(outputs)
-    assert (gates is None) == (outputs > module.PROGRAMS * 128)
-    if gates is not None:
-        assert gates.width * module.PROGRAMS >= outputs and gates.stages >= 3
+def test_every_program_of_a_piped_product_runs_at_once(outputs: int) -> None:
+    module = piped_kernels()
+    pipe = module.find_pipe(outputs)
+    assert (pipe is None) == (outputs > module.PROGRAMS * 128)
+    if pipe is not None:
+        assert pipe.width * module.PROGRAMS >= outputs
+        assert 3 <= pipe.stages(True) <= pipe.stages(False) <= module.MAX_STAGES
 
 
-@pytest.mark.parametrize(("rows", "size", "inner"), GATED)
-def test_gated_kernel_compiles_for_hopper(rows: int, size: int, inner: int) -> None:
-    """The weight is asked for before the kernel waits, and tensor cores are."""
-    pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.gated_linear_gluon")
-    gates = module.find_gates(inner)
+@pytest.mark.parametrize(("rows", "size", "inner"), PIPED)
+@pytest.mark.parametrize("gated", [True, False])
+def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, gated: bool) -> None:
+    """As the first product of an MLP, or as the last of attention. The weight is asked for before the kernel waits."""
+    module = piped_kernels()
+    pipe = module.find_pipe(inner if gated else size)
 
     def blocks(rows: int) -> str:
         shape, language = [rows, module.BLOCK_K], module.gl
         layout = language.NVMMASharedLayout.get_default_for(shape, language.bfloat16)
         return f"tensordesc<bf16[{rows}, {module.BLOCK_K}],{layout!r}>"
 
-    types = {"x_desc": blocks(module.BLOCK_M), "weight_desc": blocks(gates.BLOCK_N)}
-    types |= {"half_desc": blocks(gates.BLOCK_N // 2), "bias_ptr": "*bf16", "out_ptr": "*bf16"}
-    constants = {"BLOCK_M": module.BLOCK_M, "BLOCK_K": module.BLOCK_K, "STAGES": gates.stages, **gates._asdict()}
-    constants |= {} if gates.HALF else {"half_desc": None}
-    types |= dict.fromkeys(("T", "N", "K"), "i32")
-    ptx = compile_for_hopper(module._gated_linear_kernel, types, constants, num_warps=4)
+    types = {"x_desc": blocks(module.BLOCK_M), "weight_desc": blocks(pipe.BLOCK_N), "eps": "fp32"}
+    types |= {"half_desc": blocks(pipe.BLOCK_N // 2)} | dict.fromkeys(("T", "N", "K", "num_parts", "tap_stride"), "i32")
+    types |= dict.fromkeys(("bias_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr", "tap_ptr"), "*bf16")
+    constants = {"BLOCK_M": module.BLOCK_M, "BLOCK_K": module.BLOCK_K, "STAGES": pipe.stages(gated), **pipe._asdict()}
+    absent = ("next_norm", "scaled", "next_squares", "tap") if gated else ("squares",)
+    constants |= {"GATED": gated, "PARTS": 128 if gated else 1, **{f"{name}_ptr": None for name in absent}}
+    constants |= {} if pipe.HALF else {"half_desc": None}
+    ptx = compile_for_hopper(module._piped_linear_kernel, types, constants, num_warps=4)
     assert "setmaxnreg" in ptx and "wgmma.wait_group" in ptx
     assert ptx.index("cp.async.bulk.tensor") < ptx.rindex("griddepcontrol.wait")
-    assert ptx.count("wgmma.mma_async") == 2 * (2 if gates.HALF else 1) * (module.BLOCK_K // 16)
+    assert ptx.count("wgmma.mma_async") == 2 * (2 if pipe.HALF else 1) * (module.BLOCK_K // 16)
 
 
 @pytest.mark.parametrize(("rows", "size", "inner"), [(70, 72, 200), (128, 136, 300), (65, 200, 64), (100, 64, 1000)])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("half", [True, False])
-def test_gated_kernel(
+def test_piped_kernel(
     monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, biased: bool, half: bool
 ) -> None:
-    """What a GPU would run is interpreted, by threads that wait for each other."""
-    pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.gated_linear_gluon")
-    kernel = Interpreted(module._gated_linear_kernel)
-    monkeypatch.setattr(module, "_gated_linear_kernel", kernel)
+    """The end of attention and the start of an MLP. What a GPU would run is interpreted, by threads that wait for each
+    other."""
+    module = piped_kernels()
+    kernel = Interpreted(module._piped_linear_kernel)
+    monkeypatch.setattr(module, "_piped_linear_kernel", kernel)
     monkeypatch.setattr(module, "_blocks", lambda matrix, rows: Blocks(matrix, (rows, module.BLOCK_K)))
-    gates = module.Gates(32, half)
-    monkeypatch.setattr(module, "STAGE_BYTES", 3 * (module.BLOCK_M + 2 * gates.width) * module.BLOCK_K * 2)
-    x, weight, bias = gated_inputs(rows, size, inner, biased, torch.float32)
-    got = module.gated_linear_gluon(gates, x, weight, bias)
-    torch.testing.assert_close(got, swiglu(nn.functional.linear(x, weight, bias)), atol=1e-5, rtol=1e-5)
-    assert kernel.grids == [(-(-inner // gates.width),)]
+    monkeypatch.setattr(module, "MAX_STAGES", 3)
+    pipe = module.Pipe(32, half)
+    torch.manual_seed(rows)
+    total, x, norm = torch.randn(rows, size), torch.randn(rows, inner), torch.randn(size)
+    first, second = inner**-0.5 * torch.randn(size, inner), size**-0.5 * torch.randn(2 * inner, size)
+    first_bias, second_bias = (torch.randn(size), torch.randn(2 * inner)) if biased else (None, None)
+    taps = torch.zeros(rows, 2, size)
+    want = total + nn.functional.linear(x, first, first_bias)
+    scaled, squares = module.piped_add_linear_gluon(pipe, total, x, first, first_bias, norm, taps[:, 1])
+    torch.testing.assert_close(total, want, atol=1e-5, rtol=1e-5)
+    assert torch.equal(taps[:, 1], total) and not taps[:, 0].any()
+    normed = rms_norm(want, norm, EPS)
+    expected = swiglu(nn.functional.linear(normed, second, second_bias))
+    got = module.piped_swiglu_gluon(pipe, scaled, second, second_bias, squares, EPS)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    got = module.piped_swiglu_gluon(pipe, normed, second, second_bias)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    assert kernel.grids == [(-(-size // pipe.width),), *[(-(-inner // pipe.width),)] * 2]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "size", "inner"), GATED)
+@pytest.mark.parametrize(("rows", "size", "inner"), PIPED)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gated_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
-    """As the start of an MLP. Between rows that a tile takes and those that a library is better at."""
+def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
+    """The end of attention and the start of an MLP, for rows between those that a tile takes and those that a library
+    is better at. In float16 no norm is begun."""
     products = importlib.import_module("jetspec.ops.linear")
-    x, weight, bias = gated_inputs(rows, size, inner, biased, dtype)
-    x, weight, bias = x.cuda(), weight.cuda(), None if bias is None else bias.cuda()
-    assert products._find_gates(x, weight) is not None
-    assert products._find_gates(x[:64], weight) is None and products._find_gates(x, weight[:128]) is None
-    norm = torch.ones(size, device="cuda", dtype=dtype)
-    normed = rms_norm(x, norm, EPS).float()
-    want = swiglu(nn.functional.linear(normed, weight.float(), None if bias is None else bias.float()))
-    got = norm_swiglu(Stream(x), norm, EPS, weight, bias)
+    torch.manual_seed(rows)
+
+    def made(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape)).to("cuda", dtype)
+
+    total, x, norm = made(rows, size), made(rows, size), made(size)
+    first, second = made(size, size, scale=size**-0.5), made(2 * inner, size, scale=size**-0.5)
+    first_bias, second_bias = (made(size), made(2 * inner)) if biased else (None, None)
+    assert products._find_pipe(x, first, gated=False) and products._find_pipe(x, second, gated=True)
+    assert not products._find_pipe(x[:64], first, gated=False) and not products._find_pipe(x, first[:128], gated=False)
+    want = total.float() + nn.functional.linear(
+        x.float(), first.float(), None if first_bias is None else first_bias.float()
+    )
+    stream = add_linear(total, x, first, first_bias, norm)
+    assert (stream.scaled is None) == (dtype == torch.float16)
     tolerance = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
-    torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(stream.x.float(), want, atol=tolerance, rtol=tolerance)
+    normed = rms_norm(stream.x, norm, EPS).float()
+    expected = swiglu(
+        nn.functional.linear(normed, second.float(), None if second_bias is None else second_bias.float())
+    )
+    got = norm_swiglu(stream, norm, EPS, second, second_bias)
+    torch.testing.assert_close(got.float(), expected, atol=4 * tolerance, rtol=2 * tolerance)
 
 
 def loaded_registers(ptx: str) -> int:

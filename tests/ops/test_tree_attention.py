@@ -19,7 +19,7 @@ from jetspec.dispatch import force
 from jetspec.ops import plan_attention, store_kv, tree_attention
 from jetspec.ops.tree_attention import KernelPlan
 from jetspec.types import BatchLayout, KVPages, TreeBatch
-from tests.gluon import Interpreted
+from tests.gluon import Blocks, Interpreted
 from tests.kernels import compile_for_hopper, shared_bytes
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -339,6 +339,84 @@ def test_sliced_kernel_sees_nothing_before_the_first_seen(sliced: Any) -> None:
     compare_interpreted(batch, *random_inputs(batch, 3, 1, 64), None)
 
 
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernel for many queries, interpreted, for all that it knows."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.tree_attention_piped_gluon")
+    monkeypatch.setattr(module, "_piped_attention_kernel", Interpreted(module._piped_attention_kernel))
+    monkeypatch.setattr(module, "_pages", lambda x: Blocks(x.flatten(2).flatten(0, 1), (x.shape[1], 64)))
+    monkeypatch.setattr(importlib.import_module("jetspec.ops.tree_attention_triton"), "_can_pipe", lambda *_: True)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["tree", "clique"])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_piped_kernel_equals_reference(
+    monkeypatch: pytest.MonkeyPatch, piped: Any, kind: str, size: int, splits: int
+) -> None:
+    """Ragged: many blocks of keys, no prefix, a tree that begins within a word and ends within a page, none at all."""
+    batch = scattered_batch([700, 0, 133, 5], [50, 90, 1, 0], 16, kind, 0)
+    monkeypatch.setattr(piped, "MIN_RUN", 1)
+    monkeypatch.setattr(piped, "PROGRAMS", 1000 * (splits - 1))
+    monkeypatch.setattr(piped, "MAX_SPLITS", splits)
+    compare_interpreted(batch, *random_inputs(batch, 6, 2, size), None)
+    ((programs,),) = piped._piped_attention_kernel.grids
+    assert programs == splits * 4 * 2 * (-(-90 * 3 // 128))
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+def test_programs_of_the_piped_kernel_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, piped: Any, splits: int
+) -> None:
+    kernel = Interpreted(piped._piped_attention_kernel.kernel, together=True)
+    monkeypatch.setattr(piped, "_piped_attention_kernel", kernel)
+    monkeypatch.setattr(piped, "MIN_RUN", 1)
+    monkeypatch.setattr(piped, "MAX_SPLITS", splits)
+    batch = scattered_batch([500, 33], [40, 1], 16, "tree", 0)
+    for _ in range(2):
+        compare_interpreted(batch, *random_inputs(batch, 4, 2, 64), None)
+    assert kernel.grids == [(2 * 2 * splits,)] * 2
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_piped_kernel_compiles_for_hopper(size: int, splits: int) -> None:
+    """It fits into a multiprocessor."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.tree_attention_piped_gluon")
+    kernel, language = module._piped_attention_kernel, module.gl
+    layout = language.NVMMASharedLayout.get_default_for([16, 64], language.bfloat16)
+    types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<bf16[16, 64],{layout!r}>") | {"scale": "fp32", "W": "i32"}
+    types |= {"page_ptr": "*i64", "cached_ptr": "*i64", "start_ptr": "*i64", "ancestor_ptr": "*i32"}
+    types |= {"finished_ptr": "*i32", "q_ptr": "*bf16", "out_ptr": "*bf16"}
+    numbers = [name for name in kernel.arg_names if name.islower() and name not in types and not name.endswith("_ptr")]
+    constants: dict[str, Any] = {"PAGE_SIZE": 16, "G": 8, "REPEAT": 4, "E": size, "SPLITS": splits, "TOGETHER": True}
+    constants |= {"BLOCK_M": module.BLOCK_M, "BLOCK_N": module.BLOCK_N, "STAGES": module.STAGES[size]}
+    constants |= {} if splits > 1 else {"part_ptr": None, "lse_ptr": None}
+    types |= dict.fromkeys(numbers, "i32")
+    ptx = compile_for_hopper(kernel, types, constants, num_warps=8)
+    halves = size // 64
+    assert "setmaxnreg" in ptx and ".local" not in ptx
+    assert ptx.count("wgmma.mma_async") == 2 * halves * (64 // 16) + 2 * halves * (module.BLOCK_N // 16)
+    assert 0 < shared_bytes(kernel, types, constants, 90, {"num_warps": 8}) <= 227 * 1024 - 1024
+
+
+def test_piped_kernel_takes_what_it_knows() -> None:
+    pytest.importorskip("triton")
+    can = importlib.import_module("jetspec.ops.tree_attention_piped_gluon").can_pipe
+
+    def pages(page_size: int, size: int) -> KVPages:
+        return KVPages(*(torch.zeros(4, page_size, 8, size) for _ in range(2)))
+
+    assert can(pages(16, 128), 64 * 4, 8) and can(pages(64, 64), 64 * 4, 8)
+    assert not can(pages(16, 128), 32 * 4, 8), "too few tiles"
+    assert not can(pages(4, 128), 64 * 4, 8) and not can(pages(24, 128), 64 * 4, 8) and not can(pages(16, 96), 256, 8)
+    wide = pages(16, 128)
+    assert not can(KVPages(wide.k[:, :, ::2], wide.v[:, :, ::2]), 1024, 4)
+
+
 def sliced_arguments(module: Any, size: int, tree: bool, splits: int) -> tuple[dict[str, str], dict[str, Any]]:
     """Types and constants of the sliced kernel."""
     kernel, slices = module._sliced_attention_kernel, module.SLICES[size]
@@ -526,6 +604,31 @@ def test_sliced_kernel_on_a_gpu(
     assert module.can_slice(size, max(counts) * (heads // kv_heads), len(cached) * kv_heads)
     for _ in range(2):  # counters are left as they were
         check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (24, 8, 64)])
+@pytest.mark.parametrize(
+    ("cached", "counts", "kind"),
+    [
+        ([256], [128], "tree"),
+        ([8150], [128], "tree"),
+        ([2047], [86], "clique"),
+        ([0, 5, 700, 6000], [64, 64, 3, 50], "tree"),
+        ([300] * 20, [50] * 20, "tree"),
+    ],
+)
+def test_piped_kernel_on_a_gpu(
+    cached: list[int], counts: list[int], kind: str, heads: int, kv_heads: int, size: int
+) -> None:
+    host = scattered_batch(cached, counts, 16, kind, 0)
+    q, pages = random_inputs(host, heads, kv_heads, size, torch.bfloat16)
+    used, batch = keep_used(pages, host), on_gpu(host)
+    q, pages, used = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda()), KVPages(used.k.cuda(), used.v.cuda())
+    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
+    assert kernel._can_pipe(q, used, batch, None)
+    for _ in range(2):  # counters are left as they were
+        check_on_gpu(tree_attention(q, used, plan_attention(batch), 0.1, None), q, pages, batch, None)
 
 
 @pytest.mark.gpu

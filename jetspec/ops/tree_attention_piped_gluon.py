@@ -1,0 +1,506 @@
+"""The kernel of `tree_attention` for trees with many queries, which are a matter of tensor cores.
+
+It is written in Gluon, the language below Triton, where a program says which warps do what. One warp does nothing but
+ask for pages of keys and values; the others share what arrives for a tile of queries twice as large as Triton's, so
+that each page is read half as often. They have the next scores on their way before they weigh the values of the last,
+so that tensor cores multiply while the highest score is looked for. Keys are split between programs as in
+`tree_attention_triton`, which wait for each other and then combine what all have found, some rows each.
+
+Programs that wait for each other are neighbours in the grid: a GPU starts programs in that order, so all but the last
+few that run have their neighbours beside them, and will end.
+
+Between two calls the weights of a layer go through the cache, so all of its code is read anew, as fast as it is run
+through: it is kept short.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jetspec.ops.fragments_gluon import index, wait
+from jetspec.ops.overlap_triton import overlap
+from jetspec.types import KVPages, TreeBatch
+
+BLOCK_M = 128
+"""Query rows of a program."""
+BLOCK_N = 64
+"""Keys at once."""
+STAGES = {64: 8, 128: 6}
+"""Blocks on their way, by the size of a head."""
+MIN_RUN = 2
+"""Blocks that are worth a program of their own, with the combining that it brings."""
+PROGRAMS = 132
+"""That run at once on Hopper: each fills a multiprocessor."""
+MAX_SPLITS = 32
+TOGETHER = True
+FEW_TILES = 16
+
+# Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+def can_pipe(pages: KVPages, rows: int, groups: int) -> bool:
+    """Whether there is a kernel for heads and pages of this size, and enough for it to do. Pages start where the lines
+    of shared memory repeat, every eight rows."""
+    _, size, _, E = pages.k.shape
+    fit = E in STAGES and size % 8 == 0 and BLOCK_N % size == 0 and pages.k.is_contiguous() and pages.v.is_contiguous()
+    return fit and triton.cdiv(rows, BLOCK_M) * groups >= FEW_TILES
+
+
+def piped_attention_gluon(
+    q_THE: Tensor, pages: KVPages, batch: TreeBatch, ancestor: Tensor, scale: float, out: Tensor, counters: Tensor
+) -> None:
+    """What `tree_attention_triton` does, of trees, without windows, tokens of former forwards and tokens out of sight.
+    `counters` are zeros, more than there are programs, and zeros again when it is done."""
+    layout, (_, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
+    B, P = layout.page_BP.shape
+    tiles = triton.cdiv(layout.max_queries * (H // G), BLOCK_M)
+    programs, most_runs = tiles * B * G, triton.cdiv(P * layout.page_size, BLOCK_N * MIN_RUN)
+    most = min(PROGRAMS // programs, MAX_SPLITS, most_runs)
+    splits = 1 << (most.bit_length() - 1) if most > 1 else 1
+    part, lse = None, None
+    if splits > 1:
+        part = q_THE.new_empty(programs, splits, BLOCK_M, E, dtype=torch.float32)
+        lse = q_THE.new_empty(programs, splits, BLOCK_M, dtype=torch.float32)
+    with torch.cuda.device_of(q_THE):
+        _piped_attention_kernel[(programs * splits,)](
+            _pages(pages.k),
+            _pages(pages.v),
+            q_THE,
+            layout.page_BP,
+            layout.cached_len_B,
+            layout.query_start_B1,
+            ancestor,
+            out,
+            part,
+            lse,
+            counters,
+            scale * math.log2(math.e),
+            tiles,
+            len(pages.k) * layout.page_size,
+            q_THE.stride(0),
+            q_THE.stride(1),
+            layout.page_BP.stride(0),
+            ancestor.stride(0),
+            ancestor.stride(1),
+            ancestor.shape[2],
+            MIN_RUN,
+            PAGE_SIZE=layout.page_size,
+            G=G,
+            REPEAT=H // G,
+            E=E,
+            SPLITS=splits,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            STAGES=STAGES[E],
+            TOGETHER=TOGETHER and q_THE.is_cuda,
+            num_warps=8,
+            **overlap(q_THE),
+        )
+
+
+def _pages(x_PSGE: Tensor) -> TensorDescriptor:
+    """Half a head of a page, a line of shared memory per token: 128 bytes of 16-bit numbers."""
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x_PSGE.dtype]
+    shape = [x_PSGE.shape[1], 64]
+    rows = x_PSGE.flatten(2).flatten(0, 1)
+    return TensorDescriptor.from_tensor(rows, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
+
+
+@gluon.jit(
+    do_not_specialize=["tiles", "slots", "page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W", "min_run"]
+)
+def _piped_attention_kernel(
+    k_desc,
+    v_desc,
+    q_ptr,
+    page_ptr,
+    cached_ptr,
+    start_ptr,
+    ancestor_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    finished_ptr,
+    scale,
+    tiles,
+    slots,
+    q_stride_t,
+    q_stride_h,
+    page_stride_b,
+    ancestor_stride_b,
+    ancestor_stride_n,
+    W,
+    min_run,
+    PAGE_SIZE: gl.constexpr,
+    G: gl.constexpr,
+    REPEAT: gl.constexpr,
+    E: gl.constexpr,
+    SPLITS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    OVERLAP: gl.constexpr = False,
+):
+    """One tile of queries over a run of blocks of keys, those of the prefix and of the tree alike.
+
+    Lengths, pages and masks are older than the kernel ahead, which writes q and the K and V in flight.
+    """
+    HALVES: gl.constexpr = E // 64
+    dtype: gl.constexpr = k_desc.dtype
+    number, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
+    tile = number % tiles
+    pair = number // tiles
+    request = (pair // G).to(gl.int64)
+    group = pair % G
+    start = gl.load(start_ptr + request).to(gl.int64)
+    count = (gl.load(start_ptr + request + 1) - start).to(gl.int32)
+    cached = gl.load(cached_ptr + request).to(gl.int32)
+    end = cached + count
+    num_blocks = gl.cdiv(end, BLOCK_N)
+    run = gl.maximum(gl.cdiv(num_blocks, SPLITS), min_run)
+    busy = gl.cdiv(num_blocks, run)
+    first = split * run
+    steps = gl.maximum(gl.minimum(num_blocks - first, run), 0)
+    if tile * BLOCK_M // REPEAT >= count:
+        steps = 0 * steps
+
+    q_blocks = gl.allocate_shared_memory(dtype, [HALVES, BLOCK_M, 64], k_desc.layout)
+    k_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
+    v_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=1)
+
+    sizes: gl.constexpr = (PAGE_SIZE, G, REPEAT, E, SPLITS, BLOCK_M, BLOCK_N, STAGES, OVERLAP, TOGETHER)
+    shared = q_blocks, k_blocks, v_blocks, k_full, v_full, k_free, v_free
+    places = q_ptr, ancestor_ptr + request * ancestor_stride_b, out_ptr, part_ptr, lse_ptr, finished_ptr
+    numbers = scale, q_stride_t, q_stride_h, ancestor_stride_n, W
+    work = number, split, busy, tile, group, start, count, cached, first, steps
+    pages = page_ptr + request * page_stride_b, slots
+    gl.warp_specialize(
+        [
+            (_attend, (shared, places, numbers, work, sizes)),
+            (_fetch, (k_desc, v_desc, pages, shared, group, first, steps, cached, end, sizes)),
+        ],
+        [1],
+        [40],
+    )
+
+
+@gluon.jit
+def _fetch(k_desc, v_desc, pages, shared, group, first, steps, cached, end, sizes: gl.constexpr):
+    """Ask for all pages in turn. Those of the prefix are older than the kernel ahead, too: between what wrote them and
+    the first layer of a forward there are kernels that take no part in the overlap."""
+    PAGE_SIZE: gl.constexpr = sizes[0]
+    E: gl.constexpr = sizes[3]
+    BLOCK_N: gl.constexpr = sizes[6]
+    STAGES: gl.constexpr = sizes[7]
+    _, k_blocks, v_blocks, k_full, v_full, k_free, v_free = shared
+    slot = _slot(pages, first * (BLOCK_N // PAGE_SIZE), end, PAGE_SIZE)
+    for step in range(steps):
+        if (first + step + 1) * BLOCK_N > cached:
+            wait(sizes[8])
+        stage, parity = step % STAGES, (step // STAGES + 1) & 1
+        page = (first + step) * (BLOCK_N // PAGE_SIZE)
+        mbarrier.wait(k_free.index(stage), parity)
+        next_slot = _fetch_block(k_desc, pages, page, slot, end, k_blocks, k_full, stage, group, PAGE_SIZE, E, BLOCK_N)
+        mbarrier.wait(v_free.index(stage), parity)
+        _fetch_block(v_desc, pages, page, slot, end, v_blocks, v_full, stage, group, PAGE_SIZE, E, BLOCK_N)
+        slot = next_slot
+
+
+@gluon.jit
+def _slot(pages, page, end, PAGE_SIZE: gl.constexpr):
+    """Where a page begins. Behind the last one there are zeros, as behind all."""
+    page_ptr, slots = pages
+    last = (end - 1) // PAGE_SIZE
+    slot = gl.load(page_ptr + gl.maximum(gl.minimum(page, last), 0)).to(gl.int32) * PAGE_SIZE
+    return gl.where(page <= last, slot, slots)
+
+
+@gluon.jit
+def _fetch_block(
+    desc,
+    pages,
+    page,
+    slot,
+    end,
+    blocks,
+    full,
+    stage,
+    group,
+    PAGE_SIZE: gl.constexpr,
+    E: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Pages from `page` on, which begins at `slot`. Returns where the next block begins: always asked for ahead."""
+    HALVES: gl.constexpr = E // 64
+    PAGES: gl.constexpr = BLOCK_N // PAGE_SIZE
+    bar, places = full.index(stage), _as_pages(blocks, PAGES)
+    mbarrier.expect(bar, BLOCK_N * E * desc.dtype.primitive_bitwidth // 8)
+    for i in range(PAGES):
+        next_slot = _slot(pages, page + i + 1, end, PAGE_SIZE)
+        for half in gl.static_range(HALVES):
+            place = places.index((stage * HALVES + half) * PAGES + i)
+            tma.async_copy_global_to_shared(desc, [slot, group * E + half * 64], bar, place)
+        slot = next_slot
+    return slot
+
+
+@gluon.jit
+def _as_pages(blocks, PAGES: gl.constexpr):
+    """The same memory, page by page."""
+    shape: gl.constexpr = [blocks.shape[0] * PAGES, blocks.shape[1] // PAGES, blocks.shape[2]]
+    return blocks._reinterpret(blocks.dtype, shape, blocks.layout)
+
+
+@gluon.jit
+def _attend(shared, places, numbers, work, sizes: gl.constexpr):
+    """All rows of a tile. Every step weighs the values of the step before; the first one finds no weights yet, and adds
+    nothing."""
+    PAGE_SIZE: gl.constexpr = sizes[0]
+    REPEAT: gl.constexpr = sizes[2]
+    E: gl.constexpr = sizes[3]
+    BLOCK_M: gl.constexpr = sizes[5]
+    BLOCK_N: gl.constexpr = sizes[6]
+    STAGES: gl.constexpr = sizes[7]
+    HALVES: gl.constexpr = E // 64
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N, 16])
+    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, outputs, 2)
+    q_blocks, k_blocks, v_blocks, k_full, v_full, k_free, v_free = shared
+    q_ptr, ancestor_ptr, _, _, _, _ = places
+    scale, q_stride_t, q_stride_h, ancestor_stride_n, W = numbers
+    _, _, _, tile, group, start, count, cached, first, steps = work
+    dtype: gl.constexpr = q_blocks.dtype
+    first_row = tile * BLOCK_M
+    wait(sizes[8])
+    if steps > 0:
+        # Rows past the last node repeat it, so that they load what exists; they are not stored.
+        q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+        row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, q_layout))
+        token = start + gl.minimum(row // REPEAT, count - 1)
+        q_place = token * q_stride_t + (group * REPEAT + row % REPEAT) * q_stride_h
+        column = gl.arange(0, 64, gl.SliceLayout(0, q_layout))[None, :]
+        for half in gl.static_range(HALVES):
+            q_blocks.index(half).store(gl.load(q_ptr + q_place[:, None] + half * 64 + column))
+        fence_async_shared()
+        tl.debug_barrier()
+
+        node = gl.minimum((first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores))) // REPEAT, count - 1)
+        words_ptr = ancestor_ptr + node.to(gl.int64) * ancestor_stride_n
+        top = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, scores))
+        total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
+        low = gl.zeros([BLOCK_M, 64], gl.float32, outputs)
+        high = gl.zeros([BLOCK_M, 64], gl.float32, outputs)
+        p = gl.zeros([BLOCK_M, BLOCK_N], dtype, weights)
+        mbarrier.wait(k_full.index(0), 0)
+        s = _score(q_blocks, k_blocks, 0, HALVES, BLOCK_M, BLOCK_N, scores)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        mbarrier.arrive(k_free.index(0))
+        for step in range(steps):
+            # Behind the last block there is none to wait for: what is then multiplied is not looked at.
+            stage, before = (step + 1) % STAGES, gl.maximum(step - 1, 0)
+            if step < steps - 1:
+                mbarrier.wait(k_full.index(stage), ((step + 1) // STAGES) & 1)
+            next_s = _score(q_blocks, k_blocks, stage * HALVES, HALVES, BLOCK_M, BLOCK_N, scores)
+            if step == steps - 1:
+                mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
+                length = cached + count - (first + step) * BLOCK_N
+                _clear_rest(v_blocks, step % STAGES * HALVES, length, PAGE_SIZE, HALVES, BLOCK_N)
+            mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
+            low = warpgroup_mma(p, v_blocks.index(before % STAGES * HALVES), low, is_async=True)
+            if HALVES == 2:
+                high = warpgroup_mma(p, v_blocks.index(before % STAGES * HALVES + 1), high, is_async=True)
+            if (first + step + 1) * BLOCK_N > cached:
+                s = _mask(s, words_ptr, (first + step) * BLOCK_N - cached, count, W, BLOCK_N, scores)
+            new_top = gl.maximum(top, gl.max(s, 1) * scale)
+            weight = gl.exp2(s * scale - new_top[:, None])
+            keep = gl.exp2(top - new_top)
+            top, total = new_top, total * keep + gl.sum(weight, 1)
+            kept = gl.convert_layout(keep, gl.SliceLayout(1, outputs))[:, None]
+            if HALVES == 2:
+                s, low, high = warpgroup_mma_wait(num_outstanding=0, deps=(next_s, low, high))
+                high = high * kept
+            else:
+                s, low = warpgroup_mma_wait(num_outstanding=0, deps=(next_s, low))
+            low = low * kept
+            mbarrier.arrive(k_free.index(stage), pred=step < steps - 1)
+            mbarrier.arrive(v_free.index(before % STAGES), pred=step > 0)
+            p = gl.convert_layout(weight.to(dtype), weights)
+
+        v = (steps - 1) % STAGES * HALVES
+        low = warpgroup_mma(p, v_blocks.index(v), low, is_async=True)
+        if HALVES == 2:
+            high = warpgroup_mma(p, v_blocks.index(v + 1), high, is_async=True)
+            low, high = warpgroup_mma_wait(num_outstanding=0, deps=(low, high))
+        else:
+            low = warpgroup_mma_wait(num_outstanding=0, deps=(low,))
+        _finish(low, high, top, total, first_row, places, work, sizes)
+
+
+@gluon.jit
+def _score(
+    q_blocks, k_blocks, block, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, scores: gl.constexpr
+):
+    """Queries with a block of keys, on its way."""
+    s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+    s = warpgroup_mma(q_blocks.index(0), k_blocks.index(block).permute((1, 0)), s, use_acc=False, is_async=True)
+    if HALVES == 2:
+        s = warpgroup_mma(q_blocks.index(1), k_blocks.index(block + 1).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _clear_rest(v_blocks, block, length, PAGE_SIZE: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What lies behind the last node in its page may not be a number, which no weight would make one."""
+    if length % PAGE_SIZE != 0 and length < BLOCK_N:
+        PAGES: gl.constexpr = BLOCK_N // PAGE_SIZE
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
+        exists = gl.arange(0, PAGE_SIZE, gl.SliceLayout(1, layout))[:, None] < length % PAGE_SIZE
+        pages = _as_pages(v_blocks, PAGES)
+        for half in gl.static_range(HALVES):
+            page = pages.index((block + half) * PAGES + length // PAGE_SIZE)
+            v = page.load(layout)
+            page.store(gl.where(exists, v, gl.zeros([PAGE_SIZE, 64], v.dtype, layout)))
+        fence_async_shared()
+        tl.debug_barrier()
+
+
+@gluon.jit
+def _mask(s, words_ptr, bit, count, W, BLOCK_N: gl.constexpr, scores: gl.constexpr):
+    """Scores of nodes from `bit` on, which is negative in the prefix, without those that a query does not see: it sees
+    all of the prefix, and nodes by the bits of its mask, 32 of which may begin anywhere in a word."""
+    # A thread holds two neighbours of every eight columns: what it tests first it moves to the end of each byte.
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))[None, :]
+    number, shift = bit >> 5, bit & 31
+    bits = gl.zeros(s.shape, gl.int32, scores)
+    word = _word(words_ptr, number, count, W)
+    for i in gl.static_range(BLOCK_N // 32):
+        next_word = _word(words_ptr, number + i + 1, count, W)
+        some = (((word & 0xFFFFFFFF) | (next_word << 32)) >> shift).to(gl.int32)
+        bits = gl.where(column // 32 == i, some[:, None] >> (column % 8), bits)
+        word = next_word
+    return gl.where((bits >> (column // 8 % 4 * 8)) & 1 != 0, s, float("-inf"))
+
+
+@gluon.jit
+def _word(words_ptr, number, count, W):
+    """Of the mask of each row. Bits of the prefix, before the first node, are set; those behind the last are not."""
+    word = gl.load(words_ptr + gl.minimum(gl.maximum(number, 0), W - 1)).to(gl.int64)
+    known = gl.minimum(gl.maximum(count - number * 32, 0), 32).to(gl.int64)
+    return gl.where(number < 0, -1, word & ((1 << known) - 1))
+
+
+@gluon.jit
+def _finish(low, high, top, total, first_row, places, work, sizes: gl.constexpr):
+    """Store what was found, or wait for what the other splits have found and combine some rows."""
+    G: gl.constexpr = sizes[1]
+    REPEAT: gl.constexpr = sizes[2]
+    E: gl.constexpr = sizes[3]
+    SPLITS: gl.constexpr = sizes[4]
+    BLOCK_M: gl.constexpr = sizes[5]
+    TOGETHER: gl.constexpr = sizes[9]
+    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
+    _, _, out_ptr, part_ptr, lse_ptr, finished_ptr = places
+    number, split, busy, _, group, start, count, _, _, _ = work
+    top = gl.convert_layout(top, gl.SliceLayout(1, outputs))
+    total = gl.convert_layout(total, gl.SliceLayout(1, outputs))
+    divisor = gl.where(total > 0, total, 1.0)
+    share = (1 / divisor)[:, None]
+    low, high = low * share, high * share
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, outputs))
+    column = gl.arange(0, 64, gl.SliceLayout(0, outputs))[None, :]
+    if busy == 1:
+        out_place = _places_of_rows(first_row + row, start, group, G, REPEAT, E)[:, None] + column
+        exists = ((first_row + row) // REPEAT < count)[:, None]
+        gl.store(out_ptr + out_place, low.to(out_ptr.dtype.element_ty), mask=exists)
+        if E == 128:
+            gl.store(out_ptr + out_place + 64, high.to(out_ptr.dtype.element_ty), mask=exists)
+    elif SPLITS > 1:
+        part = (number * SPLITS + split) * BLOCK_M + row
+        gl.store(lse_ptr + part, gl.where(total > 0, top + gl.log2(divisor), float("-inf")))
+        gl.store(part_ptr + part[:, None] * E + column, low)
+        if E == 128:
+            gl.store(part_ptr + part[:, None] * E + column + 64, high)
+        # All of a program's stores come before its mark, and all its loads of others' after theirs.
+        tl.debug_barrier()
+        marks = gl.atomic_add(finished_ptr + number, 1, sem="acq_rel") + 1
+        if TOGETHER:
+            chunk, step = split, busy
+            while marks < busy:
+                marks = gl.atomic_add(finished_ptr + number, 0, sem="acquire")
+        else:
+            chunk, step = gl.where(marks < busy, SPLITS, 0), 1
+        ROWS: gl.constexpr = BLOCK_M // SPLITS
+        parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, 8, 1], [2, 1, 0])
+        while chunk < SPLITS:
+            found = _combine(lse_ptr, part_ptr, number, chunk * ROWS, busy, SPLITS, BLOCK_M, ROWS, E, parts)
+            some = first_row + chunk * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(0, parts)))
+            some_place = _places_of_rows(some, start, group, G, REPEAT, E)[:, None]
+            some_column = gl.arange(0, E, gl.SliceLayout(0, gl.SliceLayout(0, parts)))[None, :]
+            inside = (some // REPEAT < count)[:, None]
+            gl.store(out_ptr + some_place + some_column, found.to(out_ptr.dtype.element_ty), mask=inside)
+            chunk = chunk + step
+        if TOGETHER:
+            marks = gl.atomic_add(finished_ptr + number, 1, sem="relaxed") + 1 - busy
+        if marks == busy:
+            gl.store(finished_ptr + number, 0)
+
+
+@gluon.jit
+def _places_of_rows(row, start, group, G: gl.constexpr, REPEAT: gl.constexpr, E: gl.constexpr):
+    return ((start + row // REPEAT) * (G * REPEAT) + group * REPEAT + row % REPEAT) * E
+
+
+@gluon.jit
+def _combine(
+    lse_ptr,
+    part_ptr,
+    number,
+    first,
+    busy,
+    SPLITS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    ROWS: gl.constexpr,
+    E: gl.constexpr,
+    parts: gl.constexpr,
+):
+    """Rows of a tile from `first` on: what all splits have found, each by the weight of its sum of exponentials.
+
+    They were written by other multiprocessors, so they are read from the cache that all share, and all at once.
+    """
+    split = index(SPLITS, 0, parts)
+    part = (number * SPLITS + split) * BLOCK_M + first + index(ROWS, 1, parts)
+    lse = gl.load(lse_ptr + part, mask=split < busy, other=float("-inf"), cache_modifier=".cg")
+    values_ptr = part_ptr + part * E + index(E, 2, parts)
+    values = gl.load(values_ptr, mask=split < busy, other=0.0, cache_modifier=".cg")
+    weight = gl.exp2(lse - gl.maximum(gl.max(lse, 0), LOWEST)[None, :, :])
+    total = gl.sum(weight, 0)
+    return gl.sum(values * weight, 0) * (1 / gl.where(total > 0, total, 1.0))
