@@ -51,17 +51,18 @@ PROGRAMS = 132
 MAX_SPLITS = 32
 TOGETHER = True
 FEW_TILES = 16
+"""Of queries. Fewer are a matter of latency, and this kernel has more to prepare than others."""
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
 
 
 def can_pipe(pages: KVPages, rows: int, groups: int) -> bool:
-    """Whether there is a kernel for heads and pages of this size, and enough for it to do. Pages start where the lines
-    of shared memory repeat, every eight rows."""
+    """Whether there is a kernel for heads and pages of this size, enough for it to do, and a multiprocessor for each
+    tile of queries to a key head. Pages start where the lines of shared memory repeat, every eight rows."""
     _, size, _, E = pages.k.shape
     fit = E in STAGES and size % 8 == 0 and BLOCK_N % size == 0 and pages.k.is_contiguous() and pages.v.is_contiguous()
-    return fit and triton.cdiv(rows, BLOCK_M) * groups >= FEW_TILES
+    return fit and FEW_TILES <= triton.cdiv(rows, BLOCK_M) * groups <= PROGRAMS
 
 
 def piped_attention_gluon(
@@ -206,7 +207,7 @@ def _piped_attention_kernel(
     gl.warp_specialize(
         [
             (_attend, (shared, places, numbers, work, sizes)),
-            (_fetch, (k_desc, v_desc, pages, shared, group, first, steps, cached, end, sizes)),
+            (_fetch, (k_desc, v_desc, pages, shared, group, first, steps, end, sizes)),
         ],
         [1],
         [40],
@@ -214,18 +215,16 @@ def _piped_attention_kernel(
 
 
 @gluon.jit
-def _fetch(k_desc, v_desc, pages, shared, group, first, steps, cached, end, sizes: gl.constexpr):
-    """Ask for all pages in turn. Those of the prefix are older than the kernel ahead, too: between what wrote them and
-    the first layer of a forward there are kernels that take no part in the overlap."""
+def _fetch(k_desc, v_desc, pages, shared, group, first, steps, end, sizes: gl.constexpr):
+    """Ask for all pages in turn."""
     PAGE_SIZE: gl.constexpr = sizes[0]
     E: gl.constexpr = sizes[3]
     BLOCK_N: gl.constexpr = sizes[6]
     STAGES: gl.constexpr = sizes[7]
     _, k_blocks, v_blocks, k_full, v_full, k_free, v_free = shared
     slot = _slot(pages, first * (BLOCK_N // PAGE_SIZE), end, PAGE_SIZE)
+    wait(sizes[8])
     for step in range(steps):
-        if (first + step + 1) * BLOCK_N > cached:
-            wait(sizes[8])
         stage, parity = step % STAGES, (step // STAGES + 1) & 1
         page = (first + step) * (BLOCK_N // PAGE_SIZE)
         mbarrier.wait(k_free.index(stage), parity)
@@ -320,24 +319,26 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
         low = gl.zeros([BLOCK_M, 64], gl.float32, outputs)
         high = gl.zeros([BLOCK_M, 64], gl.float32, outputs)
         p = gl.zeros([BLOCK_M, BLOCK_N], dtype, weights)
-        mbarrier.wait(k_full.index(0), 0)
-        s = _score(q_blocks, k_blocks, 0, HALVES, BLOCK_M, BLOCK_N, scores)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        mbarrier.arrive(k_free.index(0))
         for step in range(steps):
-            # Behind the last block there is none to wait for: what is then multiplied is not looked at.
-            stage, before = (step + 1) % STAGES, gl.maximum(step - 1, 0)
-            if step < steps - 1:
-                mbarrier.wait(k_full.index(stage), ((step + 1) // STAGES) & 1)
-            next_s = _score(q_blocks, k_blocks, stage * HALVES, HALVES, BLOCK_M, BLOCK_N, scores)
+            stage, parity = step % STAGES, (step // STAGES) & 1
+            mbarrier.wait(k_full.index(stage), parity)
+            s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+            k = k_blocks.index(stage * HALVES).permute((1, 0))
+            s = warpgroup_mma(q_blocks.index(0), k, s, use_acc=False, is_async=True)
+            if HALVES == 2:
+                k = k_blocks.index(stage * HALVES + 1).permute((1, 0))
+                s = warpgroup_mma(q_blocks.index(1), k, s, is_async=True)
             if step == steps - 1:
-                mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
+                mbarrier.wait(v_full.index(stage), parity)
                 length = cached + count - (first + step) * BLOCK_N
-                _clear_rest(v_blocks, step % STAGES * HALVES, length, PAGE_SIZE, HALVES, BLOCK_N)
+                _clear_rest(v_blocks, stage * HALVES, length, PAGE_SIZE, HALVES, BLOCK_N)
+            before = gl.maximum(step - 1, 0)
             mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
             low = warpgroup_mma(p, v_blocks.index(before % STAGES * HALVES), low, is_async=True)
             if HALVES == 2:
                 high = warpgroup_mma(p, v_blocks.index(before % STAGES * HALVES + 1), high, is_async=True)
+            s = warpgroup_mma_wait(num_outstanding=HALVES, deps=(s,))
+            mbarrier.arrive(k_free.index(stage))
             if (first + step + 1) * BLOCK_N > cached:
                 s = _mask(s, words_ptr, (first + step) * BLOCK_N - cached, count, W, BLOCK_N, scores)
             new_top = gl.maximum(top, gl.max(s, 1) * scale)
@@ -346,12 +347,11 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
             top, total = new_top, total * keep + gl.sum(weight, 1)
             kept = gl.convert_layout(keep, gl.SliceLayout(1, outputs))[:, None]
             if HALVES == 2:
-                s, low, high = warpgroup_mma_wait(num_outstanding=0, deps=(next_s, low, high))
+                low, high = warpgroup_mma_wait(num_outstanding=0, deps=(low, high))
                 high = high * kept
             else:
-                s, low = warpgroup_mma_wait(num_outstanding=0, deps=(next_s, low))
+                low = warpgroup_mma_wait(num_outstanding=0, deps=(low,))
             low = low * kept
-            mbarrier.arrive(k_free.index(stage), pred=step < steps - 1)
             mbarrier.arrive(v_free.index(before % STAGES), pred=step > 0)
             p = gl.convert_layout(weight.to(dtype), weights)
 
@@ -363,18 +363,6 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
         else:
             low = warpgroup_mma_wait(num_outstanding=0, deps=(low,))
         _finish(low, high, top, total, first_row, places, work, sizes)
-
-
-@gluon.jit
-def _score(
-    q_blocks, k_blocks, block, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, scores: gl.constexpr
-):
-    """Queries with a block of keys, on its way."""
-    s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
-    s = warpgroup_mma(q_blocks.index(0), k_blocks.index(block).permute((1, 0)), s, use_acc=False, is_async=True)
-    if HALVES == 2:
-        s = warpgroup_mma(q_blocks.index(1), k_blocks.index(block + 1).permute((1, 0)), s, is_async=True)
-    return s
 
 
 @gluon.jit

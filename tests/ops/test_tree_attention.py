@@ -383,7 +383,7 @@ def test_programs_of_the_piped_kernel_wait_for_each_other(
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_piped_kernel_compiles_for_hopper(size: int, splits: int) -> None:
-    """It fits into a multiprocessor."""
+    """It fits into a multiprocessor. Tensor cores have the next scores to do while the last ones are weighed."""
     pytest.importorskip("triton")
     module = importlib.import_module("jetspec.ops.tree_attention_piped_gluon")
     kernel, language = module._piped_attention_kernel, module.gl
@@ -398,8 +398,8 @@ def test_piped_kernel_compiles_for_hopper(size: int, splits: int) -> None:
     types |= dict.fromkeys(numbers, "i32")
     ptx = compile_for_hopper(kernel, types, constants, num_warps=8)
     halves = size // 64
-    assert "setmaxnreg" in ptx and ".local" not in ptx
-    assert ptx.count("wgmma.mma_async") == 2 * halves * (64 // 16) + 2 * halves * (module.BLOCK_N // 16)
+    assert f"wgmma.wait_group.sync.aligned {halves};" in ptx and "setmaxnreg" in ptx
+    assert ptx.count("wgmma.mma_async") == halves * (64 // 16) + 2 * halves * (module.BLOCK_N // 16)
     assert 0 < shared_bytes(kernel, types, constants, 90, {"num_warps": 8}) <= 227 * 1024 - 1024
 
 
@@ -412,6 +412,7 @@ def test_piped_kernel_takes_what_it_knows() -> None:
 
     assert can(pages(16, 128), 64 * 4, 8) and can(pages(64, 64), 64 * 4, 8)
     assert not can(pages(16, 128), 32 * 4, 8), "too few tiles"
+    assert can(pages(16, 128), 64 * 4, 66) and not can(pages(16, 128), 64 * 4, 67), "more tiles than multiprocessors"
     assert not can(pages(4, 128), 64 * 4, 8) and not can(pages(24, 128), 64 * 4, 8) and not can(pages(16, 96), 256, 8)
     wide = pages(16, 128)
     assert not can(KVPages(wide.k[:, :, ::2], wide.v[:, :, ::2]), 1024, 4)
@@ -615,7 +616,7 @@ def test_sliced_kernel_on_a_gpu(
         ([8150], [128], "tree"),
         ([2047], [86], "clique"),
         ([0, 5, 700, 6000], [64, 64, 3, 50], "tree"),
-        ([300] * 20, [50] * 20, "tree"),
+        ([300] * 8, [50] * 8, "tree"),
     ],
 )
 def test_piped_kernel_on_a_gpu(
