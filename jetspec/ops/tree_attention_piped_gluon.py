@@ -38,19 +38,19 @@ from jetspec.ops.fragments_gluon import index, wait
 from jetspec.ops.overlap_triton import overlap
 from jetspec.types import KVPages, TreeBatch
 
-BLOCK_M = 128
+BLOCK_M = 64
 """Query rows of a program."""
 BLOCK_N = 64
 """Keys at once."""
 STAGES = {64: 8, 128: 6}
 """Blocks on their way, by the size of a head."""
-MIN_RUN = 2
+MIN_RUN = 8
 """Blocks that are worth a program of their own, with the combining that it brings."""
 PROGRAMS = 132
 """That run at once on Hopper: each fills a multiprocessor."""
 MAX_SPLITS = 32
 TOGETHER = True
-FEW_TILES = 16
+FEW_TILES = 32
 """Of queries. Fewer are a matter of latency, and this kernel has more to prepare than others."""
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
@@ -112,7 +112,7 @@ def piped_attention_gluon(
             BLOCK_N=BLOCK_N,
             STAGES=STAGES[E],
             TOGETHER=TOGETHER and q_THE.is_cuda,
-            num_warps=8,
+            num_warps=BLOCK_M // 16,
             **overlap(q_THE),
         )
 
@@ -290,8 +290,8 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[6]
     STAGES: gl.constexpr = sizes[7]
     HALVES: gl.constexpr = E // 64
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N, 16])
-    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, BLOCK_N, 16])
+    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, 64, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, outputs, 2)
     q_blocks, k_blocks, v_blocks, k_full, v_full, k_free, v_free = shared
     q_ptr, ancestor_ptr, _, _, _, _ = places
@@ -302,7 +302,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
     wait(sizes[8])
     if steps > 0:
         # Rows past the last node repeat it, so that they load what exists; they are not stored.
-        q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+        q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [BLOCK_M // 16, 1], [1, 0])
         row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, q_layout))
         token = start + gl.minimum(row // REPEAT, count - 1)
         q_place = token * q_stride_t + (group * REPEAT + row % REPEAT) * q_stride_h
@@ -331,7 +331,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
             if step == steps - 1:
                 mbarrier.wait(v_full.index(stage), parity)
                 length = cached + count - (first + step) * BLOCK_N
-                _clear_rest(v_blocks, stage * HALVES, length, PAGE_SIZE, HALVES, BLOCK_N)
+                _clear_rest(v_blocks, stage * HALVES, length, PAGE_SIZE, HALVES, BLOCK_N, BLOCK_M // 16)
             before = gl.maximum(step - 1, 0)
             mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
             low = warpgroup_mma(p, v_blocks.index(before % STAGES * HALVES), low, is_async=True)
@@ -366,11 +366,11 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _clear_rest(v_blocks, block, length, PAGE_SIZE: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr):
+def _clear_rest(v_blocks, block, length, PAGE_SIZE: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr):
     """What lies behind the last node in its page may not be a number, which no weight would make one."""
     if length % PAGE_SIZE != 0 and length < BLOCK_N:
         PAGES: gl.constexpr = BLOCK_N // PAGE_SIZE
-        layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
         exists = gl.arange(0, PAGE_SIZE, gl.SliceLayout(1, layout))[:, None] < length % PAGE_SIZE
         pages = _as_pages(v_blocks, PAGES)
         for half in gl.static_range(HALVES):
@@ -415,7 +415,7 @@ def _finish(low, high, top, total, first_row, places, work, sizes: gl.constexpr)
     SPLITS: gl.constexpr = sizes[4]
     BLOCK_M: gl.constexpr = sizes[5]
     TOGETHER: gl.constexpr = sizes[9]
-    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
+    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, 64, 16])
     _, _, out_ptr, part_ptr, lse_ptr, finished_ptr = places
     number, split, busy, _, group, start, count, _, _, _ = work
     top = gl.convert_layout(top, gl.SliceLayout(1, outputs))
@@ -447,7 +447,7 @@ def _finish(low, high, top, total, first_row, places, work, sizes: gl.constexpr)
         else:
             chunk, step = gl.where(marks < busy, SPLITS, 0), 1
         ROWS: gl.constexpr = BLOCK_M // SPLITS
-        parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, 8, 1], [2, 1, 0])
+        parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, BLOCK_M // 16, 1], [2, 1, 0])
         while chunk < SPLITS:
             found = _combine(lse_ptr, part_ptr, number, chunk * ROWS, busy, SPLITS, BLOCK_M, ROWS, E, parts)
             some = first_row + chunk * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(0, parts)))
