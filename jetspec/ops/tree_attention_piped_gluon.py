@@ -1,10 +1,10 @@
 """The kernel of `tree_attention` for trees with many queries, which are a matter of tensor cores.
 
 It is written in Gluon, the language below Triton, where a program says which warps do what. One warp does nothing but
-ask for pages of keys and values; the others share what arrives for a tile of queries twice as large as Triton's, so
-that each page is read half as often. They have the next scores on their way before they weigh the values of the last,
-so that tensor cores multiply while the highest score is looked for. Keys are split between programs as in
-`tree_attention_triton`, which wait for each other and then combine what all have found, some rows each.
+ask for pages of keys and values; the others multiply a tile of queries with what arrives. They have the next scores on
+their way before they weigh the values of the last, so that tensor cores multiply while the highest score is looked for.
+Keys are split between programs as in `tree_attention_triton`, which wait for each other and then combine what all have
+found, some rows each.
 
 Programs that wait for each other are neighbours in the grid: a GPU starts programs in that order, so all but the last
 few that run have their neighbours beside them, and will end.
@@ -39,7 +39,8 @@ from jetspec.ops.overlap_triton import overlap
 from jetspec.types import KVPages, TreeBatch
 
 BLOCK_M = 64
-"""Query rows of a program."""
+"""Query rows of a program, 16 by each warp. Twice as many read the keys half as often, which pays for itself from some
+thousand keys on; with fewer, what counts is how many multiprocessors take part."""
 BLOCK_N = 64
 """Keys at once."""
 STAGES = {64: 8, 128: 6}
@@ -366,7 +367,9 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _clear_rest(v_blocks, block, length, PAGE_SIZE: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr):
+def _clear_rest(
+    v_blocks, block, length, PAGE_SIZE: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr
+):
     """What lies behind the last node in its page may not be a number, which no weight would make one."""
     if length % PAGE_SIZE != 0 and length < BLOCK_N:
         PAGES: gl.constexpr = BLOCK_N // PAGE_SIZE
