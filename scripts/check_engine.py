@@ -128,7 +128,7 @@ def decode(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str |
 
 def decode_timed(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str) -> Decoded:
     """`decode`, over and over until all that it needs was captured before."""
-    return without_capture(engine, lambda: decode(engine, prompts, tokens, batch, label))
+    return without_capture(engine.graphs, lambda: decode(engine, prompts, tokens, batch, label))
 
 
 def warm_up(engine: Engine, prompts: Texts, batch: int) -> None:

@@ -3,7 +3,7 @@
 python -m scripts.check_training --recipe recipes/smollm2_135m.yaml --shapes 64x256x32,32x1024x128 --out speed.json
 
 A shape is rows x tokens of a row x anchors of a row. Shapes that differ in anchors alone show that memory does not grow
-with these.
+with these. A pass is captured when it first has a size; steps that capture one are not timed, but all taken again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from jetspec.bench.timing import without_capture
 from jetspec.models.decoder import Decoder
 from jetspec.models.weights import load_target
 from jetspec.record import current_commit, write_record
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.data import PackedData
+from jetspec.train.loss import DraftLoss
 from jetspec.train.run import read_data, start_head
 from jetspec.train.trainer import Trainer
 
@@ -63,12 +65,8 @@ def measure(config: TrainConfig, target: Decoder, warmup: int) -> dict[str, Any]
     trainer = Trainer(config, target, start_head(config, target).to(device), data)
     for _ in range(warmup):
         trainer.train_step()
-    wait(device)
-    began = time.perf_counter()
-    bar = tqdm(range(config.steps - warmup), f"{config.rows} x {config.row_len} x {config.anchors}", unit="step")
-    sums = [trainer.train_step() for _ in bar]
-    wait(device)
-    seconds = time.perf_counter() - began
+    steps, label = config.steps - warmup, f"{config.rows} x {config.row_len} x {config.anchors}"
+    sums, seconds = without_capture(trainer.passes, lambda: take_steps(trainer, steps, label))
     positions = sum(float(part.reach_D.sum()) for part in sums)
     return {
         "rows": config.rows,
@@ -80,6 +78,15 @@ def measure(config: TrainConfig, target: Decoder, warmup: int) -> dict[str, Any]
         "drafted_per_s": len(sums) * config.rows * config.anchors * sums[0].reach_D.numel() / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
     }
+
+
+def take_steps(trainer: Trainer, steps: int, label: str) -> tuple[list[DraftLoss], float]:
+    """And the seconds that they took."""
+    wait(trainer.device)
+    began = time.perf_counter()
+    sums = [trainer.train_step() for _ in tqdm(range(steps), label, unit="step")]
+    wait(trainer.device)
+    return sums, time.perf_counter() - began
 
 
 def wait(device: torch.device) -> None:

@@ -99,7 +99,7 @@ class EngineMethod:
             self._decode([replace(ask, sampling=replace(ask.sampling, ignore_eos=True)) for ask in asks[:size]])
 
     def decode(self, asks: Sequence[Ask]) -> Timed:
-        return without_capture(self.llm.engine, lambda: self._decode(asks))
+        return without_capture(self.llm.engine.graphs, lambda: self._decode(asks))
 
     def _decode(self, asks: Sequence[Ask]) -> Timed:
         began = time.perf_counter()

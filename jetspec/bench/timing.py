@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
-
-from jetspec.engine.engine import Engine
 
 R = TypeVar("R")
 GROUPS = 5
@@ -64,14 +62,17 @@ def as_graph(run: Callable[[], object], device: torch.device) -> Callable[[], ob
     return graph.replay
 
 
-def without_capture(engine: Engine, run: Callable[[], R]) -> R:
-    """What `run` returns once it needs no new graph of the engine: capturing is no part of decoding."""
+class Captures(Protocol):
+    """Who captures graphs when they are first needed."""
+
+    @property
+    def num_captured(self) -> int: ...
+
+
+def without_capture(captures: Captures | None, run: Callable[[], R]) -> R:
+    """What `run` returns once it needs no new graph: capturing is no part of what is timed."""
     while True:
-        captured = _num_captured(engine)
+        before = captures and captures.num_captured
         result = run()
-        if _num_captured(engine) == captured:
+        if before == (captures and captures.num_captured):
             return result
-
-
-def _num_captured(engine: Engine) -> int:
-    return engine.graphs.num_captured if engine.graphs else 0

@@ -34,6 +34,10 @@ class Work(Protocol):
 
 
 class Passes(Protocol):
+    @property
+    def num_captured(self) -> int:
+        """Graphs, so far."""
+
     def look(self, batch: PackedBatch) -> None:
         """Let the target see a batch, of which the drafts after it are."""
 
@@ -46,6 +50,8 @@ class Passes(Protocol):
 
 class EagerPasses:
     """Every pass as it is written."""
+
+    num_captured = 0
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -89,6 +95,10 @@ class GraphPasses:
         self.work, self.parameters, self.pool = work, parameters, pool
         self.looks: dict[Any, Captured[PackedBatch, Hidden]] = {}
         self.lessons: dict[Any, Captured[Drafts, DraftLoss]] = {}
+
+    @property
+    def num_captured(self) -> int:
+        return len(self.looks) + len(self.lessons)
 
     def look(self, batch: PackedBatch) -> None:
         self.size = batch.shapes
