@@ -6,8 +6,9 @@ their way before they weigh the values of the last, so that tensor cores multipl
 Keys are split between programs as in `tree_attention_triton`, which wait for each other and then combine what all have
 found, some rows each.
 
-Programs that wait for each other are neighbours in the grid: a GPU starts programs in that order, so all but the last
-few that run have their neighbours beside them, and will end.
+There are no more programs than multiprocessors, of which each fills one. Those that wait for each other are neighbours
+in the grid: a GPU starts programs in that order, so even while it does other things, all but the last few that run have
+their neighbours beside them, and will end.
 
 Between two calls the weights of a layer go through the cache, so all of its code is read anew, as fast as it is run
 through: it is kept short.
@@ -18,6 +19,7 @@ through: it is kept short.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -47,8 +49,6 @@ STAGES = {64: 8, 128: 6}
 """Blocks on their way, by the size of a head."""
 MIN_RUN = 8
 """Blocks that are worth a program of their own, with the combining that it brings."""
-PROGRAMS = 132
-"""That run at once on Hopper: each fills a multiprocessor."""
 MAX_SPLITS = 32
 TOGETHER = True
 FEW_TILES = 32
@@ -58,12 +58,18 @@ FEW_TILES = 32
 LOWEST = tl.constexpr(-3.0e38)
 
 
+@cache
+def num_programs(device: torch.device) -> int:
+    """That run at once: all of Hopper's multiprocessors, or as many as this process is given."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def can_pipe(pages: KVPages, rows: int, groups: int) -> bool:
     """Whether there is a kernel for heads and pages of this size, enough for it to do, and a multiprocessor for each
     tile of queries to a key head. Pages start where the lines of shared memory repeat, every eight rows."""
     _, size, _, E = pages.k.shape
     fit = E in STAGES and size % 8 == 0 and BLOCK_N % size == 0 and pages.k.is_contiguous() and pages.v.is_contiguous()
-    return fit and FEW_TILES <= triton.cdiv(rows, BLOCK_M) * groups <= PROGRAMS
+    return fit and FEW_TILES <= triton.cdiv(rows, BLOCK_M) * groups <= num_programs(pages.k.device)
 
 
 def piped_attention_gluon(
@@ -75,7 +81,7 @@ def piped_attention_gluon(
     B, P = layout.page_BP.shape
     tiles = triton.cdiv(layout.max_queries * (H // G), BLOCK_M)
     programs, most_runs = tiles * B * G, triton.cdiv(P * layout.page_size, BLOCK_N * MIN_RUN)
-    most = min(PROGRAMS // programs, MAX_SPLITS, most_runs)
+    most = min(num_programs(q_THE.device) // programs, MAX_SPLITS, most_runs)
     splits = 1 << (most.bit_length() - 1) if most > 1 else 1
     part, lse = None, None
     if splits > 1:

@@ -359,11 +359,25 @@ def test_piped_kernel_equals_reference(
     """Ragged: many blocks of keys, no prefix, a tree that begins within a word and ends within a page, none at all."""
     batch = scattered_batch([700, 0, 133, 5], [50, 90, 1, 0], 16, kind, 0)
     monkeypatch.setattr(piped, "MIN_RUN", 1)
-    monkeypatch.setattr(piped, "PROGRAMS", 1000 * (splits - 1))
+    monkeypatch.setattr(piped, "num_programs", lambda device: 1000 * (splits - 1))
     monkeypatch.setattr(piped, "MAX_SPLITS", splits)
     compare_interpreted(batch, *random_inputs(batch, 6, 2, size), None)
     ((programs,),) = piped._piped_attention_kernel.grids
     assert programs == splits * 4 * 2 * (-(-90 * 3 // piped.BLOCK_M))
+
+
+@pytest.mark.parametrize("multiprocessors", [4, 13, 14, 40, 132])
+def test_programs_that_wait_for_each_other_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, piped: Any, multiprocessors: int
+) -> None:
+    """A process may be given a part of a GPU."""
+    monkeypatch.setattr(piped, "num_programs", lambda device: multiprocessors)
+    monkeypatch.setattr(piped, "MIN_RUN", 1)
+    batch = scattered_batch([500], [60], 16, "tree", 0)
+    compare_interpreted(batch, *random_inputs(batch, 6, 2, 64), None)
+    ((programs,),) = piped._piped_attention_kernel.grids
+    tiles = 2 * -(-60 * 3 // piped.BLOCK_M)
+    assert programs % tiles == 0 and (programs == tiles or programs <= multiprocessors)
 
 
 @pytest.mark.parametrize("splits", [2, 4])
