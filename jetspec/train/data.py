@@ -229,7 +229,8 @@ def read_documents(
     on_bad: OnBad = "stop",
     tally: Tally | None = None,
 ) -> Documents:
-    """All rows of some files. Longer ones are cut, and those left out that teach nothing.
+    """All rows of some files. Longer ones are cut, and those left out that teach nothing. Those of a file come in the
+    order of their ids: how the run that wrote them was shared out or broken off does not matter.
 
     Broken rows, and those with the mask token, are an error or left out. `tally` counts what was done.
     """
@@ -254,6 +255,7 @@ def read_documents(
         )
     if not found:
         raise ValueError("; ".join(("the data has no row to learn from", *tally.summary(max_len).splitlines())))
+    found.sort(key=lambda numbered: (numbered[0], numbered[1].id or ""))
     return Documents.join(found)
 
 

@@ -21,7 +21,7 @@ from jetspec.train.config import LossConfig
 from jetspec.train.data import Document, PackedBatch, PackedData
 from jetspec.train.loss import block_states, draft_loss
 from jetspec.types import SamplingParams
-from tests.engine.tiny import make_engine, tiny_decoder, tiny_head
+from tests.engine.tiny import make_engine, randomize, tiny_decoder, tiny_head
 
 TARGET = tiny_decoder()
 
@@ -64,17 +64,33 @@ def decoded_states(target: Decoder, head: DraftHead, tokens: list[int]) -> torch
 
 
 def variant(name: str) -> DraftHead:
-    return tiny_head(TARGET, edge=name == "edge", causal=name != "bidirectional")
+    """By the words of its name."""
+    words = name.split()
+    config = tiny_head(TARGET, edge="edge" in words, causal="bidirectional" not in words).head_config
+    windows = (5, None) if "windows" in words else ()
+    config = replace(config, layers=replace(config.layers, windows=windows), shifted="shifted" in words)
+    size = TARGET.config.hidden_size if "adapter" in words else None
+    config = replace(config, causal_windows="causal" in words, target_hidden_size=size)
+    return randomize(DraftHead(config), 3, 0.3)
 
 
-@pytest.mark.parametrize("name", ["causal", "bidirectional", "edge"])
+VARIANTS = ["causal", "bidirectional", "edge", "bidirectional edge", "shifted", "shifted bidirectional", "adapter"]
+VARIANTS += ["windows", "windows bidirectional", "causal windows bidirectional"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 @torch.inference_mode()
 def test_training_equals_decoding_at_every_anchor(name: str) -> None:
     head, batch = variant(name), packed()
     anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
-    blocks = lay_out(batch, anchors, valid, head.head_config)
-    states = trained_states(TARGET, head, batch, blocks)
     assert int(valid.sum()) == sum(int(d.written.sum()) for d in documents())
+    compare_with_decoding(head, batch, anchors, valid, lay_out(batch, anchors, valid, head.head_config))
+
+
+def compare_with_decoding(
+    head: DraftHead, batch: PackedBatch, anchors: torch.Tensor, valid: torch.Tensor, blocks: Blocks
+) -> None:
+    states = trained_states(TARGET, head, batch, blocks)
     for row, block in valid.nonzero().tolist():
         at = int(anchors[row, block])
         start = at - int(batch.position_RT[row, at])
@@ -190,9 +206,13 @@ def test_the_comparison_finds_planted_bugs(
     head, batch = tiny_head(TARGET), packed()
     anchors, valid = choose_anchors(batch, 6, torch.Generator().manual_seed(0))
     blocks = lay_out(batch, anchors, valid, head.head_config)
+    compare_with_decoding(head, batch, anchors, valid, blocks)
     good = trained_states(TARGET, head, batch, blocks)
-    bad = trained_states(TARGET, head, batch, damage(blocks, monkeypatch))
-    assert (good - bad)[valid].abs().amax((-1, -2)).min() > 1e-3
+    blocks = damage(blocks, monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_decoding(head, batch, anchors, valid, blocks)
+    bad = trained_states(TARGET, head, batch, blocks)
+    assert (good - bad)[valid].abs().amax((-1, -2)).min() > 1e-3, "at every anchor"
 
 
 @settings(max_examples=30)
