@@ -1,10 +1,9 @@
 """The kernel of `tree_attention` for trees with many queries, which are a matter of tensor cores.
 
 It is written in Gluon, the language below Triton, where a program says which warps do what. One warp does nothing but
-ask for pages of keys and values; the others multiply a tile of queries with what arrives. They have the next scores on
-their way before they weigh the values of the last, so that tensor cores multiply while the highest score is looked for.
-Keys are split between programs as in `tree_attention_triton`, which wait for each other and then combine what all have
-found, some rows each.
+ask for pages of keys and values; the others multiply a tile of queries with what arrives, and ask for the next scores
+before they weigh the values of the last. Keys are split between programs as in `tree_attention_triton`, which wait for
+each other and then combine what all have found, some rows each.
 
 There are no more programs than multiprocessors, of which each fills one. Those that wait for each other are neighbours
 in the grid: a GPU starts programs in that order, so even while it does other things, all but the last few that run have
@@ -51,6 +50,7 @@ MIN_RUN = 8
 """Blocks that are worth a program of their own, with the combining that it brings."""
 MAX_SPLITS = 32
 TOGETHER = True
+"""Whether programs wait for each other. Interpreted one by one they cannot, and the last one combines all rows."""
 FEW_TILES = 32
 """Of queries. Fewer are a matter of latency, and this kernel has more to prepare than others."""
 

@@ -397,7 +397,7 @@ def test_programs_of_the_piped_kernel_wait_for_each_other(
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_piped_kernel_compiles_for_hopper(size: int, splits: int) -> None:
-    """It fits into a multiprocessor. Tensor cores have the next scores to do while the last ones are weighed."""
+    """It fits into a multiprocessor, and asks for the next scores before the last values are weighed."""
     pytest.importorskip("triton")
     module = importlib.import_module("jetspec.ops.tree_attention_piped_gluon")
     kernel, language = module._piped_attention_kernel, module.gl
