@@ -88,7 +88,7 @@ VARIANTS = {
     **{text: Variant("6", text=text) for text in ("regenerated", "corpus")},
     **{
         f"eagle3-{kind}-{lr:g}": Variant("", optimizer=kind, lr=lr, eagle3=True)
-        for kind, rates in {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 5e-3, 1e-2)}.items()
+        for kind, rates in {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 5e-3, 1e-2, 2e-2)}.items()
         for lr in rates
     },
 }
