@@ -244,14 +244,14 @@ class DraftHead(DecoderStack):
             cooled = torch.distributions.Categorical(logits=ops.cool(logits_BDV, heat_B).float(), validate_args=False)
             entropy_BD = cooled.entropy()
         if self.edge is None:
-            return Candidates(*ops.topk_logprob(ops.cool(logits_BDV, heat_B), min(tree.width, V)), entropy_BD)
+            return Candidates(*ops.topk_logprob(logits_BDV, min(tree.width, V), heat_B), entropy_BD)
         gate_BDR = ops.cool(self.edge.gates(hidden_TM).unflatten(0, (B, D)), heat_B).float()
         edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
         count = min(tree.shortlist or V, V)
         if tree.likely and count < V:
             found = ops.shortlist(logits_BDV, root_B, edge, count, min(tree.likely, V), heat_B)
         else:
-            found = ops.topk_logprob(ops.cool(logits_BDV, heat_B), count)
+            found = ops.topk_logprob(logits_BDV, count, heat_B)
         return Candidates(*found, entropy_BD, edge)
 
     def forward_blocks(

@@ -7,9 +7,9 @@ from jetspec.ops.linear import Stream, add_linear, copied, linear, norm_linear, 
 from jetspec.ops.moe import Routed, add_mixture, norm_route
 from jetspec.ops.norm_rope import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store, rotate_store_layers
 from jetspec.ops.place import Places, place
-from jetspec.ops.shortlist import cool, shortlist
+from jetspec.ops.shortlist import shortlist
 from jetspec.ops.swiglu import swiglu
-from jetspec.ops.topk_logprob import topk_logprob
+from jetspec.ops.topk_logprob import cool, topk_logprob
 from jetspec.ops.tree_attention import AttentionPlan, KernelPlan, plan_attention, tree_attention
 
 __all__ = [

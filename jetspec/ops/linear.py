@@ -20,7 +20,9 @@ SOME_ROWS = range(2, 33)
 FEW_ROWS_OF_A_GPU = range(2, 65)
 """More of them would be read too often: a library passes them on between multiprocessors."""
 SOME_ROWS_OF_HOPPER = range(65, 129)
-"""For which ours reads a weight as fast as a library does, unless it has more inputs than outputs."""
+"""For which ours reads a large weight as fast as a library does, and does what stands around the product, too."""
+DEEP = 2
+"""Inputs for each output, above which a library is faster: it divides the inputs."""
 ROWS_OF_A_SMALL_WEIGHT = range(2, 257)
 """On a GPU. How often these are read does not matter, but how many kernels a layer has."""
 MANY_OUTPUTS = 32_768
@@ -64,6 +66,10 @@ def norm_linear(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: 
         from jetspec.ops.linear_triton import rows_linear_triton
 
         return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps)
+    if rows == "many" and stream.scaled is not None and (pipe := _find_pipe(stream.x, weight, len(weight))) is not None:
+        from jetspec.ops.linear_piped_gluon import piped_linear_gluon
+
+        return piped_linear_gluon(pipe, stream.scaled, weight, bias, squares=stream.squares, eps=eps)
     return linear(rms_norm(stream.x, norm, eps), weight, bias)
 
 
@@ -78,12 +84,11 @@ def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: 
         from jetspec.ops.linear_triton import rows_linear_triton
 
         return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=True)
-    if rows == "many" and (pipe := _find_pipe(stream.x, weight, gated=True)) is not None:
-        from jetspec.ops.linear_piped_gluon import piped_swiglu_gluon
+    if rows == "many" and (pipe := _find_pipe(stream.x, weight, len(weight) // 2)) is not None:
+        from jetspec.ops.linear_piped_gluon import piped_linear_gluon
 
-        if stream.scaled is None:
-            return piped_swiglu_gluon(pipe, rms_norm(stream.x, norm, eps), weight, bias)
-        return piped_swiglu_gluon(pipe, stream.scaled, weight, bias, stream.squares, eps)
+        x = rms_norm(stream.x, norm, eps) if stream.scaled is None else stream.scaled
+        return piped_linear_gluon(pipe, x, weight, bias, squares=stream.squares, eps=eps, gated=True)
     return swiglu(linear(rms_norm(stream.x, norm, eps), weight, bias))
 
 
@@ -110,7 +115,7 @@ def add_linear(
 
         return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))
     if rows == "many" and next_norm is not None and begins_norm(total, next_norm):
-        pipe = _find_pipe(x, weight, gated=False)
+        pipe = _find_pipe(x, weight, len(weight))
         if pipe is not None and x.dtype == total.dtype:
             from jetspec.ops.linear_piped_gluon import piped_add_linear_gluon
 
@@ -168,7 +173,7 @@ def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "
     return "few" if can and len(x) in few else "many"
 
 
-def _find_pipe(x: Tensor, weight: Tensor, gated: bool) -> Pipe | None:
+def _find_pipe(x: Tensor, weight: Tensor, outputs: int) -> Pipe | None:
     """Block sizes of a product of some rows with a large weight, where its kernel serves it: tensor cores have a queue
     as Hopper's do, which later ones do not."""
     if not x.is_cuda or x.itemsize != 2 or x.dtype != weight.dtype or len(x) not in SOME_ROWS_OF_HOPPER:
@@ -178,8 +183,7 @@ def _find_pipe(x: Tensor, weight: Tensor, gated: bool) -> Pipe | None:
     from jetspec.ops.linear_piped_gluon import find_pipe
     from jetspec.ops.linear_triton import can_copy, is_small
 
-    outputs = len(weight) // (2 if gated else 1)
-    fits = can_copy(x) and can_copy(weight) and not is_small(weight) and outputs >= weight.shape[1]
+    fits = can_copy(x) and can_copy(weight) and not is_small(weight) and weight.shape[1] <= DEEP * len(weight)
     return find_pipe(outputs) if fits else None
 
 

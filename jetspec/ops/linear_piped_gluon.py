@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetspec.ops.fragments_gluon import wait
 from jetspec.ops.overlap_triton import overlap
+from jetspec.ops.rows import new_rows, whole_tiles
 
 BLOCK_M = 128
 """Rows, 64 by each group of warps."""
@@ -34,6 +35,8 @@ BLOCK_K = 64
 """Columns of a block: a line of shared memory, 128 bytes of 16-bit numbers."""
 PROGRAMS = 132
 """That run at once on Hopper: each fills a multiprocessor."""
+ENOUGH_PROGRAMS = 96
+"""To read a weight about as fast as all of them would."""
 STAGE_BYTES = 216 * 1024
 """Of its memory, for blocks on their way."""
 MAX_STAGES = 10
@@ -61,22 +64,23 @@ WIDTHS = Pipe(32, False), Pipe(32, True), Pipe(64, False), Pipe(64, True), Pipe(
 
 
 def find_pipe(outputs: int) -> Pipe | None:
-    """The narrowest with which all programs run at once, so that all take part; None: there is none."""
-    return next((pipe for pipe in WIDTHS if triton.cdiv(outputs, pipe.width) <= PROGRAMS), None)
+    """One with which all programs run at once, and enough of them; None: there is none."""
+    return next((pipe for pipe in WIDTHS if ENOUGH_PROGRAMS <= triton.cdiv(outputs, pipe.width) <= PROGRAMS), None)
 
 
-def piped_swiglu_gluon(
+def piped_linear_gluon(
     pipe: Pipe,
     x_TK: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    *,
     squares: Tensor | None = None,
     eps: float = 0.0,
+    gated: bool = False,
 ) -> Tensor:
-    """`swiglu` of at most 128 rows times a weight that holds the rows of the gate, then those of the rest. With
-    `squares` the rows are scaled by the weight of a norm, and are divided here."""
-    out = x_TK.new_empty(len(x_TK), len(weight) // 2)
-    _launch(pipe, x_TK, weight, bias, out, squares=squares, eps=eps)
+    """`rows_linear_triton` of at most 128 rows."""
+    out = new_rows(len(x_TK), len(weight) // (2 if gated else 1), like=x_TK)
+    _launch(pipe, x_TK, weight, bias, out, gated=gated, squares=squares, eps=eps)
     return out
 
 
@@ -91,7 +95,7 @@ def piped_add_linear_gluon(
 ) -> tuple[Tensor, Tensor]:
     """`rows_add_linear_triton` of at most 128 rows."""
     T, N = total_TN.shape
-    scaled = torch.empty_like(total_TN)
+    scaled = new_rows(T, N, like=total_TN)
     next_squares = torch.empty((triton.cdiv(N, pipe.width), T), dtype=torch.float32, device=total_TN.device)
     _launch(pipe, x_TK, weight, bias, total_TN, next_norm=norm, scaled=scaled, next_squares=next_squares, tap=tap)
     return scaled, next_squares
@@ -104,6 +108,7 @@ def _launch(
     bias: Tensor | None,
     out: Tensor,
     *,
+    gated: bool = False,
     squares: Tensor | None = None,
     eps: float = 0.0,
     next_norm: Tensor | None = None,
@@ -111,10 +116,10 @@ def _launch(
     next_squares: Tensor | None = None,
     tap: Tensor | None = None,
 ) -> None:
-    (T, K), N, gated = x_TK.shape, out.shape[1], next_norm is None
+    (T, K), N = x_TK.shape, out.shape[1]
     with torch.cuda.device_of(x_TK):
         _piped_linear_kernel[(triton.cdiv(N, pipe.width),)](
-            _blocks(x_TK, BLOCK_M),
+            _blocks(whole_tiles(x_TK, BLOCK_M), BLOCK_M),
             _blocks(weight, pipe.BLOCK_N),
             _blocks(weight, pipe.BLOCK_N // 2) if pipe.HALF else None,
             bias,
@@ -175,7 +180,7 @@ def _piped_linear_kernel(
     OVERLAP: gl.constexpr = False,
 ):
     """Some outputs of all rows: GATED, where rows of gates lie before those of the rest in one block of shared memory,
-    so that one product makes both, or added to what is there, with the start of the norm that comes next."""
+    so that one product makes both; if there is a next norm, added to what is there, and the start of that norm."""
     SIDES: gl.constexpr = 2 if GATED else 1
     dtype: gl.constexpr = x_desc.dtype
     x_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
@@ -285,10 +290,10 @@ def _multiply(shared, outside, sizes: gl.constexpr, GROUP: gl.constexpr):
         known = (part < num_parts) & (square_token < T)
         squares = gl.load(squares_ptr + part * T + square_token, mask=known, other=0.0)
         factor = gl.convert_layout(1 / gl.sqrt(gl.sum(squares, 0) / K + eps), rows)
-    before = _load_before(places, first_token, first, T, N, GATED, BLOCK_N)
+    before = _load_before(places, first_token, first, T, N, BLOCK_N)
     half_before = before
     if HALF:
-        half_before = _load_before(places, first_token, first + BLOCK_N, T, N, GATED, BLOCK_N // 2)
+        half_before = _load_before(places, first_token, first + BLOCK_N, T, N, BLOCK_N // 2)
 
     y = gl.zeros([64, SIDES * BLOCK_N], gl.float32, wide)
     half_y = gl.zeros([64, SIDES * BLOCK_N // 2], gl.float32, narrow)
@@ -309,10 +314,10 @@ def _multiply(shared, outside, sizes: gl.constexpr, GROUP: gl.constexpr):
     else:
         y = warpgroup_mma_wait(num_outstanding=0, deps=(y,))
 
-    if GATED:
-        _store_gated(y, factor, first_token, first, places, T, N, BLOCK_N)
+    if next_squares_ptr is None:
+        _store(y, factor, first_token, first, places, T, N, GATED, BLOCK_N)
         if HALF:
-            _store_gated(half_y, factor, first_token, first + BLOCK_N, places, T, N, BLOCK_N // 2)
+            _store(half_y, factor, first_token, first + BLOCK_N, places, T, N, GATED, BLOCK_N // 2)
     else:
         own_squares = _store_added(y, before, first_token, first, places, T, N, BLOCK_N)
         if HALF:
@@ -323,18 +328,23 @@ def _multiply(shared, outside, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _store_gated(y, factor, first_token, first, places, T, N, WIDTH: gl.constexpr):
-    """Outputs from `first` on of 64 rows, from gates and the rest side by side."""
+def _store(y, factor, first_token, first, places, T, N, GATED: gl.constexpr, WIDTH: gl.constexpr):
+    """Outputs from `first` on of 64 rows, which a norm divides; GATED, from gates and the rest side by side."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     bias_ptr, out_ptr, _, _, _, _ = places
     token, output = _indices(first_token, first, layout, WIDTH)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
-    gate, rest = gl.split(gl.permute(gl.reshape(y, [64, 2, WIDTH]), [0, 2, 1]))
-    gate, rest = gl.convert_layout(gate, layout) * factor, gl.convert_layout(rest, layout) * factor
-    if bias_ptr is not None:
-        gate += gl.load(bias_ptr + output, mask=output < N, other=0.0).to(gl.float32)
-        rest += gl.load(bias_ptr + N + output, mask=output < N, other=0.0).to(gl.float32)
-    out = gate / (1 + gl.exp(-gate)) * rest
+    if GATED:
+        gate, rest = gl.split(gl.permute(gl.reshape(y, [64, 2, WIDTH]), [0, 2, 1]))
+        gate, rest = gl.convert_layout(gate, layout) * factor, gl.convert_layout(rest, layout) * factor
+        if bias_ptr is not None:
+            gate += gl.load(bias_ptr + output, mask=output < N, other=0.0).to(gl.float32)
+            rest += gl.load(bias_ptr + N + output, mask=output < N, other=0.0).to(gl.float32)
+        out = gate / (1 + gl.exp(-gate)) * rest
+    else:
+        out = y * factor
+        if bias_ptr is not None:
+            out += gl.load(bias_ptr + output, mask=output < N, other=0.0).to(gl.float32)
     place = token.to(gl.int64) * N + output
     gl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=(token < T) & (output < N))
 
@@ -360,10 +370,10 @@ def _store_added(y, before, first_token, first, places, T, N, WIDTH: gl.constexp
 
 
 @gluon.jit
-def _load_before(places, first_token, first, T, N, GATED: gl.constexpr, WIDTH: gl.constexpr):
-    """What is added to; with gates, nothing."""
+def _load_before(places, first_token, first, T, N, WIDTH: gl.constexpr):
+    """What is added to, if there is a next norm."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    if GATED:
+    if places[2] is None:
         return gl.full([1, 1], 0.0, gl.float32, layout)
     else:
         token, output = _indices(first_token, first, layout, WIDTH)

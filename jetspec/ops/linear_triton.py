@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetspec.ops.overlap_triton import fetch, overlap, wait
+from jetspec.ops.rows import new_rows, whole_tiles
 
 if TYPE_CHECKING:
     from jetspec.ops.linear_gluon import Slices
@@ -168,7 +169,7 @@ def rows_linear_triton(
     """The product of rows. `squares` (parts, T) come with rows that are scaled by a norm's weight but not divided yet,
     and sum up to what they are divided by."""
     N = weight.shape[0] // (2 if gated else 1)
-    out = torch.empty((len(x_TK), N), dtype=x_TK.dtype, device=x_TK.device)
+    out = new_rows(len(x_TK), N, like=x_TK)
     plan = _choose_plan(x_TK, weight, N, gated)
     _launch_rows(plan, x_TK, weight, bias, out, gated=gated, squares=squares, eps=eps)
     return out
@@ -181,7 +182,7 @@ def rows_add_linear_triton(
     of a norm, and its sums of squares (parts, T)."""
     T, N = total_TN.shape
     plan = _choose_plan(x_TK, weight, N, gated=False)
-    scaled = torch.empty_like(total_TN)
+    scaled = new_rows(T, N, like=total_TN)
     squares = torch.empty((triton.cdiv(N, plan.width), T), dtype=torch.float32, device=total_TN.device)
     inputs = plan, x_TK, weight, bias, total_TN
     _launch_rows(*inputs, total=total_TN, next_norm=norm, scaled=scaled, next_squares=squares, tap=tap)
@@ -231,7 +232,7 @@ def _launch_tiles(
     with torch.cuda.device_of(x_TK):
         _rows_linear_kernel[(triton.cdiv(N, tiling.width), triton.cdiv(T, tiling.BLOCK_M))](
             weight,
-            TensorDescriptor.from_tensor(x_TK, [tiling.BLOCK_M, tiling.BLOCK_K]),
+            TensorDescriptor.from_tensor(whole_tiles(x_TK, tiling.BLOCK_M), [tiling.BLOCK_M, tiling.BLOCK_K]),
             TensorDescriptor.from_tensor(weight, [tiling.BLOCK_N, tiling.BLOCK_K]),
             half,
             bias,

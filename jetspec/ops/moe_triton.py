@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.rows import new_rows
 
 GROUP_BLOCK = 1024
 """Pairs that are looked at together."""
@@ -67,7 +68,7 @@ def add_mixture_triton(
     parts = triton.cdiv(M, ADD_BLOCK)
     scaled = squares = None
     if next_norm is not None:
-        scaled = torch.empty_like(total_TM)
+        scaled = new_rows(T, M, like=total_TM)
         squares = torch.empty((parts, T), dtype=torch.float32, device=total_TM.device)
     with torch.cuda.device_of(total_TM):
         _add_choices_kernel[(T, parts)](

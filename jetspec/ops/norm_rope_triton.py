@@ -13,6 +13,7 @@ from torch import Tensor
 from jetspec.ops.kv_write_triton import check_slots
 from jetspec.ops.norm_rope import HeadNorm, Tables
 from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.rows import new_rows
 from jetspec.types import KVPages
 
 ROPE_ROWS = 4
@@ -26,7 +27,7 @@ MANY_COLUMNS = 4096
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, M = x.contiguous(), x.shape[-1]
-    out = torch.empty_like(x)
+    out = new_rows(len(x), M, like=x) if x.dim() == 2 else torch.empty_like(x)
     if rows := x.numel() // M:
         block = triton.next_power_of_2(M)
         num_warps = min(max(block // 512, 1), 16)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from jetspec.dispatch import uses_kernel
-from jetspec.ops.topk_logprob import MAX_K, topk_logprob
+from jetspec.ops.topk_logprob import MAX_K, cool, topk_logprob
 from jetspec.types import EdgeFactors
 
 MAX_RANK = 512
@@ -50,8 +50,3 @@ def worth_reference(alone_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge:
         parent_BD = torch.cat((root_B[:, None], best_BD[:, :-1]), 1)
         worth_BDV = torch.maximum(worth_BDV, (alone_BDV + edge.term(parent_BD)).log_softmax(-1))
     return worth_BDV
-
-
-def cool(x_BDX: Tensor, heat_B: Tensor | None) -> Tensor:
-    """Divided by the temperature of each request, in fp32. Without temperatures it is left as it is."""
-    return x_BDX if heat_B is None else x_BDX / heat_B[:, None, None]

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.rows import new_rows
 
 BLOCK = 1024
 
@@ -17,7 +17,7 @@ BLOCK = 1024
 def swiglu_triton(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     *lead, double = gate_up.shape
-    out = torch.empty((*lead, double // 2), dtype=gate_up.dtype, device=gate_up.device)
+    out = new_rows(gate_up.numel() // double, double // 2, like=gate_up).view(*lead, double // 2)
     if rows := gate_up.numel() // double:
         grid = (rows, triton.cdiv(double // 2, BLOCK))
         _swiglu_kernel[grid](gate_up, out, INNER=double // 2, BLOCK=BLOCK, **overlap(gate_up))

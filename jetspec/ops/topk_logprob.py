@@ -13,19 +13,26 @@ MAX_K = 2048
 """Most tokens that kernels find; more are left to torch."""
 
 
-def topk_logprob(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk_logprob(logits: Tensor, k: int, heat_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(..., V) logits -> the k best tokens, best first, and their log-probabilities over all of V, in fp32.
 
-    Equal logits may come in any order; the kernel puts the lower token first.
+    With `heat_B`, the logits are (B, D, V) and to be divided by it. Equal ones may come in any order; the kernel puts
+    the lower token first.
     """
-    if uses_kernel(logits) and k <= MAX_K:
-        if k <= SORTED_K:
-            from jetspec.ops.topk_logprob_triton import topk_logprob_triton
+    if uses_kernel(logits) and k <= SORTED_K:
+        from jetspec.ops.topk_logprob_triton import topk_logprob_triton
 
-            return topk_logprob_triton(logits, k)
+        return topk_logprob_triton(logits, k, heat_B)
+    logits = cool(logits, heat_B)
+    if uses_kernel(logits) and k <= MAX_K:
         from jetspec.ops.topk_select_triton import topk_select_triton
 
         return topk_select_triton(logits, k)
     wide = logits.float()
     value, token = wide.topk(k, dim=-1)
     return token, value - torch.logsumexp(wide, dim=-1, keepdim=True)
+
+
+def cool(x_BDX: Tensor, heat_B: Tensor | None) -> Tensor:
+    """Divided by the temperature of each request, in fp32. Without temperatures it is left as it is."""
+    return x_BDX if heat_B is None else x_BDX / heat_B[:, None, None]

@@ -22,7 +22,8 @@ SHORT_PLACES = 1 << 15
 LOWEST = tl.constexpr(-3.0e38)
 
 
-def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk_logprob_triton(logits: Tensor, k: int, heat_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Heat changes no order, so numbers are sorted as they are, in the few bits that they have."""
     logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
     R, V = logits_RV.shape
     padded_k = max(2, triton.next_power_of_2(k))
@@ -36,14 +37,17 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     sum_RC = torch.empty_like(top_RC)
     token_RK = torch.empty(R, k, dtype=torch.int64, device=logits.device)
     logprob_RK = torch.empty_like(token_RK, dtype=torch.float32)
+    rows_of_a_heat = 1 if heat_B is None else R // len(heat_B)
     with torch.cuda.device_of(logits):
         _topk_chunk_kernel[(R, num_chunks)](
             logits_RV,
+            heat_B,
             value_RX,
             token_RX,
             top_RC,
             sum_RC,
             V,
+            rows_of_a_heat,
             K=padded_k,
             GROUP=GROUP,
             GROUPS=chunk // GROUP,
@@ -52,6 +56,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             **overlap(logits),
         )
         _topk_merge_kernel[(R,)](
+            heat_B,
             value_RX,
             token_RX,
             top_RC,
@@ -60,6 +65,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             logprob_RK,
             num_chunks,
             k,
+            rows_of_a_heat,
             K=padded_k,
             GROUP=GROUP,
             GROUPS=merged_groups,
@@ -75,11 +81,13 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _topk_chunk_kernel(
     logits_ptr,
+    heat_ptr,
     value_ptr,
     token_ptr,
     top_ptr,
     sum_ptr,
     V,
+    rows_of_a_heat,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -95,6 +103,7 @@ def _topk_chunk_kernel(
 
     index = tl.arange(0, GROUP * GROUPS)
     logit = tl.load(logits_ptr + index, mask=index < left, other=-float("inf")).to(tl.float32)
+    logit = _cool(logit, heat_ptr, row, rows_of_a_heat)
     top = tl.maximum(tl.max(logit), LOWEST)
     out = row * tl.num_programs(1) + chunk
     tl.store(top_ptr + out, top)
@@ -108,6 +117,7 @@ def _topk_chunk_kernel(
 
 @triton.jit
 def _topk_merge_kernel(
+    heat_ptr,
     value_ptr,
     token_ptr,
     top_ptr,
@@ -116,6 +126,7 @@ def _topk_merge_kernel(
     logprob_ptr,
     num_chunks,
     k,
+    rows_of_a_heat,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -132,7 +143,15 @@ def _topk_merge_kernel(
     rank = tl.arange(0, K)
     token = tl.load(token_ptr + found + place, mask=rank < k, other=0)
     tl.store(best_token_ptr + row * k + rank, token, mask=rank < k)
-    tl.store(logprob_ptr + row * k + rank, value - log_sum, mask=rank < k)
+    tl.store(logprob_ptr + row * k + rank, _cool(value, heat_ptr, row, rows_of_a_heat) - log_sum, mask=rank < k)
+
+
+@triton.jit
+def _cool(logit, heat_ptr, row, rows_of_a_heat):
+    """Divided by the heat of a row, if there is one."""
+    if heat_ptr is not None:
+        logit /= tl.load(heat_ptr + row // rows_of_a_heat)
+    return logit
 
 
 @triton.jit

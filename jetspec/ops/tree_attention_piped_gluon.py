@@ -1,9 +1,10 @@
 """The kernel of `tree_attention` for trees with many queries, which are a matter of tensor cores.
 
 It is written in Gluon, the language below Triton, where a program says which warps do what. One warp does nothing but
-ask for pages of keys and values; the others multiply a tile of queries with what arrives, and ask for the next scores
-before they weigh the values of the last. Keys are split between programs as in `tree_attention_triton`, which wait for
-each other and then combine what all have found, some rows each.
+ask for pages of keys and values; the others multiply a tile of queries with what arrives. They have the next scores on
+their way before they weigh the values of the last, so that tensor cores multiply while the highest score is looked for.
+Keys are split between programs as in `tree_attention_triton`, which wait for each other and then combine what all have
+found, some rows each.
 
 There are no more programs than multiprocessors, of which each fills one. Those that wait for each other are neighbours
 in the grid: a GPU starts programs in that order, so even while it does other things, all but the last few that run have
@@ -40,18 +41,25 @@ from jetspec.ops.overlap_triton import overlap
 from jetspec.types import KVPages, TreeBatch
 
 BLOCK_M = 64
-"""Query rows of a program, 16 by each warp. Twice as many read the keys half as often, which pays for itself from some
-thousand keys on; with fewer, what counts is how many multiprocessors take part."""
+"""Query rows of a group of warps, 16 by each."""
+GROUPS = 2
+"""Of warps, of a program that has much to do. They read the keys half as often as two programs would, and keep tensor
+cores busy in turn; with few keys, what counts is how many multiprocessors take part."""
+LONG = 8192
+"""Keys of a request, from which on how often they are read matters. A captured launch serves all lengths, so it goes by
+how many there is room for."""
 BLOCK_N = 64
 """Keys at once."""
 STAGES = {64: 8, 128: 6}
 """Blocks on their way, by the size of a head."""
+MANY_ROWS = 512
+"""Of a request to a key head, with which large tiles are full."""
 MIN_RUN = 8
 """Blocks that are worth a program of their own, with the combining that it brings."""
 MAX_SPLITS = 32
 TOGETHER = True
 """Whether programs wait for each other. Interpreted one by one they cannot, and the last one combines all rows."""
-FEW_TILES = 32
+FEW_TILES, FEW_LONG_TILES = 32, 8
 """Of queries. Fewer are a matter of latency, and this kernel has more to prepare than others."""
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
@@ -64,29 +72,47 @@ def num_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def can_pipe(pages: KVPages, rows: int, groups: int) -> bool:
+def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
     """Whether there is a kernel for heads and pages of this size, enough for it to do, and a multiprocessor for each
     tile of queries to a key head. Pages start where the lines of shared memory repeat, every eight rows."""
     _, size, _, E = pages.k.shape
     fit = E in STAGES and size % 8 == 0 and BLOCK_N % size == 0 and pages.k.is_contiguous() and pages.v.is_contiguous()
-    return fit and FEW_TILES <= triton.cdiv(rows, BLOCK_M) * groups <= num_programs(pages.k.device)
+    few = FEW_TILES if room < LONG else FEW_LONG_TILES
+    fit = fit and rows > BLOCK_M // 2
+    return fit and few <= _num_tiles(rows, room) * groups <= num_programs(pages.k.device)
+
+
+def _num_groups(rows: int, room: int) -> int:
+    return GROUPS if room >= LONG and rows >= MANY_ROWS else 1
+
+
+def _num_tiles(rows: int, room: int) -> int:
+    return triton.cdiv(rows, _num_groups(rows, room) * BLOCK_M)
 
 
 def piped_attention_gluon(
-    q_THE: Tensor, pages: KVPages, batch: TreeBatch, ancestor: Tensor, scale: float, out: Tensor, counters: Tensor
+    q_THE: Tensor,
+    pages: KVPages,
+    batch: TreeBatch,
+    ancestor: Tensor | None,
+    scale: float,
+    out: Tensor,
+    counters: Tensor,
 ) -> None:
-    """What `tree_attention_triton` does, of trees, without windows, tokens of former forwards and tokens out of sight.
-    `counters` are zeros, more than there are programs, and zeros again when it is done."""
+    """What `tree_attention_triton` does, without windows, tokens of former forwards and tokens out of sight. `counters`
+    are zeros, more than there are programs, and zeros again when it is done."""
     layout, (_, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
     B, P = layout.page_BP.shape
-    tiles = triton.cdiv(layout.max_queries * (H // G), BLOCK_M)
-    programs, most_runs = tiles * B * G, triton.cdiv(P * layout.page_size, BLOCK_N * MIN_RUN)
+    rows = layout.max_queries * (H // G)
+    room = P * layout.page_size
+    groups, tiles = _num_groups(rows, room), _num_tiles(rows, room)
+    programs, most_runs = tiles * B * G, triton.cdiv(room, BLOCK_N * MIN_RUN)
     most = min(num_programs(q_THE.device) // programs, MAX_SPLITS, most_runs)
     splits = 1 << (most.bit_length() - 1) if most > 1 else 1
     part, lse = None, None
     if splits > 1:
-        part = q_THE.new_empty(programs, splits, BLOCK_M, E, dtype=torch.float32)
-        lse = q_THE.new_empty(programs, splits, BLOCK_M, dtype=torch.float32)
+        part = q_THE.new_empty(programs * groups, splits, BLOCK_M, E, dtype=torch.float32)
+        lse = q_THE.new_empty(programs * groups, splits, BLOCK_M, dtype=torch.float32)
     with torch.cuda.device_of(q_THE):
         _piped_attention_kernel[(programs * splits,)](
             _pages(pages.k),
@@ -106,15 +132,16 @@ def piped_attention_gluon(
             q_THE.stride(0),
             q_THE.stride(1),
             layout.page_BP.stride(0),
-            ancestor.stride(0),
-            ancestor.stride(1),
-            ancestor.shape[2],
+            0 if ancestor is None else ancestor.stride(0),
+            0 if ancestor is None else ancestor.stride(1),
+            0 if ancestor is None else ancestor.shape[2],
             MIN_RUN,
             PAGE_SIZE=layout.page_size,
             G=G,
             REPEAT=H // G,
             E=E,
             SPLITS=splits,
+            GROUPS=groups,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             STAGES=STAGES[E],
@@ -162,6 +189,7 @@ def _piped_attention_kernel(
     REPEAT: gl.constexpr,
     E: gl.constexpr,
     SPLITS: gl.constexpr,
+    GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -188,10 +216,10 @@ def _piped_attention_kernel(
     busy = gl.cdiv(num_blocks, run)
     first = split * run
     steps = gl.maximum(gl.minimum(num_blocks - first, run), 0)
-    if tile * BLOCK_M // REPEAT >= count:
+    if tile * GROUPS * BLOCK_M // REPEAT >= count:
         steps = 0 * steps
 
-    q_blocks = gl.allocate_shared_memory(dtype, [HALVES, BLOCK_M, 64], k_desc.layout)
+    q_blocks = gl.allocate_shared_memory(dtype, [GROUPS * HALVES, BLOCK_M, 64], k_desc.layout)
     k_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
     v_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -202,81 +230,75 @@ def _piped_attention_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=GROUPS)
+        mbarrier.init(v_free.index(stage), count=GROUPS)
 
-    sizes: gl.constexpr = (PAGE_SIZE, G, REPEAT, E, SPLITS, BLOCK_M, BLOCK_N, STAGES, OVERLAP, TOGETHER)
+    sizes: gl.constexpr = (PAGE_SIZE, G, REPEAT, E, SPLITS, BLOCK_M, BLOCK_N, STAGES, OVERLAP, TOGETHER, GROUPS)
     shared = q_blocks, k_blocks, v_blocks, k_full, v_full, k_free, v_free
-    places = q_ptr, ancestor_ptr + request * ancestor_stride_b, out_ptr, part_ptr, lse_ptr, finished_ptr
+    if ancestor_ptr is not None:
+        ancestor_ptr += request * ancestor_stride_b
+    places = q_ptr, ancestor_ptr, out_ptr, part_ptr, lse_ptr, finished_ptr
     numbers = scale, q_stride_t, q_stride_h, ancestor_stride_n, W
     work = number, split, busy, tile, group, start, count, cached, first, steps
     pages = page_ptr + request * page_stride_b, slots
-    gl.warp_specialize(
-        [
-            (_attend, (shared, places, numbers, work, sizes)),
-            (_fetch, (k_desc, v_desc, pages, shared, group, first, steps, end, sizes)),
-        ],
-        [1],
-        [40],
-    )
+    fetch_work = k_desc, v_desc, pages, shared, group, first, steps, end, sizes
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend_first, (shared, places, numbers, work, sizes)),
+                (_attend_second, (shared, places, numbers, work, sizes)),
+                (_fetch, fetch_work),
+            ],
+            [4, 1],
+            [216, 40],
+        )
+    else:
+        gl.warp_specialize([(_attend_first, (shared, places, numbers, work, sizes)), (_fetch, fetch_work)], [1], [40])
 
 
 @gluon.jit
 def _fetch(k_desc, v_desc, pages, shared, group, first, steps, end, sizes: gl.constexpr):
-    """Ask for all pages in turn."""
+    """Ask for all blocks in turn. Where the pages of the next one lie is looked up ahead."""
     PAGE_SIZE: gl.constexpr = sizes[0]
     E: gl.constexpr = sizes[3]
-    BLOCK_N: gl.constexpr = sizes[6]
+    PAGES: gl.constexpr = sizes[6] // PAGE_SIZE
     STAGES: gl.constexpr = sizes[7]
     _, k_blocks, v_blocks, k_full, v_full, k_free, v_free = shared
-    slot = _slot(pages, first * (BLOCK_N // PAGE_SIZE), end, PAGE_SIZE)
+    slots = _slots(pages, first * PAGES, end, PAGE_SIZE, PAGES)
     wait(sizes[8])
     for step in range(steps):
         stage, parity = step % STAGES, (step // STAGES + 1) & 1
-        page = (first + step) * (BLOCK_N // PAGE_SIZE)
+        next_slots = _slots(pages, (first + step + 1) * PAGES, end, PAGE_SIZE, PAGES)
         mbarrier.wait(k_free.index(stage), parity)
-        next_slot = _fetch_block(k_desc, pages, page, slot, end, k_blocks, k_full, stage, group, PAGE_SIZE, E, BLOCK_N)
+        _fetch_block(k_desc, slots, k_blocks, k_full, stage, group, PAGES, E)
         mbarrier.wait(v_free.index(stage), parity)
-        _fetch_block(v_desc, pages, page, slot, end, v_blocks, v_full, stage, group, PAGE_SIZE, E, BLOCK_N)
-        slot = next_slot
+        _fetch_block(v_desc, slots, v_blocks, v_full, stage, group, PAGES, E)
+        slots = next_slots
 
 
 @gluon.jit
-def _slot(pages, page, end, PAGE_SIZE: gl.constexpr):
-    """Where a page begins. Behind the last one there are zeros, as behind all."""
-    page_ptr, slots = pages
+def _slots(pages, page, end, PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr):
+    """Where some pages begin. Behind the last one there are zeros, as behind all."""
+    page_ptr, behind = pages
     last = (end - 1) // PAGE_SIZE
-    slot = gl.load(page_ptr + gl.maximum(gl.minimum(page, last), 0)).to(gl.int32) * PAGE_SIZE
-    return gl.where(page <= last, slot, slots)
+    slots = ()
+    for i in gl.static_range(PAGES):
+        slot = gl.load(page_ptr + gl.maximum(gl.minimum(page + i, last), 0)).to(gl.int32) * PAGE_SIZE
+        found = (gl.where(page + i <= last, slot, behind),)
+        slots = slots + found  # type: ignore[assignment]
+    return slots
 
 
 @gluon.jit
-def _fetch_block(
-    desc,
-    pages,
-    page,
-    slot,
-    end,
-    blocks,
-    full,
-    stage,
-    group,
-    PAGE_SIZE: gl.constexpr,
-    E: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """Pages from `page` on, which begins at `slot`. Returns where the next block begins: always asked for ahead."""
+def _fetch_block(desc, slots, blocks, full, stage, group, PAGES: gl.constexpr, E: gl.constexpr):
+    """The pages that begin at `slots`, each in halves of a head."""
     HALVES: gl.constexpr = E // 64
-    PAGES: gl.constexpr = BLOCK_N // PAGE_SIZE
     bar, places = full.index(stage), _as_pages(blocks, PAGES)
-    mbarrier.expect(bar, BLOCK_N * E * desc.dtype.primitive_bitwidth // 8)
-    for i in range(PAGES):
-        next_slot = _slot(pages, page + i + 1, end, PAGE_SIZE)
+    mbarrier.expect(bar, blocks.shape[1] * E * desc.dtype.primitive_bitwidth // 8)
+    for i in gl.static_range(PAGES):
         for half in gl.static_range(HALVES):
             place = places.index((stage * HALVES + half) * PAGES + i)
-            tma.async_copy_global_to_shared(desc, [slot, group * E + half * 64], bar, place)
-        slot = next_slot
-    return slot
+            tma.async_copy_global_to_shared(desc, [slots[i], group * E + half * 64], bar, place)
 
 
 @gluon.jit
@@ -287,15 +309,26 @@ def _as_pages(blocks, PAGES: gl.constexpr):
 
 
 @gluon.jit
-def _attend(shared, places, numbers, work, sizes: gl.constexpr):
-    """All rows of a tile. Every step weighs the values of the step before; the first one finds no weights yet, and adds
-    nothing."""
+def _attend_first(shared, places, numbers, work, sizes: gl.constexpr):
+    _attend(shared, places, numbers, work, sizes, 0)
+
+
+@gluon.jit
+def _attend_second(shared, places, numbers, work, sizes: gl.constexpr):
+    _attend(shared, places, numbers, work, sizes, 1)
+
+
+@gluon.jit
+def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """All rows of a group. Every step weighs the values of the step before; the first one finds no weights yet, and
+    adds nothing."""
     PAGE_SIZE: gl.constexpr = sizes[0]
     REPEAT: gl.constexpr = sizes[2]
     E: gl.constexpr = sizes[3]
     BLOCK_M: gl.constexpr = sizes[5]
     BLOCK_N: gl.constexpr = sizes[6]
     STAGES: gl.constexpr = sizes[7]
+    GROUPS: gl.constexpr = sizes[10]
     HALVES: gl.constexpr = E // 64
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, BLOCK_N, 16])
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, 64, 16])
@@ -305,7 +338,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
     scale, q_stride_t, q_stride_h, ancestor_stride_n, W = numbers
     _, _, _, tile, group, start, count, cached, first, steps = work
     dtype: gl.constexpr = q_blocks.dtype
-    first_row = tile * BLOCK_M
+    first_row = (tile * GROUPS + GROUP) * BLOCK_M
     wait(sizes[8])
     if steps > 0:
         # Rows past the last node repeat it, so that they load what exists; they are not stored.
@@ -315,12 +348,14 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
         q_place = token * q_stride_t + (group * REPEAT + row % REPEAT) * q_stride_h
         column = gl.arange(0, 64, gl.SliceLayout(0, q_layout))[None, :]
         for half in gl.static_range(HALVES):
-            q_blocks.index(half).store(gl.load(q_ptr + q_place[:, None] + half * 64 + column))
+            q_blocks.index(GROUP * HALVES + half).store(gl.load(q_ptr + q_place[:, None] + half * 64 + column))
         fence_async_shared()
         tl.debug_barrier()
 
         node = gl.minimum((first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores))) // REPEAT, count - 1)
-        words_ptr = ancestor_ptr + node.to(gl.int64) * ancestor_stride_n
+        words_ptr = None
+        if ancestor_ptr is not None:
+            words_ptr = ancestor_ptr + node.to(gl.int64) * ancestor_stride_n
         top = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, scores))
         total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
         low = gl.zeros([BLOCK_M, 64], gl.float32, outputs)
@@ -331,10 +366,10 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
             mbarrier.wait(k_full.index(stage), parity)
             s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
             k = k_blocks.index(stage * HALVES).permute((1, 0))
-            s = warpgroup_mma(q_blocks.index(0), k, s, use_acc=False, is_async=True)
+            s = warpgroup_mma(q_blocks.index(GROUP * HALVES), k, s, use_acc=False, is_async=True)
             if HALVES == 2:
                 k = k_blocks.index(stage * HALVES + 1).permute((1, 0))
-                s = warpgroup_mma(q_blocks.index(1), k, s, is_async=True)
+                s = warpgroup_mma(q_blocks.index(GROUP * HALVES + 1), k, s, is_async=True)
             if step == steps - 1:
                 mbarrier.wait(v_full.index(stage), parity)
                 length = cached + count - (first + step) * BLOCK_N
@@ -347,11 +382,15 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
             s = warpgroup_mma_wait(num_outstanding=HALVES, deps=(s,))
             mbarrier.arrive(k_free.index(stage))
             if (first + step + 1) * BLOCK_N > cached:
-                s = _mask(s, words_ptr, (first + step) * BLOCK_N - cached, count, W, BLOCK_N, scores)
-            new_top = gl.maximum(top, gl.max(s, 1) * scale)
-            weight = gl.exp2(s * scale - new_top[:, None])
-            keep = gl.exp2(top - new_top)
-            top, total = new_top, total * keep + gl.sum(weight, 1)
+                s = _mask(s, words_ptr, node, (first + step) * BLOCK_N - cached, count, W, BLOCK_N, scores)
+            # There are more keys than steps. A compiler does not know, and so cannot put the weighing behind the wait.
+            weight, keep = s, top
+            if step < cached + count:
+                new_top = gl.maximum(top, gl.max(s, 1) * scale)
+                weight = gl.exp2(s * scale - new_top[:, None])
+                keep = gl.exp2(top - new_top)
+                total = total * keep + gl.sum(weight, 1)
+                top = new_top
             kept = gl.convert_layout(keep, gl.SliceLayout(1, outputs))[:, None]
             if HALVES == 2:
                 low, high = warpgroup_mma_wait(num_outstanding=0, deps=(low, high))
@@ -369,7 +408,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr):
             low, high = warpgroup_mma_wait(num_outstanding=0, deps=(low, high))
         else:
             low = warpgroup_mma_wait(num_outstanding=0, deps=(low,))
-        _finish(low, high, top, total, first_row, places, work, sizes)
+        _finish(low, high, top, total, first_row, places, work, sizes, GROUP)
 
 
 @gluon.jit
@@ -391,16 +430,16 @@ def _clear_rest(
 
 
 @gluon.jit
-def _mask(s, words_ptr, bit, count, W, BLOCK_N: gl.constexpr, scores: gl.constexpr):
+def _mask(s, words_ptr, node, bit, count, W, BLOCK_N: gl.constexpr, scores: gl.constexpr):
     """Scores of nodes from `bit` on, which is negative in the prefix, without those that a query does not see: it sees
     all of the prefix, and nodes by the bits of its mask, 32 of which may begin anywhere in a word."""
     # A thread holds two neighbours of every eight columns: what it tests first it moves to the end of each byte.
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))[None, :]
     number, shift = bit >> 5, bit & 31
     bits = gl.zeros(s.shape, gl.int32, scores)
-    word = _word(words_ptr, number, count, W)
+    word = _word(words_ptr, node, number, count, W)
     for i in gl.static_range(BLOCK_N // 32):
-        next_word = _word(words_ptr, number + i + 1, count, W)
+        next_word = _word(words_ptr, node, number + i + 1, count, W)
         some = (((word & 0xFFFFFFFF) | (next_word << 32)) >> shift).to(gl.int32)
         bits = gl.where(column // 32 == i, some[:, None] >> (column % 8), bits)
         word = next_word
@@ -408,15 +447,19 @@ def _mask(s, words_ptr, bit, count, W, BLOCK_N: gl.constexpr, scores: gl.constex
 
 
 @gluon.jit
-def _word(words_ptr, number, count, W):
-    """Of the mask of each row. Bits of the prefix, before the first node, are set; those behind the last are not."""
-    word = gl.load(words_ptr + gl.minimum(gl.maximum(number, 0), W - 1)).to(gl.int64)
-    known = gl.minimum(gl.maximum(count - number * 32, 0), 32).to(gl.int64)
+def _word(words_ptr, node, number, count, W):
+    """Of the mask of each row; in a chain a node sees those up to itself. Bits of the prefix, before the first node,
+    are set; those behind the last are not."""
+    if words_ptr is None:
+        word, end = -1, node + 1
+    else:
+        word, end = gl.load(words_ptr + gl.minimum(gl.maximum(number, 0), W - 1)).to(gl.int64), count
+    known = gl.minimum(gl.maximum(end - number * 32, 0), 32).to(gl.int64)
     return gl.where(number < 0, -1, word & ((1 << known) - 1))
 
 
 @gluon.jit
-def _finish(low, high, top, total, first_row, places, work, sizes: gl.constexpr):
+def _finish(low, high, top, total, first_row, places, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     """Store what was found, or wait for what the other splits have found and combine some rows."""
     G: gl.constexpr = sizes[1]
     REPEAT: gl.constexpr = sizes[2]
@@ -427,6 +470,7 @@ def _finish(low, high, top, total, first_row, places, work, sizes: gl.constexpr)
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, 64, 16])
     _, _, out_ptr, part_ptr, lse_ptr, finished_ptr = places
     number, split, busy, _, group, start, count, _, _, _ = work
+    number = number * sizes[10] + GROUP
     top = gl.convert_layout(top, gl.SliceLayout(1, outputs))
     total = gl.convert_layout(total, gl.SliceLayout(1, outputs))
     divisor = gl.where(total > 0, total, 1.0)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.rows import new_rows
 from jetspec.types import KVPages, TreeBatch
 
 WARPS = 132 * 8
@@ -67,9 +68,9 @@ def tree_attention_triton(
     assert window is None or not layout.earlier, "no window looks at tokens of former forwards"
     _check_strides(q_THE, pages, layout.page_BP, ancestor)
 
-    out = q_THE.new_empty(T, H, E) if out is None else out
+    out = new_rows(T, H, E, like=q_THE) if out is None else out
     assert out.is_contiguous() and out.shape == q_THE.shape
-    if ancestor is not None and _can_pipe(q_THE, pages, batch, window):
+    if _can_pipe(q_THE, pages, batch, window):
         from jetspec.ops.tree_attention_piped_gluon import piped_attention_gluon
 
         piped_attention_gluon(q_THE, pages, batch, ancestor, scale, out, _counters(q_THE.device))
@@ -154,7 +155,8 @@ def _can_pipe(q_THE: Tensor, pages: KVPages, batch: TreeBatch, window: int | Non
         return False
     from jetspec.ops.tree_attention_piped_gluon import can_pipe
 
-    return can_pipe(pages, layout.max_queries * (H // G), len(layout.cached_len_B) * G)
+    room = layout.page_BP.shape[1] * layout.page_size
+    return can_pipe(pages, layout.max_queries * (H // G), len(layout.cached_len_B) * G, room)
 
 
 @cache

@@ -293,22 +293,26 @@ def piped_kernels() -> Any:
     return importlib.import_module("jetspec.ops.linear_piped_gluon")
 
 
-@pytest.mark.parametrize("outputs", [96, 4096, 12288, 14336, 16896, 16897])
+@pytest.mark.parametrize("outputs", [3072, 4096, 6144, 12288, 14336, 16896])
 def test_every_program_of_a_piped_product_runs_at_once(outputs: int) -> None:
     module = piped_kernels()
     pipe = module.find_pipe(outputs)
-    assert (pipe is None) == (outputs > module.PROGRAMS * 128)
-    if pipe is not None:
-        assert pipe.width * module.PROGRAMS >= outputs
-        assert 3 <= pipe.stages(True) <= pipe.stages(False) <= module.MAX_STAGES
+    assert module.ENOUGH_PROGRAMS <= -(-outputs // pipe.width) <= module.PROGRAMS
+    assert 3 <= pipe.stages(True) <= pipe.stages(False) <= module.MAX_STAGES
+
+
+@pytest.mark.parametrize("outputs", [96, 3040, 16897])
+def test_products_with_too_few_outputs_or_too_many_are_not_piped(outputs: int) -> None:
+    assert piped_kernels().find_pipe(outputs) is None
 
 
 @pytest.mark.parametrize(("rows", "size", "inner"), PIPED)
-@pytest.mark.parametrize("gated", [True, False])
-def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, gated: bool) -> None:
-    """As the first product of an MLP, or as the last of attention. The weight is asked for before the kernel waits."""
-    module = piped_kernels()
-    pipe = module.find_pipe(inner if gated else size)
+@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, kind: str) -> None:
+    """As the first product of attention or of an MLP, or as the last. The weight is asked for before the kernel
+    waits."""
+    module, gated = piped_kernels(), kind == "gated"
+    pipe = module.find_pipe(size if kind == "added" else inner)
 
     def blocks(rows: int) -> str:
         shape, language = [rows, module.BLOCK_K], module.gl
@@ -319,8 +323,9 @@ def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, gate
     types |= {"half_desc": blocks(pipe.BLOCK_N // 2)} | dict.fromkeys(("T", "N", "K", "num_parts", "tap_stride"), "i32")
     types |= dict.fromkeys(("bias_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr", "tap_ptr"), "*bf16")
     constants = {"BLOCK_M": module.BLOCK_M, "BLOCK_K": module.BLOCK_K, "STAGES": pipe.stages(gated), **pipe._asdict()}
-    absent = ("next_norm", "scaled", "next_squares", "tap") if gated else ("squares",)
-    constants |= {"GATED": gated, "PARTS": 128 if gated else 1, **{f"{name}_ptr": None for name in absent}}
+    absent = ("squares",) if kind == "added" else ("next_norm", "scaled", "next_squares", "tap")
+    parts = 1 if kind == "added" else 128
+    constants |= {"GATED": gated, "PARTS": parts, **{f"{name}_ptr": None for name in absent}}
     constants |= {} if pipe.HALF else {"half_desc": None}
     ptx = compile_for_hopper(module._piped_linear_kernel, types, constants, num_warps=4)
     assert "setmaxnreg" in ptx and "wgmma.wait_group" in ptx
@@ -334,8 +339,8 @@ def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, gate
 def test_piped_kernel(
     monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, biased: bool, half: bool
 ) -> None:
-    """The end of attention and the start of an MLP. What a GPU would run is interpreted, by threads that wait for each
-    other."""
+    """The end of attention and the start of an MLP, or the end of one and the start of attention. What a GPU would run
+    is interpreted, by threads that wait for each other."""
     module = piped_kernels()
     kernel = Interpreted(module._piped_linear_kernel)
     monkeypatch.setattr(module, "_piped_linear_kernel", kernel)
@@ -352,12 +357,14 @@ def test_piped_kernel(
     torch.testing.assert_close(total, want, atol=1e-5, rtol=1e-5)
     assert torch.equal(taps[:, 1], total) and not taps[:, 0].any()
     normed = rms_norm(want, norm, EPS)
-    expected = swiglu(nn.functional.linear(normed, second, second_bias))
-    got = module.piped_swiglu_gluon(pipe, scaled, second, second_bias, squares, EPS)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-    got = module.piped_swiglu_gluon(pipe, normed, second, second_bias)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-    assert kernel.grids == [(-(-size // pipe.width),), *[(-(-inner // pipe.width),)] * 2]
+    product = nn.functional.linear(normed, second, second_bias)
+    for gated, expected in ((True, swiglu(product)), (False, product)):
+        got = module.piped_linear_gluon(pipe, scaled, second, second_bias, squares=squares, eps=EPS, gated=gated)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+        got = module.piped_linear_gluon(pipe, normed, second, second_bias, gated=gated)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    programs = [-(-outputs // pipe.width) for outputs in (size, inner, inner, 2 * inner, 2 * inner)]
+    assert kernel.grids == [(count,) for count in programs]
 
 
 @pytest.mark.gpu
@@ -365,32 +372,34 @@ def test_piped_kernel(
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
-    """The end of attention and the start of an MLP, for rows between those that a tile takes and those that a library
-    is better at. In float16 no norm is begun."""
+    """The end of attention and the start of what follows, an MLP or another attention, for rows between those that a
+    tile takes and those that a library is better at. In float16 no norm is begun."""
     products = importlib.import_module("jetspec.ops.linear")
     torch.manual_seed(rows)
 
     def made(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape)).to("cuda", dtype)
 
-    total, x, norm = made(rows, size), made(rows, size), made(size)
-    first, second = made(size, size, scale=size**-0.5), made(2 * inner, size, scale=size**-0.5)
-    first_bias, second_bias = (made(size), made(2 * inner)) if biased else (None, None)
-    assert products._find_pipe(x, first, gated=False) and products._find_pipe(x, second, gated=True)
-    assert not products._find_pipe(x[:64], first, gated=False) and not products._find_pipe(x, first[:128], gated=False)
-    want = total.float() + nn.functional.linear(
-        x.float(), first.float(), None if first_bias is None else first_bias.float()
-    )
-    stream = add_linear(total, x, first, first_bias, norm)
-    assert (stream.scaled is None) == (dtype == torch.float16)
-    tolerance = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
-    torch.testing.assert_close(stream.x.float(), want, atol=tolerance, rtol=tolerance)
-    normed = rms_norm(stream.x, norm, EPS).float()
-    expected = swiglu(
-        nn.functional.linear(normed, second.float(), None if second_bias is None else second_bias.float())
-    )
-    got = norm_swiglu(stream, norm, EPS, second, second_bias)
-    torch.testing.assert_close(got.float(), expected, atol=4 * tolerance, rtol=2 * tolerance)
+    def wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+    norm, tolerance = made(size), 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
+    starts: list[tuple[Any, Any]] = [(norm_swiglu, swiglu), (norm_linear, lambda y: y)]
+    for start, meant in starts:
+        total, x = made(rows, size), made(rows, size)
+        first, second = made(size, size, scale=size**-0.5), made(2 * inner, size, scale=size**-0.5)
+        second = second if start is norm_swiglu else second[:inner]
+        first_bias, second_bias = (made(size), made(len(second))) if biased else (None, None)
+        assert products._find_pipe(x, first, size) and products._find_pipe(total, second, inner)
+        assert not products._find_pipe(x[:64], first, size) and not products._find_pipe(x, first[:128], 128)
+        assert not products._find_pipe(x, made(size, 3 * size), size)
+        want = total.float() + wide(x, first, first_bias)
+        stream = add_linear(total, x, first, first_bias, norm)
+        assert (stream.scaled is None) == (dtype == torch.float16)
+        torch.testing.assert_close(stream.x.float(), want, atol=tolerance, rtol=tolerance)
+        expected = meant(wide(rms_norm(stream.x, norm, EPS), second, second_bias))
+        got = start(stream, norm, EPS, second, second_bias)
+        torch.testing.assert_close(got.float(), expected, atol=4 * tolerance, rtol=2 * tolerance)
 
 
 def loaded_registers(ptx: str) -> int:

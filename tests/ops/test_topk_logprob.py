@@ -33,7 +33,25 @@ def compare(logits: Tensor, k: int, chunk: int = 0, select: bool | None = None) 
     torch.testing.assert_close(logprob, expected[1], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def compare_hot(logits_BDV: Tensor, k: int, heat_B: Tensor) -> None:
+    """Against logits that were divided before."""
+    with pytest.MonkeyPatch.context() as patch, force("triton"):
+        patch.setattr("jetspec.ops.topk_logprob_triton.CHUNK", 64)
+        patch.setattr("jetspec.ops.topk_select_triton.CHUNK", 64)
+        token, logprob = topk_logprob(logits_BDV, k, heat_B)
+    divided = logits_BDV.float() / heat_B[:, None, None]
+    assert torch.equal(token, logits_BDV.float().sort(descending=True, stable=True).indices[..., :k])
+    torch.testing.assert_close(logprob, divided.log_softmax(-1).gather(-1, token), rtol=1e-5, atol=1e-5)
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("k", [8, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_request_has_a_heat_of_its_own(interpreter: Executor, dtype: torch.dtype, k: int) -> None:
+    logits = 3 * torch.randn(3, 2, 150, generator=torch.Generator().manual_seed(0)).to(dtype)
+    interpreter.submit(compare_hot, logits, k, torch.tensor([0.8, 1.0, 2.5])).result()
 
 
 @pytest.mark.parametrize("select", [False, True])
@@ -93,12 +111,20 @@ def test_selection_compiles_without_a_gpu(logits: str) -> None:
 def test_kernels_compile_without_a_gpu(logits: str, k: int) -> None:
     module = importlib.import_module("jetspec.ops.topk_logprob_triton")
     types = {"logits_ptr": logits, "token_ptr": "*i32", "best_token_ptr": "*i64"}
-    types |= dict.fromkeys(("V", "num_chunks", "k"), "i32") | {"value_ptr": logits}
+    types |= dict.fromkeys(("V", "num_chunks", "k", "rows_of_a_heat"), "i32") | {"value_ptr": logits}
     short = {"SHORT": logits == "*bf16"}
     chunk = {"K": k, "GROUP": module.GROUP, "GROUPS": module.CHUNK // module.GROUP, **short}
     assert "st.global" in compile_for_hopper(module._topk_chunk_kernel, types, chunk)
     merge = {"K": k, "GROUP": module.GROUP, "GROUPS": 8 * k, "CHUNKS": 64, **short}
     assert "st.global" in compile_for_hopper(module._topk_merge_kernel, types, merge)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [8, 40])
+def test_heats_on_a_gpu(k: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = 3 * torch.randn(4, 15, 49152, generator=generator, device="cuda")
+    compare_hot(logits, k, torch.tensor([0.8, 1.0, 2.5, 1.7], device="cuda"))
 
 
 @pytest.mark.gpu

@@ -350,20 +350,23 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-@pytest.mark.parametrize("kind", ["tree", "clique"])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kind", ["tree", "clique", "chain"])
+@pytest.mark.parametrize(("size", "is_large"), [(64, False), (128, False), (128, True)])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_piped_kernel_equals_reference(
-    monkeypatch: pytest.MonkeyPatch, piped: Any, kind: str, size: int, splits: int
+    monkeypatch: pytest.MonkeyPatch, piped: Any, kind: str, size: int, is_large: bool, splits: int
 ) -> None:
     """Ragged: many blocks of keys, no prefix, a tree that begins within a word and ends within a page, none at all."""
     batch = scattered_batch([700, 0, 133, 5], [50, 90, 1, 0], 16, kind, 0)
     monkeypatch.setattr(piped, "MIN_RUN", 1)
     monkeypatch.setattr(piped, "num_programs", lambda device: 1000 * (splits - 1))
     monkeypatch.setattr(piped, "MAX_SPLITS", splits)
+    if is_large:
+        monkeypatch.setattr(piped, "LONG", 512)
+        monkeypatch.setattr(piped, "MANY_ROWS", 256)
     compare_interpreted(batch, *random_inputs(batch, 6, 2, size), None)
     ((programs,),) = piped._piped_attention_kernel.grids
-    assert programs == splits * 4 * 2 * (-(-90 * 3 // piped.BLOCK_M))
+    assert programs == splits * 4 * 2 * -(-90 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))
 
 
 @pytest.mark.parametrize("multiprocessors", [4, 13, 14, 40, 132])
@@ -395,9 +398,9 @@ def test_programs_of_the_piped_kernel_wait_for_each_other(
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("splits", [1, 4])
-def test_piped_kernel_compiles_for_hopper(size: int, splits: int) -> None:
-    """It fits into a multiprocessor, and asks for the next scores before the last values are weighed."""
+@pytest.mark.parametrize(("splits", "groups", "is_chain"), [(1, 1, False), (4, 2, False), (16, 1, True)])
+def test_piped_kernel_compiles_for_hopper(size: int, splits: int, groups: int, is_chain: bool) -> None:
+    """It fits into a multiprocessor. Tensor cores have the next scores to do while the last ones are weighed."""
     pytest.importorskip("triton")
     module = importlib.import_module("jetspec.ops.tree_attention_piped_gluon")
     kernel, language = module._piped_attention_kernel, module.gl
@@ -407,14 +410,15 @@ def test_piped_kernel_compiles_for_hopper(size: int, splits: int) -> None:
     types |= {"finished_ptr": "*i32", "q_ptr": "*bf16", "out_ptr": "*bf16"}
     numbers = [name for name in kernel.arg_names if name.islower() and name not in types and not name.endswith("_ptr")]
     constants: dict[str, Any] = {"PAGE_SIZE": 16, "G": 8, "REPEAT": 4, "E": size, "SPLITS": splits, "TOGETHER": True}
-    constants |= {"BLOCK_M": module.BLOCK_M, "BLOCK_N": module.BLOCK_N, "STAGES": module.STAGES[size]}
+    constants |= {"GROUPS": groups, "BLOCK_M": module.BLOCK_M, "BLOCK_N": module.BLOCK_N, "STAGES": module.STAGES[size]}
     constants |= {} if splits > 1 else {"part_ptr": None, "lse_ptr": None}
+    constants |= {"ancestor_ptr": None} if is_chain else {}
     types |= dict.fromkeys(numbers, "i32")
     options = {"num_warps": module.BLOCK_M // 16}
     ptx = compile_for_hopper(kernel, types, constants, **options)
     halves = size // 64
     assert f"wgmma.wait_group.sync.aligned {halves};" in ptx and "setmaxnreg" in ptx
-    assert ptx.count("wgmma.mma_async") == halves * (64 // 16) + 2 * halves * (module.BLOCK_N // 16)
+    assert ptx.count("wgmma.mma_async") == groups * halves * (64 // 16) + 2 * groups * halves * (module.BLOCK_N // 16)
     assert 0 < shared_bytes(kernel, types, constants, 90, options) <= 227 * 1024 - 1024
 
 
@@ -425,12 +429,15 @@ def test_piped_kernel_takes_what_it_knows() -> None:
     def pages(page_size: int, size: int) -> KVPages:
         return KVPages(*(torch.zeros(4, page_size, 8, size) for _ in range(2)))
 
-    assert can(pages(16, 128), 64 * 4, 8) and can(pages(64, 64), 64 * 4, 8)
-    assert not can(pages(16, 128), 32 * 4, 8), "too few tiles"
-    assert can(pages(16, 128), 64 * 4, 33) and not can(pages(16, 128), 64 * 4, 34), "more tiles than multiprocessors"
-    assert not can(pages(4, 128), 64 * 4, 8) and not can(pages(24, 128), 64 * 4, 8) and not can(pages(16, 96), 256, 8)
+    few, long = 4096, 8192
+    assert can(pages(16, 128), 64 * 4, 8, few) and can(pages(64, 64), 64 * 4, 8, few)
+    assert not can(pages(16, 128), 32 * 4, 8, few), "too few tiles"
+    assert can(pages(16, 128), 16 * 4, 8, long) and not can(pages(16, 128), 1 * 4, 8, long)
+    assert can(pages(16, 128), 64 * 4, 33, few) and not can(pages(16, 128), 64 * 4, 34, few), "too many tiles"
+    assert can(pages(16, 128), 128 * 4, 33, long), "which are larger"
+    assert not any(can(pages(*shape), 64 * 4, 8, few) for shape in ((4, 128), (24, 128), (16, 96)))
     wide = pages(16, 128)
-    assert not can(KVPages(wide.k[:, :, ::2], wide.v[:, :, ::2]), 1024, 4)
+    assert not can(KVPages(wide.k[:, :, ::2], wide.v[:, :, ::2]), 1024, 4, few)
 
 
 def sliced_arguments(module: Any, size: int, tree: bool, splits: int) -> tuple[dict[str, str], dict[str, Any]]:
@@ -632,6 +639,8 @@ def test_sliced_kernel_on_a_gpu(
         ([2047], [86], "clique"),
         ([0, 5, 700, 6000], [64, 64, 3, 50], "tree"),
         ([300] * 4, [50] * 4, "tree"),
+        ([9000], [16], "chain"),
+        ([9000], [16], "clique"),
     ],
 )
 def test_piped_kernel_on_a_gpu(

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import importlib
+from concurrent.futures import Executor
+
+import pytest
+import torch
+from torch import nn
+
+from jetspec.dispatch import force
+from jetspec.ops.rows import TILE, new_rows, whole_tiles
+
+EPS = 1e-6
+
+
+def test_a_whole_tile_is_what_lies_behind_the_rows() -> None:
+    memory = torch.randn(100, 8)
+    x = memory[10:27]
+    assert torch.equal(whole_tiles(x, 16), memory[10:42])
+    assert torch.equal(whole_tiles(x[:16], 16), memory[10:26]), "whole already"
+    assert torch.equal(whole_tiles(memory[90:97], 64), memory[90:]), "memory ends"
+
+
+def test_a_whole_tile_ends_with_memory_that_holds_part_of_a_row() -> None:
+    memory = torch.randn(100)
+    x = memory[:36].view(9, 4)
+    assert whole_tiles(memory[2:38].view(9, 4), 64).shape == (24, 4)
+    assert whole_tiles(x, 64).shape == (25, 4)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(5, 96), (17, 96), (40, 160)])
+def test_what_lies_behind_rows_does_not_matter(interpreter: Executor, rows: int, width: int) -> None:
+    """Products read it, and no result depends on it."""
+    interpreter.submit(compare_rooms, rows, width).result()
+
+
+def compare_rooms(rows: int, width: int) -> None:
+    """Memory behind rows that holds no numbers, and none."""
+    kernels = importlib.import_module("jetspec.ops.linear_triton")
+    torch.manual_seed(0)
+    x, weight, norm = torch.randn(rows, width), torch.randn(2 * width, width), torch.randn(2 * width)
+    memory = torch.full((2 * TILE, width), float("nan"))
+    memory[:rows] = x
+    total, found = torch.randn(rows, 2 * width), []
+    with force("triton"):
+        for y in (memory[:rows], x):
+            product = kernels.rows_linear_triton(y, weight, None)
+            found.append([product, *kernels.rows_add_linear_triton(total.clone(), y, weight, None, norm)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()
+
+
+def test_only_a_gpu_is_given_room() -> None:
+    x = torch.zeros(3, 4)
+    assert new_rows(3, 4, like=x).untyped_storage().nbytes() == x.untyped_storage().nbytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 17, 64, 65, 100, 128, 129])
+def test_rows_on_a_gpu_have_room(rows: int) -> None:
+    x = torch.zeros(1, 8, device="cuda", dtype=torch.bfloat16)
+    made = new_rows(rows, 8, like=x)
+    assert made.shape == (rows, 8) and made.dtype == x.dtype and made.is_contiguous()
+    assert len(whole_tiles(made, TILE)) == (rows if rows > 128 else -(-rows // TILE) * TILE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 17, 33, 63, 65, 127])
+def test_products_of_a_layer_find_room_on_a_gpu(rows: int) -> None:
+    """What one product writes the next one reads in whole tiles."""
+    products = importlib.import_module("jetspec.ops.linear")
+    torch.manual_seed(rows)
+    size, inner = 4096, 12288
+
+    def made(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape) * shape[-1] ** -0.5).to("cuda", torch.bfloat16)
+
+    total, norm = made(rows, size), made(size)
+    stream = products.add_linear(total, made(rows, size), made(size, size), None, norm)
+    gated = products.norm_swiglu(stream, norm, EPS, weight := made(2 * inner, size))
+    for x in (stream.scaled, gated):
+        assert len(whole_tiles(x, TILE)) % TILE == 0
+    gate, rest = nn.functional.linear(products.rms_norm(stream.x, norm, EPS).float(), weight.float()).chunk(2, -1)
+    torch.testing.assert_close(gated.float(), nn.functional.silu(gate) * rest, atol=2e-2, rtol=2e-2)
