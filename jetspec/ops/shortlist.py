@@ -14,8 +14,9 @@ from jetspec.dispatch import uses_kernel
 from jetspec.ops.topk_logprob import MAX_K, cool, topk_logprob
 from jetspec.types import EdgeFactors
 
-MAX_RANK = 512
-"""Highest rank of an edge term that the kernels take: a program holds it whole."""
+MAX_RANK = {2: 512, 4: 128}
+"""Highest rank of an edge term that the kernels take, by the bytes of a number: a program holds it whole, and of 32
+bits in parts."""
 
 
 def shortlist(
@@ -28,7 +29,8 @@ def shortlist(
     `heat_B`; the gates of the edge already are.
     """
     likely_BDP = topk_logprob(logits_BDV, num_likely)[0]
-    if uses_kernel(logits_BDV) and count <= MAX_K and edge.gate_BDR.shape[-1] <= MAX_RANK:
+    fits = count <= MAX_K and edge.gate_BDR.shape[-1] <= MAX_RANK[edge.successor_VR.itemsize]
+    if fits and uses_kernel(logits_BDV):
         from jetspec.ops.shortlist_triton import shortlist_triton
 
         return shortlist_triton(logits_BDV, root_B, likely_BDP, edge, count, heat_B)

@@ -23,6 +23,8 @@ CHUNKS = 256
 """About so many parts of the vocabulary have sums of their own: enough to fill a GPU."""
 TILE_BYTES = 32 * 1024
 """Of the parents, and of the successors, that a program looks at at once."""
+MAX_TOKENS = 128
+"""That it looks at at once: registers hold what each is worth to each parent."""
 TAKEN = 256
 
 # Stands for no logit. Finite, since the difference of two infinities is not a number.
@@ -53,7 +55,7 @@ def worth_triton(
     """How likely each token is at best, and the logarithm of the sum of exponentials without an edge, (B, D)."""
     (B, D, V), P, R = logits_BDV.shape, likely_BDP.shape[-1], edge.gate_BDR.shape[-1]
     ranks, parents = max(16, triton.next_power_of_2(R)), triton.next_power_of_2(P + 1)
-    tile = max(16, TILE_BYTES // (ranks * edge.successor_VR.element_size()))
+    tile = num_tokens(ranks, edge.successor_VR.element_size())
     depths = triton.cdiv(min(ROWS, tile), parents)
     span = triton.cdiv(triton.cdiv(V, CHUNKS), tile) * tile
     chunks, blocks = triton.cdiv(V, span), triton.cdiv(D, depths)
@@ -66,13 +68,27 @@ def worth_triton(
     )
     sizes = {"D": D, "P": P, "R": R, "RANKS": ranks, "DEPTHS": depths, "PARENTS": parents, "TILE": tile}
     sizes |= overlap(logits_BDV)
+    stages = num_stages(ranks, edge.successor_VR.element_size())
     with torch.cuda.device_of(logits_BDV):
-        _mass_kernel[(chunks, blocks, B)](*(*inputs, top_BCDQ, total_BCDQ, V, span, _stride(heat_B)), **sizes)
+        _mass_kernel[(chunks, blocks, B)](
+            *(*inputs, top_BCDQ, total_BCDQ, V, span, _stride(heat_B)), num_stages=stages, **sizes
+        )
         _sum_kernel[(P + 1, D, B)](
             *(top_BCDQ, total_BCDQ, lse_QBD, chunks), CHUNKS=triton.next_power_of_2(chunks), **overlap(logits_BDV)
         )
         _worth_kernel[(triton.cdiv(V, tile), blocks, B)](*(*inputs, lse_QBD, worth_BDV, V, _stride(heat_B)), **sizes)
     return worth_BDV, lse_QBD[P]
+
+
+def num_tokens(ranks: int, itemsize: int) -> int:
+    """That a program looks at at once."""
+    return min(max(16, TILE_BYTES // (ranks * itemsize)), MAX_TOKENS)
+
+
+def num_stages(ranks: int, itemsize: int) -> int:
+    """Tiles on their way. The smallest GPUs have shared memory for a few only, and numbers of 32 bits lie there in
+    parts."""
+    return 3 if ranks * itemsize <= 256 else 2 if itemsize == 2 else 1
 
 
 def _stride(heat_B: Tensor | None) -> int:
@@ -258,4 +274,5 @@ def _gated(
 
 @triton.jit
 def _add_product(logits, gated, successor):
-    return tl.dot(gated, successor, logits, input_precision="ieee")
+    """Of fp32 nearly as exact, on tensor cores."""
+    return tl.dot(gated, successor, logits, input_precision="tf32x3")

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from jetspec.dispatch import force
 from jetspec.ops import shortlist
+from jetspec.ops.shortlist import MAX_RANK
 from jetspec.types import EdgeFactors
-from tests.kernels import compile_for_hopper, fetches_early
+from tests.kernels import compile_for_hopper, fetches_early, shared_bytes
 
 
 def guesses(
@@ -121,6 +122,27 @@ def test_kernels_compile_without_a_gpu(kernel: str, heated: bool) -> None:
         constants["heat_ptr"] = None
     ptx = compile_for_hopper(found, types, constants)
     assert "st.global" in ptx and (kernel != "_mass_kernel" or fetches_early(ptx))
+
+
+@pytest.mark.parametrize("kernel", ["_mass_kernel", "_worth_kernel"])
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "rank"),
+    [("bf16", 2, 32), ("bf16", 2, 128), ("bf16", 2, 256), ("fp32", 4, 32), ("fp32", 4, 128)],
+)
+def test_tensor_cores_make_the_products(kernel: str, dtype: str, itemsize: int, rank: int) -> None:
+    """Of each precision: without them a product of fp32 takes far longer than to read its factors. And smaller GPUs
+    have room for the kernels, too."""
+    from jetspec.ops import shortlist_triton
+
+    found: Any = getattr(shortlist_triton, kernel)
+    types = dict.fromkeys(("logits_ptr", "predecessor_ptr", "successor_ptr"), f"*{dtype}")
+    types |= dict.fromkeys(("root_ptr", "likely_ptr"), "*i64") | dict.fromkeys(("V", "span", "heat_stride"), "i32")
+    tile, stages = shortlist_triton.num_tokens(rank, itemsize), shortlist_triton.num_stages(rank, itemsize)
+    constants = {"D": 15, "P": 7, "R": rank, "RANKS": rank, "DEPTHS": 8, "TILE": tile, "PARENTS": 8}
+    assert rank <= MAX_RANK[itemsize]
+    assert "wgmma.mma_async" in compile_for_hopper(found, types, constants, num_stages=stages)
+    for capability in (80, 89):
+        assert shared_bytes(found, types, constants, capability, {"num_stages": stages}) <= 99 * 1024
 
 
 @pytest.mark.gpu
