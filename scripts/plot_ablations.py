@@ -1,6 +1,7 @@
 """Plots and tables of the ablations, from their records, for docs/training.md.
 
     python -m scripts.plot_ablations --records docs/results/ablations --records docs/results/ablations_longer \
+        --records docs/results/ablations_eagle3 \
         --scores docs/results/equal_steps_causal.json --scores docs/results/equal_steps_edge.json \
         --page docs/training.md --plots docs/plots
 
