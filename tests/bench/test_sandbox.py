@@ -47,8 +47,6 @@ def test_what_solutions_commonly_do_is_allowed(program: str) -> None:
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        ("while True: pass", "took more than 0.5 s"),
-        ("import time; time.sleep(60)", "took more than 0.5 s"),
         ("import os\nwhile True: os.fork()", "os.fork"),
         ("import subprocess; subprocess.run(['true'])", "not allowed"),
         ("import os; os.system('true')", "not allowed"),
@@ -67,10 +65,16 @@ def test_what_solutions_commonly_do_is_allowed(program: str) -> None:
     ],
 )
 def test_what_goes_wrong_is_contained_and_named(program: str, why: str) -> None:
+    verdict = run_tests(f"{program}\n", [TEST], Limits(seconds=30, memory_mb=256))
+    assert not verdict.passed and why in verdict.why
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
+def test_what_takes_too_long_is_ended(program: str) -> None:
     began = time.monotonic()
     verdict = run_tests(f"{program}\n", [TEST], BRIEF)
-    assert not verdict.passed and why in verdict.why
-    assert time.monotonic() - began < 5
+    assert not verdict.passed and "took more than 0.5 s" in verdict.why
+    assert time.monotonic() - began < 30
 
 
 WALLED = """
