@@ -49,14 +49,14 @@ cores busy in turn; with few keys, what counts is how many multiprocessors take 
 LONG = 8192
 """Keys of a request, from which on how often they are read matters. A captured launch serves all lengths, so it goes by
 how many there is room for."""
-BLOCK_N = 64
-"""Keys at once."""
-STAGES = {64: 8, 128: 6}
-"""Blocks on their way, by the size of a head."""
+BLOCK_N, LONG_N = 64, 128
+"""Keys at once, of one group of warps and of two."""
+STAGE_KEYS = {64: 512, 128: 384}
+"""On their way, by the size of a head."""
 MANY_ROWS = 512
 """Of a request to a key head, with which large tiles are full."""
-MIN_RUN = 8
-"""Blocks that are worth a program of their own, with the combining that it brings."""
+MIN_RUN = 512
+"""Keys that are worth a program of their own, with the combining that it brings."""
 MAX_SPLITS = 32
 FEW_ROWS, FEW_LONG_ROWS = 33, 33
 FEW_TILES, FEW_LONG_TILES = 32, 8
@@ -76,7 +76,7 @@ def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
     """Whether there is a kernel for heads and pages of this size, enough for it to do, and a multiprocessor for each
     tile of queries to a key head. Pages start where the lines of shared memory repeat, every eight rows."""
     _, size, _, E = pages.k.shape
-    fit = E in STAGES and size % 8 == 0 and BLOCK_N % size == 0 and pages.k.is_contiguous() and pages.v.is_contiguous()
+    fit = E in STAGE_KEYS and size % 8 == 0 and BLOCK_N % size == 0 and pages.k.is_contiguous() and pages.v.is_contiguous()
     few_rows, few_tiles = (FEW_ROWS, FEW_TILES) if room < LONG else (FEW_LONG_ROWS, FEW_LONG_TILES)
     fit = fit and rows >= few_rows
     return fit and few_tiles <= _num_tiles(rows, room) * groups <= num_programs(pages.k.device)
@@ -104,7 +104,8 @@ def piped_attention_gluon(
     rows = layout.max_queries * (H // G)
     room = P * layout.page_size
     groups, tiles = _num_groups(rows, room), _num_tiles(rows, room)
-    programs, most_runs = tiles * B * G, triton.cdiv(room, BLOCK_N * MIN_RUN)
+    block_n = BLOCK_N if groups == 1 else LONG_N
+    programs, most_runs = tiles * B * G, triton.cdiv(room, MIN_RUN)
     most = min(num_programs(q_THE.device) // programs, MAX_SPLITS, most_runs)
     splits = 1 << (most.bit_length() - 1) if most > 1 else 1
     part, lse = None, None
@@ -133,7 +134,7 @@ def piped_attention_gluon(
             0 if ancestor is None else ancestor.stride(0),
             0 if ancestor is None else ancestor.stride(1),
             0 if ancestor is None else ancestor.shape[2],
-            MIN_RUN,
+            MIN_RUN // block_n,
             PAGE_SIZE=layout.page_size,
             G=G,
             REPEAT=H // G,
@@ -141,8 +142,8 @@ def piped_attention_gluon(
             SPLITS=splits,
             GROUPS=groups,
             BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            STAGES=STAGES[E],
+            BLOCK_N=block_n,
+            STAGES=STAGE_KEYS[E] // block_n,
             num_warps=BLOCK_M // 16,
             **overlap(q_THE),
         )

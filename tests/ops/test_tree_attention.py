@@ -360,7 +360,7 @@ def test_piped_kernel_equals_reference(
 ) -> None:
     """Ragged: many blocks of keys, no prefix, a tree that begins within a word and ends within a page, none at all."""
     batch = scattered_batch([400, 0, 133, 5], [50, 70, 1, 0], 16, kind, 0)
-    monkeypatch.setattr(piped, "MIN_RUN", 1)
+    monkeypatch.setattr(piped, "MIN_RUN", 128)
     monkeypatch.setattr(piped, "num_programs", lambda device: 1000 * (splits - 1))
     monkeypatch.setattr(piped, "MAX_SPLITS", splits)
     if is_large:
@@ -377,7 +377,7 @@ def test_programs_that_wait_for_each_other_run_at_once(
 ) -> None:
     """A process may be given a part of a GPU."""
     monkeypatch.setattr(piped, "num_programs", lambda device: multiprocessors)
-    monkeypatch.setattr(piped, "MIN_RUN", 1)
+    monkeypatch.setattr(piped, "MIN_RUN", 128)
     batch = scattered_batch([500], [60], 16, "tree", 0)
     for _ in range(2):  # counters are left as they were
         compare_interpreted(batch, *random_inputs(batch, 6, 2, 64), None)
@@ -399,7 +399,8 @@ def test_piped_kernel_compiles_for_hopper(size: int, splits: int, groups: int, i
     types |= {"met_ptr": "*i32", "q_ptr": "*bf16", "out_ptr": "*bf16"}
     numbers = [name for name in kernel.arg_names if name.islower() and name not in types and not name.endswith("_ptr")]
     constants: dict[str, Any] = {"PAGE_SIZE": 16, "G": 8, "REPEAT": 4, "E": size, "SPLITS": splits}
-    constants |= {"GROUPS": groups, "BLOCK_M": module.BLOCK_M, "BLOCK_N": module.BLOCK_N, "STAGES": module.STAGES[size]}
+    block_n = module.BLOCK_N if groups == 1 else module.LONG_N
+    constants |= {"GROUPS": groups, "BLOCK_M": module.BLOCK_M, "BLOCK_N": block_n, "STAGES": module.STAGE_KEYS[size] // block_n}
     constants |= {} if splits > 1 else {"part_ptr": None, "lse_ptr": None}
     constants |= {"ancestor_ptr": None} if is_chain else {}
     types |= dict.fromkeys(numbers, "i32")
@@ -407,7 +408,7 @@ def test_piped_kernel_compiles_for_hopper(size: int, splits: int, groups: int, i
     ptx = compile_for_hopper(kernel, types, constants, **options)
     halves = size // 64
     assert f"wgmma.wait_group.sync.aligned {halves};" in ptx and "setmaxnreg" in ptx
-    assert ptx.count("wgmma.mma_async") == groups * halves * (64 // 16) + 2 * groups * halves * (module.BLOCK_N // 16)
+    assert ptx.count("wgmma.mma_async") == groups * halves * (64 // 16) + 2 * groups * halves * (block_n // 16)
     assert 0 < shared_bytes(kernel, types, constants, 90, options) <= 227 * 1024 - 1024
 
 
