@@ -76,7 +76,13 @@ def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
     """Whether there is a kernel for heads and pages of this size, enough for it to do, and a multiprocessor for each
     tile of queries to a key head. Pages start where the lines of shared memory repeat, every eight rows."""
     _, size, _, E = pages.k.shape
-    fit = E in STAGE_KEYS and size % 8 == 0 and BLOCK_N % size == 0 and pages.k.is_contiguous() and pages.v.is_contiguous()
+    fit = (
+        E in STAGE_KEYS
+        and size % 8 == 0
+        and BLOCK_N % size == 0
+        and pages.k.is_contiguous()
+        and pages.v.is_contiguous()
+    )
     few_rows, few_tiles = (FEW_ROWS, FEW_TILES) if room < LONG else (FEW_LONG_ROWS, FEW_LONG_TILES)
     fit = fit and rows >= few_rows
     return fit and few_tiles <= _num_tiles(rows, room) * groups <= num_programs(pages.k.device)

@@ -400,7 +400,12 @@ def test_piped_kernel_compiles_for_hopper(size: int, splits: int, groups: int, i
     numbers = [name for name in kernel.arg_names if name.islower() and name not in types and not name.endswith("_ptr")]
     constants: dict[str, Any] = {"PAGE_SIZE": 16, "G": 8, "REPEAT": 4, "E": size, "SPLITS": splits}
     block_n = module.BLOCK_N if groups == 1 else module.LONG_N
-    constants |= {"GROUPS": groups, "BLOCK_M": module.BLOCK_M, "BLOCK_N": block_n, "STAGES": module.STAGE_KEYS[size] // block_n}
+    constants |= {
+        "GROUPS": groups,
+        "BLOCK_M": module.BLOCK_M,
+        "BLOCK_N": block_n,
+        "STAGES": module.STAGE_KEYS[size] // block_n,
+    }
     constants |= {} if splits > 1 else {"part_ptr": None, "lse_ptr": None}
     constants |= {"ancestor_ptr": None} if is_chain else {}
     types |= dict.fromkeys(numbers, "i32")
