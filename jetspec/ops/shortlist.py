@@ -29,7 +29,7 @@ def shortlist(
     `heat_B`; the gates of the edge already are.
     """
     likely_BDP = topk_logprob(logits_BDV, num_likely)[0]
-    fits = count <= MAX_K and edge.gate_BDR.shape[-1] <= MAX_RANK[edge.successor_VR.itemsize]
+    fits = count <= MAX_K and edge.gate_BDR.shape[-1] <= MAX_RANK.get(edge.successor_VR.itemsize, 0)
     if fits and uses_kernel(logits_BDV):
         from jetspec.ops.shortlist_triton import shortlist_triton
 

@@ -38,6 +38,7 @@ def topk_logprob_triton(logits: Tensor, k: int, heat_B: Tensor | None = None) ->
     token_RK = torch.empty(R, k, dtype=torch.int64, device=logits.device)
     logprob_RK = torch.empty_like(token_RK, dtype=torch.float32)
     rows_of_a_heat = 1 if heat_B is None else R // len(heat_B)
+    heat_stride = 0 if heat_B is None else heat_B.stride(0)  # 0 where one number serves all requests
     with torch.cuda.device_of(logits):
         _topk_chunk_kernel[(R, num_chunks)](
             logits_RV,
@@ -48,6 +49,7 @@ def topk_logprob_triton(logits: Tensor, k: int, heat_B: Tensor | None = None) ->
             sum_RC,
             V,
             rows_of_a_heat,
+            heat_stride,
             K=padded_k,
             GROUP=GROUP,
             GROUPS=chunk // GROUP,
@@ -66,6 +68,7 @@ def topk_logprob_triton(logits: Tensor, k: int, heat_B: Tensor | None = None) ->
             num_chunks,
             k,
             rows_of_a_heat,
+            heat_stride,
             K=padded_k,
             GROUP=GROUP,
             GROUPS=merged_groups,
@@ -88,6 +91,7 @@ def _topk_chunk_kernel(
     sum_ptr,
     V,
     rows_of_a_heat,
+    heat_stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -103,7 +107,7 @@ def _topk_chunk_kernel(
 
     index = tl.arange(0, GROUP * GROUPS)
     logit = tl.load(logits_ptr + index, mask=index < left, other=-float("inf")).to(tl.float32)
-    logit = _cool(logit, heat_ptr, row, rows_of_a_heat)
+    logit = _cool(logit, heat_ptr, row, rows_of_a_heat, heat_stride)
     top = tl.maximum(tl.max(logit), LOWEST)
     out = row * tl.num_programs(1) + chunk
     tl.store(top_ptr + out, top)
@@ -127,6 +131,7 @@ def _topk_merge_kernel(
     num_chunks,
     k,
     rows_of_a_heat,
+    heat_stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -143,14 +148,15 @@ def _topk_merge_kernel(
     rank = tl.arange(0, K)
     token = tl.load(token_ptr + found + place, mask=rank < k, other=0)
     tl.store(best_token_ptr + row * k + rank, token, mask=rank < k)
-    tl.store(logprob_ptr + row * k + rank, _cool(value, heat_ptr, row, rows_of_a_heat) - log_sum, mask=rank < k)
+    logit = _cool(value, heat_ptr, row, rows_of_a_heat, heat_stride)
+    tl.store(logprob_ptr + row * k + rank, logit - log_sum, mask=rank < k)
 
 
 @triton.jit
-def _cool(logit, heat_ptr, row, rows_of_a_heat):
+def _cool(logit, heat_ptr, row, rows_of_a_heat, heat_stride):
     """Divided by the heat of a row, if there is one."""
     if heat_ptr is not None:
-        logit /= tl.load(heat_ptr + row // rows_of_a_heat)
+        logit /= tl.load(heat_ptr + row // rows_of_a_heat * heat_stride)
     return logit
 
 

@@ -54,6 +54,13 @@ def test_each_request_has_a_heat_of_its_own(interpreter: Executor, dtype: torch.
     interpreter.submit(compare_hot, logits, k, torch.tensor([0.8, 1.0, 2.5])).result()
 
 
+@pytest.mark.parametrize("k", [8, 40])
+def test_one_heat_serves_all_requests(interpreter: Executor, k: int) -> None:
+    """It lies there once, and what lies behind it is none."""
+    logits = 3 * torch.randn(3, 2, 150, generator=torch.Generator().manual_seed(0))
+    interpreter.submit(compare_hot, logits, k, torch.tensor([0.8, 100.0, 0.01])[:1].expand(3)).result()
+
+
 @pytest.mark.parametrize("select", [False, True])
 @pytest.mark.parametrize(("vocab", "k", "chunk"), [(3, 3, 16), (37, 1, 16), (100, 3, 16), (70, 4, 64)])
 @pytest.mark.parametrize("ties", [False, True])
@@ -111,7 +118,7 @@ def test_selection_compiles_without_a_gpu(logits: str) -> None:
 def test_kernels_compile_without_a_gpu(logits: str, k: int) -> None:
     module = importlib.import_module("jetspec.ops.topk_logprob_triton")
     types = {"logits_ptr": logits, "token_ptr": "*i32", "best_token_ptr": "*i64"}
-    types |= dict.fromkeys(("V", "num_chunks", "k", "rows_of_a_heat"), "i32") | {"value_ptr": logits}
+    types |= dict.fromkeys(("V", "num_chunks", "k", "rows_of_a_heat", "heat_stride"), "i32") | {"value_ptr": logits}
     short = {"SHORT": logits == "*bf16"}
     chunk = {"K": k, "GROUP": module.GROUP, "GROUPS": module.CHUNK // module.GROUP, **short}
     assert "st.global" in compile_for_hopper(module._topk_chunk_kernel, types, chunk)
@@ -124,7 +131,9 @@ def test_kernels_compile_without_a_gpu(logits: str, k: int) -> None:
 def test_heats_on_a_gpu(k: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 3 * torch.randn(4, 15, 49152, generator=generator, device="cuda")
-    compare_hot(logits, k, torch.tensor([0.8, 1.0, 2.5, 1.7], device="cuda"))
+    heat = torch.tensor([0.8, 1.0, 2.5, 1.7], device="cuda")
+    compare_hot(logits, k, heat)
+    compare_hot(logits, k, heat[:1].expand(4))
 
 
 @pytest.mark.gpu
