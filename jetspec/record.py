@@ -57,8 +57,9 @@ def current_command() -> str:
 
 
 def _from_here(word: str) -> str:
-    """A word of a command line, as in --out=PATH or NAME=PATH,NAME=PATH, without the place of its absolute paths."""
-    parts = re.split("([=,])", word)
+    """A word of a command line, as in --out=PATH, NAME=PATH,NAME=PATH or data=[PATH, PATH], without the place of its
+    absolute paths."""
+    parts = re.split(r"([=,\[\]] *)", word)
     return "".join(_path_from_here(Path(part)) if Path(part).is_absolute() else part for part in parts)
 
 

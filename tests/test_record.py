@@ -15,6 +15,8 @@ import torch
 import jetspec.record as module
 from jetspec.record import current_command, current_commit, shown_head
 
+ROOT = Path(__file__).parent.parent
+
 
 def test_a_copy_without_history_may_name_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "jetspec"
@@ -72,6 +74,17 @@ def test_a_place_elsewhere_on_the_machine_is_not_told(tmp_path: Path, monkeypatc
         sys, "argv", ["jetspec", "--out=/elsewhere/made/record.json", "--work", "/elsewhere", "../beside"]
     )
     assert current_command().endswith(" --out=record.json --work elsewhere ../beside")
+    monkeypatch.setattr(
+        sys, "argv", ["jetspec", "--set", "data=[/elsewhere/made/a.jsonl, /elsewhere/b.jsonl, c.jsonl]"]
+    )
+    assert current_command().endswith(" --set 'data=[a.jsonl, b.jsonl, c.jsonl]'")
+
+
+def test_no_record_tells_a_place_of_a_machine() -> None:
+    """What was written before is as what would be written now."""
+    for path in sorted((ROOT / "docs" / "results").rglob("*.json")):
+        words = shlex.split(json.loads(path.read_text())["command"])
+        assert [word for word in words if module._from_here(word) != word] == [], path.name
 
 
 @pytest.mark.parametrize(
