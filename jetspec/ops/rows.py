@@ -1,8 +1,8 @@
 """Memory for rows of which a copy engine reads whole tiles.
 
-Where a tile goes on behind the last row of a matrix, the engine fills in zeros, and that takes it longer than to read:
-a product of 17 rows took a third longer than one of 64. So rows are given room behind them, and whoever reads them in
-tiles reads that, too. What lies there is anything: each row of a product depends on its own row alone.
+Where a tile goes on behind the last row of a matrix, the engine fills in zeros, and that takes it longer than to read.
+So rows are given room behind them, and whoever reads them in tiles reads that, too. What lies there is anything: each
+row of a product depends on its own row alone.
 """
 
 from __future__ import annotations
