@@ -203,7 +203,7 @@ LANGUAGE: dict[str, Any] = {
 
 
 class Interpreted:
-    """Stands in for a kernel. Programs run one after the other, or all TOGETHER, and tensors become pointers to their
+    """Stands in for a kernel. Programs run one after the other, or all together, and tensors become pointers to their
     memory. The programs that begin last are the first of the grid."""
 
     def __init__(self, kernel: Any, together: bool = False) -> None:
@@ -238,7 +238,6 @@ class Interpreted:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             constants = {name: value for name, value in options.items() if name in self.arg_names}
-            constants |= {"TOGETHER": True} if self.together else {}
             pointers = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
             self.grids.append(grid)
 

@@ -1,4 +1,4 @@
-"""What kernels in Gluon share: tensors of three dimensions, the first of which tells warps apart."""
+"""What kernels in Gluon share: tensors of three dimensions, the first of which tells warps apart, and waiting."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -26,3 +26,19 @@ def wait(OVERLAP: gl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@gluon.jit
+def meet(counter_ptr, count):
+    """Wait until `count` programs have come here. What they stored before can be read then."""
+    tl.debug_barrier()
+    here = gl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
+    while here < count:
+        here = gl.atomic_add(counter_ptr, 0, sem="acquire")
+
+
+@gluon.jit
+def leave(counter_ptr, count):
+    """Where they have met. The last one sets the counter back to zero."""
+    if gl.atomic_add(counter_ptr, 1, sem="relaxed") + 1 == 2 * count:
+        gl.store(counter_ptr, 0)

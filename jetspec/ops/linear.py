@@ -21,8 +21,6 @@ FEW_ROWS_OF_A_GPU = range(2, 65)
 """More of them would be read too often: a library passes them on between multiprocessors."""
 SOME_ROWS_OF_HOPPER = range(65, 129)
 """For which ours reads a large weight as fast as a library does, and does what stands around the product, too."""
-DEEP = 2
-"""Inputs for each output, above which a library is faster: it divides the inputs."""
 ROWS_OF_A_SMALL_WEIGHT = range(2, 257)
 """On a GPU. How often these are read does not matter, but how many kernels a layer has."""
 MANY_OUTPUTS = 32_768
@@ -115,7 +113,7 @@ def add_linear(
 
         return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))
     if rows == "many" and next_norm is not None and begins_norm(total, next_norm):
-        pipe = _find_pipe(x, weight, len(weight))
+        pipe = _find_pipe(x, weight, len(weight), weight.shape[1])
         if pipe is not None and x.dtype == total.dtype:
             from jetspec.ops.linear_piped_gluon import piped_add_linear_gluon
 
@@ -173,9 +171,9 @@ def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "
     return "few" if can and len(x) in few else "many"
 
 
-def _find_pipe(x: Tensor, weight: Tensor, outputs: int) -> Pipe | None:
+def _find_pipe(x: Tensor, weight: Tensor, outputs: int, depth: int = 0) -> Pipe | None:
     """Block sizes of a product of some rows with a large weight, where its kernel serves it: tensor cores have a queue
-    as Hopper's do, which later ones do not."""
+    as Hopper's do, which later ones do not. Programs may share `depth` inputs."""
     if not x.is_cuda or x.itemsize != 2 or x.dtype != weight.dtype or len(x) not in SOME_ROWS_OF_HOPPER:
         return None
     if not uses_kernel(x, weight) or torch.cuda.get_device_capability(x.device)[0] != 9:
@@ -183,8 +181,7 @@ def _find_pipe(x: Tensor, weight: Tensor, outputs: int) -> Pipe | None:
     from jetspec.ops.linear_piped_gluon import find_pipe
     from jetspec.ops.linear_triton import can_copy, is_small
 
-    fits = can_copy(x) and can_copy(weight) and not is_small(weight) and weight.shape[1] <= DEEP * len(weight)
-    return find_pipe(outputs) if fits else None
+    return find_pipe(outputs, depth) if can_copy(x) and can_copy(weight) and not is_small(weight) else None
 
 
 def can_pack(weight: Tensor) -> bool:

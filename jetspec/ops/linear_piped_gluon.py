@@ -4,6 +4,10 @@ It is written in Gluon, the language below Triton, where a program says which wa
 ask for blocks of both factors, the weight's first ones while the kernel ahead still runs; two groups of four multiply
 what has arrived, half of the rows each. They tell each other by barriers in shared memory, so that nobody waits for
 all: between two blocks a tensor core always has another one to do. Norms are spread over kernels as in `linear_triton`.
+
+Every program reads all rows of x, as far as its own inputs go. Where there are many, programs share them: each has
+more outputs and fewer inputs, and in the end they wait for each other and add up, some rows each. No more of them run
+than there are multiprocessors, and those that wait for each other are neighbours in the grid.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -25,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.fragments_gluon import wait
+from jetspec.ops.counters import counters
+from jetspec.ops.fragments_gluon import leave, meet, wait
 from jetspec.ops.overlap_triton import overlap
 from jetspec.ops.rows import new_rows, whole_tiles
 
@@ -37,6 +42,10 @@ PROGRAMS = 132
 """That run at once on Hopper: each fills a multiprocessor."""
 ENOUGH_PROGRAMS = 96
 """To read a weight about as fast as all of them would."""
+SPLITS = 4, 2
+"""Programs that may share the inputs."""
+MIN_DEPTH = 3072
+"""Inputs that are worth a program of their own, with the adding up that it brings."""
 STAGE_BYTES = 216 * 1024
 """Of its memory, for blocks on their way."""
 MAX_STAGES = 10
@@ -48,6 +57,8 @@ class Pipe(NamedTuple):
     BLOCK_N: int
     HALF: bool
     """Half as many outputs again."""
+    SPLITS: int = 1
+    """Programs that share the inputs."""
 
     @property
     def width(self) -> int:
@@ -63,9 +74,18 @@ class Pipe(NamedTuple):
 WIDTHS = Pipe(32, False), Pipe(32, True), Pipe(64, False), Pipe(64, True), Pipe(128, False)
 
 
-def find_pipe(outputs: int) -> Pipe | None:
-    """One with which all programs run at once, and enough of them; None: there is none."""
-    return next((pipe for pipe in WIDTHS if ENOUGH_PROGRAMS <= triton.cdiv(outputs, pipe.width) <= PROGRAMS), None)
+def find_pipe(outputs: int, depth: int = 0) -> Pipe | None:
+    """One with which all programs run at once, and enough of them; None: there is none.
+
+    `depth` inputs may be shared. If they are many, they must be: a library shares them, too.
+    """
+    shared = [splits for splits in SPLITS if depth >= splits * MIN_DEPTH]
+    for splits in shared or (1,):
+        for pipe in WIDTHS:
+            whole = splits == 1 or not pipe.HALF
+            if whole and ENOUGH_PROGRAMS <= triton.cdiv(outputs, pipe.width) * splits <= PROGRAMS:
+                return pipe._replace(SPLITS=splits)
+    return None
 
 
 def piped_linear_gluon(
@@ -117,8 +137,13 @@ def _launch(
     tap: Tensor | None = None,
 ) -> None:
     (T, K), N = x_TK.shape, out.shape[1]
+    tiles = triton.cdiv(N, pipe.width)
+    part, met = None, None
+    if pipe.SPLITS > 1:
+        part = x_TK.new_empty(tiles, pipe.SPLITS, BLOCK_M, pipe.width, dtype=torch.float32)
+        met = counters(x_TK.device)
     with torch.cuda.device_of(x_TK):
-        _piped_linear_kernel[(triton.cdiv(N, pipe.width),)](
+        _piped_linear_kernel[(tiles * pipe.SPLITS,)](
             _blocks(whole_tiles(x_TK, BLOCK_M), BLOCK_M),
             _blocks(weight, pipe.BLOCK_N),
             _blocks(weight, pipe.BLOCK_N // 2) if pipe.HALF else None,
@@ -129,6 +154,8 @@ def _launch(
             scaled,
             next_squares,
             tap,
+            part,
+            met,
             T,
             N,
             K,
@@ -164,6 +191,8 @@ def _piped_linear_kernel(
     scaled_ptr,
     next_squares_ptr,
     tap_ptr,
+    part_ptr,
+    met_ptr,
     T,
     N,
     K,
@@ -175,6 +204,7 @@ def _piped_linear_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     HALF: gl.constexpr,
+    SPLITS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr = False,
@@ -194,16 +224,21 @@ def _piped_linear_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
 
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, HALF, BLOCK_K, STAGES, OVERLAP, GATED, PARTS)
+    tile, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
+    run = gl.cdiv(gl.cdiv(K, BLOCK_K), SPLITS)
+    steps = gl.maximum(gl.minimum(gl.cdiv(K, BLOCK_K) - split * run, run), 0)
+    work = tile, split, split * run, steps
+
+    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, HALF, BLOCK_K, STAGES, OVERLAP, GATED, PARTS, SPLITS)
     shared = x_blocks, blocks, halves, full, free
     read = squares_ptr, num_parts, eps
     places = bias_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride
-    outside = read, places, next_squares_ptr, T, N, K
+    outside = read, places, next_squares_ptr, part_ptr, met_ptr, T, N, K
     gl.warp_specialize(
         [
-            (_multiply_first, (shared, outside, sizes)),
-            (_multiply_second, (shared, outside, sizes)),
-            (_fetch, (x_desc, weight_desc, half_desc, shared, N, K, sizes)),
+            (_multiply_first, (shared, outside, work, sizes)),
+            (_multiply_second, (shared, outside, work, sizes)),
+            (_fetch, (x_desc, weight_desc, half_desc, shared, N, work, sizes)),
         ],
         [4, 1],
         [168, 40],
@@ -211,26 +246,28 @@ def _piped_linear_kernel(
 
 
 @gluon.jit
-def _fetch(x_desc, weight_desc, half_desc, shared, N, K, sizes: gl.constexpr):
+def _fetch(x_desc, weight_desc, half_desc, shared, N, work, sizes: gl.constexpr):
     """Ask for all blocks in turn. Those of the weight are older than the kernel ahead."""
     BLOCK_K: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
     x_blocks, _, _, full, free = shared
-    ahead = gl.minimum(gl.cdiv(K, BLOCK_K), STAGES)
+    tile, _, begin, steps = work
+    ahead = gl.minimum(steps, STAGES)
     for step in range(ahead):
-        _fetch_weight(weight_desc, half_desc, shared, N, step, step, sizes)
+        _fetch_weight(weight_desc, half_desc, shared, N, tile, begin + step, step, sizes)
     wait(sizes[5])
     for step in range(ahead):
-        tma.async_copy_global_to_shared(x_desc, [0, step * BLOCK_K], full.index(step), x_blocks.index(step))
-    for step in range(STAGES, gl.cdiv(K, BLOCK_K)):
+        tma.async_copy_global_to_shared(x_desc, [0, (begin + step) * BLOCK_K], full.index(step), x_blocks.index(step))
+    for step in range(STAGES, steps):
         stage = step % STAGES
         mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-        _fetch_weight(weight_desc, half_desc, shared, N, step, stage, sizes)
-        tma.async_copy_global_to_shared(x_desc, [0, step * BLOCK_K], full.index(stage), x_blocks.index(stage))
+        _fetch_weight(weight_desc, half_desc, shared, N, tile, begin + step, stage, sizes)
+        column = (begin + step) * BLOCK_K
+        tma.async_copy_global_to_shared(x_desc, [0, column], full.index(stage), x_blocks.index(stage))
 
 
 @gluon.jit
-def _fetch_weight(weight_desc, half_desc, shared, N, step, stage, sizes: gl.constexpr):
+def _fetch_weight(weight_desc, half_desc, shared, N, tile, block, stage, sizes: gl.constexpr):
     """Its part of a block, after saying how much will arrive with x."""
     BLOCK_M: gl.constexpr = sizes[0]
     BLOCK_N: gl.constexpr = sizes[1]
@@ -240,64 +277,72 @@ def _fetch_weight(weight_desc, half_desc, shared, N, step, stage, sizes: gl.cons
     WIDTH: gl.constexpr = BLOCK_N + BLOCK_N // 2 if HALF else BLOCK_N
     ROW: gl.constexpr = BLOCK_K * weight_desc.dtype.primitive_bitwidth // 8
     _, blocks, halves, full, _ = shared
-    first, column = gl.program_id(0) * WIDTH, step * BLOCK_K
+    first, column = tile * WIDTH, block * BLOCK_K
     bar = full.index(stage)
     mbarrier.expect(bar, (BLOCK_M + SIDES * WIDTH) * ROW)
     for side in gl.static_range(SIDES):
-        block = blocks.index(stage).slice(side * BLOCK_N, BLOCK_N)
-        tma.async_copy_global_to_shared(weight_desc, [side * N + first, column], bar, block)
+        part = blocks.index(stage).slice(side * BLOCK_N, BLOCK_N)
+        tma.async_copy_global_to_shared(weight_desc, [side * N + first, column], bar, part)
         if HALF:
             half = halves.index(stage).slice(side * BLOCK_N // 2, BLOCK_N // 2)
             tma.async_copy_global_to_shared(half_desc, [side * N + first + BLOCK_N, column], bar, half)
 
 
 @gluon.jit
-def _multiply_first(shared, outside, sizes: gl.constexpr):
-    _multiply(shared, outside, sizes, 0)
+def _multiply_first(shared, outside, work, sizes: gl.constexpr):
+    _multiply(shared, outside, work, sizes, 0)
 
 
 @gluon.jit
-def _multiply_second(shared, outside, sizes: gl.constexpr):
-    _multiply(shared, outside, sizes, 1)
+def _multiply_second(shared, outside, work, sizes: gl.constexpr):
+    _multiply(shared, outside, work, sizes, 1)
 
 
 @gluon.jit
-def _multiply(shared, outside, sizes: gl.constexpr, GROUP: gl.constexpr):
+def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     """64 rows by one group of warps: the product, then what stands behind it."""
     BLOCK_N: gl.constexpr = sizes[1]
     HALF: gl.constexpr = sizes[2]
-    BLOCK_K: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
     GATED: gl.constexpr = sizes[6]
     PARTS: gl.constexpr = sizes[7]
+    SPLITS: gl.constexpr = sizes[8]
     SIDES: gl.constexpr = 2 if GATED else 1
     WIDTH: gl.constexpr = BLOCK_N + BLOCK_N // 2 if HALF else BLOCK_N
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDES * BLOCK_N, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDES * BLOCK_N // 2, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    # Rows that are ended lie as in the product, or, of a shared one, as in memory.
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    lines: gl.constexpr = gl.BlockedLayout([1, BLOCK_N // 32], [1, 32], [4, 1], [1, 0])
+    own: gl.constexpr = mma if SPLITS == 1 else lines
+    half_own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, own)
     x_blocks, blocks, halves, full, free = shared
-    read, places, next_squares_ptr, T, N, K = outside
+    read, places, next_squares_ptr, part_ptr, met_ptr, T, N, K = outside
     squares_ptr, num_parts, eps = read
+    tile, split, _, steps = work
     wait(sizes[5])
-    first, first_token = gl.program_id(0) * WIDTH, GROUP * 64
+    # Where programs share the inputs, each ends some of the rows.
+    OWN: gl.constexpr = 64 // SPLITS
+    first, first_token = tile * WIDTH, GROUP * 64 + split * OWN
 
     # What the end needs is asked for now.
-    factor = gl.full([64], 1.0, gl.float32, rows)
+    factor = gl.full([OWN], 1.0, gl.float32, rows)
     if squares_ptr is not None:
         square_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
         part = gl.arange(0, PARTS, gl.SliceLayout(1, square_layout))[:, None]
-        square_token = first_token + gl.arange(0, 64, gl.SliceLayout(0, square_layout))[None, :]
+        square_token = first_token + gl.arange(0, OWN, gl.SliceLayout(0, square_layout))[None, :]
         known = (part < num_parts) & (square_token < T)
         squares = gl.load(squares_ptr + part * T + square_token, mask=known, other=0.0)
         factor = gl.convert_layout(1 / gl.sqrt(gl.sum(squares, 0) / K + eps), rows)
-    before = _load_before(places, first_token, first, T, N, BLOCK_N)
+    before = _load_before(places, first_token, first, T, N, OWN, BLOCK_N, own)
     half_before = before
     if HALF:
-        half_before = _load_before(places, first_token, first + BLOCK_N, T, N, BLOCK_N // 2)
+        half_before = _load_before(places, first_token, first + BLOCK_N, T, N, OWN, BLOCK_N // 2, half_own)
 
     y = gl.zeros([64, SIDES * BLOCK_N], gl.float32, wide)
     half_y = gl.zeros([64, SIDES * BLOCK_N // 2], gl.float32, narrow)
-    for step in range(gl.cdiv(K, BLOCK_K)):
+    for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         x = x_blocks.index(stage).slice(GROUP * 64, 64)
@@ -319,12 +364,44 @@ def _multiply(shared, outside, sizes: gl.constexpr, GROUP: gl.constexpr):
         if HALF:
             _store(half_y, factor, first_token, first + BLOCK_N, places, T, N, GATED, BLOCK_N // 2)
     else:
-        own_squares = _store_added(y, before, first_token, first, places, T, N, BLOCK_N)
+        if SPLITS > 1:
+            y = _add_up(y, part_ptr, met_ptr, tile * 2 + GROUP, split, BLOCK_N, SPLITS, wide, own)
+        own_squares = _store_added(y, before, first_token, first, places, T, N, OWN, BLOCK_N, own)
         if HALF:
-            half_squares = _store_added(half_y, half_before, first_token, first + BLOCK_N, places, T, N, BLOCK_N // 2)
+            half_squares = _store_added(
+                half_y, half_before, first_token, first + BLOCK_N, places, T, N, OWN, BLOCK_N // 2, half_own
+            )
             own_squares += gl.convert_layout(half_squares, rows)
-        token = first_token + gl.arange(0, 64, rows)
-        gl.store(next_squares_ptr + gl.program_id(0) * T + token, own_squares, mask=token < T)
+        token = first_token + gl.arange(0, OWN, rows)
+        gl.store(next_squares_ptr + tile * T + token, own_squares, mask=token < T)
+        if SPLITS > 1:
+            leave(met_ptr + tile * 2 + GROUP, SPLITS)
+
+
+@gluon.jit
+def _add_up(
+    y,
+    part_ptr,
+    met_ptr,
+    group,
+    split,
+    WIDTH: gl.constexpr,
+    SPLITS: gl.constexpr,
+    wide: gl.constexpr,
+    own: gl.constexpr,
+):
+    """Some rows of what all programs that share the inputs have found. They were written by other multiprocessors, so
+    they are read from the cache that all share."""
+    OWN: gl.constexpr = 64 // SPLITS
+    row, column = _indices(0, 0, 64, WIDTH, wide)
+    gl.store(part_ptr + ((group * SPLITS + split) * 64 + row) * WIDTH + column, y)
+    meet(met_ptr + group, SPLITS)
+    own_row, own_column = _indices(split * OWN, 0, OWN, WIDTH, own)
+    total = gl.zeros([OWN, WIDTH], gl.float32, own)
+    for i in gl.static_range(SPLITS):
+        part = ((group * SPLITS + i) * 64 + own_row) * WIDTH + own_column
+        total += gl.load(part_ptr + part, cache_modifier=".cg")
+    return total
 
 
 @gluon.jit
@@ -332,7 +409,7 @@ def _store(y, factor, first_token, first, places, T, N, GATED: gl.constexpr, WID
     """Outputs from `first` on of 64 rows, which a norm divides; GATED, from gates and the rest side by side."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     bias_ptr, out_ptr, _, _, _, _ = places
-    token, output = _indices(first_token, first, layout, WIDTH)
+    token, output = _indices(first_token, first, 64, WIDTH, layout)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
     if GATED:
         gate, rest = gl.split(gl.permute(gl.reshape(y, [64, 2, WIDTH]), [0, 2, 1]))
@@ -350,12 +427,22 @@ def _store(y, factor, first_token, first, places, T, N, GATED: gl.constexpr, WID
 
 
 @gluon.jit
-def _store_added(y, before, first_token, first, places, T, N, WIDTH: gl.constexpr):
-    """Outputs from `first` on of 64 rows, added to what was there `before`, and the start of the norm that comes next.
-    Returns their sums of squares."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+def _store_added(
+    y,
+    before,
+    first_token,
+    first,
+    places,
+    T,
+    N,
+    ROWS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Outputs from `first` on of some rows, added to what was there `before`, and the start of the norm that comes
+    next. Returns their sums of squares."""
     bias_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride = places
-    token, output = _indices(first_token, first, layout, WIDTH)
+    token, output = _indices(first_token, first, ROWS, WIDTH, layout)
     if bias_ptr is not None:
         y += gl.load(bias_ptr + output, mask=output < N, other=0.0).to(gl.float32)
     rounded = (y + before).to(out_ptr.dtype.element_ty)
@@ -370,18 +457,17 @@ def _store_added(y, before, first_token, first, places, T, N, WIDTH: gl.constexp
 
 
 @gluon.jit
-def _load_before(places, first_token, first, T, N, WIDTH: gl.constexpr):
+def _load_before(places, first_token, first, T, N, ROWS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     """What is added to, if there is a next norm."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     if places[2] is None:
         return gl.full([1, 1], 0.0, gl.float32, layout)
     else:
-        token, output = _indices(first_token, first, layout, WIDTH)
+        token, output = _indices(first_token, first, ROWS, WIDTH, layout)
         place = token.to(gl.int64) * N + output
         return gl.load(places[1] + place, mask=(token < T) & (output < N), other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def _indices(first_token, first, layout: gl.constexpr, WIDTH: gl.constexpr):
-    token = first_token + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+def _indices(first_token, first, ROWS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    token = first_token + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     return token, first + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]

@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from jetspec.ops.counters import counters
 from jetspec.ops.fragments_gluon import index, wait
 from jetspec.ops.overlap_triton import overlap
 from jetspec.types import KVPages, TreeBatch
@@ -58,10 +59,8 @@ def sliced_attention_gluon(
     ancestor: Tensor | None,
     scale: float,
     out: Tensor,
-    counters: Tensor,
 ) -> None:
-    """What `tree_attention_triton` does, without windows and tokens of former forwards. `counters` are zeros, more than
-    there are programs, and zeros again when it is done."""
+    """What `tree_attention_triton` does, without windows and tokens of former forwards."""
     layout, (_, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
     B, P = layout.page_BP.shape
     slices = SLICES[E]
@@ -84,7 +83,7 @@ def sliced_attention_gluon(
             out,
             part,
             lse,
-            counters,
+            counters(q_THE.device),
             scale * math.log2(math.e),
             layout.first_seen,
             tiles,

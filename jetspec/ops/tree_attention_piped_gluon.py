@@ -36,7 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.fragments_gluon import index, wait
+from jetspec.ops.counters import counters
+from jetspec.ops.fragments_gluon import index, leave, meet, wait
 from jetspec.ops.overlap_triton import overlap
 from jetspec.types import KVPages, TreeBatch
 
@@ -48,17 +49,16 @@ cores busy in turn; with few keys, what counts is how many multiprocessors take 
 LONG = 8192
 """Keys of a request, from which on how often they are read matters. A captured launch serves all lengths, so it goes by
 how many there is room for."""
-BLOCK_N = 64
-"""Keys at once."""
-STAGES = {64: 8, 128: 6}
-"""Blocks on their way, by the size of a head."""
+BLOCK_N, LONG_N = 64, 128
+"""Keys at once, of one group of warps and of two."""
+STAGE_KEYS = {64: 512, 128: 384}
+"""On their way, by the size of a head."""
 MANY_ROWS = 512
 """Of a request to a key head, with which large tiles are full."""
-MIN_RUN = 8
-"""Blocks that are worth a program of their own, with the combining that it brings."""
+MIN_RUN = 512
+"""Keys that are worth a program of their own, with the combining that it brings."""
 MAX_SPLITS = 32
-TOGETHER = True
-"""Whether programs wait for each other. Interpreted one by one they cannot, and the last one combines all rows."""
+FEW_ROWS, FEW_LONG_ROWS = 33, 33
 FEW_TILES, FEW_LONG_TILES = 32, 8
 """Of queries. Fewer are a matter of latency, and this kernel has more to prepare than others."""
 
@@ -76,10 +76,16 @@ def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
     """Whether there is a kernel for heads and pages of this size, enough for it to do, and a multiprocessor for each
     tile of queries to a key head. Pages start where the lines of shared memory repeat, every eight rows."""
     _, size, _, E = pages.k.shape
-    fit = E in STAGES and size % 8 == 0 and BLOCK_N % size == 0 and pages.k.is_contiguous() and pages.v.is_contiguous()
-    few = FEW_TILES if room < LONG else FEW_LONG_TILES
-    fit = fit and rows > BLOCK_M // 2
-    return fit and few <= _num_tiles(rows, room) * groups <= num_programs(pages.k.device)
+    fit = (
+        E in STAGE_KEYS
+        and size % 8 == 0
+        and BLOCK_N % size == 0
+        and pages.k.is_contiguous()
+        and pages.v.is_contiguous()
+    )
+    few_rows, few_tiles = (FEW_ROWS, FEW_TILES) if room < LONG else (FEW_LONG_ROWS, FEW_LONG_TILES)
+    fit = fit and rows >= few_rows
+    return fit and few_tiles <= _num_tiles(rows, room) * groups <= num_programs(pages.k.device)
 
 
 def _num_groups(rows: int, room: int) -> int:
@@ -97,16 +103,15 @@ def piped_attention_gluon(
     ancestor: Tensor | None,
     scale: float,
     out: Tensor,
-    counters: Tensor,
 ) -> None:
-    """What `tree_attention_triton` does, without windows, tokens of former forwards and tokens out of sight. `counters`
-    are zeros, more than there are programs, and zeros again when it is done."""
+    """What `tree_attention_triton` does, without windows, tokens of former forwards and tokens out of sight."""
     layout, (_, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
     B, P = layout.page_BP.shape
     rows = layout.max_queries * (H // G)
     room = P * layout.page_size
     groups, tiles = _num_groups(rows, room), _num_tiles(rows, room)
-    programs, most_runs = tiles * B * G, triton.cdiv(room, BLOCK_N * MIN_RUN)
+    block_n = BLOCK_N if groups == 1 else LONG_N
+    programs, most_runs = tiles * B * G, triton.cdiv(room, MIN_RUN)
     most = min(num_programs(q_THE.device) // programs, MAX_SPLITS, most_runs)
     splits = 1 << (most.bit_length() - 1) if most > 1 else 1
     part, lse = None, None
@@ -125,7 +130,7 @@ def piped_attention_gluon(
             out,
             part,
             lse,
-            counters,
+            counters(q_THE.device),
             scale * math.log2(math.e),
             tiles,
             len(pages.k) * layout.page_size,
@@ -135,7 +140,7 @@ def piped_attention_gluon(
             0 if ancestor is None else ancestor.stride(0),
             0 if ancestor is None else ancestor.stride(1),
             0 if ancestor is None else ancestor.shape[2],
-            MIN_RUN,
+            MIN_RUN // block_n,
             PAGE_SIZE=layout.page_size,
             G=G,
             REPEAT=H // G,
@@ -143,9 +148,8 @@ def piped_attention_gluon(
             SPLITS=splits,
             GROUPS=groups,
             BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            STAGES=STAGES[E],
-            TOGETHER=TOGETHER and q_THE.is_cuda,
+            BLOCK_N=block_n,
+            STAGES=STAGE_KEYS[E] // block_n,
             num_warps=BLOCK_M // 16,
             **overlap(q_THE),
         )
@@ -173,7 +177,7 @@ def _piped_attention_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
-    finished_ptr,
+    met_ptr,
     scale,
     tiles,
     slots,
@@ -193,7 +197,6 @@ def _piped_attention_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
     """One tile of queries over a run of blocks of keys, those of the prefix and of the tree alike.
@@ -233,11 +236,11 @@ def _piped_attention_kernel(
         mbarrier.init(k_free.index(stage), count=GROUPS)
         mbarrier.init(v_free.index(stage), count=GROUPS)
 
-    sizes: gl.constexpr = (PAGE_SIZE, G, REPEAT, E, SPLITS, BLOCK_M, BLOCK_N, STAGES, OVERLAP, TOGETHER, GROUPS)
+    sizes: gl.constexpr = (PAGE_SIZE, G, REPEAT, E, SPLITS, BLOCK_M, BLOCK_N, STAGES, OVERLAP, GROUPS)
     shared = q_blocks, k_blocks, v_blocks, k_full, v_full, k_free, v_free
     if ancestor_ptr is not None:
         ancestor_ptr += request * ancestor_stride_b
-    places = q_ptr, ancestor_ptr, out_ptr, part_ptr, lse_ptr, finished_ptr
+    places = q_ptr, ancestor_ptr, out_ptr, part_ptr, lse_ptr, met_ptr
     numbers = scale, q_stride_t, q_stride_h, ancestor_stride_n, W
     work = number, split, busy, tile, group, start, count, cached, first, steps
     pages = page_ptr + request * page_stride_b, slots
@@ -328,7 +331,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
     BLOCK_M: gl.constexpr = sizes[5]
     BLOCK_N: gl.constexpr = sizes[6]
     STAGES: gl.constexpr = sizes[7]
-    GROUPS: gl.constexpr = sizes[10]
+    GROUPS: gl.constexpr = sizes[9]
     HALVES: gl.constexpr = E // 64
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, BLOCK_N, 16])
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, 64, 16])
@@ -466,11 +469,10 @@ def _finish(low, high, top, total, first_row, places, work, sizes: gl.constexpr,
     E: gl.constexpr = sizes[3]
     SPLITS: gl.constexpr = sizes[4]
     BLOCK_M: gl.constexpr = sizes[5]
-    TOGETHER: gl.constexpr = sizes[9]
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, 64, 16])
-    _, _, out_ptr, part_ptr, lse_ptr, finished_ptr = places
+    _, _, out_ptr, part_ptr, lse_ptr, met_ptr = places
     number, split, busy, _, group, start, count, _, _, _ = work
-    number = number * sizes[10] + GROUP
+    number = number * sizes[9] + GROUP
     top = gl.convert_layout(top, gl.SliceLayout(1, outputs))
     total = gl.convert_layout(total, gl.SliceLayout(1, outputs))
     divisor = gl.where(total > 0, total, 1.0)
@@ -490,29 +492,17 @@ def _finish(low, high, top, total, first_row, places, work, sizes: gl.constexpr,
         gl.store(part_ptr + part[:, None] * E + column, low)
         if E == 128:
             gl.store(part_ptr + part[:, None] * E + column + 64, high)
-        # All of a program's stores come before its mark, and all its loads of others' after theirs.
-        tl.debug_barrier()
-        marks = gl.atomic_add(finished_ptr + number, 1, sem="acq_rel") + 1
-        if TOGETHER:
-            chunk, step = split, busy
-            while marks < busy:
-                marks = gl.atomic_add(finished_ptr + number, 0, sem="acquire")
-        else:
-            chunk, step = gl.where(marks < busy, SPLITS, 0), 1
+        meet(met_ptr + number, busy)
         ROWS: gl.constexpr = BLOCK_M // SPLITS
         parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, BLOCK_M // 16, 1], [2, 1, 0])
-        while chunk < SPLITS:
+        for chunk in range(split, SPLITS, busy):
             found = _combine(lse_ptr, part_ptr, number, chunk * ROWS, busy, SPLITS, BLOCK_M, ROWS, E, parts)
             some = first_row + chunk * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(0, parts)))
             some_place = _places_of_rows(some, start, group, G, REPEAT, E)[:, None]
             some_column = gl.arange(0, E, gl.SliceLayout(0, gl.SliceLayout(0, parts)))[None, :]
             inside = (some // REPEAT < count)[:, None]
             gl.store(out_ptr + some_place + some_column, found.to(out_ptr.dtype.element_ty), mask=inside)
-            chunk = chunk + step
-        if TOGETHER:
-            marks = gl.atomic_add(finished_ptr + number, 1, sem="relaxed") + 1 - busy
-        if marks == busy:
-            gl.store(finished_ptr + number, 0)
+        leave(met_ptr + number, busy)
 
 
 @gluon.jit

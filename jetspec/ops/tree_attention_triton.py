@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.counters import counters
 from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.ops.rows import new_rows
 from jetspec.types import KVPages, TreeBatch
@@ -73,14 +74,14 @@ def tree_attention_triton(
     if _can_pipe(q_THE, pages, batch, window):
         from jetspec.ops.tree_attention_piped_gluon import piped_attention_gluon
 
-        piped_attention_gluon(q_THE, pages, batch, ancestor, scale, out, _counters(q_THE.device))
+        piped_attention_gluon(q_THE, pages, batch, ancestor, scale, out)
         return out
     tiling = _choose_tiling(layout.max_queries * (H // G), B * G, E, q_THE.element_size())
     tiling = _fit(tiling, _shared_memory(q_THE.device))
     if _can_slice(q_THE, G, batch, window, tiling):
         from jetspec.ops.tree_attention_gluon import sliced_attention_gluon
 
-        sliced_attention_gluon(q_THE, pages, batch, ancestor, scale, out, _counters(q_THE.device))
+        sliced_attention_gluon(q_THE, pages, batch, ancestor, scale, out)
         return out
     tiles = triton.cdiv(layout.max_queries * (H // G), tiling.BLOCK_M)
     warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
@@ -89,7 +90,7 @@ def tree_attention_triton(
     if splits > 1:
         part = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, tiling.BLOCK_E, dtype=torch.float32)
         lse = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, dtype=torch.float32)
-        finished = _counters(q_THE.device)
+        finished = counters(q_THE.device)
     with torch.cuda.device_of(q_THE):
         _tree_attention_kernel[(tiles * B * G, splits)](
             q_THE,
@@ -157,12 +158,6 @@ def _can_pipe(q_THE: Tensor, pages: KVPages, batch: TreeBatch, window: int | Non
 
     room = layout.page_BP.shape[1] * layout.page_size
     return can_pipe(pages, layout.max_queries * (H // G), len(layout.cached_len_B) * G, room)
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """A number per tile whose keys are split: how many of its programs have finished. The last one resets it."""
-    return torch.zeros(WARPS, dtype=torch.int32, device=device)
 
 
 def _check_strides(q_THE: Tensor, pages: KVPages, page_BP: Tensor, ancestor: Tensor | None) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from jetspec.dispatch import force
 from jetspec.ops import Stream, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
+from jetspec.ops.counters import counters
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
 from tests.gluon import Blocks, Interpreted
 from tests.kernels import compile_for_hopper, fetches_early
@@ -297,22 +298,33 @@ def piped_kernels() -> Any:
 def test_every_program_of_a_piped_product_runs_at_once(outputs: int) -> None:
     module = piped_kernels()
     pipe = module.find_pipe(outputs)
-    assert module.ENOUGH_PROGRAMS <= -(-outputs // pipe.width) <= module.PROGRAMS
+    assert module.ENOUGH_PROGRAMS <= -(-outputs // pipe.width) <= module.PROGRAMS and pipe.SPLITS == 1
     assert 3 <= pipe.stages(True) <= pipe.stages(False) <= module.MAX_STAGES
 
 
-@pytest.mark.parametrize("outputs", [96, 3040, 16897])
-def test_products_with_too_few_outputs_or_too_many_are_not_piped(outputs: int) -> None:
-    assert piped_kernels().find_pipe(outputs) is None
+@pytest.mark.parametrize(("outputs", "depth"), [(4096, 12288), (4096, 4096), (2048, 6144), (3072, 100)])
+def test_every_program_of_a_shared_product_runs_at_once(outputs: int, depth: int) -> None:
+    """Those that wait for each other must, and none has too little to do."""
+    module = piped_kernels()
+    pipe = module.find_pipe(outputs, depth)
+    assert module.ENOUGH_PROGRAMS <= -(-outputs // pipe.width) * pipe.SPLITS <= module.PROGRAMS
+    assert pipe.SPLITS == 1 or (depth // pipe.SPLITS >= module.MIN_DEPTH and not pipe.HALF)
+    assert pipe.SPLITS > 1 or depth < 2 * module.MIN_DEPTH
+
+
+@pytest.mark.parametrize(("outputs", "depth"), [(96, 0), (3040, 0), (16897, 0), (5120, 25600)])
+def test_products_that_do_not_fill_a_gpu_once_are_not_piped(outputs: int, depth: int) -> None:
+    assert piped_kernels().find_pipe(outputs, depth) is None
 
 
 @pytest.mark.parametrize(("rows", "size", "inner"), PIPED)
-@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+@pytest.mark.parametrize("kind", ["plain", "gated", "added", "shared"])
 def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, kind: str) -> None:
     """As the first product of attention or of an MLP, or as the last. The weight is asked for before the kernel
     waits."""
-    module, gated = piped_kernels(), kind == "gated"
-    pipe = module.find_pipe(size if kind == "added" else inner)
+    module, gated, added = piped_kernels(), kind == "gated", kind in {"added", "shared"}
+    pipe = module.find_pipe(size if added else inner, 14336 if kind == "shared" else 0)
+    assert (pipe.SPLITS > 1) == (kind == "shared")
 
     def blocks(rows: int) -> str:
         shape, language = [rows, module.BLOCK_K], module.gl
@@ -323,9 +335,10 @@ def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, kind
     types |= {"half_desc": blocks(pipe.BLOCK_N // 2)} | dict.fromkeys(("T", "N", "K", "num_parts", "tap_stride"), "i32")
     types |= dict.fromkeys(("bias_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr", "tap_ptr"), "*bf16")
     constants = {"BLOCK_M": module.BLOCK_M, "BLOCK_K": module.BLOCK_K, "STAGES": pipe.stages(gated), **pipe._asdict()}
-    absent = ("squares",) if kind == "added" else ("next_norm", "scaled", "next_squares", "tap")
-    parts = 1 if kind == "added" else 128
-    constants |= {"GATED": gated, "PARTS": parts, **{f"{name}_ptr": None for name in absent}}
+    absent = {"squares"} if added else {"next_norm", "scaled", "next_squares", "tap"}
+    absent |= set() if kind == "shared" else {"part", "met"}
+    types |= {"met_ptr": "*i32"}
+    constants |= {"GATED": gated, "PARTS": 1 if added else 128, **{f"{name}_ptr": None for name in absent}}
     constants |= {} if pipe.HALF else {"half_desc": None}
     ptx = compile_for_hopper(module._piped_linear_kernel, types, constants, num_warps=4)
     assert "setmaxnreg" in ptx and "wgmma.wait_group" in ptx
@@ -367,13 +380,39 @@ def test_piped_kernel(
     assert kernel.grids == [(count,) for count in programs]
 
 
+@pytest.mark.parametrize(("rows", "size", "inner"), [(70, 72, 400), (128, 136, 1000), (65, 64, 90)])
+@pytest.mark.parametrize("splits", [2, 4])
+def test_programs_that_share_the_inputs_of_a_piped_product_add_up(
+    monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, splits: int
+) -> None:
+    """Also where there are fewer inputs than programs to share them. They leave no trace for those that come next."""
+    module = piped_kernels()
+    kernel = Interpreted(module._piped_linear_kernel, together=True)
+    monkeypatch.setattr(module, "_piped_linear_kernel", kernel)
+    monkeypatch.setattr(module, "_blocks", lambda matrix, rows: Blocks(matrix, (rows, module.BLOCK_K)))
+    monkeypatch.setattr(module, "MAX_STAGES", 3)
+    torch.manual_seed(rows)
+    total, x, norm, bias = torch.randn(rows, size), torch.randn(rows, inner), torch.randn(size), torch.randn(size)
+    weight = inner**-0.5 * torch.randn(size, inner)
+    for _ in range(2):
+        want, tap = total + nn.functional.linear(x, weight, bias), torch.empty_like(total)
+        scaled, squares = module.piped_add_linear_gluon(
+            module.Pipe(32, False, splits), total, x, weight, bias, norm, tap
+        )
+        torch.testing.assert_close(total, want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scaled, want * norm, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(squares.sum(0), want.square().sum(1), atol=1e-4, rtol=1e-5)
+        assert torch.equal(tap, total) and not counters(x.device).any()
+    assert kernel.grids == [(splits * -(-size // 32),)] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "size", "inner"), PIPED)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
-    """The end of attention and the start of what follows, an MLP or another attention, for rows between those that a
-    tile takes and those that a library is better at. In float16 no norm is begun."""
+    """The end of attention and the start of an MLP, then its end and the start of attention, for rows between those
+    that a tile takes and those that a library is better at. In float16 no norm is begun."""
     products = importlib.import_module("jetspec.ops.linear")
     torch.manual_seed(rows)
 
@@ -385,18 +424,17 @@ def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, d
 
     norm, tolerance = made(size), 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
     starts: list[tuple[Any, Any]] = [(norm_swiglu, swiglu), (norm_linear, lambda y: y)]
-    for start, meant in starts:
-        total, x = made(rows, size), made(rows, size)
-        first, second = made(size, size, scale=size**-0.5), made(2 * inner, size, scale=size**-0.5)
+    for width, (start, meant) in zip((size, inner), starts, strict=True):
+        total, x = made(rows, size), made(rows, width)
+        first, second = made(size, width, scale=width**-0.5), made(2 * inner, size, scale=size**-0.5)
         second = second if start is norm_swiglu else second[:inner]
         first_bias, second_bias = (made(size), made(len(second))) if biased else (None, None)
-        assert products._find_pipe(x, first, size) and products._find_pipe(total, second, inner)
+        assert products._find_pipe(x, first, size, width) and products._find_pipe(total, second, inner)
         assert not products._find_pipe(x[:64], first, size) and not products._find_pipe(x, first[:128], 128)
-        assert not products._find_pipe(x, made(size, 3 * size), size)
         want = total.float() + wide(x, first, first_bias)
         stream = add_linear(total, x, first, first_bias, norm)
         assert (stream.scaled is None) == (dtype == torch.float16)
-        torch.testing.assert_close(stream.x.float(), want, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(stream.x.float(), want, atol=4 * tolerance, rtol=tolerance)  # a bias is added before
         expected = meant(wide(rms_norm(stream.x, norm, EPS), second, second_bias))
         got = start(stream, norm, EPS, second, second_bias)
         torch.testing.assert_close(got.float(), expected, atol=4 * tolerance, rtol=2 * tolerance)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from jetspec.dispatch import force
 from jetspec.ops import plan_attention, store_kv, tree_attention
+from jetspec.ops.counters import counters
 from jetspec.ops.tree_attention import KernelPlan
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 from tests.gluon import Blocks, Interpreted
@@ -249,7 +250,7 @@ def compare_interpreted(
     finally:
         torch.use_deterministic_algorithms(False)
         kernel.WARPS, kernel._choose_tiling = before
-    assert not kernel._counters(q.device).any()
+    assert not counters(q.device).any()
     expected = tree_attention(q, pages, plan_attention(batch), 0.3, window)
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
@@ -344,7 +345,8 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel for many queries, interpreted, for all that it knows."""
     pytest.importorskip("triton")
     module = importlib.import_module("jetspec.ops.tree_attention_piped_gluon")
-    monkeypatch.setattr(module, "_piped_attention_kernel", Interpreted(module._piped_attention_kernel))
+    kernel = Interpreted(module._piped_attention_kernel, together=True)
+    monkeypatch.setattr(module, "_piped_attention_kernel", kernel)
     monkeypatch.setattr(module, "_pages", lambda x: Blocks(x.flatten(2).flatten(0, 1), (x.shape[1], 64)))
     monkeypatch.setattr(importlib.import_module("jetspec.ops.tree_attention_triton"), "_can_pipe", lambda *_: True)
     return module
@@ -357,16 +359,16 @@ def test_piped_kernel_equals_reference(
     monkeypatch: pytest.MonkeyPatch, piped: Any, kind: str, size: int, is_large: bool, splits: int
 ) -> None:
     """Ragged: many blocks of keys, no prefix, a tree that begins within a word and ends within a page, none at all."""
-    batch = scattered_batch([700, 0, 133, 5], [50, 90, 1, 0], 16, kind, 0)
-    monkeypatch.setattr(piped, "MIN_RUN", 1)
+    batch = scattered_batch([400, 0, 133, 5], [50, 70, 1, 0], 16, kind, 0)
+    monkeypatch.setattr(piped, "MIN_RUN", 128)
     monkeypatch.setattr(piped, "num_programs", lambda device: 1000 * (splits - 1))
     monkeypatch.setattr(piped, "MAX_SPLITS", splits)
     if is_large:
-        monkeypatch.setattr(piped, "LONG", 512)
-        monkeypatch.setattr(piped, "MANY_ROWS", 256)
+        monkeypatch.setattr(piped, "LONG", 256)
+        monkeypatch.setattr(piped, "MANY_ROWS", 200)
     compare_interpreted(batch, *random_inputs(batch, 6, 2, size), None)
     ((programs,),) = piped._piped_attention_kernel.grids
-    assert programs == splits * 4 * 2 * -(-90 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))
+    assert programs == splits * 4 * 2 * -(-70 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))
 
 
 @pytest.mark.parametrize("multiprocessors", [4, 13, 14, 40, 132])
@@ -375,26 +377,13 @@ def test_programs_that_wait_for_each_other_run_at_once(
 ) -> None:
     """A process may be given a part of a GPU."""
     monkeypatch.setattr(piped, "num_programs", lambda device: multiprocessors)
-    monkeypatch.setattr(piped, "MIN_RUN", 1)
+    monkeypatch.setattr(piped, "MIN_RUN", 128)
     batch = scattered_batch([500], [60], 16, "tree", 0)
-    compare_interpreted(batch, *random_inputs(batch, 6, 2, 64), None)
-    ((programs,),) = piped._piped_attention_kernel.grids
+    for _ in range(2):  # counters are left as they were
+        compare_interpreted(batch, *random_inputs(batch, 6, 2, 64), None)
+    (programs,), _ = piped._piped_attention_kernel.grids
     tiles = 2 * -(-60 * 3 // piped.BLOCK_M)
     assert programs % tiles == 0 and (programs == tiles or programs <= multiprocessors)
-
-
-@pytest.mark.parametrize("splits", [2, 4])
-def test_programs_of_the_piped_kernel_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch, piped: Any, splits: int
-) -> None:
-    kernel = Interpreted(piped._piped_attention_kernel.kernel, together=True)
-    monkeypatch.setattr(piped, "_piped_attention_kernel", kernel)
-    monkeypatch.setattr(piped, "MIN_RUN", 1)
-    monkeypatch.setattr(piped, "MAX_SPLITS", splits)
-    batch = scattered_batch([500, 33], [40, 1], 16, "tree", 0)
-    for _ in range(2):
-        compare_interpreted(batch, *random_inputs(batch, 4, 2, 64), None)
-    assert kernel.grids == [(2 * 2 * 2 * splits,)] * 2
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -407,10 +396,16 @@ def test_piped_kernel_compiles_for_hopper(size: int, splits: int, groups: int, i
     layout = language.NVMMASharedLayout.get_default_for([16, 64], language.bfloat16)
     types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<bf16[16, 64],{layout!r}>") | {"scale": "fp32", "W": "i32"}
     types |= {"page_ptr": "*i64", "cached_ptr": "*i64", "start_ptr": "*i64", "ancestor_ptr": "*i32"}
-    types |= {"finished_ptr": "*i32", "q_ptr": "*bf16", "out_ptr": "*bf16"}
+    types |= {"met_ptr": "*i32", "q_ptr": "*bf16", "out_ptr": "*bf16"}
     numbers = [name for name in kernel.arg_names if name.islower() and name not in types and not name.endswith("_ptr")]
-    constants: dict[str, Any] = {"PAGE_SIZE": 16, "G": 8, "REPEAT": 4, "E": size, "SPLITS": splits, "TOGETHER": True}
-    constants |= {"GROUPS": groups, "BLOCK_M": module.BLOCK_M, "BLOCK_N": module.BLOCK_N, "STAGES": module.STAGES[size]}
+    constants: dict[str, Any] = {"PAGE_SIZE": 16, "G": 8, "REPEAT": 4, "E": size, "SPLITS": splits}
+    block_n = module.BLOCK_N if groups == 1 else module.LONG_N
+    constants |= {
+        "GROUPS": groups,
+        "BLOCK_M": module.BLOCK_M,
+        "BLOCK_N": block_n,
+        "STAGES": module.STAGE_KEYS[size] // block_n,
+    }
     constants |= {} if splits > 1 else {"part_ptr": None, "lse_ptr": None}
     constants |= {"ancestor_ptr": None} if is_chain else {}
     types |= dict.fromkeys(numbers, "i32")
@@ -418,7 +413,7 @@ def test_piped_kernel_compiles_for_hopper(size: int, splits: int, groups: int, i
     ptx = compile_for_hopper(kernel, types, constants, **options)
     halves = size // 64
     assert f"wgmma.wait_group.sync.aligned {halves};" in ptx and "setmaxnreg" in ptx
-    assert ptx.count("wgmma.mma_async") == groups * halves * (64 // 16) + 2 * groups * halves * (module.BLOCK_N // 16)
+    assert ptx.count("wgmma.mma_async") == groups * halves * (64 // 16) + 2 * groups * halves * (block_n // 16)
     assert 0 < shared_bytes(kernel, types, constants, 90, options) <= 227 * 1024 - 1024
 
 
