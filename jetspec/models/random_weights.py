@@ -32,11 +32,13 @@ def random_head(config: HeadConfig, dtype: torch.dtype, device: torch.device) ->
 def _randomize(stack: S, dtype: torch.dtype, device: torch.device) -> S:
     """Give a stack on the meta device weights, made where they stay: large ones would take long to send there."""
     generator = torch.Generator(device).manual_seed(0)
+    # Tokens as large as what layers add stay apart, and go to experts of their own. As logits they would be too large.
+    apart = () if stack.config.tied_embedding else ("embedding",)
 
     def values(name: str, shape: torch.Size) -> Tensor:
         empty = torch.empty(shape, dtype=dtype, device=device)
         if len(shape) > 1:
-            return empty.normal_(0, STD, generator=generator)
+            return empty.normal_(0, 1 if name in apart else STD, generator=generator)
         return empty.fill_(0 if name.endswith("bias") else 1)
 
     state = {name: values(name, parameter.shape) for name, parameter in stack.named_parameters()}

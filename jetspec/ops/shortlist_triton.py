@@ -17,14 +17,13 @@ from jetspec.ops.overlap_triton import fetch, overlap, wait
 from jetspec.ops.topk_logprob import topk_logprob
 from jetspec.types import EdgeFactors
 
-ROWS = 64
-"""Of parents, at some depths, that one program looks at: as many as Hopper's tensor cores multiply at least."""
-CHUNKS = 256
-"""About so many parts of the vocabulary have sums of their own: enough to fill a GPU."""
-TILE_BYTES = 32 * 1024
-"""Of the parents, and of the successors, that a program looks at at once."""
-MAX_TOKENS = 128
-"""That it looks at at once: registers hold what each is worth to each parent."""
+PROGRAMS = 1024
+"""About so many share the vocabulary of all requests: enough to fill a GPU. More would each begin with the parents, and
+end soon after."""
+PARENT_BYTES, TILE_BYTES = 32 * 1024, 16 * 1024
+"""Of the parents, and of the successors, that a program looks at at once: two programs share a multiprocessor."""
+MAX_PARENTS, MAX_TOKENS = 128, 64
+"""Rows, each a parent at some depth, and tokens: registers hold what each of these is worth to each of those."""
 TAKEN = 256
 
 # Stands for no logit. Finite, since the difference of two infinities is not a number.
@@ -55,10 +54,11 @@ def worth_triton(
     """How likely each token is at best, and the logarithm of the sum of exponentials without an edge, (B, D)."""
     (B, D, V), P, R = logits_BDV.shape, likely_BDP.shape[-1], edge.gate_BDR.shape[-1]
     ranks, parents = max(16, triton.next_power_of_2(R)), triton.next_power_of_2(P + 1)
-    tile = num_tokens(ranks, edge.successor_VR.element_size())
-    depths = triton.cdiv(min(ROWS, tile), parents)
-    span = triton.cdiv(triton.cdiv(V, CHUNKS), tile) * tile
-    chunks, blocks = triton.cdiv(V, span), triton.cdiv(D, depths)
+    itemsize = edge.successor_VR.element_size()
+    tile, depths = num_tokens(ranks, itemsize), num_depths(D, parents, ranks, itemsize)
+    blocks = triton.cdiv(D, depths)
+    span = triton.cdiv(triton.cdiv(V, tile) * blocks * B, PROGRAMS) * tile
+    chunks = triton.cdiv(V, span)
     top_BCDQ = torch.empty(B, chunks, D, P + 1, dtype=torch.float32, device=logits_BDV.device)
     total_BCDQ, lse_QBD = torch.empty_like(top_BCDQ), top_BCDQ.new_empty(P + 1, B, D)
     worth_BDV = top_BCDQ.new_empty(B, D, V)
@@ -67,8 +67,8 @@ def worth_triton(
         *(edge.gate_BDR.contiguous(), edge.predecessor_VR.contiguous(), edge.successor_VR.contiguous()),
     )
     sizes = {"D": D, "P": P, "R": R, "RANKS": ranks, "DEPTHS": depths, "PARENTS": parents, "TILE": tile}
-    sizes |= overlap(logits_BDV)
-    stages = num_stages(ranks, edge.successor_VR.element_size())
+    sizes |= {"num_warps": num_warps(depths * parents), **overlap(logits_BDV)}
+    stages = num_stages(ranks, itemsize)
     with torch.cuda.device_of(logits_BDV):
         _mass_kernel[(chunks, blocks, B)](
             *(*inputs, top_BCDQ, total_BCDQ, V, span, _stride(heat_B)), num_stages=stages, **sizes
@@ -76,7 +76,9 @@ def worth_triton(
         _sum_kernel[(P + 1, D, B)](
             *(top_BCDQ, total_BCDQ, lse_QBD, chunks), CHUNKS=triton.next_power_of_2(chunks), **overlap(logits_BDV)
         )
-        _worth_kernel[(triton.cdiv(V, tile), blocks, B)](*(*inputs, lse_QBD, worth_BDV, V, _stride(heat_B)), **sizes)
+        _worth_kernel[(chunks, blocks, B)](
+            *(*inputs, lse_QBD, worth_BDV, V, span, _stride(heat_B)), num_stages=stages, **sizes
+        )
     return worth_BDV, lse_QBD[P]
 
 
@@ -85,10 +87,21 @@ def num_tokens(ranks: int, itemsize: int) -> int:
     return min(max(16, TILE_BYTES // (ranks * itemsize)), MAX_TOKENS)
 
 
+def num_depths(D: int, parents: int, ranks: int, itemsize: int) -> int:
+    """Of D, that a program looks at at once: as many as it can, since for each it reads all its tokens."""
+    rows = min(max(16, PARENT_BYTES // (ranks * itemsize)), MAX_PARENTS)
+    return min(triton.cdiv(rows, parents), triton.next_power_of_2(D))
+
+
+def num_warps(rows: int) -> int:
+    """Hopper's tensor cores take 64 rows from four of them."""
+    return 8 if rows >= 128 else 4
+
+
 def num_stages(ranks: int, itemsize: int) -> int:
     """Tiles on their way. The smallest GPUs have shared memory for a few only, and numbers of 32 bits lie there in
     parts."""
-    return 3 if ranks * itemsize <= 256 else 2 if itemsize == 2 else 1
+    return 3 if ranks * itemsize <= 128 else 2 if itemsize == 2 else 1
 
 
 def _stride(heat_B: Tensor | None) -> int:
@@ -120,15 +133,12 @@ def _mass_kernel(
     OVERLAP: tl.constexpr = False,
 ):
     """Of `span` tokens the greatest logit, and the sum of exponentials of the distances to it: at some depths, for each
-    of P parents and, last, for none. The tokens' own vectors are older than the kernel before this one, and asked for
-    before it ends."""
+    of P parents and, last, for none."""
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     depth, parent = _families(DEPTHS, PARENTS)
     top = tl.full([DEPTHS * PARENTS], LOWEST, tl.float32)
     total = tl.zeros([DEPTHS * PARENTS], tl.float32)
-    if OVERLAP and R % 8 == 0:
-        own_bytes = tl.minimum(span, V - chunk * span) * R * (successor_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        fetch(successor_ptr + chunk.to(tl.int64) * span * R, own_bytes)
+    _fetch_successors(successor_ptr, chunk * span, V, R, TILE, OVERLAP)
     wait(OVERLAP)
     gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
     for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
@@ -170,6 +180,7 @@ def _worth_kernel(
     lse_ptr,
     worth_ptr,
     V,
+    span,
     heat_stride,
     D: tl.constexpr,
     P: tl.constexpr,
@@ -180,20 +191,21 @@ def _worth_kernel(
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """The greatest log-probability of some tokens at some depths, over all parents and none. The tokens' own vectors
-    are older than the kernel before this one, and asked for before it ends."""
-    row = tl.program_id(2).to(tl.int64)
+    """The greatest log-probability of `span` tokens at some depths, over all parents and none."""
+    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     depth, parent = _families(DEPTHS, PARENTS)
-    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    successor = _successors(successor_ptr, token, V, R, RANKS)
+    own_depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
+    _fetch_successors(successor_ptr, chunk * span, V, R, TILE, OVERLAP)
     wait(OVERLAP)
     gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
-    z = _add_product(_logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D), gated, successor)
     lse = tl.load(lse_ptr + (tl.minimum(parent, P) * tl.num_programs(2) + row) * D + tl.minimum(depth, D - 1))
-    worth = tl.max(tl.reshape(z - lse[:, None], [DEPTHS, PARENTS, TILE]), 1)
-    own_depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
-    place = (row * D + own_depth)[:, None] * V + token[None, :]
-    tl.store(worth_ptr + place, worth, mask=(own_depth < D)[:, None] & (token < V)[None, :])
+    for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
+        token = start + tl.arange(0, TILE)
+        successor = _successors(successor_ptr, token, V, R, RANKS)
+        z = _add_product(_logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D), gated, successor)
+        worth = tl.max(tl.reshape(z - lse[:, None], [DEPTHS, PARENTS, TILE]), 1)
+        place = (row * D + own_depth)[:, None] * V + token[None, :]
+        tl.store(worth_ptr + place, worth, mask=(own_depth < D)[:, None] & (token < V)[None, :])
 
 
 @triton.jit
@@ -235,8 +247,16 @@ def _logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D: tl.const
     inside = tl.broadcast_to((token < V)[None, :], place.shape)
     logit = tl.load(logits_ptr + place, mask=inside, other=-float("inf")).to(tl.float32)
     if heat_ptr is not None:
-        logit /= tl.load(heat_ptr + row * heat_stride)
+        logit *= 1 / tl.load(heat_ptr + row * heat_stride)
     return logit
+
+
+@triton.jit
+def _fetch_successors(successor_ptr, start, V, R: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    """Ask for the vectors of a program's first tokens, which are older than the kernel before this one."""
+    if OVERLAP and R % 8 == 0:
+        own_bytes = tl.minimum(TILE, V - start) * R * (successor_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        fetch(successor_ptr + start.to(tl.int64) * R, own_bytes)
 
 
 @triton.jit
