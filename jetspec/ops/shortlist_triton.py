@@ -22,7 +22,7 @@ PROGRAMS = 1024
 end soon after."""
 PARENT_BYTES, TILE_BYTES = 32 * 1024, 16 * 1024
 """Of the parents, and of the successors, that a program looks at at once: two programs share a multiprocessor."""
-MAX_PARENTS, MAX_TOKENS = 128, 64
+MAX_PARENTS, MAX_TOKENS = 64, 64
 """Rows, each a parent at some depth, and tokens: registers hold what each of these is worth to each of those."""
 TAKEN = 256
 
