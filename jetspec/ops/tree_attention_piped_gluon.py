@@ -58,7 +58,7 @@ MANY_ROWS = 512
 MIN_RUN = 512
 """Keys that are worth a program of their own, with the combining that it brings."""
 MAX_SPLITS = 32
-FEW_ROWS, FEW_LONG_ROWS = 33, 33
+FEW_ROWS = 33
 FEW_TILES, FEW_LONG_TILES = 32, 8
 """Of queries. Fewer are a matter of latency, and this kernel has more to prepare than others."""
 
@@ -83,9 +83,8 @@ def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
         and pages.k.is_contiguous()
         and pages.v.is_contiguous()
     )
-    few_rows, few_tiles = (FEW_ROWS, FEW_TILES) if room < LONG else (FEW_LONG_ROWS, FEW_LONG_TILES)
-    fit = fit and rows >= few_rows
-    return fit and few_tiles <= _num_tiles(rows, room) * groups <= num_programs(pages.k.device)
+    few_tiles = FEW_TILES if room < LONG else FEW_LONG_TILES
+    return fit and rows >= FEW_ROWS and few_tiles <= _num_tiles(rows, room) * groups <= num_programs(pages.k.device)
 
 
 def _num_groups(rows: int, room: int) -> int:
