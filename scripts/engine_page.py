@@ -54,14 +54,18 @@ def origin(record: Record) -> str:
 
 
 def profile_table(record: Record) -> str:
-    """A row for every budget and context: the round and its stages, the plain step, and both over their floors."""
-    titles = ("budget", "context", "round", *STAGES, "floor", "ratio", "plain step", "floor", "ratio", "idle")
+    """A row for every budget and context: the round and its stages, the plain step, and both over their floors; of a
+    mixture of experts also how many of them a layer of the round visits, and the gigabytes of all that it reads."""
+    titles = ["budget", "context", "round", *STAGES, "floor", "ratio", "plain step", "floor", "ratio", "idle"]
+    is_sparse = any(run["experts_round"] is not None for run in record["runs"])
+    titles += ["experts", "GB"] if is_sparse else []
     rows = []
     for run in record["runs"]:
         stages = [f"{run['stages_ms'][stage]:.2f}" for stage in STAGES]
         rounds = [f"{run['round_ms']:.2f}", *stages, f"{run['floor_round_ms']:.2f}", f"{run['ratio_round']:.2f}"]
         plain = [f"{run['plain_ms']:.2f}", f"{run['floor_plain_ms']:.2f}", f"{run['ratio_plain']:.2f}"]
-        rows.append([str(run["budget"]), str(run["context"]), *rounds, *plain, f"{run['idle_frac']:.1%}"])
+        reads = [f"{run['experts_round']:.0f}", f"{run['bytes_round'] / 1e9:.1f}"] if is_sparse else []
+        rows.append([str(run["budget"]), str(run["context"]), *rounds, *plain, f"{run['idle_frac']:.1%}", *reads])
     return numbers(titles, rows)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.engine_page import PAGES, fill_page
+from scripts.engine_page import PAGES, STAGES, fill_page, profile_table
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = {"hardware": {"cpu": "a CPU"}, "versions": {"torch": "2", "triton": "3"}, "commit": "0123456789"}
@@ -66,6 +66,15 @@ def test_what_a_record_says_is_on_the_page(tmp_path: Path, name: str, result: di
     fill_page(tmp_path, page)
     text = page.read_text()
     assert all(piece in text for piece in ["a CPU", "0123456", *shown]) and "old" not in text
+
+
+@pytest.mark.parametrize("experts", [None, 21.48])
+def test_a_mixture_shows_what_it_reads(experts: float | None) -> None:
+    """Other models read the same for every tree."""
+    times = dict.fromkeys(("round_ms", "plain_ms", "floor_round_ms", "floor_plain_ms", "ratio_round", "ratio_plain"), 1)
+    round = {**times, "budget": 64, "context": 256, "stages_ms": dict.fromkeys(STAGES, 1), "idle_frac": 0.0}
+    table = profile_table({"runs": [round | {"experts_round": experts, "bytes_round": 13_440_000_000}]})
+    assert ("experts" in table) == (experts is not None) and (" 21 | 13.4 |" in table) == (experts is not None)
 
 
 def test_the_best_tree_is_the_one_that_is_fastest_over_all_sets(tmp_path: Path) -> None:
