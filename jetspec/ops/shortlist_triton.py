@@ -28,6 +28,7 @@ TAKEN = 256
 
 # Stands for no logit. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def shortlist_triton(
@@ -88,9 +89,10 @@ def num_tokens(ranks: int, itemsize: int) -> int:
 
 
 def num_depths(D: int, parents: int, ranks: int, itemsize: int) -> int:
-    """Of D, that a program looks at at once: as many as it can, since for each it reads all its tokens."""
+    """Of D, that a program looks at at once: as many as it can, since for each program all tokens are read. At least
+    two, for `_families`."""
     rows = min(max(16, PARENT_BYTES // (ranks * itemsize)), MAX_PARENTS)
-    return min(triton.cdiv(rows, parents), triton.next_power_of_2(D))
+    return max(2, min(triton.cdiv(rows, parents), triton.next_power_of_2(D)))
 
 
 def num_warps(rows: int) -> int:
@@ -146,7 +148,7 @@ def _mass_kernel(
         successor = _successors(successor_ptr, token, V, R, RANKS)
         z = _add_product(_logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D), gated, successor)
         higher = tl.maximum(top, tl.max(z, 1))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp2(z * LOG2_E - (higher * LOG2_E)[:, None]), 1)
         top = higher
     out = ((row * tl.num_programs(0) + chunk) * D + depth) * (P + 1) + parent
     known = (depth < D) & (parent <= P)
@@ -203,7 +205,8 @@ def _worth_kernel(
         token = start + tl.arange(0, TILE)
         successor = _successors(successor_ptr, token, V, R, RANKS)
         z = _add_product(_logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D), gated, successor)
-        worth = tl.max(tl.reshape(z - lse[:, None], [DEPTHS, PARENTS, TILE]), 1)
+        families = tl.reshape(z - lse[:, None], [DEPTHS // 2, 2, 2, PARENTS // 2, TILE])
+        worth = tl.reshape(tl.max(tl.max(families, 1), 2), [DEPTHS, TILE])
         place = (row * D + own_depth)[:, None] * V + token[None, :]
         tl.store(worth_ptr + place, worth, mask=(own_depth < D)[:, None] & (token < V)[None, :])
 
@@ -235,9 +238,16 @@ def _take_kernel(
 
 @triton.jit
 def _families(DEPTHS: tl.constexpr, PARENTS: tl.constexpr):
-    """Depth and parent of every row of a program. Parents from the P-th on are none."""
+    """Depth and parent of every row of a program. Parents from the P-th on are none.
+
+    Two depths at a time have half of their parents in each half of some rows: of 16 rows tensor cores leave i and i + 8
+    to the same thread, and so two parents of a depth, which it compares without asking others.
+    """
     index = tl.arange(0, DEPTHS * PARENTS)
-    return tl.program_id(1) * DEPTHS + index // PARENTS, index % PARENTS
+    half: tl.constexpr = PARENTS // 2
+    low, high = index % PARENTS, index // PARENTS % 2
+    depth = index // (2 * PARENTS) * 2 + low // half
+    return tl.program_id(1) * DEPTHS + depth, high * half + low % half
 
 
 @triton.jit

@@ -106,7 +106,13 @@ def compare(
             assert missing <= slack, f"{missing} at depth {depth}"
 
 
-CASES = [(2, 3, 300, 4, 9, 2, "own"), (1, 17, 70, 20, 33, 1, "none"), (3, 2, 40, 16, 5, 4, "shared")]
+CASES = [
+    (2, 3, 300, 4, 9, 2, "own"),
+    (1, 17, 70, 20, 33, 1, "none"),
+    (3, 2, 40, 16, 5, 4, "shared"),
+    (1, 1, 90, 8, 4, 7, "none"),
+    (1, 5, 80, 8, 6, 40, "none"),
+]
 
 
 @pytest.mark.parametrize(("B", "D", "V", "R", "count", "num_likely", "heat"), CASES)
