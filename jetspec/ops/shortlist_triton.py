@@ -21,7 +21,7 @@ PROGRAMS = 1024
 """About so many share the vocabulary of all requests: enough to fill a GPU. More would each begin with the parents, and
 end soon after."""
 PARENT_BYTES, TILE_BYTES = 32 * 1024, 16 * 1024
-"""Of the parents, and of the successors, that a program looks at at once: two programs share a multiprocessor."""
+"""Of the parents, and of the successors, that a program looks at at once, so that a multiprocessor has several."""
 MAX_PARENTS, MAX_TOKENS = 64, 64
 """Rows, each a parent at some depth, and tokens: registers hold what each of these is worth to each of those."""
 TAKEN = 256

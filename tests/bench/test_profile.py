@@ -157,6 +157,17 @@ def test_experts_are_counted_in_a_real_pass() -> None:
     assert len(counts) == 2 and all(2 < count <= 8 for count in counts)
 
 
+@torch.inference_mode()
+def test_tokens_of_a_random_mixture_go_to_experts_of_their_own_in_every_layer() -> None:
+    """What layers add for all tokens alike does not drown what tells them apart."""
+    sparse = replace(LARGER, moe=MoEConfig(32, 2, 64, True), moe_layers=(0, 5), tied_embedding=False)
+    target, inputs = random_target(sparse, torch.float32, CPU), Inputs(Setting(sparse, torch.float32, CPU, 32, 256))
+    batch = inputs.placed(256)
+    cache = [inputs.pages(batch) for _ in range(sparse.num_layers)]
+    first, last = count_experts(target, lambda: target(batch, cache, ()))
+    assert last > 0.8 * first > 12
+
+
 # -- operations
 
 

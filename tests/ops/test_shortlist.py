@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -87,14 +88,14 @@ def compare(
     """Rounding may exchange tokens that are worth the same, but for `slack`."""
     from jetspec.ops import shortlist_triton
 
-    shortlist_triton.PROGRAMS = programs or shortlist_triton.PROGRAMS
     logits, root_B, edge = inputs
     heat_B = None
     if heat == "own":
         heat_B = torch.linspace(0.5, 1.5, len(logits), device=logits.device)
     elif heat == "shared":
         heat_B = torch.tensor([0.7], device=logits.device).expand(len(logits))
-    with force("triton"):
+    programs = programs or shortlist_triton.PROGRAMS
+    with force("triton"), patch.object(shortlist_triton, "PROGRAMS", programs):
         token, logprob = shortlist(logits, root_B, edge, count, num_likely, heat_B)
     cooled = logits.float() if heat_B is None else logits.float() / heat_B[:, None, None]
     torch.testing.assert_close(logprob, cooled.log_softmax(-1).gather(-1, token), atol=1e-3, rtol=1e-3)
@@ -133,7 +134,7 @@ def test_kernels_compile_without_a_gpu(kernel: str, heated: bool) -> None:
     weights = ("logits_ptr", "predecessor_ptr", "successor_ptr")
     types = {name: "*bf16" if name in weights else "*i64" for name in (*weights, "root_ptr", "likely_ptr", "token_ptr")}
     types |= dict.fromkeys(("V", "span", "heat_stride", "num_chunks", "count"), "i32")
-    sizes = {"D": 15, "P": 7, "R": 128, "RANKS": 128, "DEPTHS": 16, "TILE": 64, "PARENTS": 8, "CHUNKS": 256}
+    sizes = {"D": 15, "P": 7, "R": 128, "RANKS": 128, "DEPTHS": 8, "TILE": 64, "PARENTS": 8, "CHUNKS": 256}
     sizes["BLOCK"] = 256
     constants: dict[str, Any] = {name: size for name, size in sizes.items() if name in found.arg_names}
     if "heat_ptr" in found.arg_names and not heated:
