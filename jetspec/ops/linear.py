@@ -23,6 +23,8 @@ SOME_ROWS_OF_HOPPER = range(65, 129)
 """For which ours reads a large weight as fast as a library does, and does what stands around the product, too."""
 ROWS_OF_A_SMALL_WEIGHT = range(2, 257)
 """On a GPU. How often these are read does not matter, but how many kernels a layer has."""
+MANY_ROWS_OF_A_SMALL_WEIGHT = range(257, 1025)
+"""On Hopper, likewise."""
 MANY_OUTPUTS = 32_768
 """Of a product without anything around it: more keep a library busy long enough that how it starts does not matter."""
 
@@ -172,16 +174,20 @@ def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "
 
 
 def _find_pipe(x: Tensor, weight: Tensor, outputs: int, depth: int = 0) -> Pipe | None:
-    """Block sizes of a product of some rows with a large weight, where its kernel serves it: tensor cores have a queue
-    as Hopper's do, which later ones do not. Programs may share `depth` inputs."""
-    if not x.is_cuda or x.itemsize != 2 or x.dtype != weight.dtype or len(x) not in SOME_ROWS_OF_HOPPER:
+    """Block sizes of a product of many rows, or of some with a large weight, where its kernel serves it: tensor cores
+    have a queue as Hopper's do, which later ones do not. Programs may share `depth` inputs."""
+    if not x.is_cuda or x.itemsize != 2 or x.dtype != weight.dtype or not uses_kernel(x, weight):
         return None
-    if not uses_kernel(x, weight) or torch.cuda.get_device_capability(x.device)[0] != 9:
+    if torch.cuda.get_device_capability(x.device)[0] != 9:
         return None
-    from jetspec.ops.linear_piped_gluon import find_pipe
+    from jetspec.ops.linear_piped_gluon import find_pipe, find_small_pipe
     from jetspec.ops.linear_triton import can_copy, is_small
 
-    return find_pipe(outputs, depth) if can_copy(x) and can_copy(weight) and not is_small(weight) else None
+    if not (can_copy(x) and can_copy(weight)):
+        return None
+    if is_small(weight):
+        return find_small_pipe(outputs, len(x)) if len(x) in MANY_ROWS_OF_A_SMALL_WEIGHT else None
+    return find_pipe(outputs, depth) if len(x) in SOME_ROWS_OF_HOPPER else None
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -1,13 +1,15 @@
-"""The kernel of products of more rows than a tile takes with a large weight, which is read at the speed of the memory.
+"""The kernel of products of more rows than a tile takes, with a large weight, which is read at the speed of the memory,
+or of many rows with a small one.
 
 It is written in Gluon, the language below Triton, where a program says which warps do what. One warp does nothing but
 ask for blocks of both factors, the weight's first ones while the kernel ahead still runs; two groups of four multiply
 what has arrived, half of the rows each. They tell each other by barriers in shared memory, so that nobody waits for
 all: between two blocks a tensor core always has another one to do. Norms are spread over kernels as in `linear_triton`.
 
-Every program reads all rows of x, as far as its own inputs go. Where there are many, programs share them: each has
-more outputs and fewer inputs, and in the end they wait for each other and add up, some rows each. No more of them run
-than there are multiprocessors, and those that wait for each other are neighbours in the grid.
+Every program reads up to 128 rows of x, as far as its own inputs go. Where there are many inputs, programs share them:
+each has more outputs and fewer inputs, and in the end they wait for each other and add up, some rows each. No more of
+them run than there are multiprocessors, and those that wait for each other are neighbours in the grid. Of more rows
+each program takes some.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -88,6 +90,13 @@ def find_pipe(outputs: int, depth: int = 0) -> Pipe | None:
     return None
 
 
+def find_small_pipe(outputs: int, rows: int) -> Pipe:
+    """For a small weight, which all that take other rows read, too: the widest with which enough programs have work."""
+    tiles = triton.cdiv(rows, BLOCK_M)
+    wide = [pipe for pipe in WIDTHS if triton.cdiv(outputs, pipe.width) * tiles >= ENOUGH_PROGRAMS]
+    return wide[-1] if wide else WIDTHS[0]
+
+
 def piped_linear_gluon(
     pipe: Pipe,
     x_TK: Tensor,
@@ -98,7 +107,7 @@ def piped_linear_gluon(
     eps: float = 0.0,
     gated: bool = False,
 ) -> Tensor:
-    """`rows_linear_triton` of at most 128 rows."""
+    """`rows_linear_triton` of more rows."""
     out = new_rows(len(x_TK), len(weight) // (2 if gated else 1), like=x_TK)
     _launch(pipe, x_TK, weight, bias, out, gated=gated, squares=squares, eps=eps)
     return out
@@ -113,7 +122,7 @@ def piped_add_linear_gluon(
     norm: Tensor,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rows_add_linear_triton` of at most 128 rows."""
+    """`rows_add_linear_triton` of more rows."""
     T, N = total_TN.shape
     scaled = new_rows(T, N, like=total_TN)
     next_squares = torch.empty((triton.cdiv(N, pipe.width), T), dtype=torch.float32, device=total_TN.device)
@@ -137,13 +146,14 @@ def _launch(
     tap: Tensor | None = None,
 ) -> None:
     (T, K), N = x_TK.shape, out.shape[1]
-    tiles = triton.cdiv(N, pipe.width)
+    tiles, row_tiles = triton.cdiv(N, pipe.width), triton.cdiv(T, BLOCK_M)
     part, met = None, None
     if pipe.SPLITS > 1:
+        assert row_tiles == 1, "those that wait for each other run at once"
         part = x_TK.new_empty(tiles, pipe.SPLITS, BLOCK_M, pipe.width, dtype=torch.float32)
         met = counters(x_TK.device)
     with torch.cuda.device_of(x_TK):
-        _piped_linear_kernel[(tiles * pipe.SPLITS,)](
+        _piped_linear_kernel[(tiles * pipe.SPLITS, row_tiles)](
             _blocks(whole_tiles(x_TK, BLOCK_M), BLOCK_M),
             _blocks(weight, pipe.BLOCK_N),
             _blocks(weight, pipe.BLOCK_N // 2) if pipe.HALF else None,
@@ -209,7 +219,7 @@ def _piped_linear_kernel(
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
-    """Some outputs of all rows: GATED, where rows of gates lie before those of the rest in one block of shared memory,
+    """Some outputs of some rows: GATED, where rows of gates lie before those of the rest in one block of shared memory,
     so that one product makes both; if there is a next norm, added to what is there, and the start of that norm."""
     SIDES: gl.constexpr = 2 if GATED else 1
     dtype: gl.constexpr = x_desc.dtype
@@ -227,7 +237,7 @@ def _piped_linear_kernel(
     tile, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
     run = gl.cdiv(gl.cdiv(K, BLOCK_K), SPLITS)
     steps = gl.maximum(gl.minimum(gl.cdiv(K, BLOCK_K) - split * run, run), 0)
-    work = tile, split, split * run, steps
+    work = tile, split, split * run, steps, gl.program_id(1) * BLOCK_M
 
     sizes: gl.constexpr = (BLOCK_M, BLOCK_N, HALF, BLOCK_K, STAGES, OVERLAP, GATED, PARTS, SPLITS)
     shared = x_blocks, blocks, halves, full, free
@@ -251,19 +261,20 @@ def _fetch(x_desc, weight_desc, half_desc, shared, N, work, sizes: gl.constexpr)
     BLOCK_K: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
     x_blocks, _, _, full, free = shared
-    tile, _, begin, steps = work
+    tile, _, begin, steps, row = work
     ahead = gl.minimum(steps, STAGES)
     for step in range(ahead):
         _fetch_weight(weight_desc, half_desc, shared, N, tile, begin + step, step, sizes)
     wait(sizes[5])
     for step in range(ahead):
-        tma.async_copy_global_to_shared(x_desc, [0, (begin + step) * BLOCK_K], full.index(step), x_blocks.index(step))
+        column = (begin + step) * BLOCK_K
+        tma.async_copy_global_to_shared(x_desc, [row, column], full.index(step), x_blocks.index(step))
     for step in range(STAGES, steps):
         stage = step % STAGES
         mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
         _fetch_weight(weight_desc, half_desc, shared, N, tile, begin + step, stage, sizes)
         column = (begin + step) * BLOCK_K
-        tma.async_copy_global_to_shared(x_desc, [0, column], full.index(stage), x_blocks.index(stage))
+        tma.async_copy_global_to_shared(x_desc, [row, column], full.index(stage), x_blocks.index(stage))
 
 
 @gluon.jit
@@ -320,11 +331,11 @@ def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     x_blocks, blocks, halves, full, free = shared
     read, places, next_squares_ptr, part_ptr, met_ptr, T, N, K = outside
     squares_ptr, num_parts, eps = read
-    tile, split, _, steps = work
+    tile, split, _, steps, row = work
     wait(sizes[5])
     # Where programs share the inputs, each ends some of the rows.
     OWN: gl.constexpr = 64 // SPLITS
-    first, first_token = tile * WIDTH, GROUP * 64 + split * OWN
+    first, first_token = tile * WIDTH, row + GROUP * 64 + split * OWN
 
     # What the end needs is asked for now.
     factor = gl.full([OWN], 1.0, gl.float32, rows)

@@ -317,6 +317,15 @@ def test_products_that_do_not_fill_a_gpu_once_are_not_piped(outputs: int, depth:
     assert piped_kernels().find_pipe(outputs, depth) is None
 
 
+@pytest.mark.parametrize(("outputs", "rows"), [(576, 257), (576, 1024), (960, 1024), (1536, 1024), (1536, 4096)])
+def test_piped_products_with_a_small_weight_fill_a_gpu_if_they_can(outputs: int, rows: int) -> None:
+    module = piped_kernels()
+    pipe, tiles = module.find_small_pipe(outputs, rows), -(-rows // module.BLOCK_M)
+    programs = {width: -(-outputs // width.width) * tiles for width in module.WIDTHS}
+    assert pipe.SPLITS == 1 and programs[pipe] >= min(module.ENOUGH_PROGRAMS, max(programs.values()))
+    assert all(programs[wider] < module.ENOUGH_PROGRAMS for wider in module.WIDTHS if wider.width > pipe.width)
+
+
 @pytest.mark.parametrize(("rows", "size", "inner"), PIPED)
 @pytest.mark.parametrize("kind", ["plain", "gated", "added", "shared"])
 def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, kind: str) -> None:
@@ -346,7 +355,7 @@ def test_piped_kernel_compiles_for_hopper(rows: int, size: int, inner: int, kind
     assert ptx.count("wgmma.mma_async") == 2 * (2 if pipe.HALF else 1) * (module.BLOCK_K // 16)
 
 
-@pytest.mark.parametrize(("rows", "size", "inner"), [(70, 72, 200), (128, 136, 300), (65, 200, 64), (100, 64, 1000)])
+@pytest.mark.parametrize(("rows", "size", "inner"), [(70, 72, 200), (128, 136, 300), (65, 200, 64), (300, 64, 96)])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("half", [True, False])
 def test_piped_kernel(
@@ -377,7 +386,7 @@ def test_piped_kernel(
         got = module.piped_linear_gluon(pipe, normed, second, second_bias, gated=gated)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
     programs = [-(-outputs // pipe.width) for outputs in (size, inner, inner, 2 * inner, 2 * inner)]
-    assert kernel.grids == [(count,) for count in programs]
+    assert kernel.grids == [(count, -(-rows // 128)) for count in programs]
 
 
 @pytest.mark.parametrize(("rows", "size", "inner"), [(70, 72, 400), (128, 136, 1000), (65, 64, 90)])
@@ -403,11 +412,11 @@ def test_programs_that_share_the_inputs_of_a_piped_product_add_up(
         torch.testing.assert_close(scaled, want * norm, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(squares.sum(0), want.square().sum(1), atol=1e-4, rtol=1e-5)
         assert torch.equal(tap, total) and not counters(x.device).any()
-    assert kernel.grids == [(splits * -(-size // 32),)] * 2
+    assert kernel.grids == [(splits * -(-size // 32), 1)] * 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "size", "inner"), PIPED)
+@pytest.mark.parametrize(("rows", "size", "inner"), [*PIPED, (257, 576, 1536), (1000, 576, 1536)])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
@@ -430,7 +439,7 @@ def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, d
         second = second if start is norm_swiglu else second[:inner]
         first_bias, second_bias = (made(size), made(len(second))) if biased else (None, None)
         assert products._find_pipe(x, first, size, width) and products._find_pipe(total, second, inner)
-        assert not products._find_pipe(x[:64], first, size) and not products._find_pipe(x, first[:128], 128)
+        assert not products._find_pipe(x[:64], first, size)
         want = total.float() + wide(x, first, first_bias)
         stream = add_linear(total, x, first, first_bias, norm)
         assert (stream.scaled is None) == (dtype == torch.float16)
