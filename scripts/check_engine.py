@@ -64,13 +64,13 @@ class Models:
     eos_tokens: frozenset[int] = frozenset()
     shortlist: int = TreeConfig.shortlist
 
-    def engine(self, budget: int, config: EngineConfig) -> Engine:
+    def engine(self, budget: int, config: EngineConfig, depth: int | None = None) -> Engine:
         """One that speculates, or with a budget of 1 decodes plainly."""
         return Engine(
             self.target,
             self.head if budget > 1 else None,
             drafter="head" if budget > 1 else "none",
-            tree=TreeConfig(budget=budget, shortlist=self.shortlist),
+            tree=TreeConfig(budget=budget, depth=depth, shortlist=self.shortlist),
             config=config,
             eos_tokens=self.eos_tokens,
         )
@@ -230,28 +230,41 @@ def check_speed(
     return {**judge.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
 
 
-def check_batches(
-    models: Models, prompts: Texts, batches: Sequence[int], budgets: Sequence[int], tokens: int, waves: int
-) -> dict[str, Any]:
-    """Every batch size with every budget: tokens per second, prefill included, and each text against its own alone.
+@dataclass(frozen=True, order=True)
+class Tree:
+    """`BUDGET`, or `BUDGET:DEPTH`, where a depth of 0 is the drafter's own."""
 
-    `waves` prompts per place of the batch are decoded. One engine serves all batch sizes of a budget.
+    budget: int
+    depth: int = 0
+
+    @classmethod
+    def read(cls, word: str) -> Tree:
+        return cls(*map(int, word.split(":", 1)))
+
+
+def check_batches(
+    models: Models, prompts: Texts, batches: Sequence[int], trees: Sequence[Tree], tokens: int, waves: int
+) -> dict[str, Any]:
+    """Every batch size with every tree: tokens per second, prefill included, and each text against its own alone.
+
+    `waves` prompts per place of the batch are decoded. One engine serves all batch sizes of a tree.
     """
     config = engine_config(prompts, tokens, max(batches), patience=PATIENCE)
-    judge = make_judge(models, prompts, tokens, max(budgets))
+    judge = make_judge(models, prompts, tokens, max(trees).budget)
     alone: Decoded | None = None
     runs = []
-    for budget in sorted({1, *budgets}):
-        engine = models.engine(budget, config)
+    for tree in sorted({Tree(1), *trees}):
+        engine = models.engine(tree.budget, config, tree.depth or None)
         warm_up(engine, prompts, max(batches))
         alone = alone or decode(engine, first(prompts, waves * max(batches)), tokens, 1, "alone")
         for batch in batches:
             some = first(prompts, waves * batch)
-            done = decode_timed(engine, some, tokens, batch, f"batch {batch}, budget {budget}")
+            done = decode_timed(engine, some, tokens, batch, f"batch {batch}, budget {tree.budget}")
             runs.append(
                 {
                     "batch": batch,
-                    "budget": budget,
+                    "budget": tree.budget,
+                    "depth": tree.depth or None,
                     "tokens": done.tokens,
                     "seconds": done.seconds,
                     "tokens_per_s": done.tokens / done.seconds,
@@ -378,7 +391,14 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     speed.add_argument("--other-prompts", type=int, default=2, help="prompts of each set for `transformers`; 0: none")
     batches = command("batches", "every batch size with every budget", both, 128)
     batches.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    batches.add_argument("--budgets", type=int, nargs="+", default=[1, 16, 32, 64, 128])
+    batches.add_argument(
+        "--trees",
+        type=Tree.read,
+        nargs="+",
+        metavar="BUDGET[:DEPTH]",
+        default=[Tree(1), Tree(16), Tree(16, 8), Tree(32), Tree(64), Tree(128)],
+        help="nodes, and how deep they may lie; 1 is plain decoding",
+    )
     batches.add_argument("--waves", type=int, default=4, help="prompts per place of the batch")
     strict = command("strict", "many texts, every difference listed", both, 256)
     soak = command("soak", "random arrivals, cancels and preemptions", ["float32"], 96)
@@ -403,7 +423,7 @@ def run(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> d
         return check_speed(models, sets, args.budgets, args.tokens, other, args.other_prompts)
     if args.check == "batches":
         prompts = draw([args.data / "gsm8k.jsonl"], args.waves * max(args.batches), target.tokenizer)
-        return check_batches(models, prompts, args.batches, args.budgets, args.tokens, args.waves)
+        return check_batches(models, prompts, args.batches, args.trees, args.tokens, args.waves)
     prompts = draw(sorted(args.data.glob("*.jsonl")), args.prompts, target.tokenizer)
     if args.check == "strict":
         return check_strict(models, prompts, args.batch, args.budget, args.tokens)

@@ -104,13 +104,13 @@ def batches_table(record: Record) -> str:
     """Tokens per second: a row for every batch size, a column for every budget."""
     parts = []
     for dtype, result in record["results"].items():
-        budgets = sorted({run["budget"] for run in result["runs"]})
-        found = {(run["batch"], run["budget"]): run["tokens_per_s"] for run in result["runs"]}
-        titles = ("batch", *("plain" if budget == PLAIN else str(budget) for budget in budgets), "best over plain")
+        found = {(run["batch"], tree_title(run)): run["tokens_per_s"] for run in result["runs"]}
+        trees = list(dict.fromkeys(tree for _, tree in found))
+        titles = ("batch", *trees, "best over plain")
         rows = [
             [
                 str(batch),
-                *(f"{found[batch, budget]:.0f}" for budget in budgets),
+                *(f"{found[batch, tree]:.0f}" for tree in trees),
                 f"{result['best_speedup'][str(batch)]:.2f}",
             ]
             for batch in sorted({batch for batch, _ in found})
@@ -120,6 +120,12 @@ def batches_table(record: Record) -> str:
         parts.append(f"{dtype}: {different} texts differ from the request's own alone, {mistakes} by more than noise.")
         parts.append(numbers(titles, rows))
     return "\n\n".join(parts)
+
+
+def tree_title(run: Mapping[str, Any]) -> str:
+    if run["budget"] == PLAIN:
+        return "plain"
+    return str(run["budget"]) if run.get("depth") is None else f"{run['budget']}, depth {run['depth']}"
 
 
 def strict_table(record: Record) -> str:

@@ -21,9 +21,9 @@ FEW_ROWS_OF_A_GPU = range(2, 65)
 """More of them would be read too often: a library passes them on between multiprocessors."""
 SOME_ROWS_OF_HOPPER = range(65, 129)
 """For which ours reads a large weight as fast as a library does, and does what stands around the product, too."""
-ROWS_OF_A_SMALL_WEIGHT = range(2, 257)
+ROWS_OF_A_SMALL_WEIGHT = range(2, 129)
 """On a GPU. How often these are read does not matter, but how many kernels a layer has."""
-MANY_ROWS_OF_A_SMALL_WEIGHT = range(257, 1025)
+MANY_ROWS_OF_A_SMALL_WEIGHT = range(129, 1025)
 """On Hopper, likewise."""
 MANY_OUTPUTS = 32_768
 """Of a product without anything around it: more keep a library busy long enough that how it starts does not matter."""

@@ -53,6 +53,10 @@ BLOCK_N, LONG_N = 64, 128
 """Keys at once, of one group of warps and of two."""
 STAGE_KEYS = {64: 512, 128: 384}
 """On their way, by the size of a head."""
+FEW_STAGE_KEYS = {64: 256, 128: 192}
+"""Likewise, of programs that are several to a multiprocessor, and hide each other's waits."""
+SEVERAL = 4
+"""Tiles to a multiprocessor, at most."""
 MANY_ROWS = 512
 """Of a request to a key head, with which large tiles are full."""
 MIN_RUN = 512
@@ -73,8 +77,8 @@ def num_programs(device: torch.device) -> int:
 
 
 def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
-    """Whether there is a kernel for heads and pages of this size, enough for it to do, and a multiprocessor for each
-    tile of queries to a key head. Pages start where the lines of shared memory repeat, every eight rows."""
+    """Whether there is a kernel for heads and pages of this size, and neither too little nor too much for it to do.
+    Pages start where the lines of shared memory repeat, every eight rows."""
     _, size, _, E = pages.k.shape
     fit = (
         E in STAGE_KEYS
@@ -83,8 +87,8 @@ def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
         and pages.k.is_contiguous()
         and pages.v.is_contiguous()
     )
-    few_tiles = FEW_TILES if room < LONG else FEW_LONG_TILES
-    return fit and rows >= FEW_ROWS and few_tiles <= _num_tiles(rows, room) * groups <= num_programs(pages.k.device)
+    few_tiles, tiles = FEW_TILES if room < LONG else FEW_LONG_TILES, _num_tiles(rows, room) * groups
+    return fit and rows >= FEW_ROWS and few_tiles <= tiles <= SEVERAL * num_programs(pages.k.device)
 
 
 def _num_groups(rows: int, room: int) -> int:
@@ -113,6 +117,7 @@ def piped_attention_gluon(
     programs, most_runs = tiles * B * G, triton.cdiv(room, MIN_RUN)
     most = min(num_programs(q_THE.device) // programs, MAX_SPLITS, most_runs)
     splits = 1 << (most.bit_length() - 1) if most > 1 else 1
+    stage_keys = (STAGE_KEYS if programs <= num_programs(q_THE.device) else FEW_STAGE_KEYS)[E]
     part, lse = None, None
     if splits > 1:
         part = q_THE.new_empty(programs * groups, splits, BLOCK_M, E, dtype=torch.float32)
@@ -148,7 +153,7 @@ def piped_attention_gluon(
             GROUPS=groups,
             BLOCK_M=BLOCK_M,
             BLOCK_N=block_n,
-            STAGES=STAGE_KEYS[E] // block_n,
+            STAGES=max(2, stage_keys // block_n),
             num_warps=BLOCK_M // 16,
             **overlap(q_THE),
         )

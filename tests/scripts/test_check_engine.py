@@ -53,10 +53,12 @@ def test_speed() -> None:
 
 
 def test_batches() -> None:
-    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], [1, 8], TOKENS, waves=2)
+    trees = [check.Tree.read(word) for word in ("8", "8:2", "1")]
+    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], trees, TOKENS, waves=2)
     assert results["correct"] and set(results["best_speedup"]) == {1, 2, 4}
-    cells = [(run["budget"], run["batch"]) for run in results["runs"]]
-    assert cells == [(budget, batch) for budget in (1, 8) for batch in (1, 2, 4)]
+    cells = [(run["budget"], run["depth"], run["batch"]) for run in results["runs"]]
+    assert cells == [(*tree, batch) for tree in ((1, None), (8, None), (8, 2)) for batch in (1, 2, 4)]
+    assert all(run["tokens_per_round"] <= 3 for run in results["runs"] if run["depth"])
     assert all(run["different"] == 0 and run["tokens_per_s"] > 0 for run in results["runs"])
 
 
@@ -79,7 +81,7 @@ def test_capturing_is_timed_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(check.Models, "engine", engine)
     monkeypatch.setattr(check, "decode", slow_at_first)
-    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], [1, 8], TOKENS, waves=1)
+    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], [check.Tree(1), check.Tree(8)], TOKENS, waves=1)
     assert all(run["seconds"] < slow_s for run in results["runs"])
 
 
@@ -202,7 +204,7 @@ def tiny_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     "words",
     [
         "speed --tokens 8 --prompts 2 --budgets 4 --other-prompts 0",
-        "batches --tokens 8 --batches 1 2 --budgets 4 --waves 2",
+        "batches --tokens 8 --batches 1 2 --trees 4 --waves 2",
         "strict --tokens 8 --prompts 7 --batch 3 --budget 4",
         "soak --tokens 30 --prompts 7 --batch 3 --budget 8 --rounds 80",
     ],
