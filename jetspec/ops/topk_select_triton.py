@@ -10,6 +10,8 @@ the order in which programs run.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,10 +27,21 @@ LEADERS = 3
 MAX_GROUP = 128
 PROGRAMS = 384
 """Programs that a large GPU runs at once. All that serve one row look for its bound: more would only do so again."""
-RUN = 8
-"""Neighbours that a thread counts before it asks where to write those that passed."""
-OWN, BLOCK = 16, 256
-"""Keys that one program of the last kernel ranks, and keys that it compares them with at once."""
+MANY_ROWS = 128
+"""Which fill a GPU, however little of a row a program does at once."""
+
+
+class Tiling(NamedTuple):
+    RUN: int
+    """Neighbours that a thread counts before it asks where to write those that passed."""
+    OWN: int
+    """Keys that one program of the last kernel ranks."""
+    BLOCK: int
+    """Keys that it compares them with at once."""
+
+
+FEW, MANY = Tiling(RUN=8, OWN=16, BLOCK=256), Tiling(RUN=4, OWN=128, BLOCK=32)
+"""For few rows, of which many programs each rank a little, and for many."""
 
 # Below any key.
 BOTTOM = tl.constexpr(-(1 << 63))
@@ -37,6 +50,7 @@ BOTTOM = tl.constexpr(-(1 << 63))
 def topk_select_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
     R, V = logits_RV.shape
+    tiling = FEW if R < MANY_ROWS else MANY
     group = _group_size(V, k)
     num_chunks = -(-V // CHUNK)
     num_leaders = num_chunks * (CHUNK // group)
@@ -78,11 +92,11 @@ def topk_select_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             most_reaching,
             LEADERS=triton.next_power_of_2(num_leaders),
             CHUNK=CHUNK,
-            RUN=RUN,
+            RUN=tiling.RUN,
             num_warps=8,
             **overlap(logits),
         )
-        _rank_kernel[(R, -(-most_reaching // OWN))](
+        _rank_kernel[(R, -(-most_reaching // tiling.OWN))](
             passed_RP,
             count_R,
             top_RC,
@@ -93,8 +107,8 @@ def topk_select_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             num_chunks,
             k,
             CHUNKS=triton.next_power_of_2(num_chunks),
-            OWN=OWN,
-            BLOCK=BLOCK,
+            OWN=tiling.OWN,
+            BLOCK=tiling.BLOCK,
             num_warps=4,
             **overlap(logits),
         )

@@ -55,8 +55,6 @@ STAGE_KEYS = {64: 512, 128: 384}
 """On their way, by the size of a head."""
 FEW_STAGE_KEYS = {64: 256, 128: 192}
 """Likewise, of programs that are several to a multiprocessor, and hide each other's waits."""
-SEVERAL = 4
-"""Tiles to a multiprocessor, at most."""
 MANY_ROWS = 512
 """Of a request to a key head, with which large tiles are full."""
 MIN_RUN = 512
@@ -77,8 +75,9 @@ def num_programs(device: torch.device) -> int:
 
 
 def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
-    """Whether there is a kernel for heads and pages of this size, and neither too little nor too much for it to do.
-    Pages start where the lines of shared memory repeat, every eight rows."""
+    """Whether there is a kernel for heads and pages of this size, and enough for it to do, but a multiprocessor for
+    each tile of queries to a key head, or no keys that several tiles read. Pages start where the lines of shared memory
+    repeat, every eight rows."""
     _, size, _, E = pages.k.shape
     fit = (
         E in STAGE_KEYS
@@ -87,8 +86,9 @@ def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
         and pages.k.is_contiguous()
         and pages.v.is_contiguous()
     )
-    few_tiles, tiles = FEW_TILES if room < LONG else FEW_LONG_TILES, _num_tiles(rows, room) * groups
-    return fit and rows >= FEW_ROWS and few_tiles <= tiles <= SEVERAL * num_programs(pages.k.device)
+    few_tiles, tiles = FEW_TILES if room < LONG else FEW_LONG_TILES, _num_tiles(rows, room)
+    few_enough = tiles == 1 or tiles * groups <= num_programs(pages.k.device)
+    return fit and rows >= FEW_ROWS and tiles * groups >= few_tiles and few_enough
 
 
 def _num_groups(rows: int, room: int) -> int:
@@ -117,7 +117,8 @@ def piped_attention_gluon(
     programs, most_runs = tiles * B * G, triton.cdiv(room, MIN_RUN)
     most = min(num_programs(q_THE.device) // programs, MAX_SPLITS, most_runs)
     splits = 1 << (most.bit_length() - 1) if most > 1 else 1
-    stage_keys = (STAGE_KEYS if programs <= num_programs(q_THE.device) else FEW_STAGE_KEYS)[E]
+    is_shared = tiles == 1 and programs > num_programs(q_THE.device)
+    stage_keys = (FEW_STAGE_KEYS if is_shared else STAGE_KEYS)[E]
     part, lse = None, None
     if splits > 1:
         part = q_THE.new_empty(programs * groups, splits, BLOCK_M, E, dtype=torch.float32)
@@ -153,7 +154,7 @@ def piped_attention_gluon(
             GROUPS=groups,
             BLOCK_M=BLOCK_M,
             BLOCK_N=block_n,
-            STAGES=max(2, stage_keys // block_n),
+            STAGES=stage_keys // block_n,
             num_warps=BLOCK_M // 16,
             **overlap(q_THE),
         )

@@ -100,17 +100,24 @@ def test_what_is_no_number_comes_first(interpreter: Executor, dtype: torch.dtype
     interpreter.submit(compare, logits.to(dtype), 8, 32, select).result()
 
 
+def test_many_rows(interpreter: Executor) -> None:
+    logits = torch.randn(130, 200, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    interpreter.submit(compare, logits, 40, 64, True).result()
+
+
 @pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
-def test_selection_compiles_without_a_gpu(logits: str) -> None:
+@pytest.mark.parametrize("rows", ["FEW", "MANY"])
+def test_selection_compiles_without_a_gpu(logits: str, rows: str) -> None:
     module = importlib.import_module("jetspec.ops.topk_select_triton")
+    tiling = getattr(module, rows)
     names = ("V", "num_leaders", "capacity", "span", "k", "most_reaching", "num_chunks")
     types = dict.fromkeys(names, "i32") | dict.fromkeys(("leader_ptr", "passed_ptr", "token_ptr"), "*i64")
     types |= {"logits_ptr": logits, "count_ptr": "*i32"}
     groups = {"GROUP": 16, "GROUPS": module.CHUNK // 16}
     assert "st.global" in compile_for_hopper(module._leader_kernel, types, groups)
-    sizes = {"LEADERS": 4096, "CHUNK": module.CHUNK, "RUN": module.RUN}
+    sizes = {"LEADERS": 4096, "CHUNK": module.CHUNK, "RUN": tiling.RUN}
     assert "st.global" in compile_for_hopper(module._pass_kernel, types, sizes, num_warps=8)
-    sizes = {"CHUNKS": 64, "OWN": module.OWN, "BLOCK": module.BLOCK}
+    sizes = {"CHUNKS": 64, "OWN": tiling.OWN, "BLOCK": tiling.BLOCK}
     assert "st.global" in compile_for_hopper(module._rank_kernel, types, sizes)
 
 

@@ -371,6 +371,17 @@ def test_piped_kernel_equals_reference(
     assert programs == splits * 4 * 2 * -(-70 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_several_tiles_to_a_multiprocessor_have_fewer_keys_on_their_way(
+    monkeypatch: pytest.MonkeyPatch, piped: Any, size: int
+) -> None:
+    monkeypatch.setattr(piped, "num_programs", lambda device: 3)
+    monkeypatch.setattr(piped, "STAGE_KEYS", {})
+    batch = scattered_batch([600, 30], [16, 12], 16, "tree", 0)
+    compare_interpreted(batch, *random_inputs(batch, 6, 2, size), None)
+    assert piped._piped_attention_kernel.grids == [(4,)]
+
+
 @pytest.mark.parametrize("multiprocessors", [4, 13, 14, 40, 132])
 def test_programs_that_wait_for_each_other_run_at_once(
     monkeypatch: pytest.MonkeyPatch, piped: Any, multiprocessors: int
@@ -429,6 +440,7 @@ def test_piped_kernel_takes_what_it_knows() -> None:
     assert not can(pages(16, 128), 32 * 4, 8, few), "too few tiles"
     assert can(pages(16, 128), 16 * 4, 8, long) and not can(pages(16, 128), 1 * 4, 8, long)
     assert can(pages(16, 128), 64 * 4, 33, few) and not can(pages(16, 128), 64 * 4, 34, few), "too many tiles"
+    assert can(pages(16, 128), 16 * 4, 1000, few), "each of which has keys of its own"
     assert can(pages(16, 128), 128 * 4, 33, long), "which are larger"
     assert not any(can(pages(*shape), 64 * 4, 8, few) for shape in ((4, 128), (24, 128), (16, 96)))
     wide = pages(16, 128)
@@ -636,6 +648,7 @@ def test_sliced_kernel_on_a_gpu(
         ([300] * 4, [50] * 4, "tree"),
         ([9000], [16], "chain"),
         ([9000], [16], "clique"),
+        ([16 * i for i in range(64)], [16] * 64, "tree"),
     ],
 )
 def test_piped_kernel_on_a_gpu(
