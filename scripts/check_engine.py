@@ -46,7 +46,7 @@ from scripts.soak import Soak, plain_texts
 
 STRICT_TIE = 1e-4
 LONGEST_PROMPT = 1024
-NOISE_PROMPTS, NOISE_TOKENS = 16, 64
+NOISE_PROMPTS = 64
 PATIENCE = 8
 """Rounds that a request may wait for others to be prefilled with."""
 SOAK_CHECKS, SOAK_PAGE = 100, 8
@@ -152,6 +152,12 @@ def first(prompts: Texts, count: int) -> Texts:
     return dict(list(prompts.items())[:count])
 
 
+def spread(prompts: Texts, count: int) -> Texts:
+    """So many at most, as far apart as they can be."""
+    names = list(prompts)
+    return {names[i]: prompts[names[i]] for i in range(0, len(names), -(-len(names) // count))}
+
+
 # -- near ties
 
 
@@ -176,9 +182,13 @@ class Judge:
 
 
 def make_judge(models: Models, prompts: Texts, tokens: int, budget: int) -> Judge:
-    """Measure the noise of plain steps and of verify passes with trees of this budget, on some of the prompts."""
+    """Measure the noise of plain steps and of verify passes with trees of this budget, on some of the prompts.
+
+    It is the greatest of a sample, so the sample is of all that is compared: every kind of prompt, and whole texts,
+    which get noisier as they get longer.
+    """
     fresh = models.fresh_pass(prompts, tokens)
-    some, tokens = first(prompts, NOISE_PROMPTS), min(tokens, NOISE_TOKENS)
+    some = spread(prompts, NOISE_PROMPTS)
     config = engine_config(some, tokens, len(some), execution="eager")
     plain, positions = logit_noise(models.engine(1, config), some, tokens, fresh)
     verify, _ = logit_noise(models.engine(budget, config), some, tokens, fresh)

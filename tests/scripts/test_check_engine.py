@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -83,6 +84,19 @@ def test_capturing_is_timed_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(check, "decode", slow_at_first)
     results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], [check.Tree(1), check.Tree(8)], TOKENS, waves=1)
     assert all(run["seconds"] < slow_s for run in results["runs"])
+
+
+@pytest.mark.parametrize(("count", "most"), [(10, 64), (64, 64), (65, 64), (320, 64), (1000, 64)])
+def test_noise_is_measured_on_all_kinds_of_prompts(count: int, most: int) -> None:
+    some = list(check.spread({str(i): [i] for i in range(count)}, most))
+    apart = {int(b) - int(a) for a, b in itertools.pairwise(some)}
+    assert len(some) <= most and len(apart) == 1 and int(some[-1]) + max(apart) >= count > 0 == int(some[0])
+
+
+def test_noise_is_measured_on_whole_texts() -> None:
+    judge = check.make_judge(MODELS, PROMPTS, TOKENS, 8)
+    plain = check.decode(MODELS.engine(1, check.engine_config(PROMPTS, TOKENS, 4)), PROMPTS, TOKENS, 4)
+    assert len(PROMPTS) <= check.NOISE_PROMPTS and judge.noise.positions == plain.tokens
 
 
 def test_strict() -> None:
