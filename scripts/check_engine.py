@@ -184,8 +184,8 @@ class Judge:
 def make_judge(models: Models, prompts: Texts, tokens: int, budget: int) -> Judge:
     """Measure the noise of plain steps and of verify passes with trees of this budget, on some of the prompts.
 
-    It is the greatest of a sample, so the sample is of all that is compared: every kind of prompt, and whole texts,
-    which get noisier as they get longer.
+    It is the greatest of a sample, so the sample is of all that is compared: every kind of prompt, some of which are
+    noisier than others, and whole texts.
     """
     fresh = models.fresh_pass(prompts, tokens)
     some = spread(prompts, NOISE_PROMPTS)
