@@ -125,7 +125,7 @@ def batches_table(record: Record) -> str:
 def tree_title(run: Mapping[str, Any]) -> str:
     if run["budget"] == PLAIN:
         return "plain"
-    return str(run["budget"]) if run.get("depth") is None else f"{run['budget']}, depth {run['depth']}"
+    return str(run["budget"]) if run["depth"] is None else f"{run['budget']}, depth {run['depth']}"
 
 
 def strict_table(record: Record) -> str:

@@ -36,7 +36,7 @@ def test_sections_without_a_record_stay_as_they_are(tmp_path: Path) -> None:
 
 def run(**changes: Any) -> dict[str, Any]:
     common = {"tokens_per_s": 1234.5, "tokens_per_round": 5.678, "speedup": 2.345, "different": 3, "mistakes": 1}
-    return {"set": "gsm8k", "batch": 4, "budget": 64, **common, **changes}
+    return {"set": "gsm8k", "batch": 4, "budget": 64, "depth": None, **common, **changes}
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def run(**changes: Any) -> dict[str, Any]:
         ),
         (
             "engine_batches",
-            {"best_speedup": {"4": 1.987}, "runs": [run(), run(budget=1)]},
-            ["plain", "1.99", "6 texts"],
+            {"best_speedup": {"4": 1.987}, "runs": [run(budget=1), run(), run(depth=8)]},
+            ["| plain |   64 | 64, depth 8 |", "1.99", "9 texts"],
         ),
         (
             "engine_strict",
