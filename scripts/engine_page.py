@@ -71,17 +71,26 @@ def profile_table(record: Record) -> str:
 
 def speed_table(record: Record) -> str:
     """Plain and speculative decoding of one request at a time, and `transformers` if it was measured."""
-    runs = [(dtype, run) for dtype, result in record["results"].items() for run in result["runs"]]
-    knows_other = any("speedup_over_transformers" in run for _, run in runs)
+    runs = [(dtype, result, run) for dtype, result in record["results"].items() for run in result["runs"]]
+    knows_other = any("speedup_over_transformers" in run for *_, run in runs)
     other = ("over transformers",) if knows_other else ()
-    titles = ("dtype", "set", "budget", "tokens/s", "tokens per round", "over plain", *other, "other texts")
+    speeds = ("tokens/s", "tokens per round", "over plain", *other)
     rows = []
-    for dtype, run in runs:
+    for dtype, result, run in runs:
         budget = "plain" if run["budget"] == PLAIN else str(run["budget"])
-        speeds = [f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_round']:.2f}", f"{run['speedup']:.2f}"]
-        speeds += [f"{run['speedup_over_transformers']:.1f}"] if knows_other else []
-        rows.append([dtype, run["set"], budget, *speeds, f"{run['different']} ({run['mistakes']} mistakes)"])
-    return numbers(titles, rows)
+        shown = [f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_round']:.2f}", f"{run['speedup']:.2f}"]
+        shown += [f"{run['speedup_over_transformers']:.1f}"] if knows_other else []
+        widest = max((d["gap"] for d in run["differences"] if d["gap"] is not None), default=0.0)
+        rows.append([dtype, run["set"], budget, *shown, *same_text(run, widest, result["tie_limit"])])
+    return numbers(("dtype", "set", "budget", *speeds, *SAME_TEXT), rows)
+
+
+SAME_TEXT = ("differ", "by more than a tie", "widest gap", "tie is below")
+
+
+def same_text(found: Mapping[str, Any], widest_gap: float, tie_limit: float) -> list[str]:
+    """How texts compare with those of plain decoding."""
+    return [str(found["different"]), str(found["mistakes"]), f"{widest_gap:.2g}", f"{tie_limit:.2g}"]
 
 
 def best_table(record: Record) -> str:
@@ -130,26 +139,14 @@ def tree_title(run: Mapping[str, Any]) -> str:
 
 def strict_table(record: Record) -> str:
     """Many texts, speculative against plain."""
-    titles = (
-        "dtype",
-        "texts",
-        "tokens",
-        "tokens per round",
-        "differ",
-        "by more than a tie",
-        "widest gap",
-        "tie is below",
-    )
+    titles = ("dtype", "texts", "tokens", "tokens per round", *SAME_TEXT)
     rows = [
         [
             dtype,
             f"{result['prompts']:,}",
             f"{result['tokens']:,}",
             f"{result['tokens_per_round']:.2f}",
-            str(result["different"]),
-            str(result["mistakes"]),
-            f"{result['widest_gap']:.2g}",
-            f"{result['tie_limit']:.2g}",
+            *same_text(result, result["widest_gap"], result["tie_limit"]),
         ]
         for dtype, result in record["results"].items()
     ]

@@ -34,6 +34,9 @@ def test_sections_without_a_record_stay_as_they_are(tmp_path: Path) -> None:
     assert page.read_text() == before
 
 
+GAPS = [{"gap": 0.25}, {"gap": None}, {"gap": 1.7}]
+
+
 def run(**changes: Any) -> dict[str, Any]:
     common = {"tokens_per_s": 1234.5, "tokens_per_round": 5.678, "speedup": 2.345, "different": 3, "mistakes": 1}
     return {"set": "gsm8k", "batch": 4, "budget": 64, "depth": None, **common, **changes}
@@ -44,8 +47,8 @@ def run(**changes: Any) -> dict[str, Any]:
     [
         (
             "engine_speed",
-            {"runs": [run(speedup_over_transformers=21.04)]},
-            ["1234", "5.68", "2.35", "21.0", "3 (1 mis"],
+            {"tie_limit": 1.5, "runs": [run(speedup_over_transformers=21.04, differences=GAPS)]},
+            ["1234", "5.68", "2.35", "21.0", " 3 |", " 1.7 |", " 1.5 |"],
         ),
         (
             "engine_batches",
