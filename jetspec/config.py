@@ -83,7 +83,8 @@ class EngineConfig:
     """`graph` captures rounds and prefills once and replays them on the GPU, with nothing for the host to do; `eager`
     runs them as they are written. Auto: graph on a GPU."""
     ahead: int | None = None
-    """Rounds that start before the host has read an earlier one. None: 1 with graphs, else 0."""
+    """Rounds that start before the host has read an earlier one. None: 1 with graphs, else 0, as always with n-grams:
+    they are looked up in what was read."""
     patience: int = 0
     """Rounds that a waiting request may be held back, so that more of them are prefilled together."""
 

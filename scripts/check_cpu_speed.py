@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.engine.drafter import RoundState
+from jetspec.engine.drafter import OnDevice, RoundState
 from jetspec.engine.engine import Engine
 from jetspec.models.hf_target import load_hf
 from jetspec.models.hub import DEFAULT_MODEL, resolve
@@ -30,11 +30,10 @@ from jetspec.types import SamplingParams
 PROMPT = "Explain in a few sentences how a bicycle stays upright while it is moving."
 
 
-class FullTree:
+class FullTree(OnDevice):
     """Always a tree of exactly so many nodes, so that a round costs what its budget says."""
 
     tap_layers: tuple[int, ...] = ()
-    on_device = False
 
     def __init__(self, budget: int) -> None:
         self.lookahead = budget

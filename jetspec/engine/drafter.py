@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.engine.kv_cache import KVCache
+from jetspec.engine.rows import send, upload
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
@@ -45,8 +47,9 @@ class Drafter(Protocol):
     """Target layers whose states it wants to observe."""
     lookahead: int
     """Positions past the cached ones that a round may write."""
-    on_device: bool
-    """Whether it guesses from what the device holds, so that a round can start before the last one was read."""
+
+    def look(self, requests: Sequence[Request]) -> None:
+        """Read the texts of a round's requests, before it starts."""
 
     def draft(self, state: RoundState) -> Any:
         """Guess what follows each anchor."""
@@ -58,12 +61,18 @@ class Drafter(Protocol):
         """See tokens that were committed, with their tapped states."""
 
 
-class NoDrafter:
+class OnDevice:
+    """It guesses from what the device holds, so a round can start before the host has read the last one."""
+
+    def look(self, requests: Sequence[Request]) -> None:
+        """There is no need to."""
+
+
+class NoDrafter(OnDevice):
     """Plain decoding: the tree is the anchor."""
 
     tap_layers: tuple[int, ...] = ()
     lookahead = 1
-    on_device = True
 
     def draft(self, state: RoundState) -> None:
         return None
@@ -75,10 +84,8 @@ class NoDrafter:
         raise AssertionError("nothing is tapped")
 
 
-class HeadDrafter:
+class HeadDrafter(OnDevice):
     """The draft head."""
-
-    on_device = True
 
     def __init__(self, head: DraftHead, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
         config = head.head_config
@@ -107,10 +114,8 @@ class HeadDrafter:
         self.head.observe(tap_TX, batch.position_T, batch.slot_T, layers, weights)
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(OnDevice):
     """A head that drafts level by level, on what it has drafted."""
-
-    on_device = True
 
     def __init__(self, head: Eagle3Head, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
         config = head.head_config
@@ -174,23 +179,46 @@ class NgramDrafter:
     """Prompt lookup: text that followed earlier occurrences of the last few tokens, merged into a tree.
 
     A match of n tokens weighs 4^n, so a long match outweighs many short ones. Weight can only fall along a path,
-    so the heaviest nodes form a tree.
+    so the heaviest nodes form a tree. The host finds it before the round, and the round reads it from the device.
     """
 
     tap_layers: tuple[int, ...] = ()
-    on_device = False
     min_match = 2
     max_match = 8
     max_matches = 32
     max_depth = 15
 
-    def __init__(self, tree: TreeConfig) -> None:
+    def __init__(self, tree: TreeConfig, num_rows: int, device: torch.device) -> None:
         self.tree = tree
-        self.depth = tree.depth or self.max_depth
+        self.depth = min(tree.depth or self.max_depth, tree.budget - 1)
         self.lookahead = tree.budget
+        # Per row, and in float64, which holds all of them exactly: tokens, parents (none of what is not there), scores.
+        self.guess_R3N = torch.zeros(num_rows, 3, tree.budget, dtype=torch.float64, device=device)
+        self.guess_R3N[:, 1, 1:] = -1
 
-    def draft(self, state: RoundState) -> list[list[Continuation]]:
-        return [self.continuations(request.tokens) for request in state.requests]
+    def look(self, requests: Sequence[Request]) -> None:
+        guess_B3N = torch.zeros(len(requests), 3, self.tree.budget, dtype=torch.float64)
+        guess_B3N[:, 1] = -1
+        for guess_3N, request in zip(guess_B3N, requests, strict=True):
+            nodes = self.heaviest(self.continuations(request.tokens))
+            columns = [
+                (n.token, n.parent, math.log(n.weight / nodes[0].weight) if i else 0.0) for i, n in enumerate(nodes)
+            ]
+            guess_3N[:, : len(nodes)] = torch.tensor(columns, dtype=torch.float64).T
+        device = self.guess_R3N.device
+        row_B = upload([request.row for request in requests], torch.int64, device)
+        self.guess_R3N[row_B] = send(guess_B3N, device)
+
+    def draft(self, state: RoundState) -> Tensor:
+        return self.guess_R3N[state.row_B]
+
+    def build(self, state: RoundState, drafted: Tensor) -> DraftTree:
+        size_B = (drafted[:, 1] >= 0).sum(1)
+        if drafted.device.type == "cpu":  # a look is free, and every node that is not there saves time
+            drafted = drafted[..., : int(size_B.max())]
+        token_BN, parent_BN, score_BN = drafted.unbind(1)
+        depth = min(self.depth, drafted.shape[-1] - 1)
+        return DraftTree.from_parents(token_BN.long(), parent_BN.long(), size_B, depth, score_BN.float())
 
     def continuations(self, tokens: list[int]) -> list[Continuation]:
         """The tree of the best matches, long before short and late before early; node 0 is the anchor."""
@@ -209,22 +237,6 @@ class NgramDrafter:
                 nodes[child].weight += weight
                 node = child
         return nodes
-
-    def build(self, state: RoundState, drafted: list[list[Continuation]]) -> DraftTree:
-        kept = [self.heaviest(nodes) for nodes in drafted]
-        N = max(len(nodes) for nodes in kept)
-        token = torch.zeros(len(kept), N, dtype=torch.int64)
-        parent = torch.arange(N).repeat(len(kept), 1)
-        score = torch.zeros(len(kept), N)
-        for row, nodes in enumerate(kept):
-            token[row, : len(nodes)] = torch.tensor([node.token for node in nodes])
-            parent[row, : len(nodes)] = torch.tensor([node.parent for node in nodes])
-            for i, node in enumerate(nodes[1:], 1):
-                score[row, i] = math.log(node.weight / nodes[0].weight)
-        device = state.anchor_B.device
-        size_B = torch.tensor([len(nodes) for nodes in kept], device=device)
-        deepest = max(node.depth for nodes in kept for node in nodes)
-        return DraftTree.from_parents(token.to(device), parent.to(device), size_B, deepest, score.to(device))
 
     def heaviest(self, nodes: list[Continuation]) -> list[Continuation]:
         """At most `budget` nodes and `width` children each, parents first."""

@@ -76,7 +76,10 @@ class Engine:
         head = head if drafter == "head" else None
         wanted = min(config.max_len or target.config.max_len, target.config.max_len)
         self.uses_graphs = self._uses_graphs(drafter, config)
-        self.ahead = int(self.uses_graphs) if config.ahead is None else config.ahead
+        reads_texts = drafter == "ngram" and tree.budget > 1
+        if reads_texts and config.ahead:
+            raise ValueError("n-grams are looked up in what was read, so no round can start ahead; use ahead 0")
+        self.ahead = int(self.uses_graphs and not reads_texts) if config.ahead is None else config.ahead
         depth = (head.head_config.draft_depth(tree.depth) if head else 0) if tree.budget > 1 else 0
         reach = max(tree.budget, head.head_config.num_in_flight(tree) + 1 if head else 1) + self.ahead * (depth + 1)
         self.cache = self._make_cache(head, config, wanted + reach, reach)
@@ -181,6 +184,7 @@ class Engine:
                 if not self.lineup.is_of(batch):
                     self._line_up(batch)
                 self.cache.flush()
+                self.drafter.look(batch)
                 self.in_flight.append(self.rounds.launch(self.lineup))
             ahead = self.ahead if batch and not self.lineup.waits else 0
             updates: list[Update] = []
@@ -317,7 +321,7 @@ class Engine:
             return NoDrafter()
         self.target.prepare()
         if name == "ngram":
-            return NgramDrafter(tree)
+            return NgramDrafter(tree, self.cache.rows.num_rows, self.device)
         assert head is not None
         head.prepare()
         if isinstance(head, Eagle3Head):

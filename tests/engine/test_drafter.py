@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jetspec.config import TreeConfig
 from jetspec.engine.drafter import Heat, NgramDrafter, RoundState, match_lengths
+from jetspec.tree import DraftTree
 from jetspec.types import Request, RowSampling, SamplingParams
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -19,8 +20,17 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 def state(rows: list[list[int]]) -> RoundState:
     params = SamplingParams()
     requests = [Request(i, tokens, len(tokens), params, 0, 99) for i, tokens in enumerate(rows)]
+    for request in requests:
+        request.row = len(rows) - request.id
     sampling = RowSampling.of([params] * len(rows), [0] * len(rows), "cpu")
-    return RoundState(torch.arange(len(rows)), torch.tensor([t[-1] for t in rows]), sampling, requests)
+    row_B = torch.tensor([request.row for request in requests])
+    return RoundState(row_B, torch.tensor([t[-1] for t in rows]), sampling, requests)
+
+
+def tree_of(batch: RoundState, tree: TreeConfig) -> DraftTree:
+    drafter = NgramDrafter(tree, len(batch.requests) + 1, torch.device("cpu"))
+    drafter.look(batch.requests)
+    return drafter.build(batch, drafter.draft(batch))
 
 
 def test_greedy_requests_have_the_heat_of_the_tree_and_sampled_ones_their_own() -> None:
@@ -49,9 +59,7 @@ def test_match_lengths(tokens: list[int], longest: int) -> None:
 def test_every_path_of_the_tree_followed_these_tokens_before(
     rows: list[list[int]], budget: int, width: int, depth: int
 ) -> None:
-    drafter = NgramDrafter(TreeConfig(budget=budget, width=width, depth=depth))
-    batch = state(rows)
-    tree = drafter.build(batch, drafter.draft(batch))
+    tree = tree_of(state(rows), TreeConfig(budget=budget, width=width, depth=depth))
     tree.validate()
     for row, tokens in enumerate(rows):
         size = int(tree.size_B[row])
@@ -71,13 +79,17 @@ def test_every_path_of_the_tree_followed_these_tokens_before(
 
 def test_a_long_match_outranks_a_recent_short_one() -> None:
     tokens = [1, 2, 3, 4, 9, 0, 3, 4, 8, 0, 1, 2, 3, 4]
-    drafter = NgramDrafter(TreeConfig(budget=2, width=1))
-    batch = state([tokens])
-    tree = drafter.build(batch, drafter.draft(batch))
+    tree = tree_of(state([tokens]), TreeConfig(budget=2, width=1))
     assert tree.token_BN.tolist() == [[4, 9]]
 
 
 def test_nothing_to_repeat_means_a_plain_step() -> None:
-    drafter = NgramDrafter(TreeConfig(budget=16))
-    batch = state([[1, 2, 3, 4, 5]])
-    assert drafter.build(batch, drafter.draft(batch)).token_BN.tolist() == [[5]]
+    assert tree_of(state([[1, 2, 3, 4, 5]]), TreeConfig(budget=16)).token_BN.tolist() == [[5]]
+
+
+def test_what_a_row_held_before_is_forgotten() -> None:
+    repeats, other = state([[1, 2, 3, 1, 2]]), state([[1, 2, 3, 4, 5]])
+    drafter = NgramDrafter(TreeConfig(budget=16), 2, torch.device("cpu"))
+    for batch, expected in ((repeats, [[2, 3, 1, 2]]), (other, [[5]])):
+        drafter.look(batch.requests)
+        assert drafter.build(batch, drafter.draft(batch)).token_BN.tolist() == expected

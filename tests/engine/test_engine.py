@@ -307,6 +307,15 @@ def test_settings_that_a_drafter_cannot_honour_are_refused(tree: TreeConfig) -> 
         make_engine(TARGET, "ngram", tree=tree)
 
 
+def test_no_round_of_a_drafter_that_reads_texts_starts_ahead() -> None:
+    """It would guess what follows a text that has gone on meanwhile."""
+    config = EngineConfig(page_size=4, ahead=1)
+    with pytest.raises(ValueError, match="use ahead 0"):
+        make_engine(TARGET, "ngram", config=config)
+    plain = make_engine(TARGET, "ngram", tree=TreeConfig(budget=1), config=config)
+    assert [c.token_ids for c in run(plain, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+
+
 def test_the_page_table_is_no_wider_than_the_pool() -> None:
     engine = make_engine(TARGET, config=EngineConfig(page_size=4, num_pages=6))
     assert engine.cache.page_RP.shape[1] == 6

@@ -18,7 +18,7 @@ from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
 from jetspec.models.heads import Head
 from jetspec.tree import DraftTree
-from jetspec.types import Completion, SamplingParams, TreeBatch, Update
+from jetspec.types import Completion, Request, SamplingParams, TreeBatch, Update
 
 VOCAB = 48
 
@@ -68,15 +68,17 @@ class Script:
     """
 
     tap_layers: tuple[int, ...] = ()
-    on_device = False
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]], right: float, budget: int, seed: int = 0) -> None:
         self.truth, self.right, self.lookahead = truth, right, budget
         self.random = random.Random(seed)
 
+    def look(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+
     def draft(self, state: RoundState) -> list[list[int]]:
         coming = []
-        for request in state.requests:
+        for request in self.requests:
             prompt = tuple(request.tokens[: request.prompt_len])
             written = len(request.tokens) - request.prompt_len
             depth = min(6, self.lookahead - 1)
