@@ -55,7 +55,16 @@ HUGE: list[tuple[str, Callable[[], bytes]]] = [
 def test_no_body_keeps_others_waiting(live: Live, number: int) -> None:
     """Each of these is wrong in a million places or right in too many. Others are answered meanwhile."""
     path, make = HUGE[number]
-    body, begun, done, waits = MODEL + make(), threading.Event(), threading.Event(), []
+    body = MODEL + make()
+    for _ in range(3):  # a busy machine stalls now and then; what is slow by itself is slow every time
+        if longest_wait(live, path, body) < 2 * slowness():
+            return
+    pytest.fail("several times what it takes on an idle machine")
+
+
+def longest_wait(live: Live, path: str, body: bytes) -> float:
+    """For the answer to a body that is refused, or of others meanwhile for theirs."""
+    begun, done, waits = threading.Event(), threading.Event(), []
 
     def others() -> None:
         with httpx.Client(timeout=60) as client:
@@ -74,7 +83,7 @@ def test_no_body_keeps_others_waiting(live: Live, number: int) -> None:
     done.set()
     watching.join()
     assert response.status_code == 400 and len(response.content) < 1000
-    assert max(took, *waits) < 2 * slowness(), "several times what it takes on an idle machine"
+    return max(took, *waits)
 
 
 def post(live: Live, body: bytes, path: str = "completions", kind: str = "application/json") -> httpx.Response:
