@@ -12,7 +12,16 @@ from torch import Tensor
 
 from jetspec.bench.measure import Bench
 from jetspec.bench.measured import Measured
-from jetspec.bench.precision import FreshPass, PairNoise, find_differences, pair_noise
+from jetspec.bench.precision import (
+    Difference,
+    FreshPass,
+    InPieces,
+    Judge,
+    PairNoise,
+    find_differences,
+    gap_between,
+    pair_noise,
+)
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
@@ -22,6 +31,8 @@ OTHER_PROMPT = "other prompt"
 """Why the text of a server differs that read its own earlier words as other tokens than we do."""
 NOISE_TEXTS, NOISE_TOKENS = 8, 64
 """What rounding is measured on: so many answers, of each at most so many tokens."""
+PIECES = (1, 4, 16)
+"""How many tokens at a time a text is read again where its tokens part at a wide gap."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,8 @@ class Parting:
     position: int
     """Tokens of the turn that both wrote before."""
     gap: float | None
-    """How far apart the target holds the two tokens. None: one text ends earlier."""
+    """How far apart the target holds the two tokens; where that is wide, the least of several readings. None: one text
+    ends earlier."""
     tie: bool
     """Whether rounding alone may have decided between them."""
     why: str | None = None
@@ -45,8 +57,9 @@ class LosslessCheck:
 
     Greedy answers of everybody are compared, and drawn ones of our engine, which draws by seed and position alone. A
     difference is listed with the gap between its two tokens under the target: how far the worse of them lay behind the
-    best, noise of the draw included. In float32 there must be none. In 16 bits it is a tie where the gap is no more
-    than what rounding moves two logits apart by, and a mistake elsewhere. The texts of servers are cut up again first.
+    best, noise of the draw included. In float32 there must be none. In 16 bits it is a tie where the gap, in some
+    reading of the text, is no more than what rounding moves two logits apart by, and a mistake elsewhere. The texts of
+    servers are cut up again first.
     """
 
     def __init__(self, bench: Bench, plain: Sequence[Measured]) -> None:
@@ -136,18 +149,36 @@ class LosslessCheck:
             if is_text:
                 expected = self.bench.llm.tokenizer.encode_words(plain["text"][turn])
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
-            judge = self.fresh if temperature == 0 else DrawnPass(self.fresh, sampling)
-            for found in find_differences({"": asked}, {"": expected}, {"": given}, judge):
-                is_tie = (limit := self.widest_tie) is not None and found.is_tie(limit)
-                return Parting(prompt.id, turn, found.place, found.gap, is_tie)
+            for found in find_differences({"": asked}, {"": expected}, {"": given}, drawn(self.fresh, sampling)):
+                return self.look_closer(found, [*asked, *given[: found.place]], sampling, prompt.id, turn)
         return None
+
+    def look_closer(
+        self, found: Difference, tokens: Sequence[int], sampling: SamplingParams, id: str, turn: int
+    ) -> Parting:
+        """A gap that is no tie is taken again from other readings of the text: where rounding makes it small in one of
+        them, rounding may have decided. That of a wrong token is wide in all."""
+        gap, limit = found.gap, self.widest_tie
+        if gap is None or limit is None:
+            return Parting(id, turn, found.place, gap, tie=False)
+        assert found.plain is not None and found.other is not None
+        for size in PIECES:
+            if gap > limit:
+                judge = drawn(InPieces(self.fresh, size), sampling)
+                gap = min(gap, gap_between(found.plain, found.other, tokens, judge))
+        return Parting(id, turn, found.place, gap, tie=gap <= limit)
+
+
+def drawn(fresh: Judge, sampling: SamplingParams) -> Judge:
+    """Who decides how close two tokens were: the target alone, or with the noise of the draw."""
+    return fresh if sampling.temperature == 0 else DrawnPass(fresh, sampling)
 
 
 @dataclass(frozen=True)
 class DrawnPass:
     """A fresh pass with the noise of a draw: the token that was drawn is the one with the best of these logits."""
 
-    fresh: FreshPass
+    fresh: Judge
     sampling: SamplingParams
 
     @torch.inference_mode()

@@ -27,6 +27,8 @@ from jetspec.types import Request, SamplingParams, TreeBatch
 PAGE_SIZE = 16
 CONTENDERS = 64
 """Tokens of a position that may be chosen, for all that is likely: the rest of the vocabulary is noisier."""
+READ_AGAIN = 64
+"""Tokens before a position that are read in pieces where it is looked at more closely."""
 
 Texts = Mapping[str, Sequence[int]]
 """Tokens by the name of a prompt."""
@@ -129,6 +131,17 @@ class Judge(Protocol):
     def logits(self, tokens: Sequence[int]) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class InPieces:
+    """Reads the end of a text so many tokens at a time."""
+
+    fresh: FreshPass
+    size: int
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        return self.fresh.logits_in_pieces(tokens, min(len(tokens), READ_AGAIN), self.size)[-1:]
+
+
 def find_differences(prompts: Texts, plain: Texts, other: Texts, fresh: Judge) -> list[Difference]:
     """The first difference of every text from the plain one. What follows it has another prefix, so is another text."""
     found = []
@@ -141,10 +154,14 @@ def find_differences(prompts: Texts, plain: Texts, other: Texts, fresh: Judge) -
             found.append(Difference(name, place, None, None, None))
             continue
         a, b = expected[place], text[place]
-        logits_V = fresh.logits([*prompts[name], *text[:place]])[0]
-        gap = logits_V.max() - torch.minimum(logits_V[a], logits_V[b])
-        found.append(Difference(name, place, a, b, float(gap)))
+        found.append(Difference(name, place, a, b, gap_between(a, b, [*prompts[name], *text[:place]], fresh)))
     return found
+
+
+def gap_between(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:
+    """How far the worse of two tokens lies behind the best logit after a text."""
+    logits_V = judge.logits(tokens)[0]
+    return float(logits_V.max() - torch.minimum(logits_V[a], logits_V[b]))
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:

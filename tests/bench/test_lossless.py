@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 from typer.testing import Result as Done
 
-from jetspec.bench.lossless import DrawnPass
+from jetspec.bench.lossless import DrawnPass, LosslessCheck
 from jetspec.bench.methods import Reply
-from jetspec.bench.precision import FreshPass, pair_noise
+from jetspec.bench.precision import FreshPass, PairNoise, pair_noise
 from jetspec.bench.results import Results
 from jetspec.bench.runs import Result
 from jetspec.cli import app
@@ -104,6 +106,40 @@ def test_pieces_of_a_text_are_the_whole_in_float32_and_nearly_so_in_16_bits(fold
     assert pair_noise(exact, texts, 8).widest_tie < 1e-4
     rounded = FreshPass(LLM(folder / "model", device="cpu", dtype="bfloat16").target.decoder, None, 64)
     assert 1e-3 < pair_noise(rounded, texts, 8).widest_tie < 1
+
+
+class Readings:
+    """A target that is of two minds about its next token: by so much at once, and in pieces of these sizes."""
+
+    def __init__(self, at_once: float, in_pieces: dict[int, float]) -> None:
+        self.at_once, self.in_pieces, self.read = at_once, in_pieces, list[int]()
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([[self.at_once, 0.0, -9.0]])
+
+    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
+        self.read.append(size)
+        return torch.tensor([[9.0, 0.0, -9.0]] * (last - 1) + [[self.in_pieces[size], 0.0, -9.0]])
+
+
+@pytest.mark.parametrize(
+    ("at_once", "in_pieces", "gap", "read"),
+    [
+        (0.5, {}, 0.5, []),
+        (3.0, {1: 2.0, 4: 0.25}, 0.25, [1, 4]),
+        (3.0, {1: 3.5, 4: 2.0, 16: 2.5}, 2.0, [1, 4, 16]),
+    ],
+)
+def test_a_gap_that_is_wide_in_every_reading_is_a_mistake(
+    folder: Path, at_once: float, in_pieces: dict[int, float], gap: float, read: list[int]
+) -> None:
+    bench = make_bench(folder, "readings", LLM(folder / "model", device="cpu", dtype="bfloat16"))
+    check, readings = LosslessCheck(bench, []), Readings(at_once, in_pieces)
+    check.__dict__["fresh"], check._noise = readings, PairNoise(1.0, 0.5, 9)
+    plain = {"turn_tokens": [[1, 0, 0]], "finish": ["length"]}
+    found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
+    assert found is not None and (found.position, found.gap, found.tie) == (1, gap, gap <= 1)
+    assert readings.read == read, "a tie is read no further"
 
 
 def wrong_in_rounds_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
