@@ -57,9 +57,8 @@ class LosslessCheck:
 
     Greedy answers of everybody are compared, and drawn ones of our engine, which draws by seed and position alone. A
     difference is listed with the gap between its two tokens under the target: how far the worse of them lay behind the
-    best, noise of the draw included. In float32 there must be none. In 16 bits it is a tie where the gap, in some
-    reading of the text, is no more than what rounding moves two logits apart by, and a mistake elsewhere. The texts of
-    servers are cut up again first.
+    best, noise of the draw included. It is a tie where the gap, in some reading of the text, is no more than what
+    rounding moves two logits apart by, and a mistake elsewhere. The texts of servers are cut up again first.
     """
 
     def __init__(self, bench: Bench, plain: Sequence[Measured]) -> None:
@@ -72,10 +71,8 @@ class LosslessCheck:
         return FreshPass(self.bench.llm.target.decoder, None, self.bench.max_len)
 
     @property
-    def widest_tie(self) -> float | None:
-        """Measured when it is first needed. None: in float32 nothing is a tie."""
-        if self.bench.llm.target.decoder.embedding.dtype == torch.float32:
-            return None
+    def widest_tie(self) -> float:
+        """Measured when it is first needed."""
         self._noise = self._noise or self._measure_noise()
         return self._noise.widest_tie
 
@@ -158,10 +155,10 @@ class LosslessCheck:
     ) -> Parting:
         """A gap that is no tie is taken again from other readings of the text: where rounding makes it small in one of
         them, rounding may have decided. That of a wrong token is wide in all."""
-        gap, limit = found.gap, self.widest_tie
-        if gap is None or limit is None:
-            return Parting(id, turn, found.place, gap, tie=False)
+        if found.gap is None:
+            return Parting(id, turn, found.place, None, tie=False)
         assert found.plain is not None and found.other is not None
+        gap, limit = found.gap, self.widest_tie
         for size in PIECES:
             if gap > limit:
                 judge = drawn(InPieces(self.fresh, size), sampling)
