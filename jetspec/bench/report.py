@@ -38,6 +38,8 @@ from jetspec.bench.tables import (
 )
 
 TITLE = "JetSpec: benchmark report"
+FEW_REPEATS = 3
+"""With fewer, even large differences are hardly more than chance explains."""
 EXTRA = "matplotlib is not installed, so there are no plots: pip install 'jetspec[bench]'"
 
 
@@ -92,8 +94,10 @@ def _warnings(run: Run) -> Iterator[Block]:
     failed = sum(len(cell.errors) for cell in run.cells)
     if failed:
         yield Warned(f"{run.name}: {failed} answers failed; they are listed below and count in no number.")
-    if any(cell.tokens_per_s and cell.tokens_per_s.sd is None for cell in run.cells):
-        yield Warned(f"{run.name}: measured once, so nothing says how much its numbers vary. Use --repeats 3 or more.")
+    repeats = min((len(cell.tokens_per_s.values) for cell in run.cells if cell.tokens_per_s), default=FEW_REPEATS)
+    if repeats < FEW_REPEATS:
+        few = "once, so nothing says" if repeats == 1 else "twice, which says little of"
+        yield Warned(f"{run.name}: measured {few} how much its numbers vary. Use --repeats {FEW_REPEATS} or more.")
     yield from (Warned(f"{run.name}: {text}") for text in _lossless_warnings(run))
     yield from (Warned(f"{run.name}: {note}") for note in run.notes)
     if not any(cell.speedup for cell in run.cells):

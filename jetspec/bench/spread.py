@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 NO_DIFFERENCE = "no difference"
@@ -44,11 +44,7 @@ class Spread:
     def of_ratios(cls, values: Sequence[float]) -> Spread | None:
         """Their geometric mean: turned upside down, ratios have the inverse mean and vary as much."""
         logs = cls.of([math.log(value) for value in values])
-        if logs is None:
-            return None
-        mean = math.exp(logs.mean)
-        sd = None if logs.sd is None else mean * logs.sd
-        return cls(mean, sd, mean * logs.error, logs.freedom, tuple(values), is_ratio=True)
+        return None if logs is None else replace(logs.exp(), values=tuple(values))
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[float, float]]) -> Spread | None:
@@ -71,11 +67,14 @@ class Spread:
     @classmethod
     def average(cls, parts: Iterable[Spread]) -> Spread:
         """Of what was measured in the same repeats, each counting the same: a machine that is slow in one of them is so
-        in all. Where not all have every repeat, they are taken to vary together."""
+        in all. Where not all have every repeat, they are taken to vary together. Of ratios it is the geometric mean:
+        twice as fast here and half as fast there is as fast."""
         parts = list(parts)
+        if parts[0].is_ratio:
+            return cls.average([part.log() for part in parts]).exp()
         if len({len(part.values) for part in parts}) == 1 and parts[0].values:
             repeats = [statistics.fmean(column) for column in zip(*(part.values for part in parts), strict=True)]
-            found = cls.of_ratios(repeats) if parts[0].is_ratio else cls.of(repeats)
+            found = cls.of(repeats)
             assert found is not None
             return found
         known = [part.sd for part in parts if part.sd is not None]
@@ -91,6 +90,19 @@ class Spread:
         sd = math.hypot(*known) / len(parts) if len(known) == len(parts) else None
         error = math.hypot(*(part.error for part in parts)) / len(parts)
         return cls(sum(part.mean for part in parts) / len(parts), sd, error, _freedom(parts))
+
+    def log(self) -> Spread:
+        """Of a ratio, whose logarithms are what varies alike in both directions."""
+        sd = None if self.sd is None else self.sd / self.mean
+        values = tuple(math.log(value) for value in self.values)
+        return Spread(math.log(self.mean), sd, self.error / self.mean, self.freedom, values)
+
+    def exp(self) -> Spread:
+        """The ratio that has this logarithm."""
+        mean = math.exp(self.mean)
+        sd = None if self.sd is None else mean * self.sd
+        values = tuple(math.exp(value) for value in self.values)
+        return Spread(mean, sd, mean * self.error, self.freedom, values, is_ratio=True)
 
     def over(self, other: Spread) -> Spread:
         """The quotient of two independent values; relative deviations add as squares."""
@@ -111,10 +123,7 @@ class Spread:
 
     def differs_from_1(self) -> bool | None:
         """For a ratio, and in its logarithm: twice as fast is as far from 1 as half as fast."""
-        if self.sd is None:
-            return None
-        log = Spread(math.log(self.mean), self.sd / self.mean, self.error / self.mean, self.freedom)
-        return log.differs(Spread(0.0, 0.0))
+        return self.log().differs(Spread(0.0, 0.0))
 
     @property
     def median(self) -> float | None:

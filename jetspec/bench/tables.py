@@ -118,22 +118,25 @@ def rounds_of(cell: Result) -> Spread | None:
 def glance_table(cells: Sequence[Result]) -> Table:
     """Every method at its best budget, over all tasks."""
     rows = []
-    most = {task: max(cell.questions for cell in cells if cell.task == task) for task in {c.task for c in cells}}
+    tasks = {cell.task for cell in cells}
+    graded = {task: max((c.score.graded for c in cells if c.task == task and c.score), default=0) for task in tasks}
     for method, own in groupby(at_best(in_order(cells)), key=lambda cell: cell.method):
         group = list(own)
-        speedups = [cell.speedup for cell in group if cell.speedup]
-        others = [cell.speedup_transformers for cell in group if cell.speedup_transformers]
-        rounds = [cell.tokens_per_round for cell in group if cell.tokens_per_round is not None]
-        asked_all = all(cell.questions == most[cell.task] for cell in group)
-        scores = [cell.score.share for cell in group if cell.score and asked_all]
+        speed, rate, other = (
+            over_tasks([value(cell) for cell in group], len(tasks))
+            for value in (lambda c: c.tokens_per_s, lambda c: c.speedup, lambda c: c.speedup_transformers)
+        )
+        rounds = over_tasks([cell.tokens_per_round for cell in group], len(tasks), Spread.independent)
+        all_graded = all((cell.score.graded if cell.score else 0) == graded[cell.task] for cell in group)
+        scores = [cell.score.share for cell in group if cell.score and all_graded]
         marks = max((cell.score.mark for cell in group if cell.score), default="")
         rows.append(
             (
                 *(method, NONE if method == PLAIN else text_of(group[0].budget)),
-                Spread.average(cell.tokens_per_s for cell in group if cell.tokens_per_s).text(1),
-                speedup_text(Spread.average(speedups)) if speedups and method != PLAIN else NONE,
-                speedup_text(Spread.average(others)) if others and method != TRANSFORMERS else NONE,
-                Spread.independent(rounds).text() if rounds else NONE,
+                speed.text(1) if speed else NONE,
+                speedup_text(rate) if rate and method != PLAIN else NONE,
+                speedup_text(other) if other and method != TRANSFORMERS else NONE,
+                rounds.text() if rounds else NONE,
                 Spread.independent(scores).text(3) + marks if scores else NONE,
                 same_text([cell.lossless for cell in group if cell.lossless]),
             )
@@ -143,11 +146,20 @@ def glance_table(cells: Sequence[Result]) -> Table:
         *("score", "same text as plain"),
     )
     caption = (
-        "Means over tasks, ± standard deviation over repeats; of tokens per round and scores, standard error over"
-        " questions. ≈: not shown to differ. Scores only of methods that were asked all questions."
+        "Means over tasks, of speedups geometric, ± standard deviation over repeats; of tokens per round and scores,"
+        " standard error over questions. ≈: not shown to differ. Means only where all tasks have a value, scores only"
+        " where all questions were graded."
         " Ties: texts that part where rounding decides between two tokens."
     )
     return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
+
+
+def over_tasks(
+    values: Sequence[Spread | None], count: int, mean: Callable[[Iterable[Spread]], Spread] = Spread.average
+) -> Spread | None:
+    """None where one of so many tasks has no value: who failed on the hardest would look the better for it."""
+    known = [value for value in values if value is not None]
+    return mean(known) if len(known) == count else None
 
 
 def same_text(checks: Sequence[Lossless]) -> str:

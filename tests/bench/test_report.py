@@ -218,6 +218,11 @@ def test_a_difference_needs_more_than_both_spreads(a: float, a_sd: float, b: flo
     assert Spread(a).differs(second) is None and second.differs(Spread(a)) is None
 
 
+def test_few_repeats_are_said_to_be_few(tmp_path: Path) -> None:
+    said = [warnings(report(small_run(tmp_path / str(repeats), repeats=repeats))) for repeats in (2, 3)]
+    assert "measured twice" in said[0] and "--repeats" not in said[1]
+
+
 def test_one_repeat_has_no_spread_and_says_so(tmp_path: Path) -> None:
     run = small_run(tmp_path, repeats=1)
     assert "measured once" in warnings(report(run))
@@ -249,7 +254,7 @@ def test_a_glance_shows_scores_of_all_questions_ties_and_what_is_faster_than_tra
     record = json.loads((folder / "results.json").read_text())
     for cell in record["cells"]:
         if cell["method"] == "transformers":
-            cell["questions"] = 1
+            cell["questions"] = cell["score"]["graded"] = cell["score"]["correct"] = 1
     (folder / "results.json").write_text(json.dumps(record))
     table = glance_table(read_run(folder).cells)
     at = {name: i for i, name in enumerate(table.columns)}
@@ -257,6 +262,20 @@ def test_a_glance_shows_scores_of_all_questions_ties_and_what_is_faster_than_tra
     assert rows["transformers"][at["score"]] == "-" and rows["plain"][at["score"]].startswith("0.300")
     assert rows["ddtree"][at["same text as plain"]] == "39/40, 1 tie"
     assert rows["transformers"][at["over transformers"]] == "-" and float(rows["plain"][at["over transformers"]]) == 3
+
+
+def test_a_glance_shows_no_mean_over_the_tasks_that_went_well(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", **{**SMALL, "tasks": ("gsm8k", "mbpp")}, methods=("plain", "ddtree", "jetspec"))
+    record = json.loads((folder / "results.json").read_text())
+    for cell in record["cells"]:
+        if cell["method"] == "ddtree" and cell["task"] == "mbpp":
+            cell["tokens_per_s"]["values"] = []
+            cell["speedup"] = None
+    (folder / "results.json").write_text(json.dumps(record))
+    table = glance_table(read_run(folder).cells)
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert rows["ddtree"]["tokens/s"] == rows["ddtree"]["speedup"] == "-"
+    assert "-" not in (rows["jetspec"]["tokens/s"], rows["jetspec"]["speedup"])
 
 
 def test_plain_decoding_is_exactly_as_fast_as_itself(tmp_path: Path) -> None:

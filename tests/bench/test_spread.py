@@ -52,7 +52,17 @@ def test_many_tasks_know_more_than_one_unless_they_share_their_repeats() -> None
     assert one is not None
     many = Spread.independent([one] * 6)
     assert many.freedom == pytest.approx(6 * one.freedom) and many.error < one.error and many.mean == one.mean
-    assert Spread.average([one] * 6) == one
+    shared = Spread.average([one] * 6)
+    assert (shared.mean, shared.sd, shared.error) == pytest.approx((one.mean, one.sd, one.error))
+
+
+@pytest.mark.parametrize("times", [3, 2])
+def test_twice_as_fast_here_and_half_as_fast_there_is_as_fast(times: int) -> None:
+    """Also where one of the tasks lacks a repeat."""
+    fast, slow = Spread.of_ratios([2.0, 2.02, 1.98]), Spread.of_ratios([0.495, 0.505, 0.5][:times])
+    assert fast is not None and slow is not None
+    both = Spread.average([fast, slow])
+    assert both.is_ratio and both.mean == pytest.approx(1, abs=1e-3) and both.differs_from_1() is False
 
 
 @given(st.lists(st.lists(st.floats(0.1, 100), min_size=3, max_size=3), min_size=1, max_size=5))
