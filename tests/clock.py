@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 STEPS = 500_000
 IDLE_S = 0.05
@@ -14,3 +15,9 @@ def slowness() -> float:
     began = time.monotonic()
     sum(i * i for i in range(STEPS))
     return max(1.0, (time.monotonic() - began) / IDLE_S)
+
+
+def is_fast(measure: Callable[[], float], seconds: float) -> bool:
+    """Whether something takes less than so long on an idle machine. A busy one stalls now and then; what is slow by
+    itself is slow in all of three tries."""
+    return any(measure() < seconds * slowness() for _ in range(3))

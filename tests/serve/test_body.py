@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.clock import slowness
+from tests.clock import is_fast
 from tests.serve.live import NAME, Live
 
 MODEL = b'{"model": "tiny", '
@@ -56,10 +56,7 @@ def test_no_body_keeps_others_waiting(live: Live, number: int) -> None:
     """Each of these is wrong in a million places or right in too many. Others are answered meanwhile."""
     path, make = HUGE[number]
     body = MODEL + make()
-    for _ in range(3):  # a busy machine stalls now and then; what is slow by itself is slow every time
-        if longest_wait(live, path, body) < 2 * slowness():
-            return
-    pytest.fail("several times what it takes on an idle machine")
+    assert is_fast(lambda: longest_wait(live, path, body), 2), "several times what it takes on an idle machine"
 
 
 def longest_wait(live: Live, path: str, body: bytes) -> float:
