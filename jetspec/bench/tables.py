@@ -69,7 +69,7 @@ def matrix(
         found = [at.get((label, task)) for task in tasks]
         numbers = [value(cell) if cell else None for cell in found]
         if len(tasks) > 1:
-            numbers.append(mean([n for n in numbers if n]) if all(numbers) else None)
+            numbers.append(over_tasks(numbers, len(tasks), mean))
         values.append(numbers)
         rows.append((label, *(show(number) if number else NONE for number in numbers)))
     bold = frozenset((r, c + 1) for c in range(len(values[0])) for r in _best([row[c] for row in values]))
@@ -122,10 +122,9 @@ def glance_table(cells: Sequence[Result]) -> Table:
     graded = {task: max((c.score.graded for c in cells if c.task == task and c.score), default=0) for task in tasks}
     for method, own in groupby(at_best(in_order(cells)), key=lambda cell: cell.method):
         group = list(own)
-        speed, rate, other = (
-            over_tasks([value(cell) for cell in group], len(tasks))
-            for value in (lambda c: c.tokens_per_s, lambda c: c.speedup, lambda c: c.speedup_transformers)
-        )
+        speed = over_tasks([cell.tokens_per_s for cell in group], len(tasks))
+        speedup = over_tasks([cell.speedup for cell in group], len(tasks))
+        other = over_tasks([cell.speedup_transformers for cell in group], len(tasks))
         rounds = over_tasks([cell.tokens_per_round for cell in group], len(tasks), Spread.independent)
         all_graded = all((cell.score.graded if cell.score else 0) == graded[cell.task] for cell in group)
         scores = [cell.score.share for cell in group if cell.score and all_graded]
@@ -134,7 +133,7 @@ def glance_table(cells: Sequence[Result]) -> Table:
             (
                 *(method, NONE if method == PLAIN else text_of(group[0].budget)),
                 speed.text(1) if speed else NONE,
-                speedup_text(rate) if rate and method != PLAIN else NONE,
+                speedup_text(speedup) if speedup and method != PLAIN else NONE,
                 speedup_text(other) if other and method != TRANSFORMERS else NONE,
                 rounds.text() if rounds else NONE,
                 Spread.independent(scores).text(3) + marks if scores else NONE,
