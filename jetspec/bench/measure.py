@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import cached_property
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,13 @@ class Bench:
         return list(dict.fromkeys(str(run["commit"]) for run in self.runs()))
 
     def groups(self) -> Iterator[Group]:
-        """In the order of measuring: every method once, then every method again.
+        """In the order of measuring: every method once, then every method again, the other way round.
 
         A machine that slows down as it grows warm, or is shared for a while, thus does so to all of them alike.
         """
-        for repeat, method in product(range(self.config.repeats), self.methods):
-            for cell in self.config.cells(method):
+        cells = [(method, cell) for method in self.methods for cell in self.config.cells(method)]
+        for repeat in range(self.config.repeats):
+            for method, cell in reversed(cells) if repeat % 2 else cells:
                 prompts = self.questions[cell.task][: method.limit]
                 for index, first in enumerate(range(0, len(prompts), cell.batch)):
                     yield Group(cell, repeat, index, prompts[first : first + cell.batch])
