@@ -440,7 +440,7 @@ class BenchOptions:
         str | None,
         _option(
             "plain, ngram, dflash, ddtree, eagle3, jetspec-paper, jetspec, jetspec-edge (each =HEAD), transformers,"
-            " transformers-lookup, transformers-assisted=MODEL.",
+            " transformers-lookup, transformers-assisted=MODEL, server=URL.",
             panel="What",
             metavar="A,B,..",
         ),
@@ -467,6 +467,7 @@ class BenchOptions:
     ] = None
     repeats: Annotated[int | None, _option("Times that all is measured.", "--repeats", "-r", panel="How")] = None
     limit: Annotated[int | None, _option("Questions per task.", panel="How")] = None
+    skip: Annotated[int | None, _option("Questions per task to pass over first.", panel="How")] = None
     max_tokens: Annotated[int | None, _option("Most tokens of an answer.", "--max-tokens", "-n", panel="How")] = None
     seed: Annotated[int | None, _option("Of what is drawn at a temperature above 0.", panel="How")] = None
     dtype: Annotated[DtypeName | None, _option("float32, bfloat16, float16.", panel="How", metavar="TYPE")] = None
@@ -504,8 +505,8 @@ def bench(
 
     Speed as mean ± sd over repeats, tokens per round, score, and whether the text is that of plain decoding.
 
-    Stop it at any time: the same command goes on with what is missing. Exit status 1: texts of our methods differ from
-    the plain ones, and not by rounding, or none could be compared.
+    Stop it at any time: the same command goes on with what is missing. Exit status 1: our methods wrote other texts
+    than plain decoding, and not by rounding, or failed where it did not, or nothing could be compared.
     """
     changes = options.changes()
     from jetspec.terminal.bench import QUICK, read_plan, run_plan

@@ -28,12 +28,16 @@ def make_record(results: dict[str, Any], commit: str | None = None) -> dict[str,
     """
     return {
         "command": current_command(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": date_now(),
         "commit": commit or current_commit(),
         "hardware": hardware(),
         "versions": {"python": platform.python_version(), **package_versions()},
         **results,
     }
+
+
+def date_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def write_record(path: Path, results: dict[str, Any], commit: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
@@ -12,57 +13,49 @@ from jetspec.bench.paper import SHAPES
 from jetspec.bench.recipe import KINDS, PLAIN
 from jetspec.bench.runs import Result, Run, Score, partial_note
 from jetspec.bench.spread import NO_DIFFERENCE
-from jetspec.bench.tables import NONE, in_order, text_of, without_empty
+from jetspec.bench.tables import NONE, by_method, in_order, text_of, without_empty
 from jetspec.bench.tasks import BUILTIN
 
 COUNTS = ("compared", "identical", "ties", "mistakes")
+ONCE_IN = 0.01
+"""What chance alone does less often than this is a difference."""
 
 
 def score_table(run: Run) -> Table | None:
-    """Right answers, with their standard error, beside those of plain decoding; None where nothing was graded."""
+    """Right answers, with their standard error, beside those of plain decoding; None where nothing was graded.
+
+    Methods of which all the same is to be said share a row.
+    """
     graded = [cell for cell in run.cells if cell.score]
     if not graded:
         return None
-    rows = []
+    rows: dict[tuple[str, ...], list[Result]] = {}
     for cell in sorted(in_order(graded), key=lambda c: c.task):
         assert cell.score is not None
-        plain = _plain_score(graded, cell)
-        share = cell.score.share
-        verdict = NONE if cell.is_plain or plain is None else _score_verdict(cell.score, plain)
-        rows.append(
-            (
-                *(
-                    cell.task,
-                    cell.method,
-                    text_of(cell.budget),
-                    f"{cell.temperature:g}",
-                    str(cell.batch),
-                    metric_of(cell.task),
-                ),
-                *(
-                    str(cell.score.graded),
-                    str(cell.score.cut),
-                    f"{share.mean:.4f}{cell.score.mark}",
-                    f"± {text_of(share.sd, 4)}",
-                    verdict,
-                ),
-            )
+        plain, share = _plain_score(graded, cell), cell.score.share
+        verdict = NONE if cell.is_plain or plain is None else score_verdict(cell.score, plain)
+        row = (
+            *(cell.task, f"{cell.temperature:g}", str(cell.batch), metric_of(cell.task)),
+            *(str(cell.score.graded), str(cell.score.cut), f"{share.mean:.4f}{cell.score.mark}"),
+            *(f"± {text_of(share.sd, 4)}", verdict),
         )
-    columns = (
-        "task",
-        "method",
-        "budget",
-        "temperature",
-        "batch",
-        "metric",
-        "n",
-        "cut",
-        "value",
-        "stderr",
-        "against plain",
+        rows.setdefault(row, []).append(cell)
+    columns = ("task", "method", "temperature", "batch", "metric", "n", "cut", "value", "stderr", "against plain")
+    caption = (
+        "value: share of right answers. stderr: its standard error by Laplace's rule, (correct + 1) of (n + 2). cut:"
+        " answers that the limit of tokens ended. against plain: same where the same questions were answered right;"
+        " else the difference, and how many questions were won and lost."
     )
-    caption = "value: share of right answers, with its standard error. cut: answers that the limit of tokens ended."
-    return Table(columns, tuple(rows), caption + partial_note(graded), first_number=6)
+    lines = tuple((task, names_of(cells), *rest) for (task, *rest), cells in rows.items())
+    return Table(columns, lines, caption + partial_note(graded), first_number=5, wraps=True)
+
+
+def names_of(cells: Iterable[Result]) -> str:
+    """Methods with their budgets: `plain; jetspec 16, 64`."""
+    return "; ".join(
+        " ".join((method, ", ".join(str(cell.tree) for cell in own if cell.tree is not None))).rstrip()
+        for method, own in by_method(cells).items()
+    )
 
 
 def metric_of(task: str) -> str:
@@ -77,13 +70,21 @@ def _plain_score(cells: Iterable[Result], cell: Result) -> Score | None:
     return next((c.score for c in cells if (c.method, c.task, c.temperature, c.batch) == setting), None)
 
 
-def _score_verdict(score: Score, plain: Score) -> str:
+def score_verdict(score: Score, plain: Score) -> str:
+    """Question by question, as both were asked the same."""
     if score.graded != plain.graded:
         return "other questions"  # some failed, or a method was asked fewer
-    if score.correct == plain.correct:
+    won, lost = len(score.right - plain.right), len(plain.right - score.right)
+    if not won and not lost:
         return "same"
-    difference = score.share.mean - plain.share.mean
-    return f"{difference:+.4f}" if score.share.differs(plain.share) else f"{difference:+.4f} ({NO_DIFFERENCE})"
+    difference = f"{score.share.mean - plain.share.mean:+.4f}, {won} won, {lost} lost"
+    return difference if sign_test(won, lost) < ONCE_IN else f"{difference} ({NO_DIFFERENCE})"
+
+
+def sign_test(won: int, lost: int) -> float:
+    """How probable it is that chance alone parts as many, or more, as unevenly."""
+    count = won + lost
+    return min(1.0, 2 * sum(math.comb(count, i) for i in range(min(won, lost) + 1)) / 2**count)
 
 
 def methods_table(run: Run) -> Table | None:
@@ -125,21 +126,20 @@ def trees_text(method: Mapping[str, Any]) -> str:
 
 
 def lossless_table(run: Run) -> Table | None:
-    """Per method and setting, over all tasks; None where nothing was compared."""
+    """Per method and setting, over all tasks, in a row where all the same is to be said; None where nothing was
+    compared."""
     compared = in_order(cell for cell in run.cells if cell.lossless and not cell.is_plain)
     if not compared:
         return None
-    rows = []
-    for (temperature, batch, label), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
-        checks = [cell.lossless for cell in group if cell.lossless]
+    rows: dict[tuple[str, ...], list[Result]] = {}
+    for (temperature, batch, _), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
+        cells = list(group)
+        checks = [cell.lossless for cell in cells if cell.lossless]
         gaps = [check.widest_gap for check in checks if check.widest_gap is not None]
         counts = [sum(getattr(check, name) for check in checks) for name in COUNTS]
-        rows.append(
-            (
-                *(label, f"{temperature:g}", str(batch), checks[0].check, *map(str, counts)),
-                f"{max(gaps):.4g}" if gaps else NONE,
-            )
-        )
+        widest = f"{max(gaps):.4g}" if gaps else NONE
+        row = (f"{temperature:g}", str(batch), checks[0].check, *map(str, counts), widest)
+        rows.setdefault(row, []).append(cells[0])
     columns = ("method, budget", "temperature", "batch", "check", *COUNTS, "widest gap")
     caption = (
         "Beside plain decoding; a greedy answer counts once, however often it was repeated. Gap: how far apart the "
@@ -150,7 +150,8 @@ def lossless_table(run: Run) -> Table | None:
         caption += (
             f" Ties: at most {limit} apart, which rounding as measured in this run may decide. Mistakes: the rest."
         )
-    return Table(columns, tuple(rows), caption)
+    lines = tuple((names_of(cells), *row) for row, cells in rows.items())
+    return Table(columns, lines, caption, first_number=4, wraps=True)
 
 
 def differences_table(run: Run) -> Table | None:
@@ -175,19 +176,14 @@ def numbered(indices: Iterable[int]) -> str:
 
 
 def errors_table(run: Run) -> Table | None:
-    rows = [
-        (cell.task, cell.label, f"{cell.temperature:g}", str(cell.batch), _error_text(error))
-        for cell in run.cells
-        for error in cell.errors
-    ]
-    return (
-        Table(("task", "method", "temperature", "batch", "failure"), tuple(rows), first_number=9, wraps=True)
-        if rows
-        else None
-    )
-
-
-def _error_text(error: object) -> str:
-    if isinstance(error, dict):
-        return f"{error.get('id', '')}: {error.get('error', error)}".removeprefix(": ")
-    return str(error)
+    """Every failure once, with the repeats in which it came."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for cell in run.cells:
+        for error in cell.errors:
+            place = (cell.task, error["id"], cell.label, f"{cell.temperature:g}", str(cell.batch), error["error"])
+            rows.setdefault(place, []).append(error["repeat"])
+    if not rows:
+        return None
+    columns = ("task", "question", "method", "temperature", "batch", "repeats", "failure")
+    lines = tuple((*place, numbered(repeats), failure) for (*place, failure), repeats in rows.items())
+    return Table(columns, lines, first_number=len(columns), wraps=True)

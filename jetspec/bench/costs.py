@@ -20,9 +20,8 @@ import torch
 from tqdm import tqdm
 
 from jetspec.bench.groups import KeyedFile, Row
-from jetspec.bench.measure import ROWS_FILE, RUN_FILE
 from jetspec.bench.profile import Decoding, StandingRound, Workload
-from jetspec.bench.runs import RESULTS_FILE
+from jetspec.bench.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
 from jetspec.bench.shapes import open_head, open_target, shape_of
 from jetspec.bench.spread import to_record
 from jetspec.config import TreeConfig

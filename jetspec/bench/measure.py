@@ -35,31 +35,29 @@ from jetspec.bench.methods import (
     with_head_of,
 )
 from jetspec.bench.recipe import BenchConfig, MethodConfig, method_dict
-from jetspec.bench.runs import RESULTS_FILE
+from jetspec.bench.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
 from jetspec.bench.servers import identify
 from jetspec.bench.tasks import BUILTIN, check_tasks, read_task
 from jetspec.engine.llm import LLM
 from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.hub import head_path, resolve, shipped_head
-from jetspec.record import current_commit, hardware, make_record, package_versions, shown, write_record
+from jetspec.record import current_commit, date_now, hardware, make_record, package_versions, shown, write_record
 from jetspec.train.answers import fingerprint
 from jetspec.train.card import origin
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation, require_template
 from jetspec.train.rows import earlier_runs
 
-ROWS_FILE, RUN_FILE = "rows.jsonl", "run.json"
 TURN_ROOM = 64
 """Tokens that a chat template may write around a turn."""
 
 
 def check_inputs(config: BenchConfig, folder: Path, fresh: bool) -> None:
     """Refuse what could not be measured before the target is loaded: bad questions, heads and servers not there."""
-    data_dir = Path(config.data_dir) if config.data_dir else None
-    check_tasks(config.tasks, data_dir)
+    check_tasks(config.tasks, data_dir_of(config))
     for task in config.tasks:
-        if data_dir is not None or task == BUILTIN:
-            read_task(task, data_dir, config.limit)
+        if config.data_dir or task == BUILTIN:
+            questions_of(config, task)
     if config.head is not None:
         find_head(config.head)
     is_new = fresh or not (folder / ROWS_FILE).exists()
@@ -67,16 +65,26 @@ def check_inputs(config: BenchConfig, folder: Path, fresh: bool) -> None:
         check_found(method, is_new)
 
 
+def data_dir_of(config: BenchConfig) -> Path | None:
+    return Path(config.data_dir) if config.data_dir else None
+
+
+def questions_of(config: BenchConfig, task: str) -> list[Prompt]:
+    return read_task(task, data_dir_of(config), config.limit, config.skip)
+
+
 class Bench:
     """A benchmark over one load of the target."""
+
+    unused = 0
+    """Groups that the folder holds and this benchmark does not ask for."""
 
     def __init__(self, config: BenchConfig, llm: LLM, folder: Path) -> None:
         require_template(llm.tokenizer)
         self.config, self.llm, self.folder = config, llm, folder
         self.methods = config.contenders(kind_of(llm.head) if llm.head else None)
         self.variables = {} if config.thinking is None else {"enable_thinking": config.thinking}
-        data_dir = Path(config.data_dir) if config.data_dir else None
-        self.questions = {task: read_task(task, data_dir, config.limit) for task in config.tasks}
+        self.questions = {task: questions_of(config, task) for task in config.tasks}
 
     @cached_property
     def max_len(self) -> int:
@@ -112,6 +120,7 @@ class Bench:
                 group for group in wanted if group.key not in file.rows or (retry_failed and file.failed(group.key))
             ]
             keep_settings(self.folder / RUN_FILE, settings, file.rows, is_measured=bool(todo))
+            self.unused = len(file.rows.keys() - {group.key for group in wanted})
             check_prompts(file.rows.values())
             names = {group.cell.method for group in todo}
             for method in self.methods:
@@ -119,8 +128,9 @@ class Bench:
                     check_ready(self.llm, method)
             interval = 0.5 if sys.stderr.isatty() else 30
             with tqdm(total=len(todo), unit="group", mininterval=interval, disable=not progress) as bar:
+                command = len(self.runs()) - 1
                 for row in self._measure(todo, bar):
-                    file.append(row)
+                    file.append({**row, "command": command, "date": date_now()})
                     bar.update()
             check_prompts(file.rows.values())
             return {group.key: file.rows[group.key] for group in wanted}
@@ -315,7 +325,13 @@ def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key], 
     for name, before in changed.items():
         is_used = name in held if name.startswith(parts) else bool(held)
         if is_used and before is not None:
-            raise ValueError(f"the rows in {path.parent} were made with another {name}; choose another --out")
+            what, _, task = name.partition("task ")
+            why = (
+                f"are of other questions of {task} (its file, limit or skip)"
+                if not what
+                else f"were made with another {name}"
+            )
+            raise ValueError(f"the rows in {path.parent} {why}; choose another --out, or --fresh to start over")
     earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
     record = make_record({}, current_commit())
     now = {key: record[key] for key in ("command", "date", "commit")}

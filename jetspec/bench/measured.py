@@ -79,6 +79,11 @@ class Measured:
         return max(len(row["ids"]) for rows in self.repeats for row in rows)
 
     @property
+    def commands(self) -> list[set[int | None]]:
+        """Which of the folder's commands measured it, by repeat. None: a row does not say."""
+        return [{row.get("command") for row in rows} for rows in self.repeats]
+
+    @property
     def errors(self) -> list[dict[str, Any]]:
         return [
             {"id": answer["id"], "repeat": repeat, "error": answer["error"]}

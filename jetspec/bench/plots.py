@@ -20,7 +20,7 @@ from jetspec.bench.scaling import (
     tokens_when_cut,
 )
 from jetspec.bench.spread import Spread
-from jetspec.bench.tables import at_best, rounds_of, speedup_of
+from jetspec.bench.tables import at_best, by_method, over_tasks, rounds_of, speedup_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,7 +141,7 @@ def against_budget(
     unit: str,
 ) -> Plot | None:
     """A line per method over budgets, each point a mean over tasks. Methods without a budget are level lines."""
-    lines = {method: series for method, series in _series(cells, value).items() if method != PLAIN}
+    lines = {method: series for method, series in series_of(cells, value).items() if method != PLAIN}
     budgets = sorted({budget for series in lines.values() for budget in series if budget is not None})
     if len(budgets) < 2:
         return None
@@ -161,14 +161,17 @@ def against_budget(
     return painter.plot(name, title, caption, draw)
 
 
-def _series(cells: Sequence[Result], value: Callable[[Result], Spread | None]) -> dict[str, dict[int | None, Spread]]:
-    found: dict[str, dict[int | None, list[Spread]]] = {}
-    for cell in cells:
-        number = value(cell)
-        if number is not None:
-            found.setdefault(cell.method, {}).setdefault(cell.budget, []).append(number)
+def series_of(cells: Sequence[Result], value: Callable[[Result], Spread | None]) -> dict[str, dict[int | None, Spread]]:
+    """Means over tasks by method and budget; none where a task has no value."""
     mean = Spread.independent if value is rounds_of else Spread.average
-    return {m: {budget: mean(v) for budget, v in series.items()} for m, series in found.items()}
+    tasks = len({cell.task for cell in cells})
+    found: dict[str, dict[int | None, Spread]] = {}
+    for method, own in by_method(cells).items():
+        for budget in dict.fromkeys(cell.budget for cell in own):
+            number = over_tasks([value(cell) for cell in own if cell.budget == budget], tasks, mean)
+            if number is not None:
+                found.setdefault(method, {})[budget] = number
+    return found
 
 
 def against_batch(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> list[Plot]:
@@ -185,14 +188,13 @@ def against_batch(painter: Painter, name: str, where: str, cells: Sequence[Resul
 def _batch_plot(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot:
     def draw(axes: Axes) -> None:
         shades = Painter()
+        tasks, batches = len({cell.task for cell in cells}), sorted({cell.batch for cell in cells})
         for label in dict.fromkeys(cell.label for cell in cells):
-            at: dict[float, list[Spread]] = {}
-            for cell in cells:
-                if cell.label == label and cell.speedup:
-                    at.setdefault(cell.batch, []).append(cell.speedup)
-            _line(axes, {batch: Spread.average(at[batch]) for batch in sorted(at)}, shades.colour(label), label)
+            own = [cell for cell in cells if cell.label == label]
+            means = {b: over_tasks([cell.speedup for cell in own if cell.batch == b], tasks) for b in batches}
+            _line(axes, {b: mean for b, mean in means.items() if mean}, shades.colour(label), label)
         axes.axhline(1, color=INK, linewidth=0.8)
-        _powers(axes, sorted({cell.batch for cell in cells}))
+        _powers(axes, batches)
         axes.set(xlabel="batch (conversations decoded together)", ylabel="speedup over plain")
         _legend_below(axes)
 
@@ -259,10 +261,10 @@ def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result])
 
     A method that is faster than its tokens per round explain has a cost below 0, which no formula fits.
     """
-    speeds = _series(cells, speedup_of)
+    speeds = series_of(cells, speedup_of)
     drawn = []
     for cell, accepted in merged_histograms(at_best(cells)):
-        if cell.method in speeds:
+        if cell.budget in speeds.get(cell.method, {}):
             alpha, depth, speedup = fit_alpha(accepted), len(accepted) - 1, speeds[cell.method][cell.budget].mean
             cost = implied_cost(expected_tokens(alpha, depth), speedup, depth)
             if cost >= 0:

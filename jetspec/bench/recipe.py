@@ -226,6 +226,8 @@ class BenchConfig:
     repeats: int = 3
     limit: int | None = None
     """Questions per task. None: the usual number of each."""
+    skip: int = 0
+    """Questions of every task to pass over first, such as those that settings were chosen on."""
     max_tokens: int = 256
     """Most tokens of an answer."""
     warmup: int = 16
@@ -242,7 +244,8 @@ class BenchConfig:
     def __post_init__(self) -> None:
         for name in ("repeats", "limit", "max_tokens", "warmup"):
             at_least(1, name, getattr(self, name))
-        at_least(0, "seed", self.seed)
+        for name in ("skip", "seed"):
+            at_least(0, name, getattr(self, name))
         for name in ("tasks", "methods", "budgets", "batches", "temperatures"):
             values = getattr(self, name)
             if values == () or len(values or ()) != len(set(values or ())):

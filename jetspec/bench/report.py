@@ -22,6 +22,7 @@ from jetspec.bench.plots import (
     speedup_bars,
 )
 from jetspec.bench.runs import CostRecord, HeadRecord, Inputs, Result, Run
+from jetspec.bench.spread import how_many
 from jetspec.bench.tables import (
     against_table,
     cells_table,
@@ -38,8 +39,6 @@ from jetspec.bench.tables import (
 )
 
 TITLE = "JetSpec: benchmark report"
-FEW_REPEATS = 3
-"""With fewer, even large differences are hardly more than chance explains."""
 EXTRA = "matplotlib is not installed, so there are no plots: pip install 'jetspec[bench]'"
 
 
@@ -93,11 +92,9 @@ def _titled(title: str, run: Run, plan: ReportPlan) -> str:
 def _warnings(run: Run) -> Iterator[Block]:
     failed = sum(len(cell.errors) for cell in run.cells)
     if failed:
-        yield Warned(f"{run.name}: {failed} answers failed; they are listed below and count in no number.")
-    repeats = min((len(cell.tokens_per_s.values) for cell in run.cells if cell.tokens_per_s), default=FEW_REPEATS)
-    if repeats < FEW_REPEATS:
-        few = "once, so nothing says" if repeats == 1 else "twice, which says little of"
-        yield Warned(f"{run.name}: measured {few} how much its numbers vary. Use --repeats {FEW_REPEATS} or more.")
+        yield Warned(f"{run.name}: {how_many(failed, 'answer')} failed; listed below, they count in no number.")
+    if run.few_repeats:
+        yield Warned(f"{run.name}: {run.few_repeats}")
     yield from (Warned(f"{run.name}: {text}") for text in _lossless_warnings(run))
     yield from (Warned(f"{run.name}: {note}") for note in run.notes)
     if not any(cell.speedup for cell in run.cells):

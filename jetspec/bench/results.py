@@ -13,7 +13,7 @@ from jetspec.bench.lossless import LosslessCheck
 from jetspec.bench.measure import Bench
 from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS, Cell
-from jetspec.bench.spread import to_record
+from jetspec.bench.spread import how_many, to_record
 from jetspec.bench.tasks import GRADED_AS, TASKS
 
 Grader = Callable[[str, Mapping[str, Any], str], Grade]
@@ -46,8 +46,10 @@ class Results:
         }
 
     def _doubts(self) -> list[str]:
-        """What cells do not show: batches that were never full, and rows of several sources."""
-        found = list(self._short_batches())
+        """What cells do not show: batches that were never full, and rows of several commands or sources."""
+        found = [*self._short_batches(), *self._apart()]
+        if self.bench.unused:
+            found.append(f"the folder holds {self.bench.unused} more groups, which this command did not ask for")
         if len(commits := self.bench.commits()) > 1:
             found.append(f"measured by several versions of the source, one after the other: {', '.join(commits)}")
         return found
@@ -63,7 +65,18 @@ class Results:
         for (task, batch, count), names in short.items():
             everybody = names == methods[task, batch]
             who = "there are" if everybody else f"{' and '.join(sorted(names))} got"
-            yield f"{task} in batches of {batch}: {who} only {count} questions"
+            yield f"{task} in batches of {batch}: {who} only {how_many(count, 'question')}"
+
+    def _apart(self) -> Iterator[str]:
+        """Methods take turns within a command. Between two of them the machine may have become another."""
+        apart: dict[str, None] = {}
+        for cell, measured in self.measured.items():
+            plain = self.measured[cell.beside(PLAIN, 1)]
+            if measured.beside(plain).commands != plain.beside(measured).commands:
+                apart[cell.method] = None
+        if apart:
+            names = ", ".join(apart)
+            yield f"measured, in part, by another command than the plain decoding that they are compared with: {names}"
 
     @cached_property
     def measured(self) -> dict[Cell, Measured]:
@@ -116,6 +129,7 @@ class Results:
             "share": correct / len(graded),
             "partial": sum(grade.is_partial for grade, _ in graded),
             "cut": sum(answer["finish"][-1] == "length" for _, answer in graded),
+            "right": [answer["id"] for grade, answer in graded if grade.correct],
         }
 
     def grade(self, task: str, id: str, question: Mapping[str, Any], text: str) -> Grade:

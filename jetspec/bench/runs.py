@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jetspec.bench.recipe import PLAIN, Cell
-from jetspec.bench.spread import Spread
+from jetspec.bench.spread import Spread, how_many
 
-RESULTS_FILE = "results.json"
+RESULTS_FILE, ROWS_FILE, RUN_FILE = "results.json", "rows.jsonl", "run.json"
+FEW_REPEATS = 3
+"""With fewer, even large differences are hardly more than chance explains."""
 PARTIAL_MARK = "*"
 """Behind scores of fewer tests than a task is known for."""
 PARTIAL_NOTE = (
@@ -31,15 +33,16 @@ class Score:
     """How many of them were graded by fewer tests than the task is known for."""
     cut: int
     """How many of them reached the limit of tokens before they ended."""
+    right: frozenset[str]
+    """Questions answered correctly."""
 
     @property
     def share(self) -> Spread:
-        """With its standard error, as of independent answers."""
-        p = self.correct / self.graded
-        if self.graded == 1:
-            return Spread(p)
-        error = math.sqrt(p * (1 - p) / (self.graded - 1))
-        return Spread(p, error, error)
+        """With its standard error by Laplace's rule: none right of ten questions does not make it certain that none of
+        a thousand would be."""
+        p = (self.correct + 1) / (self.graded + 2)
+        error = math.sqrt(p * (1 - p) / (self.graded + 3))
+        return Spread(self.correct / self.graded, error, error)
 
     @property
     def mark(self) -> str:
@@ -47,7 +50,9 @@ class Score:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any] | None) -> Score | None:
-        return None if raw is None else cls(raw["correct"], raw["graded"], raw["partial"], raw["cut"])
+        if raw is None:
+            return None
+        return cls(raw["correct"], raw["graded"], raw["partial"], raw["cut"], frozenset(raw["right"]))
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,8 @@ class Result(Cell):
     speedup_transformers: Spread | None
     score: Score | None
     lossless: Lossless | None
-    errors: tuple[Any, ...]
+    errors: tuple[Mapping[str, Any], ...]
+    """Answers that failed: `id`, `repeat`, `error`."""
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Result:
@@ -120,12 +126,22 @@ class Result(Cell):
         return Cell(self.method, self.task, self.temperature, self.budget, self.batch)
 
     @property
+    def failed(self) -> set[tuple[str, int]]:
+        """Questions without an answer, and the repeats in which they were asked."""
+        return {(error["id"], error["repeat"]) for error in self.errors}
+
+    @property
     def is_plain(self) -> bool:
         return self.method == PLAIN
 
     @property
+    def tree(self) -> int | None:
+        """Most nodes of its trees. None: it has none, as plain decoding."""
+        return None if self.is_plain else self.budget
+
+    @property
     def label(self) -> str:
-        return self.method if self.budget is None or self.is_plain else f"{self.method} {self.budget}"
+        return self.method if self.tree is None else f"{self.method} {self.tree}"
 
     @property
     def batch_text(self) -> str:
@@ -177,12 +193,24 @@ class Run:
         """What was measured on what, in a line."""
         words = [self.model, *([str(self.record["dtype"])] if "dtype" in self.record else []), f"on {self.device}"]
         counts = {cell.questions for cell in self.cells}
-        parts = [f"{min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "") + " questions per task"]
+        asked = how_many(max(counts), "question")
+        parts = [(f"{min(counts)} to " if len(counts) > 1 else "") + f"{asked} per task"]
+        if skip := self.recipe.get("skip"):
+            parts[0] += f" behind the first {skip}"
         if "max_tokens" in self.recipe:
             parts.append(f"at most {self.recipe['max_tokens']} tokens per answer")
         if "repeats" in self.recipe:
             parts.append(f"repeats: {self.recipe['repeats']}")
         return f"{' '.join(words)}; {', '.join(parts)}."
+
+    @property
+    def few_repeats(self) -> str | None:
+        """What to say of numbers that were measured too seldom to know how much they vary."""
+        repeats = min((len(cell.tokens_per_s.values) for cell in self.cells if cell.tokens_per_s), default=FEW_REPEATS)
+        if repeats >= FEW_REPEATS:
+            return None
+        few = "once, so nothing says" if repeats == 1 else "twice, which says little of"
+        return f"measured {few} how much its numbers vary. Use --repeats {FEW_REPEATS} or more."
 
     def method(self, name: str) -> Mapping[str, Any] | None:
         """What a method is: its kind, its trees, and settings of its own. None: the record does not say."""
@@ -323,9 +351,11 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        is_run = file.name == RESULTS_FILE and file.parent.is_dir()
-        stopped = "; a run that was stopped goes on with the same `jetspec bench`" if is_run else ""
-        raise ValueError(f"there is no {file}{stopped}") from None
+        if file.name != RESULTS_FILE or not file.parent.is_dir():
+            raise ValueError(f"there is no {file}") from None
+        if (file.parent / ROWS_FILE).exists():
+            raise ValueError(f"{file.parent} is not finished; the same `jetspec bench` goes on with it") from None
+        raise ValueError(f"{file.parent} is no run of `jetspec bench`: it has no {RESULTS_FILE}") from None
     except ValueError:
         raise ValueError(f"{file} is not JSON") from None
     if not isinstance(record, Mapping):

@@ -158,6 +158,11 @@ def to_record(values: Sequence[float]) -> dict[str, Any]:
     return {**about, "values": list(values)}
 
 
+def how_many(number: int, thing: str) -> str:
+    """1 question, 2 questions."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def speedup_text(value: Spread) -> str:
     """Marked where it is not more than the spread."""
     return value.text() if value.differs_from_1() is not False else f"≈ {value.text()}"

@@ -65,6 +65,7 @@ def cell_row(run: Run, cell: Result) -> dict[str, Any]:
         "compared": lossless.compared if lossless else None,
         "identical": lossless.identical if lossless else None,
         "ties": lossless.ties if lossless else None,
+        "mistakes": lossless.mistakes if lossless else None,
         "failed": len(cell.errors),
     }
 

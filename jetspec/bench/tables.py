@@ -57,10 +57,14 @@ def matrix(
     cells: Sequence[Result],
     value: Callable[[Result], Spread | None],
     show: Callable[[Spread], str],
-    caption: str = OVER_REPEATS,
+    spread: str = OVER_REPEATS,
     mean: Callable[[Iterable[Spread]], Spread] = Spread.average,
+    about: str = "",
 ) -> Table:
-    """A row per method and budget, a column per task, and one for their mean where there are several."""
+    """A row per method and budget, a column per task, and one for their mean where there are several.
+
+    The caption is what there is to say about the numbers, and about their spread where there is one.
+    """
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     at = {(cell.label, cell.task): cell for cell in cells}
     values: list[list[Spread | None]] = []
@@ -74,6 +78,8 @@ def matrix(
         rows.append((label, *(show(number) if number else NONE for number in numbers)))
     bold = frozenset((r, c + 1) for c in range(len(values[0])) for r in _best([row[c] for row in values]))
     means = ("mean",) if len(tasks) > 1 else ()
+    varies = any(number is not None and number.sd is not None for row in values for number in row)
+    caption = " ".join(filter(None, (about, spread if varies else "")))
     return Table(("method, budget", *tasks, *means), tuple(rows), caption, bold=bold)
 
 
@@ -90,8 +96,8 @@ def _best(column: Sequence[Spread | None]) -> list[int]:
 def speedup_table(cells: Sequence[Result]) -> Table | None:
     """None where there is nothing to be faster than."""
     faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
-    caption = f"{OVER_REPEATS} ≈: not shown to differ from plain decoding."
-    return matrix(faster, speedup_of, speedup_text, caption) if faster else None
+    spread = f"{OVER_REPEATS} ≈: not shown to differ from plain decoding."
+    return matrix(faster, speedup_of, speedup_text, spread) if faster else None
 
 
 def speedup_of(cell: Result) -> Spread | None:
@@ -107,8 +113,8 @@ def rounds_table(cells: Sequence[Result]) -> Table | None:
     having = [cell for cell in cells if cell.tokens_per_round is not None and not cell.is_plain]
     if not having:
         return None
-    caption = f"Accepted drafts, and the target's own token. {OVER_QUESTIONS}"
-    return matrix(having, rounds_of, Spread.text, caption, Spread.independent)
+    about = "Accepted drafts, and the target's own token."
+    return matrix(having, rounds_of, Spread.text, OVER_QUESTIONS, Spread.independent, about)
 
 
 def rounds_of(cell: Result) -> Spread | None:
@@ -118,6 +124,8 @@ def rounds_of(cell: Result) -> Spread | None:
 def glance_table(cells: Sequence[Result]) -> Table:
     """Every method at its best budget, over all tasks."""
     rows = []
+    asked = {method: questions_of(own) for method, own in by_method(cells).items()}
+    unlike = len(set(asked.values())) > 1
     tasks = {cell.task for cell in cells}
     graded = {task: max((c.score.graded for c in cells if c.task == task and c.score), default=0) for task in tasks}
     for method, own in groupby(at_best(in_order(cells)), key=lambda cell: cell.method):
@@ -131,7 +139,8 @@ def glance_table(cells: Sequence[Result]) -> Table:
         marks = max((cell.score.mark for cell in group if cell.score), default="")
         rows.append(
             (
-                *(method, NONE if method == PLAIN else text_of(group[0].budget)),
+                *(method, " ".join((text_of(group[0].tree), *as_good(group[0], cells)))),
+                str(asked[method]) if unlike else NONE,
                 speed.text(1) if speed else NONE,
                 speedup_text(speedup) if speedup and method != PLAIN else NONE,
                 speedup_text(other) if other and method != TRANSFORMERS else NONE,
@@ -141,13 +150,13 @@ def glance_table(cells: Sequence[Result]) -> Table:
             )
         )
     columns = (
-        *("method", "best budget", "tokens/s", "speedup", "over transformers", "tokens per round"),
+        *("method", "best budget", "questions", "tokens/s", "speedup", "over transformers", "tokens per round"),
         *("score", "same text as plain"),
     )
     caption = (
         "Means over tasks, of speedups geometric, ± standard deviation over repeats; of tokens per round and scores,"
-        " standard error over questions. ≈: not shown to differ. Means only where all tasks have a value, scores only"
-        " where all questions were graded."
+        " standard error over questions. ≈: a speedup not shown to differ from 1; budgets not shown to differ from the"
+        " best. Means only where all tasks have a value, scores only where all questions were graded."
         " Ties: texts that part where rounding decides between two tokens."
     )
     return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
@@ -159,6 +168,18 @@ def over_tasks(
     """None where one of so many tasks has no value: who failed on the hardest would look the better for it."""
     known = [value for value in values if value is not None]
     return mean(known) if len(known) == count else None
+
+
+def by_method(cells: Iterable[Result]) -> dict[str, list[Result]]:
+    found: dict[str, list[Result]] = {}
+    for cell in cells:
+        found.setdefault(cell.method, []).append(cell)
+    return found
+
+
+def questions_of(cells: Iterable[Result]) -> int:
+    """How many a method was asked, over all tasks."""
+    return sum({cell.task: cell.questions for cell in cells}.values())
 
 
 def same_text(checks: Sequence[Lossless]) -> str:
@@ -173,19 +194,37 @@ def same_text(checks: Sequence[Lossless]) -> str:
 
 def at_best(cells: Sequence[Result]) -> list[Result]:
     """Every method with its best budget only: the fastest over the tasks, of those that were measured on most."""
-    speeds: dict[str, dict[int | None, list[float]]] = {}
+    best = {}
+    for method, own in by_method(cells).items():
+        speeds = speeds_by_budget(own)
+        if speeds:
+            best[method] = max(speeds, key=lambda b: (len(speeds[b]), Spread.average(speeds[b]).mean))
+    return [cell for cell in cells if cell.method in best and cell.budget == best[cell.method]]
+
+
+def as_good(best: Result, cells: Sequence[Result]) -> list[str]:
+    """The other budgets of a method whose speed over the tasks is not shown to differ from that of the best."""
+    speeds = speeds_by_budget(by_method(cells)[best.method])
+    top = speeds.pop(best.budget)
+    mean = Spread.average(top)
+    others = [b for b, own in speeds.items() if len(own) == len(top) and mean.differs(Spread.average(own)) is False]
+    return [f"(≈ {', '.join(map(str, others))})"] if others else []
+
+
+def speeds_by_budget(cells: Iterable[Result]) -> dict[int | None, list[Spread]]:
+    """Of one method, on the tasks that it did not fail on."""
+    found: dict[int | None, list[Spread]] = {}
     for cell in cells:
         if cell.tokens_per_s is not None:
-            speeds.setdefault(cell.method, {}).setdefault(cell.budget, []).append(cell.tokens_per_s.mean)
-    best = {m: max(own, key=lambda b: (len(own[b]), sum(own[b]) / len(own[b]))) for m, own in speeds.items()}
-    return [cell for cell in cells if cell.method in best and cell.budget == best[cell.method]]
+            found.setdefault(cell.budget, []).append(cell.tokens_per_s)
+    return found
 
 
 CELL_COLUMNS = (
     *("method", "task", "temp", "budget", "batch", "tokens/s", "tokens/round", "speedup"),
-    *("over transformers", "score", "same text"),
+    *("over transformers", "score", "same text", "failed"),
 )
-DETAIL_COLUMNS = ("round in plain steps", "prefill s per question", "questions", "tokens", "failed")
+DETAIL_COLUMNS = ("round in plain steps", "prefill s per question", "questions", "tokens")
 
 
 def cells_table(runs: Sequence[Run], details: bool = False) -> Table:
@@ -203,12 +242,13 @@ def cells_table(runs: Sequence[Run], details: bool = False) -> Table:
 def _cell_row(cell: Result) -> tuple[str, ...]:
     score = cell.score
     return (
-        *(cell.method, cell.task, f"{cell.temperature:g}", text_of(cell.budget), cell.batch_text),
+        *(cell.method, cell.task, f"{cell.temperature:g}", text_of(cell.tree), cell.batch_text),
         *(text_of(cell.tokens_per_s, 1), text_of(cell.tokens_per_round)),
         speedup_text(cell.speedup) if cell.speedup and not cell.is_plain else NONE,
         speedup_text(cell.speedup_transformers) if cell.speedup_transformers and cell.method != TRANSFORMERS else NONE,
         f"{score.correct}/{score.graded}{score.mark}" if score else NONE,
         same_text([cell.lossless] if cell.lossless else []),
+        str(len(cell.errors)) if cell.errors else NONE,
     )
 
 
@@ -216,7 +256,7 @@ def _detail_row(cell: Result) -> tuple[str, ...]:
     return (
         text_of(cell.round_cost),
         text_of(cell.prefill_s.mean / cell.questions if cell.prefill_s else None, 4),
-        *(str(cell.questions), str(cell.tokens), str(len(cell.errors))),
+        *(str(cell.questions), str(cell.tokens)),
     )
 
 
@@ -227,15 +267,15 @@ def paper_table(pairs: Sequence[Pair]) -> Table:
         cell, row = pair.cell, pair.row
         rows.append(
             (
-                *(cell.task, cell.method, row.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
+                *(cell.task, cell.method, row.method, f"{cell.temperature:g}", text_of(cell.tree), str(cell.batch)),
                 *(speedup_text(cell.speedup) if cell.speedup else NONE, text_of(row.speedup)),
                 *(text_of(cell.tokens_per_round), text_of(row.tokens_per_round)),
                 *(text_of(cell.tokens_per_s, 1), text_of(row.tokens_per_s, 1), pair.remark or NONE),
             )
         )
     columns = (
-        *("task", "method", "in the paper", "temperature", "budget", "batch", "speedup", "paper's"),
-        *("tokens per round", "paper's", "tokens/s", "paper's", "remark"),
+        *("task", "method", "in the paper", "temperature", "budget", "batch", "speedup", "paper's speedup"),
+        *("tokens per round", "paper's tokens per round", "tokens/s", "paper's tokens/s", "remark"),
     )
     return without_empty(Table(columns, tuple(rows), first_number=3))
 
@@ -250,7 +290,7 @@ def against_table(a: Run, b: Run) -> Table:
         mine, its = cell.tokens_per_s, other.tokens_per_s
         rows.append(
             (
-                *(cell.task, cell.method, f"{cell.temperature:g}", text_of(cell.budget), str(cell.batch)),
+                *(cell.task, cell.method, f"{cell.temperature:g}", text_of(cell.tree), str(cell.batch)),
                 *(text_of(mine, 1), text_of(its, 1), its.over(mine).text() if mine and its else NONE),
                 verdict(mine, its),
                 *(text_of(cell.tokens_per_round), text_of(other.tokens_per_round)),

@@ -115,16 +115,22 @@ def check_tasks(names: Sequence[str], data_dir: Path | None) -> None:
             raise ValueError(f"{name} is not on Hugging Face; give a folder with {name}.jsonl as --data-dir")
 
 
-def read_task(name: str, data_dir: Path | None, limit: int | None) -> list[Prompt]:
-    """The first questions of a task: from the folder if one is given, else from Hugging Face."""
+def read_task(name: str, data_dir: Path | None, limit: int | None, skip: int = 0) -> list[Prompt]:
+    """The first questions of a task behind those to skip: from the folder if one is given, else from Hugging Face."""
     task = TASKS.get(name, Task())
-    count = task.limit if limit is None else limit
+    count = skip + (task.limit if limit is None else limit)
     if name == BUILTIN:
-        return read_questions(BUILTIN_FILE, count)
-    if data_dir is not None:
-        return read_questions(find_tasks(data_dir, [name])[name], count)
-    assert task.hub is not None
-    return _read_hub(name, task.hub, count)
+        found = read_questions(BUILTIN_FILE, count)
+    elif data_dir is not None:
+        found = read_questions(find_tasks(data_dir, [name])[name], count)
+    else:
+        assert task.hub is not None
+        found = _read_hub(name, task.hub, count)
+    if len(found) <= skip:
+        raise ValueError(
+            f"{name} has {len(found)} questions, none of them behind the first {skip}; choose a smaller skip"
+        )
+    return found[skip:]
 
 
 def _read_hub(name: str, hub: HubSource, count: int) -> list[Prompt]:

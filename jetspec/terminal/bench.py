@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from jetspec.bench.costs import CostConfig, cost_results, measure_costs
 from jetspec.bench.measure import Bench, check_inputs
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
-from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, Result, Run
+from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, Lossless, Result, Run
+from jetspec.bench.spread import how_many
 from jetspec.bench.summary import SummaryForm
 from jetspec.bench.tasks import BUILTIN
 from jetspec.engine.llm import LLM
@@ -62,7 +64,8 @@ def run_plan(
     if report:
         write_report(inputs, report_folder(folder))
     else:
-        _say(f"for a page with plots and the paper's results: jetspec report {shlex.quote(str(folder))}")
+        command = f"jetspec report {shlex.quote(str(folder))}"
+        _say(f"for a page with plots, and the paper's results where it has them: {command}")
     return isinstance(plan, CostConfig) or is_lossless(plan, inputs.runs[0])
 
 
@@ -79,17 +82,30 @@ def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed
 
 
 def is_lossless(config: BenchConfig, run: Run) -> bool:
-    """Whether our methods wrote the target's text, but for ties. What could not be compared was not shown to."""
+    """Whether our methods wrote the target's text, but for ties. What could not be compared was not shown to: plain
+    decoding failed everywhere, or a method where plain decoding did not."""
     outside = {method.name for method in config.contenders() if not method.is_ours}
-    ours = [cell.lossless for cell in run.cells if cell.lossless and cell.method not in outside]
-    return all(check.compared and not check.mistakes for check in ours)
+    ours = [cell for cell in run.cells if cell.lossless and cell.method not in outside]
+    return all(_is_shown(run, cell, cell.lossless) for cell in ours if cell.lossless)
+
+
+def _is_shown(run: Run, cell: Result, check: Lossless) -> bool:
+    plain = run.cell(cell.key.beside(PLAIN, 1))
+    assert plain is not None
+    return bool(check.compared) and not check.mistakes and cell.failed <= plain.failed
 
 
 def remarks(run: Run) -> Iterator[str]:
     """What a table has no room for."""
     yield from run.notes
-    if failed := sum(len(cell.errors) for cell in run.cells):
-        yield f"{failed} answers failed; the record says why, and --retry-failed asks again"
+    if run.few_repeats:
+        yield run.few_repeats
+    if any(cell.speedup and cell.speedup.differs_from_1() is False for cell in run.cells):
+        yield "≈: not shown to be faster or slower by more than the spread over repeats"
+    failures = Counter(error["error"] for cell in run.cells for error in cell.errors)
+    if failures:
+        often = "; ".join(f"{reason} ({count})" for reason, count in failures.most_common(SHOWN))
+        yield f"{how_many(failures.total(), 'answer')} failed, and --retry-failed asks again: {often}"
     if cut := max((cell.score.cut for cell in run.cells if cell.score), default=0):
         yield f"up to {cut} graded answers of a cell were cut at {run.recipe['max_tokens']} tokens, scores may be low"
     if any(cell.score and cell.score.partial for cell in run.cells):

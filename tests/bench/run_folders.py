@@ -24,6 +24,7 @@ FIXED: dict[str, tuple[int | None, ...]] = {"plain": (1,), "transformers": (None
 """Budgets of methods that do not follow the recipe."""
 TASKS = ("gsm8k", "humaneval", "mt_bench")
 GRADED = ("gsm8k", "math500", "humaneval", "mbpp")
+RIGHT = [f"question-{i}" for i in range(12)]
 
 
 def make_run(
@@ -112,7 +113,9 @@ def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0
         "prefill_s": {"mean": 0.02, "sd": 0.001, "values": [0.02] * repeats},
         "speedup": speedup,
         "speedup_transformers": {**make_speedup([3 * value for value in speedup["values"]]), "over": "transformers"},
-        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0, "cut": 3} if task in GRADED else None,
+        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0, "cut": 3, "right": RIGHT}
+        if task in GRADED
+        else None,
         "lossless": {
             "check": check,
             "compared": compared,

@@ -14,7 +14,7 @@ import torch
 
 from jetspec.bench import costs, shapes
 from jetspec.bench.costs import CostConfig, measure_cost
-from jetspec.bench.measure import ROWS_FILE
+from jetspec.bench.runs import ROWS_FILE
 from jetspec.models.decoder import Decoder
 from jetspec.terminal.bench import run_plan
 from jetspec.terminal.report import show

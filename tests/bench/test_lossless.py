@@ -182,6 +182,24 @@ def test_a_text_that_ends_earlier_is_no_tie(folder: Path, monkeypatch: pytest.Mo
     assert done.exit_code == 1 and "one text ends earlier, no tie" in done.stderr
 
 
+def test_failing_where_plain_decoding_does_not_is_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(reply: Reply) -> Reply | str:
+        return "out of luck" if next(luck) == 1 else reply
+
+    luck = count()
+    meddle(monkeypatch, fail)
+    done = run_command(folder, "failing", "--tasks", "sums", "-r", "1")
+    assert done.exit_code == 1 and "1 answer failed" in done.stderr and "out of luck (1)" in done.stderr
+    header, _, *lines = done.stdout.splitlines()
+    assert header.endswith(" failed |") and [line.split()[-2] for line in lines] == ["-", "1"]
+
+
+def test_failing_as_plain_decoding_does_is_status_0(folder: Path) -> None:
+    write_questions(folder, "mixed", [["short"], ["x" * CONTEXT]])
+    done = run_command(folder, "alike", "--tasks", "mixed", "-r", "1")
+    assert done.exit_code == 0 and "2 answers failed" in done.stderr, done.output
+
+
 def test_what_could_not_be_compared_is_not_lossless(folder: Path) -> None:
     write_questions(folder, "long", [["x" * CONTEXT]])
     done = run_command(folder, "nothing", "--tasks", "long", "-r", "1")

@@ -22,9 +22,10 @@ import torch
 
 from jetspec.bench import measure
 from jetspec.bench.groups import GroupFile, read_lines
-from jetspec.bench.measure import ROWS_FILE, Bench
+from jetspec.bench.measure import Bench
 from jetspec.bench.methods import EngineMethod, Method, Reply, Timed, Unequal, open_method
 from jetspec.bench.recipe import BenchConfig, MethodConfig
+from jetspec.bench.runs import ROWS_FILE, RUN_FILE
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
 from jetspec.terminal import bench as terminal_bench
@@ -146,6 +147,29 @@ def test_what_failed_is_measured_again_when_asked(folder: Path, llm: LLM, monkey
     assert path.read_bytes() == after
 
 
+def test_questions_may_be_passed_over(folder: Path, llm: LLM) -> None:
+    def asked(**options: Any) -> list[str]:
+        return [prompt.id for prompt in make_bench(folder, "skipped", llm, **options).questions["sums"]]
+
+    assert asked(skip=3) == ["sums-3", "sums-4"] and asked(skip=1, limit=2) == ["sums-1", "sums-2"]
+    with pytest.raises(ValueError, match="sums has 5 questions, none of them behind the first 5"):
+        asked(skip=5)
+
+
+def test_rows_of_other_questions_are_not_mixed_in(folder: Path, llm: LLM) -> None:
+    make_bench(folder, "questions", llm, limit=2, repeats=1).run()
+    for changes in ({"limit": 3}, {"limit": 2, "skip": 1}):
+        with pytest.raises(ValueError, match="other questions of sums"):
+            make_bench(folder, "questions", llm, repeats=1, **changes).run()
+
+
+def test_rows_that_are_not_asked_for_are_mentioned(folder: Path, llm: LLM) -> None:
+    wide: dict[str, Any] = {"methods": ["ngram"], "limit": 2, "repeats": 1, "batches": [1, 2]}
+    assert results_of(make_bench(folder, "narrow", llm, **wide))["notes"] == []
+    (note,) = results_of(make_bench(folder, "narrow", llm, **{**wide, "batches": [2]}))["notes"]
+    assert "holds 4 more groups" in note
+
+
 def test_what_is_there_is_not_measured_again(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     make_bench(folder, "again", llm).run()
     before = (folder / "again" / ROWS_FILE).read_bytes()
@@ -180,7 +204,7 @@ def test_a_record_tells_which_weights_were_measured_and_how_heads_were_trained(f
     )
     methods = [f"jetspec-edge={trained}", f"jetspec={folder / 'causal'}", "ngram"]
     record = results_of(make_bench(folder, "weights", llm, methods=methods, limit=1, repeats=1))
-    settings = json.loads((folder / "weights" / measure.RUN_FILE).read_text())["settings"]
+    settings = json.loads((folder / "weights" / RUN_FILE).read_text())["settings"]
     assert record["weights"] == settings["weights"]
     edge, causal = ({"weights": settings[f"head of {name}"]} for name in ("jetspec-edge", "jetspec"))
     assert record["heads"] == {"jetspec-edge": {**edge, "command": "train me", "commit": "abc"}, "jetspec": causal}
@@ -192,7 +216,7 @@ def test_a_record_tells_which_weights_were_measured_and_how_heads_were_trained(f
 def test_rows_of_other_packages_or_trees_are_not_mixed_in(folder: Path, llm: LLM, what: str, tmp_path: Path) -> None:
     bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
     bench.run()
-    path = tmp_path / "run" / measure.RUN_FILE
+    path = tmp_path / "run" / RUN_FILE
     record = json.loads(path.read_text())
     record["settings"][what] = {**record["settings"][what], "torch": "0.1", "width": 1}
     path.write_text(json.dumps(record))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -19,12 +20,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from jetspec.bench.check_tables import asked_text, methods_table, score_table, trees_text
+from jetspec.bench.check_tables import (
+    asked_text,
+    errors_table,
+    lossless_table,
+    methods_table,
+    score_table,
+    sign_test,
+    trees_text,
+)
 from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_html, to_markdown
 from jetspec.bench.paper import Pair, find_pairs, paper_rows
-from jetspec.bench.plots import INK
+from jetspec.bench.plots import INK, series_of
 from jetspec.bench.report import ReportPlan, build_report
-from jetspec.bench.runs import Inputs, Run, read_inputs
+from jetspec.bench.runs import Inputs, Run, Score, read_inputs
 from jetspec.bench.scaling import (
     expected_speedup,
     expected_tokens,
@@ -42,11 +51,12 @@ from jetspec.bench.tables import (
     glance_table,
     paper_table,
     rounds_table,
+    speedup_of,
     speedup_table,
 )
 from jetspec.cli import app
 from jetspec.config import TreeConfig
-from tests.bench.run_folders import make_head_record, make_profile_record, make_run, make_speedup
+from tests.bench.run_folders import RIGHT, make_head_record, make_profile_record, make_run, make_speedup
 
 SMALL: dict[str, Any] = {"tasks": ("gsm8k", "mt_bench"), "budgets": (16, 64), "batches": (1,), "temperatures": (0.0,)}
 
@@ -157,7 +167,7 @@ def test_every_cell_is_in_the_report_with_the_numbers_of_the_record(tmp_path: Pa
     at = {name: i for i, name in enumerate(table.columns)}
     assert len(rows) == len(raw)
     for cell in raw:
-        budget = "-" if cell["budget"] is None else str(cell["budget"])
+        budget = "-" if cell["budget"] is None or cell["method"] == "plain" else str(cell["budget"])
         row = rows[cell["method"], cell["task"], f"{cell['temperature']:g}", budget, str(cell["batch"])]
         speed = cell["tokens_per_s"]
         assert row[at["tokens/s"]] == f"{speed['mean']:.1f} ± {speed['sd']:.1f}"
@@ -278,6 +288,27 @@ def test_a_glance_shows_no_mean_over_the_tasks_that_went_well(tmp_path: Path) ->
     assert "-" not in (rows["jetspec"]["tokens/s"], rows["jetspec"]["speedup"])
 
 
+def test_a_glance_names_budgets_as_good_as_the_best_and_who_was_asked_less(tmp_path: Path) -> None:
+    def glance(noise: float, asked: int) -> dict[str, dict[str, str]]:
+        folder = make_run(tmp_path / "run", **SMALL, methods=("plain", "transformers", "jetspec"), noise=noise)
+        record = json.loads((folder / "results.json").read_text())
+        for cell in record["cells"]:
+            cell["questions"] = asked if cell["method"] == "transformers" else 40
+        (folder / "results.json").write_text(json.dumps(record))
+        table = glance_table(read_run(folder).cells)
+        return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+    quiet, noisy = glance(0.0001, 40), glance(0.3, 1)
+    assert quiet["jetspec"]["best budget"] == "64" and quiet["plain"]["best budget"] == "-"
+    assert noisy["jetspec"]["best budget"] in ("16 (≈ 64)", "64 (≈ 16)")
+    assert "questions" not in quiet["plain"]
+    assert {name: row["questions"] for name, row in noisy.items()} == {
+        "plain": "80",
+        "transformers": "2",
+        "jetspec": "80",
+    }
+
+
 def test_plain_decoding_is_exactly_as_fast_as_itself(tmp_path: Path) -> None:
     run = small_run(tmp_path, methods=("plain", "ddtree"))
     rows = [row for row in json.loads(summary(Inputs([run], [], []), "json")) if row["method"] == "plain"]
@@ -301,13 +332,25 @@ def test_ties_mistakes_and_what_was_not_compared_are_told_apart(tmp_path: Path) 
     assert "no text could be compared" in told("none", compared=0, identical=0, ties=0)
 
 
+def test_methods_of_which_the_same_is_to_be_said_share_a_row(tmp_path: Path) -> None:
+    table = lossless_table(small_run(tmp_path))
+    assert table is not None
+    assert {row[0]: row[4:] for row in table.rows} == {
+        "transformers; ngram 16, 64; dflash 16; jetspec-paper 16, 64; jetspec-edge 16, 64": ("80", "80", "0", "0", "-"),
+        "ddtree 16, 64": ("80", "78", "2", "0", "0.0312"),
+    }
+
+
 def test_failures_and_differences_are_told(tmp_path: Path) -> None:
-    run = small_run(tmp_path, changes={"errors": [{"id": "gsm8k-7", "error": "ran out of pages"}]})
+    errors = [{"id": "gsm8k-7", "repeat": repeat, "error": "ran out of pages"} for repeat in (0, 2)]
+    run = small_run(tmp_path, changes={"errors": errors})
     blocks = report(run)
-    assert f"{len(run.cells)} answers failed" in warnings(blocks)
+    assert f"{2 * len(run.cells)} answers failed" in warnings(blocks)
     assert "texts leave those of plain decoding at a tie" in warnings(blocks)
     text = to_markdown("Title", blocks, "plots")
-    assert "gsm8k-7: ran out of pages" in text and "0.0312" in text
+    assert "ran out of pages" in text and "0.0312" in text
+    failed = errors_table(run)
+    assert failed is not None and failed.rows[0][1:] == ("gsm8k-7", "plain", "0", "1", "1, 3", "ran out of pages")
 
 
 def test_a_cell_in_which_everything_failed_is_shown_as_such(tmp_path: Path) -> None:
@@ -316,11 +359,14 @@ def test_a_cell_in_which_everything_failed_is_shown_as_such(tmp_path: Path) -> N
     broken = next(cell for cell in record["cells"] if cell["method"] == "ddtree")
     broken |= {"tokens_per_s": {"mean": None, "sd": None, "values": []}, "accepted": []}
     broken |= {"tokens_per_round": {**to_record([]), "questions": []}}
-    broken |= {"speedup": None, "speedup_transformers": None, "errors": [{"id": "gsm8k-1", "error": "no pages"}]}
+    broken |= {"speedup": None, "speedup_transformers": None}
+    broken |= {"errors": [{"id": "gsm8k-1", "repeat": 0, "error": "no pages"}]}
     (folder / "results.json").write_text(json.dumps(record))
     run = read_run(folder)
     text = to_markdown("Title", report(run, run, plots=True), "plots")
-    assert "gsm8k-1: no pages" in text and "| failed |" in text
+    assert "| gsm8k-1 | ddtree 16 |" in text and "| failed |" in text
+    lines = series_of(run.cells, speedup_of)
+    assert set(lines["ngram"]) == {16, 64} and set(lines["ddtree"]) == {64}, "a mean over all tasks, or none"
     assert len(summary(Inputs([run], [], []), "md").splitlines()) == len(run.cells) + 2
 
 
@@ -342,22 +388,45 @@ def test_scores_stand_beside_those_of_plain_decoding(tmp_path: Path) -> None:
     record = json.loads((folder / "results.json").read_text())
     for cell in record["cells"]:
         if cell["method"] == "ddtree" and cell["score"]:
-            cell["score"]["correct"] = 13
+            cell["score"] |= {"correct": 13, "right": [*RIGHT, "another"]}
         if cell["method"] == "dflash" and cell["score"]:
-            cell["score"]["correct"] = 40
+            cell["score"] |= {"correct": 40, "right": [*RIGHT, *(f"other-{i}" for i in range(28))]}
+        if cell["method"] == "jetspec-paper" and cell["score"]:
+            cell["score"]["right"] = [*RIGHT[1:], "another"]
         if cell["method"] == "ngram" and cell["score"]:
-            cell["score"] |= {"correct": 3, "graded": 10}
+            cell["score"] |= {"correct": 3, "graded": 10, "right": RIGHT[:3]}
     (folder / "results.json").write_text(json.dumps(record))
     table = score_table(read_run(folder))
     assert table is not None
     found = {row[1]: (row[-3], row[-1]) for row in table.rows}
-    assert found["plain"] == ("0.3000", "-") and found["jetspec-edge"] == ("0.3000", "same")
-    assert found["ddtree"] == ("0.3250", "+0.0250 (no difference)") and found["dflash"] == ("1.0000", "+0.7000")
-    assert found["ngram"] == ("0.3000", "other questions")
+    assert found["plain"] == ("0.3000", "-") and found["transformers; jetspec-edge 16, 64"] == ("0.3000", "same")
+    assert found["ddtree 16, 64"] == ("0.3250", "+0.0250, 1 won, 0 lost (no difference)")
+    assert found["dflash 16"] == ("1.0000", "+0.7000, 28 won, 0 lost")
+    assert found["jetspec-paper 16, 64"] == ("0.3000", "+0.0000, 1 won, 1 lost (no difference)"), (
+        "as many, not the same"
+    )
+    assert found["ngram 16, 64"] == ("0.3000", "other questions")
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_questions_won_and_lost_differ_when_chance_would_hardly_part_them_so(won: int, lost: int) -> None:
+    chances = [math.comb(won + lost, i) / 2 ** (won + lost) for i in range(won + lost + 1)]
+    as_rare = sum(chance for i, chance in enumerate(chances) if abs(2 * i - won - lost) >= abs(won - lost))
+    assert sign_test(won, lost) == sign_test(lost, won) == pytest.approx(as_rare)
+
+
+@given(st.integers(1, 2000), st.data())
+def test_no_score_is_certain(graded: int, data: st.DataObject) -> None:
+    correct = data.draw(st.integers(0, graded))
+    share = Score(correct, graded, 0, 0, frozenset()).share
+    assert share.mean == correct / graded and share.sd and share.sd > 1 / (graded + 4)
+    if graded > 100:
+        usual = math.sqrt(share.mean * (1 - share.mean) / graded)
+        assert share.sd == pytest.approx(usual, abs=2 / graded)
 
 
 def test_scores_of_fewer_tests_are_marked_with_a_footnote(tmp_path: Path) -> None:
-    few = {"score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 40, "cut": 0}}
+    few = {"score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 40, "cut": 0, "right": RIGHT}}
     marked, unmarked = (score_table(small_run(tmp_path, changes=changes)) for changes in (few, {}))
     assert marked is not None and unmarked is not None
     assert {row[-3] for row in marked.rows} == {"0.3000*"} and "* Questions without tests" in marked.caption
@@ -519,7 +588,7 @@ def test_the_summary_alone_is_on_stdout(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        (None, "jetspec bench"),
+        (None, "no run of `jetspec bench`"),
         ("{", "is not JSON"),
         ("[]", "is not a record"),
         ("{}", "no result of"),
@@ -538,6 +607,12 @@ def test_what_is_no_run_is_one_line_and_status_2(text: str | None, hint: str, tm
         (tmp_path / "results.json").write_text(text)
     result = invoke(tmp_path)
     assert result.exit_code == 2 and hint in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_run_that_was_stopped_is_told_from_what_is_none(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    result = invoke(tmp_path)
+    assert result.exit_code == 2 and "is not finished" in result.stderr
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:

@@ -199,7 +199,14 @@ def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: 
     scores = {(cell["method"], cell["task"]): cell["score"] for cell in cells}
     firsts = [row["answers"][0] for (cell, repeat, _), row in rows.items() if (cell.method, repeat) == ("plain", 0)]
     cut = sum(one["finish"] == ["length"] for one in firsts if one["id"] in ("gsm8k-0", "gsm8k-1", "gsm8k-2"))
-    expected = {"correct": 2, "graded": 3, "share": pytest.approx(2 / 3), "partial": 1, "cut": cut}
+    expected = {
+        "correct": 2,
+        "graded": 3,
+        "share": pytest.approx(2 / 3),
+        "partial": 1,
+        "cut": cut,
+        "right": ["gsm8k-0", "gsm8k-2"],
+    }
     assert scores["plain", "gsm8k"] == scores["ngram", "gsm8k"] == expected
     assert scores["plain", "sums"] is None
     assert len(graded) == len(set(graded)) == 5
@@ -227,6 +234,17 @@ def test_rows_of_several_sources_are_noted(folder: Path, llm: LLM, monkeypatch: 
     assert notes_of("old", 1) == notes_of("new", 1) == [], "the second time there is nothing left to measure"
     (note,) = notes_of("new", 2)
     assert note.endswith(": old, new")
+
+
+def test_what_another_command_measured_than_plain_decoding_is_noted(folder: Path, llm: LLM) -> None:
+    def notes_of(*methods: str, repeats: int) -> list[str]:
+        bench = make_bench(folder, "commands", llm, methods=list(methods), limit=1, repeats=repeats)
+        notes: list[str] = results_of(bench)["notes"]
+        return notes
+
+    assert notes_of("ngram", repeats=1) == notes_of("ngram", repeats=2) == [], "a repeat is whole: all took turns in it"
+    (note,) = notes_of("ngram", f"jetspec={folder / 'causal'}", repeats=2)
+    assert note.endswith("compared with: jetspec")
 
 
 def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) -> None:
