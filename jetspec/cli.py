@@ -520,10 +520,10 @@ def bench(
 
 @app.command(
     epilog=_examples(
-        "jetspec report runs/smollm2",
+        "jetspec report runs/bench/smollm2",
         "jetspec report runs/before runs/after --out comparison",
-        "jetspec report runs/smollm2 results/head.json --out docs/results/smollm2",
-        "jetspec report runs/smollm2 --output csv > cells.csv",
+        "jetspec report runs/bench/smollm2 results/head.json --out docs/results/smollm2",
+        "jetspec report runs/bench/smollm2 --output csv > cells.csv",
     )
 )
 def report(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +12,7 @@ from jetspec.bench.grade import MATH_TASKS
 from jetspec.bench.paper import SHAPES
 from jetspec.bench.recipe import KINDS, PLAIN
 from jetspec.bench.runs import Result, Run, Score, partial_note
-from jetspec.bench.spread import NO_DIFFERENCE
+from jetspec.bench.spread import NO_DIFFERENCE, how_many
 from jetspec.bench.tables import NONE, by_method, in_order, text_of, without_empty
 from jetspec.bench.tasks import BUILTIN
 
@@ -46,12 +46,18 @@ def score_table(run: Run) -> Table | None:
         " answers that the limit of tokens ended. against plain: same where the same questions were answered right;"
         " else the difference, and how many questions were won and lost."
     )
-    lines = tuple((task, names_of(cells), *rest) for (task, *rest), cells in rows.items())
+    everyone = in_order(graded)
+    lines = tuple((task, names_of(cells, everyone), *rest) for (task, *rest), cells in rows.items())
     return Table(columns, lines, caption + partial_note(graded), first_number=5, wraps=True)
 
 
-def names_of(cells: Iterable[Result]) -> str:
-    """Methods with their budgets: `plain; jetspec 16, 64`."""
+def names_of(cells: Sequence[Result], everyone: Iterable[Result]) -> str:
+    """Methods with their budgets: `plain; jetspec 16, 64`. All but plain decoding, of those in the same setting, need
+    no list."""
+    setting = cells[0].task, cells[0].temperature, cells[0].batch
+    others = [c for c in everyone if (c.task, c.temperature, c.batch) == setting and not c.is_plain]
+    if len(others) > 1 and [cell.label for cell in cells] == [cell.label for cell in others]:
+        return "all others"
     return "; ".join(
         " ".join((method, ", ".join(str(cell.tree) for cell in own if cell.tree is not None))).rstrip()
         for method, own in by_method(cells).items()
@@ -72,7 +78,7 @@ def _plain_score(cells: Iterable[Result], cell: Result) -> Score | None:
 
 def score_verdict(score: Score, plain: Score) -> str:
     """Question by question, as both were asked the same."""
-    if score.graded != plain.graded:
+    if score.right | score.wrong != plain.right | plain.wrong:
         return "other questions"  # some failed, or a method was asked fewer
     won, lost = len(score.right - plain.right), len(plain.right - score.right)
     if not won and not lost:
@@ -97,13 +103,34 @@ def methods_table(run: Run) -> Table | None:
         )
         for method in methods
     ]
-    columns = ("method", "kind", "head or assistant", "trees", "to know")
+    columns = ("method", "kind", "head or assistant", "trees", "remarks")
     return without_empty(Table(columns, tuple(rows), first_number=len(columns), wraps=True)) if rows else None
+
+
+TRAINED = ("data", "steps", "batch per process", "optimizer", "commit", "command")
+"""What cards tell of how heads were trained."""
+
+
+def heads_table(run: Run) -> Table | None:
+    """How heads were trained, as their cards tell; None where there are none."""
+    heads = run.record.get("heads") or {}
+    rows = tuple((method, *(head.get(key, NONE) for key in TRAINED)) for method, head in heads.items())
+    return without_empty(Table(("method", *TRAINED), rows, first_number=1 + len(TRAINED), wraps=True)) if rows else None
+
+
+def unlike_heads(run: Run) -> str | None:
+    """What to say where heads were not trained on the same data for as many steps; None where they were."""
+    heads = run.record.get("heads") or {}
+    ways = {(head.get("data"), head.get("steps")) for head in heads.values()}
+    if len(ways) < 2:
+        return None
+    told = [f"{name}: {head.get('steps', 'unknown')} steps, {head.get('data', NONE)}" for name, head in heads.items()]
+    return f"the heads were not all trained alike: {'; '.join(told)}."
 
 
 def asked_text(method: Mapping[str, Any]) -> str:
     """What a method was not asked that others were."""
-    parts = [f"the first {method['limit']} of every task"] if method.get("limit") else []
+    parts = [f"{how_many(method['limit'], 'question')} of every task"] if method.get("limit") else []
     parts += [f"temperature {t:g}" for t in method.get("temperatures") or ()]
     return f"Asked only: {', '.join(parts)}." if parts else ""
 
@@ -143,14 +170,15 @@ def lossless_table(run: Run) -> Table | None:
     columns = ("method, budget", "temperature", "batch", "check", *COUNTS, "widest gap")
     caption = (
         "Beside plain decoding; a greedy answer counts once, however often it was repeated. Gap: how far apart the "
-        "target holds the two tokens where a text first differs."
+        "target holds the two tokens where a text first differs, reading it at once. Where that is wider than a tie, "
+        "the least of readings in pieces decides, which round otherwise."
     )
     if run.widest_tie is not None:
         limit = f"{run.widest_tie:.3g}"
         caption += (
             f" Ties: at most {limit} apart, which rounding as measured in this run may decide. Mistakes: the rest."
         )
-    lines = tuple((names_of(cells), *row) for row, cells in rows.items())
+    lines = tuple((names_of(cells, compared), *row) for row, cells in rows.items())
     return Table(columns, lines, caption, first_number=4, wraps=True)
 
 
@@ -159,14 +187,14 @@ def differences_table(run: Run) -> Table | None:
     rows = [
         (
             *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), numbered(d["repeats"])),
-            *(numbered([d["turn"]]), numbered([d["position"]]), text_of(d["gap"], 4)),
+            *(numbered([d["turn"]]), numbered([d["position"]]), text_of(d["gap"], 4), text_of(d["least"], 4)),
             d["why"] or ("tie" if d["tie"] else "mistake"),
         )
         for cell in run.cells
         if cell.lossless
         for d in cell.lossless.different
     ]
-    columns = ("question", "method", "temperature", "batch", "repeats", "turn", "token", "gap", "verdict")
+    columns = ("question", "method", "temperature", "batch", "repeats", "turn", "token", "gap", "least gap", "verdict")
     return without_empty(Table(columns, tuple(rows), first_number=2)) if rows else None
 
 

@@ -83,7 +83,8 @@ class TransformersMethod:
         ended = time.perf_counter()
         assert self.prefilled is not None
         replies: list[Reply | str] = [
-            self._reply(ask, tokens, counter) for ask, tokens in zip(asks, written, strict=True)
+            self._reply(ask, tokens, counter, num_read)
+            for ask, tokens, num_read in zip(asks, written, mask_BT.sum(1).tolist(), strict=True)
         ]
         early = min(counter.first_round, len(written[0])) - 1 if counter else 0
         return Timed(replies, *split_time(began, self.prefilled, ended, sum(map(len, written)), len(asks), early))
@@ -120,7 +121,7 @@ class TransformersMethod:
             **(drawn if sampling.temperature > 0 else {"do_sample": False}),
         )
 
-    def _reply(self, ask: Ask, tokens: list[int], counter: RoundCounter | None) -> Reply:
+    def _reply(self, ask: Ask, tokens: list[int], counter: RoundCounter | None, num_read: int) -> Reply:
         """Up to the first end token, or the end of its room; the rest of a row is padding."""
         tokens = tokens[: self._room(ask)]
         ends = frozenset() if ask.sampling.ignore_eos else self.target.eos_tokens
@@ -128,7 +129,7 @@ class TransformersMethod:
         kept = tokens[:end]
         accepted = [0] * len(kept) if counter is None else counter.accepted(len(kept))
         finish = "length" if end is None else "stop"
-        return Reply(kept, self.target.tokenizer.decode(kept), finish, len(kept), accepted)
+        return Reply(kept, self.target.tokenizer.decode(kept), finish, len(kept), accepted, num_read)
 
     def _after_pass(self, *_: object) -> None:
         if self.prefilled is None:

@@ -8,7 +8,6 @@ real ones, so a shape is enough.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from jetspec.bench.groups import KeyedFile, Row
+from jetspec.bench.groups import KeyedFile, Row, keep_settings
 from jetspec.bench.profile import Decoding, StandingRound, Workload
 from jetspec.bench.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
 from jetspec.bench.shapes import open_head, open_target, shape_of
@@ -27,9 +26,8 @@ from jetspec.bench.spread import to_record
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.models.decoder import Decoder
-from jetspec.record import current_commit, hardware, package_versions, shown, write_record
+from jetspec.record import hardware, package_versions, shown
 from jetspec.train.config import HeadShape, at_least
-from jetspec.train.rows import earlier_runs
 
 TIMED = ("draft", "build", "verify")
 """Stages up to the last that counts; each works on what the one before it left."""
@@ -81,7 +79,8 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
             (folder / name).unlink(missing_ok=True)
         wanted = [(context, depth) for depth, context in product(config.depths, config.contexts)]
         todo = [chain for chain in wanted if chain not in file.rows]
-        _keep_settings(folder / RUN_FILE, settings, bool(file.rows), is_measured=bool(todo))
+        has_rows = bool(file.rows)
+        keep_settings(folder / RUN_FILE, settings, lambda _: has_rows, is_measured=bool(todo))
         if todo:
             with tqdm(
                 total=len(todo), desc=f"building {shown(config.shape)}", unit="chain", disable=not progress
@@ -106,16 +105,6 @@ def _settings(config: CostConfig, dtype: torch.dtype, device: torch.device) -> d
     }
 
 
-def _keep_settings(path: Path, settings: dict[str, Any], has_rows: bool, is_measured: bool) -> None:
-    """Refuse settings that rows were not made with; write down those of now, and by which source it goes on."""
-    runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
-    if has_rows and changed:
-        other = next(iter(changed))
-        raise ValueError(f"the rows in {path.parent} were made with another {other}; choose another --out, or --fresh")
-    runs += [{"commit": current_commit()}] if is_measured else []
-    write_record(path, {"settings": settings, "runs": runs})
-
-
 @torch.inference_mode()
 def measure_cost(target: Decoder, config: CostConfig, context: int, depth: int) -> dict[str, Any]:
     head = open_head(target, None, HeadShape(num_layers=config.head_layers, block_size=depth + 1))
@@ -131,7 +120,8 @@ def measure_cost(target: Decoder, config: CostConfig, context: int, depth: int) 
     }
 
 
-def cost_results(config: CostConfig, costs: Sequence[Row]) -> dict[str, Any]:
+def cost_results(config: CostConfig, costs: Sequence[Row], runs: Sequence[Row]) -> dict[str, Any]:
+    """`runs` are the commands that measured."""
     device = choose_device(config.device)
     return {
         "model": shown(config.shape),
@@ -139,4 +129,5 @@ def cost_results(config: CostConfig, costs: Sequence[Row]) -> dict[str, Any]:
         "device": device.type,
         "recipe": {**asdict(config), "shape": shown(config.shape)},
         "costs": list(costs),
+        "runs": list(runs),
     }

@@ -188,7 +188,7 @@ th { background: var(--card); font-weight: 600; }
 td { border-top: 1px solid var(--edge); }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--page); }
 th:first-child { background: var(--card); }
-.wraps td:not(:first-child) { white-space: normal; min-width: 12rem; }
+.wraps td:not(.n) { white-space: normal; max-width: 30rem; } .wraps tr > :first-child { position: static; }
 .n { text-align: right; } .b { font-weight: 700; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 0 1.5rem; }
 figure { margin: .5rem 0; min-width: 0; } figure svg { display: block; width: 100%; min-width: 28rem; height: auto; }

@@ -13,9 +13,10 @@ from typing import Any, Generic, TypeVar
 
 from jetspec.bench.methods import Ask, Reply, Unequal
 from jetspec.bench.recipe import BenchConfig, Cell
+from jetspec.record import current_commit, make_record, write_record
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation
-from jetspec.train.rows import LineFile
+from jetspec.train.rows import LineFile, earlier_runs
 
 Row = Mapping[str, Any]
 Key = tuple[Cell, int, int]
@@ -75,6 +76,32 @@ def read_keyed(path: Path, key_of: Callable[[Row], K]) -> tuple[dict[K, Row], in
             raise ValueError(f"{path}:{number}: is not a row of such a benchmark; choose another --out") from None
         end += len(line)
     return rows, end
+
+
+def keep_settings(path: Path, settings: Mapping[str, Any], is_held: Callable[[str], bool], is_measured: bool) -> None:
+    """Refuse settings that rows were not made with; write down those that are new, and which command goes on.
+
+    `is_held` says whether rows depend on a setting.
+    """
+    runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
+    for name, before in changed.items():
+        if before is not None and is_held(name):
+            raise ValueError(f"the rows in {path.parent} {_unlike(name)}; choose another --out, or --fresh")
+    earlier = kept_settings(path)["settings"] if path.exists() else {}
+    record = make_record({}, current_commit())
+    now = {key: record[key] for key in ("command", "date", "commit")}
+    write_record(path, {"settings": {**earlier, **settings}, "runs": [*runs, now] if is_measured else runs})
+
+
+def kept_settings(path: Path) -> dict[str, Any]:
+    """What `keep_settings` wrote: `settings`, and under `runs` the commands that measured."""
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _unlike(setting: str) -> str:
+    if setting.startswith("task "):
+        return f"are of other questions of {setting.removeprefix('task ')}: another file, limit or skip"
+    return f"were made with another {setting}"
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,9 @@ class Parting:
     position: int
     """Tokens of the turn that both wrote before."""
     gap: float | None
-    """How far apart the target holds the two tokens; where that is wide, the least of several readings. None: one text
-    ends earlier."""
+    """How far apart the target holds the two tokens, reading the text at once. None: one text ends earlier."""
+    least: float | None
+    """The least of several readings, where that was wider than a tie: in pieces, which rounds otherwise."""
     tie: bool
     """Whether rounding alone may have decided between them."""
     why: str | None = None
@@ -139,7 +140,7 @@ class LosslessCheck:
         talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
         for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
             if turn in mine.get("other_prompts", ()):
-                return Parting(prompt.id, turn, 0, None, tie=False, why=OTHER_PROMPT)
+                return Parting(prompt.id, turn, 0, None, None, tie=False, why=OTHER_PROMPT)
             asked = talk.with_next_turn() if turn else talk.token_ids
             talk.token_ids = asked
             talk.answer(expected, plain["finish"][turn])
@@ -156,14 +157,13 @@ class LosslessCheck:
         """A gap that is no tie is taken again from other readings of the text: where rounding makes it small in one of
         them, rounding may have decided. That of a wrong token is wide in all."""
         if found.gap is None:
-            return Parting(id, turn, found.place, None, tie=False)
+            return Parting(id, turn, found.place, None, None, tie=False)
         assert found.plain is not None and found.other is not None
-        gap, limit = found.gap, self.widest_tie
-        for size in PIECES:
-            if gap > limit:
-                judge = drawn(InPieces(self.fresh, size), sampling)
-                gap = min(gap, gap_between(found.plain, found.other, tokens, judge))
-        return Parting(id, turn, found.place, gap, tie=gap <= limit)
+        least, limit = found.gap, self.widest_tie
+        if found.gap > limit:
+            judges = [drawn(InPieces(self.fresh, size), sampling) for size in PIECES]
+            least = min(found.gap, *(gap_between(found.plain, found.other, tokens, judge) for judge in judges))
+        return Parting(id, turn, found.place, found.gap, least, tie=least <= limit)
 
 
 def drawn(fresh: Judge, sampling: SamplingParams) -> Judge:

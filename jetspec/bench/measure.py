@@ -7,9 +7,8 @@ goes on with the groups that it does not hold. `run.json` says what the rows wer
 from __future__ import annotations
 
 import gc
-import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -20,7 +19,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from jetspec.bench.groups import Answering, Group, GroupFile, Key, Row, check_prompts, digest
+from jetspec.bench.groups import (
+    Answering,
+    Group,
+    GroupFile,
+    Key,
+    Row,
+    check_prompts,
+    digest,
+    keep_settings,
+    kept_settings,
+)
 from jetspec.bench.methods import (
     Ask,
     Method,
@@ -34,19 +43,18 @@ from jetspec.bench.methods import (
     open_method,
     with_head_of,
 )
-from jetspec.bench.recipe import BenchConfig, MethodConfig, method_dict
+from jetspec.bench.recipe import BenchConfig, Cell, MethodConfig, method_dict
 from jetspec.bench.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
 from jetspec.bench.servers import identify
 from jetspec.bench.tasks import BUILTIN, check_tasks, read_task
 from jetspec.engine.llm import LLM
 from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.hub import head_path, resolve, shipped_head
-from jetspec.record import current_commit, date_now, hardware, make_record, package_versions, shown, write_record
+from jetspec.record import date_now, hardware, package_versions, shown
 from jetspec.train.answers import fingerprint
-from jetspec.train.card import origin
+from jetspec.train.card import read_card
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation, require_template
-from jetspec.train.rows import earlier_runs
 
 TURN_ROOM = 64
 """Tokens that a chat template may write around a turn."""
@@ -75,9 +83,6 @@ def questions_of(config: BenchConfig, task: str) -> list[Prompt]:
 
 class Bench:
     """A benchmark over one load of the target."""
-
-    unused = 0
-    """Groups that the folder holds and this benchmark does not ask for."""
 
     def __init__(self, config: BenchConfig, llm: LLM, folder: Path) -> None:
         require_template(llm.tokenizer)
@@ -119,8 +124,8 @@ class Bench:
             todo = [
                 group for group in wanted if group.key not in file.rows or (retry_failed and file.failed(group.key))
             ]
-            keep_settings(self.folder / RUN_FILE, settings, file.rows, is_measured=bool(todo))
-            self.unused = len(file.rows.keys() - {group.key for group in wanted})
+            is_held = held_settings({cell for cell, _, _ in file.rows})
+            keep_settings(self.folder / RUN_FILE, settings, is_held, is_measured=bool(todo))
             check_prompts(file.rows.values())
             names = {group.cell.method for group in todo}
             for method in self.methods:
@@ -137,11 +142,11 @@ class Bench:
 
     def runs(self) -> list[dict[str, Any]]:
         """The commands that measured what the folder holds, one after the other, each with its commit and date."""
-        return list(self._kept()["runs"])
+        return list(kept_settings(self.folder / RUN_FILE)["runs"])
 
     def weights(self) -> dict[str, Any]:
-        """Which target and heads the rows are of, and the command and commit that trained a head if its card tells."""
-        settings = self._kept()["settings"]
+        """Which target and heads the rows are of, and how a head was trained, if its card tells."""
+        settings = kept_settings(self.folder / RUN_FILE)["settings"]
         heads = {
             method.name: {"weights": settings[f"head of {method.name}"], **self._trained(method)}
             for method in self.methods
@@ -152,12 +157,14 @@ class Bench:
     def _trained(self, method: MethodConfig) -> dict[str, str]:
         name = method.head or self.config.head
         folder = resolve(head_path(name)) if name else shipped_head(self.config.model)
-        card = folder / CARD_FILE if folder else None
-        found = origin(card.read_text(encoding="utf-8", errors="replace")) if card and card.is_file() else {}
-        return {key: found[key] for key in ("command", "commit") if key in found}
-
-    def _kept(self) -> dict[str, Any]:
-        return dict(json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8")))
+        if folder is None or not (folder / CARD_FILE).is_file():
+            return {}
+        card = (folder / CARD_FILE).read_text(encoding="utf-8", errors="replace")
+        training, origin = read_card(card, "Training"), read_card(card, "Origin")
+        data = "; ".join(f"{key.removeprefix('data: ')}, {value}" for key, value in training.items() if "data: " in key)
+        told = {"data": data} if data else {}
+        told |= {key: training[key] for key in ("steps", "batch per process", "optimizer") if key in training}
+        return told | {key: origin[key] for key in ("command", "commit") if key in origin}
 
     def commits(self) -> list[str]:
         """Of the sources that measured what the folder holds."""
@@ -178,7 +185,7 @@ class Bench:
     def _measure(self, groups: Sequence[Group], bar: tqdm[Any]) -> Iterator[Row]:
         """Their rows. What decodes is made ready outside all timing, and kept while the groups that follow need it."""
         methods = {method.name: method for method in self.methods}
-        for (name, budget, batch), some in groupby(groups, key=_engine_of):
+        for (_, name, budget, batch), some in groupby(groups, key=_engine_of):
             llm = with_head_of(self.llm, methods[name])
             opened, warm = open_method(llm, methods[name], budget, batch, self.max_len, **self.variables), set()
             for group in some:
@@ -196,7 +203,7 @@ class Bench:
         asks = [self._start(prompt).ask(self.config, group.cell.temperature, group.repeat) for prompt in group.prompts]
         short = [replace(ask, sampling=replace(ask.sampling, max_tokens=self.config.warmup)) for ask in asks]
         if fitting := [ask for ask in short if len(ask.prompt) < self.context]:
-            with suppress(OSError, RuntimeError):
+            with suppress(ValueError, OSError, RuntimeError):
                 method.warm_up(fitting)
 
     def decode(self, method: Method, group: Group) -> Row:
@@ -232,12 +239,15 @@ class Bench:
 
     @staticmethod
     def _try(method: Method, asks: Sequence[Ask]) -> Timed:
-        """A group that cannot be decoded together is a group of errors."""
+        """A group that cannot be decoded together is a group of errors. A GPU that is lost ends the run instead: it
+        would make errors of all that is left."""
         try:
             return method.decode(asks)
         except Unequal:
             raise
         except (ValueError, OSError, RuntimeError) as error:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return Timed([reason] * len(asks), 0.0, 0.0)
 
@@ -246,8 +256,11 @@ class Bench:
         limit, count = ask.sampling.max_tokens, reply.num_tokens
         room = self.context - len(ask.prompt)
         ends = self.llm.target.eos_tokens
+        shows_end = next(m for m in self.methods if m.name == method).url is None
         problem = None
-        if reply.finish not in ("stop", "length"):
+        if reply.num_read != len(ask.prompt) and not reply.other_prompt:
+            problem = f"it read {reply.num_read} tokens of a prompt of {len(ask.prompt)}"
+        elif reply.finish not in ("stop", "length"):
             problem = f"it ended by {reply.finish!r}"
         elif count > limit:
             problem = f"it wrote {count} tokens where {limit} are allowed"
@@ -255,6 +268,8 @@ class Bench:
             problem = f"it stopped for its length after {count} tokens where {limit} are allowed"
         elif count == len(reply.token_ids) and any(token in ends for token in reply.token_ids[:-1]):
             problem = "it went on after an end token"
+        elif shows_end and reply.finish == "stop" and (not reply.token_ids or reply.token_ids[-1] not in ends):
+            problem = "it stopped without an end token"
         if problem:
             raise Unequal(f"{method} does not follow the rules of the others: {problem}")
 
@@ -303,9 +318,9 @@ class Bench:
         return found
 
 
-def _engine_of(group: Group) -> tuple[str, int | None, int]:
-    """What groups must have in common to be decoded by the same engine."""
-    return group.cell.method, group.cell.budget, group.cell.batch
+def _engine_of(group: Group) -> tuple[int, str, int | None, int]:
+    """What groups must have in common to be decoded by the same engine: another repeat has another."""
+    return group.repeat, group.cell.method, group.cell.budget, group.cell.batch
 
 
 def release_memory() -> None:
@@ -315,24 +330,9 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def keep_settings(path: Path, settings: Mapping[str, Any], rows: Iterable[Key], is_measured: bool) -> None:
-    """Refuse settings that rows were not made with; write down those that are new, and by which source it goes on."""
-    runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
-    cells = {cell for cell, _, _ in rows}
+def held_settings(cells: Collection[Cell]) -> Callable[[str], bool]:
+    """Which settings rows of these cells depend on."""
     held = {f"{part} {cell.method}" for cell in cells for part in ("method", "head of", "server of")}
     held |= {f"tree of {cell.method} {cell.budget}" for cell in cells} | {f"task {cell.task}" for cell in cells}
     parts = ("method ", "head of ", "server of ", "tree of ", "task ")
-    for name, before in changed.items():
-        is_used = name in held if name.startswith(parts) else bool(held)
-        if is_used and before is not None:
-            what, _, task = name.partition("task ")
-            why = (
-                f"are of other questions of {task} (its file, limit or skip)"
-                if not what
-                else f"were made with another {name}"
-            )
-            raise ValueError(f"the rows in {path.parent} {why}; choose another --out, or --fresh to start over")
-    earlier = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
-    record = make_record({}, current_commit())
-    now = {key: record[key] for key in ("command", "date", "commit")}
-    write_record(path, {"settings": {**earlier, **settings}, "runs": [*runs, now] if is_measured else runs})
+    return lambda name: name in held if name.startswith(parts) else bool(held)

@@ -49,6 +49,8 @@ class Reply:
     """What speed counts: written tokens."""
     accepted: list[int] | None
     """Draft tokens kept, per round. None: nobody can tell."""
+    num_read: int
+    """Tokens of the prompt, as whoever decoded counted them."""
     other_prompt: bool = False
     """Whether it answers another prompt: a server that cut up its own earlier words in another way."""
 
@@ -110,7 +112,8 @@ class EngineMethod:
         for i in range(len(asks)):
             ids, stats = done[i].token_ids, done[i].stats
             text = self.llm.tokenizer.decode(ids)
-            replies.append(Reply(ids, text, done[i].finish_reason, len(ids), stats.accepted_lengths))
+            finish, num_read = done[i].finish_reason, stats.prompt_tokens
+            replies.append(Reply(ids, text, finish, len(ids), stats.accepted_lengths, num_read))
         return Timed(replies, prefill_s, seconds - prefill_s)
 
 

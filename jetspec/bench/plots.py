@@ -28,7 +28,23 @@ if TYPE_CHECKING:
 
 INK = "#010203"
 """Stands for the colour of text, which the page decides."""
-COLOURS = ("#3b82c4", "#d9822b", "#2f9e6e", "#b05cc6", "#c94f4f", "#8a8f2c", "#7d7d8a", "#17a2b8", "#a0643c", "#5a6acf")
+COLOURS = (
+    "#3b82c4",
+    "#d9822b",
+    "#2f9e6e",
+    "#b05cc6",
+    "#c94f4f",
+    "#8a8f2c",
+    "#7d7d8a",
+    "#17a2b8",
+    "#a0643c",
+    "#5a6acf",
+    "#d46a9f",
+    "#5f8f3e",
+    "#b8860b",
+    "#4b9f9f",
+    "#9f6fd1",
+)
 """Readable on white and on near black."""
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -285,10 +301,10 @@ def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result])
         _legend_below(axes)
 
     caption = (
-        "Points: measured, at the depth of the drafts. Dashed: (1 - α^(L+1)) / ((1 - α)(L·c + 1)), every draft token "
-        "costing c target passes. Solid: the whole draft costing what it does at the point, as when one pass drafts "
-        "all of it. α is fitted to accepted lengths, and c to the point: it holds all that a round costs beyond a "
-        "plain step. Methods that would need a c below 0 are left out."
+        "Points: measured, at the greatest depth that was accepted. Dashed: (1 - α^(L+1)) / ((1 - α)(L·c + 1)), every "
+        "draft token costing c target passes. Solid: the whole draft costing what it does at the point, as when one "
+        "pass drafts all of it. α is fitted to accepted lengths, and c to the point: it holds all that a round costs "
+        "beyond a plain step. Methods that would need a c below 0 are left out."
     )
     return painter.plot(name, f"Equation 2: speedup, {where}", caption, draw)
 

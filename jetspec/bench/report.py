@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from jetspec.bench.check_tables import differences_table, errors_table, lossless_table, methods_table, score_table
+from jetspec.bench.check_tables import (
+    differences_table,
+    errors_table,
+    heads_table,
+    lossless_table,
+    methods_table,
+    score_table,
+    unlike_heads,
+)
 from jetspec.bench.document import Block, Folded, Heading, Plot, Table, Text, Warned
 from jetspec.bench.paper import find_pairs, paper_costs, run_differences, setting_differences
 from jetspec.bench.plots import (
@@ -31,6 +39,7 @@ from jetspec.bench.tables import (
     groups_of,
     head_table,
     paper_table,
+    remarks_of,
     rounds_of,
     rounds_table,
     speed_table,
@@ -70,6 +79,7 @@ def _parts(plan: ReportPlan) -> Iterator[Iterator[Block]]:
         yield _speed(run, _titled("Speed", run, plan), painter, f"{number}_" if len(plan.runs) > 1 else "")
     for run in plan.runs:
         yield _section(_titled("Settings of the methods", run, plan), methods_table(run))
+        yield _section(_titled("How heads were trained", run, plan), heads_table(run))
         yield _section(_titled("Scores", run, plan), score_table(run))
         yield _section(_titled("Losslessness", run, plan), lossless_table(run))
         yield _lists(run)
@@ -95,6 +105,8 @@ def _warnings(run: Run) -> Iterator[Block]:
         yield Warned(f"{run.name}: {how_many(failed, 'answer')} failed; listed below, they count in no number.")
     if run.few_repeats:
         yield Warned(f"{run.name}: {run.few_repeats}")
+    if unlike := unlike_heads(run):
+        yield Warned(f"{run.name}: {unlike}")
     yield from (Warned(f"{run.name}: {text}") for text in _lossless_warnings(run))
     yield from (Warned(f"{run.name}: {note}") for note in run.notes)
     if not any(cell.speedup for cell in run.cells):
@@ -218,7 +230,10 @@ def _paper(run: Run, title: str) -> Iterator[Block]:
     for table, group in groupby(pairs, key=lambda pair: pair.row.table):
         yield Heading(f"Table {table.number}: {table.title}", 3)
         yield from _other_settings(run_differences(run, table))
-        yield paper_table(list(group))
+        of_table = list(group)
+        yield paper_table(of_table)
+        for number, remark in enumerate(remarks_of(of_table), 1):
+            yield Text(f"({number}) {remark}.")
         if table.note:
             yield Text(table.note)
     alone = len(run.cells) - len({pair.cell.key for pair in pairs})
@@ -256,9 +271,9 @@ def _everything(plan: ReportPlan) -> Iterator[Block]:
     yield Heading("Where the numbers come from")
     inputs: list[Run | HeadRecord | CostRecord] = [*plan.runs, *plan.inputs.heads, *plan.inputs.costs]
     rows: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
-        ("command", _commands),
+        ("command", lambda record: _ran(record, "command", "; then ")),
         ("date", lambda record: str(record.get("date"))),
-        ("commit", lambda record: str(record.get("commit"))),
+        ("commit", lambda record: _ran(record, "commit", ", ")),
         ("hardware", lambda record: _pairs(record.get("hardware") or {})),
         ("versions", lambda record: _pairs(record.get("versions") or {})),
     ]
@@ -270,10 +285,10 @@ def _everything(plan: ReportPlan) -> Iterator[Block]:
         yield Folded(f"Recipe: {run.name}", json.dumps(run.recipe, indent=1))
 
 
-def _commands(record: Mapping[str, Any]) -> str:
-    """Of a benchmark that went on after a stop all that measured, else the one that made the record."""
-    ran = [str(run["command"]) for run in record.get("runs") or () if isinstance(run, dict) and "command" in run]
-    return "; then ".join(dict.fromkeys(ran)) or str(record.get("command"))
+def _ran(record: Mapping[str, Any], key: str, between: str) -> str:
+    """Of a benchmark that went on after a stop what all that measured have, else what the record has."""
+    ran = [str(run[key]) for run in record.get("runs") or () if isinstance(run, dict) and key in run]
+    return between.join(dict.fromkeys(ran)) or str(record.get(key))
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

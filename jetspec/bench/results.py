@@ -8,11 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from jetspec.bench.grade import Grade, grade
-from jetspec.bench.groups import Key, Row
+from jetspec.bench.groups import Key, Row, read_lines
 from jetspec.bench.lossless import LosslessCheck
 from jetspec.bench.measure import Bench
 from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS, Cell
+from jetspec.bench.runs import ROWS_FILE
 from jetspec.bench.spread import how_many, to_record
 from jetspec.bench.tasks import GRADED_AS, TASKS
 
@@ -48,8 +49,8 @@ class Results:
     def _doubts(self) -> list[str]:
         """What cells do not show: batches that were never full, and rows of several commands or sources."""
         found = [*self._short_batches(), *self._apart()]
-        if self.bench.unused:
-            found.append(f"the folder holds {self.bench.unused} more groups, which this command did not ask for")
+        if unused := len(read_lines(self.bench.folder / ROWS_FILE)[0]) - len(self.rows):
+            found.append(f"the folder holds {how_many(unused, 'more group')} that this command did not ask for")
         if len(commits := self.bench.commits()) > 1:
             found.append(f"measured by several versions of the source, one after the other: {', '.join(commits)}")
         return found
@@ -130,6 +131,7 @@ class Results:
             "partial": sum(grade.is_partial for grade, _ in graded),
             "cut": sum(answer["finish"][-1] == "length" for _, answer in graded),
             "right": [answer["id"] for grade, answer in graded if grade.correct],
+            "wrong": [answer["id"] for grade, answer in graded if not grade.correct],
         }
 
     def grade(self, task: str, id: str, question: Mapping[str, Any], text: str) -> Grade:

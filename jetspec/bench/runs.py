@@ -35,6 +35,7 @@ class Score:
     """How many of them reached the limit of tokens before they ended."""
     right: frozenset[str]
     """Questions answered correctly."""
+    wrong: frozenset[str]
 
     @property
     def share(self) -> Spread:
@@ -52,7 +53,8 @@ class Score:
     def read(cls, raw: Mapping[str, Any] | None) -> Score | None:
         if raw is None:
             return None
-        return cls(raw["correct"], raw["graded"], raw["partial"], raw["cut"], frozenset(raw["right"]))
+        questions = frozenset(raw["right"]), frozenset(raw["wrong"])
+        return cls(raw["correct"], raw["graded"], raw["partial"], raw["cut"], *questions)
 
 
 @dataclass(frozen=True)

@@ -71,14 +71,15 @@ class ServerMethod:
         count = usage["completion_tokens"]
         if not isinstance(count, int) or count < 0:
             raise ValueError(f"the server counts {count!r} tokens")
-        is_other = usage["prompt_tokens"] != len(ask.prompt)
+        num_read = usage["prompt_tokens"]
+        is_other = num_read != len(ask.prompt)
         if is_other and ask.turn == 0:
             raise Unequal(
-                f"{self.url} read {usage['prompt_tokens']} prompt tokens where ours are {len(ask.prompt)}: it runs"
+                f"{self.url} read {num_read} prompt tokens where ours are {len(ask.prompt)}: it runs"
                 " another model or another chat template, so the two cannot be compared"
             )
         ids = self.tokenizer.encode_words(text)
-        return Reply(ids, text, streamed.finish, count, None, other_prompt=is_other), streamed
+        return Reply(ids, text, streamed.finish, count, None, num_read, other_prompt=is_other), streamed
 
 
 BROKEN = (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError)

@@ -119,7 +119,13 @@ class Spread:
         if self.sd is None or other.sd is None:
             return None
         by_chance = student(_freedom((self, other))) * math.hypot(self.error, other.error)
-        return abs(self.mean - other.mean) > max(SPREADS * math.hypot(self.sd, other.sd), by_chance)
+        return not self.is_near(other) and abs(self.mean - other.mean) > by_chance
+
+    def is_near(self, other: Spread) -> bool:
+        """Whether the two lie within what their spreads explain. Without a spread nothing is near."""
+        if self.sd is None or other.sd is None:
+            return False
+        return abs(self.mean - other.mean) <= SPREADS * math.hypot(self.sd, other.sd)
 
     def differs_from_1(self) -> bool | None:
         """For a ratio, and in its logarithm: twice as fast is as far from 1 as half as fast."""

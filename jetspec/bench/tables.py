@@ -13,7 +13,7 @@ from jetspec.bench.runs import CostRecord, HeadRecord, Lossless, Result, Run, pa
 from jetspec.bench.spread import NO_DIFFERENCE, Spread, speedup_text
 
 NONE = "-"
-BOLD = "Bold: the best of a column, and all within the spread of it."
+BOLD = "Bold: the best of a column, and all within two standard deviations of it."
 OVER_REPEATS = f"Mean ± standard deviation over repeats. {BOLD}"
 OVER_QUESTIONS = f"Mean ± standard error over questions. {BOLD}"
 
@@ -84,13 +84,13 @@ def matrix(
 
 
 def _best(column: Sequence[Spread | None]) -> list[int]:
-    """Rows with the highest value and those that do not differ from it; none where the spread is not known."""
+    """Rows with the highest value and those near it; none where the spread is not known."""
     known = [(number.mean, row) for row, number in enumerate(column) if number is not None and number.sd is not None]
     if not known:
         return []
     best = column[max(known)[1]]
     assert best is not None
-    return [row for _, row in known if (number := column[row]) is not None and not best.differs(number)]
+    return [row for _, row in known if (number := column[row]) is not None and best.is_near(number)]
 
 
 def speedup_table(cells: Sequence[Result]) -> Table | None:
@@ -124,7 +124,7 @@ def rounds_of(cell: Result) -> Spread | None:
 def glance_table(cells: Sequence[Result]) -> Table:
     """Every method at its best budget, over all tasks."""
     rows = []
-    asked = {method: questions_of(own) for method, own in by_method(cells).items()}
+    asked = {method: num_asked(own) for method, own in by_method(cells).items()}
     unlike = len(set(asked.values())) > 1
     tasks = {cell.task for cell in cells}
     graded = {task: max((c.score.graded for c in cells if c.task == task and c.score), default=0) for task in tasks}
@@ -147,16 +147,18 @@ def glance_table(cells: Sequence[Result]) -> Table:
                 rounds.text() if rounds else NONE,
                 Spread.independent(scores).text(3) + marks if scores else NONE,
                 same_text([cell.lossless for cell in group if cell.lossless]),
+                text_of(sum(len(cell.errors) for cell in group) or None),
             )
         )
     columns = (
         *("method", "best budget", "questions", "tokens/s", "speedup", "over transformers", "tokens per round"),
-        *("score", "same text as plain"),
+        *("score", "same text as plain", "failed"),
     )
     caption = (
         "Means over tasks, of speedups geometric, ± standard deviation over repeats; of tokens per round and scores,"
-        " standard error over questions. ≈: a speedup not shown to differ from 1; budgets not shown to differ from the"
-        " best. Means only where all tasks have a value, scores only where all questions were graded."
+        " standard error over questions. ≈: not shown to differ from 1. Alike: within two standard deviations of"
+        " the best budget. Speedups over a method that was asked less are on its questions. Means only where all tasks"
+        " have a value, scores only where all questions were graded."
         " Ties: texts that part where rounding decides between two tokens."
     )
     return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
@@ -177,7 +179,7 @@ def by_method(cells: Iterable[Result]) -> dict[str, list[Result]]:
     return found
 
 
-def questions_of(cells: Iterable[Result]) -> int:
+def num_asked(cells: Iterable[Result]) -> int:
     """How many a method was asked, over all tasks."""
     return sum({cell.task: cell.questions for cell in cells}.values())
 
@@ -193,38 +195,50 @@ def same_text(checks: Sequence[Lossless]) -> str:
 
 
 def at_best(cells: Sequence[Result]) -> list[Result]:
-    """Every method with its best budget only: the fastest over the tasks, of those that were measured on most."""
+    """Every method with its best budget only: the fastest over the tasks, of those with the fewest failures."""
     best = {}
     for method, own in by_method(cells).items():
-        speeds = speeds_by_budget(own)
-        if speeds:
-            best[method] = max(speeds, key=lambda b: (len(speeds[b]), Spread.average(speeds[b]).mean))
+        budgets = by_budget(own)
+        if any(cell.tokens_per_s for cell in own):
+            best[method] = max(budgets, key=lambda b: (-len(failures(budgets[b])), mean_speed(budgets[b]).mean))
     return [cell for cell in cells if cell.method in best and cell.budget == best[cell.method]]
 
 
 def as_good(best: Result, cells: Sequence[Result]) -> list[str]:
-    """The other budgets of a method whose speed over the tasks is not shown to differ from that of the best."""
-    speeds = speeds_by_budget(by_method(cells)[best.method])
-    top = speeds.pop(best.budget)
-    mean = Spread.average(top)
-    others = [b for b, own in speeds.items() if len(own) == len(top) and mean.differs(Spread.average(own)) is False]
-    return [f"(≈ {', '.join(map(str, others))})"] if others else []
+    """The other budgets of a method whose speed over the tasks is near that of the best."""
+    budgets = by_budget(by_method(cells)[best.method])
+    top = budgets.pop(best.budget)
+    alike = [
+        str(budget)
+        for budget, own in budgets.items()
+        if failures(own) == failures(top) and mean_speed(top).is_near(mean_speed(own))
+    ]
+    return [f"({', '.join(alike)} alike)"] if alike else []
 
 
-def speeds_by_budget(cells: Iterable[Result]) -> dict[int | None, list[Spread]]:
-    """Of one method, on the tasks that it did not fail on."""
-    found: dict[int | None, list[Spread]] = {}
+def by_budget(cells: Iterable[Result]) -> dict[int | None, list[Result]]:
+    found: dict[int | None, list[Result]] = {}
     for cell in cells:
-        if cell.tokens_per_s is not None:
-            found.setdefault(cell.budget, []).append(cell.tokens_per_s)
+        found.setdefault(cell.budget, []).append(cell)
     return found
+
+
+def mean_speed(cells: Iterable[Result]) -> Spread:
+    """Over the tasks on which there is one."""
+    speeds = [cell.tokens_per_s for cell in cells if cell.tokens_per_s is not None]
+    return Spread.average(speeds) if speeds else Spread(0.0)
+
+
+def failures(cells: Iterable[Result]) -> set[tuple[str, str, int]]:
+    """Task, question and repeat of answers that failed."""
+    return {(cell.task, *place) for cell in cells for place in cell.failed}
 
 
 CELL_COLUMNS = (
     *("method", "task", "temp", "budget", "batch", "tokens/s", "tokens/round", "speedup"),
     *("over transformers", "score", "same text", "failed"),
 )
-DETAIL_COLUMNS = ("round in plain steps", "prefill s per question", "questions", "tokens")
+DETAIL_COLUMNS = ("a round in plain steps", "prefill s per question", "questions", "tokens")
 
 
 def cells_table(runs: Sequence[Run], details: bool = False) -> Table:
@@ -255,14 +269,14 @@ def _cell_row(cell: Result) -> tuple[str, ...]:
 def _detail_row(cell: Result) -> tuple[str, ...]:
     return (
         text_of(cell.round_cost),
-        text_of(cell.prefill_s.mean / cell.questions if cell.prefill_s else None, 4),
+        text_of(cell.prefill_s.over(Spread(cell.questions, 0.0)) if cell.prefill_s else None, 4),
         *(str(cell.questions), str(cell.tokens)),
     )
 
 
 def paper_table(pairs: Sequence[Pair]) -> Table:
-    """Ours beside the paper's, for pairs of one of its tables."""
-    rows = []
+    """Ours beside the paper's, for pairs of one of its tables. What all rows share stands in the caption."""
+    remarks, rows = remarks_of(pairs), []
     for pair in sorted(pairs, key=lambda p: p.cell.task):
         cell, row = pair.cell, pair.row
         rows.append(
@@ -270,47 +284,75 @@ def paper_table(pairs: Sequence[Pair]) -> Table:
                 *(cell.task, cell.method, row.method, f"{cell.temperature:g}", text_of(cell.tree), str(cell.batch)),
                 *(speedup_text(cell.speedup) if cell.speedup else NONE, text_of(row.speedup)),
                 *(text_of(cell.tokens_per_round), text_of(row.tokens_per_round)),
-                *(text_of(cell.tokens_per_s, 1), text_of(row.tokens_per_s, 1), pair.remark or NONE),
+                *(text_of(cell.tokens_per_s, 1), text_of(row.tokens_per_s, 1)),
+                f"({1 + remarks.index(pair.remark)})" if pair.remark else NONE,
             )
         )
     columns = (
-        *("task", "method", "in the paper", "temperature", "budget", "batch", "speedup", "paper's speedup"),
-        *("tokens per round", "paper's tokens per round", "tokens/s", "paper's tokens/s", "remark"),
+        *("task", "method", "in the paper", "temperature", "budget", "batch", "speedup", "paper's"),
+        *("tokens per round", "paper's", "tokens/s", "paper's", "remark"),
     )
-    return without_empty(Table(columns, tuple(rows), first_number=3))
+    return without_constant(without_empty(Table(columns, tuple(rows), first_number=3)), ("temperature", "batch"))
+
+
+def remarks_of(pairs: Sequence[Pair]) -> list[str]:
+    """What is to be said of some of them, each once."""
+    return list(dict.fromkeys(pair.remark for pair in sorted(pairs, key=lambda p: p.cell.task) if pair.remark))
+
+
+def without_constant(table: Table, names: Sequence[str]) -> Table:
+    """Without those of the named columns that are the same in all rows; the caption tells."""
+    values = {name: {row[table.columns.index(name)] for row in table.rows} for name in names if name in table.columns}
+    same = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
+    keep = [c for c, name in enumerate(table.columns) if name not in same]
+    told = ", ".join(f"{name} {value}" for name, value in same.items())
+    return replace(
+        table,
+        columns=tuple(table.columns[c] for c in keep),
+        rows=tuple(tuple(row[c] for c in keep) for row in table.rows),
+        caption=" ".join(filter(None, (f"All at {told}." if told else "", table.caption))),
+    )
 
 
 def against_table(a: Run, b: Run) -> Table:
-    """Cells that both runs have, with a verdict on their speed."""
+    """Cells that both runs have. Two runs took no turns, so the verdict is on what each gains over its own plain
+    decoding, and the rows of plain decoding show how far the machines were alike."""
     rows = []
     for cell in in_order(a.cells):
         other = b.cell(cell.key)
         if other is None:
             continue
         mine, its = cell.tokens_per_s, other.tokens_per_s
+        gains = (None, None) if cell.is_plain else (cell.speedup, other.speedup)
         rows.append(
             (
                 *(cell.task, cell.method, f"{cell.temperature:g}", text_of(cell.tree), str(cell.batch)),
                 *(text_of(mine, 1), text_of(its, 1), its.over(mine).text() if mine and its else NONE),
-                verdict(mine, its),
+                *(speedup_text(gain) if gain else NONE for gain in gains),
+                NONE if cell.is_plain else verdict(*gains),
                 *(text_of(cell.tokens_per_round), text_of(other.tokens_per_round)),
                 *(_share(cell), _share(other)),
             )
         )
     columns = (
-        *("task", "method", "temperature", "budget", "batch", "A tokens/s", "B tokens/s", "B over A", "verdict"),
-        *("A tokens per round", "B tokens per round", "A score", "B score"),
+        *("task", "method", "temperature", "budget", "batch", "A tokens/s", "B tokens/s", "B over A"),
+        *("A speedup", "B speedup", "verdict", "A tokens per round", "B tokens per round", "A score", "B score"),
     )
-    return without_empty(Table(columns, tuple(rows), first_number=2))
+    caption = (
+        "The two runs took no turns: tokens/s differ by what the machine did, too, as those of plain decoding show. The"
+        " verdict is on the speedups, each over the plain decoding of its own run."
+    )
+    return without_empty(Table(columns, tuple(rows), caption, first_number=2))
 
 
 def verdict(a: Spread | None, b: Spread | None) -> str:
+    """On two speedups."""
     if a is None or b is None:
-        return "failed"
-    differs = a.differs(b)
+        return "not compared"
+    differs = a.log().differs(b.log())
     if differs is None:
         return "spread unknown"
-    return ("B faster" if b.mean > a.mean else "A faster") if differs else NO_DIFFERENCE
+    return ("B gains more" if b.mean > a.mean else "A gains more") if differs else NO_DIFFERENCE
 
 
 def _share(cell: Result) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from jetspec.bench.check_tables import numbered
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
+from jetspec.bench.groups import kept_settings
 from jetspec.bench.measure import Bench, check_inputs
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
-from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, Lossless, Result, Run
+from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Lossless, Result, Run
 from jetspec.bench.spread import how_many
 from jetspec.bench.summary import SummaryForm
 from jetspec.bench.tasks import BUILTIN
@@ -27,8 +29,8 @@ Plan = BenchConfig | CostConfig
 
 QUICK: dict[str, Any] = {"tasks": [BUILTIN], "limit": 6, "max_tokens": 48, "budgets": [16], "repeats": 3}
 """A few minutes on a CPU. The first built-in questions have answers that fit, so that scores say something."""
-SHOWN = 3
-"""Differences of a cell that are named on the terminal."""
+SHOWN = 8
+"""Texts that differ, and reasons of failures, that are named on the terminal."""
 
 
 def read_plan(recipe: Path | None, changes: Mapping[str, Any]) -> Plan:
@@ -37,6 +39,10 @@ def read_plan(recipe: Path | None, changes: Mapping[str, Any]) -> Plan:
     plans = {"methods": BenchConfig, "costs": CostConfig}
     if (measure := raw.pop("measure", "methods")) not in plans:
         raise ValueError(f"measure is {measure!r}; choose one of {', '.join(plans)}")
+    settings = {name: {setting.name for setting in fields(config)} for name, config in plans.items()}
+    elsewhere = set().union(*settings.values()) - settings[measure]
+    if idle := [name for name in changes if name in elsewhere]:
+        raise ValueError(f"what measures {measure} has no {', '.join(idle)}")
     plan: Plan = from_dict(plans[measure], raw, "")
     return plan
 
@@ -57,7 +63,8 @@ def run_plan(
         if retry_failed:
             raise ValueError("--retry-failed is for questions; here what fails stops the run, and is not in its folder")
         costs = measure_costs(plan, folder, fresh, progress=True)
-        write_record(folder / RESULTS_FILE, cost_results(plan, costs))
+        runs = kept_settings(folder / RUN_FILE)["runs"]
+        write_record(folder / RESULTS_FILE, cost_results(plan, costs, runs))
     inputs = show([folder], form)
     for line in (line for run in inputs.runs for line in remarks(run)):
         _say(line)
@@ -110,25 +117,30 @@ def remarks(run: Run) -> Iterator[str]:
         yield f"up to {cut} graded answers of a cell were cut at {run.recipe['max_tokens']} tokens, scores may be low"
     if any(cell.score and cell.score.partial for cell in run.cells):
         yield PARTIAL_NOTE
-    for cell in run.cells:
-        yield from lossless_remarks(cell)
+    yield from lossless_remarks(run)
 
 
-def lossless_remarks(cell: Result) -> Iterator[str]:
-    """The first differences of a cell, mistakes before ties."""
-    if (check := cell.lossless) is None:
-        return
-    who = f"{cell.label} at temperature {cell.temperature:g}, batch {cell.batch},"
-    if not check.compared:
-        yield f"{who} has no answer on {cell.task} that could be compared with that of {PLAIN}"
-    found = sorted(check.different, key=lambda each: bool(each["tie"]))
-    for each in found[:SHOWN]:
+def lossless_remarks(run: Run) -> Iterator[str]:
+    """How many texts part at ties, then the first that part elsewhere."""
+    checked = [(cell, cell.lossless) for cell in run.cells if cell.lossless]
+    if ties := sum(check.ties for _, check in checked):
+        limit = "" if run.widest_tie is None else f", of two tokens at most {run.widest_tie:.2g} apart"
+        yield f"{how_many(ties, 'text')} left that of {PLAIN} at a tie{limit}; the report lists them"
+    for cell, check in checked:
+        if not check.compared:
+            yield f"{_who(cell)} has no answer on {cell.task} that could be compared with that of {PLAIN}"
+    found = [(cell, each) for cell, check in checked for each in check.different if not each["tie"]]
+    for cell, each in found[:SHOWN]:
         place = f"{each['id']}, turn {each['turn'] + 1}, from token {each['position'] + 1} on"
         gap = "one text ends earlier" if each["gap"] is None else f"{each['gap']:.2g} apart in the target's logits"
-        how = each["why"] or f"{gap}, {'a tie' if each['tie'] else 'no tie'}"
-        yield f"{who} differs from {PLAIN} in {place} (repeats: {numbered(each['repeats'])}): {how}"
+        how = each["why"] or f"{gap}, no tie"
+        yield f"{_who(cell)} differs from {PLAIN} in {place} (repeats: {numbered(each['repeats'])}): {how}"
     if len(found) > SHOWN:
-        yield f"{who} differs from {PLAIN} in {len(found) - SHOWN} more places of {cell.task}; the report lists them"
+        yield f"{len(found) - SHOWN} more texts differ from {PLAIN}; the report lists them"
+
+
+def _who(cell: Result) -> str:
+    return f"{cell.label} at temperature {cell.temperature:g}, batch {cell.batch},"
 
 
 def _say(line: str) -> None:

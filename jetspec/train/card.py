@@ -53,10 +53,10 @@ def model_card(
     return "\n\n".join(sections) + "\n"
 
 
-def origin(card: str) -> dict[str, str]:
-    """What a card says of where its head comes from; empty where it says nothing."""
-    section = card.partition("\n## Origin\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (\w+) \| (.*) \|$", section, re.MULTILINE)
+def read_card(card: str, section: str) -> dict[str, str]:
+    """What a section of a card says, such as Training or Origin; empty where it says nothing."""
+    text = card.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\S.*?) \| (.*) \|$", text, re.MULTILINE)
     return {name: value.strip("`") for name, value in rows}
 
 

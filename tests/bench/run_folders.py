@@ -24,7 +24,7 @@ FIXED: dict[str, tuple[int | None, ...]] = {"plain": (1,), "transformers": (None
 """Budgets of methods that do not follow the recipe."""
 TASKS = ("gsm8k", "humaneval", "mt_bench")
 GRADED = ("gsm8k", "math500", "humaneval", "mbpp")
-RIGHT = [f"question-{i}" for i in range(12)]
+RIGHT, WRONG = [f"question-{i}" for i in range(12)], [f"question-{i}" for i in range(12, 40)]
 
 
 def make_run(
@@ -98,7 +98,18 @@ def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0
     compared, greedy = 40, temperature == 0
     check = "greedy tokens" if greedy else "seeded tokens"
     missed = (
-        [{"id": f"{task}-00003", "repeats": [0, 2], "turn": 0, "position": 17, "gap": 0.0312, "tie": True, "why": None}]
+        [
+            {
+                "id": f"{task}-00003",
+                "repeats": [0, 2],
+                "turn": 0,
+                "position": 17,
+                "gap": 0.0312,
+                "least": 0.0312,
+                "tie": True,
+                "why": None,
+            }
+        ]
         if method == "ddtree" and greedy
         else []
     )
@@ -113,7 +124,7 @@ def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0
         "prefill_s": {"mean": 0.02, "sd": 0.001, "values": [0.02] * repeats},
         "speedup": speedup,
         "speedup_transformers": {**make_speedup([3 * value for value in speedup["values"]]), "over": "transformers"},
-        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0, "cut": 3, "right": RIGHT}
+        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0, "cut": 3, "right": RIGHT, "wrong": WRONG}
         if task in GRADED
         else None,
         "lossless": {

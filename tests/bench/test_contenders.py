@@ -193,7 +193,7 @@ def test_nonsense_of_a_server_is_a_failure_and_not_the_end(says: bytes, folder: 
 
 
 def answer_of(num_tokens: int, *pieces: float) -> tuple[Reply, list[float]]:
-    return Reply([], "", "stop", num_tokens, None), list(pieces)
+    return Reply([], "", "stop", num_tokens, None, 1), list(pieces)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_an_assistants_own_settings_do_not_count(folder: Path, llm: LLM, opinion
 
 
 def test_a_first_piece_of_many_tokens_does_not_come_for_nothing(llm: LLM) -> None:
-    reply = Reply([], "", "length", 8, None)
+    reply = Reply([], "", "length", 8, None, 1)
     method = object.__new__(ServerMethod)
     method.tokenizer = llm.tokenizer
     tokens = len(llm.tokenizer.encode_words("abcde"))

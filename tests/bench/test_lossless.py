@@ -19,11 +19,12 @@ from jetspec.bench.lossless import DrawnPass, LosslessCheck
 from jetspec.bench.methods import Reply
 from jetspec.bench.precision import FreshPass, PairNoise, pair_noise
 from jetspec.bench.results import Results
-from jetspec.bench.runs import Result
+from jetspec.bench.runs import Result, Run
 from jetspec.cli import app
 from jetspec.engine.drafter import NoDrafter
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import LLM
+from jetspec.terminal import bench as terminal
 from jetspec.terminal.bench import lossless_remarks
 from jetspec.types import Request
 from tests.bench.tiny_bench import make_bench, meddle, results_of, write_questions
@@ -86,8 +87,10 @@ def test_an_answer_that_differs_in_one_repeat_is_not_identical(
 def test_remarks_say_where_and_how_many_more(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     meddle(monkeypatch, slip)
     results = results_of(make_bench(folder, "remarks", llm, repeats=2))
-    *lines, more = lossless_remarks(Result.read(cell_of(results)))
-    assert len(lines) == len(set(lines)) == 3 and "2 more places of sums" in more
+    cells = tuple(Result.read(cell) for cell in results["cells"])
+    monkeypatch.setattr(terminal, "SHOWN", 3)
+    *lines, more = lossless_remarks(Run("run", results, cells))
+    assert len(lines) == len(set(lines)) == 3 and more.startswith("2 more texts differ from plain")
     assert all("ngram 6 at temperature 0, batch 1" in line and "(repeats: 1, 2)" in line for line in lines)
     assert all("turn 1, from token 3 on" in line and line.endswith(", no tie") for line in lines)
 
@@ -123,22 +126,22 @@ class Readings:
 
 
 @pytest.mark.parametrize(
-    ("at_once", "in_pieces", "gap", "read"),
+    ("at_once", "in_pieces", "least", "read"),
     [
         (0.5, {}, 0.5, []),
-        (3.0, {1: 2.0, 4: 0.25}, 0.25, [1, 4]),
+        (3.0, {1: 2.0, 4: 0.25, 16: 0.5}, 0.25, [1, 4, 16]),
         (3.0, {1: 3.5, 4: 2.0, 16: 2.5}, 2.0, [1, 4, 16]),
     ],
 )
 def test_a_gap_that_is_wide_in_every_reading_is_a_mistake(
-    folder: Path, at_once: float, in_pieces: dict[int, float], gap: float, read: list[int]
+    folder: Path, at_once: float, in_pieces: dict[int, float], least: float, read: list[int]
 ) -> None:
     bench = make_bench(folder, "readings", LLM(folder / "model", device="cpu", dtype="bfloat16"))
     check, readings = LosslessCheck(bench, []), Readings(at_once, in_pieces)
     check.__dict__["fresh"], check._noise = readings, PairNoise(1.0, 0.5, 9)
     plain = {"turn_tokens": [[1, 0, 0]], "finish": ["length"]}
     found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
-    assert found is not None and (found.position, found.gap, found.tie) == (1, gap, gap <= 1)
+    assert found is not None and (found.position, found.gap, found.least, found.tie) == (1, at_once, least, least <= 1)
     assert readings.read == read, "a tie is read no further"
 
 
@@ -173,13 +176,15 @@ def test_what_rounding_decides_is_status_0(folder: Path) -> None:
     assert all(d["gap"] <= record["noise"]["widest_tie"] for check in checks for d in check["different"])
 
 
-def test_a_text_that_ends_earlier_is_no_tie(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(reply: Reply) -> Reply:
-        return replace(reply, token_ids=reply.token_ids[:-1], num_tokens=reply.num_tokens - 1, finish="stop")
-
-    meddle(monkeypatch, cut)
-    done = run_command(folder, "cut", "--tasks", "sums", "--dtype", "bfloat16", "-r", "1")
-    assert done.exit_code == 1 and "one text ends earlier, no tie" in done.stderr
+def test_a_text_that_ends_earlier_is_no_tie(folder: Path, llm: LLM) -> None:
+    bench = make_bench(folder, "cut", llm, repeats=1)
+    rows = bench.run()
+    for (cell, _, _), row in rows.items():
+        if cell.method == "ngram":
+            row["answers"][0]["turn_tokens"][0].pop()
+    found = next(cell["lossless"] for cell in results_of(bench, rows)["cells"] if cell["method"] == "ngram")
+    assert found["compared"] == 5 and not found["identical"] and not found["ties"]
+    assert [(each["gap"], each["tie"]) for each in found["different"]] == [(None, False)] * 5
 
 
 def test_failing_where_plain_decoding_does_not_is_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 from jetspec.bench.check_tables import (
     asked_text,
     errors_table,
+    heads_table,
     lossless_table,
     methods_table,
     score_table,
@@ -46,6 +47,7 @@ from jetspec.bench.spread import Spread, to_record
 from jetspec.bench.summary import summary
 from jetspec.bench.tables import (
     against_table,
+    at_best,
     cells_table,
     cost_table,
     glance_table,
@@ -56,7 +58,7 @@ from jetspec.bench.tables import (
 )
 from jetspec.cli import app
 from jetspec.config import TreeConfig
-from tests.bench.run_folders import RIGHT, make_head_record, make_profile_record, make_run, make_speedup
+from tests.bench.run_folders import RIGHT, WRONG, make_head_record, make_profile_record, make_run, make_speedup
 
 SMALL: dict[str, Any] = {"tasks": ("gsm8k", "mt_bench"), "budgets": (16, 64), "batches": (1,), "temperatures": (0.0,)}
 
@@ -178,7 +180,8 @@ def test_every_cell_is_in_the_report_with_the_numbers_of_the_record(tmp_path: Pa
         per_round = Spread.of_parts(cell["tokens_per_round"]["questions"])
         if per_round is not None and per_round.sd is not None:
             assert row[at["tokens/round"]] == f"{per_round.mean:.2f} ± {per_round.sd:.2f}"
-        assert float(row[at["prefill s per question"]]) == pytest.approx(cell["prefill_s"]["mean"] / cell["questions"])
+        prefill = float(row[at["prefill s per question"]].split(" ± ")[0])
+        assert prefill == pytest.approx(cell["prefill_s"]["mean"] / cell["questions"])
 
 
 def test_both_forms_hold_every_table(tmp_path: Path) -> None:
@@ -217,6 +220,25 @@ def test_bold_are_the_best_and_those_like_it(tmp_path: Path) -> None:
     table = speedup_table(small_run(tmp_path, changes=wide).cells)
     assert table is not None
     assert len(table.bold) == len(table.rows) * (len(table.columns) - 1)
+    clear = speedup_table(small_run(tmp_path, noise=0.001, methods=("plain", "dflash", "jetspec-edge")).cells)
+    assert clear is not None
+    last = len(clear.columns) - 1
+    best = max(range(len(clear.rows)), key=lambda row: float(clear.rows[row][last].split()[0]))
+    assert {row for row, column in clear.bold if column == last} == {best}
+
+
+def test_no_budget_is_best_for_what_it_failed_on(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", **SMALL, methods=("plain", "jetspec"), noise=0.3)
+    record = json.loads((folder / "results.json").read_text())
+    for cell in record["cells"]:
+        if cell["budget"] == 64:
+            cell["tokens_per_s"] = to_record([9000.0, 9001.0, 9002.0])
+            cell["errors"] = [{"id": "gsm8k-1", "repeat": 0, "error": "no pages"}]
+    (folder / "results.json").write_text(json.dumps(record))
+    run = read_run(folder)
+    assert {cell.budget for cell in at_best(run.cells) if cell.method == "jetspec"} == {16}
+    table = glance_table(run.cells)
+    assert {row[table.columns.index("best budget")] for row in table.rows} == {"-", "16"}
 
 
 @given(st.floats(1, 100), st.floats(0, 10), st.floats(1, 100), st.floats(0, 10))
@@ -225,7 +247,8 @@ def test_a_difference_needs_more_than_both_spreads(a: float, a_sd: float, b: flo
     assert first.differs(second) == second.differs(first)
     assert not first.differs(second) or abs(a - b) > max(a_sd, b_sd)
     assert first.differs(second) or abs(a - b) <= 2 * (a_sd + b_sd)
-    assert Spread(a).differs(second) is None and second.differs(Spread(a)) is None
+    assert first.is_near(second) == second.is_near(first) and not (first.is_near(second) and first.differs(second))
+    assert Spread(a).differs(second) is None and second.differs(Spread(a)) is None and not second.is_near(Spread(a))
 
 
 def test_few_repeats_are_said_to_be_few(tmp_path: Path) -> None:
@@ -239,7 +262,7 @@ def test_one_repeat_has_no_spread_and_says_so(tmp_path: Path) -> None:
     table = cells_table([run])
     timed = [table.columns.index(name) for name in ("tokens/s", "speedup", "over transformers")]
     assert not any("±" in row[column] for row in table.rows for column in timed)
-    assert {row[8] for row in against_table(run, run).rows} == {"spread unknown"}
+    assert verdicts(run, run) == {"plain": {"-"}, "others": {"spread unknown"}}
 
 
 def test_tokens_per_round_have_a_spread_in_every_table(tmp_path: Path) -> None:
@@ -300,7 +323,7 @@ def test_a_glance_names_budgets_as_good_as_the_best_and_who_was_asked_less(tmp_p
 
     quiet, noisy = glance(0.0001, 40), glance(0.3, 1)
     assert quiet["jetspec"]["best budget"] == "64" and quiet["plain"]["best budget"] == "-"
-    assert noisy["jetspec"]["best budget"] in ("16 (≈ 64)", "64 (≈ 16)")
+    assert noisy["jetspec"]["best budget"] in ("16 (64 alike)", "64 (16 alike)")
     assert "questions" not in quiet["plain"]
     assert {name: row["questions"] for name, row in noisy.items()} == {
         "plain": "80",
@@ -339,6 +362,8 @@ def test_methods_of_which_the_same_is_to_be_said_share_a_row(tmp_path: Path) -> 
         "transformers; ngram 16, 64; dflash 16; jetspec-paper 16, 64; jetspec-edge 16, 64": ("80", "80", "0", "0", "-"),
         "ddtree 16, 64": ("80", "78", "2", "0", "0.0312"),
     }
+    alone = lossless_table(small_run(tmp_path / "alike", methods=("plain", "ngram", "jetspec")))
+    assert alone is not None and [row[0] for row in alone.rows] == ["all others"]
 
 
 def test_failures_and_differences_are_told(tmp_path: Path) -> None:
@@ -388,13 +413,13 @@ def test_scores_stand_beside_those_of_plain_decoding(tmp_path: Path) -> None:
     record = json.loads((folder / "results.json").read_text())
     for cell in record["cells"]:
         if cell["method"] == "ddtree" and cell["score"]:
-            cell["score"] |= {"correct": 13, "right": [*RIGHT, "another"]}
+            cell["score"] |= {"correct": 13, "right": [*RIGHT, WRONG[0]], "wrong": WRONG[1:]}
         if cell["method"] == "dflash" and cell["score"]:
-            cell["score"] |= {"correct": 40, "right": [*RIGHT, *(f"other-{i}" for i in range(28))]}
+            cell["score"] |= {"correct": 40, "right": [*RIGHT, *WRONG], "wrong": []}
         if cell["method"] == "jetspec-paper" and cell["score"]:
-            cell["score"]["right"] = [*RIGHT[1:], "another"]
+            cell["score"] |= {"right": [*RIGHT[1:], WRONG[0]], "wrong": [RIGHT[0], *WRONG[1:]]}
         if cell["method"] == "ngram" and cell["score"]:
-            cell["score"] |= {"correct": 3, "graded": 10, "right": RIGHT[:3]}
+            cell["score"] |= {"correct": 3, "graded": 10, "right": RIGHT[:3], "wrong": WRONG[:7]}
     (folder / "results.json").write_text(json.dumps(record))
     table = score_table(read_run(folder))
     assert table is not None
@@ -418,7 +443,7 @@ def test_questions_won_and_lost_differ_when_chance_would_hardly_part_them_so(won
 @given(st.integers(1, 2000), st.data())
 def test_no_score_is_certain(graded: int, data: st.DataObject) -> None:
     correct = data.draw(st.integers(0, graded))
-    share = Score(correct, graded, 0, 0, frozenset()).share
+    share = Score(correct, graded, 0, 0, frozenset(), frozenset()).share
     assert share.mean == correct / graded and share.sd and share.sd > 1 / (graded + 4)
     if graded > 100:
         usual = math.sqrt(share.mean * (1 - share.mean) / graded)
@@ -426,7 +451,9 @@ def test_no_score_is_certain(graded: int, data: st.DataObject) -> None:
 
 
 def test_scores_of_fewer_tests_are_marked_with_a_footnote(tmp_path: Path) -> None:
-    few = {"score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 40, "cut": 0, "right": RIGHT}}
+    few = {
+        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 40, "cut": 0, "right": RIGHT, "wrong": WRONG}
+    }
     marked, unmarked = (score_table(small_run(tmp_path, changes=changes)) for changes in (few, {}))
     assert marked is not None and unmarked is not None
     assert {row[-3] for row in marked.rows} == {"0.3000*"} and "* Questions without tests" in marked.caption
@@ -458,7 +485,7 @@ def test_other_settings_than_the_papers_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_what_was_set_up_under_every_name_is_told(tmp_path: Path) -> None:
-    assert asked_text({"limit": 2, "temperatures": [0.0]}) == "Asked only: the first 2 of every task, temperature 0."
+    assert asked_text({"limit": 2, "temperatures": [0.0]}) == "Asked only: 2 questions of every task, temperature 0."
     assert asked_text({"name": "ngram"}) == ""
     table = methods_table(small_run(tmp_path, budgets=(16, 32, 64)))
     assert table is not None
@@ -466,6 +493,22 @@ def test_what_was_set_up_under_every_name_is_told(tmp_path: Path) -> None:
     assert "16: width 1; 32: width 2, all" in told["jetspec-paper"] and "64: width 7" in told["jetspec-paper"]
     assert "not captured" in told["ngram"] and "eager" in told["transformers"]
     assert "heat" not in told["ngram"] + told["jetspec-paper"]
+
+
+def test_how_heads_were_trained_is_told_and_whether_alike(tmp_path: Path) -> None:
+    def run(name: str, **other: str) -> Run:
+        folder = make_run(tmp_path / name, **SMALL)
+        record = json.loads((folder / "results.json").read_text())
+        usual = {"weights": "ab12", "data": "answers.jsonl, 9 rows", "steps": "1,500", "command": "jetspec train x"}
+        record["heads"] = {"dflash": usual, "jetspec-edge": {**usual, **other}}
+        (folder / "results.json").write_text(json.dumps(record))
+        return read_run(folder)
+
+    alike, longer = run("alike"), run("longer", steps="9,000")
+    table = heads_table(longer)
+    assert table is not None and [row[2] for row in table.rows] == ["1,500", "9,000"]
+    assert "not all trained alike" not in warnings(report(alike))
+    assert "jetspec-edge: 9,000 steps, answers.jsonl, 9 rows" in warnings(report(longer))
 
 
 def test_settings_of_drafts_are_told() -> None:
@@ -507,13 +550,22 @@ def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
 
 
 def test_verdicts_need_more_than_the_spread(tmp_path: Path) -> None:
-    def run(name: str, values: list[float]) -> Run:
-        return read_run(make_run(tmp_path / name, **SMALL, changes={"tokens_per_s": to_record(values)}))
+    def run(name: str, values: list[float], speed: float = 1) -> Run:
+        changes = {"speedup": make_speedup(values), "tokens_per_s": to_record([99 * speed, 100 * speed, 101 * speed])}
+        return read_run(make_run(tmp_path / name, **SMALL, changes=changes))
 
-    slow, near, fast = run("slow", [99, 100, 101]), run("near", [100, 101, 102]), run("fast", [199, 200, 201])
-    assert {row[8] for row in against_table(slow, near).rows} == {"no difference"}
-    assert {row[8] for row in against_table(slow, fast).rows} == {"B faster"}
-    assert {row[8] for row in against_table(fast, slow).rows} == {"A faster"}
+    slow, near, fast = run("slow", [1.98, 2.0, 2.02]), run("near", [2.0, 2.02, 2.04]), run("fast", [3.9, 4.0, 4.1])
+    assert verdicts(slow, near)["others"] == {"no difference"}
+    assert verdicts(slow, fast)["others"] == {"B gains more"} and verdicts(fast, slow)["others"] == {"A gains more"}
+    assert verdicts(slow, run("elsewhere", [1.98, 2.0, 2.02], 0.5)) == {"plain": {"-"}, "others": {"no difference"}}
+
+
+def verdicts(a: Run, b: Run) -> dict[str, set[str]]:
+    table = against_table(a, b)
+    found: dict[str, set[str]] = {}
+    for row in table.rows:
+        found.setdefault("plain" if row[1] == "plain" else "others", set()).add(row[table.columns.index("verdict")])
+    return found
 
 
 def test_summaries_hold_the_same_numbers_in_every_form(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from jetspec.bench import measure
+from jetspec.bench import groups
 from jetspec.bench.grade import Grade
 from jetspec.bench.groups import histogram
 from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
@@ -206,6 +206,7 @@ def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: 
         "partial": 1,
         "cut": cut,
         "right": ["gsm8k-0", "gsm8k-2"],
+        "wrong": ["gsm8k-1"],
     }
     assert scores["plain", "gsm8k"] == scores["ngram", "gsm8k"] == expected
     assert scores["plain", "sums"] is None
@@ -227,7 +228,7 @@ def test_a_method_with_too_few_questions_does_not_pass_for_a_full_batch(folder: 
 
 def test_rows_of_several_sources_are_noted(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def notes_of(commit: str, repeats: int) -> list[str]:
-        monkeypatch.setattr(measure, "current_commit", lambda: commit)
+        monkeypatch.setattr(groups, "current_commit", lambda: commit)
         notes: list[str] = results_of(make_bench(folder, "sources", llm, repeats=repeats))["notes"]
         return notes
 

@@ -30,7 +30,7 @@ from jetspec.models.heads import Head
 from jetspec.record import current_commit
 from jetspec.terminal.train import Part, asks_of, show_time, time_left, train_recipe, where_it_stopped
 from jetspec.terminal.train import score_head as decode_with
-from jetspec.train.card import origin
+from jetspec.train.card import read_card
 from jetspec.train.checkpoint import checkpoints, claimed
 from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfig, TrainConfig
 from jetspec.train.evaluate import score_head
@@ -551,8 +551,8 @@ def test_only_the_default_target_has_a_known_licence(
     trainer.export()
     card = (tmp_path / "head" / "README.md").read_text()
     assert "icense" not in card and "base_model: someone/else" in card
-    assert origin(card)["command"] == "jetspec train 'a recipe.yaml'"
-    assert origin(card)["commit"] == (current_commit() or "unknown")
+    assert read_card(card, "Origin")["command"] == "jetspec train 'a recipe.yaml'"
+    assert read_card(card, "Origin")["commit"] == (current_commit() or "unknown")
     assert "| command | `jetspec train 'a recipe.yaml'` |" in card and "| time | 1.5 minutes |" in card
 
 
