@@ -20,7 +20,7 @@ from jetspec.train.evaluate import HeadScore
 DEPTH = 15
 QUALITY = {"ngram": 0.3, "dflash": 0.6, "ddtree": 0.66, "jetspec-paper": 0.68, "jetspec": 0.7, "jetspec-edge": 0.74}
 """Chance that a draft token is accepted."""
-FIXED: dict[str, tuple[int | None, ...]] = {"plain": (1,), "transformers": (None,), "dflash": (16,)}
+FIXED = {name: kind.budgets for name, kind in KINDS.items() if kind.budgets}
 """Budgets of methods that do not follow the recipe."""
 TASKS = ("gsm8k", "humaneval", "mt_bench")
 GRADED = ("gsm8k", "math500", "humaneval", "mbpp")

@@ -368,9 +368,15 @@ def test_prefill_and_decoding_add_up_to_the_whole(folder: Path, llm: LLM) -> Non
 
 
 def test_draws_depend_on_question_turn_and_repeat_but_not_on_the_method(folder: Path, llm: LLM) -> None:
-    config = make_bench(folder, "draws", llm).config
-    seeds = {config.sampling(1.0, repeat, id, turn).seed for repeat in (0, 1) for id in "ab" for turn in (0, 1)}
+    bench = make_bench(folder, "draws", llm, temperatures=[1], repeats=2)
+    sampling = bench.config.sampling
+    seeds = {sampling(1.0, repeat, id, turn).seed for repeat in (0, 1) for id in "ab" for turn in (0, 1)}
     assert len(seeds) == 8
+    drawn: dict[tuple[str, int], list[list[int]]] = {}
+    for (cell, repeat, _), row in sorted(bench.run().items(), key=lambda item: item[0][2]):
+        drawn.setdefault((cell.method, repeat), []).append(row["answers"][0]["turn_tokens"][0])
+    assert all(drawn["plain", repeat] == drawn["ngram", repeat] for repeat in (0, 1))
+    assert drawn["plain", 0] != drawn["plain", 1]
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,15 @@ def test_recipes_measure_what_people_use_and_as_the_paper_does() -> None:
         assert plan.thinking is False or "table" not in path.stem, path.stem
 
 
+def test_recipes_pass_over_the_questions_that_settings_were_chosen_on() -> None:
+    """Unless a task has too few of them; then they say so."""
+    for path in RECIPES:
+        plan = read_plan(path, {})
+        if isinstance(plan, BenchConfig) and any("were chosen on the first 40" in note for note in plan.notes):
+            assert plan.skip == 40 or any("asked here" in note for note in plan.notes), path.stem
+            assert plan.skip == 40 or "aime25" in plan.tasks, path.stem
+
+
 def test_recipes_say_alike_what_their_heads_know() -> None:
     """Of heads for the default model: what they were trained on, and what their trees were chosen on."""
     plans = [plan for path in RECIPES if isinstance(plan := read_plan(path, {}), BenchConfig)]
