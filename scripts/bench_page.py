@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+from datetime import datetime
 from pathlib import Path
 
 from jetspec.bench.document import markdown_table
@@ -39,11 +40,14 @@ def main() -> None:
 def at_a_glance(run: Run, folder: Path, page: Path) -> str:
     """A table per temperature and batch size, and the way to the rest."""
     link = os.path.relpath(folder / "report.md", page.parent)
-    parts = [f"{run.setting} Commit {run.record['commit'][:7]}. All of it: [{link}]({link})."]
+    began, ended = (datetime.fromisoformat(date) for date in (run.record["runs"][0]["date"], run.record["date"]))
+    parts = [
+        f"{run.setting} Commit {run.record['commit'][:7]}, from {began:%Y-%m-%d %H:%M:%S} to {ended:%Y-%m-%d %H:%M:%S}"
+        f" UTC. All of it: [{link}]({link})."
+    ]
     for where, cells in groups_of(run.cells):
         table = glance_table(cells)
-        parts += [f"{where[0].upper()}{where[1:]}:", markdown_table(table)]
-    parts.append(table.caption)
+        parts += [f"{where[0].upper()}{where[1:]}:", markdown_table(table), table.caption]
     return "\n\n".join(parts)
 
 

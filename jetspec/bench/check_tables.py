@@ -107,14 +107,17 @@ def methods_table(run: Run) -> Table | None:
     return without_empty(Table(columns, tuple(rows), first_number=len(columns), wraps=True)) if rows else None
 
 
-TRAINED = ("data", "steps", "batch per process", "optimizer", "commit", "command")
-"""What cards tell of how heads were trained."""
+TRAINED = ("data", "steps", "batch per process", "optimizer", "commit")
+"""What cards tell of how heads were trained; the record has their commands, too."""
 
 
 def heads_table(run: Run) -> Table | None:
     """How heads were trained, as their cards tell; None where there are none."""
     heads = run.record.get("heads") or {}
-    rows = tuple((method, *(head.get(key, NONE) for key in TRAINED)) for method, head in heads.items())
+    rows = tuple(
+        (method, *(head.get(key, NONE) for key in TRAINED[:-1]), head.get("commit", NONE)[:7])
+        for method, head in heads.items()
+    )
     return without_empty(Table(("method", *TRAINED), rows, first_number=1 + len(TRAINED), wraps=True)) if rows else None
 
 

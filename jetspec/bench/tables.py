@@ -154,13 +154,16 @@ def glance_table(cells: Sequence[Result]) -> Table:
         *("method", "best budget", "questions", "tokens/s", "speedup", "over transformers", "tokens per round"),
         *("score", "same text as plain", "failed"),
     )
-    caption = (
-        "Means over tasks, of speedups geometric, ± standard deviation over repeats; of tokens per round and scores,"
-        " standard error over questions. ≈: not shown to differ from 1. Alike: within two standard deviations of"
-        " the best budget. Speedups over a method that was asked less are on its questions. Means only where all tasks"
-        " have a value, scores only where all questions were graded."
-        " Ties: texts that part where rounding decides between two tokens."
+    shown = {word for row in rows for cell in row for word in cell.split()}
+    legend = (
+        (len(tasks) > 1, "Means over tasks, of speedups geometric, and only where all tasks have a value."),
+        (True, "±: standard deviation over repeats; of tokens per round and scores, standard error over questions."),
+        ("≈" in shown, "≈: not shown to differ from 1."),
+        ("alike)" in shown, "Alike: within two standard deviations of the best budget."),
+        (unlike, "Speedups over a method that was asked less are on its questions."),
+        (bool(shown & {"tie", "ties"}), "Ties: texts that part where rounding decides between two tokens."),
     )
+    caption = " ".join(text for is_needed, text in legend if is_needed)
     return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
 
 

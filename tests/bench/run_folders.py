@@ -48,10 +48,11 @@ def make_run(
         for temperature, batch, task, method in product(temperatures, batches, tasks, methods)
         for budget in FIXED.get(method, budgets)
     ]
+    began = {"command": "python -m jetspec bench recipe.yaml", "date": "2026-01-01T00:00:00+00:00", "commit": "0123456"}
     record = {
-        "command": "python -m jetspec bench recipe.yaml",
-        "date": "2026-01-01T00:00:00+00:00",
-        "commit": "0123456",
+        **began,
+        "date": "2026-01-01T00:20:00+00:00",
+        "runs": [began],
         "hardware": {"cpu": "A processor", "gpu": gpu},
         "versions": {"python": "3.11", "torch": "2.11"},
         "model": model,

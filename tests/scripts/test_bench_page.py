@@ -27,6 +27,7 @@ def test_record_report_and_table_go_to_the_docs(tmp_path: Path, monkeypatch: pyt
     text = put(monkeypatch, run, out, page)
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "Temperature 0, batch 1:" in text and "Temperature 1, batch 1:" in text and "Commit 0123456" in text
+    assert "from 2026-01-01 00:00:00 to 2026-01-01 00:20:00 UTC" in text
     rows = [line for line in text.splitlines() if line.startswith("| jetspec-edge")]
     report = (out / "report.md").read_text()
     assert len(rows) == 2 and all(row in report for row in rows)
