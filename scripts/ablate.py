@@ -84,11 +84,12 @@ VARIANTS = {
     **{f"bidirectional-gamma-{gamma}": Variant("7", causal=False, gamma=gamma) for gamma in (3, 7, 15)},
     **{f"lr-{lr:g}": Variant("3", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
     **{f"sft-lr-{lr:g}": Variant("3", kind="sft", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
+    **{f"bidirectional-lr-{lr:g}": Variant("", causal=False, lr=lr) for lr in (2e-3, 1e-2, 2e-2)},
     "adamw": Variant("", optimizer="adamw", lr=2e-3),
     **{text: Variant("6", text=text) for text in ("regenerated", "corpus")},
     **{
         f"eagle3-{kind}-{lr:g}": Variant("", optimizer=kind, lr=lr, eagle3=True)
-        for kind, rates in {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 5e-3, 1e-2, 2e-2)}.items()
+        for kind, rates in {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)}.items()
         for lr in rates
     },
 }

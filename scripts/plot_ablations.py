@@ -41,6 +41,12 @@ TABLES: dict[str, tuple[str, ...]] = {
     ),
     "Learning rate": ("lr-0.001", "lr-0.002", "causal", "lr-0.01", "lr-0.02"),
     "Learning rate, SFT": ("sft-lr-0.001", "sft-lr-0.002", "sft", "sft-lr-0.01", "sft-lr-0.02"),
+    "Learning rate, bidirectional": (
+        "bidirectional-lr-0.002",
+        "bidirectional",
+        "bidirectional-lr-0.01",
+        "bidirectional-lr-0.02",
+    ),
     "Optimizer": ("causal", "adamw"),
     "Whose text": ("regenerated", "corpus"),
     "EAGLE-3": tuple(name for name in VARIANTS if name.startswith("eagle3")),
