@@ -342,10 +342,10 @@ class EdgeFactors:
         gated_BWR = self.predecessor_VR[parent_BW].float() * self.gate_BDR[:, depth - 1, None].float()
         return gated_BWR @ self.successor_VR[token_BC].float().mT
 
-    def term(self, parent_BD: Tensor) -> Tensor:
-        """edge(y, c) for one parent of every depth and all tokens c, (B, D, V) float32."""
-        gated_BDR = self.predecessor_VR[parent_BD].float() * self.gate_BDR.float()
-        return gated_BDR @ self.successor_VR.float().mT
+    def term(self, row: int, parent_DP: Tensor) -> Tensor:
+        """edge(y, c) for some parents of every depth of a request and all tokens c, (D, P, V) float32."""
+        gated_DPR = self.predecessor_VR[parent_DP].float() * self.gate_BDR[row, :, None].float()
+        return gated_DPR @ self.successor_VR.float().mT
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,18 @@ def shortlist_reference(
     logits_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors, count: int, heat_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     alone_BDV = cool(logits_BDV, heat_B).float().log_softmax(-1)
-    token_BDC = topk_logprob(worth_reference(alone_BDV, root_B, likely_BDP, edge), count)[0]
+    token_BDC = worth_reference(alone_BDV, root_B, likely_BDP, edge).topk(count)[1]
     return token_BDC, alone_BDV.gather(-1, token_BDC)
 
 
 def worth_reference(alone_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors) -> Tensor:
-    """How likely each token is, at best."""
-    worth_BDV = alone_BDV
-    for best_BD in likely_BDP.unbind(-1):
-        parent_BD = torch.cat((root_B[:, None], best_BD[:, :-1]), 1)
-        worth_BDV = torch.maximum(worth_BDV, (alone_BDV + edge.term(parent_BD)).log_softmax(-1))
-    return worth_BDV
+    """How likely each token is, at best. All parents of a request are taken in one product, which reads the factors
+    once; requests come one by one, as a row for every parent and token is large."""
+    first_B1P = root_B[:, None, None].expand(-1, 1, likely_BDP.shape[-1])
+    parent_BDP = torch.cat((first_B1P, likely_BDP[:, :-1]), 1)
+    worth = []
+    for row, alone_DV in enumerate(alone_BDV):
+        given_DPV = edge.term(row, parent_BDP[row]).add_(alone_DV[:, None])
+        given_DPV -= given_DPV.logsumexp(-1, keepdim=True)
+        worth.append(torch.maximum(alone_DV, given_DPV.amax(1)))
+    return torch.stack(worth)
