@@ -246,8 +246,7 @@ class Bench:
         except Unequal:
             raise
         except (ValueError, OSError, RuntimeError) as error:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            check_alive()
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return Timed([reason] * len(asks), 0.0, 0.0)
 
@@ -321,6 +320,12 @@ class Bench:
 def _engine_of(group: Group) -> tuple[int, str, int | None, int]:
     """What groups must have in common to be decoded by the same engine: another repeat has another."""
     return group.repeat, group.cell.method, group.cell.budget, group.cell.batch
+
+
+def check_alive() -> None:
+    """Raise if the GPU is lost: after some errors it answers nothing else."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def release_memory() -> None:

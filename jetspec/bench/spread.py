@@ -104,6 +104,10 @@ class Spread:
         values = tuple(math.exp(value) for value in self.values)
         return Spread(mean, sd, mean * self.error, self.freedom, values, is_ratio=True)
 
+    def times(self, factor: float) -> Spread:
+        """In another unit."""
+        return Spread(self.mean * factor, None if self.sd is None else self.sd * factor)
+
     def over(self, other: Spread) -> Spread:
         """The quotient of two independent values; relative deviations add as squares."""
         ratio = self.mean / other.mean

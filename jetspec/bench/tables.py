@@ -272,7 +272,7 @@ def _cell_row(cell: Result) -> tuple[str, ...]:
 def _detail_row(cell: Result) -> tuple[str, ...]:
     return (
         text_of(cell.round_cost),
-        text_of(cell.prefill_s.over(Spread(cell.questions, 0.0)) if cell.prefill_s else None, 4),
+        text_of(cell.prefill_s.times(1 / cell.questions) if cell.prefill_s else None, 4),
         *(str(cell.questions), str(cell.tokens)),
     )
 

@@ -300,6 +300,20 @@ def test_a_method_that_breaks_is_reported(folder: Path, llm: LLM, monkeypatch: p
     assert broken["speedup"] is None and broken["tokens"] == 0 and broken["tokens_per_s"]["mean"] is None
 
 
+def test_a_lost_gpu_ends_the_run_and_leaves_what_was_measured(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object) -> Reply:
+        raise RuntimeError("an illegal memory access")
+
+    meddle(monkeypatch, lose)
+    monkeypatch.setattr(measure, "check_alive", lose)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        make_bench(folder, "lost", llm, repeats=1).run()
+    rows, _ = read_lines(folder / "lost" / ROWS_FILE)
+    assert {cell.method for cell, _, _ in rows} == {"plain"} and len(rows) == 5
+
+
 def test_differences_are_listed_with_their_gap(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def slip(reply: Reply) -> Reply:
         ids = [*reply.token_ids]

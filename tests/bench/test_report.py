@@ -384,7 +384,7 @@ def test_a_cell_in_which_everything_failed_is_shown_as_such(tmp_path: Path) -> N
     broken = next(cell for cell in record["cells"] if cell["method"] == "ddtree")
     broken |= {"tokens_per_s": {"mean": None, "sd": None, "values": []}, "accepted": []}
     broken |= {"tokens_per_round": {**to_record([]), "questions": []}}
-    broken |= {"speedup": None, "speedup_transformers": None}
+    broken |= {"speedup": None, "speedup_transformers": None, "prefill_s": to_record([0.0] * 3)}
     broken |= {"errors": [{"id": "gsm8k-1", "repeat": 0, "error": "no pages"}]}
     (folder / "results.json").write_text(json.dumps(record))
     run = read_run(folder)
