@@ -29,21 +29,8 @@ if TYPE_CHECKING:
 INK = "#010203"
 """Stands for the colour of text, which the page decides."""
 COLOURS = (
-    "#3b82c4",
-    "#d9822b",
-    "#2f9e6e",
-    "#b05cc6",
-    "#c94f4f",
-    "#8a8f2c",
-    "#7d7d8a",
-    "#17a2b8",
-    "#a0643c",
-    "#5a6acf",
-    "#d46a9f",
-    "#5f8f3e",
-    "#b8860b",
-    "#4b9f9f",
-    "#9f6fd1",
+    *("#3b82c4", "#d9822b", "#2f9e6e", "#b05cc6", "#c94f4f", "#8a8f2c", "#7d7d8a", "#17a2b8"),
+    *("#a0643c", "#5a6acf", "#d46a9f", "#5f8f3e", "#b8860b", "#4b9f9f", "#9f6fd1"),
 )
 """Readable on white and on near black."""
 RC: dict[Any, Any] = {
