@@ -219,7 +219,7 @@ class Interpreted:
         space |= {"warpgroup_mma_wait": lambda num_outstanding, deps: deps if len(deps) > 1 else deps[0]}
         functions = {name: f for name, f in module.items() if hasattr(f, "is_gluon") and f.is_gluon()}
         space |= {name: FunctionType(f.fn.__code__, space, name, f.fn.__defaults__) for name, f in functions.items()}
-        self.run = FunctionType(kernel.fn.__code__, space, "kernel", kernel.fn.__defaults__)
+        self.run, self.constants = FunctionType(kernel.fn.__code__, space, "kernel", kernel.fn.__defaults__), space
 
     def program_id(self, axis: int) -> Tensor:
         return torch.tensor(self.current.program[axis], dtype=torch.int32)

@@ -3,7 +3,8 @@
 It is written in Gluon, the language below Triton, where a program says which thread holds what. Every warp has keys of
 its own: it loads them as its tensor core wants them, without shared memory, and keeps a softmax of its own; in the end
 the warps of a program add up. So up to as many keys as its warps hold at once, a tile of queries takes one program, and
-what the memory brings is waited for once. More keys are split between programs, as in `tree_attention_triton`.
+what the memory brings is waited for once. More keys are split between programs, as in `tree_attention_triton`, and if
+they are still too many, a program asks for its next keys as soon as the last ones are multiplied, before their values.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -30,7 +31,8 @@ BLOCK_M = 16
 PROGRAMS = 132
 """That run at once on Hopper: their registers fill a multiprocessor each."""
 MAX_SPLITS = 32
-AT_ONCE = tl.constexpr(4)
+AT_ONCE = tl.constexpr(128)
+"""Numbers of other programs' results that a thread asks for together: waiting for them is what takes the time."""
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
@@ -159,10 +161,8 @@ def _sliced_attention_kernel(
     v_layout: gl.constexpr = _value_layout(WARPS, C, E)
     per_thread: gl.constexpr = BLOCK_M * E // (32 * WARPS)
     lanes: gl.constexpr = E // per_thread
-    shared_out: gl.constexpr = gl.BlockedLayout(
-        [WARPS, 1, per_thread], [1, 32 // lanes, lanes], [1, WARPS, 1], [2, 1, 0]
-    )
-    results: gl.constexpr = gl.SliceLayout(0, shared_out)
+    many_results: gl.constexpr = gl.BlockedLayout([1, 1, per_thread], [1, 32 // lanes, lanes], [1, WARPS, 1], [2, 1, 0])
+    results: gl.constexpr = gl.SliceLayout(0, many_results)
 
     tile = tiles - 1 - gl.program_id(0) % tiles
     pair = gl.program_id(0) // tiles
@@ -205,8 +205,9 @@ def _sliced_attention_kernel(
     top = gl.full([WARPS, BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(2, scores))
     total = gl.zeros([WARPS, BLOCK_M], gl.float32, gl.SliceLayout(2, scores))
     acc = gl.zeros([WARPS, BLOCK_M, E], gl.float32, scores)
+    k_place = (k_slot * kv_stride_slot)[:, None, :] + index(E, 1, k_layout)
+    k = gl.load(k_ptr + k_place)
     for block in range(first, last, WARPS):
-        k = gl.load(k_ptr + (k_slot * kv_stride_slot)[:, None, :] + index(E, 1, k_layout))
         v = gl.load(v_ptr + (v_slot * kv_stride_slot)[:, :, None] + index(E, 2, v_layout))
         k_slot = _slots(page_ptr, block + WARPS, kinds, PAGE_SIZE, WARPS, C, gl.SliceLayout(1, k_layout))
         v_slot = _slots(page_ptr, block + WARPS, kinds, PAGE_SIZE, WARPS, C, gl.SliceLayout(2, v_layout))
@@ -220,7 +221,10 @@ def _sliced_attention_kernel(
             seen = seen & ((chunk < shared_chunks) | _ancestors(words_ptr, chunk - shared_chunks, place, W, C))
         else:
             seen = seen & (key <= cached + node)
-        score = gl.where(seen, mma_v2(q, k, nothing) * scale, float("-inf"))
+        product = mma_v2(q, k, nothing)
+        k_place = (k_slot * kv_stride_slot)[:, None, :] + index(E, 1, k_layout)
+        k = gl.load(k_ptr + k_place, mask=block + WARPS < last, other=0.0)
+        score = gl.where(seen, product * scale, float("-inf"))
         new_top = gl.maximum(top, gl.max(score, 2))
         weight = gl.exp2(score - new_top[:, :, None])
         keep = gl.exp2(top - new_top)
@@ -231,36 +235,39 @@ def _sliced_attention_kernel(
         acc = mma_v2(p, v, acc * keep[:, :, None])
 
     # The warps add up.
-    tops = gl.convert_layout(top, gl.SliceLayout(2, shared_out))
-    totals = gl.convert_layout(total, gl.SliceLayout(2, shared_out))
+    tops = gl.convert_layout(top, gl.SliceLayout(2, many_results))
+    totals = gl.convert_layout(total, gl.SliceLayout(2, many_results))
     best = gl.max(tops, 0)
     share = gl.exp2(tops - best[None, :])
-    acc = gl.sum(gl.convert_layout(_transposed(acc, 8), shared_out) * share[:, :, None], 0)
+    acc = gl.sum(gl.convert_layout(_transposed(acc, 8), many_results) * share[:, :, None], 0)
     rows: gl.constexpr = gl.SliceLayout(1, results)
     top, total = gl.convert_layout(best, rows), gl.convert_layout(gl.sum(totals * share, 0), rows)
 
     row = gl.arange(0, BLOCK_M, rows)
     column = gl.arange(0, E, gl.SliceLayout(0, results))[None, :]
+    node_of_row = (tile * BLOCK_M + row) // REPEAT
+    exists = node_of_row < count
     if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
         if busy > 1:
             mine = gl.program_id(0) * SPLITS * BLOCK_M + row
             divisor = gl.where(total > 0, total, 1.0)
             row_lse = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
             gl.store(lse_ptr + mine + split * BLOCK_M, row_lse)
-            gl.store(part_ptr + (mine + split * BLOCK_M)[:, None] * E + column, acc / divisor[:, None])
+            my_part_ptr = part_ptr + (mine + split * BLOCK_M)[:, None] * E + column
+            gl.store(my_part_ptr, acc / divisor[:, None], mask=exists[:, None])
             # All of the program's stores come before its mark, and all loads of the last one after it.
             tl.debug_barrier()
             before = gl.atomic_add(finished_ptr + gl.program_id(0), 1, sem="acq_rel")
             if before < busy - 1:
                 return
             gl.store(finished_ptr + gl.program_id(0), 0)
-            total, acc = _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M, E, results)
+            together: gl.constexpr = min(SPLITS, AT_ONCE // per_thread)
+            total, acc = _combine(lse_ptr, part_ptr, exists, busy, SPLITS, together, BLOCK_M, E, many_results)
 
-    node_of_row = (tile * BLOCK_M + row) // REPEAT
     head = group * REPEAT + (tile * BLOCK_M + row) % REPEAT
     out_place = ((start + node_of_row) * (G * REPEAT) + head)[:, None] * E + column
     out = acc / gl.where(total > 0, total, 1.0)[:, None]
-    gl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=(node_of_row < count)[:, None])
+    gl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=exists[:, None])
 
 
 @gluon.constexpr_function
@@ -323,20 +330,34 @@ def _ancestors(words_ptr, chunk, place, W, C: gl.constexpr):
 
 
 @gluon.jit
-def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: gl.constexpr, E: gl.constexpr, results: gl.constexpr):
-    """The running softmax over the results of all splits, as in `tree_attention_triton`."""
+def _combine(
+    lse_ptr,
+    part_ptr,
+    exists,
+    busy,
+    SPLITS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    E: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """The running softmax over the results of all splits, as in `tree_attention_triton`, of the rows that exist."""
+    results: gl.constexpr = gl.SliceLayout(0, layout)
     top = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, results))
     total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, results))
     acc = gl.zeros([BLOCK_M, E], gl.float32, results)
-    for first in range(0, busy, AT_ONCE):
-        for i in gl.static_range(AT_ONCE):
-            split = first + i
-            rows = mine + split * BLOCK_M
-            lse = gl.load(lse_ptr + rows, mask=split < busy, other=float("-inf"), cache_modifier=".cg")
-            part = gl.load(part_ptr + rows[:, None] * E + column, mask=split < busy, other=0.0, cache_modifier=".cg")
-            new_top = gl.maximum(top, lse)
-            keep, weight = gl.exp2(top - new_top), gl.exp2(lse - new_top)
-            acc = acc * keep[:, None] + part * weight[:, None]
-            total = total * keep + weight
-            top = new_top
+    rows: gl.constexpr = gl.SliceLayout(2, layout)
+    for first in range(0, busy, TOGETHER):
+        split = first + gl.arange(0, TOGETHER, gl.SliceLayout(1, rows))[:, None]
+        row = (gl.program_id(0) * SPLITS + split) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, rows))[None, :]
+        asked = gl.convert_layout(exists, gl.SliceLayout(0, rows))[None, :] & (split < busy)
+        lse = gl.load(lse_ptr + row, mask=asked, other=float("-inf"), cache_modifier=".cg")
+        part_place = row[:, :, None] * E + index(E, 2, layout)
+        part = gl.load(part_ptr + part_place, mask=asked[:, :, None], other=0.0, cache_modifier=".cg")
+        new_top = gl.maximum(top, gl.convert_layout(gl.max(lse, 0), gl.SliceLayout(1, results)))
+        keep = gl.exp2(top - new_top)
+        weight = gl.exp2(lse - gl.convert_layout(new_top, gl.SliceLayout(0, rows))[None, :])
+        acc = acc * keep[:, None] + gl.sum(part * weight[:, :, None], 0)
+        total = total * keep + gl.convert_layout(gl.sum(weight, 0), gl.SliceLayout(1, results))
+        top = new_top
     return total, acc

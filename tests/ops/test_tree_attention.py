@@ -313,11 +313,12 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "clique"])
 @pytest.mark.parametrize("slices", [(2, 32), (1, 64)])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "together"), [(1, 1), (4, 4), (4, 1), (4, 2)])
 def test_sliced_kernel_equals_reference(
-    monkeypatch: pytest.MonkeyPatch, sliced: Any, kind: str, slices: tuple[int, int], splits: int
+    monkeypatch: pytest.MonkeyPatch, sliced: Any, kind: str, slices: tuple[int, int], splits: int, together: int
 ) -> None:
     """Ragged: many runs of keys, no prefix with more queries than a mask word has bits, a single one, none at all."""
+    sliced._sliced_attention_kernel.constants["AT_ONCE"] = together * 16 * 64 // (32 * slices[0])
     batch = scattered_batch([230, 0, 33, 5], [5, 70, 1, 0], 4, kind, 0)
     monkeypatch.setattr(sliced, "SLICES", {64: sliced.Slices(*slices)})
     monkeypatch.setattr(sliced, "PROGRAMS", 1000 * (splits - 1))
@@ -464,14 +465,17 @@ def sliced_arguments(module: Any, size: int, tree: bool, splits: int) -> tuple[d
 @pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize("splits", [1, 8])
 def test_sliced_kernel_compiles_for_hopper(size: int, tree: bool, splits: int) -> None:
-    """Keys and values go from memory to tensor cores, and places are looked up before the kernel waits."""
+    """Keys and values go from memory to tensor cores, the next keys are asked for before the last values are
+    multiplied, and places are looked up before the kernel waits."""
     pytest.importorskip("triton")
     module = importlib.import_module("jetspec.ops.tree_attention_gluon")
     kernel, slices = module._sliced_attention_kernel, module.SLICES[size]
     types, constants = sliced_arguments(module, size, tree, splits)
     before, after = compile_for_hopper(kernel, types, constants, num_warps=slices.WARPS).split("griddepcontrol.wait")
     loads = slices.C * size // 32 // 8  # of keys, and of values, 16 bytes each
-    assert "ld.global.v4" not in before and after.count("ld.global.v4") == 2 * loads + size // 16
+    assert "ld.global.v4" not in before and after.count("ld.global.v4") == 3 * loads + size // 16
+    between = after[after.index("mma.sync") : after.rindex("mma.sync")]
+    assert between.count("ld.global.v4") == loads
     assert before.count("ld.global.b64") == 3 + slices.C // 8 + slices.C // 4
     assert after.count("mma.sync") == 2 * slices.C // 8 * size // 16
 
