@@ -36,6 +36,7 @@ from jetspec.bench.methods import (
     Reply,
     Timed,
     Unequal,
+    Unopened,
     check_found,
     check_ready,
     find_head,
@@ -43,7 +44,7 @@ from jetspec.bench.methods import (
     open_method,
     with_head_of,
 )
-from jetspec.bench.recipe import BenchConfig, Cell, MethodConfig, method_dict
+from jetspec.bench.recipe import PLAIN, BenchConfig, Cell, MethodConfig, method_dict
 from jetspec.bench.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
 from jetspec.bench.servers import identify
 from jetspec.bench.tasks import BUILTIN, check_tasks, read_task
@@ -56,6 +57,8 @@ from jetspec.train.card import read_card
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation, require_template
 
+FAILURES = (ValueError, OSError, RuntimeError)
+"""What a method may raise and others go on after."""
 TURN_ROOM = 64
 """Tokens that a chat template may write around a turn."""
 
@@ -186,8 +189,7 @@ class Bench:
         """Their rows. What decodes is made ready outside all timing, and kept while the groups that follow need it."""
         methods = {method.name: method for method in self.methods}
         for (_, name, budget, batch), some in groupby(groups, key=_engine_of):
-            llm = with_head_of(self.llm, methods[name])
-            opened, warm = open_method(llm, methods[name], budget, batch, self.max_len, **self.variables), set()
+            opened, warm = self._open(methods[name], budget, batch), set()
             for group in some:
                 place = f"repeat {group.repeat + 1}: {name} {budget or ''} x{batch} {group.cell.task}"
                 bar.set_description(place, refresh=False)
@@ -198,12 +200,24 @@ class Bench:
             del opened
             release_memory()
 
+    def _open(self, method: MethodConfig, budget: int | None, batch: int) -> Method:
+        """A method made ready, or, where there is no room for it, one that fails. Without plain decoding, which comes
+        first, there would be nothing to compare with."""
+        llm = with_head_of(self.llm, method)
+        try:
+            return open_method(llm, method, budget, batch, self.max_len, **self.variables)
+        except FAILURES as error:
+            if method.name == PLAIN:
+                raise
+            check_alive()
+            return Unopened(error)
+
     def _warm_up(self, method: Method, group: Group) -> None:
         """A few tokens of the group's own questions. What fails here will fail again where it is written down."""
         asks = [self._start(prompt).ask(self.config, group.cell.temperature, group.repeat) for prompt in group.prompts]
         short = [replace(ask, sampling=replace(ask.sampling, max_tokens=self.config.warmup)) for ask in asks]
         if fitting := [ask for ask in short if len(ask.prompt) < self.context]:
-            with suppress(ValueError, OSError, RuntimeError):
+            with suppress(*FAILURES):
                 method.warm_up(fitting)
 
     def decode(self, method: Method, group: Group) -> Row:
@@ -245,7 +259,7 @@ class Bench:
             return method.decode(asks)
         except Unequal:
             raise
-        except (ValueError, OSError, RuntimeError) as error:
+        except FAILURES as error:
             check_alive()
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return Timed([reason] * len(asks), 0.0, 0.0)

@@ -117,6 +117,19 @@ class EngineMethod:
         return Timed(replies, prefill_s, seconds - prefill_s)
 
 
+class Unopened:
+    """A method that could not be made ready: whatever it is asked fails for the same reason."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error.with_traceback(None)  # which would keep what was made before it failed
+
+    def warm_up(self, asks: Sequence[Ask]) -> None:
+        """There is nothing to warm up."""
+
+    def decode(self, asks: Sequence[Ask]) -> Timed:
+        raise self.error
+
+
 def with_head_of(llm: LLM, method: MethodConfig) -> LLM:
     """The target with the head that a method drafts with; as it is for a method without one."""
     if method.of.head is None:

@@ -300,6 +300,35 @@ def test_a_method_that_breaks_is_reported(folder: Path, llm: LLM, monkeypatch: p
     assert broken["speedup"] is None and broken["tokens"] == 0 and broken["tokens_per_s"]["mean"] is None
 
 
+def test_a_method_that_finds_no_room_is_reported_and_can_be_asked_again(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_no_room(llm: LLM, method: MethodConfig, budget: int | None, *args: Any, **options: Any) -> Method:
+        if budget == 6:
+            raise RuntimeError("out of memory")
+        return open_method(llm, method, budget, *args, **options)
+
+    bench = make_bench(folder, "room", llm, methods=["ngram"], budgets=[4, 6, 8], limit=2, repeats=1)
+    with monkeypatch.context() as without_room:
+        without_room.setattr(measure, "open_method", find_no_room)
+        cells = {cell["budget"]: cell for cell in results_of(bench)["cells"] if cell["method"] == "ngram"}
+    assert [error["error"] for error in cells[6]["errors"]] == ["RuntimeError: out of memory"] * 2
+    assert cells[4]["tokens"] and cells[8]["tokens"] and not cells[4]["errors"] + cells[8]["errors"]
+    rows = bench.run(retry_failed=True)
+    assert all(answer["error"] is None for row in rows.values() for answer in row["answers"])
+
+
+def test_without_room_for_plain_decoding_nothing_is_measured(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_no_room(*_: Any, **__: Any) -> Method:
+        raise ValueError("plain: no room for 1 texts")
+
+    monkeypatch.setattr(measure, "open_method", find_no_room)
+    with pytest.raises(ValueError, match="no room"):
+        make_bench(folder, "roomless", llm).run()
+
+
 def test_a_lost_gpu_ends_the_run_and_leaves_what_was_measured(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
