@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jetspec.bench.grade import Grade, grade
+from jetspec.bench.grade import MATH_TASKS, Grade, grade
 from jetspec.bench.groups import Key, Row, read_lines
 from jetspec.bench.lossless import LosslessCheck
 from jetspec.bench.measure import Bench
@@ -33,6 +36,7 @@ class Results:
     def record(self) -> dict[str, Any]:
         decoder, config = self.bench.llm.target.decoder, self.bench.config
         self.notes += self._doubts()
+        self.grade_programs()
         cells = [self.cell(measured) for measured in self.measured.values()]
         return {
             "model": self.bench.llm.model_name,
@@ -111,10 +115,9 @@ class Results:
         task = mine.cell.task
         if task not in TASKS or TASKS[task].grader is None:
             return None
-        questions = {prompt.id: prompt.row for prompt in self.bench.questions[task]}
         answers = mine.whole_answers(0)
         try:
-            grades = [self.grade(task, answer["id"], questions[answer["id"]], answer["text"][-1]) for answer in answers]
+            grades = [self.grade(task, answer["id"], answer["text"][-1]) for answer in answers]
         except ValueError as error:
             note = f"{task} is not graded: {error}"
             if note not in self.notes:
@@ -134,12 +137,37 @@ class Results:
             "wrong": [answer["id"] for grade, answer in graded if not grade.correct],
         }
 
-    def grade(self, task: str, id: str, question: Mapping[str, Any], text: str) -> Grade:
+    def grade(self, task: str, id: str, text: str) -> Grade:
         """The same answer to the same question is graded once, whoever gave it."""
         key = task, id, text
         if key not in self._grades:
+            question = self.question_rows[task][id]
             self._grades[key] = self.grader(question.get(GRADED_AS, task), question, text)
         return self._grades[key]
+
+    def grade_programs(self) -> None:
+        """Several at a time: each runs in a process of its own, up to its last second if it never ends. Mathematics is
+        graded where the clock of its library works, in the thread that asks. What cannot be graded is left for later.
+        """
+        answers = {
+            (task, answer["id"], answer["text"][-1]): None
+            for task, mine in ((cell.task, mine) for cell, mine in self.measured.items())
+            if task in TASKS and TASKS[task].grader is not None
+            for answer in mine.whole_answers(0)
+            if self.question_rows[task][answer["id"]].get(GRADED_AS, task) not in MATH_TASKS
+        }
+
+        def try_grade(key: tuple[str, str, str]) -> None:
+            with suppress(ValueError):
+                self.grade(*key)
+
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+            list(pool.map(try_grade, answers))
+
+    @cached_property
+    def question_rows(self) -> dict[str, dict[str, Mapping[str, Any]]]:
+        """Task -> id -> line of the task's file."""
+        return {task: {prompt.id: prompt.row for prompt in prompts} for task, prompts in self.bench.questions.items()}
 
     @cached_property
     def _grades(self) -> dict[tuple[str, str, str], Grade]:

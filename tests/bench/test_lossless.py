@@ -15,9 +15,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 from typer.testing import Result as Done
 
+from jetspec.bench import lossless
 from jetspec.bench.lossless import DrawnPass, LosslessCheck
 from jetspec.bench.methods import Reply
-from jetspec.bench.precision import FreshPass, PairNoise, pair_noise
+from jetspec.bench.precision import FreshPass, Judge, PairNoise, gap_between, pair_noise
 from jetspec.bench.results import Results
 from jetspec.bench.runs import Result, Run
 from jetspec.cli import app
@@ -72,6 +73,22 @@ def test_a_greedy_answer_is_compared_once_however_often_it_was_repeated(
     assert (greedy["compared"], drawn["compared"]) == (5, 15), "draws of another repeat are other answers"
     assert greedy["identical"] == greedy["ties"] == 0 and len(greedy["different"]) == 5
     assert all(found["repeats"] == [0, 1, 2] and found["position"] == 2 for found in greedy["different"])
+
+
+def test_a_place_where_texts_part_is_looked_at_once(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Any] = []
+
+    def look(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:
+        looked_at.append((a, b, tokens))
+        return gap_between(a, b, tokens, judge)
+
+    monkeypatch.setattr(lossless, "gap_between", look)
+    monkeypatch.setattr(lossless, "PIECES", (1,))
+    meddle(monkeypatch, slip)
+    options: dict[str, Any] = {"budgets": [4, 6], "temperatures": [0, 1], "repeats": 3, "max_tokens": 4}
+    results_of(make_bench(folder, "once_each", llm, **options))
+    places = 5 + 5 * 3  # of greedy texts, and of drawn ones, which are others in every repeat
+    assert len(looked_at) == 2 * places, "at once, then in pieces"
 
 
 def test_an_answer_that_differs_in_one_repeat_is_not_identical(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,29 @@ def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: 
     assert scores["plain", "gsm8k"] == scores["ngram", "gsm8k"] == expected
     assert scores["plain", "sums"] is None
     assert len(graded) == len(set(graded)) == 5
+
+
+def test_programs_are_graded_several_at_a_time_and_mathematics_in_the_main_thread(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for task in ("gsm8k", "mbpp"):
+        write_questions(folder, task, [[f"{i} and {i} is"] for i in range(4)])
+    both = threading.Barrier(2, timeout=30)
+    graded: list[str] = []
+
+    def grader(task: str, question: Mapping[str, Any], text: str) -> Grade:
+        is_main = threading.current_thread() is threading.main_thread()
+        assert is_main == (task == "gsm8k")
+        if task == "mbpp":
+            both.wait()
+        graded.append(question["id"])
+        return Grade(True, "")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    bench = make_bench(folder, "together", llm, tasks=["gsm8k", "mbpp"], methods=["ngram"], repeats=1)
+    cells = results_of(bench, grader=grader)["cells"]
+    assert len(cells) == 4 and all(cell["score"]["correct"] == 4 for cell in cells)
+    assert sorted(graded) == sorted(f"{task}-{i}" for task in ("gsm8k", "mbpp") for i in range(4))
 
 
 def test_batches_that_are_never_full_are_noted(folder: Path, llm: LLM) -> None:
