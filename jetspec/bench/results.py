@@ -32,6 +32,7 @@ class Results:
     grader: Grader = grade
     notes: list[str] = field(default_factory=list)
     """What a reader of the table should know."""
+    _grades: dict[tuple[str, str, str], Grade] = field(default_factory=dict, init=False)
 
     def record(self) -> dict[str, Any]:
         decoder, config = self.bench.llm.target.decoder, self.bench.config
@@ -168,10 +169,6 @@ class Results:
     def question_rows(self) -> dict[str, dict[str, Mapping[str, Any]]]:
         """Task -> id -> line of the task's file."""
         return {task: {prompt.id: prompt.row for prompt in prompts} for task, prompts in self.bench.questions.items()}
-
-    @cached_property
-    def _grades(self) -> dict[tuple[str, str, str], Grade]:
-        return {}
 
     @cached_property
     def lossless(self) -> LosslessCheck:
