@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jetspec.bench.measure import Bench
 from jetspec.bench.measured import Measured
-from jetspec.bench.precision import FreshPass, InPieces, Judge, PairNoise, gap_between, pair_noise, shared_length
+from jetspec.bench.precision import FreshPass, InPieces, Judge, PairNoise, find_parting, gap_between, pair_noise
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
@@ -138,13 +138,13 @@ class LosslessCheck:
             talk.answer(expected, plain["finish"][turn])
             if is_text:
                 expected = self.bench.llm.tokenizer.encode_words(plain["text"][turn])
-            place = shared_length(expected, given)
-            if place == len(expected) == len(given):
+            if (parting := find_parting(expected, given)) is None:
                 continue
-            if place in (len(expected), len(given)):
+            place, pair = parting
+            if pair is None:
                 return Parting(prompt.id, turn, place, None, None, tie=False)
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
-            gap, least = self.gaps(expected[place], given[place], (*asked, *given[:place]), sampling)
+            gap, least = self.gaps(*pair, (*asked, *given[:place]), sampling)
             return Parting(prompt.id, turn, place, gap, least, tie=least <= self.widest_tie)
         return None
 

@@ -146,16 +146,24 @@ def find_differences(prompts: Texts, plain: Texts, other: Texts, fresh: Judge) -
     """The first difference of every text from the plain one. What follows it has another prefix, so is another text."""
     found = []
     for name, text in other.items():
-        expected = plain[name]
-        place = shared_length(expected, text)
-        if place == len(expected) == len(text):
+        if (parting := find_parting(plain[name], text)) is None:
             continue
-        if place in (len(expected), len(text)):
+        place, pair = parting
+        if pair is None:
             found.append(Difference(name, place, None, None, None))
-            continue
-        a, b = expected[place], text[place]
-        found.append(Difference(name, place, a, b, gap_between(a, b, [*prompts[name], *text[:place]], fresh)))
+        else:
+            gap = gap_between(*pair, [*prompts[name], *text[:place]], fresh)
+            found.append(Difference(name, place, *pair, gap))
     return found
+
+
+def find_parting(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tuple[int, int] | None] | None:
+    """Tokens before a text leaves the plain one, and the token of each there; no tokens where one of them merely ends
+    earlier. None: they are the same."""
+    place = shared_length(plain, other)
+    if place == len(plain) == len(other):
+        return None
+    return place, None if place in (len(plain), len(other)) else (plain[place], other[place])
 
 
 def gap_between(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:

@@ -23,6 +23,10 @@ from jetspec.bench.tasks import GRADED_AS, TASKS
 Grader = Callable[[str, Mapping[str, Any], str], Grade]
 
 
+def is_graded(task: str) -> bool:
+    return task in TASKS and TASKS[task].grader is not None
+
+
 @dataclass
 class Results:
     """Turns the rows of a benchmark into its record."""
@@ -114,7 +118,7 @@ class Results:
     def score(self, mine: Measured) -> dict[str, Any] | None:
         """Of the first repeat: later ones ask the same questions, and would only look like more of them."""
         task = mine.cell.task
-        if task not in TASKS or TASKS[task].grader is None:
+        if not is_graded(task):
             return None
         answers = mine.whole_answers(0)
         try:
@@ -151,11 +155,11 @@ class Results:
         graded where the clock of its library works, in the thread that asks. What cannot be graded is left for later.
         """
         answers = {
-            (task, answer["id"], answer["text"][-1]): None
-            for task, mine in ((cell.task, mine) for cell, mine in self.measured.items())
-            if task in TASKS and TASKS[task].grader is not None
+            (cell.task, answer["id"], answer["text"][-1]): None
+            for cell, mine in self.measured.items()
+            if is_graded(cell.task)
             for answer in mine.whole_answers(0)
-            if self.question_rows[task][answer["id"]].get(GRADED_AS, task) not in MATH_TASKS
+            if self.question_rows[cell.task][answer["id"]].get(GRADED_AS, cell.task) not in MATH_TASKS
         }
 
         def try_grade(key: tuple[str, str, str]) -> None:
