@@ -69,8 +69,8 @@ KINDS: dict[str, Kind] = {
     "ngram": Kind(
         "ngram",
         takes=_TREE[:-1],
-        about="Matches are found on the host, so on a GPU its rounds are not captured as CUDA graphs, as those of heads"
-        " and plain decoding are.",
+        about="Matches are found on the host, so a round starts when the last one was read; those of heads start"
+        " before.",
     ),
     "dflash": Kind(head="bidirectional", budgets=(16,), width=1, heat=1.0, takes=("head", "budgets", "depth")),
     "ddtree": Kind(head="bidirectional", takes=_SCORED),

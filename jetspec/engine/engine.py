@@ -75,7 +75,7 @@ class Engine:
         check_drafter(drafter, head, tree)
         head = head if drafter == "head" else None
         wanted = min(config.max_len or target.config.max_len, target.config.max_len)
-        self.uses_graphs = self._uses_graphs(drafter, config)
+        self.uses_graphs = self._uses_graphs(config)
         reads_texts = drafter == "ngram" and tree.budget > 1
         if reads_texts and config.ahead:
             raise ValueError("n-grams are looked up in what was read, so no round can start ahead; use ahead 0")
@@ -328,11 +328,10 @@ class Engine:
             return Eagle3Drafter(head, self.target, self.cache, tree)
         return HeadDrafter(head, self.target, self.cache, tree)
 
-    def _uses_graphs(self, drafter: DrafterName, config: EngineConfig) -> bool:
-        """Graphs need a GPU and a drafter that works on it."""
-        possible = self.device.type == "cuda" and drafter != "ngram"
+    def _uses_graphs(self, config: EngineConfig) -> bool:
+        possible = self.device.type == "cuda"
         if config.execution == "graph" and not possible:
-            raise ValueError("execution `graph` needs a GPU and a drafter that works on it; use eager")
+            raise ValueError("execution `graph` needs a GPU; use eager")
         return possible and config.execution != "eager"
 
     def _make_cache(self, head: Head | None, config: EngineConfig, row_len: int, reach: int) -> KVCache:

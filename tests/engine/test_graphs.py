@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jetspec.config import EngineConfig, Score, TreeConfig
+from jetspec.config import DrafterName, EngineConfig, Score, TreeConfig
 from jetspec.dispatch import force
 from jetspec.engine.graphs import batch_sizes
 from jetspec.graph_pool import GraphPool
@@ -41,18 +41,18 @@ def test_graphs_need_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("execution", ["eager", "graph"])
-@pytest.mark.parametrize("who", ["none", "head", "bidirectional", "edge", "eagle3"])
+@pytest.mark.parametrize("who", ["none", "ngram", "head", "bidirectional", "edge", "eagle3"])
 def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: SamplingParams) -> None:
     target = tiny_decoder().cuda()
     head: Head | None = tiny_head(target, edge=who == "edge", causal=who != "bidirectional").cuda()
-    if who == "none":
+    if who in ("none", "ngram"):
         head = None
     elif who == "eagle3":
         head = tiny_eagle3(target, draft_vocab=20).cuda()
     for budget, batch in ((8, 3), (40, 6)):
         config = EngineConfig(page_size=4, max_batch=batch, execution=execution, num_pages=60)  # type: ignore[arg-type]
         tree = TreeConfig(budget=budget, width=4)
-        engine = make_engine(target, "head" if head else "none", head, tree, config)
+        engine = make_engine(target, "head" if head else who, head, tree, config)  # type: ignore[arg-type]
         assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
         assert engine.cache.pool.num_available == engine.cache.pool.num_pages
 
@@ -68,6 +68,20 @@ def test_kernels_and_references_write_the_same(who: str) -> None:
     done = run(make_engine(target, "head", head, config=config), PROMPTS, GREEDY)
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
     assert [c.stats.accepted_lengths for c in done] == [c.stats.accepted_lengths for c in expected]
+
+
+@pytest.mark.gpu
+def test_captured_rounds_guess_what_texts_repeat() -> None:
+    """As rounds that run as they are written: each keeps as much of its tree."""
+    target, kept = tiny_decoder().cuda(), []
+    for execution in ("eager", "graph"):
+        config = EngineConfig(page_size=4, max_batch=3, execution=execution)
+        engine = make_engine(target, "ngram", None, TreeConfig(budget=12, width=4), config)
+        assert engine.uses_graphs == (execution == "graph")
+        done = run(engine, [prompt * 3 for prompt in PROMPTS], GREEDY)
+        kept.append([(c.token_ids, c.stats.accepted_lengths) for c in done])
+    assert kept[0] == kept[1]
+    assert max(max(lengths) for _, lengths in kept[0]) > 1
 
 
 @pytest.mark.gpu
@@ -97,9 +111,11 @@ def test_engines_run_on_any_gpu_after_another() -> None:
 
 
 @pytest.mark.gpu
-def test_requests_join_and_leave_while_graphs_replay() -> None:
+@pytest.mark.parametrize("who", ["head", "ngram"])
+def test_requests_join_and_leave_while_graphs_replay(who: DrafterName) -> None:
     target = tiny_decoder().cuda()
-    engine = make_engine(target, "head", tiny_head(target).cuda(), config=EngineConfig(page_size=4, max_batch=5))
+    head = tiny_head(target).cuda() if who == "head" else None
+    engine = make_engine(target, who, head, config=EngineConfig(page_size=4, max_batch=5))
     waiting, names, done = list(enumerate(PROMPTS * 3)), {}, {}
     while waiting or engine.has_work:
         if waiting:
