@@ -43,7 +43,7 @@ def head_of(who: str, target: Decoder) -> Head | None:
 def replaying(target: Decoder, head: Head | None, config: EngineConfig, sizes: PrefillSizes | None = None) -> Engine:
     """An engine whose prefills are captured. Its rounds are not: their results would need the memory of a graph."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_uses_graphs", lambda self, drafter, config: True)
+        patch.setattr(Engine, "_uses_graphs", lambda self, config: True)
         patch.setattr("jetspec.engine.engine.GraphPool", RerunPool)
         engine = make_engine(target, "head" if head else "none", head, TreeConfig(budget=8, width=4), config)
     engine.rounds = EagerRounds(engine.round)
