@@ -44,14 +44,20 @@ class Pointer:
 def load(at: Pointer, mask: Any = None, other: float = 0, cache_modifier: str = "") -> Tensor:
     place = torch.as_tensor(at.place)
     if mask is None:
-        return at.memory[place].clone()
+        return at.memory[_from_start(place)].clone()
     seen = torch.as_tensor(mask).expand_as(place)
-    return torch.where(seen, at.memory[torch.where(seen, place, 0)], other).to(at.memory.dtype)
+    return torch.where(seen, at.memory[_from_start(torch.where(seen, place, 0))], other).to(at.memory.dtype)
 
 
 def store(at: Pointer, value: Any, mask: Any = True) -> None:
     place, value, mask = torch.broadcast_tensors(*map(torch.as_tensor, (at.place, value, mask)))
-    at.memory[place[mask]] = value[mask].to(at.memory.dtype)
+    at.memory[_from_start(place[mask])] = value[mask].to(at.memory.dtype)
+
+
+def _from_start(place: Tensor) -> Tensor:
+    """torch refuses what lies behind a tensor, and takes what lies before it for places from its end."""
+    assert not (place < 0).any(), "memory before the tensor"
+    return place
 
 
 def atomic_add(at: Pointer, value: int, sem: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ HOPPER = 90
 
 
 def interpret_quickly() -> None:
-    """Spare Triton's interpreter what takes most of its time, in a process that does nothing else."""
+    """Spare Triton's interpreter what takes most of its time, and watch it, in a process that does nothing else."""
     from triton import language
     from triton.runtime import interpreter
 
@@ -22,6 +23,7 @@ def interpret_quickly() -> None:
     _remember_shapes(interpreter, language)
     _look_for_overflows_by_numpy(interpreter)
     _sort_by_numpy(interpreter, language)
+    _stay_within_tensors(interpreter)
 
 
 def _change_the_language_once(interpreter: Any, language: Any) -> None:
@@ -97,6 +99,49 @@ def _sort_by_numpy(interpreter: Any, language: Any) -> None:
         return language.tensor(handle, language.block_type(numbers.dtype, list(greatest.shape)))
 
     language.topk = topk
+
+
+def _stay_within_tensors(interpreter: Any) -> None:
+    """What a kernel reads and writes lies in tensors that it was given. A GPU faults only where no memory is at all."""
+    memory, take = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
+    starts, ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+
+    def take_tensors(self: Any, positional: Any, named: Any) -> Any:
+        nonlocal starts, ends
+        taken = take(self, positional, named)
+        storages = {(held.data_ptr(), held.nbytes()) for held in _storages((taken[0], *taken[1].values()))}
+        starts, lengths = np.array(sorted(storages), np.uint64).reshape(-1, 2).T
+        ends = starts + lengths
+        return taken
+
+    def check(address: Any, mask: Any, size: int) -> None:
+        touched = address[np.asarray(mask, bool)]
+        place = np.searchsorted(starts, touched, side="right") - 1
+        assert (place >= 0).all() and (touched + np.uint64(size) <= ends[place]).all(), "memory of no tensor"
+
+    def load(address: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        check(address, mask, np.dtype(dtype).itemsize)
+        return memory.load(address, mask, other, dtype)
+
+    def store(address: Any, value: Any, mask: Any) -> Any:
+        check(address, mask, value.itemsize)
+        return memory.store(address, value, mask)
+
+    def atomic_rmw(step: Any, address: Any, value: Any, mask: Any, order: Any) -> Any:
+        check(address, mask, value.itemsize)
+        return memory.atomic_rmw(step, address, value, mask, order)
+
+    interpreter.GridExecutor._init_args_hst = take_tensors
+    interpreter._interpreter = SimpleNamespace(load=load, store=store, atomic_rmw=atomic_rmw)
+
+
+def _storages(values: Any) -> Iterator[Any]:
+    """Those of tensors, alone, in tuples and under descriptors."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _storages(value)
+        elif hasattr(tensor := getattr(value, "base", value), "untyped_storage"):
+            yield tensor.untyped_storage()
 
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
