@@ -491,7 +491,7 @@ def test_what_was_set_up_under_every_name_is_told(tmp_path: Path) -> None:
     assert table is not None
     told = {row[0]: " ".join(row) for row in table.rows}
     assert "16: width 1; 32: width 2, all" in told["jetspec-paper"] and "64: width 7" in told["jetspec-paper"]
-    assert "not captured" in told["ngram"] and "eager" in told["transformers"]
+    assert "on the host" in told["ngram"] and "eager" in told["transformers"]
     assert "heat" not in told["ngram"] + told["jetspec-paper"]
 
 

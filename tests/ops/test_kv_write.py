@@ -11,7 +11,7 @@ from torch import Tensor
 from jetspec.dispatch import force
 from jetspec.ops import SlotRows, compact_kv, compact_rows, store_kv
 from jetspec.types import KVPages
-from tests.kernels import compile_for_hopper
+from tests.kernels import compile_for_hopper, given_by_address
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -126,7 +126,7 @@ def compare_compact_rows(dtype: torch.dtype) -> None:
     compact_kv(pool, source, target)
     for kernels in ("triton", "reference"):
         copies = [layer.clone() for layer in layers]
-        with force(kernels):
+        with force(kernels), given_by_address(copies):
             compact_rows(SlotRows.of(copies), source, target)
         expected = [pool[i, j].flatten(0, 1).flatten(1) for i in range(2) for j in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(copies, expected, strict=True))
