@@ -31,14 +31,17 @@ def write_tiny_run(tmp_path: Path) -> Path:
     return recipe
 
 
-@pytest.fixture
-def setup(tmp_path: Path) -> list[str]:
-    recipe = write_tiny_run(tmp_path)
-    questions = tmp_path / "eval"
-    questions.mkdir()
+def write_questions(folder: Path) -> Path:
+    folder.mkdir()
     for task in ablate.TASKS:
         rows = [{"id": f"{task}-{i}", "turns": [f"What is {i}?"]} for i in range(2)]
-        (questions / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> list[str]:
+    recipe, questions = write_tiny_run(tmp_path), write_questions(tmp_path / "eval")
     common = ["--recipe", str(recipe), "--data-dir", str(questions), "--limit", "2", "--tokens", "8"]
     (tmp_path / "corpus.jsonl").write_text((tmp_path / "answers.jsonl").read_text())
     return [*common, "--corpus", str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "records")]

@@ -1,0 +1,69 @@
+"""Trees of a head, every heat with every width, on a model that fits in a test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from jetspec.models.heads import save_any_head
+from jetspec.models.weights import load_target
+from jetspec.train.config import load_recipe
+from jetspec.train.run import start_head
+from scripts import tree_settings
+from scripts.pages import marks
+from tests.scripts.test_ablate import write_questions, write_tiny_run
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["tree_settings", *map(str, words)])
+    tree_settings.main()
+
+
+def test_every_heat_with_every_width_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_recipe(write_tiny_run(tmp_path))
+    torch.manual_seed(0)
+    save_any_head(start_head(config, load_target(config.model).decoder), tmp_path / "mine" / "head")
+    questions, out, page = write_questions(tmp_path / "eval"), tmp_path / "trees", tmp_path / "page.md"
+    begin, end = marks("trees")
+    page.write_text(f"before\n{begin}\n{end}\nafter\n")
+    words = f"young={tmp_path / 'mine' / 'head'}", "--model", config.model, "--data-dir", questions, "--out", out
+    small = "--limit", 2, "--tokens", 8, "--heats", 0.5, 1, "--widths", 2, 4
+    run(monkeypatch, *words, *small, "--page", page)
+    record = json.loads((out / "young.json").read_text())
+    assert record["head"] == "mine/head" and record["questions"] == 2 and record["tokens"] == 8
+    assert [(tree["heat"], tree["width"]) for tree in record["trees"]] == [(0.5, 2), (0.5, 4), (1, 2), (1, 4)]
+    for tree in record["trees"]:
+        for budget, mean in tree["mean"].items():
+            found = [row[budget] for row in tree["tokens_per_round"].values()]
+            assert mean == pytest.approx(sum(found) / len(found)) and mean >= 1
+    text = page.read_text()
+    best = max(tree["mean"]["16"] for tree in record["trees"])
+    assert text.count("`young`, mine/head") == 1 and f"**{best:.3f}**" in text and text.endswith("after\n")
+
+    monkeypatch.setattr(tree_settings, "LLM", None)
+    run(monkeypatch, *words, *small)
+    run(monkeypatch, "--out", out, "--page", page)
+    assert page.read_text() == text, "from the record alone"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["heads/mine", "--data-dir", "x", "--out", "y"], "NAME=HEAD"),
+        (["mine=heads/mine", "--out", "y"], "--data-dir"),
+        (["--out", "y", "--page", "z"], "no record"),
+    ],
+)
+def test_what_is_missing_is_said(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *words)
+    assert message in capsys.readouterr().err
