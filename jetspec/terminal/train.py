@@ -117,9 +117,17 @@ def show_plan(config: TrainConfig, trainer: Trainer, step: int) -> None:
     )
     if config.minutes is not None:
         table.add_row("minutes", f"{config.minutes:g} at most, {trainer.limit.used_s / 60:.1f} of them used")
+    table.add_row("runs on", runs_on(trainer))
     table.add_row("starts at", f"step {step}" if step else "the beginning")
     table.add_row("writes to", config.out)
     err().print(table)
+
+
+def runs_on(trainer: Trainer) -> str:
+    """A machine whose GPU cannot be used trains on its processor, which is to be seen before days have passed."""
+    name = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "the processor, no GPU"
+    processes = f", {trainer.world} processes" if trainer.world > 1 else ""
+    return f"{name}, {str(trainer.target.embedding.dtype).removeprefix('torch.')}{processes}"
 
 
 @dataclass(frozen=True)

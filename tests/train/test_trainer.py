@@ -510,7 +510,7 @@ def test_a_run_that_is_stopped_says_where(answers: Path, tmp_path: Path) -> None
     assert where_it_stopped(trainer) == "stopped at step 2; the last checkpoint is of step 1"
 
 
-def test_the_command_says_how_long_it_takes_and_where_it_stopped(
+def test_the_command_says_how_long_it_takes_where_it_runs_and_where_it_stopped(
     answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, out, file = write_model(tmp_path / "model"), tmp_path / "out", tmp_path / "recipe.yaml"
@@ -520,7 +520,9 @@ def test_the_command_says_how_long_it_takes_and_where_it_stopped(
     file.write_text(json.dumps({**paths, "head": head, **sizes, "score": False, "dtype": "float32", "device": "cpu"}))
 
     train_recipe(file, (), fresh=False, dry_run=True)
-    assert "0.0 minutes for what is left. Nothing was written." in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "0.0 minutes for what is left. Nothing was written." in said
+    assert "the processor, no GPU, float32" in said
     assert not out.exists()
 
     step = Trainer.train_step
