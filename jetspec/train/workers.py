@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -18,6 +19,8 @@ Results = Generator[Row | BadPrompt | CutPrompt, None, None]
 Answer = Callable[[Iterator[Prompt]], Results]
 """Turns prompts into rows, in any order. A prompt that was cut has a row as well."""
 
+LAST_WORDS_S = 10.0
+"""How long a worker may take to end."""
 HAND_OUT = 8
 """Prompts that a worker process gets at a time: few, so that none takes much more than it can answer at once."""
 
@@ -47,9 +50,14 @@ def answer_in_processes(starts: Sequence[Callable[[], Answer]], prompts: Iterato
                     open_ends.remove(end)
                 else:
                     yield message
+        for worker in workers.values():
+            worker.join(LAST_WORDS_S)
     finally:
         for worker in workers.values():
             worker.terminate()
+        for worker in workers.values():
+            worker.join(LAST_WORDS_S)
+            worker.kill()
             worker.join()
 
 
@@ -71,8 +79,12 @@ def ending(status: int) -> str:
 
 
 def _work(start: Callable[[], Answer], pipe: Connection, num_threads: int) -> None:
-    """A worker's life. When the parent is gone the pipe breaks, and the worker with it."""
+    """A worker's life. When the parent is gone the pipe breaks, and the worker with it.
+
+    It does not leave while a GPU works for it: that may end others, which share the GPU through MPS.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     torch.set_num_threads(num_threads)
 
     def prompts() -> Iterator[Prompt]:
@@ -91,3 +103,6 @@ def _work(start: Callable[[], Answer], pipe: Connection, num_threads: int) -> No
         return
     except (ValueError, OSError) as error:
         pipe.send(error)
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()

@@ -98,6 +98,19 @@ def start_and_be_killed() -> Answer:
     raise AssertionError
 
 
+def start_and_leave_a_mark(mark: Path) -> Answer:
+    """It answers whatever it is asked, and marks that it was left in order."""
+
+    def answer(prompts: Iterator[Prompt]) -> Results:
+        try:
+            for prompt in prompts:
+                yield BadPrompt(prompt.id, "of no use")
+        finally:
+            mark.touch()
+
+    return answer
+
+
 def start_and_refuse() -> Answer:
     raise ValueError("there is no such model")
 
@@ -465,6 +478,18 @@ def test_processes_share_the_prompts_and_give_the_same_rows(tmp_path: Path) -> N
 def test_a_worker_that_fails_ends_the_run(start: Callable[[], Answer], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         list(answer_in_processes([start, start], iter([])))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_worker_ends_in_order(tmp_path: Path, whole: bool) -> None:
+    """Also one that is told to end: it may have a GPU at work."""
+    prompts = good(PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(40)),)))
+    results = answer_in_processes([partial(start_and_leave_a_mark, tmp_path / "left")], iter(prompts))
+    assert next(results)
+    if whole:
+        assert len(list(results)) == 39
+    results.close()
+    assert (tmp_path / "left").exists()
 
 
 @pytest.mark.parametrize(("status", "words"), [(-15, "killed by SIGTERM"), (-40, "killed by signal 40")])
