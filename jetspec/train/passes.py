@@ -95,6 +95,8 @@ class GraphPasses:
         self.work, self.parameters, self.pool = work, parameters, pool
         self.looks: dict[Any, Captured[PackedBatch, Hidden]] = {}
         self.lessons: dict[Any, Captured[Drafts, DraftLoss]] = {}
+        self.totals: list[Tensor] = []
+        """Gradients, where graphs add to them."""
 
     @property
     def num_captured(self) -> int:
@@ -111,6 +113,8 @@ class GraphPasses:
         size = (self.size, drafts.shapes)
         if size not in self.lessons:
             self.lessons[size] = self._capture(drafts)
+        pairs = zip(self.parameters, self.totals, strict=True)
+        assert all(parameter.grad is total for parameter, total in pairs), "a graph adds to gradients that are gone"
         return self.lessons[size].replay(drafts).map(Tensor.clone)
 
     def score(self, drafts: Drafts) -> DraftLoss:
@@ -120,7 +124,7 @@ class GraphPasses:
     def _capture(self, drafts: Drafts) -> Captured[Drafts, DraftLoss]:
         """Capturing takes a run that counts for nothing: gradients are then as they were."""
         here, looked = drafts.to(self.work.device), self.looks[self.size]
-        totals = [self._total(parameter) for parameter in self.parameters]
+        totals = self.totals = [self._total(parameter) for parameter in self.parameters]
         before = [total.clone() for total in totals]
 
         def run() -> DraftLoss:
