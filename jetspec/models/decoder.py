@@ -280,6 +280,7 @@ class DecoderStack(nn.Module):
         return Hidden(self.norm(stream.x), None if tap is None else tap.flatten(-2))
 
     def rope(self, position: Tensor) -> Rope:
+        """To be asked for before tokens are embedded: layers look at it before they wait for what comes before them."""
         return ops.rope(position, self.inv_freq, self.config.rope.scale, self.norm.weight.dtype)
 
     def paged(self, batch: TreeBatch, cache: Sequence[KVPages]) -> list[Attend]:
@@ -313,13 +314,15 @@ class Decoder(DecoderStack):
 
     def forward(self, batch: TreeBatch, cache: Sequence[KVPages], tap_layers: tuple[int, ...] = ()) -> Hidden:
         """One pass over the in-flight tokens."""
-        return self.run(self.embed(batch.token_T), self.rope(batch.position_T), self.paged(batch, cache), tap_layers)
+        rope = self.rope(batch.position_T)
+        return self.run(self.embed(batch.token_T), rope, self.paged(batch, cache), tap_layers)
 
     def forward_dense(self, token: Tensor, position: Tensor, visible: Visible, tap_layers: tuple[int, ...]) -> Hidden:
         """The same without a cache, for training: tokens (.., T) that see each other as `visible` (.., T, T) says."""
         seen = {window: narrow(visible, position, position, window) for window in self.config.distinct_windows}
         attends = [partial(self._attend_dense, seen[self.config.window(i)]) for i in range(self.config.num_layers)]
-        return self.run(self.embed(token), self.rope(position), attends, tap_layers)
+        rope = self.rope(position)
+        return self.run(self.embed(token), rope, attends, tap_layers)
 
     def _attend_dense(self, visible: Visible, qkv: Tensor, rope: Rope, norm: HeadNorm | None) -> Tensor:
         return attend_masked(*ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm), visible)

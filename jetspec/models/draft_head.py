@@ -205,8 +205,8 @@ class DraftHead(DecoderStack):
         Who sees whom in a block is the head's to know: the batch's own mask is not looked at. The block's K and V
         are written past the context's end, where the next rows overwrite them.
         """
-        embedded, attends = target.embed(block.token_T), self._attend_block(block, cache)
-        states = self.run(embedded, self.rope(block.position_T), attends).hidden_TM
+        rope = self.rope(block.position_T)
+        states = self.run(target.embed(block.token_T), rope, self._attend_block(block, cache)).hidden_TM
         return self.predicting(states.unflatten(0, (-1, self.head_config.block_size)))
 
     def _attend_block(self, block: TreeBatch, cache: Sequence[KVPages]) -> list[Attend]:
@@ -267,13 +267,14 @@ class DraftHead(DecoderStack):
             window: narrow(visible, block_position, key_position, window, self.head_config.causal_windows)
             for window in self.config.distinct_windows
         }
-        G, tap_rope, attends = self.config.num_kv_heads, self.rope(tap_position), []
+        G, tap_rope, block_rope = self.config.num_kv_heads, self.rope(tap_position), self.rope(block_position)
+        attends = []
         weights = self.context_weights()
         for i, kv in enumerate(self.context(tap, weights).unbind(-3)):
             norm = None if weights.norm is None else weights.norm.layer(i)
             _, k, v = ops.rotate_qkv(kv, G, tap_rope, norm)
             attends.append(partial(self._attend_dense, k, v, seen[self.config.window(i)]))
-        return self.run(block, self.rope(block_position), attends).hidden_TM
+        return self.run(block, block_rope, attends).hidden_TM
 
     def _attend_dense(
         self, k_context: Tensor, v_context: Tensor, visible: Visible, qkv: Tensor, rope: Rope, norm: HeadNorm | None

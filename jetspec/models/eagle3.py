@@ -161,9 +161,9 @@ class Eagle3Head(DecoderStack):
 
         With a single layer, what later tokens see of a row needs no attention.
         """
+        rope = self.rope(batch.position_T)
         feature_SM.index_copy_(0, batch.slot_T, self.fc(tap_TX))
         kv = self.layer.attention.context(self.layer.row(self.embed(batch.token_T, target), feature_SM[before_T]))
-        rope = self.rope(batch.position_T)
         ops.rotate_store(kv, self.config.num_kv_heads, rope, self.layer.attention.head_norm, cache[0], batch.slot_T)
 
     def step(

@@ -5,6 +5,8 @@ must be cheap: no tensor is made but the outputs, and strides follow from consta
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -134,12 +136,13 @@ def rotate_store_triton(
 def rotate_store_layers_triton(
     kv_TLXE: Tensor, tables: Tables, norm: HeadNorm | None, pages: KVPages, distance: int, slot_T: Tensor
 ) -> None:
-    """`pages` are those of the first layer."""
+    """`pages` are those of the first layer. The tables may be just made, so it does not start early."""
     check_slots(pages)
     _, L, X, E = kv_TLXE.shape
     assert pages.k.shape[2] == X // 2 and (norm is None or norm.k.shape == (L, E))
-    none = kv_TLXE.new_empty(0)
-    _launch_rotate(kv_TLXE.contiguous(), X // 2, tables, norm, none, pages.k, pages.v, slot_T.contiguous(), L, distance)
+    kv, none = kv_TLXE.contiguous(), kv_TLXE.new_empty(0)
+    late = {"OVERLAP": False}
+    _launch_rotate(kv, X // 2, tables, norm, none, pages.k, pages.v, slot_T.contiguous(), L, distance, late)
 
 
 def _launch_rotate(
@@ -153,6 +156,7 @@ def _launch_rotate(
     slot: Tensor | None,
     layers: int = 1,
     distance: int = 0,
+    start: dict[str, Any] | None = None,
 ) -> None:
     X, E = qkv.shape[-2:]
     cos, signed_sin = tables
@@ -180,7 +184,7 @@ def _launch_rotate(
             HEADS=at_once,
             ROW=num_kv_heads * E if slot is None else k.stride(1),
             HEAD=E if slot is None else k.stride(2),
-            **overlap(qkv),
+            **(overlap(qkv) if start is None else start),
         )
 
 

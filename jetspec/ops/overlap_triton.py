@@ -5,8 +5,8 @@ part may be launched as soon as all programs of its predecessor have begun, do w
 reading weights and lengths, and must then `wait` for it. Every program waits, before anything else could end it: a
 kernel that was over before its predecessor would let its successor read what is not yet written.
 
-What a kernel that takes no part has written may be read before the wait, however short ago that was: whatever follows
-such a kernel starts after its end. What a kernel that takes part has written may not.
+What was written may be read before the wait only if a kernel that takes no part was launched since: it starts when all
+before it is over and seen by all. The end of a kernel alone, without a wait, promises nobody what it wrote.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

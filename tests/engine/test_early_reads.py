@@ -1,0 +1,46 @@
+"""Kernels that start early read tables before they wait, so something that starts late must stand behind these."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from jetspec import ops
+from jetspec.config import TreeConfig
+from jetspec.models.decoder import Decoder, DecoderStack
+from jetspec.models.heads import Head
+from jetspec.types import SamplingParams
+from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
+
+
+@pytest.mark.parametrize("who", ["none", "head", "edge", "eagle3"])
+def test_tokens_are_embedded_between_a_table_and_who_reads_it_early(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking up embeddings is torch's kernel, which takes no part in starting early."""
+    steps: list[str] = []
+    rope, embed, rotate_store = DecoderStack.rope, Decoder.embed, ops.rotate_store
+
+    def noted_rope(self: DecoderStack, position: Tensor) -> object:
+        steps.append("table")
+        return rope(self, position)
+
+    def noted_embed(self: Decoder, token: Tensor) -> Tensor:
+        steps.append("embed")
+        return embed(self, token)
+
+    def noted_rotate(*inputs: object) -> Tensor:
+        steps.append("read")
+        return rotate_store(*inputs)  # type: ignore[arg-type]
+
+    target = tiny_decoder()
+    head: Head | None = tiny_head(target, edge=who == "edge") if who != "eagle3" else tiny_eagle3(target)
+    head = None if who == "none" else head
+    engine = make_engine(target, "head" if head else "none", head, TreeConfig(budget=8, width=4))
+    monkeypatch.setattr(DecoderStack, "rope", noted_rope)
+    monkeypatch.setattr(Decoder, "embed", noted_embed)
+    monkeypatch.setattr(ops, "rotate_store", noted_rotate)
+    run(engine, [[1, 2, 3], [4]], SamplingParams(max_tokens=4))
+    assert steps.count("read") > steps.count("table") > 2
+    for at, step in enumerate(steps):
+        if step == "read":
+            last = max(i for i in range(at) if steps[i] == "table")
+            assert "embed" in steps[last:at]
