@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ class OneLineErrors(TyperGroup):
         except USAGE_ERROR as error:
             raise _misused(error) from None
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
-            is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            is_memory = _is_memory(error)
             if ctx.params["debug"] or (isinstance(error, RuntimeError) and not is_memory):
                 raise
             _tell(_one_line(error))
@@ -78,6 +79,12 @@ def _misused(error: Any) -> Exception:
     return typer.Exit(FAILED)
 
 
+def _is_memory(error: Exception) -> bool:
+    """torch has an error for a GPU that is full, and none for a machine."""
+    is_full = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_full or "can't allocate memory" in str(error)
+
+
 def _tell(line: str) -> None:
     """One line on stderr. Where that is full or closed, the exit status has to say it all."""
     with suppress(OSError):
@@ -86,6 +93,8 @@ def _tell(line: str) -> None:
 
 def _one_line(error: Exception | str) -> str:
     text = str(error) or "out of memory"
+    if wanted := re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", text):
+        text = f"out of memory: {int(wanted[1]) / 1e9:,.1f} GB more were wanted"
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(text.split())
@@ -754,6 +763,8 @@ def profile(
     if context.invoked_subcommand:
         _refuse_options(context)
         return
+    if head_options.head is not None and (lost := {"--head-layers", "--block", "--edge"} & set(_given(context))):
+        raise typer.BadParameter(f"{min(lost)} shapes a random head, and --head names a real one", ctx=context)
     trees = [TreeConfig(budget=nodes, width=width, shortlist=shortlist, likely=likely) for nodes in budget or [64]]
     from jetspec.bench.profile import Workload
     from jetspec.terminal.profile import HeadChoice, Report, Where, default_rounds, profile_rounds
@@ -770,6 +781,7 @@ def profile(
 
 @profile_app.command(
     epilog=_examples(
+        "jetspec profile op",
         "jetspec profile op all",
         "jetspec profile op build_edge_tree --shape qwen3-8b --shortlist 512",
         "jetspec profile op add_mixture --shape qwen3-30b-a3b --budget 128 --json",
@@ -777,18 +789,30 @@ def profile(
 )
 @spread
 def op(
-    name: Annotated[str, typer.Argument(help="Its name, such as tree_attention, or all.", metavar="NAME")],
     options: ProfileOptions,
+    name: Annotated[str | None, typer.Argument(help="Its name, or all; left out, they are listed.")] = None,
     budget: Annotated[int, _option("Nodes of a tree.", panel="Round")] = 64,
     context: Annotated[int, _option("Tokens before it.", panel="Round")] = 1024,
     shortlist: ProfileShortlist = TreeConfig.shortlist,
+    window: Annotated[
+        int | None, _option("Attention sees so many tokens before each; all by default.", panel="Round")
+    ] = None,
 ) -> None:
     """Time one operation: its kernel, and the reference that the kernel must equal."""
-    from jetspec.terminal.profile import Report, Where, profile_operations
+    from jetspec.terminal.profile import Report, Where, list_operations, profile_operations
 
-    where, report = Where(options.shape, options.dtype, options.device), Report(options.as_json, options.out)
+    if name is None:
+        list_operations(options.shape)
+        return
     profile_operations(
-        name, where, budget=budget, context=context, batch=options.batch, shortlist=shortlist, report=report
+        name,
+        Where(options.shape, options.dtype, options.device),
+        budget=budget,
+        context=context,
+        batch=options.batch,
+        shortlist=shortlist,
+        window=window,
+        report=Report(options.as_json, options.out),
     )
 
 

@@ -10,6 +10,7 @@ Score = Literal["accum_logp", "entropy", "hybrid"]
 DrafterName = Literal["head", "ngram", "none"]
 Execution = Literal["auto", "eager", "graph"]
 
+MAX_BATCH = 4096
 MAX_BUDGET = 1024
 MAX_WIDTH = 64
 MAX_LIKELY = 32
@@ -89,7 +90,7 @@ class EngineConfig:
     """Rounds that a waiting request may be held back, so that more of them are prefilled together."""
 
     def __post_init__(self) -> None:
-        _in_range("max_batch", self.max_batch, 1, 4096)
+        _in_range("max_batch", self.max_batch, 1, MAX_BATCH)
         _in_range("page_size", self.page_size, 1, 1024)
         _in_range("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
         _in_range("patience", self.patience, 0, 1 << 20)

@@ -64,12 +64,14 @@ class Setting:
     context: int = 1024
     batch: int = 1
     shortlist: int = TreeConfig.shortlist
+    window: int | None = None
+    """Of attention, as layers of some models have one."""
 
     def __post_init__(self) -> None:
         TreeConfig(budget=self.budget, width=WIDTH, shortlist=self.shortlist)
-        for name in ("context", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("context", "batch", "window"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
 class Inputs:
@@ -122,13 +124,14 @@ class Inputs:
 
 
 def tree_attention(inputs: Inputs) -> Operation:
-    c, batch = inputs.config, inputs.placed(inputs.setting.context)
+    c, batch, window = inputs.config, inputs.placed(inputs.setting.context), inputs.setting.window
     pages, q_THE = inputs.pages(batch), inputs.normal(inputs.T, c.num_heads, c.head_dim)
     plan = ops.plan_attention(batch)
     row_bytes = 2 * c.num_kv_heads * c.head_dim * q_THE.itemsize
+    seen = min(inputs.setting.context, window or inputs.setting.context)
     return Operation(
-        lambda: (ops.tree_attention(q_THE, pages, plan, c.head_dim**-0.5, None),),
-        2 * q_THE.nbytes + inputs.B * (inputs.setting.context + inputs.N) * row_bytes,
+        lambda: (ops.tree_attention(q_THE, pages, plan, c.head_dim**-0.5, window),),
+        2 * q_THE.nbytes + inputs.B * (seen + inputs.N) * row_bytes,
     )
 
 
@@ -243,11 +246,19 @@ def build_edge_tree(inputs: Inputs) -> Operation:
 
 
 def accept_path(inputs: Inputs) -> Operation:
+    return accept_as(inputs, SamplingParams())
+
+
+def accept_sampled(inputs: Inputs) -> Operation:
+    return accept_as(inputs, SamplingParams(temperature=1.0, top_k=50, top_p=0.95))
+
+
+def accept_as(inputs: Inputs, params: SamplingParams) -> Operation:
     """The target's choice stands out, and is right after the root."""
     tree = inputs.tree()
     logits_BNV = inputs.normal(inputs.B, inputs.N, inputs.config.vocab_size)
     logits_BNV.scatter_(-1, tree.token_BN.roll(-1, 1)[..., None], 20)
-    sampling = RowSampling.of([SamplingParams()] * inputs.B, [0] * inputs.B, logits_BNV.device)
+    sampling = RowSampling.of([params] * inputs.B, [0] * inputs.B, logits_BNV.device)
     cached_len_B = torch.full_like(tree.size_B, inputs.setting.context)
 
     def run() -> tuple[Tensor, ...]:
@@ -323,6 +334,7 @@ OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     "build_tree": build,
     "build_edge_tree": build_edge_tree,
     "accept": accept_path,
+    "accept_sampled": accept_sampled,
     "compact_kv": compact_kv,
     "norm_route": norm_route,
     "add_mixture": add_mixture,

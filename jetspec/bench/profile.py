@@ -11,11 +11,11 @@ import torch
 
 from jetspec.bench.floor import count_experts, plain_floor, round_floor
 from jetspec.bench.timing import Moment, as_graph, time_ms
-from jetspec.config import EngineConfig, TreeConfig
+from jetspec.config import MAX_BATCH, EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import Launched, Lineup, Rounds, round_state
 from jetspec.engine.rows import upload
-from jetspec.models.decoder import Decoder
+from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead
 from jetspec.tree import accept, accepted_tokens
 from jetspec.types import SamplingParams, Wants
@@ -77,11 +77,20 @@ class Profile:
         return {**asdict(self), "ratio_round": self.ratio_round, "ratio_plain": self.ratio_plain}
 
 
+def check(config: DecoderConfig, tree: TreeConfig, work: Workload) -> None:
+    """Refuse what cannot be measured, before anything is loaded."""
+    if tree.budget < 2:
+        raise ValueError("a budget of 1 is plain decoding, which is timed in any case; give at least 2")
+    if work.batch > MAX_BATCH:
+        raise ValueError(f"batch is {work.batch}; it must be at most {MAX_BATCH}")
+    if work.context >= config.max_len:
+        raise ValueError(f"context is {work.context}, and the model's holds {config.max_len} tokens; lower it")
+
+
 @torch.inference_mode()
 def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) -> Profile:
     """Measure rounds and plain steps, one after the other, so that one of them is in memory at a time."""
-    if tree.budget < 2:
-        raise ValueError("a budget of 1 is plain decoding, which is timed in any case; give at least 2")
+    check(target.config, tree, work)
     device = target.embedding.device
     plain_ms, plain_experts = _profile_plain(target, work)
     decoding = Decoding(target, head, tree, work)

@@ -66,7 +66,13 @@ SHAPES = {
 
 def shape_of(name: str) -> DecoderConfig:
     """A shape by its name, or that of a model's files."""
-    return SHAPES[name] if name in SHAPES else open_model(resolve(name)).config
+    if name in SHAPES:
+        return SHAPES[name]
+    try:
+        path = resolve(name)
+    except ValueError as error:
+        raise ValueError(f"{error}, nor a shape ({', '.join(SHAPES)})") from None
+    return open_model(path).config
 
 
 def open_target(name: str, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:

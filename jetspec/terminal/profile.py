@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from jetspec.bench.op_profile import OpProfile, Setting, find_operations, profile_operation
-from jetspec.bench.profile import STAGES, Profile, Workload, profile
+from jetspec.bench.profile import STAGES, Profile, Workload, check, profile
 from jetspec.bench.shapes import Weights, open_head, open_target, shape_of
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
@@ -59,6 +59,9 @@ def profile_rounds(
 ) -> None:
     """Every tree with every workload, over one load of the models."""
     commit, device = current_commit(), choose_device(where.device)
+    config = shape_of(where.shape)
+    for work, tree in product(works, trees):
+        check(config, tree, work)
     with working(f"Loading {where.shape}"):
         target = open_target(where.shape, weights, choose_dtype(where.dtype, device), device)
         head = open_head(target, choice.path, choice.shape)
@@ -89,14 +92,27 @@ def default_rounds(device: str) -> int:
     return CPU_ROUNDS if choose_device(device).type == "cpu" else GPU_ROUNDS
 
 
+def list_operations(shape: str) -> None:
+    """Those that a shape has, one per line."""
+    out().print("\n".join(find_operations("all", shape_of(shape))))
+
+
 def profile_operations(
-    name: str, where: Where, *, budget: int, context: int, batch: int, shortlist: int, report: Report
+    name: str,
+    where: Where,
+    *,
+    budget: int,
+    context: int,
+    batch: int,
+    shortlist: int,
+    window: int | None,
+    report: Report,
 ) -> None:
     """One operation, or all of them."""
     commit, device = current_commit(), choose_device(where.device)
     config = shape_of(where.shape)
     names = find_operations(name, config)
-    setting = Setting(config, choose_dtype(where.dtype, device), device, budget, context, batch, shortlist)
+    setting = Setting(config, choose_dtype(where.dtype, device), device, budget, context, batch, shortlist, window)
     runs = []
     for each in names:
         with working(f"Timing {each}"):
@@ -109,6 +125,7 @@ def profile_operations(
         "context": context,
         "batch": batch,
         "shortlist": shortlist,
+        "window": window,
         "operations": [run.to_dict() for run in runs],
     }
     _write(results, _op_table(runs), report, commit)

@@ -186,6 +186,16 @@ def test_inputs_are_the_same_each_time() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), name
 
 
+def test_a_window_hides_what_lies_before_it() -> None:
+    found = []
+    for window in (None, 5, 1000):
+        inputs = Inputs(Setting(SPARSE, torch.float32, CPU, budget=20, context=30, batch=2, window=window))
+        operation = OPERATIONS["tree_attention"](inputs)
+        found.append((operation.run()[0], operation.num_bytes))
+    assert torch.equal(found[0][0], found[2][0]) and not torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[2][1] > found[1][1]
+
+
 def test_all_is_what_a_shape_has() -> None:
     assert find_operations("all", SPARSE) == list(OPERATIONS)
     assert set(OPERATIONS) - set(find_operations("all", DENSE)) == set(OF_EXPERTS)
@@ -214,6 +224,8 @@ def test_command_shows_a_table(folder: Path) -> None:
     shape = ["--shape", str(folder), "--device", "cpu"]
     rounds = run(*shape, "--head-layers", "1", "--budget", "8", "--context", "10", "--rounds", "1")
     assert all(word in rounds.stdout for word in (*STAGES, "round", "plain step", "floor", "ratio", "budget 8"))
+    listed = run("op", *shape)
+    assert listed.stdout.split() == [name for name in OPERATIONS if name not in OF_EXPERTS]
     operations = run("op", "all", *shape, "--budget", "8", "--context", "10")
     assert all(name in operations.stdout for name in OPERATIONS if name not in OF_EXPERTS)
 
@@ -224,12 +236,18 @@ def test_command_shows_a_table(folder: Path) -> None:
         (["--budget", "0"], "budget is 0"),
         (["--budget", "1"], "budget of 1 is plain decoding"),
         (["--context", "0"], "context is 0"),
-        (["--context", "999"], "999 tokens"),
+        (["--context", "999"], "context is 999, and the model's holds 256 tokens"),
         (["--context", "255"], "lower the batch or the context"),
         (["--rounds", "0"], "rounds is 0"),
         (["--batch", "0"], "batch is 0"),
-        (["--head-layers", "5"], "does not fit a target of 2"),
-        (["--shape", "nowhere"], "'nowhere' is neither"),
+        (["--batch", "100000"], "batch is 100000; it must be at most 4096"),
+        (["--head", "mine", "--block", "4"], "--block shapes a random head"),
+        (["--head", "mine", "--edge", "--head-layers", "2"], "--edge shapes a random head"),
+        (["--context", "10", "--head-layers", "5"], "does not fit a target of 2"),
+        (["--shape", "nowhere"], "'nowhere' is neither a file or folder, nor"),
+        (["op", "all", "--shape", "nowhere"], "nor a shape (qwen3-8b, qwen3-30b-a3b, "),
+        (["op", "tree_attention", "--context", "10000000000"], "out of memory"),
+        (["op", "tree_attention", "--window", "0"], "window is 0"),
         (["--shape", "qwen3-8b", "--weights", "real"], "shape without weights"),
         (["op", "nothing"], "there is no operation 'nothing'"),
         (["op", "add_mixture"], "no experts"),
@@ -240,7 +258,8 @@ def test_command_shows_a_table(folder: Path) -> None:
 )
 def test_bad_values_are_one_line(folder: Path, args: list[str], line: str) -> None:
     known = [] if "--shape" in args or args[0] == "--width" else ["--shape", str(folder)]
-    result = run(*args, *known, *(["--head-layers", "1"] if args[0] in ("--budget", "--context") else []))
+    small = ["--head-layers", "1"] if args[0] in ("--budget", "--context") and "--head-layers" not in args else []
+    result = run(*args, *known, *small)
     assert result.exit_code == 2
     errors = [text for text in result.stderr.splitlines() if not text.endswith("...")]
     assert len(errors) == 1 and errors[0].startswith("jetspec: error: ") and line in errors[0]
@@ -254,7 +273,8 @@ def test_bad_values_are_one_line(folder: Path, args: list[str], line: str) -> No
 def test_profile_on_a_gpu(edge: int) -> None:
     work = Workload(context=100, batch=2, rounds=50)
     found = profile(*models(LARGER, torch.device("cuda"), torch.bfloat16, edge), TreeConfig(budget=32), work)
-    assert 0 < found.floor_plain_ms < found.plain_ms and 0 < found.floor_round_ms < found.round_ms
+    assert found.floor_plain_ms > 0 and found.floor_round_ms > 0
+    assert found.plain_ms < found.round_ms
     assert found.round_ms < 2 * sum(found.stages_ms.values())
     assert 0 <= found.idle_frac < 1
 
