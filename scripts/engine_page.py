@@ -56,7 +56,7 @@ def origin(record: Record) -> str:
 def profile_table(record: Record) -> str:
     """A row for every budget and context: the round and its stages, the plain step, and both over their floors; of a
     mixture of experts also how many of them a layer of the round visits, and the gigabytes of all that it reads."""
-    titles = ["budget", "context", "round", *STAGES, "floor", "ratio", "plain step", "floor", "ratio", "idle"]
+    titles = ["budget", "context", "round", *STAGES, "floor", "ratio", "plain step", "floor", "ratio", "loop", "idle"]
     is_sparse = any(run["experts_round"] is not None for run in record["runs"])
     titles += ["experts", "GB"] if is_sparse else []
     rows = []
@@ -65,7 +65,8 @@ def profile_table(record: Record) -> str:
         rounds = [f"{run['round_ms']:.2f}", *stages, f"{run['floor_round_ms']:.2f}", f"{run['ratio_round']:.2f}"]
         plain = [f"{run['plain_ms']:.2f}", f"{run['floor_plain_ms']:.2f}", f"{run['ratio_plain']:.2f}"]
         reads = [f"{run['experts_round']:.0f}", f"{run['bytes_round'] / 1e9:.1f}"] if is_sparse else []
-        rows.append([str(run["budget"]), str(run["context"]), *rounds, *plain, f"{run['idle_frac']:.1%}", *reads])
+        loop = [f"{run['step_ms']:.2f}", f"{run['idle_frac']:.1%}"]
+        rows.append([str(run["budget"]), str(run["context"]), *rounds, *plain, *loop, *reads])
     return numbers(titles, rows)
 
 
@@ -79,10 +80,15 @@ def speed_table(record: Record) -> str:
     for dtype, result, run in runs:
         budget = "plain" if run["budget"] == PLAIN else str(run["budget"])
         shown = [f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_round']:.2f}", f"{run['speedup']:.2f}"]
-        shown += [f"{run['speedup_over_transformers']:.1f}"] if knows_other else []
+        shown += [two_digits(run["speedup_over_transformers"])] if knows_other else []
         widest = max((d["gap"] for d in run["differences"] if d["gap"] is not None), default=0.0)
         rows.append([dtype, run["set"], budget, *shown, *same_text(run, widest, result["tie_limit"])])
     return numbers(("dtype", "set", "budget", *speeds, *SAME_TEXT), rows)
+
+
+def two_digits(value: float) -> str:
+    """For what depends on the host, and varies from run to run."""
+    return f"{float(f'{value:.2g}'):g}"
 
 
 SAME_TEXT = ("differ", "by more than a tie", "widest gap", "tie is below")

@@ -10,8 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jetspec.bench.timing import as_graph, time_ms
 from jetspec.models.decoder import Decoder, DecoderStack, Linear, MoE
 from jetspec.models.draft_head import DraftHead
+
+READ_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
+"""Far more than a cache holds."""
+
+
+def read_gb_per_s(device: torch.device, calls: int) -> float:
+    """How fast memory can be read at all: one long sum."""
+    memory = torch.zeros(READ_BYTES[device.type] // 4, device=device)
+    return memory.nbytes / time_ms(as_graph(memory.sum, device), device, calls) / 1e6
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from jetspec.bench.floor import count_experts, plain_floor, round_floor
+from jetspec.bench.floor import count_experts, plain_floor, read_gb_per_s, round_floor
 from jetspec.bench.timing import Moment, as_graph, time_ms
 from jetspec.config import MAX_BATCH, EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
@@ -64,6 +64,13 @@ class Profile:
     idle_frac: float
     """Share of that loop in which the device waits for its next round."""
     tokens_per_round: float
+    read_gb_per_s: float
+    """What memory gives whoever only reads it."""
+
+    @property
+    def read_round_ms(self) -> float:
+        """The weights of the round, read and not used."""
+        return self.bytes_round / self.read_gb_per_s / 1e6
 
     @property
     def ratio_round(self) -> float:
@@ -74,7 +81,8 @@ class Profile:
         return self.plain_ms / self.floor_plain_ms
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio_round": self.ratio_round, "ratio_plain": self.ratio_plain}
+        derived = ("ratio_round", "ratio_plain", "read_round_ms")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 def check(config: DecoderConfig, tree: TreeConfig, work: Workload) -> None:
@@ -117,6 +125,7 @@ def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) 
         step_ms=loop.step_ms,
         idle_frac=loop.idle_frac,
         tokens_per_round=loop.tokens_per_round,
+        read_gb_per_s=read_gb_per_s(device, work.rounds),
     )
 
 

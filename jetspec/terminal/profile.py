@@ -155,6 +155,7 @@ def _rows(runs: Sequence[Profile]) -> list[tuple[str, str, list[float]]]:
         ("round", "{:.3f}", [run.round_ms for run in runs]),
         ("its floor", "{:.3f}", [run.floor_round_ms for run in runs]),
         ("ratio", "{:.3f}", [run.ratio_round for run in runs]),
+        ("reading its weights", "{:.3f}", [run.read_round_ms for run in runs]),
         ("plain step", "{:.3f}", [run.plain_ms for run in runs]),
         ("its floor", "{:.3f}", [run.floor_plain_ms for run in runs]),
         ("ratio", "{:.3f}", [run.ratio_plain for run in runs]),

@@ -40,7 +40,7 @@ WORK = Workload(context=20, batch=2, rounds=3)
 FIELDS = {
     *("budget", "context", "batch", "round_ms", "stages_ms", "plain_ms", "floor_round_ms", "floor_plain_ms"),
     *("ratio_round", "ratio_plain", "bytes_round", "bytes_plain", "experts_round", "experts_plain"),
-    *("step_ms", "idle_frac", "tokens_per_round"),
+    *("step_ms", "idle_frac", "tokens_per_round", "read_gb_per_s", "read_round_ms"),
 }
 
 
@@ -94,6 +94,7 @@ def test_profile_fields_are_there_and_agree(config: DecoderConfig) -> None:
     for kind in ("round", "plain"):
         assert found[f"ratio_{kind}"] == found[f"{kind}_ms"] / found[f"floor_{kind}_ms"]
     assert 0 <= found["idle_frac"] < 1
+    assert found["read_round_ms"] * found["read_gb_per_s"] * 1e6 == pytest.approx(found["bytes_round"])
     assert 1 <= found["tokens_per_round"] <= 6
     assert (found["experts_round"] is None) == (config.moe is None)
     json.dumps(found)

@@ -47,8 +47,8 @@ def run(**changes: Any) -> dict[str, Any]:
     [
         (
             "engine_speed",
-            {"tie_limit": 1.5, "runs": [run(speedup_over_transformers=21.04, differences=GAPS)]},
-            ["1234", "5.68", "2.35", "21.0", " 3 |", " 1.7 |", " 1.5 |"],
+            {"tie_limit": 1.5, "runs": [run(speedup_over_transformers=683.9, differences=GAPS)]},
+            ["1234", "5.68", "2.35", " 680 |", " 3 |", " 1.7 |", " 1.5 |"],
         ),
         (
             "engine_batches",
@@ -75,8 +75,10 @@ def test_what_a_record_says_is_on_the_page(tmp_path: Path, name: str, result: di
 def test_a_mixture_shows_what_it_reads(experts: float | None) -> None:
     """Other models read the same for every tree."""
     times = dict.fromkeys(("round_ms", "plain_ms", "floor_round_ms", "floor_plain_ms", "ratio_round", "ratio_plain"), 1)
-    round = {**times, "budget": 64, "context": 256, "stages_ms": dict.fromkeys(STAGES, 1), "idle_frac": 0.0}
+    loop = {"step_ms": 5.678, "idle_frac": 0.0}
+    round = {**times, **loop, "budget": 64, "context": 256, "stages_ms": dict.fromkeys(STAGES, 1)}
     table = profile_table({"runs": [round | {"experts_round": experts, "bytes_round": 13_440_000_000}]})
+    assert "| 5.68 | 0.0% |" in table
     assert ("experts" in table) == (experts is not None) and (" 21 | 13.4 |" in table) == (experts is not None)
 
 
