@@ -63,6 +63,20 @@ def test_batches() -> None:
     assert all(run["different"] == 0 and run["tokens_per_s"] > 0 for run in results["runs"])
 
 
+def test_short_runs_are_repeated_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, took = check.decode, iter([0.5, 0.1, 0.9, 2.0])
+
+    def timed(*args: Any) -> check.Decoded:
+        done = decode(*args)
+        return check.Decoded(done.completions, next(took) if args[-1] else done.seconds)
+
+    monkeypatch.setattr(check, "decode", timed)
+    engine = MODELS.engine(1, check.engine_config(PROMPTS, TOKENS, 2))
+    runs = check.decode_steadily(engine, PROMPTS, TOKENS, 2, "twice")
+    assert [run.seconds for run in runs] == [0.1, 0.5, 0.9]
+    assert [run.seconds for run in check.decode_steadily(engine, PROMPTS, TOKENS, 2, "once")] == [2.0]
+
+
 def test_capturing_is_timed_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that only the first run of some batch needs, as a prompt of a new length does."""
     make, decode = check.Models.engine, check.decode
