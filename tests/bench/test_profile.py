@@ -247,7 +247,7 @@ def test_command_shows_a_table(folder: Path) -> None:
         (["--context", "10", "--head-layers", "5"], "does not fit a target of 2"),
         (["--shape", "nowhere"], "'nowhere' is neither a file or folder, nor"),
         (["op", "all", "--shape", "nowhere"], "nor a shape (qwen3-8b, qwen3-30b-a3b, "),
-        (["op", "tree_attention", "--context", "10000000000"], "out of memory"),
+        (["op", "tree_attention", "--context", "10000000000000"], "out of memory"),
         (["op", "tree_attention", "--window", "0"], "window is 0"),
         (["--shape", "qwen3-8b", "--weights", "real"], "shape without weights"),
         (["op", "nothing"], "there is no operation 'nothing'"),

@@ -53,7 +53,8 @@ def test_speed() -> None:
     assert results["noise"]["verify"] < 1e-4 > results["noise"]["plain"]
 
 
-def test_batches() -> None:
+def test_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "STEADY_S", 0.0)
     trees = [check.Tree.read(word) for word in ("8", "8:2", "1")]
     results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], trees, TOKENS, waves=2)
     assert results["correct"] and set(results["best_speedup"]) == {1, 2, 4}
@@ -96,6 +97,7 @@ def test_capturing_is_timed_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(check.Models, "engine", engine)
     monkeypatch.setattr(check, "decode", slow_at_first)
+    monkeypatch.setattr(check, "STEADY_S", 0.0)
     results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], [check.Tree(1), check.Tree(8)], TOKENS, waves=1)
     assert all(run["seconds"] < slow_s for run in results["runs"])
 
