@@ -58,16 +58,14 @@ class Found:
     def row(self) -> tuple[str, ...]:
         sign = "≥" if self.limit.at_least else "≤"
         value = "not measured" if self.value is None else f"{self.value:.4g}"
-        return self.limit.what, f"{sign} {self.limit.bound:g}", value, "yes" if self.holds else "no", self.commit_name
-
-    @property
-    def commit_name(self) -> str:
-        return self.commit[:7] if self.commit else "-"
+        holds, commit = "yes" if self.holds else "no", self.commit[:7] if self.commit else "-"
+        return self.limit.what, f"{sign} {self.limit.bound:g}", value, holds, commit
 
 
 def run_of(budget: int, context: int, field: str) -> Callable[[Record], float]:
     def value(record: Record) -> float:
-        return float(next(r[field] for r in record["runs"] if (r["budget"], r["context"]) == (budget, context)))
+        runs = {(run["budget"], run["context"]): run for run in record["runs"]}
+        return float(runs[budget, context][field])
 
     return value
 
@@ -77,8 +75,11 @@ def most(field: str) -> Callable[[Record], float]:
 
 
 def over_reading(record: Record) -> float:
-    (run,) = record["runs"]
-    return float(run["round_ms"] / run["read_round_ms"])
+    return run_of(64, 256, "round_ms")(record) / run_of(64, 256, "read_round_ms")(record)
+
+
+def mistakes(dtype: str) -> Callable[[Record], float]:
+    return lambda record: float(record["results"][dtype]["mistakes"])
 
 
 def least_speedup(record: Record) -> float:
@@ -110,7 +111,7 @@ def limits(folder: Path) -> Iterator[Limit]:
     yield Limit("SmolLM2, every batch size, over plain decoding, at least", "engine_batches", 1.0, least_speedup, True)
     for dtype in ("float32", "bfloat16"):
         what = f"SmolLM2, 1,000 texts in {dtype}, differences beyond a tie"
-        yield Limit(what, "engine_strict", 0, lambda record, dtype=dtype: record["results"][dtype]["mistakes"])  # type: ignore[misc]
+        yield Limit(what, "engine_strict", 0, mistakes(dtype))
     yield Limit("Qwen3-30B-A3B, a round of 64 nodes over reading its weights", sparse, 1.5, over_reading)
 
 

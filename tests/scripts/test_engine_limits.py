@@ -27,7 +27,7 @@ def write_records(folder: Path) -> None:
     records = {
         "profile_qwen3_8b": {"runs": dense},
         "profile_qwen3_8b_edge": {"runs": edge},
-        "profile_qwen3_30b_a3b": {"runs": [{"round_ms": 6.0, "read_round_ms": 4.0}]},
+        "profile_qwen3_30b_a3b": {"runs": [{"budget": 64, "context": 256, "round_ms": 6.0, "read_round_ms": 4.0}]},
         "engine_speed": speeds,
         "engine_batches": speeds,
         "engine_strict": {"results": {dtype: {"mistakes": 0} for dtype in ("float32", "bfloat16")}},
@@ -84,8 +84,9 @@ def test_what_nothing_tells_does_not_hold(
 ) -> None:
     write_records(tmp_path)
     (tmp_path / "engine_speed.json").unlink()
+    change(tmp_path / "profile_qwen3_30b_a3b.json", context=512)
     assert run(monkeypatch, "--records", tmp_path) == 1
-    assert capsys.readouterr().out.count("not measured") == 1
+    assert capsys.readouterr().out.count("not measured") == 2
 
 
 def test_the_page_says_what_the_records_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
