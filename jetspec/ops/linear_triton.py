@@ -28,10 +28,12 @@ TILE = 4096
 """Products that a program keeps apart, for one row."""
 
 WIDTHS = ((64, True), (64, False), (32, True), (32, False))
-"""Outputs of a tile of a few rows, and whether half as many come on top, in the order in which they are tried."""
+"""Outputs of a tile of a few rows, and whether half as many come on top, from the widest to the narrowest."""
 SMALL_BYTES = 8 * 2**20
-ENOUGH_PROGRAMS = 120
-"""Nearly all of Hopper's multiprocessors have one."""
+PROGRAMS = 132
+"""That run at once on Hopper: each fills a multiprocessor."""
+ENOUGH_PROGRAMS = 60
+"""That keep the memory busy with very few rows."""
 MAX_SLICED_ROWS = 64
 """Rows of a small weight that are sliced: more would read it too often, 16 at a time."""
 STAGE_BYTES = 225 * 1024
@@ -284,17 +286,25 @@ def _width(block_n: int, half: bool) -> int:
 
 
 def _choose_tiling(rows: int, outputs: int, gated: bool) -> RowTiling:
-    """The widest tiles that leave no multiprocessor idle: each of them reads x anew. Very few rows cost little to read,
-    and half of the multiprocessors can keep the memory busy with them. A small weight is a matter of latency, which
-    the tensor cores' own queue has less of; it takes 64 rows."""
-    is_narrow = triton.cdiv(outputs, WIDTHS[-1][0]) < ENOUGH_PROGRAMS // 2
+    """Very few rows cost little to read: the wider of two tiles that keeps the memory busy. Of more rows, tiles with
+    which a multiprocessor reads least of both factors, since each tile reads x anew, and those that do not run at once
+    run after each other. A small weight is a matter of latency, which the tensor cores' own queue has less of; it takes
+    64 rows."""
+    is_narrow = triton.cdiv(outputs, WIDTHS[-1][0]) < ENOUGH_PROGRAMS
     block_m = 16 if rows <= 16 and not is_narrow else 64
-    widths = (WIDTHS[0], WIDTHS[-1]) if block_m == 16 else WIDTHS
-    enough = ENOUGH_PROGRAMS // 2 if block_m == 16 else ENOUGH_PROGRAMS
-    for block_n, half in widths:
-        if triton.cdiv(outputs, _width(block_n, half)) * triton.cdiv(rows, block_m) >= enough:
-            break
-    weight_rows = _width(block_n, half) * (2 if gated else 1)
+    sides, row_tiles = 2 if gated else 1, triton.cdiv(rows, block_m)
+
+    def programs(width: tuple[int, bool]) -> int:
+        return triton.cdiv(outputs, _width(*width)) * row_tiles
+
+    def rows_read(width: tuple[int, bool]) -> int:
+        return triton.cdiv(programs(width), PROGRAMS) * (block_m + sides * _width(*width))
+
+    if block_m == 16:
+        block_n, half = WIDTHS[0] if programs(WIDTHS[0]) >= ENOUGH_PROGRAMS else WIDTHS[-1]
+    else:
+        block_n, half = min(WIDTHS, key=rows_read)
+    weight_rows = _width(block_n, half) * sides
     block_k = 256 if block_m == 16 else 128
     while (stages := STAGE_BYTES // ((block_m + weight_rows) * block_k * 2)) < 3:
         block_k //= 2

@@ -221,6 +221,25 @@ def test_tiles_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner:
     interpreter.submit(compare_tilings, rows, size, inner, half).result()
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@given(rows=st.integers(17, 128), outputs=st.integers(1, 32_768))
+def test_a_multiprocessor_reads_as_little_as_it_can(rows: int, outputs: int, gated: bool) -> None:
+    """Of x and of the weight, in all its tiles, one after the other."""
+    module = importlib.import_module("jetspec.ops.linear_triton")
+
+    def rows_read(width: int) -> int:
+        tiles = -(-outputs // width) * -(-rows // 64)
+        return -(-tiles // module.PROGRAMS) * (64 + (2 if gated else 1) * width)
+
+    assert rows_read(module._choose_tiling(rows, outputs, gated).width) == min(map(rows_read, (32, 48, 64, 96)))
+
+
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(64, 5120, 48), (64, 6144, 48), (64, 4096, 32), (16, 6144, 96)])
+def test_widths_of_tiles(rows: int, outputs: int, width: int) -> None:
+    """160 narrow tiles would be more than run at once, and the last 28 would run alone."""
+    assert importlib.import_module("jetspec.ops.linear_triton")._choose_tiling(rows, outputs, False).width == width
+
+
 SLICED = [(64, 576, 1536), (48, 576, 1408), (16, 576, 2880), (33, 1024, 2048), (17, 56, 24), (2, 72, 40)]
 
 
