@@ -6,7 +6,8 @@
     python -m scripts.check_engine soak    --head HEAD --data DATA --out docs/results/soak.json
 
 DATA is a folder of JSONL files with `turns`. A text may differ from the plain one only at a near tie: in float32 where
-two logits are less than 1e-4 apart, in 16 bits where they are closer than the measured noise of the kernels allows for.
+two logits are less than 1e-4 apart, in 16 bits where they are no further apart than rounding moves two logits, in some
+reading of the text: see `jetspec.bench.precision`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from jetspec.bench.precision import FreshPass, Noise, Texts, find_differences, logit_noise
+from jetspec.bench.precision import FreshPass, Judge, PairNoise, Texts, find_differences, pair_noise, readings
 from jetspec.bench.timing import without_capture
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
@@ -46,7 +47,8 @@ from scripts.soak import Soak, plain_texts
 
 STRICT_TIE = 1e-4
 LONGEST_PROMPT = 1024
-NOISE_PROMPTS = 64
+NOISE_TEXTS, NOISE_TOKENS = 16, 64
+"""What rounding is measured on: so many answers, of each at most so many tokens."""
 PATIENCE = 8
 """Rounds that a request may wait for others to be prefilled with."""
 STEADY_S, MOST_RUNS = 1.0, 5
@@ -172,18 +174,18 @@ def spread(prompts: Texts, count: int) -> Texts:
 
 
 @dataclass(frozen=True)
-class Judge:
+class Ties:
     """Tells near ties from mistakes."""
 
     prompts: Texts
-    fresh: FreshPass
-    noise: Noise
+    judges: Sequence[Judge]
+    noise: PairNoise
     limit: float
-    """Logits less apart than this are a near tie."""
+    """Logits no further apart than this are a near tie."""
 
     def __call__(self, plain: Texts, other: Texts) -> dict[str, Any]:
         """How two decodings differ, each difference with its gap."""
-        found = find_differences(self.prompts, plain, other, self.fresh)
+        found = find_differences(self.prompts, plain, other, self.judges, self.limit)
         mistakes = sum(not difference.is_tie(self.limit) for difference in found)
         return {"different": len(found), "mistakes": mistakes, "differences": [asdict(d) for d in found]}
 
@@ -191,20 +193,15 @@ class Judge:
         return {"noise": asdict(self.noise), "tie_limit": self.limit}
 
 
-def make_judge(models: Models, prompts: Texts, tokens: int, budget: int) -> Judge:
-    """Measure the noise of plain steps and of verify passes with trees of this budget, on some of the prompts.
-
-    It is the greatest of a sample, so the sample is of all that is compared: every kind of prompt, some of which are
-    noisier than others, and whole texts.
-    """
-    fresh = models.fresh_pass(prompts, tokens)
-    some = spread(prompts, NOISE_PROMPTS)
-    config = engine_config(some, tokens, len(some), execution="eager")
-    plain, positions = logit_noise(models.engine(1, config), some, tokens, fresh)
-    verify, _ = logit_noise(models.engine(budget, config), some, tokens, fresh)
-    noise = Noise(plain, verify, positions)
-    is_exact = models.target.embedding.dtype == torch.float32
-    return Judge(prompts, fresh, noise, STRICT_TIE if is_exact else noise.widest_tie)
+def measure_ties(models: Models, prompts: Texts, plain: Texts, budget: int) -> Ties:
+    """Measure what rounding does to passes over one token and over trees of this budget, on some of the plain texts, of
+    every kind of prompt: some are noisier than others."""
+    fresh = FreshPass(models.target, None, longest(prompts) + longest(plain))
+    some = [(prompts[name], text[:NOISE_TOKENS]) for name, text in spread(plain, NOISE_TEXTS).items()]
+    noise = pair_noise(fresh, some, budget)
+    if models.target.embedding.dtype == torch.float32:
+        return Ties(prompts, [fresh], noise, STRICT_TIE)
+    return Ties(prompts, readings(fresh), noise, noise.widest_tie)
 
 
 # -- the checks
@@ -220,34 +217,35 @@ def check_speed(
 ) -> dict[str, Any]:
     """Tokens per second of one request at a time: plain, speculative, and of `transformers`; prefill left out."""
     everything = {name: prompt for prompts in sets.values() for name, prompt in prompts.items()}
-    judge = make_judge(models, everything, tokens, max(budgets))
     config = engine_config(everything, tokens, 1)
-    plain: dict[str, Decoded] = {}
-    runs: list[dict[str, Any]] = []
+    done: dict[tuple[str, int], Decoded] = {}
     for budget in (1, *budgets):
         engine = models.engine(budget, config)
         warm_up(engine, everything, 1)
         for name, prompts in sets.items():
-            done = decode_timed(engine, prompts, tokens, 1, f"{name}, budget {budget}")
-            plain.setdefault(name, done)
-            runs.append(
-                {
-                    "set": name,
-                    "budget": budget,
-                    "tokens": done.tokens,
-                    "tokens_per_s": done.decode_rate,
-                    "tokens_per_round": done.tokens_per_round,
-                    "speedup": done.decode_rate / plain[name].decode_rate,
-                    **judge(plain[name].texts, done.texts),
-                }
-            )
+            done[name, budget] = decode_timed(engine, prompts, tokens, 1, f"{name}, budget {budget}")
+    plain = {name: done[name, 1] for name in sets}
+    texts = {name: text for decoded in plain.values() for name, text in decoded.texts.items()}
+    ties = measure_ties(models, everything, texts, max(budgets))
+    runs: list[dict[str, Any]] = [
+        {
+            "set": name,
+            "budget": budget,
+            "tokens": decoded.tokens,
+            "tokens_per_s": decoded.decode_rate,
+            "tokens_per_round": decoded.tokens_per_round,
+            "speedup": decoded.decode_rate / plain[name].decode_rate,
+            **ties(plain[name].texts, decoded.texts),
+        }
+        for (name, budget), decoded in done.items()
+    ]
     if other is not None:
         rates = {name: transformers_rate(other, first(p, other_prompts), tokens) for name, p in sets.items()}
         for run in runs:
             run["transformers_tokens_per_s"] = rates[run["set"]]
             run["speedup_over_transformers"] = run["tokens_per_s"] / rates[run["set"]]
     best = {name: max(run["speedup"] for run in runs if run["set"] == name) for name in sets}
-    return {**judge.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
+    return {**ties.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
 
 
 @dataclass(frozen=True, order=True)
@@ -271,32 +269,35 @@ def check_batches(
     `waves` prompts per place of the batch are decoded. One engine serves all batch sizes of a tree.
     """
     config = engine_config(prompts, tokens, max(batches), patience=PATIENCE)
-    judge = make_judge(models, prompts, tokens, max(trees).budget)
     alone: Decoded | None = None
-    runs = []
+    done: dict[tuple[Tree, int], list[Decoded]] = {}
     for tree in sorted({Tree(1), *trees}):
         engine = models.engine(tree.budget, config, tree.depth or None)
         warm_up(engine, prompts, max(batches))
         alone = alone or decode(engine, first(prompts, waves * max(batches)), tokens, 1, "alone")
         for batch in batches:
-            some = first(prompts, waves * batch)
-            done = decode_steadily(engine, some, tokens, batch, f"batch {batch}, budget {tree.budget}")
-            median = done[len(done) // 2]
-            runs.append(
-                {
-                    "batch": batch,
-                    "budget": tree.budget,
-                    "depth": tree.depth or None,
-                    "tokens": median.tokens,
-                    "seconds": median.seconds,
-                    "seconds_of_runs": [run.seconds for run in done],
-                    "tokens_per_s": median.tokens / median.seconds,
-                    "tokens_per_round": median.tokens_per_round,
-                    **judge(alone.texts, median.texts),
-                }
-            )
+            some, label = first(prompts, waves * batch), f"batch {batch}, budget {tree.budget}"
+            done[tree, batch] = decode_steadily(engine, some, tokens, batch, label)
+    assert alone is not None
+    ties = measure_ties(models, prompts, alone.texts, max(trees).budget)
+    runs = []
+    for (tree, batch), repeats in done.items():
+        median = repeats[len(repeats) // 2]
+        runs.append(
+            {
+                "batch": batch,
+                "budget": tree.budget,
+                "depth": tree.depth or None,
+                "tokens": median.tokens,
+                "seconds": median.seconds,
+                "seconds_of_runs": [run.seconds for run in repeats],
+                "tokens_per_s": median.tokens / median.seconds,
+                "tokens_per_round": median.tokens_per_round,
+                **ties(alone.texts, median.texts),
+            }
+        )
     best = {batch: best_speedup([run for run in runs if run["batch"] == batch]) for batch in batches}
-    return {**judge.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
+    return {**ties.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
 
 
 def best_speedup(runs: Sequence[Mapping[str, Any]]) -> float:
@@ -310,8 +311,8 @@ def check_strict(models: Models, prompts: Texts, batch: int, budget: int, tokens
     config = engine_config(prompts, tokens, batch, patience=PATIENCE)
     plain = decode(models.engine(1, config), prompts, tokens, batch, "plain")
     other = decode(models.engine(budget, config), prompts, tokens, batch, f"budget {budget}")
-    judge = make_judge(models, prompts, tokens, budget)
-    found = judge(plain.texts, other.texts)
+    ties = measure_ties(models, prompts, plain.texts, budget)
+    found = ties(plain.texts, other.texts)
     gaps = [d["gap"] for d in found["differences"] if d["gap"] is not None]
     return {
         "prompts": len(prompts),
@@ -319,7 +320,7 @@ def check_strict(models: Models, prompts: Texts, batch: int, budget: int, tokens
         "batch": batch,
         "budget": budget,
         "tokens_per_round": other.tokens_per_round,
-        **judge.to_dict(),
+        **ties.to_dict(),
         **verdict([found]),
         "widest_gap": max(gaps, default=0.0),
         **found,

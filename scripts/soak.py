@@ -136,7 +136,7 @@ class Soak:
             return
         self.counts[f"{kind}_different"] += 1
         if kind == "greedy":
-            (found,) = find_differences(self.prompts, {name: expected}, {name: done.token_ids}, self.fresh)
+            (found,) = find_differences(self.prompts, {name: expected}, {name: done.token_ids}, [self.fresh], self.tie)
             if found.is_tie(self.tie):
                 self.ties.append(vars(found))
             else:

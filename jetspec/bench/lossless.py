@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jetspec.bench.measure import Bench
 from jetspec.bench.measured import Measured
-from jetspec.bench.precision import FreshPass, InPieces, Judge, PairNoise, find_parting, gap_between, pair_noise
+from jetspec.bench.precision import FreshPass, Judge, PairNoise, find_parting, gaps_between, pair_noise, readings
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
@@ -22,8 +22,6 @@ OTHER_PROMPT = "other prompt"
 """Why the text of a server differs that read its own earlier words as other tokens than we do."""
 NOISE_TEXTS, NOISE_TOKENS = 8, 64
 """What rounding is measured on: so many answers, of each at most so many tokens."""
-PIECES = (1, 4, 16)
-"""How many tokens at a time a text is read again where its tokens part at a wide gap."""
 
 
 @dataclass(frozen=True)
@@ -153,17 +151,9 @@ class LosslessCheck:
         where it is undecided, many of them at the same place and in every repeat: that is looked at once."""
         key = a, b, tokens, sampling if sampling.temperature > 0 else None
         if key not in self._gaps:
-            gap = gap_between(a, b, tokens, drawn(self.fresh, sampling))
-            self._gaps[key] = gap, self._least_gap(gap, a, b, tokens, sampling)
+            judges = [drawn(reading, sampling) for reading in readings(self.fresh)]
+            self._gaps[key] = gaps_between(a, b, tokens, judges, self.widest_tie)
         return self._gaps[key]
-
-    def _least_gap(self, gap: float, a: int, b: int, tokens: Sequence[int], sampling: SamplingParams) -> float:
-        """A gap that is no tie is taken again from other readings of the text: where rounding makes it small in one of
-        them, rounding may have decided. That of a wrong token is wide in all."""
-        if gap <= self.widest_tie:
-            return gap
-        judges = [drawn(InPieces(self.fresh, size), sampling) for size in PIECES]
-        return min(gap, *(gap_between(a, b, tokens, judge) for judge in judges))
 
 
 def drawn(fresh: Judge, sampling: SamplingParams) -> Judge:

@@ -15,7 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 from typer.testing import Result as Done
 
-from jetspec.bench import lossless
+from jetspec.bench import precision
 from jetspec.bench.lossless import DrawnPass, LosslessCheck
 from jetspec.bench.methods import Reply
 from jetspec.bench.precision import FreshPass, Judge, PairNoise, gap_between, pair_noise
@@ -82,8 +82,8 @@ def test_a_place_where_texts_part_is_looked_at_once(folder: Path, llm: LLM, monk
         looked_at.append((a, b, tokens))
         return gap_between(a, b, tokens, judge)
 
-    monkeypatch.setattr(lossless, "gap_between", look)
-    monkeypatch.setattr(lossless, "PIECES", (1,))
+    monkeypatch.setattr(precision, "gap_between", look)
+    monkeypatch.setattr(precision, "PIECES", (1,))
     meddle(monkeypatch, slip)
     options: dict[str, Any] = {"budgets": [4, 6], "temperatures": [0, 1], "repeats": 3, "max_tokens": 4}
     results_of(make_bench(folder, "once_each", llm, **options))
