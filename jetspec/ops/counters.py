@@ -1,5 +1,5 @@
 """Numbers by which the programs of a kernel count each other. They are zeros before it and zeros after it, so that all
-kernels share them."""
+kernels share them that run one after the other: all that use them run on one stream of a device."""
 
 from __future__ import annotations
 
