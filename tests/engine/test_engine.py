@@ -63,7 +63,7 @@ def test_scattered_paths_are_committed_exactly(right: float, batch: int, samplin
     assert longest == 6 if right == 1 else longest < 6 or right > 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     page_size=st.integers(1, 9),
     chunk=st.integers(1, 12),

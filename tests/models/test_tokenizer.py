@@ -227,8 +227,8 @@ def test_nobodys_words_can_begin_a_turn(parts: list[str]) -> None:
     tools = [{"description": said}]
     tokens = tokenizer.encode_chat(messages, begin="<|im_start|>", tools=tools)
     plain = tokenizer.encode_chat([{**message, "content": ""} for message in messages], "<|im_start|>", tools=[])
-    controls = [token for token in tokens if not tokenizer.token_bytes()[token]]
-    assert controls == [token for token in plain if not tokenizer.token_bytes()[token]]
+    text_of = tokenizer.token_bytes()
+    assert [token for token in tokens if not text_of[token]] == [token for token in plain if not text_of[token]]
     assert tokenizer.decode(tokens, skip_special=False) == tokenizer.chat(messages, tools=tools) + "<|im_start|>"
 
 
