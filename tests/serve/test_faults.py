@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import select
 import signal
 import socket
@@ -324,8 +325,8 @@ def test_sigterm_under_load(folder: Path) -> None:
         def ask() -> str | None:
             try:
                 answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
-            except (httpx.ConnectError, httpx.RemoteProtocolError):  # closed before the server has read a word of it
-                return None
+            except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
+                return None  # closed before the server has read a word of it
             assert answer.status_code in (200, 503), answer.text
             return answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
 
@@ -342,6 +343,8 @@ def test_sigterm_under_load(folder: Path) -> None:
             texts = [answer.result() for answer in answers]
         assert texts.count(alone) >= 4 and set(texts) <= {alone, None}
         assert server.process.wait(20) == 0
+        statuses = re.findall(r'"route": "/v1/completions", "status": (\d+)', server.log)
+        assert set(statuses) <= {"200", "503"} and statuses.count("200") == 1 + texts.count(alone)
         assert '"level": "error"' not in server.log
 
 
