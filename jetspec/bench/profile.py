@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from jetspec import ops
 from jetspec.bench.floor import count_experts, plain_floor, read_gb_per_s, round_floor
 from jetspec.bench.timing import Moment, as_graph, time_ms
 from jetspec.config import MAX_BATCH, EngineConfig, TreeConfig
+from jetspec.engine.drafter import RoundState
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import Launched, Lineup, Rounds, round_state
+from jetspec.engine.graphs import EagerRounds, GraphRounds, round_state
+from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.rows import upload
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead
@@ -62,7 +65,7 @@ class Profile:
     step_ms: float
     """A round in the engine's loop, with all that the host does for it."""
     idle_frac: float
-    """Share of that loop in which the device waits for its next round."""
+    """Share of that loop between the end of a round and the start of the next, by the device's own clock."""
     tokens_per_round: float
     read_gb_per_s: float
     """What memory gives whoever only reads it."""
@@ -173,35 +176,44 @@ class Decoding:
 
     def run(self, rounds: int) -> Loop:
         """Let the engine go on, up to so many rounds or the first request that reaches the end of its context."""
-        engine, watched = self.engine, WatchedRounds(self.engine.rounds, self.device)
-        engine.rounds = watched
-        tokens, requests = [], len(engine.requests)
+        engine, before, watched = self.engine, self.engine.rounds, WatchedRound(self.engine.round, rounds)
+        batch = len(engine.lineup.requests)
+        engine.rounds = GraphRounds(watched, batch, engine.graphs) if engine.graphs else EagerRounds(watched)
+        engine.step()  # captures the round
+        watched.forget()
+        tokens, count, requests = list[int](), 0, len(engine.requests)
         began = Moment(self.device)
-        while len(watched.spans) < rounds and len(engine.requests) == requests:
+        while count < rounds and len(engine.requests) == requests:
             tokens += [len(update.token_ids) for update in engine.step()]
+            count += 1
         whole_ms = began.ms_until(Moment(self.device))
-        engine.rounds = watched.rounds
-        return Loop(whole_ms / len(watched.spans), watched.idle_frac, statistics.fmean(tokens))
+        engine.rounds = before
+        return Loop(whole_ms / count, watched.idle_frac(), statistics.fmean(tokens))
 
 
-class WatchedRounds:
-    """Rounds with a look at the device's clock before and after each."""
+class WatchedRound(Round):
+    """A round that looks at the device's clock as it begins and as it ends."""
 
-    def __init__(self, rounds: Rounds, device: torch.device) -> None:
-        self.rounds, self.device = rounds, device
-        self.spans: list[tuple[Moment, Moment]] = []
+    def __init__(self, round: Round, rounds: int) -> None:
+        super().__init__(round.target, round.drafter, round.cache)
+        device = round.target.embedding.device
+        self.time_S = torch.zeros(2 * rounds, dtype=torch.int64, device=device)
+        self.count_1 = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def launch(self, lineup: Lineup) -> Launched:
-        began = Moment(self.device)
-        launched = self.rounds.launch(lineup)
-        self.spans.append((began, Moment(self.device)))
-        return launched
+    def __call__(self, state: RoundState) -> RoundResult:
+        ops.note_time(self.time_S, self.count_1)
+        result = super().__call__(state)
+        ops.note_time(self.time_S, self.count_1)
+        return result
 
-    @property
+    def forget(self) -> None:
+        self.count_1.zero_()
+
     def idle_frac(self) -> float:
         """From the start of the first round to the end of the last, the share of time between rounds."""
-        whole_ms = self.spans[0][0].ms_until(self.spans[-1][1])
-        return 1 - sum(began.ms_until(ended) for began, ended in self.spans) / whole_ms
+        time_R2 = self.time_S[: int(self.count_1)].view(-1, 2).tolist()
+        busy = sum(ended - began for began, ended in time_R2)
+        return 1 - busy / (time_R2[-1][1] - time_R2[0][0])
 
 
 class StandingRound:

@@ -1,6 +1,7 @@
 """The operations a model is made of. Each file states one contract and its plain torch reference, which is the
 CPU path, the oracle of any kernel for it, and the documentation; a Triton kernel `x_triton.py` sits beside `x.py`."""
 
+from jetspec.ops.clock import note_time
 from jetspec.ops.distill_loss import CHUNK, DistillLoss, distill_loss, label_prob
 from jetspec.ops.kv_write import SlotRows, compact_kv, compact_rows, store_kv
 from jetspec.ops.linear import Stream, add_linear, copied, linear, norm_linear, norm_swiglu, pack
@@ -34,6 +35,7 @@ __all__ = [
     "norm_linear",
     "norm_route",
     "norm_swiglu",
+    "note_time",
     "pack",
     "place",
     "plan_attention",

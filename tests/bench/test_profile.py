@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from jetspec.bench.profile import STAGES, Decoding, StandingRound, Workload, pro
 from jetspec.bench.shapes import SHAPES, open_head
 from jetspec.cli import app
 from jetspec.config import TreeConfig
+from jetspec.engine.scheduler import Scheduler
 from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.random_weights import random_target
 from jetspec.train.config import HeadShape
+from jetspec.types import Request
 from tests.train.tiny_model import write_model
 
 CPU = torch.device("cpu")
@@ -129,6 +132,22 @@ def test_the_engine_goes_on_as_if_nothing_had_been_measured() -> None:
         assert decoding.run(10).step_ms > 0
         texts.append([request.tokens[:40] for request in decoding.engine.requests.values()])
     assert texts[0] and texts[0] == texts[1]
+
+
+@torch.inference_mode()
+def test_a_host_that_keeps_the_device_waiting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(*models(DENSE), TREE, WORK)
+    prompt = decoding.run(5)
+    assert 0 <= prompt.idle_frac < 0.5
+    next_batch = Scheduler.next_batch
+    waited_s = 4 * prompt.step_ms / 1e3
+
+    def late(self: Scheduler) -> list[Request]:
+        time.sleep(waited_s)
+        return next_batch(self)
+
+    monkeypatch.setattr(Scheduler, "next_batch", late)
+    assert 0.6 < decoding.run(5).idle_frac < 1
 
 
 @torch.inference_mode()

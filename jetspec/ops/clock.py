@@ -1,0 +1,21 @@
+"""The device's own clock, read between operations that may be part of a graph."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from jetspec.dispatch import uses_kernel
+
+
+def note_time(time_S: Tensor, count_1: Tensor) -> None:
+    """Write the time, in nanoseconds, behind those that were noted before, and count it. Both are int64. What comes
+    after the end is written over the first ones."""
+    if uses_kernel(time_S):
+        from jetspec.ops.clock_triton import note_time_triton
+
+        note_time_triton(time_S, count_1)
+    else:
+        time_S[count_1 % len(time_S)] = time.perf_counter_ns()
+        count_1 += 1

@@ -1,0 +1,54 @@
+"""The device's clock: times are noted in order, in graphs, too."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from jetspec.dispatch import force
+from jetspec.ops import note_time
+from tests.kernels import compile_for_hopper
+
+
+def test_times_are_noted_in_order_and_the_oldest_are_written_over() -> None:
+    time_S, count_1 = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with force("reference"):
+        began = time.perf_counter_ns()
+        for _ in range(4):
+            note_time(time_S, count_1)
+    fourth, second, third = time_S.tolist()
+    assert began <= second <= third <= fourth <= time.perf_counter_ns() and int(count_1) == 4
+
+
+def test_kernel_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from jetspec.ops.clock_triton import _note_time_kernel
+
+    types = {"time_ptr": "*i64", "count_ptr": "*i64", "size": "i32"}
+    ptx = compile_for_hopper(_note_time_kernel, types, {}, num_warps=1)
+    assert "%globaltimer" in ptx
+
+
+@pytest.mark.gpu
+def test_times_of_a_graph_on_a_gpu() -> None:
+    """A long sum lies between two looks at the clock, and nothing between a graph and its next replay."""
+    time_S, count_1 = (torch.zeros(size, dtype=torch.int64, device="cuda") for size in (40, 1))
+    long = torch.zeros(2**28, device="cuda")
+
+    def run() -> None:
+        note_time(time_S, count_1)
+        long.sum()
+        note_time(time_S, count_1)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    count_1.zero_()
+    for _ in range(20):
+        graph.replay()
+    begun, ended = time_S.view(20, 2).T
+    assert int(count_1) == 40 and bool((ended - begun > 150_000).all())
+    assert bool((begun[1:] >= ended[:-1]).all()) and float((begun[1:] - ended[:-1]).float().median()) < 50_000
