@@ -35,6 +35,7 @@ from jetspec.terminal.draw import BONUS, KEPT, round_text
 from jetspec.terminal.screen import printable
 from jetspec.tree_html import DrawnRound, _place, page, write_page
 from jetspec.types import Completion, RoundStats, RoundTrace, SamplingParams, Update
+from tests.train.tiny_model import write_model
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["The", " sky", " is", " blue", " because", " air", " scatters", " light", ".\n"]
@@ -131,6 +132,15 @@ def test_importing_is_instant(code: str) -> None:
     """Nothing heavy is loaded before a command needs it."""
     check = f"import sys; {code}; print(*{{'torch', 'numpy', 'tokenizers', 'rich.live'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", check], text=True).split() == []
+
+
+def test_loading_a_model_needs_no_algebra(tmp_path: Path) -> None:
+    """torch brings sympy along, half a second of it, for what is asked of tensors without memory in an odd way."""
+    code = f"import sys; from jetspec import LLM; LLM({str(write_model(tmp_path / 'tiny'))!r}, device='cpu')"
+    assert (
+        subprocess.check_output([sys.executable, "-c", f"{code}; print('sympy' in sys.modules)"], text=True)
+        == "False\n"
+    )
 
 
 def test_version_and_help() -> None:

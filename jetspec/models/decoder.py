@@ -301,7 +301,7 @@ class Decoder(DecoderStack):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.lm_head = nn.Parameter(torch.empty_like(self.embedding))
+        self.lm_head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         if config.tied_embedding:
             self.lm_head = self.embedding
 
