@@ -15,7 +15,7 @@ from jetspec.bench.timing import Moment, as_graph, time_ms
 from jetspec.config import MAX_BATCH, EngineConfig, TreeConfig
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import EagerRounds, GraphRounds, round_state
+from jetspec.engine.graphs import EagerRounds, GraphRounds, Rounds, round_state
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.rows import upload
 from jetspec.models.decoder import Decoder, DecoderConfig
@@ -177,9 +177,7 @@ class Decoding:
     def run(self, rounds: int) -> Loop:
         """Let the engine go on, up to so many rounds or the first request that reaches the end of its context."""
         engine, before, watched = self.engine, self.engine.rounds, WatchedRound(self.engine.round, rounds)
-        batch = len(engine.lineup.requests)
-        engine.rounds = GraphRounds(watched, batch, engine.graphs) if engine.graphs else EagerRounds(watched)
-        engine.step()  # captures the round
+        engine.rounds = self._prepare(watched)
         watched.forget()
         tokens, count, requests = list[int](), 0, len(engine.requests)
         began = Moment(self.device)
@@ -189,6 +187,16 @@ class Decoding:
         whole_ms = began.ms_until(Moment(self.device))
         engine.rounds = before
         return Loop(whole_ms / count, watched.idle_frac(), statistics.fmean(tokens))
+
+    def _prepare(self, round: Round) -> Rounds:
+        """Rounds of the engine's batch, as the engine runs them, captured before their time."""
+        lineup, pool = self.engine.lineup, self.engine.graphs
+        if pool is None:
+            return EagerRounds(round)
+        key = len(lineup.requests), lineup.wants
+        rounds = GraphRounds(round, len(lineup.requests), pool)
+        rounds.graphs[key] = rounds.capture(*key)
+        return rounds
 
 
 class WatchedRound(Round):

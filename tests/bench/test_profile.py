@@ -135,6 +135,12 @@ def test_the_engine_goes_on_as_if_nothing_had_been_measured() -> None:
 
 
 @torch.inference_mode()
+def test_a_context_with_room_for_two_tokens_is_measured() -> None:
+    loop = Decoding(*models(DENSE), TREE, Workload(context=DENSE.max_len - 2, batch=1, rounds=8)).run(8)
+    assert loop.step_ms > 0 and loop.idle_frac == 0, "there is but one round"
+
+
+@torch.inference_mode()
 def test_a_host_that_keeps_the_device_waiting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = Decoding(*models(DENSE), TREE, WORK)
     prompt = decoding.run(5)
