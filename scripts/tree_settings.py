@@ -1,5 +1,5 @@
 """Which trees suit a head: tokens per round at every heat and width, teacher-forced, on questions no benchmark asks.
-A record per head; those that exist are not made again.
+A record per head; trees that it holds are not measured again.
 
     python -m scripts.tree_settings ddtree=runs/bench/bidirectional/head eagle3=runs/bench/eagle3/head \
         --data-dir data/eval --out docs/results/tree_settings
@@ -54,7 +54,7 @@ def main() -> None:
     if args.heads and args.data_dir is None:
         parser.error("heads are measured on questions: give --data-dir FOLDER")
     heads = dict(head.split("=", 1) for head in args.heads)
-    if todo := {name: path for name, path in heads.items() if not (args.out / f"{name}.json").exists()}:
+    if todo := {name: path for name, path in heads.items() if missing(args, name)}:
         measure(todo, args)
     if args.page is not None:
         records = [json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))]
@@ -62,6 +62,18 @@ def main() -> None:
             parser.error(f"{args.out} holds no record")
         page = args.page.read_text(encoding="utf-8")
         args.page.write_text(put_between(page, args.out.name, "\n\n".join(map(as_text, records))), encoding="utf-8")
+
+
+def missing(args: argparse.Namespace, name: str) -> list[TreeConfig]:
+    """Trees that the record of a head does not hold."""
+    known = {(tree["heat"], tree["width"]) for tree in read_record(args.out, name).get("trees", [])}
+    pairs = product(args.heats, args.widths)
+    return [TreeConfig(heat=heat, width=width) for heat, width in pairs if (heat, width) not in known]
+
+
+def read_record(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def measure(heads: Mapping[str, str], args: argparse.Namespace) -> None:
@@ -72,12 +84,20 @@ def measure(heads: Mapping[str, str], args: argparse.Namespace) -> None:
     loaded = {name: load_any_head(path, target.config).to(device, dtype) for name, path in heads.items()}
     answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
     del llm.__dict__["engine"]  # its cache is not needed any more
-    about = {"model": args.model, "questions": args.limit, "tokens": args.tokens}
     for name, head in loaded.items():
-        settings = [TreeConfig(heat=heat, width=width) for heat, width in product(args.heats, args.widths)]
-        trees = [score(target, head, answers, tree) for tree in tqdm(settings, desc=name, unit="tree")]
-        results = {"name": name, "head": shown_head(heads[name]), **about, "trees": trees}
-        write_record(args.out / f"{name}.json", results, commit)
+        about = {"head": shown_head(heads[name]), "model": args.model, "questions": args.limit, "tokens": args.tokens}
+        for tree in tqdm(missing(args, name), desc=name, unit="tree"):
+            trees = [*begun(args.out, name, {**about, "commit": commit}), score(target, head, answers, tree)]
+            trees.sort(key=lambda tree: (tree["heat"], tree["width"]))
+            write_record(args.out / f"{name}.json", {"name": name, **about, "trees": trees}, commit)
+
+
+def begun(folder: Path, name: str, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The trees of a record that a run goes on with."""
+    record = read_record(folder, name)
+    if record and any(record[key] != value for key, value in about.items()):
+        raise SystemExit(f"{folder / name}.json was begun by another commit or with other options: move it away")
+    return record.get("trees", [])
 
 
 def score(target: Decoder, head: Head, answers: Mapping[str, Sequence[Document]], tree: TreeConfig) -> dict[str, Any]:

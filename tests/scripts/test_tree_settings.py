@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,24 @@ def test_every_heat_with_every_width_is_measured_once(tmp_path: Path, monkeypatc
     text = page.read_text()
     best = max(tree["mean"]["16"] for tree in record["trees"])
     assert text.count("`young`, mine/head") == 1 and f"**{best:.3f}**" in text and text.endswith("after\n")
+
+    (kept := json.loads(json.dumps(record)))["trees"].pop(1)
+    (out / "young.json").write_text(json.dumps(kept))
+    with monkeypatch.context() as patch:
+        patch.setattr(tree_settings, "current_commit", lambda: "another")
+        with pytest.raises(SystemExit, match=r"young\.json was begun by another commit"):
+            run(monkeypatch, *words, *small)
+        scored = []
+
+        def score(*inputs: Any) -> Any:
+            scored.append(inputs[-1])
+            return record["trees"][1]
+
+        patch.setattr(tree_settings, "current_commit", lambda: record["commit"])
+        patch.setattr(tree_settings, "score", score)
+        run(monkeypatch, *words, *small)
+    assert [(tree.heat, tree.width) for tree in scored] == [(0.5, 4)], "only what was missing"
+    assert json.loads((out / "young.json").read_text())["trees"] == record["trees"]
 
     monkeypatch.setattr(tree_settings, "LLM", None)
     run(monkeypatch, *words, *small)
