@@ -17,7 +17,7 @@ $JETSPEC data regenerate --data "$prompts" --out "$ANSWERS" --on-bad skip
 xargs -L 1 -P "${AT_ONCE:-1}" bash -c 'train "$@"' train <<HEADS
 edge smollm2_135m
 causal smollm2_135m --set head.edge_rank=0
-bidirectional smollm2_135m --set head.edge_rank=0 --set head.causal=false
+bidirectional smollm2_135m --set head.edge_rank=0 --set head.causal=false --set optimizer.lr=1.0e-2
 eagle3 smollm2_135m_eagle3
 HEADS
 $JETSPEC bench recipes/bench/smollm2.yaml --data-dir "$questions"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from jetspec.train.config import load_recipe
 from scripts.ablate import VARIANTS
 from tests.bench.run_folders import make_result
 
-RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "bench").glob("*.yaml"))
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = sorted((ROOT / "recipes" / "bench").glob("*.yaml"))
+TREE_SETTINGS = ROOT / "docs" / "results" / "tree_settings"
 OUR_HEAT = "heat 0.8, in the paper 1"
 
 
@@ -259,7 +262,7 @@ def test_a_run_of_a_tables_recipe_stands_beside_that_table(number: int) -> None:
     assert told == {name for name in paired if name.startswith(("lr-", "sft-lr-", "hybrid-"))}
     for pair in pairs:
         as_published = pair.cell.method not in ("jetspec", "jetspec-edge")
-        remark = pair.remark.removeprefix(OUR_HEAT) if pair.cell.method == "ddtree" else pair.remark
+        remark = pair.remark.removeprefix(OUR_HEAT) if pair.cell.method in ("ddtree", "eagle3") else pair.remark
         assert "in the paper" not in remark or not as_published, f"{pair.cell.label}: {remark}"
 
 
@@ -375,11 +378,13 @@ def test_recipes_say_alike_what_their_heads_know() -> None:
         "opening of its test prompts": set(),
         "were chosen on": set(),
         "made up behind": set(),
+        "with their own heads": set(),
     }
     for plan in plans:
         methods = [method for method in plan.contenders() if method.of.head] if plan.model == BenchConfig.model else []
         heats = {tree["heat"] for method in plan.to_dict(methods)["methods"] for tree in method["trees"]}
         needed = [bool(methods), bool(heats - {1}), any(method.head == plan.model for method in methods)]
+        needed.append(any(method.kind_name in ("ddtree", "eagle3") and method.heat != 1 for method in methods))
         for (words, said), is_needed in zip(known.items(), needed, strict=True):
             found = [note for note in plan.notes if words in note]
             assert len(found) == is_needed, f"{plan.tasks}: {words}"
@@ -387,6 +392,26 @@ def test_recipes_say_alike_what_their_heads_know() -> None:
     assert all(len(said) == 1 for said in known.values())
     (coder,) = [plan for plan in plans if "Coder" in plan.model]
     assert all(word in note for word, note in zip(("4-bit", "greedy", "young"), coder.notes, strict=True))
+
+
+def test_baselines_draft_the_trees_that_are_best_for_their_heads() -> None:
+    """Of all that were tried, at every budget."""
+    records = [json.loads(path.read_text()) for path in TREE_SETTINGS.glob("*.json")]
+    best = {(record["name"], record["head"]): best_trees(record["trees"]) for record in records}
+    seen = set()
+    for path in RECIPES:
+        plan = read_plan(path, {})
+        for method in plan.contenders() if isinstance(plan, BenchConfig) else ():
+            if trees := best.get((method.kind_name, method.head or "")):
+                assert {(method.heat, method.width)} == trees, f"{path.stem}: {method.name}"
+                seen.add(method.kind_name)
+    assert seen == {"ddtree", "eagle3"}
+
+
+def best_trees(trees: list[dict[str, Any]]) -> set[tuple[float, int]]:
+    """Heat and width of the best tree of every budget."""
+    best = (max(trees, key=lambda tree: tree["mean"][budget]) for budget in trees[0]["mean"])
+    return {(tree["heat"], tree["width"]) for tree in best}
 
 
 def test_a_run_of_table_12_stands_beside_it() -> None:
