@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,8 @@ from jetspec.models.draft_head import DraftHead, HeadConfig
 
 S = TypeVar("S", bound=DecoderStack)
 STD = 0.02
+ADDING = ("attention.out.weight", "mlp.down", "mlp.down.weight")
+"""Weights whose products are added to the stream."""
 
 
 def random_target(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -32,16 +35,27 @@ def random_head(config: HeadConfig, dtype: torch.dtype, device: torch.device) ->
 def _randomize(stack: S, dtype: torch.dtype, device: torch.device) -> S:
     """Give a stack on the meta device weights, made where they stay: large ones would take long to send there."""
     generator = torch.Generator(device).manual_seed(0)
-    # Tokens as large as what layers add stay apart, and go to experts of their own. As logits they would be too large.
-    apart = () if stack.config.tied_embedding else ("embedding",)
 
     def values(name: str, shape: torch.Size) -> Tensor:
         empty = torch.empty(shape, dtype=dtype, device=device)
         if len(shape) > 1:
-            return empty.normal_(0, 1 if name in apart else STD, generator=generator)
+            return empty.normal_(0, _std(stack.config, name), generator=generator)
         return empty.fill_(0 if name.endswith("bias") else 1)
 
     state = {name: values(name, parameter.shape) for name, parameter in stack.named_parameters()}
     stack.load_state_dict(state, strict=False, assign=True)
     stack.inv_freq = stack.inv_freq.to(device)
     return stack.requires_grad_(False).eval()
+
+
+def _std(config: DecoderConfig, name: str) -> float:
+    """Of a weight that keeps tokens apart through all layers, so that they go to experts of their own.
+
+    What all tokens have in common grows with every layer that hands it on, until nothing else is left. Models that
+    are to be trained begin as this does: the more layers, the less each of them adds.
+    """
+    if name == "embedding":  # of the size of what a layer reads; as logits it would be too large
+        return STD if config.tied_embedding else 1
+    if name.endswith(ADDING):
+        return STD / math.sqrt(2 * config.num_layers)
+    return STD

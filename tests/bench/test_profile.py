@@ -185,13 +185,15 @@ def test_experts_are_counted_in_a_real_pass() -> None:
 
 @torch.inference_mode()
 def test_tokens_of_a_random_mixture_go_to_experts_of_their_own_in_every_layer() -> None:
-    """What layers add for all tokens alike does not drown what tells them apart."""
-    sparse = replace(LARGER, moe=MoEConfig(32, 2, 64, True), moe_layers=(0, 5), tied_embedding=False)
-    target, inputs = random_target(sparse, torch.float32, CPU), Inputs(Setting(sparse, torch.float32, CPU, 32, 256))
-    batch = inputs.placed(256)
-    cache = [inputs.pages(batch) for _ in range(sparse.num_layers)]
-    first, last = count_experts(target, lambda: target(batch, cache, ()))
-    assert last > 0.8 * first > 12
+    """What layers add for all tokens alike does not drown what tells them apart, however many and wide they are."""
+    wide = replace(LARGER, hidden_size=1024, num_layers=16, num_heads=32, num_kv_heads=4, head_dim=128)
+    sparse = replace(wide, moe=MoEConfig(128, 8, 16, True), moe_layers=(0, 15), tied_embedding=False)
+    target, head = models(sparse)
+    still = StandingRound(
+        Decoding(target, head, TreeConfig(budget=16, width=15), Workload(context=64, rounds=2)).engine
+    )
+    first, last = count_experts(target, still.verify_once)
+    assert last > 0.8 * first > 60
 
 
 # -- operations
