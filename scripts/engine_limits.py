@@ -57,9 +57,13 @@ class Found:
     @property
     def row(self) -> tuple[str, ...]:
         sign = "≥" if self.limit.at_least else "≤"
-        value = "not measured" if self.value is None else f"{self.value:.4g}"
+        value = "not measured" if self.value is None else number(self.value)
         holds, commit = "yes" if self.holds else "no", self.commit[:7] if self.commit else "-"
-        return self.limit.what, f"{sign} {self.limit.bound:g}", value, holds, commit
+        return self.limit.what, f"{sign} {number(self.limit.bound)}", value, holds, commit
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def run_of(budget: int, context: int, field: str) -> Callable[[Record], float]:
@@ -80,6 +84,14 @@ def over_reading(record: Record) -> float:
 
 def mistakes(dtype: str) -> Callable[[Record], float]:
     return lambda record: float(record["results"][dtype]["mistakes"])
+
+
+def all_mistakes(record: Record) -> float:
+    return float(sum(run["mistakes"] for result in record["results"].values() for run in result["runs"]))
+
+
+def in_soak(value: Callable[[Record], float]) -> Callable[[Record], float]:
+    return lambda record: value(record["results"]["float32"])
 
 
 def least_speedup(record: Record) -> float:
@@ -108,10 +120,15 @@ def limits(folder: Path) -> Iterator[Limit]:
         yield Limit(f"Qwen3-8B, the edge term with {budget} nodes, ms", edge, 0.25, edge_ms(folder, budget))
     yield Limit("Qwen3-8B, idle between rounds, at most", dense, 0.02, most("idle_frac"))
     yield Limit("SmolLM2, one request, over plain decoding, at least", "engine_speed", 2.5, least_speedup, True)
+    yield Limit("SmolLM2, one request, differences beyond a tie", "engine_speed", 0, all_mistakes)
     yield Limit("SmolLM2, every batch size, over plain decoding, at least", "engine_batches", 1.0, least_speedup, True)
+    yield Limit("SmolLM2, every batch size, differences beyond a tie", "engine_batches", 0, all_mistakes)
     for dtype in ("float32", "bfloat16"):
         what = f"SmolLM2, 1,000 texts in {dtype}, differences beyond a tie"
         yield Limit(what, "engine_strict", 0, mistakes(dtype))
+    rounds, problems = in_soak(lambda found: found["rounds"]), in_soak(lambda found: len(found["problems"]))
+    yield Limit("SmolLM2, rounds while requests come, go and are preempted", "engine_soak", 10_000, rounds, True)
+    yield Limit("SmolLM2, pages, bytes, caches and texts that are wrong after them", "engine_soak", 0, problems)
     yield Limit("Qwen3-30B-A3B, a round of 64 nodes over reading its weights", sparse, 1.5, over_reading)
 
 

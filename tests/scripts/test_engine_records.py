@@ -1,0 +1,89 @@
+"""One command makes every record that the page of the engine's speed is made of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jetspec.cli import app
+from scripts import check_engine, engine_limits, engine_records
+from scripts.engine_page import PAGES
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["engine_records", *map(str, words)])
+    engine_records.main()
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands, which are not run: each leaves a record of this commit, but for those of edge terms, which fail."""
+    commands: list[list[str]] = []
+
+    def instead(words: list[str]) -> subprocess.CompletedProcess[str]:
+        commands.append(words[2:])
+        path = Path(words[words.index("--out") + 1])
+        if "--edge" in words:
+            return subprocess.CompletedProcess(words, 1)
+        path.write_text(json.dumps({"commit": "this"}))
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", instead)
+    monkeypatch.setattr(engine_records, "current_commit", lambda: "this")
+    return commands
+
+
+def test_all_that_the_page_shows_and_the_limits_ask_for_is_made(tmp_path: Path) -> None:
+    asked = {limit.record for limit in engine_limits.limits(tmp_path)} | set(PAGES["performance.md"])
+    assert set(engine_records.NAMES) == asked
+
+
+@pytest.mark.parametrize("name", engine_records.CHECKS)
+def test_checks_are_asked_for_with_options_that_they_have(name: str, tmp_path: Path) -> None:
+    _, *words = engine_records.command(name, tmp_path, tmp_path / "record.json")
+    args = check_engine.parse(words)
+    assert args.data == tmp_path and args.out == tmp_path / "record.json"
+
+
+@pytest.mark.parametrize("name", engine_records.PROFILES)
+def test_profiles_are_asked_for_with_options_that_they_have(name: str, tmp_path: Path) -> None:
+    _, *words = engine_records.command(name, tmp_path, tmp_path / "record.json")
+    refused = CliRunner().invoke(app, [*words, "--rounds", "0"])
+    assert "rounds is 0" in f"{refused.exception} {refused.output}"
+
+
+def test_what_is_of_this_commit_stays_and_the_rest_is_made(
+    ran: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine_soak.json").write_text(json.dumps({"commit": "this"}))
+    (tmp_path / "engine_strict.json").write_text(json.dumps({"commit": "another"}))
+    names = "engine_soak", "engine_strict", "profile_qwen3_8b"
+    run(monkeypatch, "--data", tmp_path, "--out", tmp_path, *names)
+    assert [command[:2] for command in ran] == [["scripts.check_engine", "strict"], ["jetspec", "profile"]]
+    run(monkeypatch, "--data", tmp_path, "--out", tmp_path, *names)
+    assert len(ran) == 2
+    (tmp_path / "engine_soak.json").write_text(json.dumps({"commit": "this", "holds": False}))
+    with pytest.raises(SystemExit, match="engine_soak"):
+        run(monkeypatch, "--data", tmp_path, "--out", tmp_path, *names)
+
+
+def test_after_one_that_fails_the_others_are_made(
+    ran: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="profile_qwen3_8b_edge"):
+        run(monkeypatch, "--data", tmp_path, "--out", tmp_path / "new")
+    assert len(ran) == len(engine_records.NAMES)
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--data", "nowhere"], "no folder nowhere"), (["x"], "is called x")])
+def test_what_cannot_be_is_told(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--data", tmp_path, "--out", tmp_path, *words)
+    assert said in capsys.readouterr().err
