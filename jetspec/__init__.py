@@ -12,14 +12,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jetspec.config import EngineConfig, TreeConfig
+    from jetspec.config import EngineConfig, Shrink, TreeConfig
     from jetspec.engine.llm import LLM
     from jetspec.models.draft_head import DraftHead
     from jetspec.models.head_format import load_head
     from jetspec.types import Completion, Grammar, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "DraftHead", "EngineConfig", "Grammar", "SamplingParams", "TreeConfig", "load_head"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "DraftHead",
+    "EngineConfig",
+    "Grammar",
+    "SamplingParams",
+    "Shrink",
+    "TreeConfig",
+    "load_head",
+]
 
 _HOME = {
     "LLM": "jetspec.engine.llm",
@@ -28,6 +38,7 @@ _HOME = {
     "EngineConfig": "jetspec.config",
     "Grammar": "jetspec.types",
     "SamplingParams": "jetspec.types",
+    "Shrink": "jetspec.config",
     "TreeConfig": "jetspec.config",
     "load_head": "jetspec.models.head_format",
 }

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from jetspec import __version__
-from jetspec.config import DrafterName, EngineConfig, Expand, TreeConfig
+from jetspec.config import DrafterName, EngineConfig, Expand, Shrink, TreeConfig
 
 if TYPE_CHECKING:
     from jetspec.engine.llm import LLM
@@ -34,7 +34,7 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 TableForm = Literal["md", "csv", "json", "jsonl"]
-TREE_SHAPE = ("budget", "width", "depth", "heat", "shortlist", "likely")
+TREE_SHAPE = ("budget", "width", "depth", "heat", "shortlist", "likely", "shrink")
 HEAT = "Temperature at which the head drafts for greedy requests."
 SHORTLIST = "Tokens per depth that an edge term ranks for each parent; 0: all."
 LIKELY = "Tokens of the depth before whose children make the shortlist; 0: it goes by the depth alone."
@@ -164,12 +164,23 @@ class ModelOptions:
     heat: Annotated[float | None, _option(HEAT, panel="Tree")] = None
     shortlist: Annotated[int | None, _option(SHORTLIST, panel="Tree")] = None
     likely: Annotated[int | None, _option(LIKELY, panel="Tree")] = None
+    shrink: Annotated[
+        str | None,
+        _option(
+            "Smaller trees from so many requests on: BATCH:BUDGET[:DEPTH], with commas between, or none. On a GPU"
+            " 8:32,24:16:8 by default.",
+            panel="Tree",
+            metavar="TEXT",
+        ),
+    ] = None
 
     def load(self, engine: EngineConfig | None = None) -> LLM:
         """The model, with the library's own tree and engine wherever no option says otherwise."""
         from jetspec.terminal.screen import working
 
         shape = {name: value for name, value in asdict(self).items() if name in TREE_SHAPE and value is not None}
+        if self.shrink is not None:
+            shape["shrink"] = Shrink.parse(self.shrink)
         TreeConfig(**shape)  # a bad shape is refused before the load, not after it
         with working(f"Loading {self.model}"):
             from jetspec.engine.llm import LLM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Expand = Literal["optimal", "paper"]
@@ -15,6 +15,33 @@ MAX_BUDGET = 1024
 MAX_WIDTH = 64
 MAX_LIKELY = 32
 MAX_HEAT = 10
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Smaller trees from so many requests on: the more there are, the more of a round each node costs."""
+
+    batch: int
+    """Requests decoded together."""
+    budget: int
+    depth: int | None = None
+    """Of what a head drafts."""
+
+    def __post_init__(self) -> None:
+        _in_range("the batch of a shrink", self.batch, 1, MAX_BATCH)
+        TreeConfig(self.budget, depth=self.depth)
+
+    @staticmethod
+    def parse(text: str) -> tuple[Shrink, ...]:
+        """BATCH:BUDGET or BATCH:BUDGET:DEPTH, separated by commas; `none` for none."""
+        if text == "none":
+            return ()
+        parts = [part.split(":") for part in text.split(",")]
+        if not all(len(part) in (2, 3) and all(map(str.isdecimal, part)) for part in parts):
+            raise ValueError(
+                f"shrink is {text!r}; write BATCH:BUDGET or BATCH:BUDGET:DEPTH, with commas between, or none"
+            )
+        return tuple(Shrink(*map(int, part)) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -41,6 +68,8 @@ class TreeConfig:
     likely: int = 7
     """Tokens of the depth before whose likely children make the shortlist. 0: it is what the head says of the depth
     alone, whatever comes before."""
+    shrink: tuple[Shrink, ...] = ()
+    """Smaller trees for larger batches."""
 
     def __post_init__(self) -> None:
         _in_range("budget", self.budget, 1, MAX_BUDGET)
@@ -59,6 +88,17 @@ class TreeConfig:
         _in_range("likely", self.likely, 0, MAX_LIKELY)
         if self.shortlist and self.shortlist < self.width:
             raise ValueError(f"shortlist {self.shortlist} is narrower than width {self.width}")
+        batches = [each.batch for each in self.shrink]
+        if batches != sorted(set(batches)):
+            raise ValueError(f"shrink names batches of {', '.join(map(str, batches))}; name each once, in order")
+
+    def at(self, batch: int) -> TreeConfig:
+        """The tree of each of so many requests that are decoded together: never a larger one."""
+        found = next((each for each in reversed(self.shrink) if each.batch <= batch), None)
+        if found is None:
+            return self
+        depths = [depth for depth in (self.depth, found.depth) if depth is not None]
+        return replace(self, budget=min(self.budget, found.budget), depth=min(depths, default=None), shrink=())
 
 
 @dataclass(frozen=True)

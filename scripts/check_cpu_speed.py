@@ -36,7 +36,7 @@ class FullTree(OnDevice):
     tap_layers: tuple[int, ...] = ()
 
     def __init__(self, budget: int) -> None:
-        self.lookahead = budget
+        self.lookahead, self.tree = budget, TreeConfig(budget)
 
     def draft(self, state: RoundState) -> None:
         return None

@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 
 import jetspec
 from jetspec.cli import ModelOptions, SamplingOptions, app
-from jetspec.config import EngineConfig, TreeConfig
+from jetspec.config import EngineConfig, Shrink, TreeConfig
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.terminal.chat import Chat
 from jetspec.terminal.compare import compare
@@ -222,7 +222,9 @@ def test_tree_options_change_only_what_they_name(fake: type[FakeLLM]) -> None:
     run("generate", "Why?")
     run("generate", "Why?", "--width", "3")
     run("generate", "Why?", "--shortlist", "0")
-    assert fake.trees == [TreeConfig(budget=16, width=3), TreeConfig(budget=16, shortlist=0)]
+    run("generate", "Why?", "--shrink", "4:8,9:2:1")
+    shrinking = TreeConfig(budget=16, shrink=(Shrink(4, 8), Shrink(9, 2, depth=1)))
+    assert fake.trees == [TreeConfig(budget=16, width=3), TreeConfig(budget=16, shortlist=0), shrinking]
 
 
 # -- errors
@@ -233,6 +235,7 @@ def test_tree_options_change_only_what_they_name(fake: type[FakeLLM]) -> None:
     [
         (["--model", "missing"], "there is no model named 'missing'; see `jetspec info`"),
         (["--budget", "0"], "budget is 0; it must be between 1 and 1024"),
+        (["--shrink", "8"], "shrink is '8'; write BATCH:BUDGET or BATCH:BUDGET:DEPTH, with commas between, or none"),
         (["--top-p", "0"], "top_p is 0.0; it must be above 0 and at most 1"),
         (["--stop", ""], "a stop string is empty"),
     ],

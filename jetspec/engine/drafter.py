@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,6 +43,7 @@ class RoundState:
 class Drafter(Protocol):
     """Two stages of the round, and what they need from the rest."""
 
+    tree: TreeConfig
     tap_layers: tuple[int, ...]
     """Target layers whose states it wants to observe."""
     lookahead: int
@@ -71,6 +72,7 @@ class OnDevice:
 class NoDrafter(OnDevice):
     """Plain decoding: the tree is the anchor."""
 
+    tree = TreeConfig(budget=1)
     tap_layers: tuple[int, ...] = ()
     lookahead = 1
 
@@ -92,21 +94,25 @@ class HeadDrafter(OnDevice):
         self.head, self.target, self.cache, self.tree = head, target, cache, tree
         self.context_weights = head.context_weights()
         self.heat = Heat(tree.heat, cache.device)
-        self.depth = config.draft_depth(tree.depth)
         self.tap_layers = config.tap_layers
-        self.lookahead = max(tree.budget, config.block_size, self.depth + 1)
+        self.lookahead = max(tree.budget, config.block_size, config.draft_depth(tree.depth) + 1)
         self.slot_1S = torch.arange(config.block_size, device=cache.device)[None]
 
     def draft(self, state: RoundState) -> Candidates:
         assert self.cache.head is not None
         token_BS = self.head.block_tokens(state.anchor_B)
         block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), None)
-        hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, : self.depth]
+        tree, depth = self._shape(state)
+        hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, :depth]
         heat_B = self.heat.of(state)
-        return self.head.candidates(hidden_BDM, state.anchor_B, self.target, self.tree, heat_B)
+        return self.head.candidates(hidden_BDM, state.anchor_B, self.target, tree, heat_B)
 
     def build(self, state: RoundState, drafted: Candidates) -> DraftTree:
-        return build_tree(state.anchor_B, drafted, self.tree, self.depth)
+        return build_tree(state.anchor_B, drafted, *self._shape(state))
+
+    def _shape(self, state: RoundState) -> tuple[TreeConfig, int]:
+        tree = self.tree.at(len(state.anchor_B))
+        return tree, self.head.head_config.draft_depth(tree.depth)
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         assert self.cache.head is not None
@@ -121,26 +127,38 @@ class Eagle3Drafter(OnDevice):
         config = head.head_config
         self.head, self.target, self.cache, self.tree = head, target, cache, tree
         self.heat = Heat(tree.heat, cache.device)
-        self.depth = min(config.draft_depth(tree.depth), tree.budget - 1)
         self.tap_layers = config.tap_layers
-        self.width, size = config.frontier(tree), config.num_in_flight(tree)
-        self.lookahead = max(tree.budget, size)
-        node_N = torch.arange(size, device=cache.device)
-        self.depth_1N = (node_N + self.width - 1)[None] // self.width
-        self.own_1NW = pack_bits(torch.eye(size, dtype=torch.bool, device=cache.device))[None]
+        self.width = config.frontier(tree)
+        self.lookahead = max(tree.budget, config.num_in_flight(tree))
+        trees = [self._shape(batch)[0] for batch in (1, *(each.batch for each in tree.shrink))]
+        self.nodes = {size: self._nodes(size) for size in map(config.num_in_flight, trees)}
 
     def draft(self, state: RoundState) -> GrowingTree:
         assert self.cache.head is not None and self.cache.head.feature_SM is not None
         B = len(state.anchor_B)
-        depth_BN, own_BNW = self.depth_1N.expand(B, -1), self.own_1NW.expand(B, -1, -1)
+        tree, depth = self._shape(B)
+        depth_1N, own_1NW = self.nodes[self.head.head_config.num_in_flight(tree)]
+        depth_BN, own_BNW = depth_1N.expand(B, -1), own_1NW.expand(B, -1, -1)
         nodes = self.cache.place(state.row_B, depth_BN, depth_BN, own_BNW)
         feature_BM = self.cache.head.feature_SM[self.cache.slot_before(nodes.layout)]
-        growing = GrowingTree(state.anchor_B, self.width, self.tree.budget)
+        growing = GrowingTree(state.anchor_B, self.width, tree.budget)
         heat_B = self.heat.of(state)
-        return self.head.grow(growing, self.depth, nodes, feature_BM, self.target, self.cache.head.layers, heat_B)
+        return self.head.grow(growing, depth, nodes, feature_BM, self.target, self.cache.head.layers, heat_B)
 
     def build(self, state: RoundState, drafted: GrowingTree) -> DraftTree:
         return drafted.tree()
+
+    def _shape(self, batch: int) -> tuple[TreeConfig, int]:
+        """Such a head can always go deeper, but a larger batch is not the reason to."""
+        tree, config = self.tree.at(batch), self.head.head_config
+        depth = min(config.draft_depth(tree.depth), config.draft_depth(self.tree.depth))
+        return replace(tree, depth=depth), min(depth, tree.budget - 1)
+
+    def _nodes(self, size: int) -> tuple[Tensor, Tensor]:
+        """The depths of nodes in flight, and each as its own only ancestor."""
+        node_N = torch.arange(size, device=self.cache.device)
+        own_NW = pack_bits(torch.eye(size, dtype=torch.bool, device=self.cache.device))
+        return ((node_N + self.width - 1) // self.width)[None], own_NW[None]
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         pool = self.cache.head
@@ -213,6 +231,7 @@ class NgramDrafter:
         return self.guess_R3N[state.row_B]
 
     def build(self, state: RoundState, drafted: Tensor) -> DraftTree:
+        drafted = drafted[..., : self.tree.at(len(drafted)).budget]  # the heaviest come first
         size_B = (drafted[:, 1] >= 0).sum(1)
         if drafted.device.type == "cpu":  # a look is free, and every node that is not there saves time
             drafted = drafted[..., : int(size_B.max())]

@@ -100,7 +100,8 @@ class Captured:
 
 
 class GraphRounds:
-    """A round is captured when a batch of its size first comes up, and replayed from then on.
+    """A round is captured when a batch of its size first comes up, with the trees of that size, and replayed from then
+    on.
 
     A batch is padded to the next captured size with the cache's idle row. A batch with constraints needs the host in
     the middle of a round, so it runs as written.

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.config import DrafterName, EngineConfig, Shrink, TreeConfig
 from jetspec.engine.constraint import Grammars
 from jetspec.engine.engine import Engine, check_drafter
 from jetspec.engine.garbage import settled
@@ -28,6 +28,7 @@ K = TypeVar("K")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CPU_TREE = TreeConfig(budget=16, likely=0)
+GPU_TREE = TreeConfig(shrink=(Shrink(8, 32), Shrink(24, 16, depth=8)))
 """On a CPU every node and every product costs time, so the tree is small unless asked for."""
 
 
@@ -73,7 +74,7 @@ class LLM:
         self._kept: list[Update] = []
         self.drafter: DrafterName = drafter or ("head" if head else "ngram")
         on_cpu = target.decoder.embedding.device.type == "cpu"
-        self.tree = tree or (CPU_TREE if on_cpu else TreeConfig())
+        self.tree = tree or (CPU_TREE if on_cpu else GPU_TREE)
         if self.drafter == "head" and head and self.tree.depth:
             reach = head.head_config.draft_depth(self.tree.depth)
             if reach < self.tree.depth:

@@ -63,7 +63,7 @@ class Round:
 
     def tree(self, state: RoundState) -> DraftTree:
         """Draft and build, as far as the requests want it."""
-        if state.wants.drafting == "none":
+        if state.wants.drafting == "none" or self.drafter.tree.at(len(state.anchor_B)).budget == 1:
             return DraftTree.root(state.anchor_B)
         tree = self.drafter.build(state, self.drafter.draft(state))
         return tree if state.limits is None else tree.limited(*state.limits)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.config import DrafterName, EngineConfig, Shrink, TreeConfig
 from jetspec.models.heads import Head
 from jetspec.types import Request, SamplingParams, TreeLimits
 from tests.engine.tiny import VOCAB, Script, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, use
@@ -231,6 +231,39 @@ def test_each_request_may_want_less_of_the_tree(who: str, sampling: SamplingPara
                 if update.completion:
                     done[update.request_id] = update.completion.token_ids
         assert [done[i] for i in ids] == TRUTH[id(sampling)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("who", ["ngram", "head", "edge", "eagle3"])
+def test_trees_are_as_large_as_the_batch_allows(who: str, sampling: SamplingParams) -> None:
+    """As requests leave, those who stay have larger trees, and no text changes."""
+    tree = TreeConfig(budget=12, width=4, shrink=(Shrink(2, 6, depth=2), Shrink(4, 3), Shrink(6, 1)))
+    head: Head | None = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=who == "edge")
+    name, head = ("ngram", None) if who == "ngram" else ("head", head)
+    engine = make_engine(TARGET, name, head, tree, EngineConfig(page_size=4, max_batch=6))  # type: ignore[arg-type]
+    lengths = [5, 9, 13, 17, 21, 30]
+    prompts = zip(PROMPTS, lengths, strict=True)
+    ids = [engine.add(prompt, replace(sampling, max_tokens=n), trace=True) for prompt, n in prompts]
+    done, largest = {}, dict.fromkeys(range(1, 7), 0)
+    while engine.has_work:
+        updates = engine.step()
+        batch = len(engine.lineup.requests)
+        for update in updates:
+            assert update.trace is not None and update.drafted < tree.at(batch).budget
+            largest[batch] = max(largest[batch], update.drafted)
+            deepest = max(node_depths(update.trace.parents))
+            assert deepest <= (2 if batch in (2, 3) and head else 15)
+            if update.completion:
+                done[update.request_id] = update.completion.token_ids
+    assert [done[i] for i in ids] == [text[:n] for text, n in zip(TRUTH[id(sampling)], lengths, strict=True)]
+    assert largest[6] == 0 < largest[4] <= 2 < largest[2] <= 5 < largest[1] or not head
+
+
+def node_depths(parents: list[int]) -> list[int]:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 def test_plain_requests_leave_the_head_its_context() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jetspec.config import DrafterName, EngineConfig, Score, TreeConfig
+from jetspec.config import DrafterName, EngineConfig, Score, Shrink, TreeConfig
 from jetspec.dispatch import force
 from jetspec.engine.graphs import batch_sizes
 from jetspec.graph_pool import GraphPool
@@ -49,9 +49,10 @@ def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: 
         head = None
     elif who == "eagle3":
         head = tiny_eagle3(target, draft_vocab=20).cuda()
-    for budget, batch in ((8, 3), (40, 6)):
+    smaller = Shrink(2, 6, depth=2), Shrink(4, 3), Shrink(6, 1)
+    for budget, batch, shrink in ((8, 3, ()), (40, 6, ()), (40, 6, smaller)):
         config = EngineConfig(page_size=4, max_batch=batch, execution=execution, num_pages=60)  # type: ignore[arg-type]
-        tree = TreeConfig(budget=budget, width=4)
+        tree = TreeConfig(budget=budget, width=4, shrink=shrink)
         engine = make_engine(target, "head" if head else who, head, tree, config)  # type: ignore[arg-type]
         assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
         assert engine.cache.pool.num_available == engine.cache.pool.num_pages

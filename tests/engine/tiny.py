@@ -70,7 +70,7 @@ class Script:
     tap_layers: tuple[int, ...] = ()
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]], right: float, budget: int, seed: int = 0) -> None:
-        self.truth, self.right, self.lookahead = truth, right, budget
+        self.truth, self.right, self.lookahead, self.tree = truth, right, budget, TreeConfig(budget)
         self.random = random.Random(seed)
 
     def look(self, requests: Sequence[Request]) -> None:
