@@ -61,11 +61,10 @@ class LosslessCheck:
     def fresh(self) -> FreshPass:
         return FreshPass(self.bench.llm.target.decoder, None, self.bench.max_len)
 
-    @property
-    def widest_tie(self) -> float:
-        """Measured when it is first needed."""
+    def tie_at(self, temperature: float) -> float:
+        """How far apart two tokens may be. Measured when it is first needed."""
         self._noise = self._noise or self._measure_noise()
-        return self._noise.widest_tie
+        return self._noise.tie_at(temperature)
 
     def _measure_noise(self) -> PairNoise:
         """On first turns of plain answers, drawn evenly from all of them."""
@@ -143,7 +142,7 @@ class LosslessCheck:
                 return Parting(prompt.id, turn, place, None, None, tie=False)
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
             gap, least = self.gaps(*pair, (*asked, *given[:place]), sampling)
-            return Parting(prompt.id, turn, place, gap, least, tie=least <= self.widest_tie)
+            return Parting(prompt.id, turn, place, gap, least, tie=least <= self.tie_at(temperature))
         return None
 
     def gaps(self, a: int, b: int, tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[float, float]:
@@ -152,7 +151,7 @@ class LosslessCheck:
         key = a, b, tokens, sampling if sampling.temperature > 0 else None
         if key not in self._gaps:
             judges = [drawn(reading, sampling) for reading in readings(self.fresh)]
-            self._gaps[key] = gaps_between(a, b, tokens, judges, self.widest_tie)
+            self._gaps[key] = gaps_between(a, b, tokens, judges, self.tie_at(sampling.temperature))
         return self._gaps[key]
 
 

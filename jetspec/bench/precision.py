@@ -25,6 +25,8 @@ from jetspec.types import Request, SamplingParams
 PAGE_SIZE = 16
 CONTENDERS = 64
 """Tokens of a position that may be chosen, for all that is likely: the rest of the vocabulary is noisier."""
+RIVALS = 64
+"""Tokens near the best of their positions that tell how far rounding moves such. Fewer say nothing."""
 READ_AGAIN = 64
 """Tokens before a position that are read in pieces where it is looked at more closely."""
 PIECES = (1, 4, 16)
@@ -199,32 +201,44 @@ def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class PairNoise:
-    """The most that the distance of two logits changed from a fresh pass to others, over a sample of positions and all
-    pairs of the best tokens of each."""
+    """The most that the distance of two logits changed from a fresh pass to others, over a sample of positions."""
 
     steps: float
-    """To passes over one token, as plain steps are."""
+    """To passes over one token, as plain steps are: of the best token and those that may take its place."""
     trees: float
-    """To passes over as many tokens as a tree has."""
+    """The same, to passes over as many tokens as a tree has."""
+    drawn: float
+    """Of any two of the likeliest tokens, between which a draw may choose."""
     positions: int
 
     @property
     def widest_tie(self) -> float:
-        """Tokens further apart in a fresh pass cannot have changed places: neither side moves them by more."""
+        """Tokens further behind the best in a fresh pass cannot take its place: neither side moves them by more."""
         return max(self.steps, self.trees)
+
+    def tie_at(self, temperature: float) -> float:
+        return self.drawn if temperature > 0 else self.widest_tie
 
 
 def pair_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int) -> PairNoise:
     """Of the target alone, which reads answers behind their prompts in pieces of one token and of a whole tree.
 
-    No engine has a part in it, so one that is wrong cannot excuse itself by its own noise.
+    No engine has a part in it, so one that is wrong cannot excuse itself by its own noise. Tokens that no such noise
+    brings to the top, which is larger among the unlikely ones, are not among those that may take the place of the best,
+    if the texts hold enough that are.
     """
-    worst = {1: 0.0, budget: 0.0}
+    behind, moved = list[Tensor](), {1: list[Tensor](), budget: list[Tensor]()}
     for prompt, answer in texts:
         tokens, last = [*prompt, *answer[:-1]], len(answer)
         fresh_TV = fresh.logits(tokens, last)
-        best_TK = fresh_TV.topk(min(CONTENDERS, fresh_TV.shape[-1])).indices
-        for size in worst:
-            off_TK = (fresh.logits_in_pieces(tokens, last, size) - fresh_TV).gather(1, best_TK)
-            worst[size] = max(worst[size], float((off_TK.amax(1) - off_TK.amin(1)).max()))
-    return PairNoise(worst[1], worst[budget], sum(len(answer) for _, answer in texts))
+        best_TK = fresh_TV.topk(min(CONTENDERS, fresh_TV.shape[-1]))
+        behind.append(best_TK.values[:, :1] - best_TK.values)
+        for size, off in moved.items():
+            off.append((fresh.logits_in_pieces(tokens, last, size) - fresh_TV).gather(1, best_TK.indices))
+    behind_PK, off_PK = torch.cat(behind), {size: torch.cat(off) for size, off in moved.items()}
+    drawn = max(float((off.amax(1) - off.amin(1)).max()) for off in off_PK.values())
+    rival_PK = behind_PK[:, 1:] <= drawn
+    if rival_PK.sum() < RIVALS:
+        return PairNoise(drawn, drawn, drawn, len(behind_PK))
+    near = {size: float((off[:, 1:] - off[:, :1]).abs()[rival_PK].max()) for size, off in off_PK.items()}
+    return PairNoise(near[1], near[budget], drawn, len(behind_PK))

@@ -128,6 +128,29 @@ def test_pieces_of_a_text_are_the_whole_in_float32_and_nearly_so_in_16_bits(fold
     assert 1e-3 < pair_noise(rounded, texts, 8).widest_tie < 1
 
 
+class Moved:
+    """A target whose pieces move logits: those of tokens that are far behind by more."""
+
+    def __init__(self, near: float, far: float, rivals: int) -> None:
+        self.at_once = torch.tensor([[4.0] + [3.9] * rivals + [-5.0] * 3])
+        self.off = torch.tensor([[0.0] + [near] * rivals + [-far] * 3])
+
+    def logits(self, tokens: Sequence[int], last: int = 1) -> Tensor:
+        return self.at_once.expand(last, -1)
+
+    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
+        return (self.at_once + (self.off if size > 1 else self.off / 2)).expand(last, -1)
+
+
+def test_what_may_be_best_is_judged_by_its_own_noise() -> None:
+    """And by that of all where hardly anything may be."""
+    text = [([1, 2], [3] * 40)]
+    noise = pair_noise(Moved(0.25, 1.0, rivals=2), text, 8)  # type: ignore[arg-type]
+    assert (noise.steps, noise.trees, noise.drawn, noise.positions) == (0.125, 0.25, 1.25, 40)
+    assert (noise.tie_at(0), noise.tie_at(1)) == (0.25, 1.25)
+    assert pair_noise(Moved(0.25, 1.0, rivals=1), text, 8).widest_tie == 1.25  # type: ignore[arg-type]
+
+
 class Readings:
     """A target that is of two minds about its next token: by so much at once, and in pieces of these sizes."""
 
@@ -155,7 +178,7 @@ def test_a_gap_that_is_wide_in_every_reading_is_a_mistake(
 ) -> None:
     bench = make_bench(folder, "readings", LLM(folder / "model", device="cpu", dtype="bfloat16"))
     check, readings = LosslessCheck(bench, []), Readings(at_once, in_pieces)
-    check.__dict__["fresh"], check._noise = readings, PairNoise(1.0, 0.5, 9)
+    check.__dict__["fresh"], check._noise = readings, PairNoise(1.0, 0.5, 4.0, 9)
     plain = {"turn_tokens": [[1, 0, 0]], "finish": ["length"]}
     found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
     assert found is not None and (found.position, found.gap, found.least, found.tie) == (1, at_once, least, least <= 1)
@@ -188,9 +211,11 @@ def test_what_rounding_decides_is_status_0(folder: Path) -> None:
     done = run_command(folder, "rounded", *words)
     assert done.exit_code == 0, done.output
     record = json.loads((folder / "rounded" / "results.json").read_text())
-    checks = [cell["lossless"] for cell in record["cells"] if cell["lossless"]]
-    assert sum(check["ties"] for check in checks) > 0, "a test without ties tests nothing"
-    assert all(d["gap"] <= record["noise"]["widest_tie"] for check in checks for d in check["different"])
+    checked = [cell for cell in record["cells"] if cell["lossless"]]
+    assert sum(cell["lossless"]["ties"] for cell in checked) > 0, "a test without ties tests nothing"
+    for cell in checked:
+        limit = record["noise"]["drawn" if cell["temperature"] else "widest_tie"]
+        assert all(d["least"] <= limit for d in cell["lossless"]["different"])
 
 
 def test_a_text_that_ends_earlier_is_no_tie(folder: Path, llm: LLM) -> None:
