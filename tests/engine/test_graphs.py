@@ -13,17 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from jetspec.bench.precision import FreshPass, find_differences, pair_noise, readings
 from jetspec.config import DrafterName, EngineConfig, Score, Shrink, TreeConfig
 from jetspec.dispatch import force
+from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import batch_sizes
 from jetspec.graph_pool import GraphPool
+from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
 from tests.engine import test_constraint as constraints
 from tests.engine import test_prefill as prefills
 from tests.engine import test_requests as requests
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH
-from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
+from tests.engine.tiny import VOCAB, Script, make_engine, randomize, run, tiny_decoder, tiny_eagle3, tiny_head, use
 
 
 @given(st.integers(1, 5000))
@@ -56,6 +59,31 @@ def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: 
         engine = make_engine(target, "head" if head else who, head, tree, config)  # type: ignore[arg-type]
         assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
         assert engine.cache.pool.num_available == engine.cache.pool.num_pages
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_wide_trees_with_much_room_write_the_targets_text(device: str) -> None:
+    """Attention over so many rows with so much room is a kernel of its own, of 16 bits: ties are judged by the target
+    alone. Most drafts are right, so that deep nodes decide."""
+    shape = DecoderConfig("qwen3", VOCAB, 256, 3, 16, 4, 64, 512, max_len=16_384, qk_norm=True)
+    target = randomize(Decoder(shape), 1, 0.1).to(device, torch.bfloat16)
+    sampling = SamplingParams(max_tokens=24)
+    prompts = {str(n): [(n * i + i // 3) % VOCAB for i in range(n)] for n in (3, 40, 300)}
+    config = EngineConfig(max_batch=3, cache_gb=0.5, execution="eager")
+    plain = written(make_engine(target, config=config), prompts, sampling)
+    engine = make_engine(target, tree=TreeConfig(budget=160), config=config)
+    use(engine, Script({tuple(prompt): plain[name] for name, prompt in prompts.items()}, 0.9, budget=160))
+    texts = written(engine, prompts, sampling)
+    fresh = FreshPass(target, None, 400)
+    noise = pair_noise(fresh, [(prompts[name], text) for name, text in plain.items()], 160)
+    found = find_differences(prompts, plain, texts, readings(fresh), noise.widest_tie)
+    assert all(difference.is_tie(noise.widest_tie) for difference in found), found
+    assert noise.widest_tie < 0.5, "a test that excuses everything tests nothing"
+
+
+def written(engine: Engine, prompts: dict[str, list[int]], sampling: SamplingParams) -> dict[str, list[int]]:
+    done = run(engine, list(prompts.values()), sampling)
+    return {name: completion.token_ids for name, completion in zip(prompts, done, strict=True)}
 
 
 @pytest.mark.gpu

@@ -96,7 +96,9 @@ class Script:
             size.append(len(nodes))
             for i, (t, p) in enumerate(nodes):
                 token[row, i], parent[row, i] = (int(state.anchor_B[row]) if i == 0 else t), p
-        return DraftTree.from_parents(token, parent, torch.tensor(size), max_depth=6)
+        device = state.anchor_B.device
+        size_B = torch.tensor(size, device=device)
+        return DraftTree.from_parents(token.to(device), parent.to(device), size_B, max_depth=6)
 
     def scatter(self, path: list[int], budget: int) -> list[tuple[int, int]]:
         nodes, tip = [(0, 0)], 0
