@@ -18,6 +18,7 @@ import torch
 
 from jetspec.files import write_whole
 
+WITH_CHANGES = " with changes"
 PACKAGES = ("jetspec", "torch", "triton", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
 
 
@@ -100,9 +101,14 @@ def current_commit() -> str | None:
     try:
         commit = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
-        return f"{commit} with changes" if changed else commit
+        return f"{commit}{WITH_CHANGES}" if changed else commit
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def is_whole_commit(commit: str | None) -> bool:
+    """Whether a commit is known and is all of the source: what was changed after it cannot be had again."""
+    return commit is not None and not commit.endswith(WITH_CHANGES)
 
 
 def hardware() -> dict[str, Any]:

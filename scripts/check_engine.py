@@ -388,7 +388,7 @@ def main(words: Sequence[str] | None = None) -> None:
     holds = correct and faster
     record = {"check": args.check, "model": Path(args.model).name, "head": Path(args.head).name, "device": device.type}
     tree = TreeConfig(shortlist=args.shortlist)
-    record |= {"heat": tree.heat, "shortlist": tree.shortlist, "likely": tree.likely}
+    record |= {"heat": tree.heat, "shortlist": tree.shortlist, "likely": tree.likely, "max_tokens": args.tokens}
     write_record(args.out, {**record, "holds": holds, "results": results}, commit)
     print(json.dumps({"check": args.check, "holds": holds, "record": str(args.out)}))
     raise SystemExit(0 if holds else 1)
@@ -463,11 +463,16 @@ def draw(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[str, l
 
 
 def draw_turns(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[str, list[str]]:
-    """What users say, drawn over all files, the same for every run. Who begins with very much is left out."""
+    """What users say, drawn over all files, the same for every run. Who begins with very much is left out. Fewer than
+    are asked for would be another check."""
     lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     random.Random(0).shuffle(lines)
     short = (line for line in lines if len(ask(tokenizer, line["turns"][:1])) <= LONGEST_PROMPT)
-    return {line["id"]: line["turns"] for line in islice(short, count)}
+    drawn = {line["id"]: line["turns"] for line in islice(short, count)}
+    if len(drawn) < count:
+        held = f"{len(drawn)} conversations that begin with at most {LONGEST_PROMPT:,} tokens"
+        raise ValueError(f"{', '.join(file.name for file in files)}: {held}, and {count} are asked for")
+    return drawn
 
 
 def ask(tokenizer: Tokenizer, said: Sequence[str]) -> list[int]:

@@ -255,15 +255,19 @@ def test_the_command_writes_a_record(words: str, tiny_files: Path, capsys: pytes
     record = json.loads(out.read_text())
     result = record["results"]["float32"]
     assert (record["check"], record["head"]) == (words.split()[0], "some-head") and record["hardware"]
+    assert record["max_tokens"] == int(words.split()[2])
     assert result["correct"], result
     assert record["holds"] == result.get("faster", True) == (ended.value.code == 0)
     assert json.loads(capsys.readouterr().out)["holds"] == record["holds"]
 
 
 def test_very_long_prompts_are_left_out(tiny_files: Path) -> None:
-    drawn = check.draw(sorted(tiny_files.glob("*.jsonl")), 99, Words())  # type: ignore[arg-type]
-    assert len(drawn) == 5 * len(check.SPEED_SETS) and not any(name.endswith("-0") for name in drawn)
-    assert list(check.draw(sorted(tiny_files.glob("*.jsonl")), 4, Words())) == list(drawn)[:4]  # type: ignore[arg-type]
+    files, count = sorted(tiny_files.glob("*.jsonl")), 5 * len(check.SPEED_SETS)
+    drawn = check.draw(files, count, Words())  # type: ignore[arg-type]
+    assert len(drawn) == count and not any(name.endswith("-0") for name in drawn)
+    assert list(check.draw(files, 4, Words())) == list(drawn)[:4]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"mt_bench\.jsonl: {count} conversations .*, and {count + 1} are asked for"):
+        check.draw(files, count + 1, Words())  # type: ignore[arg-type]
 
 
 def test_later_turns_follow_what_plain_decoding_answered() -> None:
