@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -53,12 +54,14 @@ def current_command() -> str:
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     program, *words = sys.argv
     if main is not None:
-        begin = ["python", "-m", main.name.removesuffix(".__main__")]
-    elif program.endswith(".py"):
-        begin = ["python", _from_here(program)]
-    else:
-        begin = [Path(program).name]
+        return module_command([main.name.removesuffix(".__main__"), *words])
+    begin = ["python", _from_here(program)] if program.endswith(".py") else [Path(program).name]
     return shlex.join([*begin, *map(_from_here, words)])
+
+
+def module_command(words: Sequence[str]) -> str:
+    """How the command `python -m` with these words is recorded."""
+    return shlex.join(["python", "-m", *map(_from_here, words)])
 
 
 def _from_here(word: str) -> str:
