@@ -17,11 +17,11 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -33,6 +33,7 @@ from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import DTYPES, choose_device
+from jetspec.files import check_writable
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head
@@ -54,7 +55,7 @@ PATIENCE = 8
 STEADY_S, MOST_RUNS = 1.0, 5
 """Runs of less time are repeated, up to so many."""
 SOAK_CHECKS, SOAK_PAGE = 100, 8
-SPEED_SETS = ("gsm8k", "humaneval", "mt_bench")
+SPEED_SETS, BATCH_SETS = ("gsm8k", "humaneval", "mt_bench"), ("gsm8k",)
 ANSWERED = 32
 """Conversations that are answered together, for turns to come."""
 
@@ -257,7 +258,12 @@ class Tree:
 
     @classmethod
     def read(cls, word: str) -> Tree:
-        return cls(*map(int, word.split(":", 1)))
+        try:
+            tree = cls(*map(int, word.split(":", 1)))
+            TreeConfig(budget=tree.budget, depth=tree.depth or None)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{word!r} is no tree: {error}") from None
+        return tree
 
 
 def check_batches(
@@ -376,26 +382,93 @@ def scarce_pages(models: Models, prompts: Texts, batch: int, budget: int, tokens
 # -- the command
 
 
+class Unusable(ValueError):
+    """What is asked for cannot be measured."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    args = parse(words)
+    parser = make_parser()
+    args = parser.parse_args(words)
+    try:
+        measure(args)
+    except Unusable as error:
+        parser.error(str(error))
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Run a check and write its record: after every dtype, so that none is lost where a later one fails."""
     commit = args.commit or current_commit()  # now, because the checkout may move on while this runs
-    device = choose_device(args.device)
-    results = {name: run(args, DTYPES[name], device) for name in args.dtypes}
-    correct = all(result["correct"] for result in results.values())
-    # float32 is for exactness: where another dtype is measured, that one must be fast.
-    timed = [result for name, result in results.items() if name != "float32"] or list(results.values())
-    faster = all(result.get("faster", True) for result in timed)
-    holds = correct and faster
-    record = {"check": args.check, "model": Path(args.model).name, "head": Path(args.head).name, "device": device.type}
-    tree = TreeConfig(shortlist=args.shortlist)
-    record |= {"heat": tree.heat, "shortlist": tree.shortlist, "likely": tree.likely, "max_tokens": args.tokens}
-    write_record(args.out, {**record, "holds": holds, "results": results}, commit)
+    tree, device, files = prepare(args)
+    about = {"check": args.check, "model": Path(args.model).name, "head": Path(args.head).name, "device": device.type}
+    settings = {"heat": tree.heat, "shortlist": tree.shortlist, "likely": tree.likely, "max_tokens": args.tokens}
+    results: dict[str, dict[str, Any]] = {}
+    for done, name in enumerate(args.dtypes, 1):
+        results[name] = run(args, files, DTYPES[name], device)
+        left = {"unfinished": args.dtypes[done:]} if args.dtypes[done:] else {}
+        holds = not left and all_hold(results)
+        write_record(args.out, {**about, **settings, **left, "holds": holds, "results": results}, commit)
     print(json.dumps({"check": args.check, "holds": holds, "record": str(args.out)}))
     raise SystemExit(0 if holds else 1)
 
 
+def prepare(args: argparse.Namespace) -> tuple[TreeConfig, torch.device, list[Path]]:
+    """What a check needs besides models. What cannot be is told before they are loaded."""
+    try:
+        check_writable(args.out)
+        return TreeConfig(shortlist=args.shortlist), choose_device(args.device), files_of(args.check, args.data)
+    except ValueError as error:
+        raise Unusable(error) from error
+
+
+def files_of(check: str, folder: Path) -> list[Path]:
+    """The files that prompts are drawn from."""
+    if not folder.is_dir():
+        raise Unusable(f"there is no folder {folder}")
+    names = {"speed": SPEED_SETS, "batches": BATCH_SETS}.get(check)
+    files = [folder / f"{name}.jsonl" for name in names] if names else sorted(folder.glob("*.jsonl"))
+    if missing := [file for file in files if not file.is_file()]:
+        raise Unusable(f"there is no file {missing[0]}")
+    if not files:
+        raise Unusable(f"{folder} holds no JSONL files")
+    return files
+
+
+def all_hold(results: Mapping[str, Mapping[str, Any]]) -> bool:
+    """float32 is for exactness: where another dtype is measured, that one must be fast."""
+    timed = [result for name, result in results.items() if name != "float32"] or list(results.values())
+    return all(result["correct"] for result in results.values()) and all(r.get("faster", True) for r in timed)
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    def read(word: str) -> int:
+        if not word.isdecimal() or int(word) < low:
+            raise argparse.ArgumentTypeError(f"{word!r} is no whole number of at least {low}")
+        return int(word)
+
+    return read
+
+
+def drafted(word: str) -> int:
+    """Nodes of a tree that is drafted."""
+    tree = Tree.read(word)
+    if tree.budget == 1 or tree.depth:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of nodes of at least 2")
+    return tree.budget
+
+
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return make_parser().parse_args(words)
+
+
+def make_parser() -> Parser:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="check", required=True)
 
     def command(name: str, help: str, dtypes: list[str], tokens: int) -> argparse.ArgumentParser:
@@ -406,17 +479,21 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         made.add_argument("--out", type=Path, required=True, help="where the record goes")
         made.add_argument("--device", default="auto", help="auto, cpu or cuda")
         made.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=dtypes, help="one run for each")
-        made.add_argument("--tokens", type=int, default=tokens, help="most new tokens of a prompt")
-        made.add_argument("--shortlist", type=int, default=TreeConfig.shortlist, help="tokens an edge term ranks")
+        made.add_argument("--tokens", type=at_least(1), default=tokens, help="most new tokens of a prompt")
+        made.add_argument(
+            "--shortlist", type=at_least(0), default=TreeConfig.shortlist, help="tokens an edge term ranks"
+        )
         made.add_argument("--commit", help="commit of the source, where git cannot tell")
         return made
 
     both = ["float32", "bfloat16"]
     speed = command("speed", "one request at a time, against plain and `transformers`", ["bfloat16"], 256)
-    speed.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64])
-    speed.add_argument("--other-prompts", type=int, default=2, help="prompts of each set for `transformers`; 0: none")
+    speed.add_argument("--budgets", type=drafted, nargs="+", default=[16, 32, 64])
+    speed.add_argument(
+        "--other-prompts", type=at_least(0), default=2, help="prompts of each set for `transformers`; 0: none"
+    )
     batches = command("batches", "every batch size with every budget", both, 128)
-    batches.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    batches.add_argument("--batches", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     batches.add_argument(
         "--trees",
         type=Tree.read,
@@ -425,32 +502,34 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         default=[Tree(1), Tree(16), Tree(16, 8), Tree(32), Tree(64), Tree(128)],
         help="nodes, and how deep they may lie; 1 is plain decoding",
     )
-    batches.add_argument("--waves", type=int, default=4, help="prompts per place of the batch")
+    batches.add_argument("--waves", type=at_least(1), default=4, help="prompts per place of the batch")
     strict = command("strict", "many texts, every difference listed", both, 256)
     soak = command("soak", "random arrivals, cancels and preemptions", ["float32"], 96)
-    soak.add_argument("--rounds", type=int, default=10_000)
+    soak.add_argument("--rounds", type=at_least(1), default=10_000)
     for made, prompts in ((speed, 80), (strict, 1000), (soak, 32)):
-        made.add_argument("--prompts", type=int, default=prompts, help="how many to draw, for `speed` of each set")
+        made.add_argument(
+            "--prompts", type=at_least(1), default=prompts, help="how many to draw, for `speed` of each set"
+        )
     for made, batch, budget in ((strict, 32, 64), (soak, 8, 16)):
-        made.add_argument("--batch", type=int, default=batch)
-        made.add_argument("--budget", type=int, default=budget)
-    return parser.parse_args(words)
+        made.add_argument("--batch", type=at_least(1), default=batch)
+        made.add_argument("--budget", type=drafted, default=budget)
+    return parser
 
 
-def run(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def run(args: argparse.Namespace, files: Sequence[Path], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """One check in one precision."""
     target = load_target(args.model, dtype, device)
     head = load_head(args.head, target.decoder.config, dtype, device)
     models = Models(target.decoder, head, target.eos_tokens, args.shortlist)
     if args.check == "speed":
-        turns = {name: draw_turns([args.data / f"{name}.jsonl"], args.prompts, target.tokenizer) for name in SPEED_SETS}
+        turns = {file.stem: draw_turns([file], args.prompts, target.tokenizer) for file in files}
         sets = {name: every_turn(models, target.tokenizer, said, args.tokens) for name, said in turns.items()}
         other = load_hf(resolve(args.model), dtype, device) if args.other_prompts else None
         return check_speed(models, sets, args.budgets, args.tokens, other, args.other_prompts)
     if args.check == "batches":
-        prompts = draw([args.data / "gsm8k.jsonl"], args.waves * max(args.batches), target.tokenizer)
+        prompts = draw(files, args.waves * max(args.batches), target.tokenizer)
         return check_batches(models, prompts, args.batches, args.trees, args.tokens, args.waves)
-    prompts = draw(sorted(args.data.glob("*.jsonl")), args.prompts, target.tokenizer)
+    prompts = draw(files, args.prompts, target.tokenizer)
     if args.check == "strict":
         return check_strict(models, prompts, args.batch, args.budget, args.tokens)
     return check_soak(models, prompts, args.batch, args.budget, args.tokens, args.rounds)
@@ -471,7 +550,7 @@ def draw_turns(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[
     drawn = {line["id"]: line["turns"] for line in islice(short, count)}
     if len(drawn) < count:
         held = f"{len(drawn)} conversations that begin with at most {LONGEST_PROMPT:,} tokens"
-        raise ValueError(f"{', '.join(file.name for file in files)}: {held}, and {count} are asked for")
+        raise Unusable(f"{', '.join(file.name for file in files)}: {held}, and {count} are asked for")
     return drawn
 
 

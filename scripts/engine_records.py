@@ -72,9 +72,9 @@ def make(name: str, data: Path, folder: Path, device: str) -> bool:
 
 
 def current(path: Path, words: Sequence[str], device: str) -> Mapping[str, Any] | None:
-    """A record of the source as it stands, if there is one, that these words would make again on this machine."""
+    """A whole record of the source as it stands, if there is one, that these words would make again on this machine."""
     record, commit = json.loads(read_text(path)) if path.is_file() else {}, current_commit()
-    if not is_whole_commit(commit) or record.get("commit") != commit:
+    if not is_whole_commit(commit) or record.get("commit") != commit or "unfinished" in record:
         return None
     where = "gpu" if device == "cuda" else "cpu"
     is_here = record["device"] == device and record["hardware"].get(where) == hardware()[where]

@@ -16,6 +16,7 @@ from jetspec.bench.profile import STAGES, Profile, Workload, check, profile
 from jetspec.bench.shapes import Weights, open_head, open_target, shape_of
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
+from jetspec.files import check_writable
 from jetspec.record import current_commit, shown, shown_head, write_record
 from jetspec.terminal.generate import write_json
 from jetspec.terminal.screen import out, working
@@ -39,6 +40,10 @@ class Report:
 
     as_json: bool
     out: Path | None
+
+    def __post_init__(self) -> None:
+        if self.out is not None:
+            check_writable(self.out)
 
 
 @dataclass(frozen=True)

@@ -280,6 +280,8 @@ def test_command_shows_a_table(folder: Path) -> None:
         (["op", "nothing"], "there is no operation 'nothing'"),
         (["op", "add_mixture"], "no experts"),
         (["op", "swiglu", "--budget", "0"], "budget is 0"),
+        (["--out", "/", "--context", "10"], "/ is a folder; name a file to write"),
+        (["op", "swiglu", "--out", "/"], "/ is a folder; name a file to write"),
         (["--width", "3", "op", "swiglu"], "put --width behind `op`"),
         (["--json", "op", "swiglu"], "put --json behind `op`"),
     ],

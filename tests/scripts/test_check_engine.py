@@ -261,6 +261,66 @@ def test_the_command_writes_a_record(words: str, tiny_files: Path, capsys: pytes
     assert json.loads(capsys.readouterr().out)["holds"] == record["holds"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("strict --data nowhere", "there is no folder nowhere"),
+        ("strict --data empty", "empty holds no JSONL files"),
+        ("speed --data empty", "there is no file empty/gsm8k.jsonl"),
+        ("strict --prompts 0", "'0' is no whole number of at least 1"),
+        ("strict --tokens -1", "'-1' is no whole number of at least 1"),
+        ("strict --budget 1", "'1' is no number of nodes of at least 2"),
+        ("strict --shortlist 3", "shortlist 3 is narrower than width 8"),
+        ("strict --device abacus", "abacus"),
+        ("batches --trees 0", "'0' is no tree: budget is 0"),
+        ("batches --trees 16:x", "'16:x' is no tree"),
+        ("batches --trees 16 --batches", "expected at least one argument"),
+        ("strict --out empty", "empty is a folder; name a file to write"),
+        ("soak --out file/record.json", "file/record.json cannot be written"),
+    ],
+)
+def test_careless_use_is_told_in_one_line_before_anything_is_loaded(
+    words: str, said: str, tiny_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny_files)
+    monkeypatch.setattr(check, "load_target", lambda *_: pytest.fail("loaded"))
+    Path("empty").mkdir()
+    Path("file").touch()
+    name, *rest = words.split()
+    with pytest.raises(SystemExit) as ended:
+        check.main([name, "--head", "h", "--data", ".", "--out", "record.json", *rest])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1 and said in told
+
+
+def test_too_few_prompts_are_told_in_one_line(tiny_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = ["--head", "h", "--data", str(tiny_files), "--out", str(tiny_files / "record.json")]
+    with pytest.raises(SystemExit) as ended:
+        check.main(["strict", *paths, "--prompts", "99", "--device", "cpu"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1 and "15 conversations" in told
+
+
+def test_what_was_measured_is_kept_where_the_next_fails(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_in_16_bits(*args: Any) -> dict[str, Any]:
+        if torch.bfloat16 in args:
+            raise MemoryError
+        return {"correct": True}
+
+    monkeypatch.setattr(check, "run", fail_in_16_bits)
+    out = tiny_files / "record.json"
+    words = ["--head", "h", "--data", str(tiny_files), "--out", str(out), "--device", "cpu"]
+    with pytest.raises(MemoryError):
+        check.main(["strict", *words])
+    record = json.loads(out.read_text())
+    assert record["results"] == {"float32": {"correct": True}}
+    assert record["unfinished"] == ["bfloat16"] and not record["holds"]
+    with pytest.raises(SystemExit):
+        check.main(["strict", *words, "--dtypes", "float32"])
+    record = json.loads(out.read_text())
+    assert "unfinished" not in record and record["holds"]
+
+
 def test_very_long_prompts_are_left_out(tiny_files: Path) -> None:
     files, count = sorted(tiny_files.glob("*.jsonl")), 5 * len(check.SPEED_SETS)
     drawn = check.draw(files, count, Words())  # type: ignore[arg-type]
