@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner, Result
 
+from jetspec import ops
 from jetspec.bench.floor import count_experts, plain_floor, round_floor
-from jetspec.bench.op_profile import OF_EXPERTS, OPERATIONS, Inputs, Setting, find_operations, profile_operation
+from jetspec.bench.op_profile import (
+    DEPTH,
+    OF_EXPERTS,
+    OPERATIONS,
+    PAGE_SIZE,
+    Inputs,
+    Setting,
+    _max_difference,
+    find_operations,
+    profile_operation,
+)
 from jetspec.bench.profile import STAGES, Decoding, StandingRound, Workload, profile
 from jetspec.bench.shapes import SHAPES, open_head
 from jetspec.cli import app
@@ -212,6 +225,37 @@ def test_inputs_are_the_same_each_time() -> None:
     for name, make in OPERATIONS.items():
         first, second = make(Inputs(setting)).run(), make(Inputs(setting)).run()
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), name
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 15, 16, 17, 31, 32, 64])
+def test_compaction_moves_all_of_a_path_but_its_root(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr(ops, "compact_kv", lambda storage, source, target: calls.append((source, target)))
+    inputs = Inputs(Setting(DENSE, torch.float32, CPU, budget=budget, batch=3))
+    OPERATIONS["compact_kv"](inputs).run()
+    ((source, target),) = calls
+    slots = Inputs(inputs.setting).placed(context=PAGE_SIZE).slot_T.view(3, budget)
+    path = (source[:, :, None] == slots[:, None]).int().argmax(-1)
+    assert torch.equal(slots.gather(1, path), source) and torch.equal(target, slots[:, : path.shape[1]])
+    assert (path[:, 0] == 0).all() and (path.diff() > 0).all() and (source != target)[:, 1:].all()
+    assert path.shape[1] == 1 + min(DEPTH, max(budget - 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "off"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], 0.5),
+        ([1.0, math.nan], [1.0, 2.0], math.nan),
+        ([math.nan, 1.0], [math.nan, 1.0], math.nan),
+        ([math.inf, -math.inf, 1.0], [math.inf, -math.inf, 1.0], 0.0),
+        ([math.inf], [-math.inf], math.inf),
+        ([math.inf], [1.0], math.inf),
+    ],
+)
+def test_what_is_no_number_is_a_difference(a: list[float], b: list[float], off: float) -> None:
+    same = torch.tensor([3])
+    found = _max_difference([same, torch.tensor(a), same], [same, torch.tensor(b), same])
+    assert found == pytest.approx(off, nan_ok=True)
 
 
 def test_a_window_hides_what_lies_before_it() -> None:
