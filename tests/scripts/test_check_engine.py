@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetspec.bench.precision import FreshPass, InPieces, Texts, find_differences, readings, shared_length
+from jetspec.config import EngineConfig
+from jetspec.engine.engine import Engine
+from jetspec.engine.graphs import Launched
 from jetspec.engine.kv_cache import KVCache
+from jetspec.engine.prefill import GraphPrefills, PrefillSizes
 from jetspec.engine.scheduler import Scheduler
-from jetspec.types import Request
+from jetspec.types import Request, Update
 from scripts import check_engine as check
+from scripts import soak
 from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head
 
 TARGET = tiny_decoder()
@@ -169,11 +175,60 @@ def leaking_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "preempt", leak)
 
 
-@pytest.mark.parametrize("damage", [broken_compaction, leaking_pages])
-def test_the_soak_can_fail(damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def leaking_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for every round."""
+    publish, kept = Engine._publish, list[Launched]()
+
+    def leak(self: Engine, launched: Launched) -> list[Update]:
+        kept.append(launched)
+        return publish(self, launched)
+
+    monkeypatch.setattr(Engine, "_publish", leak)
+
+
+def leaking_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = itertools.count()
+    monkeypatch.setattr(soak, "resident_bytes", lambda: next(count) * soak.HOST_SLACK_BYTES // 20)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (broken_compaction, "differs from the plain text"),
+        (leaking_pages, "free, remembered or held"),
+        (leaking_objects, "more of Launched live than at rest"),
+        (leaking_bytes, "bytes of resident memory"),
+    ],
+)
+def test_the_soak_can_fail(damage: Any, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     damage(monkeypatch)
     results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=80)
-    assert not results["correct"] and results["problems"]
+    assert not results["correct"] and any(problem in found for found in results["problems"])
+
+
+def test_what_has_become_more_is_a_problem() -> None:
+    rest = soak.Rest(Counter(Request=2, Launched=1), 1 << 30, 7)
+    assert list(rest.problems(soak.Rest(Counter(Request=2), (1 << 30) + soak.SLACK_BYTES, 7))) == []
+    found = list(rest.problems(soak.Rest(Counter(Request=5), (1 << 30) + soak.SLACK_BYTES + 1, 9)))
+    assert [problem.split(" ", 1)[0] for problem in found] == ["3", "2", "65537"]
+
+
+@pytest.mark.parametrize(("max_batch", "max_len"), [(1, 100), (4, 54), (8, 1120), (64, 300)])
+def test_every_graph_of_several_prompts_is_captured_ahead(max_batch: int, max_len: int) -> None:
+    """Any prompts that can be prefilled together have the size of some that were."""
+    sizes = PrefillSizes.of(EngineConfig(max_batch=max_batch))
+    prefills = GraphPrefills.__new__(GraphPrefills)
+    prefills.sizes = sizes
+    engine: Any = SimpleNamespace(prefills=prefills, max_len=max_len)
+    captured = set()
+    for lengths in soak.joint_prefills(engine):
+        assert len(lengths) <= max_batch and all(1 <= length <= max_len - 2 for length in lengths)
+        captured.add(sizes.fitting([SimpleNamespace(tokens=[0] * length) for length in lengths]))  # type: ignore[misc]
+    draw = random.Random(0)
+    for _ in range(1000):
+        lengths = [draw.randint(1, max_len - 2) for _ in range(draw.randint(1, max_batch))]
+        chunks: Any = [SimpleNamespace(tokens=[0] * length) for length in lengths]
+        assert len(chunks) == 1 or sum(lengths) > sizes.tokens[-1] or sizes.fitting(chunks) in captured
 
 
 @pytest.mark.gpu
