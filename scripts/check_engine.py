@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -214,7 +215,7 @@ def check_speed(
     budgets: Sequence[int],
     tokens: int,
     other: PreTrainedModel | None = None,
-    other_prompts: int = 2,
+    other_prompts: int = 3,
 ) -> dict[str, Any]:
     """Tokens per second of one request at a time: plain, speculative, and of `transformers`; prefill left out."""
     everything = {name: prompt for prompts in sets.values() for name, prompt in prompts.items()}
@@ -240,13 +241,18 @@ def check_speed(
         }
         for (name, budget), decoded in done.items()
     ]
-    if other is not None:
-        rates = {name: transformers_rate(other, first(p, other_prompts), tokens) for name, p in sets.items()}
-        for run in runs:
-            run["transformers_tokens_per_s"] = rates[run["set"]]
-            run["speedup_over_transformers"] = run["tokens_per_s"] / rates[run["set"]]
     best = {name: max(run["speedup"] for run in runs if run["set"] == name) for name in sets}
-    return {**ties.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
+    found = {**ties.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
+    if other is not None:
+        for name, prompts in sets.items():
+            rates = transformers_rates(other, first(prompts, other_prompts), tokens)
+            for run in runs:
+                if run["set"] == name:
+                    run["transformers_tokens_per_s"] = statistics.median(rates)
+                    run["transformers_range"] = [min(rates), max(rates)]
+                    run["speedup_over_transformers"] = run["tokens_per_s"] / statistics.median(rates)
+        found["transformers_prompts"] = min(other_prompts, *map(len, sets.values()))
+    return found
 
 
 @dataclass(frozen=True, order=True)
@@ -339,11 +345,12 @@ def verdict(runs: Sequence[Mapping[str, Any]], speedup: float | None = None) -> 
     return correct if speedup is None else correct | {"faster": speedup > 1}
 
 
-def transformers_rate(model: PreTrainedModel, prompts: Texts, tokens: int) -> float:
-    """Tokens per second of `generate`, prefill and the first token left out."""
-    generate_s(model, next(iter(prompts.values())), 4)  # warms up
-    seconds = sum(generate_s(model, p, tokens) for p in tqdm(prompts.values(), desc="transformers", leave=False))
-    return len(prompts) * (tokens - 1) / seconds
+def transformers_rates(model: PreTrainedModel, prompts: Texts, tokens: int) -> list[float]:
+    """Tokens per second of `generate` for each prompt, prefill and the first token left out. A text as long as theirs
+    warms up: kernels are chosen by length."""
+    generate_s(model, next(iter(prompts.values())), tokens)
+    timed = tqdm(prompts.values(), desc="transformers", leave=False)
+    return [(tokens - 1) / generate_s(model, prompt, tokens) for prompt in timed]
 
 
 @torch.inference_mode()
@@ -490,7 +497,7 @@ def make_parser() -> Parser:
     speed = command("speed", "one request at a time, against plain and `transformers`", ["bfloat16"], 256)
     speed.add_argument("--budgets", type=drafted, nargs="+", default=[16, 32, 64])
     speed.add_argument(
-        "--other-prompts", type=at_least(0), default=2, help="prompts of each set for `transformers`; 0: none"
+        "--other-prompts", type=at_least(0), default=3, help="prompts of each set for `transformers`; 0: none"
     )
     batches = command("batches", "every batch size with every budget", both, 128)
     batches.add_argument("--batches", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16, 32, 64])

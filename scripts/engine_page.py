@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def profile_table(record: Record) -> str:
 
 
 def speed_table(record: Record) -> str:
-    """Plain and speculative decoding of one request at a time, and `transformers` if it was measured."""
+    """Plain and speculative decoding of one request at a time, and `transformers` if it was measured: of how many
+    prompts of each set stands above."""
     runs = [(dtype, result, run) for dtype, result in record["results"].items() for run in result["runs"]]
     knows_other = any("speedup_over_transformers" in run for *_, run in runs)
     other = ("over transformers",) if knows_other else ()
@@ -83,7 +85,16 @@ def speed_table(record: Record) -> str:
         shown += [two_digits(run["speedup_over_transformers"])] if knows_other else []
         widest = max((d["gap"] for d in run["differences"] if d["gap"] is not None), default=0.0)
         rows.append([dtype, run["set"], budget, *shown, *same_text(run, widest, result["tie_limit"])])
-    return numbers(("dtype", "set", "budget", *speeds, *SAME_TEXT), rows)
+    table = numbers(("dtype", "set", "budget", *speeds, *SAME_TEXT), rows)
+    return f"{other_note(record)}\n\n{table}" if knows_other else table
+
+
+def other_note(record: Record) -> str:
+    """A record that does not hold how many prompts `transformers` had tells by its command."""
+    words = shlex.split(record["command"])
+    told = [result["transformers_prompts"] for result in record["results"].values() if "transformers_prompts" in result]
+    count = told[0] if told else int(words[words.index("--other-prompts") + 1])
+    return f"`transformers`: the median of {count} {'prompt' if count == 1 else 'prompts'} of each set."
 
 
 def two_digits(value: float) -> str:
