@@ -765,6 +765,10 @@ def profile(
         list[int] | None, _option("Tokens before it, 1024 by default; repeatable.", "--context", panel="Round")
     ] = (None),
     rounds: Annotated[int | None, _option("Rounds to time; by default 10, on a GPU 200.", panel="Round")] = None,
+    max_len: Annotated[
+        int | None, _option("Room of a request in the cache; by default the model's context.", panel="Round")
+    ] = None,
+    temperature: Annotated[float, _option("Of the target; 0 is greedy.", panel="Round")] = 0.0,
 ) -> None:
     """Time a round stage by stage.
 
@@ -782,7 +786,7 @@ def profile(
     from jetspec.train.config import HeadShape
 
     timed = default_rounds(options.device) if rounds is None else rounds
-    works = [Workload(length, options.batch, timed) for length in contexts or [1024]]
+    works = [Workload(length, options.batch, timed, max_len, temperature) for length in contexts or [1024]]
     edge_rank = 128 if head_options.edge else 0
     shape = HeadShape(num_layers=head_options.head_layers, block_size=head_options.block, edge_rank=edge_rank)
     where = Where(options.shape, options.dtype, options.device)

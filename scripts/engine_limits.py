@@ -133,6 +133,7 @@ def shape(name: str, *, edge: bool = False) -> tuple[Need, ...]:
         ),
         Need("200 rounds", lambda record: record["rounds"] >= 200),
         Need("batch 1", lambda record: all(run["batch"] == 1 for run in record["runs"])),
+        Need("greedy rounds", lambda record: not any(run.get("temperature") for run in record["runs"])),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,14 +14,15 @@ from jetspec.bench.floor import count_experts, plain_floor, read_gb_per_s, round
 from jetspec.bench.timing import Moment, as_graph, time_ms
 from jetspec.config import MAX_BATCH, EngineConfig, TreeConfig
 from jetspec.engine.drafter import RoundState
-from jetspec.engine.engine import Engine
+from jetspec.engine.engine import CPU_CACHE_GB, GPU_CACHE_FRAC, Engine
 from jetspec.engine.graphs import EagerRounds, GraphRounds, Rounds, round_state
+from jetspec.engine.kv_cache import page_bytes
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.rows import upload
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead
 from jetspec.tree import accept, accepted_tokens
-from jetspec.types import SamplingParams, Wants
+from jetspec.types import SamplingParams
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
 PREFILL_CHUNK = 65_536
@@ -36,11 +37,16 @@ class Workload:
     context: int
     batch: int = 1
     rounds: int = 200
+    max_len: int | None = None
+    """Room of a request in the cache, by which kernels are chosen. None: what an engine gives it by itself."""
+    temperature: float = 0.0
+    """0: requests are greedy."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
+        for name in ("context", "batch", "rounds"):
+            if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        SamplingParams(temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,9 @@ class Profile:
     budget: int
     context: int
     batch: int
+    max_len: int
+    """Room that a request had in the cache."""
+    temperature: float
     round_ms: float
     stages_ms: dict[str, float]
     """Each stage on its own. They add up to a little more than the round, whose gaps between them are smaller."""
@@ -96,6 +105,11 @@ def check(config: DecoderConfig, tree: TreeConfig, work: Workload) -> None:
         raise ValueError(f"batch is {work.batch}; it must be at most {MAX_BATCH}")
     if work.context >= config.max_len:
         raise ValueError(f"context is {work.context}, and the model's holds {config.max_len} tokens; lower it")
+    if work.max_len is not None and not work.context < work.max_len <= config.max_len:
+        raise ValueError(
+            f"max_len is {work.max_len}; it must be above the context of {work.context} and at most the model's, "
+            f"{config.max_len}"
+        )
 
 
 @torch.inference_mode()
@@ -116,6 +130,8 @@ def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) 
         budget=tree.budget,
         context=work.context,
         batch=work.batch,
+        max_len=decoding.engine.max_len,
+        temperature=work.temperature,
         round_ms=round_ms,
         stages_ms=stages_ms,
         plain_ms=plain_ms,
@@ -149,13 +165,16 @@ class Loop:
 
 
 class Decoding:
-    """An engine whose requests are prefilled and never end by themselves."""
+    """An engine whose requests are prefilled and never end by themselves. They have the room that an engine gives them,
+    and pages for what they come to."""
 
     def __init__(self, target: Decoder, head: DraftHead | None, tree: TreeConfig, work: Workload) -> None:
         depth = head.head_config.depth if head else 0
+        max_tokens = (work.rounds + SPARE_ROUNDS) * (depth + 1)
         config = EngineConfig(
             max_batch=work.batch,
-            max_len=work.context + (work.rounds + SPARE_ROUNDS) * (depth + 1),
+            max_len=work.max_len,
+            cache_gb=cache_gb(target, head, tree, work, max_tokens),
             prefill_chunk=min(work.batch * work.context, PREFILL_CHUNK),
             prefix_cache=False,
         )
@@ -163,9 +182,9 @@ class Decoding:
         self.engine = Engine(target, head, drafter="head" if head else "none", tree=tree, config=config)
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(target.config.vocab_size, (work.batch, work.context), generator=generator)
-        sampling = SamplingParams(max_tokens=self.engine.max_len, ignore_eos=True)
-        for tokens in prompts.tolist():
-            self.engine.add(tokens, sampling)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=work.temperature, ignore_eos=True)
+        for seed, tokens in enumerate(prompts.tolist()):
+            self.engine.add(tokens, replace(sampling, seed=seed))
         while len(self.engine.lineup.requests) < work.batch:
             self.engine.step()
             if len(self.engine.requests) < work.batch:
@@ -197,6 +216,21 @@ class Decoding:
         rounds = GraphRounds(round, len(lineup.requests), pool)
         rounds.graphs[key] = rounds.capture(*key)
         return rounds
+
+
+def cache_gb(target: Decoder, head: DraftHead | None, tree: TreeConfig, work: Workload, max_tokens: int) -> float:
+    """Enough for one request that fills its room, and for all with what they come to; but no more than an engine takes
+    by itself."""
+    models = [target.config, *([head.config] if head else [])]
+    page_size, device = EngineConfig.page_size, target.embedding.device
+    ahead = tree.budget + 2 * (head.head_config.block_size + 1 if head else 1) + page_size
+    room = min(work.max_len or target.config.max_len, target.config.max_len)
+    positions = max(room + ahead, work.batch * (min(work.context + max_tokens, room) + ahead))
+    needed = positions * page_bytes(models, page_size, target.embedding.dtype) / page_size / 2**30
+    if device.type == "cpu":
+        return min(needed, CPU_CACHE_GB)
+    torch.cuda.empty_cache()  # what earlier caches took is free for this one
+    return min(needed, GPU_CACHE_FRAC * torch.cuda.mem_get_info(device)[0] / 2**30)
 
 
 class WatchedRound(Round):
@@ -238,7 +272,7 @@ class StandingRound:
         self.table = engine.cache.rows
         self.length_R, self.anchor_R = self.table.length_R.clone(), self.table.anchor_R.clone()
         row_B = upload(engine.lineup.rows, torch.int64, self.device)
-        self.state = round_state(self.table, row_B, Wants(), engine.lineup.requests)
+        self.state = round_state(self.table, row_B, engine.lineup.wants, engine.lineup.requests)
 
     def round_ms(self, rounds: int) -> float:
         return time_ms(as_graph(self.whole, self.device), self.device, rounds)

@@ -167,6 +167,7 @@ def _rows(runs: Sequence[Profile]) -> list[tuple[str, str, list[float]]]:
         ("in the engine's loop", "{:.3f}", [run.step_ms for run in runs]),
         ("idle there", "{:.1%}", [run.idle_frac for run in runs]),
         ("tokens per round", "{:.2f}", [run.tokens_per_round for run in runs]),
+        ("room for tokens", "{:,}", [run.max_len for run in runs]),
     ]
     if any(run.experts_round for run in runs):
         rows.append(("experts per layer", "{:.1f}", [run.experts_round or 0 for run in runs]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from jetspec import ops
+from jetspec.bench import profile as profile_module
 from jetspec.bench.floor import count_experts, plain_floor, round_floor
 from jetspec.bench.op_profile import (
     DEPTH,
@@ -29,8 +31,10 @@ from jetspec.bench.op_profile import (
 from jetspec.bench.profile import STAGES, Decoding, StandingRound, Workload, profile
 from jetspec.bench.shapes import SHAPES, open_head
 from jetspec.cli import app
-from jetspec.config import TreeConfig
+from jetspec.config import EngineConfig, TreeConfig
 from jetspec.dispatch import Kernels, force
+from jetspec.engine.engine import Engine
+from jetspec.engine.kv_cache import page_bytes
 from jetspec.engine.scheduler import Scheduler
 from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig
 from jetspec.models.draft_head import DraftHead
@@ -57,7 +61,7 @@ WORK = Workload(context=20, batch=2, rounds=3)
 FIELDS = {
     *("budget", "context", "batch", "round_ms", "stages_ms", "plain_ms", "floor_round_ms", "floor_plain_ms"),
     *("ratio_round", "ratio_plain", "bytes_round", "bytes_plain", "experts_round", "experts_plain"),
-    *("step_ms", "idle_frac", "tokens_per_round", "read_gb_per_s", "read_round_ms"),
+    *("step_ms", "idle_frac", "tokens_per_round", "read_gb_per_s", "read_round_ms", "max_len", "temperature"),
 }
 
 
@@ -118,11 +122,15 @@ def test_profile_fields_are_there_and_agree(config: DecoderConfig) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("edge", [0, 4])
-def test_stages_add_up_to_the_round(edge: int) -> None:
+@pytest.mark.parametrize(("edge", "temperature"), [(0, 0.0), (4, 0.0), (0, 0.8)])
+def test_stages_add_up_to_the_round(edge: int, temperature: float) -> None:
     """Stage by stage gives what the round gives, and neither moves the batch on."""
-    decoding = Decoding(*models(DENSE, edge=edge), TREE, WORK)
+    decoding = Decoding(*models(DENSE, edge=edge), TREE, replace(WORK, temperature=temperature))
     still, table = StandingRound(decoding.engine), decoding.engine.cache.rows
+    assert still.state.sampling.any_sampled == still.state.wants.sampled == (temperature > 0)
+    assert still.state.sampling.temperature_B.tolist() == pytest.approx(
+        [temperature] * WORK.batch if temperature else []
+    )
     before = table.length_R.clone(), table.anchor_R.clone()
     still.whole()
     for stage in STAGES:
@@ -146,6 +154,45 @@ def test_the_engine_goes_on_as_if_nothing_had_been_measured() -> None:
         assert decoding.run(10).step_ms > 0
         texts.append([request.tokens[:40] for request in decoding.engine.requests.values()])
     assert texts[0] and texts[0] == texts[1]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("max_len", [None, 100])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_requests_have_the_room_that_an_engine_gives_and_pages_for_what_they_come_to(
+    max_len: int | None, batch: int
+) -> None:
+    target, head = models(DENSE)
+    config = EngineConfig(max_batch=batch, max_len=max_len)
+    own = Engine(target, head, drafter="head", tree=TREE, config=config)
+    engine = Decoding(target, head, TREE, Workload(context=20, batch=batch, rounds=1, max_len=max_len)).engine
+    assert engine.max_len == own.max_len == (max_len or DENSE.max_len)
+    assert engine.cache.page_RP.shape == own.cache.page_RP.shape
+    saved = own.cache.pool.num_pages - engine.cache.pool.num_pages
+    assert (saved > 0) == (batch > 1 and max_len is None)
+
+
+@torch.inference_mode()
+def test_what_was_measured_leaves_no_cache_behind() -> None:
+    target, head = models(DENSE)
+    decoding = Decoding(target, head, TREE, WORK)
+    still = StandingRound(decoding.engine)
+    still.round_ms(1)
+    decoding.run(2)
+    cache = weakref.ref(decoding.engine.cache)
+    del decoding, still
+    assert cache() is None
+
+
+@torch.inference_mode()
+def test_where_memory_is_short_the_room_is_what_an_engine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = models(DENSE)
+    gb = 10 * page_bytes([target.config, head.config], PAGE_SIZE, torch.float32) / 2**30
+    monkeypatch.setattr(profile_module, "CPU_CACHE_GB", gb)
+    decoding = Decoding(target, head, TREE, replace(WORK, batch=1))
+    config = EngineConfig(max_batch=1, cache_gb=gb)
+    alone = Engine(target, head, drafter="head", tree=TREE, config=config)
+    assert decoding.engine.cache.pool.num_pages == 10 and decoding.engine.max_len == alone.max_len < DENSE.max_len
 
 
 @torch.inference_mode()
@@ -281,6 +328,7 @@ def test_all_is_what_a_shape_has() -> None:
 def test_command_writes_a_record_with_a_run_per_combination(folder: Path, tmp_path: Path, weights: str) -> None:
     record = tmp_path / "profile.json"
     options = ["--budget", "8", "--budget", "16", "--context", "10", "--context", "20", "--batch", "2", "--rounds", "1"]
+    options += ["--max-len", "200", "--temperature", "0.5"]
     head = ["--head-layers", "1", "--block", "4", "--edge"]
     asked = ["--shape", str(folder), "--weights", weights, "--device", "cpu", "--json", "--out", str(record)]
     result = run(*asked, *options, *head)
@@ -291,6 +339,7 @@ def test_command_writes_a_record_with_a_run_per_combination(folder: Path, tmp_pa
     assert [(each["context"], each["budget"]) for each in printed["runs"]] == [(10, 8), (10, 16), (20, 8), (20, 16)]
     assert all(set(each) == FIELDS for each in printed["runs"])
     assert printed["head"] == {"name": None, "layers": 1, "block_size": 4, "edge_rank": 128}
+    assert all((each["max_len"], each["temperature"]) == (200, 0.5) for each in printed["runs"])
 
 
 def test_command_shows_a_table(folder: Path) -> None:
@@ -312,6 +361,9 @@ def test_command_shows_a_table(folder: Path) -> None:
         (["--context", "999"], "context is 999, and the model's holds 256 tokens"),
         (["--context", "255"], "lower the batch or the context"),
         (["--rounds", "0"], "rounds is 0"),
+        (["--context", "10", "--max-len", "10"], "max_len is 10; it must be above the context of 10"),
+        (["--context", "10", "--max-len", "257"], "at most the model's, 256"),
+        (["--context", "10", "--temperature", "-1"], "temperature is -1"),
         (["--batch", "0"], "batch is 0"),
         (["--batch", "100000"], "batch is 100000; it must be at most 4096"),
         (["--head", "mine", "--block", "4"], "--block shapes a random head"),

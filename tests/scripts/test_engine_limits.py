@@ -186,13 +186,20 @@ def test_a_run_of_something_else_tells_nothing(
     assert len(told) == rows and all(f"| not measured: {missing} | no |" in row for row in told)
 
 
-def test_a_run_at_another_batch_is_not_one_at_batch_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("changes", "missing"), [({"batch": 2}, "batch 1"), ({"temperature": 1.0}, "greedy rounds")], ids=str
+)
+def test_rounds_of_something_else_tell_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, float],
+    missing: str,
 ) -> None:
     write_records(tmp_path)
-    change(tmp_path / "profile_qwen3_30b_a3b.json", batch=2)
+    change(tmp_path / "profile_qwen3_30b_a3b.json", **changes)
     assert run(monkeypatch, "--records", tmp_path) == 1
-    assert capsys.readouterr().out.count("not measured: batch 1") == 1
+    assert capsys.readouterr().out.count(f"not measured: {missing} ") == 1
 
 
 @pytest.mark.parametrize(("option", "code"), [("", 0), ("--tokens 64", 1)])
