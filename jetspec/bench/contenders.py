@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +39,24 @@ def lookup_tokens(method: MethodConfig) -> int | None:
     return (method.lookup_tokens or LOOKUP_TOKENS) if method.kind_name == "transformers-lookup" else None
 
 
-def _load(path: Path, like: Tensor) -> PreTrainedModel:
-    """A model without the settings of its own generation_config.json, which would fill what a request leaves open."""
+@lru_cache(maxsize=2)
+def _read(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A target or an assistant, kept in the host's memory for all openings: transformers reads a GGUF file slowly.
+
+    It has none of the settings of its own generation_config.json, which would fill what a request leaves open.
+    """
     from transformers import GenerationConfig
 
     from jetspec.models.hf_target import load_hf
 
-    model = load_hf(path, like.dtype, like.device)
+    model = load_hf(path, dtype, torch.device("cpu"))
     model.generation_config = GenerationConfig()
+    return model
+
+
+def _load(path: Path, like: Tensor) -> PreTrainedModel:
+    """A copy of its own, since hooks and settings stay with a model."""
+    model: PreTrainedModel = copy.deepcopy(_read(path, like.dtype)).to(like.device)  # type: ignore[arg-type]
     return model
 
 

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from jetspec.bench import contenders
-from jetspec.bench.contenders import RoundCounter
+from jetspec.bench.contenders import RoundCounter, TransformersMethod
 from jetspec.bench.methods import Ask, Reply, Unequal, open_method, split_time
 from jetspec.bench.recipe import MethodConfig
 from jetspec.bench.servers import ServerMethod, Streamed, prefill_end
@@ -282,6 +283,37 @@ def test_a_first_piece_of_many_tokens_does_not_come_for_nothing(llm: LLM) -> Non
     assert method._early(reply, streamed, prefilled=1.0) == 0, "it came after the clock was started"
 
 
+def test_a_model_is_read_once_and_every_opening_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, llm: LLM
+) -> None:
+    """Transformers takes long to read a GGUF file, and what an opening does to its model is its own affair."""
+    from jetspec.models import hf_target
+
+    reads: list[Path] = []
+
+    def load(path: Path, *options: Any) -> Any:
+        reads.append(path)
+        return hf_load(path, *options)
+
+    hf_load = hf_target.load_hf
+    monkeypatch.setattr(hf_target, "load_hf", load)
+    contenders._read.cache_clear()
+    ask = Ask([], llm.tokenizer.encode("1 and 1 is"), SamplingParams(max_tokens=12, ignore_eos=True))
+    method = MethodConfig("transformers-assisted", assistant=str(folder / "model"))
+    first, second = (open_method(llm, method, None, 1, 128) for _ in range(2))
+    assert isinstance(first, TransformersMethod) and isinstance(second, TransformersMethod)
+    expected = first.decode([ask]).replies
+    for model in (first.model, first.assistant):
+        assert model is not None
+        model.generation_config.repetition_penalty = 9.0
+        model.config.use_cache = False
+        torch.nn.init.zeros_(next(model.parameters()))
+    third = open_method(llm, method, None, 1, 128)
+    assert isinstance(third, TransformersMethod) and reads == [llm.target.path]
+    assert len(third.model._forward_hooks) == 1 and third.assistant is not None and not third.assistant._forward_hooks
+    assert [opened.decode([ask]).replies for opened in (second, third)] == [expected, expected]
+
+
 def test_a_server_that_is_not_there_is_refused_before_anything_is_measured(folder: Path, llm: LLM) -> None:
     with serving(llm) as server:
         url = server.url
@@ -313,8 +345,6 @@ def test_a_long_prompt_does_not_shorten_the_answers_beside_it(folder: Path, llm:
 
 
 def test_rounds_beyond_the_end_of_the_text_do_not_count() -> None:
-    import torch
-
     counter = RoundCounter()
     for size in (7, 3, 1, 4):  # the prompt, then three rounds
         counter.put(torch.zeros(size))
