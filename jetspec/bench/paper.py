@@ -156,7 +156,9 @@ def _pairs_of(cell: Result, run: Run) -> Iterator[Pair]:
 
 
 def _counterpart(name: str, kind: str) -> Counterpart | None:
-    """By its name, where it is what its name says; else by its kind."""
+    """By its name, where it is what its name says; else by its kind. None: the paper has nothing like it."""
+    if name in OURS_ALONE:
+        return None
     named = OURS.get(name)
     return named if named and named.kind == kind else OURS.get(kind)
 

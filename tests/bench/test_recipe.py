@@ -315,6 +315,12 @@ def test_a_name_alone_is_no_counterpart() -> None:
     assert "lr-0.02" in OURS and remarks_of({"name": "lr-0.02", "kind": "ngram", "head": None}) == {}
 
 
+@pytest.mark.parametrize(("name", "kind"), [("shipped", "jetspec-edge"), ("eagle3-deep", "eagle3")])
+def test_what_the_paper_has_nothing_like_stands_alone(name: str, kind: str) -> None:
+    assert remarks_of({"name": kind}) and remarks_of({"name": "mine", "kind": kind})
+    assert name in OURS_ALONE and remarks_of({"name": name, "kind": kind}) == {}
+
+
 def test_every_difference_of_a_tree_is_told() -> None:
     other = remarks_of({"name": "jetspec-paper", "width": 3, "depth": 4, "score": "entropy"})["JetSpec"]
     assert "width 3, in the paper 7" in other and "depth 4" in other and "score entropy" in other
