@@ -21,6 +21,9 @@ from jetspec.files import write_whole
 
 WITH_CHANGES = " with changes"
 PACKAGES = ("jetspec", "torch", "triton", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
+"""What computes: measurements that go on with others must have the same."""
+GRADERS = ("datasets", "math-verify", "latex2sympy2-extended", "sympy")
+"""What reads questions, and decides whether an answer is right. No time and no text depends on them."""
 
 
 def make_record(results: dict[str, Any], commit: str | None = None) -> dict[str, Any]:
@@ -33,7 +36,7 @@ def make_record(results: dict[str, Any], commit: str | None = None) -> dict[str,
         "date": date_now(),
         "commit": commit or current_commit(),
         "hardware": hardware(),
-        "versions": {"python": platform.python_version(), **package_versions()},
+        "versions": {"python": platform.python_version(), **package_versions(), **package_versions(GRADERS)},
         **results,
     }
 
@@ -138,9 +141,10 @@ def cpu_name() -> str:
     return next(names, platform.machine())
 
 
-def package_versions() -> dict[str, str]:
+def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Of those that are installed, by what their metadata says: nothing is imported."""
     found = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

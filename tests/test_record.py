@@ -106,6 +106,13 @@ def test_a_program_that_is_no_module_is_called_as_it_was(
     assert current_command() == f"{command} bench --quick"
 
 
+def test_versions_name_what_scores_depend_on_and_import_none_of_it() -> None:
+    make = "import json, sys; from jetspec.record import make_record; print(json.dumps(make_record({})['versions']))"
+    check = "assert not {'math_verify', 'latex2sympy2_extended', 'datasets'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", f"{make}; {check}"], cwd=ROOT, capture_output=True, check=True)
+    assert {"torch", "math-verify", "latex2sympy2-extended", "sympy"} <= set(json.loads(done.stdout))
+
+
 @pytest.mark.parametrize("runs", [True, False])
 def test_hardware_tells_whether_processes_share_the_gpu(
     runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
