@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from jetspec.bench.document import markdown_table
-from jetspec.bench.runs import RESULTS_FILE, Run, read_inputs
+from jetspec.bench.runs import RESULTS_FILE, Run, commits_of, read_inputs
 from jetspec.bench.tables import glance_table, groups_of
 from jetspec.terminal.report import write_report
 from scripts.pages import put_between
@@ -42,7 +42,7 @@ def at_a_glance(run: Run, folder: Path, page: Path) -> str:
     link = os.path.relpath(folder / "report.md", page.parent)
     began, ended = (datetime.fromisoformat(date) for date in (run.record["runs"][0]["date"], run.record["date"]))
     parts = [
-        f"{run.setting} Commit {run.record['commit'][:7]}, from {began:%Y-%m-%d %H:%M:%S} to {ended:%Y-%m-%d %H:%M:%S}"
+        f"{run.setting} Commit {commits_of(run.record)}, from {began:%Y-%m-%d %H:%M:%S} to {ended:%Y-%m-%d %H:%M:%S}"
         f" UTC. All of it: [{link}]({link})."
     ]
     for where, cells in groups_of(run.cells):

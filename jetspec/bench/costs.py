@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from jetspec.bench.groups import KeyedFile, Row, keep_settings
+from jetspec.bench.groups import KeyedFile, Row, keep_settings, kept_settings, measured_by
 from jetspec.bench.profile import Decoding, StandingRound, Workload
 from jetspec.bench.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
 from jetspec.bench.shapes import open_head, open_target, shape_of
@@ -26,7 +26,7 @@ from jetspec.bench.spread import to_record
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.models.decoder import Decoder
-from jetspec.record import hardware, package_versions, shown
+from jetspec.record import date_now, hardware, package_versions, shown
 from jetspec.train.config import HeadShape, at_least
 
 TIMED = ("draft", "build", "verify")
@@ -87,8 +87,10 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
             ) as bar:
                 target = open_target(config.shape, "random", dtype, device)
                 bar.set_description("timing chains")
+                command = len(kept_settings(folder / RUN_FILE)["runs"]) - 1
                 for context, depth in todo:
-                    file.append(measure_cost(target, config, context, depth))
+                    cost = measure_cost(target, config, context, depth)
+                    file.append({**cost, "command": command, "date": date_now()})
                     bar.update()
         return [file.rows[chain] for chain in wanted]
 
@@ -124,6 +126,7 @@ def cost_results(config: CostConfig, costs: Sequence[Row], runs: Sequence[Row]) 
     """`runs` are the commands that measured."""
     device = choose_device(config.device)
     return {
+        **measured_by(costs, runs),
         "model": shown(config.shape),
         "dtype": str(choose_dtype(config.dtype, device)).removeprefix("torch."),
         "device": device.type,

@@ -98,6 +98,16 @@ def kept_settings(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
+def measured_by(rows: Iterable[Row], runs: Sequence[Row]) -> dict[str, Any]:
+    """Where rows come from, for the head of a record that may be written later and by others: the command that measured
+    the last of them, its commit, and when that was done. `runs` are the commands that measured."""
+    if not runs:
+        return {}
+    last = max(rows, key=lambda row: str(row.get("date", "")))
+    run = runs[last.get("command", -1)]
+    return {"command": run["command"], "date": last.get("date", run["date"]), "commit": run["commit"]}
+
+
 def _unlike(setting: str) -> str:
     if setting.startswith("task "):
         return f"are of other questions of {setting.removeprefix('task ')}: another file, limit or skip"

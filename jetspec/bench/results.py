@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from jetspec.bench.grade import MATH_TASKS, Grade, grade
-from jetspec.bench.groups import Key, Row, read_lines
+from jetspec.bench.groups import Key, Row, measured_by, read_lines
 from jetspec.bench.lossless import LosslessCheck
 from jetspec.bench.measure import Bench
 from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
@@ -44,6 +44,7 @@ class Results:
         self.grade_programs()
         cells = [self.cell(measured) for measured in self.measured.values()]
         return {
+            **measured_by(self.rows.values(), self.bench.runs()),
             "model": self.bench.llm.model_name,
             "dtype": str(decoder.embedding.dtype).removeprefix("torch."),
             "device": decoder.embedding.device.type,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -297,6 +298,12 @@ class CostRecord:
 def _chain_cost(raw: Mapping[str, Any]) -> DraftCost:
     times = {name: Spread(raw[name]["mean"], raw[name]["sd"]) for name in ("draft_ms", "verify_ms", "c_percent")}
     return DraftCost(raw["context"], raw["depth"], raw["depth"] + 1, 1, **times)
+
+
+def commits_of(record: Mapping[str, Any]) -> str:
+    """Of all that measured a run, in short, one after the other."""
+    commits = dict.fromkeys(str(run["commit"]) for run in record["runs"] or [record])
+    return ", ".join(re.sub(r"^(\w{7})\w+", r"\1", commit) for commit in commits)
 
 
 def device_of(record: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jetspec.bench.groups import kept_settings
 from jetspec.bench.measure import Bench, check_inputs
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
-from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Lossless, Result, Run
+from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Lossless, Result, Run, commits_of
 from jetspec.bench.spread import how_many
 from jetspec.bench.summary import SummaryForm
 from jetspec.bench.tasks import BUILTIN
@@ -24,6 +25,7 @@ from jetspec.record import write_record
 from jetspec.terminal.report import report_folder, show, write_report
 from jetspec.terminal.screen import err, working
 from jetspec.train.config import from_dict, read_recipe
+from jetspec.train.rows import earlier_runs
 
 Plan = BenchConfig | CostConfig
 
@@ -57,6 +59,7 @@ def run_plan(
     report: bool = False,
 ) -> bool:
     """Measure into a folder, print the table. False: our text was not shown to be the target's, but for ties."""
+    before = [] if fresh else earlier_runs(folder / RUN_FILE, {})[0]
     if isinstance(plan, BenchConfig):
         measure_methods(plan, folder, fresh, retry_failed)
     else:
@@ -68,12 +71,24 @@ def run_plan(
     inputs = show([folder], form)
     for line in (line for run in inputs.runs for line in remarks(run)):
         _say(line)
+    if before and kept_settings(folder / RUN_FILE)["runs"] == before:
+        (record,) = [run.record for run in inputs.runs] or [costs.record for costs in inputs.costs]
+        _say(nothing_new(record))
     if report:
         write_report(inputs, report_folder(folder))
     else:
         command = f"jetspec report {shlex.quote(str(folder))}"
         _say(f"for a page with plots, and the paper's results where it has them: {command}")
     return isinstance(plan, CostConfig) or is_lossless(plan, inputs.runs[0])
+
+
+def nothing_new(record: Mapping[str, Any]) -> str:
+    """What to say of a run that was finished before."""
+    done = datetime.fromisoformat(record["date"])
+    return (
+        f"nothing was left to measure: all of it was measured by {done:%Y-%m-%d %H:%M:%S} UTC at commit"
+        f" {commits_of(record)}, and --fresh measures again"
+    )
 
 
 def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed: bool) -> None:

@@ -81,7 +81,9 @@ def test_a_run_that_was_stopped_goes_on_and_times_nothing_twice(
     assert [(cost["context"], cost["depth"]) for cost in record] == [(c, d) for d in (1, 3, 7) for c in (8, 32)]
 
     monkeypatch.setattr(costs, "open_target", lambda *_: pytest.fail("all is there, and no model is needed"))
-    assert run_plan(plan, run, "md")
+    before = (run / "results.json").read_bytes()
+    assert run_plan(plan, run, "md") and (run / "results.json").read_bytes() == before
+    assert "nothing was left to measure" in capsys.readouterr().err
 
 
 def test_fresh_forgets_and_other_settings_are_not_mixed_in(

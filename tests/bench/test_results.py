@@ -16,13 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from jetspec.bench import groups
+import jetspec.record as records
+from jetspec.bench import groups, measure
 from jetspec.bench.grade import Grade
 from jetspec.bench.groups import histogram
 from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
 from jetspec.bench.recipe import Cell
 from jetspec.bench.results import Results
 from jetspec.bench.runs import Result as CellResult
+from jetspec.bench.runs import commits_of
 from jetspec.bench.spread import Spread, to_record
 from jetspec.cli import app
 from jetspec.engine.llm import LLM
@@ -354,3 +356,31 @@ def test_a_fresh_run_keeps_nothing_and_makes_its_report(folder: Path) -> None:
 def test_wrong_use_is_one_line_and_status_2(folder: Path, words: list[str], why: str) -> None:
     done = run_command(folder, *words, "--out", str(folder / "wrong"))
     assert done.exit_code == 2 and why in done.stderr.splitlines()[-1] and done.stdout == ""
+
+
+def test_a_run_that_measures_nothing_is_no_news(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record stays that of the commands that measured, whoever writes it again."""
+
+    def run_as(commit: str, *words: str) -> tuple[dict[str, Any], str]:
+        for module in (groups, records):
+            monkeypatch.setattr(module, "current_commit", lambda: commit * 8)
+        monkeypatch.setattr(records, "current_command", lambda: f"jetspec bench as {commit}")
+        done = run_command(folder, "--out", str(folder / "later"), "--limit", "1", *words)
+        assert done.exit_code == 0, done.output
+        return json.loads((folder / "later" / "results.json").read_text()), done.stderr
+
+    monkeypatch.setattr(measure, "date_now", lambda: "2026-01-01T00:20:00+00:00")
+    first, said = run_as("first")
+    assert "nothing was left" not in said
+    assert (first["commit"], first["date"]) == ("first" * 8, "2026-01-01T00:20:00+00:00")
+    again, said = run_as("later")
+    assert again == first
+    found = "all of it was measured by 2026-01-01 00:20:00 UTC at commit firstfi, and --fresh measures again"
+    assert found in " ".join(said.split())
+    monkeypatch.setattr(measure, "date_now", lambda: "2026-01-02T00:00:00+00:00")
+    more, said = run_as("later", "--budgets", "4,64")
+    assert "nothing was left" not in said and commits_of(more) == "firstfi, laterla"
+    assert (more["commit"], more["command"]) == ("later" * 8, "jetspec bench as later")
+    assert run_as("third")[0]["commit"] == "first" * 8, "what a command asks for is its own"
+    fresh, said = run_as("third", "--fresh")
+    assert "nothing was left" not in said and fresh["commit"] == "third" * 8 and len(fresh["runs"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -42,3 +43,12 @@ def test_a_page_without_the_marks_is_left_alone(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match="lacks the marks"):
         put(monkeypatch, run, tmp_path / "out", page)
     assert page.read_text() == "text\n" and not (tmp_path / "out").exists()
+
+
+def test_all_commits_that_measured_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, page = make_run(tmp_path / "run", batches=(1,)), tmp_path / "page.md"
+    record = json.loads((run / "results.json").read_text())
+    record["runs"].append({**record["runs"][0], "commit": f"{'89abcdef' * 5} with changes"})
+    (run / "results.json").write_text(json.dumps(record))
+    page.write_text("\n".join(marks("out")))
+    assert "Commit 0123456, 89abcde with changes, from" in put(monkeypatch, run, tmp_path / "out", page)
