@@ -46,7 +46,7 @@ from jetspec.bench.methods import (
 )
 from jetspec.bench.recipe import PLAIN, BenchConfig, Cell, MethodConfig, method_dict
 from jetspec.bench.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
-from jetspec.bench.servers import identify
+from jetspec.bench.servers import identify, left_open
 from jetspec.bench.tasks import BUILTIN, check_tasks, read_task
 from jetspec.engine.llm import LLM
 from jetspec.models.head_folder import CARD_FILE
@@ -156,6 +156,12 @@ class Bench:
             if method.of.head
         }
         return {"weights": settings["weights"], "heads": heads}
+
+    def left_open(self) -> dict[str, list[str]]:
+        """By method what its server fills in by itself, as far as a server answered."""
+        settings = kept_settings(self.folder / RUN_FILE)["settings"]
+        servers = {method.name: settings.get(f"server of {method.name}") for method in self.methods}
+        return {name: left_open(server.get("sampling", {})) for name, server in servers.items() if server}
 
     def _trained(self, method: MethodConfig) -> dict[str, str]:
         name = method.head or self.config.head

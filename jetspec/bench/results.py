@@ -61,6 +61,11 @@ class Results:
         found = [*self._short_batches(), *self._apart()]
         if unused := len(read_lines(self.bench.folder / ROWS_FILE)[0]) - len(self.rows):
             found.append(f"the folder holds {how_many(unused, 'more group')} that this command did not ask for")
+        for name, fields in self.bench.left_open().items():
+            if fields:
+                found.append(
+                    f"{name} was asked without {', '.join(fields)}: what its server takes instead is not known"
+                )
         if len(commits := self.bench.commits()) > 1:
             found.append(f"measured by several versions of the source, one after the other: {', '.join(commits)}")
         return found

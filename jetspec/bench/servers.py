@@ -31,8 +31,11 @@ class ServerMethod:
     """
 
     def __init__(self, tokenizer: Tokenizer, url: str, model: str | None, variables: Mapping[str, Any]) -> None:
-        self.tokenizer, self.url, self.variables = tokenizer, url.rstrip("/"), variables
+        self.tokenizer, self.url = tokenizer, url.rstrip("/")
         self.model = model or first_model(url)
+        self.settings = neutral_sampling(self.url, self.model)
+        if variables:
+            self.settings["chat_template_kwargs"] = dict(variables)
 
     def warm_up(self, asks: Sequence[Ask]) -> None:
         self.decode(asks)
@@ -66,7 +69,7 @@ class ServerMethod:
             return f"{type(error).__name__}: {readable(str(error))}", None
 
     def _follow(self, ask: Ask) -> tuple[Reply, Streamed]:
-        streamed = stream(self.url, chat_body(self.model, ask, self.variables))
+        streamed = stream(self.url, chat_body(self.model, ask, self.settings))
         usage, text = streamed.usage, readable(streamed.text)
         count = usage["completion_tokens"]
         if not isinstance(count, int) or count < 0:
@@ -101,9 +104,38 @@ class Streamed:
         return "".join(self.pieces)
 
 
-def chat_body(model: str, ask: Ask, variables: Mapping[str, Any]) -> dict[str, Any]:
+NEUTRAL = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
+"""Servers fill what a request leaves open from the model's generation_config.json, or with values of their own."""
+BEYOND = {"top_k": -1, "min_p": 0, "repetition_penalty": 1}
+"""Likewise; these are none of OpenAI's fields, so a server may refuse them."""
+
+
+class Refused(ValueError):
+    """The server takes no such request."""
+
+
+def neutral_sampling(url: str, model: str) -> dict[str, Any]:
+    """What a server is told so that it draws from what the model says and from nothing else: all of it, unless a token
+    is refused with all and granted with OpenAI's fields alone."""
+    for settings in ({**NEUTRAL, **BEYOND}, NEUTRAL):
+        try:
+            stream(url, chat_body(model, _probe(1), settings))
+        except Refused:
+            continue
+        except BROKEN:
+            break
+        return dict(settings)
+    return {**NEUTRAL, **BEYOND}
+
+
+def left_open(settings: Mapping[str, Any]) -> list[str]:
+    """What a server that is told these fills in by itself."""
+    return [name for name in (*NEUTRAL, *BEYOND) if name not in settings]
+
+
+def chat_body(model: str, ask: Ask, settings: Mapping[str, Any]) -> dict[str, Any]:
     sampling = ask.sampling
-    body = {
+    return {
         "model": model,
         "messages": list(ask.messages),
         "temperature": sampling.temperature,
@@ -111,8 +143,8 @@ def chat_body(model: str, ask: Ask, variables: Mapping[str, Any]) -> dict[str, A
         "seed": (sampling.seed or 0) & 0x7FFFFFFF,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **settings,
     }
-    return body | ({"chat_template_kwargs": dict(variables)} if variables else {})
 
 
 def stream(url: str, body: Mapping[str, Any]) -> Streamed:
@@ -151,7 +183,8 @@ def _open(request: urllib.request.Request) -> Any:
         return urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except HTTPError as error:
         said = " ".join(error.read(MAX_REASON).decode("utf-8", "replace").split())
-        raise ValueError(f"{error}: {said}" if said else str(error)) from None
+        refused = Refused if 400 <= error.code < 500 else ValueError
+        raise refused(f"{error}: {said}" if said else str(error)) from None
 
 
 def prefill_end(answers: Sequence[tuple[Reply | str, Sequence[float]]], began: float, ended: float) -> float:
@@ -176,7 +209,8 @@ PROBE_TOKENS = 16
 
 
 def identify(url: str, model: str | None) -> dict[str, Any] | None:
-    """What tells servers at one address apart: model, version, and what it writes when asked to be greedy.
+    """What tells servers at one address apart: model, version, what it can be told about drawing, and what it
+    writes when asked to be greedy.
 
     The text is looked at since nothing else tells of other weights under the same name. None: nobody answers.
     """
@@ -184,12 +218,16 @@ def identify(url: str, model: str | None) -> dict[str, Any] | None:
         name = model or first_model(url)
     except ValueError:
         return None
-    ask = Ask([{"role": "user", "content": PROBE}], [], SamplingParams(0.0, max_tokens=PROBE_TOKENS))
+    settings = neutral_sampling(url, name)
     try:
-        text = stream(url, chat_body(name, ask, {})).text
+        text = stream(url, chat_body(name, _probe(PROBE_TOKENS), settings)).text
     except BROKEN as error:
         text = type(error).__name__
-    return {"model": name, "version": server_version(url), "probe": digest(text)}
+    return {"model": name, "version": server_version(url), "sampling": settings, "probe": digest(text)}
+
+
+def _probe(max_tokens: int) -> Ask:
+    return Ask([{"role": "user", "content": PROBE}], [], SamplingParams(0.0, max_tokens=max_tokens))
 
 
 def server_version(url: str) -> str | None:

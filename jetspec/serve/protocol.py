@@ -87,7 +87,7 @@ class Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     NEUTRAL: ClassVar[dict[str, Any]] = {}
-    """Values of unknown fields that change nothing, and that clients send all the same."""
+    """Values beyond those of its fields that change nothing, and that clients send all the same."""
     REPEATED: ClassVar[frozenset[str]] = frozenset()
     """Unknown fields that OpenAI's client adds to an answer that it hands back: they say again what others say."""
 
@@ -130,7 +130,7 @@ class TreeOptions(Asked):
 class Generation(Asked):
     """What chats and plain completions have in common."""
 
-    NEUTRAL = {"repetition_penalty": 1}  # `vllm bench serve` always sends it
+    NEUTRAL = {"repetition_penalty": 1, "top_k": -1}  # `vllm bench serve` always sends the one; vLLM's word for 0
 
     model: ShortText
     stream: bool = False

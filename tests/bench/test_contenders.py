@@ -20,6 +20,7 @@ from jetspec.bench import contenders
 from jetspec.bench.contenders import RoundCounter, TransformersMethod
 from jetspec.bench.methods import Ask, Reply, Unequal, open_method, split_time
 from jetspec.bench.recipe import MethodConfig
+from jetspec.bench.runs import RUN_FILE
 from jetspec.bench.servers import ServerMethod, Streamed, prefill_end
 from jetspec.engine.llm import LLM
 from jetspec.types import SamplingParams
@@ -37,6 +38,7 @@ class Server(ThreadingHTTPServer):
         self.version: str | None = None
         self.broken: str | None = None
         self.says: bytes | None = None
+        self.refuses: tuple[str, ...] = ()
         self.asked: list[dict[str, Any]] = []
 
     @property
@@ -63,6 +65,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
+        if any(name in body for name in self.server.refuses):
+            self.send_error(400, explain="no such field")
+            return
         if self.server.broken and body["messages"][-1]["content"] == self.server.broken:
             self.send_error(500, explain="three is too much")
             return
@@ -120,6 +125,25 @@ def test_a_server_is_a_method_like_any_other(folder: Path, llm: LLM) -> None:
         assert cell["tokens_per_round"]["mean"] is None and cell["accepted"] == [] and cell["budget"] is None
         assert cell["lossless"]["check"] == "greedy text" and cell["speedup"]["mean"] > 0
     assert any(len(body["messages"]) == 3 for body in server.asked), "the second turn brings the first answer along"
+
+
+@pytest.mark.parametrize("refuses", [(), ("min_p",), ("model",)], ids=["nothing", "other fields", "everything"])
+def test_a_server_is_told_to_draw_as_we_do(refuses: tuple[str, ...], folder: Path, llm: LLM, tmp_path: Path) -> None:
+    """What a request leaves open, servers fill with values of their own."""
+    neutral = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    told = neutral if refuses == ("min_p",) else {**neutral, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    with serving(llm) as server:
+        server.refuses = refuses
+        bench = make_bench(folder, str(tmp_path / "run"), llm, methods=[f"server={server.url}"], limit=2, repeats=1)
+        record = results_of(bench)
+    kept = json.loads((tmp_path / "run" / RUN_FILE).read_text())["settings"]["server of server"]
+    assert kept["sampling"] == told
+    asked = [body for body in server.asked if body["max_tokens"] == 8]
+    usual = {"model", "messages", "temperature", "max_tokens", "seed", "stream", "stream_options"}
+    assert len(asked) == 2 and all({k: v for k, v in body.items() if k not in usual} == told for body in asked)
+    note = "server was asked without top_k, min_p, repetition_penalty: what its server takes instead is not known"
+    assert record["notes"] == ([note] if told == neutral else [])
+    assert len(record["cells"][1]["errors"]) == (2 if refuses == ("model",) else 0)
 
 
 def test_a_server_with_another_template_is_refused(folder: Path, llm: LLM) -> None:

@@ -137,6 +137,7 @@ def test_traces_show_every_round(live: Live) -> None:
     [
         ({"bogus": 1}, "bogus", "not supported"),
         ({"best_of": 2}, "best_of", "not supported"),
+        ({"top_k": -2}, "top_k", "greater than or equal to 0"),
         ({"echo": True}, "echo", "not supported"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"temperature": "hot"}, "temperature", "number"),

@@ -142,6 +142,7 @@ def test_another_content_type_is_named(live: Live, kind: str) -> None:
         ({"best_of": 1, "echo": False, "suffix": None}, True),
         ({"echo": 0}, False),
         ({"best_of": 2}, False),
+        ({"top_k": -1, "min_p": 0, "repetition_penalty": 1}, True),
     ],
 )
 def test_what_changes_nothing_may_be_sent(live: Live, asked: dict[str, Any], is_taken: bool) -> None:
