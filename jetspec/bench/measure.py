@@ -134,8 +134,7 @@ class Bench:
             for method in self.methods:
                 if method.name in names:
                     check_ready(self.llm, method)
-            interval = 0.5 if sys.stderr.isatty() else 30
-            with tqdm(total=len(todo), unit="group", mininterval=interval, disable=not progress) as bar:
+            with progress_bar(len(todo), "group", progress) as bar:
                 command = len(self.runs()) - 1
                 for row in self._measure(todo, bar):
                     file.append({**row, "command": command, "date": date_now()})
@@ -335,6 +334,12 @@ class Bench:
             if method.url is not None and (server := identify(method.url, method.served_model)) is not None:
                 found[f"server of {method.name}"] = server
         return found
+
+
+def progress_bar(total: int, unit: str, is_shown: bool) -> tqdm[Any]:
+    """A terminal sees it move, a file gets a line now and then; nothing is shown of nothing."""
+    interval = 0.5 if sys.stderr.isatty() else 30
+    return tqdm(total=total, unit=unit, mininterval=interval, disable=not (is_shown and total))
 
 
 def _engine_of(group: Group) -> tuple[int, str, int | None, int]:

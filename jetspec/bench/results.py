@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any
 from jetspec.bench.grade import MATH_TASKS, Grade, grade
 from jetspec.bench.groups import Key, Row, measured_by, read_lines
 from jetspec.bench.lossless import LosslessCheck
-from jetspec.bench.measure import Bench
+from jetspec.bench.measure import Bench, progress_bar
 from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS, Cell
 from jetspec.bench.runs import ROWS_FILE
@@ -38,11 +39,16 @@ class Results:
     """What a reader of the table should know."""
     _grades: dict[tuple[str, str, str], Grade] = field(default_factory=dict, init=False)
 
-    def record(self) -> dict[str, Any]:
+    def record(self, progress: bool = False) -> dict[str, Any]:
         decoder, config = self.bench.llm.target.decoder, self.bench.config
         self.notes += self._doubts()
-        self.grade_programs()
-        cells = [self.cell(measured) for measured in self.measured.values()]
+        self.grade_programs(progress)
+        cells = []
+        with progress_bar(len(self.measured), "cell", progress) as bar:
+            for cell, measured in self.measured.items():
+                bar.set_description(f"grading and comparing: {cell.method} {cell.task}", refresh=sys.stderr.isatty())
+                cells.append(self.cell(measured))
+                bar.update()
         return {
             **measured_by(self.rows.values(), self.bench.runs()),
             "model": self.bench.llm.model_name,
@@ -156,7 +162,7 @@ class Results:
             self._grades[key] = self.grader(question.get(GRADED_AS, task), question, text)
         return self._grades[key]
 
-    def grade_programs(self) -> None:
+    def grade_programs(self, progress: bool = False) -> None:
         """Several at a time: each runs in a process of its own, up to its last second if it never ends. Mathematics is
         graded where the clock of its library works, in the thread that asks. What cannot be graded is left for later.
         """
@@ -172,8 +178,13 @@ class Results:
             with suppress(ValueError):
                 self.grade(*key)
 
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-            list(pool.map(try_grade, answers))
+        with (
+            progress_bar(len(answers), "answer", progress) as bar,
+            ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool,
+        ):
+            bar.set_description("running programs", refresh=False)
+            for _ in pool.map(try_grade, answers):
+                bar.update()
 
     @cached_property
     def question_rows(self) -> dict[str, dict[str, Mapping[str, Any]]]:

@@ -98,9 +98,7 @@ def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed
         llm = LLM(config.model, config.head, device=config.device, dtype=config.dtype)
     bench = Bench(config, llm, folder)
     rows = bench.run(progress=True, fresh=fresh, retry_failed=retry_failed)
-    with working("Grading"):
-        record = Results(bench, rows).record()
-    write_record(folder / RESULTS_FILE, record)
+    write_record(folder / RESULTS_FILE, Results(bench, rows).record(progress=True))
 
 
 def is_lossless(config: BenchConfig, run: Run) -> bool:

@@ -322,6 +322,18 @@ def test_the_command_prints_the_record_that_it_writes(folder: Path) -> None:
     assert again.stdout == done.stdout and (folder / "command" / "rows.jsonl").read_bytes() == before
 
 
+def test_cells_are_counted_while_they_are_graded_and_compared(
+    folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = make_bench(folder, "counted", llm, limit=2, repeats=1)
+    rows = bench.run()
+    results_of(bench, rows)
+    assert capsys.readouterr().err == ""
+    Results(bench, rows).record(progress=True)
+    assert "grading and comparing: ngram sums: 100%" in (said := capsys.readouterr().err) and "2/2" in said
+    assert "running programs" not in said, "there are none"
+
+
 def test_a_report_is_one_command_away_and_shows_the_same_table(folder: Path) -> None:
     where = ("--out", str(folder / "shown"))
     done = run_command(folder, *where)
