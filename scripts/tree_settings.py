@@ -27,6 +27,7 @@ from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head, load_any_head
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.record import current_commit, shown_head, write_record
+from jetspec.train.answers import fingerprint
 from jetspec.train.data import Document
 from jetspec.train.evaluate import score_head
 from scripts.ablate import write_answers
@@ -85,7 +86,8 @@ def measure(heads: Mapping[str, str], args: argparse.Namespace) -> None:
     answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
     del llm.__dict__["engine"]  # its cache is not needed any more
     for name, head in loaded.items():
-        about = {"head": shown_head(heads[name]), "model": args.model, "questions": args.limit, "tokens": args.tokens}
+        about = {"head": shown_head(heads[name]), "weights": fingerprint(head), "model": args.model}
+        about |= {"questions": args.limit, "tokens": args.tokens}
         for tree in tqdm(missing(args, name), desc=name, unit="tree"):
             trees = [*begun(args.out, name, {**about, "commit": commit}), score(target, head, answers, tree)]
             trees.sort(key=lambda tree: (tree["heat"], tree["width"]))
@@ -93,10 +95,12 @@ def measure(heads: Mapping[str, str], args: argparse.Namespace) -> None:
 
 
 def begun(folder: Path, name: str, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The trees of a record that a run goes on with."""
+    """The trees of a record that a run goes on with. One that does not tell whose they are is left as it is."""
     record = read_record(folder, name)
-    if record and any(record[key] != value for key, value in about.items()):
-        raise SystemExit(f"{folder / name}.json was begun by another commit or with other options: move it away")
+    if record and any(record.get(key) != value for key, value in about.items()):
+        raise SystemExit(
+            f"{folder / name}.json was begun by another commit, or with another head or other options: move it away"
+        )
     return record.get("trees", [])
 
 
@@ -127,8 +131,18 @@ def as_text(record: Mapping[str, Any]) -> str:
     table = markdown_table(Table(columns, tuple(rows), first_number=0, bold=frozenset(bold)))
     return (
         f"`{record['name']}`, {record['head']}, on the first {record['questions']} questions of each task with answers"
-        f" of up to {record['tokens']} tokens (commit {record['commit'][:7]}):\n\n{table}"
+        f" of up to {record['tokens']} tokens (commit {record['commit'][:7]}):\n\n{table}{_not_measured(trees)}"
     )
+
+
+def _not_measured(trees: Sequence[Mapping[str, Any]]) -> str:
+    """What a grid lacks that is not complete."""
+    known = {(tree["heat"], tree["width"]) for tree in trees}
+    heats, widths = (sorted(set(values)) for values in zip(*known, strict=True))
+    lacks = [
+        f"heat {heat:g} with width {width}" for heat, width in product(heats, widths) if (heat, width) not in known
+    ]
+    return f"\n\nNot measured: {', '.join(lacks)}. Bold is the best of the rest." if lacks else ""
 
 
 if __name__ == "__main__":

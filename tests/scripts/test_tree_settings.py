@@ -47,17 +47,24 @@ def test_every_heat_with_every_width_is_measured_once(tmp_path: Path, monkeypatc
 
     (kept := json.loads(json.dumps(record)))["trees"].pop(1)
     (out / "young.json").write_text(json.dumps(kept))
+    run(monkeypatch, "--out", out, "--page", page)
+    assert "\n\nNot measured: heat 0.5 with width 4. " in page.read_text() and "Not measured" not in text
     with monkeypatch.context() as patch:
         patch.setattr(tree_settings, "current_commit", lambda: "another")
         with pytest.raises(SystemExit, match=r"young\.json was begun by another commit"):
             run(monkeypatch, *words, *small)
+        patch.setattr(tree_settings, "current_commit", lambda: record["commit"])
+        for unlike in ({**kept, "weights": "of another head"}, {k: v for k, v in kept.items() if k != "weights"}):
+            (out / "young.json").write_text(json.dumps(unlike))
+            with pytest.raises(SystemExit, match=r"young\.json was begun .* with another head"):
+                run(monkeypatch, *words, *small)
+        (out / "young.json").write_text(json.dumps(kept))
         scored = []
 
         def score(*inputs: Any) -> Any:
             scored.append(inputs[-1])
             return record["trees"][1]
 
-        patch.setattr(tree_settings, "current_commit", lambda: record["commit"])
         patch.setattr(tree_settings, "score", score)
         run(monkeypatch, *words, *small)
     assert [(tree.heat, tree.width) for tree in scored] == [(0.5, 4)], "only what was missing"
