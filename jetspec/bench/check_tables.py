@@ -47,15 +47,18 @@ def score_table(run: Run) -> Table | None:
         " else the difference, and how many questions were won and lost."
     )
     everyone = in_order(graded)
-    lines = tuple((task, names_of(cells, everyone), *rest) for (task, *rest), cells in rows.items())
+    lines = tuple(
+        (task, names_of(cells, [cell for cell in everyone if cell.task == task]), *rest)
+        for (task, *rest), cells in rows.items()
+    )
     return Table(columns, lines, caption + partial_note(graded), first_number=5, wraps=True)
 
 
 def names_of(cells: Sequence[Result], everyone: Iterable[Result]) -> str:
-    """Methods with their budgets: `plain; jetspec 16, 64`. All but plain decoding, of those in the same setting, need
-    no list."""
-    setting = cells[0].task, cells[0].temperature, cells[0].batch
-    others = [c for c in everyone if (c.task, c.temperature, c.batch) == setting and not c.is_plain]
+    """Methods with their budgets: `plain; jetspec 16, 64`. All but plain decoding, of those at the same temperature and
+    batch size, need no list."""
+    setting = cells[0].temperature, cells[0].batch
+    others = [cell for cell in everyone if (cell.temperature, cell.batch) == setting and not cell.is_plain]
     if len(others) > 1 and [cell.label for cell in cells] == [cell.label for cell in others]:
         return "all others"
     return "; ".join(
@@ -135,6 +138,7 @@ def asked_text(method: Mapping[str, Any]) -> str:
     """What a method was not asked that others were."""
     parts = [f"{how_many(method['limit'], 'question')} of every task"] if method.get("limit") else []
     parts += [f"temperature {t:g}" for t in method.get("temperatures") or ()]
+    parts += [f"task {task}" for task in method.get("tasks") or ()]
     return f"Asked only: {', '.join(parts)}." if parts else ""
 
 
@@ -181,7 +185,8 @@ def lossless_table(run: Run) -> Table | None:
         caption += (
             f" Ties: at most {limit} apart, which rounding as measured in this run may decide. Mistakes: the rest."
         )
-    lines = tuple((names_of(cells, compared), *row) for row, cells in rows.items())
+    everyone = [cell for cells in rows.values() for cell in cells]  # one of each, whatever tasks it has
+    lines = tuple((names_of(cells, everyone), *row) for row, cells in rows.items())
     return Table(columns, lines, caption, first_number=4, wraps=True)
 
 

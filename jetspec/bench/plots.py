@@ -20,7 +20,7 @@ from jetspec.bench.scaling import (
     tokens_when_cut,
 )
 from jetspec.bench.spread import Spread
-from jetspec.bench.tables import at_best, by_method, over_tasks, rounds_of, speedup_of
+from jetspec.bench.tables import at_best, by_method, on_all_tasks, over_tasks, rounds_of, speedup_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -207,7 +207,7 @@ def _batch_plot(painter: Painter, name: str, where: str, cells: Sequence[Result]
 
 def acceptance(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
     """How deep rounds get, per method."""
-    histograms = merged_histograms(at_best(cells))
+    histograms = merged_histograms(at_best(on_all_tasks(cells)))
     if not histograms:
         return None
 
@@ -220,7 +220,15 @@ def acceptance(painter: Painter, name: str, where: str, cells: Sequence[Result])
         axes.set(xlabel="depth", ylabel="share of rounds that get there", ylim=(0, 1), xticks=range(1, depth))
         _legend_below(axes)
 
-    return painter.plot(name, f"Acceptance per depth, {where}", "Over all tasks, each method at its best budget.", draw)
+    caption = f"Over all tasks, each method at its best budget.{left_out(cells)}"
+    return painter.plot(name, f"Acceptance per depth, {where}", caption, draw)
+
+
+def left_out(cells: Sequence[Result]) -> str:
+    """Who is not in a picture of all tasks."""
+    whole = by_method(on_all_tasks(cells))
+    names = [method for method in by_method(cells) if method not in whole]
+    return f" Left out, as asked some tasks only: {', '.join(names)}." if names else ""
 
 
 def merged_histograms(cells: Sequence[Result]) -> list[tuple[Result, list[int]]]:
@@ -237,7 +245,7 @@ def merged_histograms(cells: Sequence[Result]) -> list[tuple[Result, list[int]]]
 
 def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
     """Measured tokens per round against the formula with the one alpha that fits best."""
-    histograms = merged_histograms(at_best(cells))
+    histograms = merged_histograms(at_best(on_all_tasks(cells)))
     if not histograms:
         return None
 
@@ -254,7 +262,7 @@ def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Result])
     caption = (
         "Lines: (1 - α^(L+1)) / (1 - α) with the α that fits a method's accepted lengths best. Points: its measured "
         "rounds, had their drafts been cut at depth L. Where points rise above their line, later drafts are accepted "
-        "more often than earlier ones."
+        f"more often than earlier ones.{left_out(cells)}"
     )
     return painter.plot(name, f"Equation 1: tokens per round, {where}", caption, draw)
 
@@ -266,7 +274,7 @@ def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result])
     """
     speeds = series_of(cells, speedup_of)
     drawn = []
-    for cell, accepted in merged_histograms(at_best(cells)):
+    for cell, accepted in merged_histograms(at_best(on_all_tasks(cells))):
         if cell.budget in speeds.get(cell.method, {}):
             alpha, depth, speedup = fit_alpha(accepted), len(accepted) - 1, speeds[cell.method][cell.budget].mean
             cost = implied_cost(expected_tokens(alpha, depth), speedup, depth)

@@ -122,6 +122,8 @@ class MethodConfig:
     """None: those of the recipe."""
     temperatures: tuple[float, ...] | None = None
     """Some of the recipe's, for slow ones. None: all of them."""
+    tasks: tuple[str, ...] | None = None
+    """Likewise."""
     limit: int | None = None
     """Ask it only the first so many questions of a task: for slow ones. Others are compared with it on these alone."""
     width: int | None = None
@@ -145,7 +147,7 @@ class MethodConfig:
         if self.kind_name not in KINDS:
             where = f"its kind is {self.kind!r}" if self.kind else "its name is no kind, and it has none"
             raise ValueError(f"method {self.name!r}: {where}; choose from {', '.join(KINDS)}")
-        every = {"name", "kind", "batches", "temperatures", "limit"}
+        every = {"name", "kind", "batches", "temperatures", "tasks", "limit"}
         given = {key for key, value in vars(self).items() if value is not None} - every
         for key in sorted(given - set(self.of.takes)):
             raise ValueError(f"method {self.name!r}: {key} means nothing to {self.kind_name}")
@@ -155,6 +157,10 @@ class MethodConfig:
             raise ValueError(f"method {self.name!r} needs an assistant: a smaller model of the same vocabulary")
         at_least(1, f"lookup_tokens of {self.name}", self.lookup_tokens)
         at_least(1, f"limit of {self.name}", self.limit)
+        for key in ("temperatures", "tasks"):
+            some = getattr(self, key)
+            if some == () or len(some or ()) != len(set(some or ())):
+                raise ValueError(f"{key} of {self.name} must name at least one, and none twice")
         for budget in self.budgets or ():
             self.tree(budget)
         for batch in self.batches or ():
@@ -266,12 +272,15 @@ class BenchConfig:
         for method in methods:
             if method.name in (PLAIN, TRANSFORMERS) and method.kind_name != method.name:
                 raise ValueError(f"{method.name} must be what its name says, as others are compared with it")
-            if method.name == PLAIN and (method.limit or method.temperatures):
-                own = "limit" if method.limit else "temperatures"
-                raise ValueError(f"plain decoding has no {own} of its own, as all others are compared with it")
+            for own in ("limit", "temperatures", "tasks"):
+                if method.name == PLAIN and getattr(method, own) is not None:
+                    raise ValueError(f"plain decoding has no {own} of its own, as all others are compared with it")
             for temperature in method.temperatures or ():
                 if temperature not in self.temperatures:
                     raise ValueError(f"{method.name}: temperature {temperature:g} is none of the recipe's")
+            for task in method.tasks or ():
+                if task not in self.tasks:
+                    raise ValueError(f"{method.name}: task {task} is none of the recipe's")
             for batch in self.batches_of(method):
                 if method.of.one_at_a_time and batch > 1:
                     raise ValueError(f"{method.name} decodes one prompt at a time; give it batches: [1]")
@@ -300,8 +309,8 @@ class BenchConfig:
 
     def cells(self, method: MethodConfig) -> list[Cell]:
         """Grouped by what an engine is made for: budget and batch size."""
-        temperatures = method.temperatures or self.temperatures
-        places = product(self.budgets_of(method), self.batches_of(method), temperatures, self.tasks)
+        temperatures, tasks = method.temperatures or self.temperatures, method.tasks or self.tasks
+        places = product(self.budgets_of(method), self.batches_of(method), temperatures, tasks)
         return [Cell(method.name, task, heat, budget, batch) for budget, batch, heat, task in places]
 
     def sampling(self, temperature: float, repeat: int, id: str, turn: int) -> SamplingParams:

@@ -134,7 +134,8 @@ def glance_table(cells: Sequence[Result]) -> Table:
         speedup = over_tasks([cell.speedup for cell in group], len(tasks))
         other = over_tasks([cell.speedup_transformers for cell in group], len(tasks))
         rounds = over_tasks([cell.tokens_per_round for cell in group], len(tasks), Spread.independent)
-        all_graded = all((cell.score.graded if cell.score else 0) == graded[cell.task] for cell in group)
+        own_graded = {cell.task: cell.score.graded for cell in group if cell.score}
+        all_graded = all(own_graded.get(task, 0) == graded[task] for task in tasks)
         scores = [cell.score.share for cell in group if cell.score and all_graded]
         marks = max((cell.score.mark for cell in group if cell.score), default="")
         rows.append(
@@ -173,6 +174,13 @@ def over_tasks(
     """None where one of so many tasks has no value: who failed on the hardest would look the better for it."""
     known = [value for value in values if value is not None]
     return mean(known) if len(known) == count else None
+
+
+def on_all_tasks(cells: Sequence[Result]) -> list[Result]:
+    """Without methods that were asked some tasks only: what they do there is not what they do on all."""
+    tasks = {cell.task for cell in cells}
+    whole = {method for method, own in by_method(cells).items() if {cell.task for cell in own} == tasks}
+    return [cell for cell in cells if cell.method in whole]
 
 
 def by_method(cells: Iterable[Result]) -> dict[str, list[Result]]:

@@ -27,9 +27,12 @@ from jetspec.bench.groups import GroupFile, read_lines
 from jetspec.bench.measure import Bench
 from jetspec.bench.methods import EngineMethod, Method, Reply, Timed, Unequal, open_method
 from jetspec.bench.recipe import BenchConfig, MethodConfig
-from jetspec.bench.runs import ROWS_FILE, RUN_FILE
+from jetspec.bench.report import ReportPlan, build_report
+from jetspec.bench.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE, read_inputs
+from jetspec.bench.summary import summary
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
+from jetspec.record import write_record
 from jetspec.terminal import bench as terminal_bench
 from jetspec.train.config import from_dict
 from tests.bench.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions
@@ -252,6 +255,21 @@ def test_another_grader_goes_on_with_the_same_rows(
     monkeypatch.setattr(records, "version", lambda name: "9.9")
     with pytest.raises(ValueError, match="another versions"):
         bench.run()
+
+
+def test_a_slow_method_may_be_asked_some_of_the_tasks(folder: Path, llm: LLM) -> None:
+    methods = [{"name": "transformers", "tasks": ["talk"]}, {"name": "ngram", "tasks": ["sums"]}]
+    bench = make_bench(folder, "some tasks", llm, methods=methods, tasks=["sums", "talk"], limit=1, repeats=2)
+    record = results_of(bench)
+    asked = [(cell["method"], cell["task"]) for cell in record["cells"]]
+    assert asked == [("plain", "sums"), ("plain", "talk"), ("transformers", "talk"), ("ngram", "sums")]
+    assert all(cell["speedup"]["mean"] > 0 and cell["errors"] == [] for cell in record["cells"])
+    over = {(c["method"], c["task"]): c["speedup_transformers"] for c in record["cells"]}
+    assert over["ngram", "sums"] is over["plain", "sums"] is None and over["plain", "talk"]["mean"] > 0
+    assert record["recipe"]["methods"][1]["tasks"] == ("talk",)
+    write_record(bench.folder / RESULTS_FILE, record)
+    inputs = read_inputs([bench.folder])
+    assert build_report(ReportPlan(inputs)) and len(summary(inputs, "jsonl").splitlines()) == len(asked)
 
 
 def test_a_run_that_went_on_names_all_commands(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

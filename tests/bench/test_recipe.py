@@ -156,6 +156,10 @@ def make_config(recipe: Path | None, settings: dict[str, Any]) -> BenchConfig:
         ({"methods": [{"name": "plain", "limit": 2}]}, "plain decoding has no limit of its own"),
         ({"methods": [{"name": "plain", "temperatures": [0]}]}, "plain decoding has no temperatures of its own"),
         ({"methods": [{"name": "ngram", "temperatures": [0, 0.5]}]}, "ngram: temperature 0.5 is none of the recipe's"),
+        ({"methods": [{"name": "plain", "tasks": ["builtin"]}]}, "plain decoding has no tasks of its own"),
+        ({"methods": [{"name": "ngram", "tasks": ["builtin", "mbpp"]}]}, "ngram: task mbpp is none of the recipe's"),
+        ({"methods": [{"name": "ngram", "tasks": []}]}, "tasks of ngram must name at least one"),
+        ({"methods": [{"name": "ngram", "temperatures": [0, 0]}]}, "temperatures of ngram must name at least one, and"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], why: str) -> None:

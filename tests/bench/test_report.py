@@ -366,6 +366,29 @@ def test_methods_of_which_the_same_is_to_be_said_share_a_row(tmp_path: Path) -> 
     assert alone is not None and [row[0] for row in alone.rows] == ["all others"]
 
 
+def test_a_method_that_was_asked_some_tasks_has_no_mean_and_no_part_in_what_is_said_of_all(tmp_path: Path) -> None:
+    whole = small_run(tmp_path, methods=("plain", "transformers", "ngram", "jetspec"), batches=(1, 2))
+    lacks = {"transformers": "gsm8k", "ngram": "gsm8k"}
+    run = replace(whole, cells=tuple(cell for cell in whole.cells if lacks.get(cell.method) != cell.task))
+    cells = [cell for cell in run.cells if cell.batch == 1]
+    glance = glance_table(cells)
+    rows = {row[0]: dict(zip(glance.columns, row, strict=True)) for row in glance.rows}
+    for column in ("tokens/s", "tokens per round", "score"):
+        assert rows["jetspec"][column] != "-" and rows["ngram"][column] == "-", column
+    assert (rows["ngram"]["questions"], rows["jetspec"]["questions"]) == ("40", "80")
+    table = speedup_table(cells)
+    assert table is not None
+    by_task = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert by_task["ngram 16"]["gsm8k"] == by_task["ngram 16"]["mean"] == "-" != by_task["ngram 16"]["mt_bench"]
+    lossless = lossless_table(run)
+    assert lossless is not None
+    assert {row[0] for row in lossless.rows} == {"transformers; ngram 16, 64", "jetspec 16, 64"}
+    plots = {block.name: block for block in report(run, plots=True) if isinstance(block, Plot)}
+    assert "Left out, as asked some tasks only: transformers, ngram." in plots["acceptance_t0_b1"].caption
+    assert "ngram" not in plots["acceptance_t0_b1"].svg and "ngram" in plots["speedup_t0_b1"].svg
+    assert "Left out" not in "".join(b.caption for b in report(whole, plots=True) if isinstance(b, Plot))
+
+
 def test_failures_and_differences_are_told(tmp_path: Path) -> None:
     errors = [{"id": "gsm8k-7", "repeat": repeat, "error": "ran out of pages"} for repeat in (0, 2)]
     run = small_run(tmp_path, changes={"errors": errors})
@@ -486,6 +509,7 @@ def test_other_settings_than_the_papers_are_warned_of(tmp_path: Path) -> None:
 
 def test_what_was_set_up_under_every_name_is_told(tmp_path: Path) -> None:
     assert asked_text({"limit": 2, "temperatures": [0.0]}) == "Asked only: 2 questions of every task, temperature 0."
+    assert asked_text({"tasks": ["gsm8k"]}) == "Asked only: task gsm8k."
     assert asked_text({"name": "ngram"}) == ""
     table = methods_table(small_run(tmp_path, budgets=(16, 32, 64)))
     assert table is not None
