@@ -60,14 +60,11 @@ def run_plan(
 ) -> bool:
     """Measure into a folder, print the table. False: our text was not shown to be the target's, but for ties."""
     before = [] if fresh else earlier_runs(folder / RUN_FILE, {})[0]
-    if isinstance(plan, BenchConfig):
-        measure_methods(plan, folder, fresh, retry_failed)
-    else:
-        if retry_failed:
-            raise ValueError("--retry-failed is for questions; here what fails stops the run, and is not in its folder")
-        costs = measure_costs(plan, folder, fresh, progress=True)
-        runs = kept_settings(folder / RUN_FILE)["runs"]
-        write_record(folder / RESULTS_FILE, cost_results(plan, costs, runs))
+    try:
+        measure(plan, folder, fresh, retry_failed)
+    except KeyboardInterrupt:
+        _say(f"stopped: the same command{', without --fresh,' if fresh else ''} goes on with what {folder} lacks")
+        raise
     inputs = show([folder], form)
     for line in (line for run in inputs.runs for line in remarks(run)):
         _say(line)
@@ -82,6 +79,18 @@ def run_plan(
     return isinstance(plan, CostConfig) or is_lossless(plan, inputs.runs[0])
 
 
+def measure(plan: Plan, folder: Path, fresh: bool, retry_failed: bool) -> None:
+    """Measure what the folder does not hold yet, and write its record."""
+    if isinstance(plan, BenchConfig):
+        measure_methods(plan, folder, fresh, retry_failed)
+        return
+    if retry_failed:
+        raise ValueError("--retry-failed is for questions; here what fails stops the run, and is not in its folder")
+    costs = measure_costs(plan, folder, fresh, progress=True)
+    runs = kept_settings(folder / RUN_FILE)["runs"]
+    write_record(folder / RESULTS_FILE, cost_results(plan, costs, runs))
+
+
 def nothing_new(record: Mapping[str, Any]) -> str:
     """What to say of a run that was finished before."""
     done = datetime.fromisoformat(record["date"])
@@ -92,7 +101,6 @@ def nothing_new(record: Mapping[str, Any]) -> str:
 
 
 def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed: bool) -> None:
-    """Measure what the folder does not hold yet, and write its record."""
     check_inputs(config, folder, fresh)
     with working(f"Loading {config.model}"):
         llm = LLM(config.model, config.head, device=config.device, dtype=config.dtype)

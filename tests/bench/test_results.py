@@ -396,3 +396,28 @@ def test_a_run_that_measures_nothing_is_no_news(folder: Path, monkeypatch: pytes
     assert run_as("third")[0]["commit"] == "first" * 8, "what a command asks for is its own"
     fresh, said = run_as("third", "--fresh")
     assert "nothing was left" not in said and fresh["commit"] == "third" * 8 and len(fresh["runs"]) == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--fresh"]])
+@pytest.mark.parametrize("where", [(measure.Bench, "decode"), (Results, "cell")], ids=["measuring", "grading"])
+def test_a_run_that_is_interrupted_says_how_to_go_on(
+    where: tuple[Any, str], words: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, (owner, name) = [], where
+    whole = getattr(owner, name)
+
+    def stop(self: Any, *asked: Any) -> Any:
+        calls.append(asked)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(self, *asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stop)
+        stopped = run_command(folder, "--out", str(tmp_path / "run"), "--limit", "2", *words)
+    assert stopped.exit_code == 130 and stopped.stdout == "" and len(calls) == 2
+    same = "the same command, without --fresh, goes" if words else "the same command goes"
+    assert stopped.stderr.splitlines()[-1] == f"stopped: {same} on with what {tmp_path / 'run'} lacks"
+    held = (tmp_path / "run" / "rows.jsonl").read_bytes()
+    assert held and run_command(folder, "--out", str(tmp_path / "run"), "--limit", "2").exit_code == 0
+    assert (tmp_path / "run" / "rows.jsonl").read_bytes().startswith(held)
