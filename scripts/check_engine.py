@@ -30,10 +30,10 @@ from transformers import PreTrainedModel
 
 from jetspec.bench.precision import FreshPass, Judge, PairNoise, Texts, find_differences, pair_noise, readings
 from jetspec.bench.timing import without_capture
-from jetspec.config import EngineConfig, TreeConfig
+from jetspec.config import EngineConfig, Shrink, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import batch_sizes
-from jetspec.engine.llm import DTYPES, choose_device
+from jetspec.engine.llm import DTYPES, GPU_TREE, choose_device
 from jetspec.files import check_writable
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
@@ -70,13 +70,15 @@ class Models:
     eos_tokens: frozenset[int] = frozenset()
     shortlist: int = TreeConfig.shortlist
 
-    def engine(self, budget: int, config: EngineConfig, depth: int | None = None) -> Engine:
+    def engine(
+        self, budget: int, config: EngineConfig, depth: int | None = None, shrink: tuple[Shrink, ...] = ()
+    ) -> Engine:
         """One that speculates, or with a budget of 1 decodes plainly."""
         return Engine(
             self.target,
             self.head if budget > 1 else None,
             drafter="head" if budget > 1 else "none",
-            tree=TreeConfig(budget=budget, depth=depth, shortlist=self.shortlist),
+            tree=TreeConfig(budget=budget, depth=depth, shortlist=self.shortlist, shrink=shrink),
             config=config,
             eos_tokens=self.eos_tokens,
         )
@@ -257,19 +259,27 @@ def check_speed(
 
 @dataclass(frozen=True, order=True)
 class Tree:
-    """`BUDGET`, or `BUDGET:DEPTH`, where a depth of 0 is the drafter's own."""
+    """`BUDGET`, or `BUDGET:DEPTH`, where a depth of 0 is the drafter's own; or `shrinking`, as an engine on a GPU has
+    trees unless told otherwise."""
 
     budget: int
     depth: int = 0
+    shrinks: bool = False
 
     @classmethod
     def read(cls, word: str) -> Tree:
+        if word == "shrinking":
+            return SHRINKING
         try:
-            tree = cls(*map(int, word.split(":", 1)))
+            budget, _, depth = word.partition(":")
+            tree = cls(int(budget), int(depth or 0))
             TreeConfig(budget=tree.budget, depth=tree.depth or None)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{word!r} is no tree: {error}") from None
         return tree
+
+
+SHRINKING = Tree(GPU_TREE.budget, shrinks=True)
 
 
 def check_batches(
@@ -284,7 +294,7 @@ def check_batches(
     alone: Decoded | None = None
     done: dict[tuple[Tree, int], list[Decoded]] = {}
     for tree in sorted({Tree(1), *trees}):
-        engine = models.engine(tree.budget, config, tree.depth or None)
+        engine = models.engine(tree.budget, config, tree.depth or None, GPU_TREE.shrink if tree.shrinks else ())
         warm_up(engine, prompts, max(batches))
         alone = alone or decode(engine, first(prompts, waves * max(batches)), tokens, 1, "alone")
         for batch in batches:
@@ -300,6 +310,7 @@ def check_batches(
                 "batch": batch,
                 "budget": tree.budget,
                 "depth": tree.depth or None,
+                "shrinks": tree.shrinks,
                 "tokens": median.tokens,
                 "seconds": median.seconds,
                 "seconds_of_runs": [run.seconds for run in repeats],
@@ -506,8 +517,8 @@ def make_parser() -> Parser:
         type=Tree.read,
         nargs="+",
         metavar="BUDGET[:DEPTH]",
-        default=[Tree(1), Tree(16), Tree(16, 8), Tree(32), Tree(64), Tree(128)],
-        help="nodes, and how deep they may lie; 1 is plain decoding",
+        default=[Tree(1), Tree(16), Tree(16, 8), Tree(32), Tree(64), SHRINKING, Tree(128)],
+        help="nodes, and how deep they may lie; 1 is plain decoding, `shrinking` the trees of an engine's own",
     )
     batches.add_argument("--waves", type=at_least(1), default=4, help="prompts per place of the batch")
     strict = command("strict", "many texts, every difference listed", both, 256)

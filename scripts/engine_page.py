@@ -151,6 +151,8 @@ def batches_table(record: Record) -> str:
 def tree_title(run: Mapping[str, Any]) -> str:
     if run["budget"] == PLAIN:
         return "plain"
+    if run.get("shrinks"):
+        return f"{run['budget']}, shrinking"
     return str(run["budget"]) if run["depth"] is None else f"{run['budget']}, depth {run['depth']}"
 
 

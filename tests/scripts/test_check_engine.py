@@ -103,7 +103,8 @@ def test_capturing_is_timed_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(check.Models, "engine", engine)
     monkeypatch.setattr(check, "decode", slow_at_first)
     monkeypatch.setattr(check, "STEADY_S", 0.0)
-    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], [check.Tree(1), check.Tree(8)], TOKENS, waves=1)
+    trees = [check.Tree(1), check.Tree(8), check.Tree.read("shrinking")]
+    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], trees, TOKENS, waves=1)
     assert all(run["seconds"] < slow_s for run in results["runs"])
 
 

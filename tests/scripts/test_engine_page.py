@@ -66,8 +66,8 @@ def run(**changes: Any) -> dict[str, Any]:
         ),
         (
             "engine_batches",
-            {"best_speedup": {"4": 1.987}, "runs": [run(budget=1), run(), run(depth=8)]},
-            ["| plain |   64 | 64, depth 8 |", "1.99", "9 texts"],
+            {"best_speedup": {"4": 1.987}, "runs": [run(budget=1), run(), run(depth=8), run(shrinks=True)]},
+            ["| plain |   64 | 64, depth 8 | 64, shrinking |", "1.99", "12 texts"],
         ),
         (
             "engine_strict",
