@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from statistics import median
 from typing import Any
 
 from jetspec.bench.groups import Row
@@ -109,7 +110,8 @@ def num_tokens(answer: Answer) -> int:
 
 
 def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
-    """The ratio of speeds on the groups that both were given, repeat by repeat: the two took turns.
+    """The ratio of speeds on the groups that both were given, repeat by repeat: the two took turns. With its deviation
+    over repeats, and its standard error over questions where each was decoded alone.
 
     None where the two did not answer the same questions of these. Without repeats there is no spread, and no
     difference is claimed; beside itself nothing varies.
@@ -121,13 +123,42 @@ def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
         return None
     pairs = zip(mine.speed_by_repeat, base.speed_by_repeat, strict=True)
     ratios = [a / b for a, b in pairs if a is not None and b is not None]
+    questions = question_speedups(mine, base)
     if mine.cell == base.cell:
-        ratios = ratios[:1]
-    found = Spread.of_ratios(ratios)
+        ratios, questions = ratios[:1], []
+    found = Spread.of_ratios(ratios, questions)
     if found is None:
         return None
-    differs = found.differs_from_1()
-    return {"over": base.cell.method, "mean": found.mean, "sd": found.sd, "values": ratios, "differs": differs}
+    return {
+        "over": base.cell.method,
+        "mean": found.mean,
+        "sd": found.sd,
+        "se_questions": found.questions and found.questions.sd,
+        "num_questions": len(questions),
+        "values": ratios,
+        "differs": found.differs_from_1(),
+    }
+
+
+def question_speedups(mine: Measured, base: Measured) -> list[float]:
+    """The ratio of speeds on every question, the median over repeats. There are none where questions were decoded
+    together: the time is that of a group."""
+    found: dict[str, list[float]] = {}
+    for rows, others in zip(mine.timed, base.timed, strict=True):
+        speeds = {row["ids"][0]: row_speed(row) for row in others}
+        for row in rows:
+            if len(row["ids"]) > 1:
+                return []
+            speed, other = row_speed(row), speeds[row["ids"][0]]
+            if speed and other:
+                found.setdefault(row["ids"][0], []).append(speed / other)
+    return [median(ratios) for ratios in found.values()]
+
+
+def row_speed(row: Row) -> float | None:
+    """Tokens per second of decoding. None: no time was measured."""
+    tokens = sum(map(num_tokens, row["answers"]))
+    return tokens / row["decode_s"] if row["decode_s"] > 0 else None
 
 
 def tokens_per_round(mine: Measured) -> list[float]:

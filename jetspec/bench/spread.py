@@ -29,6 +29,9 @@ class Spread:
     """Of the repeats, in their order."""
     is_ratio: bool = False
     """Whether the mean is the geometric one."""
+    questions: Spread | None = None
+    """The same mean with its standard error over questions: repeats ask the same, and others might have moved it
+    further. None: not known."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
@@ -41,10 +44,23 @@ class Spread:
         return cls(statistics.fmean(values), sd, sd / math.sqrt(len(values)), len(values) - 1, tuple(values))
 
     @classmethod
-    def of_ratios(cls, values: Sequence[float]) -> Spread | None:
-        """Their geometric mean: turned upside down, ratios have the inverse mean and vary as much."""
+    def of_ratios(cls, values: Sequence[float], questions: Sequence[float] = ()) -> Spread | None:
+        """Their geometric mean: turned upside down, ratios have the inverse mean and vary as much.
+
+        `values` are those of repeats, `questions` those of every question.
+        """
         logs = cls.of([math.log(value) for value in values])
-        return None if logs is None else replace(logs.exp(), values=tuple(values))
+        if logs is None:
+            return None
+        each = cls.of([math.log(value) for value in questions])
+        return replace(logs.exp(), values=tuple(values))._asked(each.error if each else 0.0, len(questions))
+
+    def _asked(self, error: float, count: int) -> Spread:
+        """A ratio whose logarithm has such an error over so many questions; of one question there is none."""
+        if count < 2:
+            return self
+        error *= self.mean
+        return replace(self, questions=Spread(self.mean, error, error, count - 1, is_ratio=True))
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[float, float]]) -> Spread | None:
@@ -62,7 +78,10 @@ class Spread:
     @classmethod
     def read_ratios(cls, raw: Mapping[str, Any] | None) -> Spread | None:
         """From a record."""
-        return None if raw is None else cls.of_ratios(raw["values"])
+        found = None if raw is None else cls.of_ratios(raw["values"])
+        if raw is None or found is None or raw.get("se_questions") is None:
+            return found
+        return found._asked(raw["se_questions"] / found.mean, raw["num_questions"])
 
     @classmethod
     def average(cls, parts: Iterable[Spread]) -> Spread:
@@ -72,15 +91,17 @@ class Spread:
         parts = list(parts)
         if parts[0].is_ratio:
             return cls.average([part.log() for part in parts]).exp()
+        asked = [part.questions for part in parts if part.questions is not None]
+        questions = cls.independent(asked) if len(asked) == len(parts) else None
         if len({len(part.values) for part in parts}) == 1 and parts[0].values:
             repeats = [statistics.fmean(column) for column in zip(*(part.values for part in parts), strict=True)]
             found = cls.of(repeats)
             assert found is not None
-            return found
+            return replace(found, questions=questions)
         known = [part.sd for part in parts if part.sd is not None]
         sd = statistics.fmean(known) if len(known) == len(parts) else None
         mean, error = (statistics.fmean(values) for values in zip(*((p.mean, p.error) for p in parts), strict=True))
-        return cls(mean, sd, error, min(part.freedom for part in parts))
+        return cls(mean, sd, error, min(part.freedom for part in parts), questions=questions)
 
     @classmethod
     def independent(cls, parts: Iterable[Spread]) -> Spread:
@@ -95,14 +116,16 @@ class Spread:
         """Of a ratio, whose logarithms are what varies alike in both directions."""
         sd = None if self.sd is None else self.sd / self.mean
         values = tuple(math.log(value) for value in self.values)
-        return Spread(math.log(self.mean), sd, self.error / self.mean, self.freedom, values)
+        questions = self.questions.log() if self.questions else None
+        return Spread(math.log(self.mean), sd, self.error / self.mean, self.freedom, values, questions=questions)
 
     def exp(self) -> Spread:
         """The ratio that has this logarithm."""
         mean = math.exp(self.mean)
         sd = None if self.sd is None else mean * self.sd
         values = tuple(math.exp(value) for value in self.values)
-        return Spread(mean, sd, mean * self.error, self.freedom, values, is_ratio=True)
+        questions = self.questions.exp() if self.questions else None
+        return Spread(mean, sd, mean * self.error, self.freedom, values, is_ratio=True, questions=questions)
 
     def times(self, factor: float) -> Spread:
         """In another unit."""
@@ -116,20 +139,32 @@ class Spread:
         return Spread(ratio, ratio * math.hypot(self.sd / self.mean, other.sd / other.mean))
 
     def differs(self, other: Spread) -> bool | None:
-        """Whether the two lie further apart than their spreads, and than chance, explain.
+        """Whether the two lie further apart than their spreads, and than chance, explain: over repeats, and where it is
+        known also over questions.
 
         None: there is no spread to judge by.
         """
         if self.sd is None or other.sd is None:
             return None
+        if (asked := self._by_questions(other)) is not None and not asked[0].differs(asked[1]):
+            return False
         by_chance = student(_freedom((self, other))) * math.hypot(self.error, other.error)
         return not self.is_near(other) and abs(self.mean - other.mean) > by_chance
 
     def is_near(self, other: Spread) -> bool:
-        """Whether the two lie within what their spreads explain. Without a spread nothing is near."""
+        """Whether the two lie within what their spreads explain, over repeats or over questions. Without a spread
+        nothing is near."""
         if self.sd is None or other.sd is None:
             return False
+        if (asked := self._by_questions(other)) is not None and asked[0].is_near(asked[1]):
+            return True
         return abs(self.mean - other.mean) <= SPREADS * math.hypot(self.sd, other.sd)
+
+    def _by_questions(self, other: Spread) -> tuple[Spread, Spread] | None:
+        """The two with their errors over questions. None: not known of either."""
+        if self.questions is None and other.questions is None:
+            return None
+        return self.questions or self, other.questions or other
 
     def differs_from_1(self) -> bool | None:
         """For a ratio, and in its logarithm: twice as fast is as far from 1 as half as fast."""

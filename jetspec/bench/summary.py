@@ -55,6 +55,7 @@ def cell_row(run: Run, cell: Result) -> dict[str, Any]:
         "tokens_per_round": cell.tokens_per_round.mean if cell.tokens_per_round else None,
         "tokens_per_round_se": cell.tokens_per_round.sd if cell.tokens_per_round else None,
         **_flat("speedup", cell.speedup),
+        "speedup_se_questions": cell.speedup.questions.sd if cell.speedup and cell.speedup.questions else None,
         "differs": cell.speedup.differs_from_1() if cell.speedup else None,
         **_flat("speedup_transformers", cell.speedup_transformers),
         **_flat("prefill_s", cell.prefill_s),

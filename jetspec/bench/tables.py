@@ -14,7 +14,7 @@ from jetspec.bench.spread import NO_DIFFERENCE, Spread, speedup_text
 
 NONE = "-"
 BOLD = "Bold: the best of a column, and all within two standard deviations of it."
-OVER_REPEATS = f"Mean ± standard deviation over repeats. {BOLD}"
+OVER_REPEATS = f"Mean ± standard deviation over repeats of the same questions. {BOLD}"
 OVER_QUESTIONS = f"Mean ± standard error over questions. {BOLD}"
 
 
@@ -96,8 +96,15 @@ def _best(column: Sequence[Spread | None]) -> list[int]:
 def speedup_table(cells: Sequence[Result]) -> Table | None:
     """None where there is nothing to be faster than."""
     faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
-    spread = f"{OVER_REPEATS} ≈: not shown to differ from plain decoding."
+    spread = f"{OVER_REPEATS} ≈: not shown to differ from plain decoding. {judged_by(faster)}"
     return matrix(faster, speedup_of, speedup_text, spread) if faster else None
+
+
+def judged_by(cells: Iterable[Result]) -> str:
+    """What claims on speedups go by, for a caption."""
+    if any(cell.speedup and cell.speedup.questions for cell in cells):
+        return "Speedups are also judged by their standard error over questions."
+    return "Other questions may move speedups further than repeats of these do."
 
 
 def speedup_of(cell: Result) -> Spread | None:
@@ -158,9 +165,14 @@ def glance_table(cells: Sequence[Result]) -> Table:
     shown = {word for row in rows for cell in row for word in cell.split()}
     legend = (
         (len(tasks) > 1, "Means over tasks, of speedups geometric, and only where all tasks have a value."),
-        (True, "±: standard deviation over repeats; of tokens per round and scores, standard error over questions."),
+        (
+            True,
+            "±: standard deviation over repeats of the same questions; of tokens per round and scores, standard error"
+            " over questions.",
+        ),
         ("≈" in shown, "≈: not shown to differ from 1."),
         ("alike)" in shown, "Alike: within two standard deviations of the best budget."),
+        (any(cell.speedup and not cell.is_plain for cell in cells), judged_by(cells)),
         (unlike, "Speedups over a method that was asked less are on its questions."),
         (bool(shown & {"tie", "ties"}), "Ties: texts that part where rounding decides between two tokens."),
     )
@@ -216,13 +228,13 @@ def at_best(cells: Sequence[Result]) -> list[Result]:
 
 
 def as_good(best: Result, cells: Sequence[Result]) -> list[str]:
-    """The other budgets of a method whose speed over the tasks is near that of the best."""
+    """The other budgets of a method whose speed over the tasks, or speedup, is near that of the best."""
     budgets = by_budget(by_method(cells)[best.method])
     top = budgets.pop(best.budget)
     alike = [
         str(budget)
         for budget, own in budgets.items()
-        if failures(own) == failures(top) and mean_speed(top).is_near(mean_speed(own))
+        if failures(own) == failures(top) and any(mean(top).is_near(mean(own)) for mean in (mean_speed, asked_speedup))
     ]
     return [f"({', '.join(alike)} alike)"] if alike else []
 
@@ -238,6 +250,14 @@ def mean_speed(cells: Iterable[Result]) -> Spread:
     """Over the tasks on which there is one."""
     speeds = [cell.tokens_per_s for cell in cells if cell.tokens_per_s is not None]
     return Spread.average(speeds) if speeds else Spread(0.0)
+
+
+def asked_speedup(cells: Iterable[Result]) -> Spread:
+    """Likewise how much faster than plain decoding, with its error over questions; near nothing where that is not
+    known."""
+    speedups = [cell.speedup for cell in cells if cell.speedup is not None]
+    mean = Spread.average(speedups) if speedups else None
+    return mean.questions if mean and mean.questions else Spread(0.0)
 
 
 def failures(cells: Iterable[Result]) -> set[tuple[str, str, int]]:

@@ -129,7 +129,7 @@ def remarks(run: Run) -> Iterator[str]:
     if run.few_repeats:
         yield run.few_repeats
     if any(cell.speedup and cell.speedup.differs_from_1() is False for cell in run.cells):
-        yield "≈: not shown to be faster or slower by more than the spread over repeats"
+        yield "≈: not shown to be faster or slower by more than the spread over repeats and over questions"
     failures = Counter(error["error"] for cell in run.cells for error in cell.errors)
     if failures:
         often = "; ".join(f"{reason} ({count})" for reason, count in failures.most_common(SHOWN))

@@ -151,7 +151,8 @@ def make_speedup(values: Sequence[float]) -> dict[str, Any]:
     found = Spread.of_ratios(values)
     assert found is not None
     differs = found.differs_from_1()
-    return {"over": "plain", "mean": found.mean, "sd": found.sd, "values": list(values), "differs": differs}
+    asked = {"se_questions": None, "num_questions": 0}
+    return {"over": "plain", "mean": found.mean, "sd": found.sd, **asked, "values": list(values), "differs": differs}
 
 
 def make_head_record(path: Path, mean_gap: float = 4.0) -> Path:

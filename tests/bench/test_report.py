@@ -389,6 +389,30 @@ def test_a_method_that_was_asked_some_tasks_has_no_mean_and_no_part_in_what_is_s
     assert "Left out" not in "".join(b.caption for b in report(whole, plots=True) if isinstance(b, Plot))
 
 
+def test_captions_and_claims_know_of_other_questions(tmp_path: Path) -> None:
+    """Bold and alike go by the larger of two uncertainties; the numbers stay those of repeats."""
+    methods = ("plain", "ddtree", "jetspec-edge")
+    run = small_run(tmp_path, methods=methods, noise=0.001)
+    unsure = tuple(
+        replace(
+            cell, speedup=replace(cell.speedup, questions=Spread(cell.speedup.mean, error, error, 39, is_ratio=True))
+        )
+        for cell in run.cells
+        if cell.speedup and (error := 0.5 * cell.speedup.mean)
+    )
+    before, after = speedup_table(run.cells), speedup_table(unsure)
+    assert before is not None and after is not None
+    assert after.bold == {(r, c) for r in range(len(after.rows)) for c in (1, 2, 3)} > before.bold
+    assert [tuple(cell.removeprefix("≈ ") for cell in row) for row in after.rows] == list(before.rows)
+    known, unknown = "also judged by their standard error over questions", "Other questions may move speedups further"
+    assert known in after.caption and unknown not in after.caption
+    assert unknown in before.caption and known not in before.caption
+    glances = [glance_table(cells) for cells in (run.cells, unsure)]
+    assert unknown in glances[0].caption and known in glances[1].caption
+    assert "alike" not in "".join(row[1] for row in glances[0].rows)
+    assert all("alike" in row[1] for row in glances[1].rows if row[0] != "plain")
+
+
 def test_failures_and_differences_are_told(tmp_path: Path) -> None:
     errors = [{"id": "gsm8k-7", "repeat": repeat, "error": "ran out of pages"} for repeat in (0, 2)]
     run = small_run(tmp_path, changes={"errors": errors})

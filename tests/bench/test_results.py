@@ -20,7 +20,14 @@ import jetspec.record as records
 from jetspec.bench import groups, measure
 from jetspec.bench.grade import Grade
 from jetspec.bench.groups import histogram
-from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
+from jetspec.bench.measured import (
+    Measured,
+    accepted_lengths,
+    question_speedups,
+    round_questions,
+    speedup,
+    tokens_per_round,
+)
 from jetspec.bench.recipe import Cell
 from jetspec.bench.results import Results
 from jetspec.bench.runs import Result as CellResult
@@ -284,6 +291,51 @@ def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) ->
     results = results_of(bench, grader=grader)
     assert all(cell["score"] is None for cell in results["cells"])
     assert results["notes"] == ["mbpp is not graded: grading needs a package"]
+
+
+def asked(method: str, speeds: Sequence[Mapping[str, float]], together: int = 1) -> Measured:
+    """Questions with their speeds, by repeat, so many in a group."""
+    repeats = []
+    for speed in speeds:
+        answers = [{"id": id, "tokens": [100 * value], "error": None} for id, value in speed.items()]
+        some = [answers[i : i + together] for i in range(0, len(answers), together)]
+        repeats.append([{"ids": [a["id"] for a in own], "decode_s": 100.0, "answers": own} for own in some])
+    return Measured(Cell(method, "sums", 0.0, 1, together), repeats)
+
+
+def test_speedups_know_how_much_questions_differ() -> None:
+    """Paired by question, whatever their order and speeds are; of its repeats the median counts."""
+    plain = asked("plain", [{"a": 1, "b": 10, "c": 5}] * 3)
+    mine = asked("mine", [{"a": 2, "b": 40, "c": 40}, {"c": 41, "a": 2, "b": 40}, {"b": 40, "c": 1, "a": 2}])
+    found = speedup(mine, plain)
+    assert found is not None
+    assert question_speedups(mine, plain) == pytest.approx([2, 4, 8])
+    error = math.log(2) / math.sqrt(3)  # their logarithms are as far apart as that of 2
+    assert found["se_questions"] == pytest.approx(found["mean"] * error) and found["num_questions"] == 3
+    read = Spread.read_ratios(found)
+    assert read and read.questions and read.questions.sd == pytest.approx(found["se_questions"])
+    assert read.questions.freedom == 2 and read.differs_from_1() == found["differs"]
+    old = Spread.read_ratios({key: value for key, value in found.items() if "questions" not in key})
+    assert old and old.questions is None and old.sd == read.sd
+
+
+def test_what_repeats_show_and_questions_do_not_is_not_claimed() -> None:
+    plain = asked("plain", [{"a": 1, "b": 1, "c": 1, "d": 1}] * 3)
+    steady, uneven = ({"a": 2.0, "b": 2.0, "c": 2.1, "d": 1.9}, {"a": 0.5, "b": 1.0, "c": 4.0, "d": 2.5})
+    claims = [speedup(asked("mine", [speeds] * 3), plain) for speeds in (steady, uneven)]
+    assert [claim and (claim["mean"], claim["differs"]) for claim in claims] == [
+        (pytest.approx(2), True),
+        (pytest.approx(2), False),
+    ]
+
+
+def test_questions_that_were_decoded_together_have_no_times_of_their_own() -> None:
+    speeds = [{"a": 1.0, "b": 2.0, "c": 1.0}] * 2
+    found = speedup(asked("mine", speeds, together=2), asked("plain", speeds, together=2))
+    assert found is not None and found["se_questions"] is None and found["num_questions"] == 0
+    plain = asked("plain", speeds)
+    itself = speedup(plain, plain)
+    assert itself is not None and itself["se_questions"] is None, "beside itself nothing varies"
 
 
 # -- the command

@@ -110,3 +110,32 @@ def test_both_directions_are_marked_alike(ratios: list[float]) -> None:
 def test_values_that_never_vary_differ_when_they_are_not_equal() -> None:
     a, b = Spread.of([3.0, 3.0, 3.0]), Spread.of([3.1, 3.1, 3.1])
     assert a and b and a.differs(b) and a.differs(a) is False
+
+
+def test_other_questions_may_move_a_speedup_further_than_repeats_do() -> None:
+    """Repeats on an idle machine are nearly the same, while questions are not."""
+    repeats = [1.2, 1.201, 1.199]
+    alone = Spread.of_ratios(repeats)
+    alike = Spread.of_ratios(repeats, [1.19, 1.2, 1.21] * 4)
+    apart = Spread.of_ratios(repeats, [0.6, 1.2, 2.4] * 4)
+    assert alone and alike and apart and alike.questions and apart.questions
+    assert [each.differs_from_1() for each in (alone, alike, apart)] == [True, True, False]
+    assert alone.text() == alike.text() == apart.text(), "the spread is that over repeats"
+    logs = [math.log(value) for value in [0.6, 1.2, 2.4] * 4]
+    assert apart.questions.log().sd == pytest.approx(stats.sem(logs)) and apart.questions.freedom == 11
+    better = Spread.of_ratios([1.3, 1.301, 1.299], [0.65, 1.3, 2.6] * 4)
+    assert better and better.is_near(apart) and not better.log().differs(apart.log())
+    exact = Spread.of_ratios([1.3, 1.301, 1.299])
+    assert exact and not exact.is_near(alone) and exact.log().differs(alone.log())
+    assert Spread.of_ratios(repeats, [1.2]) == alone, "one question says nothing of others"
+
+
+def test_questions_of_several_tasks_are_others() -> None:
+    one, other = (Spread.of_ratios([mean, 1.01 * mean], [0.8 * mean, 1.25 * mean] * 5) for mean in (1.0, 4.0))
+    assert one and other and one.questions and one.questions.sd
+    mean = Spread.average([one, other])
+    assert mean.questions and mean.mean == pytest.approx(mean.questions.mean) == pytest.approx(2 * math.sqrt(1.01))
+    assert mean.questions.log().sd == pytest.approx(one.questions.log().sd / math.sqrt(2))  # type: ignore[operator]
+    assert mean.questions.freedom == pytest.approx(18)
+    unknown = Spread.of_ratios([1.0, 1.01])
+    assert unknown and Spread.average([one, unknown]).questions is None
