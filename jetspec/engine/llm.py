@@ -28,8 +28,9 @@ K = TypeVar("K")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CPU_TREE = TreeConfig(budget=16, likely=0)
-GPU_TREE = TreeConfig(shrink=(Shrink(8, 32), Shrink(24, 16, depth=8)))
 """On a CPU every node and every product costs time, so the tree is small unless asked for."""
+GPU_TREE = TreeConfig(shrink=(Shrink(8, 32), Shrink(24, 16, depth=8)))
+"""On a GPU most nodes of a few requests cost next to nothing, those of many their part of a round."""
 
 
 class LLM:
