@@ -82,7 +82,9 @@ class Shared:
         return cls(torch.zeros(shape)) if dtype == torch.int64 else cls(torch.full(shape, torch.nan, dtype=dtype.torch))
 
     def index(self, place: Any) -> Shared:
-        return Shared(self.memory[int(place)])
+        """Pieces of rows, if any, are put together to be read."""
+        found = self.memory[int(place)]
+        return Shared(found.movedim(0, 1).flatten(1) if found.dim() == 3 else found)
 
     def slice(self, first: int, length: int) -> Shared:
         return Shared(self.memory[first : first + length])
@@ -91,8 +93,10 @@ class Shared:
         return Shared(self.memory.permute(order))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        """The rows of a wide matrix lie in pieces as long as a line: all rows of one piece, then of the next."""
         assert dtype == self.dtype
-        return Shared(self.memory.view(shape))
+        (count, rows, length), line = shape, self.shape[2]
+        return Shared(self.memory.view(shape if length == line else (count, length // line, rows, line)))
 
     def load(self, layout: Any) -> Tensor:
         return self.memory.clone()

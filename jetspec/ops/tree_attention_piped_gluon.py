@@ -45,7 +45,8 @@ BLOCK_M = 64
 """Query rows of a group of warps, 16 by each."""
 GROUPS = 2
 """Of warps, of a program that has much to do. They read the keys half as often as two programs would, and keep tensor
-cores busy in turn; with few keys, what counts is how many multiprocessors take part."""
+cores busy in turn. With few keys, what counts is how many multiprocessors take part: then two programs have a group at
+work each."""
 LONG = 8192
 """Keys of a request, from which on how often they are read matters. A captured launch serves all lengths, so it goes by
 how many there is room for."""
@@ -221,13 +222,16 @@ def _piped_attention_kernel(
     end = cached + count
     num_blocks = gl.cdiv(end, BLOCK_N)
     run = gl.maximum(gl.cdiv(num_blocks, SPLITS), min_run)
+    # Few keys are not split: a program for the rows of each group, whose first group of warps takes them.
+    apart = (SPLITS > 1) & (GROUPS > 1) & (num_blocks <= 2 * min_run)
+    run = gl.where(apart, 2 * min_run, run)
     busy = gl.cdiv(num_blocks, run)
-    first = split * run
+    first = gl.where(apart & (split < GROUPS), 0, split * run)
     steps = gl.maximum(gl.minimum(num_blocks - first, run), 0)
     if tile * GROUPS * BLOCK_M // REPEAT >= count:
         steps = 0 * steps
 
-    q_blocks = gl.allocate_shared_memory(dtype, [GROUPS * HALVES, BLOCK_M, 64], k_desc.layout)
+    q_blocks = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK_M, E], k_desc.layout)
     k_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
     v_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -247,7 +251,7 @@ def _piped_attention_kernel(
         ancestor_ptr += request * ancestor_stride_b
     places = q_ptr, ancestor_ptr, out_ptr, part_ptr, lse_ptr, met_ptr
     numbers = scale, q_stride_t, q_stride_h, ancestor_stride_n, W
-    work = number, split, busy, tile, group, start, count, cached, first, steps
+    work = number, split, busy, tile, group, start, count, cached, first, steps, apart
     pages = page_ptr + request * page_stride_b, slots
     fetch_work = k_desc, v_desc, pages, shared, group, first, steps, end, sizes
     if GROUPS == 2:
@@ -339,24 +343,26 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
     GROUPS: gl.constexpr = sizes[9]
     HALVES: gl.constexpr = E // 64
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, BLOCK_N, 16])
-    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, 64, 16])
+    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, E, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, outputs, 2)
-    q_blocks, k_blocks, v_blocks, k_full, v_full, k_free, v_free = shared
+    q_blocks, k_halves, v_halves, k_full, v_full, k_free, v_free = shared
     q_ptr, ancestor_ptr, _, _, _, _ = places
     scale, q_stride_t, q_stride_h, ancestor_stride_n, W = numbers
-    _, _, _, tile, group, start, count, cached, first, steps = work
+    _, split, _, tile, group, start, count, cached, first, steps, apart = work
     dtype: gl.constexpr = q_blocks.dtype
-    first_row = (tile * GROUPS + GROUP) * BLOCK_M
+    # A line of shared memory is half a head, and a block is all lines of one half, then those of the other.
+    k_blocks = k_halves._reinterpret(dtype, [STAGES, BLOCK_N, E], k_halves.layout)
+    v_blocks = v_halves._reinterpret(dtype, [STAGES, BLOCK_N, E], v_halves.layout)
+    first_row = (tile * GROUPS + gl.where(apart, split, GROUP)) * BLOCK_M
     wait(sizes[8])
-    if steps > 0:
+    if (steps > 0) & ((GROUP == 0) | (apart == 0)):
         # Rows past the last node repeat it, so that they load what exists; they are not stored.
-        q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [BLOCK_M // 16, 1], [1, 0])
+        q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [BLOCK_M // 16, 1], [1, 0])
         row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, q_layout))
         token = start + gl.minimum(row // REPEAT, count - 1)
         q_place = token * q_stride_t + (group * REPEAT + row % REPEAT) * q_stride_h
-        column = gl.arange(0, 64, gl.SliceLayout(0, q_layout))[None, :]
-        for half in gl.static_range(HALVES):
-            q_blocks.index(GROUP * HALVES + half).store(gl.load(q_ptr + q_place[:, None] + half * 64 + column))
+        q = gl.load(q_ptr + q_place[:, None] + gl.arange(0, E, gl.SliceLayout(0, q_layout))[None, :])
+        q_blocks.index(GROUP).store(q)
         fence_async_shared()
         tl.debug_barrier()
 
@@ -366,29 +372,24 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
             words_ptr = ancestor_ptr + node.to(gl.int64) * ancestor_stride_n
         top = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, scores))
         total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
-        low = gl.zeros([BLOCK_M, 64], gl.float32, outputs)
-        high = gl.zeros([BLOCK_M, 64], gl.float32, outputs)
+        acc = gl.zeros([BLOCK_M, E], gl.float32, outputs)
         p = gl.zeros([BLOCK_M, BLOCK_N], dtype, weights)
         for step in range(steps):
             stage, parity = step % STAGES, (step // STAGES) & 1
             mbarrier.wait(k_full.index(stage), parity)
             s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
-            k = k_blocks.index(stage * HALVES).permute((1, 0))
-            s = warpgroup_mma(q_blocks.index(GROUP * HALVES), k, s, use_acc=False, is_async=True)
-            if HALVES == 2:
-                k = k_blocks.index(stage * HALVES + 1).permute((1, 0))
-                s = warpgroup_mma(q_blocks.index(GROUP * HALVES + 1), k, s, is_async=True)
+            k = k_blocks.index(stage).permute((1, 0))
+            s = warpgroup_mma(q_blocks.index(GROUP), k, s, use_acc=False, is_async=True)
             if step == steps - 1:
                 mbarrier.wait(v_full.index(stage), parity)
                 length = cached + count - (first + step) * BLOCK_N
-                _clear_rest(v_blocks, stage * HALVES, length, PAGE_SIZE, HALVES, BLOCK_N, BLOCK_M // 16)
+                _clear_rest(v_halves, stage * HALVES, length, PAGE_SIZE, HALVES, BLOCK_N, BLOCK_M // 16)
             before = gl.maximum(step - 1, 0)
             mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
-            low = warpgroup_mma(p, v_blocks.index(before % STAGES * HALVES), low, is_async=True)
-            if HALVES == 2:
-                high = warpgroup_mma(p, v_blocks.index(before % STAGES * HALVES + 1), high, is_async=True)
-            s = warpgroup_mma_wait(num_outstanding=HALVES, deps=(s,))
+            acc = warpgroup_mma(p, v_blocks.index(before % STAGES), acc, is_async=True)
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(k_free.index(stage))
+            mbarrier.arrive(k_free.index(stage), pred=apart)  # for the group that has no rows
             if (first + step + 1) * BLOCK_N > cached:
                 s = _mask(s, words_ptr, node, (first + step) * BLOCK_N - cached, count, W, BLOCK_N, scores)
             # There are more keys than steps. A compiler does not know, and so cannot put the weighing behind the wait.
@@ -400,23 +401,14 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
                 total = total * keep + gl.sum(weight, 1)
                 top = new_top
             kept = gl.convert_layout(keep, gl.SliceLayout(1, outputs))[:, None]
-            if HALVES == 2:
-                low, high = warpgroup_mma_wait(num_outstanding=0, deps=(low, high))
-                high = high * kept
-            else:
-                low = warpgroup_mma_wait(num_outstanding=0, deps=(low,))
-            low = low * kept
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,)) * kept
             mbarrier.arrive(v_free.index(before % STAGES), pred=step > 0)
+            mbarrier.arrive(v_free.index(before % STAGES), pred=apart & (step > 0))
             p = gl.convert_layout(weight.to(dtype), weights)
 
-        v = (steps - 1) % STAGES * HALVES
-        low = warpgroup_mma(p, v_blocks.index(v), low, is_async=True)
-        if HALVES == 2:
-            high = warpgroup_mma(p, v_blocks.index(v + 1), high, is_async=True)
-            low, high = warpgroup_mma_wait(num_outstanding=0, deps=(low, high))
-        else:
-            low = warpgroup_mma_wait(num_outstanding=0, deps=(low,))
-        _finish(low, high, top, total, first_row, places, work, sizes, GROUP)
+        acc = warpgroup_mma(p, v_blocks.index((steps - 1) % STAGES), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        _finish(acc, top, total, first_row, places, work, sizes, GROUP)
 
 
 @gluon.jit
@@ -467,36 +459,31 @@ def _word(words_ptr, node, number, count, W):
 
 
 @gluon.jit
-def _finish(low, high, top, total, first_row, places, work, sizes: gl.constexpr, GROUP: gl.constexpr):
+def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     """Store what was found, or wait for what the other splits have found and combine some rows."""
     G: gl.constexpr = sizes[1]
     REPEAT: gl.constexpr = sizes[2]
     E: gl.constexpr = sizes[3]
     SPLITS: gl.constexpr = sizes[4]
     BLOCK_M: gl.constexpr = sizes[5]
-    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, 64, 16])
+    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, E, 16])
     _, _, out_ptr, part_ptr, lse_ptr, met_ptr = places
-    number, split, busy, _, group, start, count, _, _, _ = work
+    number, split, busy, _, group, start, count, _, _, _, _ = work
     number = number * sizes[9] + GROUP
     top = gl.convert_layout(top, gl.SliceLayout(1, outputs))
     total = gl.convert_layout(total, gl.SliceLayout(1, outputs))
     divisor = gl.where(total > 0, total, 1.0)
-    share = (1 / divisor)[:, None]
-    low, high = low * share, high * share
+    acc = acc * (1 / divisor)[:, None]
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, outputs))
-    column = gl.arange(0, 64, gl.SliceLayout(0, outputs))[None, :]
+    column = gl.arange(0, E, gl.SliceLayout(0, outputs))[None, :]
     if busy == 1:
         out_place = _places_of_rows(first_row + row, start, group, G, REPEAT, E)[:, None] + column
         exists = ((first_row + row) // REPEAT < count)[:, None]
-        gl.store(out_ptr + out_place, low.to(out_ptr.dtype.element_ty), mask=exists)
-        if E == 128:
-            gl.store(out_ptr + out_place + 64, high.to(out_ptr.dtype.element_ty), mask=exists)
+        gl.store(out_ptr + out_place, acc.to(out_ptr.dtype.element_ty), mask=exists)
     elif SPLITS > 1:
         part = (number * SPLITS + split) * BLOCK_M + row
         gl.store(lse_ptr + part, gl.where(total > 0, top + gl.log2(divisor), float("-inf")))
-        gl.store(part_ptr + part[:, None] * E + column, low)
-        if E == 128:
-            gl.store(part_ptr + part[:, None] * E + column + 64, high)
+        gl.store(part_ptr + part[:, None] * E + column, acc)
         meet(met_ptr + number, busy)
         ROWS: gl.constexpr = BLOCK_M // SPLITS
         parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, BLOCK_M // 16, 1], [2, 1, 0])

@@ -354,14 +354,18 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["tree", "clique", "chain"])
-@pytest.mark.parametrize(("size", "is_large"), [(64, False), (128, False), (128, True)])
+@pytest.mark.parametrize(
+    ("size", "is_large", "min_run"),
+    [(64, False, 128), (128, False, 128), (64, True, 128), (128, True, 128), (128, True, 256)],
+)
 @pytest.mark.parametrize("splits", [1, 4])
 def test_piped_kernel_equals_reference(
-    monkeypatch: pytest.MonkeyPatch, piped: Any, kind: str, size: int, is_large: bool, splits: int
+    monkeypatch: pytest.MonkeyPatch, piped: Any, kind: str, size: int, is_large: bool, min_run: int, splits: int
 ) -> None:
-    """Ragged: many blocks of keys, no prefix, a tree that begins within a word and ends within a page, none at all."""
+    """Ragged: many blocks of keys, no prefix, a tree that begins within a word and ends within a page, none at all.
+    Few keys, of two groups of warps, are not split; by a large `min_run` no keys are."""
     batch = scattered_batch([400, 0, 133, 5], [50, 70, 1, 0], 16, kind, 0)
-    monkeypatch.setattr(piped, "MIN_RUN", 128)
+    monkeypatch.setattr(piped, "MIN_RUN", min_run)
     monkeypatch.setattr(piped, "num_programs", lambda device: 1000 * (splits - 1))
     monkeypatch.setattr(piped, "MAX_SPLITS", splits)
     if is_large:
@@ -369,7 +373,9 @@ def test_piped_kernel_equals_reference(
         monkeypatch.setattr(piped, "MANY_ROWS", 200)
     compare_interpreted(batch, *random_inputs(batch, 6, 2, size), None)
     ((programs,),) = piped._piped_attention_kernel.grids
-    assert programs == splits * 4 * 2 * -(-70 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))
+    runs = -(-batch.layout.page_BP.shape[1] * 16 // min_run)
+    tiles = -(-70 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))
+    assert programs == min(splits, runs) * 4 * 2 * tiles
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -423,9 +429,8 @@ def test_piped_kernel_compiles_for_hopper(size: int, splits: int, groups: int, i
     types |= dict.fromkeys(numbers, "i32")
     options = {"num_warps": module.BLOCK_M // 16}
     ptx = compile_for_hopper(kernel, types, constants, **options)
-    halves = size // 64
-    assert f"wgmma.wait_group.sync.aligned {halves};" in ptx and "setmaxnreg" in ptx
-    assert ptx.count("wgmma.mma_async") == groups * halves * (64 // 16) + 2 * groups * halves * (block_n // 16)
+    assert "wgmma.wait_group.sync.aligned 1;" in ptx and "setmaxnreg" in ptx
+    assert ptx.count("wgmma.mma_async") == groups * (size + 2 * block_n) // 16
     assert 0 < shared_bytes(kernel, types, constants, 90, options) <= 227 * 1024 - 1024
 
 
@@ -647,6 +652,8 @@ def test_sliced_kernel_on_a_gpu(
     [
         ([256], [128], "tree"),
         ([8150], [128], "tree"),
+        ([8150, 256], [128, 128], "tree"),
+        ([8150, 924], [128, 100], "tree"),
         ([2047], [86], "clique"),
         ([0, 5, 700, 6000], [64, 64, 3, 50], "tree"),
         ([300] * 4, [50] * 4, "tree"),
