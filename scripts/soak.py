@@ -110,8 +110,7 @@ class Soak:
         return self._results(at_rest.device_bytes)
 
     def _warm_up(self) -> None:
-        """Capture every graph and touch every kernel, so that memory should stay as it is from here on. Graphs keep the
-        requests that they last ran: these are the same ones after every time."""
+        """Capture every graph and touch every kernel, so that memory should stay as it is from here on."""
         for course in courses(self.engine):
             course.run(self.engine)
         for lengths in joint_prefills(self.engine):
@@ -268,7 +267,7 @@ def live_objects() -> Counter[str]:
     """Objects of the engine's own kinds."""
     gc.collect()
     kinds = (type(found) for found in gc.get_objects())
-    return Counter(kind.__qualname__ for kind in kinds if kind.__module__.startswith(OWN))
+    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith(OWN))
 
 
 def resident_bytes() -> int:

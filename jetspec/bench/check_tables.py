@@ -178,7 +178,8 @@ def lossless_table(run: Run) -> Table | None:
     caption = (
         "Beside plain decoding; a greedy answer counts once, however often it was repeated. Gap: how far apart the "
         "target holds the two tokens where a text first differs, reading it at once. Where that is wider than a tie, "
-        "the least of readings in pieces decides, which round otherwise."
+        "the least of readings in pieces decides, which round otherwise; it is a tie as well if these are as far from "
+        "each other as it is wide."
     )
     if run.widest_tie is not None:
         limit = f"{run.widest_tie:.3g}"
@@ -196,13 +197,26 @@ def differences_table(run: Run) -> Table | None:
         (
             *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), numbered(d["repeats"])),
             *(numbered([d["turn"]]), numbered([d["position"]]), text_of(d["gap"], 4), text_of(d["least"], 4)),
+            text_of(d.get("moved"), 4),
             d["why"] or ("tie" if d["tie"] else "mistake"),
         )
         for cell in run.cells
         if cell.lossless
         for d in cell.lossless.different
     ]
-    columns = ("question", "method", "temperature", "batch", "repeats", "turn", "token", "gap", "least gap", "verdict")
+    columns = (
+        "question",
+        "method",
+        "temperature",
+        "batch",
+        "repeats",
+        "turn",
+        "token",
+        "gap",
+        "least gap",
+        "moved",
+        "verdict",
+    )
     return without_empty(Table(columns, tuple(rows), first_number=2)) if rows else None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jetspec.bench.measure import Bench
 from jetspec.bench.measured import Measured
-from jetspec.bench.precision import FreshPass, Judge, PairNoise, find_parting, gaps_between, pair_noise, readings
+from jetspec.bench.precision import FreshPass, Gap, Judge, PairNoise, find_parting, gap_by_all, pair_noise, readings
 from jetspec.train.prompts import Prompt
 from jetspec.train.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
@@ -36,6 +36,8 @@ class Parting:
     """How far apart the target holds the two tokens, reading the text at once. None: one text ends earlier."""
     least: float | None
     """The least of several readings, where that was wider than a tie: in pieces, which rounds otherwise."""
+    moved: float | None
+    """How far these are from each other."""
     tie: bool
     """Whether rounding alone may have decided between them."""
     why: str | None = None
@@ -48,14 +50,15 @@ class LosslessCheck:
     Greedy answers of everybody are compared, and drawn ones of our engine, which draws by seed and position alone. A
     difference is listed with the gap between its two tokens under the target: how far the worse of them lay behind the
     best, noise of the draw included. It is a tie where the gap, in some reading of the text, is no more than what
-    rounding moves two logits apart by, and a mistake elsewhere. The texts of servers are cut up again first.
+    rounding moves two logits apart by, in general or there, and a mistake elsewhere. The texts of servers are cut up
+    again first.
     """
 
     def __init__(self, bench: Bench, plain: Sequence[Measured]) -> None:
         self.bench, self.plain = bench, plain
         self.methods = {method.name: method for method in bench.methods}
         self._noise: PairNoise | None = None
-        self._gaps: dict[Hashable, tuple[float, float]] = {}
+        self._gaps: dict[Hashable, Gap] = {}
 
     @cached_property
     def fresh(self) -> FreshPass:
@@ -129,7 +132,7 @@ class LosslessCheck:
         talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
         for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
             if turn in mine.get("other_prompts", ()):
-                return Parting(prompt.id, turn, 0, None, None, tie=False, why=OTHER_PROMPT)
+                return Parting(prompt.id, turn, 0, None, None, None, tie=False, why=OTHER_PROMPT)
             asked = talk.with_next_turn() if turn else talk.token_ids
             talk.token_ids = asked
             talk.answer(expected, plain["finish"][turn])
@@ -139,19 +142,19 @@ class LosslessCheck:
                 continue
             place, pair = parting
             if pair is None:
-                return Parting(prompt.id, turn, place, None, None, tie=False)
+                return Parting(prompt.id, turn, place, None, None, None, tie=False)
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
-            gap, least = self.gaps(*pair, (*asked, *given[:place]), sampling)
-            return Parting(prompt.id, turn, place, gap, least, tie=least <= self.tie_at(temperature))
+            gap = self.gap(*pair, (*asked, *given[:place]), sampling)
+            return Parting(prompt.id, turn, place, *gap, tie=gap.is_tie(self.tie_at(temperature)))
         return None
 
-    def gaps(self, a: int, b: int, tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[float, float]:
-        """The gap between two tokens after a text, and the least of several readings. Methods leave the plain text
-        where it is undecided, many of them at the same place and in every repeat: that is looked at once."""
+    def gap(self, a: int, b: int, tokens: tuple[int, ...], sampling: SamplingParams) -> Gap:
+        """Between two tokens after a text. Methods leave the plain text where it is undecided, many of them at the same
+        place and in every repeat: that is looked at once."""
         key = a, b, tokens, sampling if sampling.temperature > 0 else None
         if key not in self._gaps:
             judges = [drawn(reading, sampling) for reading in readings(self.fresh)]
-            self._gaps[key] = gaps_between(a, b, tokens, judges, self.tie_at(sampling.temperature))
+            self._gaps[key] = gap_by_all(a, b, tokens, judges, self.tie_at(sampling.temperature))
         return self._gaps[key]
 
 

@@ -3,15 +3,15 @@
 Kernels that add the same numbers in another order disagree a little, so the best of two nearly equal logits may be one
 for a plain step and the other for a verify pass. A third pass over the text that both wrote is the judge: if the
 distance of two logits changes by at most e from it to either of them, tokens that changed places are at most e apart
-in it. What e is, is measured on the target alone, at some places; at others rounding does more, and there a text is
-read again, in pieces.
+in it. What e is, is measured on the target alone, at some places. At others rounding does more, such as in a text that
+repeats itself for ever: there the text is read again, in pieces, and tells its own e.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ CONTENDERS = 64
 RIVALS = 64
 """Tokens near the best of their positions that tell how far rounding moves such. Fewer say nothing."""
 READ_AGAIN = 64
-"""Tokens before a position that are read in pieces where it is looked at more closely."""
-PIECES = (1, 4, 16)
-"""How many of them at a time."""
+"""Tokens before a position that are read in small pieces where it is looked at more closely."""
+PIECES, LARGE_PIECES = (1, 4, 16), (16, 64)
+"""How many of them at a time, and of a whole text."""
 
 Texts = Mapping[str, Sequence[int]]
 """Tokens by the name of a prompt."""
@@ -122,11 +122,28 @@ class Difference:
     gap: float | None
     """How far the worse of the two tokens lies behind the best logit of a fresh pass over what both wrote. None: one
     text merely ends earlier, which no tie explains."""
-    least: float | None
+    least: float | None = None
     """The least of several readings, where that was wider than a tie."""
+    moved: float | None = None
+    """How far these are from each other."""
 
     def is_tie(self, limit: float) -> bool:
-        return self.least is not None and self.least <= limit
+        if self.gap is None or self.least is None or self.moved is None:
+            return False
+        return Gap(self.gap, self.least, self.moved).is_tie(limit)
+
+
+class Gap(NamedTuple):
+    """How far apart two tokens are after a text, by several readings of it."""
+
+    first: float
+    least: float
+    moved: float
+    """From the least to the widest."""
+
+    def is_tie(self, limit: float) -> bool:
+        """Whether rounding may have decided: it moves logits by as much as `limit` in general, or else here."""
+        return self.least <= max(limit, self.moved)
 
 
 class Judge(Protocol):
@@ -137,18 +154,21 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class InPieces:
-    """Reads the end of a text so many tokens at a time."""
+    """Reads a text, or the end of it, so many tokens at a time."""
 
     fresh: FreshPass
     size: int
+    last: int | None = None
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        return self.fresh.logits_in_pieces(tokens, min(len(tokens), READ_AGAIN), self.size)[-1:]
+        last = min(len(tokens), self.last or len(tokens))
+        return self.fresh.logits_in_pieces(tokens, last, self.size)[-1:]
 
 
 def readings(fresh: FreshPass) -> list[Judge]:
     """Of a text at once, and in pieces, which rounds otherwise."""
-    return [fresh, *(InPieces(fresh, size) for size in PIECES)]
+    end = [InPieces(fresh, size, READ_AGAIN) for size in PIECES]
+    return [fresh, *end, *(InPieces(fresh, size) for size in LARGE_PIECES)]
 
 
 def find_differences(
@@ -162,10 +182,10 @@ def find_differences(
             continue
         place, pair = parting
         if pair is None:
-            found.append(Difference(name, place, None, None, None, None))
+            found.append(Difference(name, place, None, None, None))
         else:
-            gaps = gaps_between(*pair, [*prompts[name], *text[:place]], judges, limit)
-            found.append(Difference(name, place, *pair, *gaps))
+            gap = gap_by_all(*pair, [*prompts[name], *text[:place]], judges, limit)
+            found.append(Difference(name, place, *pair, *gap))
     return found
 
 
@@ -184,14 +204,14 @@ def gap_between(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:
     return float(logits_V.max() - torch.minimum(logits_V[a], logits_V[b]))
 
 
-def gaps_between(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], limit: float) -> tuple[float, float]:
-    """The gap by the first judge, and the least by any. One that is no tie is taken again from other readings of the
-    text: where rounding makes it small in one of them, rounding may have decided. That of a wrong token is wide in
-    all."""
+def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], limit: float) -> Gap:
+    """The gap by the first judge, and where that is no tie, by all: where rounding makes it small, or moves it as far
+    as it is wide, rounding may have decided. That of a wrong token is wide in all readings, and moves little."""
     first, *others = judges
-    gap = gap_between(a, b, tokens, first)
-    again = [] if gap <= limit else [gap_between(a, b, tokens, judge) for judge in others]
-    return gap, min([gap, *again])
+    gaps = [gap_between(a, b, tokens, first)]
+    if gaps[0] > limit:
+        gaps += [gap_between(a, b, tokens, judge) for judge in others]
+    return Gap(gaps[0], min(gaps), max(gaps) - min(gaps))
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:

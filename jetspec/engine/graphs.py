@@ -96,7 +96,8 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     result: RoundResult
     packed: Tensor
-    lineup: Lineup | None = field(default=None)
+    rows: list[int] = field(default_factory=list)
+    """What `row_B` holds."""
 
 
 class GraphRounds:
@@ -121,11 +122,11 @@ class GraphRounds:
         if key not in self.graphs:
             self.graphs[key] = self.capture(*key)
         captured = self.graphs[key]
-        if captured.lineup is not lineup:
-            idle = self.round.cache.idle_row
-            rows = lineup.rows + [idle] * (size - len(lineup.rows))
+        assert self.round.cache.idle_row is not None
+        rows = lineup.rows + [self.round.cache.idle_row] * (size - len(lineup.rows))
+        if captured.rows != rows:
             captured.row_B.copy_(upload(rows, torch.int64, self.pool.device))
-            captured.lineup = lineup
+            captured.rows = rows
         captured.graph.replay()
         return Launched(lineup, captured.result, Download(captured.packed))
 

@@ -107,6 +107,7 @@ def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0
                 "position": 17,
                 "gap": 0.0312,
                 "least": 0.0312,
+                "moved": 0.0,
                 "tie": True,
                 "why": None,
             }

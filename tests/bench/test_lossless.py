@@ -84,6 +84,7 @@ def test_a_place_where_texts_part_is_looked_at_once(folder: Path, llm: LLM, monk
 
     monkeypatch.setattr(precision, "gap_between", look)
     monkeypatch.setattr(precision, "PIECES", (1,))
+    monkeypatch.setattr(precision, "LARGE_PIECES", ())
     meddle(monkeypatch, slip)
     options: dict[str, Any] = {"budgets": [4, 6], "temperatures": [0, 1], "repeats": 3, "max_tokens": 4}
     results_of(make_bench(folder, "once_each", llm, **options))
@@ -166,23 +167,26 @@ class Readings:
 
 
 @pytest.mark.parametrize(
-    ("at_once", "in_pieces", "least", "read"),
+    ("at_once", "in_pieces", "least", "moved", "tie"),
     [
-        (0.5, {}, 0.5, []),
-        (3.0, {1: 2.0, 4: 0.25, 16: 0.5}, 0.25, [1, 4, 16]),
-        (3.0, {1: 3.5, 4: 2.0, 16: 2.5}, 2.0, [1, 4, 16]),
+        (0.5, {}, 0.5, 0.0, True),
+        (3.0, {1: 2.0, 4: 0.25, 16: 0.5, 64: 2.0}, 0.25, 2.75, True),
+        (2.5, {1: 2.25, 4: 2.0, 16: 1.5, 64: 1.25}, 1.25, 1.25, True),
+        (2.5, {1: 2.25, 4: 2.0, 16: 1.5, 64: 1.5}, 1.5, 1.0, False),
+        (9.0, {1: 9.5, 4: 8.0, 16: 8.5, 64: 9.0}, 8.0, 1.5, False),
     ],
 )
-def test_a_gap_that_is_wide_in_every_reading_is_a_mistake(
-    folder: Path, at_once: float, in_pieces: dict[int, float], least: float, read: list[int]
+def test_a_gap_that_is_wide_in_every_reading_and_moves_little_is_a_mistake(
+    folder: Path, at_once: float, in_pieces: dict[int, float], least: float, moved: float, tie: bool
 ) -> None:
     bench = make_bench(folder, "readings", LLM(folder / "model", device="cpu", dtype="bfloat16"))
     check, readings = LosslessCheck(bench, []), Readings(at_once, in_pieces)
     check.__dict__["fresh"], check._noise = readings, PairNoise(1.0, 0.5, 4.0, 9)
     plain = {"turn_tokens": [[1, 0, 0]], "finish": ["length"]}
     found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
-    assert found is not None and (found.position, found.gap, found.least, found.tie) == (1, at_once, least, least <= 1)
-    assert readings.read == read, "a tie is read no further"
+    assert found is not None and (found.position, found.gap) == (1, at_once)
+    assert (found.least, found.moved, found.tie) == (least, moved, tie)
+    assert readings.read == ([1, 4, 16, 16, 64] if in_pieces else []), "a tie is read no further"
 
 
 def wrong_in_rounds_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +219,7 @@ def test_what_rounding_decides_is_status_0(folder: Path) -> None:
     assert sum(cell["lossless"]["ties"] for cell in checked) > 0, "a test without ties tests nothing"
     for cell in checked:
         limit = record["noise"]["drawn" if cell["temperature"] else "widest_tie"]
-        assert all(d["least"] <= limit for d in cell["lossless"]["different"])
+        assert all(d["tie"] and d["least"] <= max(limit, d["moved"]) for d in cell["lossless"]["different"])
 
 
 def test_a_text_that_ends_earlier_is_no_tie(folder: Path, llm: LLM) -> None:

@@ -22,7 +22,7 @@ from jetspec.engine.graphs import Launched
 from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.prefill import GraphPrefills, PrefillSizes
 from jetspec.engine.scheduler import Scheduler
-from jetspec.types import Request, Update
+from jetspec.types import Request, SamplingParams, Update
 from scripts import check_engine as check
 from scripts import soak
 from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head
@@ -205,6 +205,14 @@ def test_the_soak_can_fail(damage: Any, problem: str, monkeypatch: pytest.Monkey
     damage(monkeypatch)
     results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=80)
     assert not results["correct"] and any(problem in found for found in results["problems"])
+
+
+def test_objects_of_any_kind_are_looked_through() -> None:
+    """Some libraries have kinds whose module is no word."""
+    strange = type("Strange", (), {"__module__": property(lambda self: "jetspec.types")})
+    before = soak.live_objects()
+    kept = [strange(), *(Request(0, [1], 1, SamplingParams(), 0, 9) for _ in range(3))]
+    assert (soak.live_objects() - before)["Request"] == len(kept) - 1
 
 
 def test_what_has_become_more_is_a_problem() -> None:
