@@ -228,6 +228,8 @@ class Interpreted:
         space |= {"warpgroup_mma": multiply_shared, "fence_async_shared": lambda: None}
         space |= {"warpgroup_mma_wait": lambda num_outstanding, deps: deps if len(deps) > 1 else deps[0]}
         functions = {name: f for name, f in module.items() if hasattr(f, "is_gluon") and f.is_gluon()}
+        for borrowed in functions.values():  # with the constants of the module that it is from
+            space = {name: getattr(v, "value", v) for name, v in borrowed.fn.__globals__.items()} | space
         space |= {name: FunctionType(f.fn.__code__, space, name, f.fn.__defaults__) for name, f in functions.items()}
         self.run, self.constants = FunctionType(kernel.fn.__code__, space, "kernel", kernel.fn.__defaults__), space
 

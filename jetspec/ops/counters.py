@@ -1,5 +1,5 @@
-"""Numbers by which the programs of a kernel count each other. They are zeros before it and zeros after it, so that all
-kernels share them that run one after the other: all that use them run on one stream of a device."""
+"""Numbers by which the programs of a kernel count each other. All kernels share them that run one after the other: all
+that use them run on one stream of a device."""
 
 from __future__ import annotations
 
@@ -13,4 +13,11 @@ COUNT = 4096
 
 @cache
 def counters(device: torch.device) -> Tensor:
+    """Zeros before a kernel and zeros after it."""
+    return torch.zeros(COUNT, dtype=torch.int32, device=device)
+
+
+@cache
+def meetings(device: torch.device) -> Tensor:
+    """Multiples of `MOST` of fragments_gluon before a kernel and after it."""
     return torch.zeros(COUNT, dtype=torch.int32, device=device)

@@ -28,17 +28,17 @@ def wait(OVERLAP: gl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+MOST = tl.constexpr(32)
+"""Programs that meet. A power of two, so that what is a multiple of it stays one when the counter overflows."""
+
+
 @gluon.jit
-def meet(counter_ptr, count):
-    """Wait until `count` programs have come here. What they stored before can be read then."""
+def meet(counter_ptr, number, count):
+    """Wait until `count` programs have come here, of which this is that `number`. What they stored before can be read
+    then. Together they add MOST to the counter: nobody has to set it back, which all who come next would wait for."""
     tl.debug_barrier()
-    here = gl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
-    while here < count:
+    share = gl.where(number == count - 1, MOST - number, 1)
+    before = gl.atomic_add(counter_ptr, share, sem="acq_rel")
+    here, goal = before + share, (before & -MOST) + MOST
+    while here - goal < 0:
         here = gl.atomic_add(counter_ptr, 0, sem="acquire")
-
-
-@gluon.jit
-def leave(counter_ptr, count):
-    """Where they have met. The last one sets the counter back to zero."""
-    if gl.atomic_add(counter_ptr, 1, sem="relaxed") + 1 == 2 * count:
-        gl.store(counter_ptr, 0)

@@ -31,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.counters import counters
-from jetspec.ops.fragments_gluon import leave, meet, wait
+from jetspec.ops.counters import meetings
+from jetspec.ops.fragments_gluon import meet, wait
 from jetspec.ops.overlap_triton import overlap
 from jetspec.ops.rows import new_rows, whole_tiles
 
@@ -151,7 +151,7 @@ def _launch(
     if pipe.SPLITS > 1:
         assert row_tiles == 1, "those that wait for each other run at once"
         part = x_TK.new_empty(tiles, pipe.SPLITS, BLOCK_M, pipe.width, dtype=torch.float32)
-        met = counters(x_TK.device)
+        met = meetings(x_TK.device)
     with torch.cuda.device_of(x_TK):
         _piped_linear_kernel[(tiles * pipe.SPLITS, row_tiles)](
             _blocks(whole_tiles(x_TK, BLOCK_M), BLOCK_M),
@@ -385,8 +385,6 @@ def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
             own_squares += gl.convert_layout(half_squares, rows)
         token = first_token + gl.arange(0, OWN, rows)
         gl.store(next_squares_ptr + tile * T + token, own_squares, mask=token < T)
-        if SPLITS > 1:
-            leave(met_ptr + tile * 2 + GROUP, SPLITS)
 
 
 @gluon.jit
@@ -406,7 +404,7 @@ def _add_up(
     OWN: gl.constexpr = 64 // SPLITS
     row, column = _indices(0, 0, 64, WIDTH, wide)
     gl.store(part_ptr + ((group * SPLITS + split) * 64 + row) * WIDTH + column, y)
-    meet(met_ptr + group, SPLITS)
+    meet(met_ptr + group, split, SPLITS)
     own_row, own_column = _indices(split * OWN, 0, OWN, WIDTH, own)
     total = gl.zeros([OWN, WIDTH], gl.float32, own)
     for i in gl.static_range(SPLITS):

@@ -36,8 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.counters import counters
-from jetspec.ops.fragments_gluon import index, leave, meet, wait
+from jetspec.ops.counters import meetings
+from jetspec.ops.fragments_gluon import index, meet, wait
 from jetspec.ops.overlap_triton import overlap
 from jetspec.types import KVPages, TreeBatch
 
@@ -136,7 +136,7 @@ def piped_attention_gluon(
             out,
             part,
             lse,
-            counters(q_THE.device),
+            meetings(q_THE.device),
             scale * math.log2(math.e),
             tiles,
             len(pages.k) * layout.page_size,
@@ -484,7 +484,7 @@ def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP
         part = (number * SPLITS + split) * BLOCK_M + row
         gl.store(lse_ptr + part, gl.where(total > 0, top + gl.log2(divisor), float("-inf")))
         gl.store(part_ptr + part[:, None] * E + column, acc)
-        meet(met_ptr + number, busy)
+        meet(met_ptr + number, split, busy)
         ROWS: gl.constexpr = BLOCK_M // SPLITS
         parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, BLOCK_M // 16, 1], [2, 1, 0])
         for chunk in range(split, SPLITS, busy):
@@ -494,7 +494,6 @@ def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP
             some_column = gl.arange(0, E, gl.SliceLayout(0, gl.SliceLayout(0, parts)))[None, :]
             inside = (some // REPEAT < count)[:, None]
             gl.store(out_ptr + some_place + some_column, found.to(out_ptr.dtype.element_ty), mask=inside)
-        leave(met_ptr + number, busy)
 
 
 @gluon.jit
