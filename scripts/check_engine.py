@@ -190,7 +190,7 @@ class Ties:
     def __call__(self, plain: Texts, other: Texts) -> dict[str, Any]:
         """How two decodings differ, each difference with its gap."""
         found = find_differences(self.prompts, plain, other, self.judges, self.limit)
-        mistakes = sum(not difference.is_tie(self.limit) for difference in found)
+        mistakes = sum(not difference.tie for difference in found)
         return {"different": len(found), "mistakes": mistakes, "differences": [asdict(d) for d in found]}
 
     def to_dict(self) -> dict[str, Any]:

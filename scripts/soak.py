@@ -166,7 +166,7 @@ class Soak:
         self.counts[f"{kind}_different"] += 1
         if kind == "greedy":
             (found,) = find_differences(self.prompts, {name: expected}, {name: done.token_ids}, [self.fresh], self.tie)
-            if found.is_tie(self.tie):
+            if found.tie:
                 self.ties.append(vars(found))
             else:
                 self.problems.append(f"{name} differs from the plain text: {found}")

@@ -126,11 +126,8 @@ class Difference:
     """The least of several readings, where that was wider than a tie."""
     moved: float | None = None
     """How far these are from each other."""
-
-    def is_tie(self, limit: float) -> bool:
-        if self.gap is None or self.least is None or self.moved is None:
-            return False
-        return Gap(self.gap, self.least, self.moved).is_tie(limit)
+    tie: bool = False
+    """Whether rounding alone may have decided between the two tokens."""
 
 
 class Gap(NamedTuple):
@@ -185,7 +182,7 @@ def find_differences(
             found.append(Difference(name, place, None, None, None))
         else:
             gap = gap_by_all(*pair, [*prompts[name], *text[:place]], judges, limit)
-            found.append(Difference(name, place, *pair, *gap))
+            found.append(Difference(name, place, *pair, *gap, gap.is_tie(limit)))
     return found
 
 

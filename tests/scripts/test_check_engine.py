@@ -267,11 +267,13 @@ def test_a_difference_is_judged_by_a_fresh_pass_over_what_both_wrote() -> None:
     (near,) = find_differences(prompts, plain, {"x": [3, 4, second, 8]}, [fresh], 1e9)
     assert (near.place, near.plain, near.other) == (2, best, second)
     assert near.gap == pytest.approx(float(logits_V[best] - logits_V[second]))
-    assert near.gap is not None and near.is_tie(near.gap) and not near.is_tie(near.gap * 0.99)
+    assert near.gap is not None and near.tie
+    for limit, tie in ((near.gap, True), (near.gap * 0.99, False)):
+        assert find_differences(prompts, plain, {"x": [3, 4, second]}, [fresh], limit)[0].tie == tie
     (far,) = find_differences(prompts, {"x": [3, 4, second]}, {"x": [3, 4, worst]}, readings(fresh), 0.0)
     assert far.gap == pytest.approx(float(logits_V[best] - logits_V[worst])) == pytest.approx(far.least, abs=1e-4)
     (shorter,) = find_differences(prompts, plain, {"x": [3, 4]}, [fresh], 1e9)
-    assert shorter.gap is None and not shorter.is_tie(1e9)
+    assert shorter.gap is None and not shorter.tie
     assert find_differences(prompts, plain, plain, [fresh], 1e9) == []
 
 
