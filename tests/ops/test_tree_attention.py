@@ -353,14 +353,20 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-@pytest.mark.parametrize("kind", ["tree", "clique", "chain"])
 @pytest.mark.parametrize(
-    ("size", "is_large", "min_run"),
-    [(64, False, 128), (128, False, 128), (64, True, 128), (128, True, 128), (128, True, 256)],
+    ("size", "is_large", "min_run", "kv_heads"),
+    [(64, False, 128, 2), (128, False, 128, 1), (64, True, 128, 1), (128, True, 128, 2), (128, True, 256, 1)],
 )
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "kind"), [(1, "tree"), (4, "tree"), (4, "clique"), (4, "chain")])
 def test_piped_kernel_equals_reference(
-    monkeypatch: pytest.MonkeyPatch, piped: Any, kind: str, size: int, is_large: bool, min_run: int, splits: int
+    monkeypatch: pytest.MonkeyPatch,
+    piped: Any,
+    kind: str,
+    size: int,
+    is_large: bool,
+    min_run: int,
+    kv_heads: int,
+    splits: int,
 ) -> None:
     """Ragged: many blocks of keys, no prefix, a tree that begins within a word and ends within a page, none at all.
     Few keys, of two groups of warps, are not split; by a large `min_run` no keys are."""
@@ -371,11 +377,11 @@ def test_piped_kernel_equals_reference(
     if is_large:
         monkeypatch.setattr(piped, "LONG", 256)
         monkeypatch.setattr(piped, "MANY_ROWS", 200)
-    compare_interpreted(batch, *random_inputs(batch, 6, 2, size), None)
+    compare_interpreted(batch, *random_inputs(batch, 3 * kv_heads, kv_heads, size), None)
     ((programs,),) = piped._piped_attention_kernel.grids
     runs = -(-batch.layout.page_BP.shape[1] * 16 // min_run)
     tiles = -(-70 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))
-    assert programs == min(splits, runs) * 4 * 2 * tiles
+    assert programs == min(splits, runs) * 4 * kv_heads * tiles
 
 
 @pytest.mark.parametrize("size", [64, 128])
