@@ -190,8 +190,12 @@ class Ties:
     def __call__(self, plain: Texts, other: Texts) -> dict[str, Any]:
         """How two decodings differ, each difference with its gap."""
         found = find_differences(self.prompts, plain, other, self.judges, self.limit)
-        mistakes = sum(not difference.tie for difference in found)
-        return {"different": len(found), "mistakes": mistakes, "differences": [asdict(d) for d in found]}
+        return {
+            "different": len(found),
+            "mistakes": sum(not difference.tie for difference in found),
+            "wide_ties": sum(d.tie and d.least is not None and d.least > self.limit for d in found),
+            "differences": [asdict(difference) for difference in found],
+        }
 
     def to_dict(self) -> dict[str, Any]:
         return {"noise": asdict(self.noise), "tie_limit": self.limit}

@@ -102,12 +102,13 @@ def two_digits(value: float) -> str:
     return f"{float(f'{value:.2g}'):g}"
 
 
-SAME_TEXT = ("differ", "by more than a tie", "widest gap", "tie is below")
+SAME_TEXT = ("differ", "by more than a tie", "by a wide tie", "widest gap", "tie is up to")
 
 
 def same_text(found: Mapping[str, Any], widest_gap: float, tie_limit: float) -> list[str]:
-    """How texts compare with those of plain decoding."""
-    return [str(found["different"]), str(found["mistakes"]), f"{widest_gap:.2g}", f"{tie_limit:.2g}"]
+    """How texts compare with those of plain decoding. A record that knows no wide ties has none."""
+    counts = found["different"], found["mistakes"], found.get("wide_ties", 0)
+    return [*map(str, counts), f"{widest_gap:.2g}", f"{tie_limit:.2g}"]
 
 
 def best_table(record: Record) -> str:
@@ -143,7 +144,7 @@ def batches_table(record: Record) -> str:
         ]
         mistakes = sum(run["mistakes"] for run in result["runs"])
         different = sum(run["different"] for run in result["runs"])
-        parts.append(f"{dtype}: {different} texts differ from the request's own alone, {mistakes} by more than noise.")
+        parts.append(f"{dtype}: {different} texts differ from the request's own alone, {mistakes} by more than a tie.")
         parts.append(numbers(titles, rows))
     return "\n\n".join(parts)
 

@@ -8,6 +8,7 @@ threads.
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 ONE_AT_A_TIME = threading.Lock()
+WAIT_S = 60
+PATIENCE = SimpleNamespace(until=0.0)
+"""When a kernel must have ended whose programs wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def _from_start(place: Tensor) -> Tensor:
 
 
 def atomic_add(at: Pointer, value: int, sem: str) -> Tensor:
+    assert time.monotonic() < PATIENCE.until, "nobody comes"
     with ONE_AT_A_TIME:
         before = load(at)
         store(at, before + value)
@@ -166,7 +171,7 @@ class Barriers:
     def wait(self, place: Shared, parity: Any) -> None:
         barrier = self.found[place.memory.data_ptr()]
         with self.changed:
-            assert self.changed.wait_for(lambda: barrier.phase % 2 != int(parity), timeout=60), "nobody comes"
+            assert self.changed.wait_for(lambda: barrier.phase % 2 != int(parity), timeout=WAIT_S), "nobody comes"
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,7 @@ class Interpreted:
             constants = {name: value for name, value in options.items() if name in self.arg_names}
             pointers = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
             self.grids.append(grid)
+            PATIENCE.until = time.monotonic() + WAIT_S
 
             def run(program: tuple[int, ...]) -> None:
                 self.current.program = program

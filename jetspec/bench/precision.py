@@ -4,7 +4,8 @@ Kernels that add the same numbers in another order disagree a little, so the bes
 for a plain step and the other for a verify pass. A third pass over the text that both wrote is the judge: if the
 distance of two logits changes by at most e from it to either of them, tokens that changed places are at most e apart
 in it. What e is, is measured on the target alone, at some places. At others rounding does more, such as in a text that
-repeats itself for ever: there the text is read again, in pieces, and tells its own e.
+repeats itself for ever: there the text is read again, in pieces and by none of our kernels, which may be wrong. Another
+reading is taken to lie as far beyond these as they are from each other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from jetspec.dispatch import force
 from jetspec.engine.chunk import Chunk, PackedChunks
 from jetspec.engine.kv_cache import KVCache
 from jetspec.models.decoder import Decoder, Hidden
@@ -61,16 +63,18 @@ class FreshPass:
         return self.target.logits(out.hidden_TM[-last:]).float()
 
     @torch.inference_mode()
-    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
-        """The same from several passes: over the text before the last tokens, then over these, so many at a time."""
+    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int, count: int | None = None) -> Tensor:
+        """The same from several passes: over the text before the last tokens, then over these, so many at a time. What
+        follows each of them, or the last `count`."""
         request, parts = self._admit(tokens), []
         if before := len(tokens) - last:
             self._pass(request, before)
         while missing := len(tokens) - request.num_cached:
             out = self._pass(request, min(size, missing))
-            parts.append(self.target.logits(out.hidden_TM).float())
+            if count is None or missing - len(out.hidden_TM) < count:
+                parts.append(self.target.logits(out.hidden_TM).float())
         self.cache.release(request)
-        return torch.cat(parts)
+        return torch.cat(parts)[-(count or last) :]
 
     @torch.inference_mode()
     def rows(self, tokens: Sequence[int]) -> list[Tensor]:
@@ -131,12 +135,12 @@ class Difference:
 
 
 class Gap(NamedTuple):
-    """How far apart two tokens are after a text, by several readings of it."""
+    """How far apart two tokens are after a text: by one reading of it, and where that is no tie, by others."""
 
     first: float
     least: float
     moved: float
-    """From the least to the widest."""
+    """From the least to the widest of the others."""
 
     def is_tie(self, limit: float) -> bool:
         """Whether rounding may have decided: it moves logits by as much as `limit` in general, or else here."""
@@ -151,7 +155,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class InPieces:
-    """Reads a text, or the end of it, so many tokens at a time."""
+    """Reads a text, or the end of it, so many tokens at a time, by plain torch."""
 
     fresh: FreshPass
     size: int
@@ -159,7 +163,8 @@ class InPieces:
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         last = min(len(tokens), self.last or len(tokens))
-        return self.fresh.logits_in_pieces(tokens, last, self.size)[-1:]
+        with force("reference"):
+            return self.fresh.logits_in_pieces(tokens, last, self.size, count=1)
 
 
 def readings(fresh: FreshPass) -> list[Judge]:
@@ -202,13 +207,12 @@ def gap_between(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:
 
 
 def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], limit: float) -> Gap:
-    """The gap by the first judge, and where that is no tie, by all: where rounding makes it small, or moves it as far
-    as it is wide, rounding may have decided. That of a wrong token is wide in all readings, and moves little."""
+    """The gap by the first judge, and where that is no tie, by the others: where rounding makes it small, or moves it
+    as far as it is wide, rounding may have decided. That of a wrong token is wide in all readings, and moves little."""
     first, *others = judges
-    gaps = [gap_between(a, b, tokens, first)]
-    if gaps[0] > limit:
-        gaps += [gap_between(a, b, tokens, judge) for judge in others]
-    return Gap(gaps[0], min(gaps), max(gaps) - min(gaps))
+    gap = gap_between(a, b, tokens, first)
+    again = [gap_between(a, b, tokens, judge) for judge in others] if gap > limit else []
+    return Gap(gap, min(again), max(again) - min(again)) if again else Gap(gap, gap, 0.0)
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:

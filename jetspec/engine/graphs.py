@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -96,7 +96,7 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     result: RoundResult
     packed: Tensor
-    rows: list[int] = field(default_factory=list)
+    rows: list[int]
     """What `row_B` holds."""
 
 
@@ -133,15 +133,15 @@ class GraphRounds:
     def capture(self, size: int, wants: Wants) -> Captured:
         """Record a round. Nothing but idle rows take part, so the run before it leaves no trace."""
         assert self.round.cache.idle_row is not None
-        row_B = torch.full((size,), self.round.cache.idle_row, device=self.pool.device)
-        rows = self.round.cache.rows
+        idle = [self.round.cache.idle_row] * size
+        row_B, rows = upload(idle, torch.int64, self.pool.device), self.round.cache.rows
 
         def run() -> tuple[RoundResult, Tensor]:
             result = self.round(round_state(rows, row_B, wants, []))
             return result, result.packed
 
         graph, (result, packed) = self.pool.capture(run)
-        return Captured(row_B, graph, result, packed)
+        return Captured(row_B, graph, result, packed, idle)
 
 
 def batch_sizes(max_batch: int) -> list[int]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 COUNT = 4096
+MOST = 32
+"""Programs that meet, at most. A power of two, so that what is a multiple of it stays one when a counter overflows."""
 
 
 @cache
@@ -19,5 +21,5 @@ def counters(device: torch.device) -> Tensor:
 
 @cache
 def meetings(device: torch.device) -> Tensor:
-    """Multiples of `MOST` of fragments_gluon before a kernel and after it."""
+    """Multiples of `MOST` before a kernel and after it."""
     return torch.zeros(COUNT, dtype=torch.int32, device=device)

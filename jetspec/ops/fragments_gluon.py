@@ -8,6 +8,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jetspec.ops import counters
+
 
 @gluon.jit
 def index(SIZE: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
@@ -28,8 +30,7 @@ def wait(OVERLAP: gl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-MOST = tl.constexpr(32)
-"""Programs that meet. A power of two, so that what is a multiple of it stays one when the counter overflows."""
+MOST = tl.constexpr(counters.MOST)
 
 
 @gluon.jit

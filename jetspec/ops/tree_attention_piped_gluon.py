@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.counters import meetings
+from jetspec.ops.counters import MOST, meetings
 from jetspec.ops.fragments_gluon import index, meet, wait
 from jetspec.ops.overlap_triton import overlap
 from jetspec.types import KVPages, TreeBatch
@@ -60,7 +60,7 @@ MANY_ROWS = 512
 """Of a request to a key head, with which large tiles are full."""
 MIN_RUN = 512
 """Keys that are worth a program of their own, with the combining that it brings."""
-MAX_SPLITS = 32
+MAX_SPLITS = MOST
 FEW_ROWS = 33
 FEW_TILES, FEW_LONG_TILES = 32, 8
 """Of queries. Fewer are a matter of latency, and this kernel has more to prepare than others."""
@@ -228,7 +228,7 @@ def _piped_attention_kernel(
     busy = gl.cdiv(num_blocks, run)
     first = gl.where(apart & (split < GROUPS), 0, split * run)
     steps = gl.maximum(gl.minimum(num_blocks - first, run), 0)
-    if tile * GROUPS * BLOCK_M // REPEAT >= count:
+    if (tile * GROUPS + gl.where(apart, split, 0)) * BLOCK_M // REPEAT >= count:
         steps = 0 * steps
 
     q_blocks = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK_M, E], k_desc.layout)
@@ -253,7 +253,7 @@ def _piped_attention_kernel(
     numbers = scale, q_stride_t, q_stride_h, ancestor_stride_n, W
     work = number, split, busy, tile, group, start, count, cached, first, steps, apart
     pages = page_ptr + request * page_stride_b, slots
-    fetch_work = k_desc, v_desc, pages, shared, group, first, steps, end, sizes
+    fetch_work = k_desc, v_desc, pages, shared, group, first, steps, end, apart, sizes
     if GROUPS == 2:
         gl.warp_specialize(
             [
@@ -269,18 +269,23 @@ def _piped_attention_kernel(
 
 
 @gluon.jit
-def _fetch(k_desc, v_desc, pages, shared, group, first, steps, end, sizes: gl.constexpr):
-    """Ask for all blocks in turn. Where the pages of the next one lie is looked up ahead."""
+def _fetch(k_desc, v_desc, pages, shared, group, first, steps, end, apart, sizes: gl.constexpr):
+    """Ask for all blocks in turn. Where the pages of the next one lie is looked up ahead. A group of warps that has no
+    rows frees nothing: that is done for it here."""
     PAGE_SIZE: gl.constexpr = sizes[0]
     E: gl.constexpr = sizes[3]
     PAGES: gl.constexpr = sizes[6] // PAGE_SIZE
     STAGES: gl.constexpr = sizes[7]
+    GROUPS: gl.constexpr = sizes[9]
     _, k_blocks, v_blocks, k_full, v_full, k_free, v_free = shared
     slots = _slots(pages, first * PAGES, end, PAGE_SIZE, PAGES)
     wait(sizes[8])
     for step in range(steps):
         stage, parity = step % STAGES, (step // STAGES + 1) & 1
         next_slots = _slots(pages, (first + step + 1) * PAGES, end, PAGE_SIZE, PAGES)
+        if GROUPS > 1:
+            mbarrier.arrive(k_free.index(stage), pred=apart & (step >= STAGES))
+            mbarrier.arrive(v_free.index(stage), pred=apart & (step >= STAGES))
         mbarrier.wait(k_free.index(stage), parity)
         _fetch_block(k_desc, slots, k_blocks, k_full, stage, group, PAGES, E)
         mbarrier.wait(v_free.index(stage), parity)
@@ -389,7 +394,6 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
             acc = warpgroup_mma(p, v_blocks.index(before % STAGES), acc, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(k_free.index(stage))
-            mbarrier.arrive(k_free.index(stage), pred=apart)  # for the group that has no rows
             if (first + step + 1) * BLOCK_N > cached:
                 s = _mask(s, words_ptr, node, (first + step) * BLOCK_N - cached, count, W, BLOCK_N, scores)
             # There are more keys than steps. A compiler does not know, and so cannot put the weighing behind the wait.
@@ -403,7 +407,6 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
             kept = gl.convert_layout(keep, gl.SliceLayout(1, outputs))[:, None]
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,)) * kept
             mbarrier.arrive(v_free.index(before % STAGES), pred=step > 0)
-            mbarrier.arrive(v_free.index(before % STAGES), pred=apart & (step > 0))
             p = gl.convert_layout(weight.to(dtype), weights)
 
         acc = warpgroup_mma(p, v_blocks.index((steps - 1) % STAGES), acc, is_async=True)

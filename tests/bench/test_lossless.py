@@ -22,6 +22,7 @@ from jetspec.bench.precision import FreshPass, Judge, PairNoise, gap_between, pa
 from jetspec.bench.results import Results
 from jetspec.bench.runs import Result, Run
 from jetspec.cli import app
+from jetspec.dispatch import force, uses_kernel
 from jetspec.engine.drafter import NoDrafter
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import LLM
@@ -156,37 +157,48 @@ class Readings:
     """A target that is of two minds about its next token: by so much at once, and in pieces of these sizes."""
 
     def __init__(self, at_once: float, in_pieces: dict[int, float]) -> None:
-        self.at_once, self.in_pieces, self.read = at_once, in_pieces, list[int]()
+        self.at_once, self.in_pieces, self.read = at_once, in_pieces, list[tuple[int, int]]()
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([[self.at_once, 0.0, -9.0]])
 
-    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
-        self.read.append(size)
-        return torch.tensor([[9.0, 0.0, -9.0]] * (last - 1) + [[self.in_pieces[size], 0.0, -9.0]])
+    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int, count: int) -> Tensor:
+        assert count == 1 and not uses_kernel(torch.zeros(1)), "by plain torch"
+        self.read.append((size, len(tokens) - last))
+        return torch.tensor([[self.in_pieces[size], 0.0, -9.0]])
 
 
 @pytest.mark.parametrize(
     ("at_once", "in_pieces", "least", "moved", "tie"),
     [
         (0.5, {}, 0.5, 0.0, True),
-        (3.0, {1: 2.0, 4: 0.25, 16: 0.5, 64: 2.0}, 0.25, 2.75, True),
-        (2.5, {1: 2.25, 4: 2.0, 16: 1.5, 64: 1.25}, 1.25, 1.25, True),
-        (2.5, {1: 2.25, 4: 2.0, 16: 1.5, 64: 1.5}, 1.5, 1.0, False),
+        (3.0, {1: 2.0, 4: 0.25, 16: 0.5, 64: 2.0}, 0.25, 1.75, True),
+        (9.0, {1: 2.5, 4: 2.0, 16: 1.5, 64: 1.25}, 1.25, 1.25, True),
+        (9.0, {1: 2.25, 4: 2.0, 16: 1.5, 64: 1.5}, 1.5, 0.75, False),
         (9.0, {1: 9.5, 4: 8.0, 16: 8.5, 64: 9.0}, 8.0, 1.5, False),
     ],
 )
 def test_a_gap_that_is_wide_in_every_reading_and_moves_little_is_a_mistake(
-    folder: Path, at_once: float, in_pieces: dict[int, float], least: float, moved: float, tie: bool
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: float,
+    in_pieces: dict[int, float],
+    least: float,
+    moved: float,
+    tie: bool,
 ) -> None:
+    monkeypatch.setattr(precision, "READ_AGAIN", 2)
     bench = make_bench(folder, "readings", LLM(folder / "model", device="cpu", dtype="bfloat16"))
     check, readings = LosslessCheck(bench, []), Readings(at_once, in_pieces)
     check.__dict__["fresh"], check._noise = readings, PairNoise(1.0, 0.5, 4.0, 9)
     plain = {"turn_tokens": [[1, 0, 0]], "finish": ["length"]}
-    found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
+    with force("triton"):
+        found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
     assert found is not None and (found.position, found.gap) == (1, at_once)
     assert (found.least, found.moved, found.tie) == (least, moved, tie)
-    assert readings.read == ([1, 4, 16, 16, 64] if in_pieces else []), "a tie is read no further"
+    sizes, before = [size for size, _ in readings.read], [before for _, before in readings.read]
+    assert sizes == ([1, 4, 16, 16, 64] if in_pieces else []), "a tie is read no further"
+    assert before[3:] == [0] * len(before[3:]) and all(before[:3]), "large pieces are of the whole text"
 
 
 def wrong_in_rounds_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

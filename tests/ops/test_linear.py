@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from jetspec.dispatch import force
 from jetspec.ops import Stream, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
-from jetspec.ops.counters import meetings
+from jetspec.ops.counters import MOST, meetings
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
 from tests.gluon import Blocks, Interpreted
 from tests.kernels import compile_for_hopper, fetches_early
@@ -423,7 +423,7 @@ def test_programs_that_share_the_inputs_of_a_piped_product_add_up(
     torch.manual_seed(rows)
     total, x, norm, bias = torch.randn(rows, size), torch.randn(rows, inner), torch.randn(size), torch.randn(size)
     weight = inner**-0.5 * torch.randn(size, inner)
-    for before in (0, 32, 2**31 - 32):
+    for before in (0, MOST, 2**31 - MOST):
         meetings(x.device).fill_(before)
         want, tap = total + nn.functional.linear(x, weight, bias), torch.empty_like(total)
         scaled, squares = module.piped_add_linear_gluon(
@@ -432,7 +432,7 @@ def test_programs_that_share_the_inputs_of_a_piped_product_add_up(
         torch.testing.assert_close(total, want, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(scaled, want * norm, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(squares.sum(0), want.square().sum(1), atol=1e-4, rtol=1e-5)
-        assert torch.equal(tap, total) and not (meetings(x.device) % 32).any()
+        assert torch.equal(tap, total) and not (meetings(x.device) % MOST).any()
     assert kernel.grids == [(splits * -(-size // 32), 1)] * 3
 
 

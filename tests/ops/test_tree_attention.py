@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.dispatch import force
 from jetspec.ops import plan_attention, store_kv, tree_attention
-from jetspec.ops.counters import counters
+from jetspec.ops.counters import MOST, counters, meetings
 from jetspec.ops.tree_attention import KernelPlan
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 from tests.gluon import Blocks, Interpreted
@@ -250,7 +251,7 @@ def compare_interpreted(
     finally:
         torch.use_deterministic_algorithms(False)
         kernel.WARPS, kernel._choose_tiling = before
-    assert not counters(q.device).any()
+    assert not counters(q.device).any() and not (meetings(q.device) % MOST).any()
     expected = tree_attention(q, pages, plan_attention(batch), 0.3, window)
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
@@ -377,7 +378,10 @@ def test_piped_kernel_equals_reference(
     if is_large:
         monkeypatch.setattr(piped, "LONG", 256)
         monkeypatch.setattr(piped, "MANY_ROWS", 200)
+    met = int(meetings(batch.token_T.device).sum())
     compare_interpreted(batch, *random_inputs(batch, 3 * kv_heads, kv_heads, size), None)
+    is_split = splits > 1 and min_run == 128
+    assert (int(meetings(batch.token_T.device).sum()) > met) == is_split, "few keys are not split"
     ((programs,),) = piped._piped_attention_kernel.grids
     runs = -(-batch.layout.page_BP.shape[1] * 16 // min_run)
     tiles = -(-70 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))
@@ -402,10 +406,11 @@ def test_programs_that_wait_for_each_other_run_at_once(
     """A process may be given a part of a GPU."""
     monkeypatch.setattr(piped, "num_programs", lambda device: multiprocessors)
     monkeypatch.setattr(piped, "MIN_RUN", 128)
-    batch = scattered_batch([500], [60], 16, "tree", 0)
-    for _ in range(2):  # counters are left as they were
+    for cached in (500, 200, 500):  # as many programs meet as there are runs of keys, in turn
+        batch = scattered_batch([cached], [60], 16, "tree", 0)
+        batch = replace(batch, layout=replace(batch.layout, page_BP=F.pad(batch.layout.page_BP, (0, 64))))
         compare_interpreted(batch, *random_inputs(batch, 6, 2, 64), None)
-    (programs,), _ = piped._piped_attention_kernel.grids
+    (programs,), *_ = piped._piped_attention_kernel.grids
     tiles = 2 * -(-60 * 3 // piped.BLOCK_M)
     assert programs % tiles == 0 and (programs == tiles or programs <= multiprocessors)
 
@@ -652,7 +657,7 @@ def test_sliced_kernel_on_a_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (24, 8, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (24, 8, 64), (32, 8, 64)])
 @pytest.mark.parametrize(
     ("cached", "counts", "kind"),
     [
@@ -677,13 +682,16 @@ def test_piped_kernel_on_a_gpu(
     q, pages, used = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda()), KVPages(used.k.cuda(), used.v.cuda())
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
     assert kernel._can_pipe(q, used, batch, None)
-    for _ in range(2):  # counters are left as they were
+    for _ in range(2):  # what they count by is as it was
         check_on_gpu(tree_attention(q, used, plan_attention(batch), 0.1, None), q, pages, batch, None)
 
 
 @pytest.mark.gpu
-def test_a_captured_launch_serves_other_lengths() -> None:
-    cached, counts, kind, window = VERIFY
+@pytest.mark.parametrize(
+    ("case", "lengths"), [(VERIFY, (4000, 700, 0)), (([8100], [128], "tree", None), (8000, 900, 0, 8000))]
+)
+def test_a_captured_launch_serves_other_lengths(case: Any, lengths: tuple[int, ...]) -> None:
+    cached, counts, kind, window = case
     host = scattered_batch(cached, counts, 16, kind, 0)
     (q, pages), batch = random_inputs(host, 32, 8, 128, torch.bfloat16), on_gpu(host)
     q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
@@ -691,7 +699,7 @@ def test_a_captured_launch_serves_other_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = tree_attention(q, pages, plan_attention(batch), 0.1, window)
-    for length in (4000, 700, 0):
+    for length in lengths:
         batch.layout.cached_len_B.fill_(length)
         graph.replay()
         check_on_gpu(out, q, pages, batch, window)
