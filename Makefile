@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 QUICK := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint clean
+.PHONY: help demo test pytest test-vllm lint clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -15,7 +15,10 @@ help: ## List the targets
 demo: $(STAMP) ## Decode three prompts plainly and speculatively, side by side
 	@$(BIN)/jetspec compare --max-tokens 96
 
-test: lint ## Run every check and every test that needs no GPU
+test: $(STAMP) ## Run every check and every test that needs no GPU
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: $(STAMP)
 	@$(QUICK) $(BIN)/pytest -m "not gpu" --numprocesses auto --dist worksteal
 
 test-vllm: $(VLLM)/.installed ## Test the trees inside vLLM on the CPU, in an environment of its own

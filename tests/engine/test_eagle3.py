@@ -49,16 +49,16 @@ def wrong_trees(head: Eagle3Head, target: Decoder, tree: TreeConfig, seen: list[
 
 
 @pytest.mark.parametrize(
-    ("tree", "draft_vocab"),
+    ("tree", "draft_vocab", "norm_first"),
     [
-        (TreeConfig(budget=9, width=3), None),
-        (TreeConfig(budget=20, width=2, depth=5), 20),
-        (TreeConfig(budget=4, width=1), None),
-        (TreeConfig(budget=3, width=5), 4),
-        (TreeConfig(budget=60, width=3, depth=2), 7),
+        (TreeConfig(budget=9, width=3), None, False),
+        (TreeConfig(budget=9, width=3), None, True),
+        (TreeConfig(budget=20, width=2, depth=5), 20, False),
+        (TreeConfig(budget=4, width=1), None, True),
+        (TreeConfig(budget=3, width=5), 4, False),
+        (TreeConfig(budget=60, width=3, depth=2), 7, True),
     ],
 )
-@pytest.mark.parametrize("norm_first", [False, True])
 def test_every_tree_is_that_of_the_definition(tree: TreeConfig, draft_vocab: int | None, norm_first: bool) -> None:
     head = tiny_eagle3(TARGET, draft_vocab=draft_vocab, norm_before_residual=norm_first)
     engine = make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2, prefill_chunk=3))

@@ -66,8 +66,17 @@ def searched() -> Iterator[None]:
         gc.freeze()
 
 
-@pytest.mark.parametrize("decode", [generate, complete, leave])
-@pytest.mark.parametrize(("frozen", "many"), [(False, 3), (True, 3), (False, 5)])
+@pytest.mark.parametrize(
+    ("decode", "frozen", "many"),
+    [
+        (generate, False, 3),
+        (complete, False, 3),
+        (leave, False, 3),
+        (complete, True, 3),
+        (leave, True, 3),
+        (complete, False, 5),
+    ],
+)
 def test_what_lives_is_not_searched_for_garbage_while_a_large_batch_is_decoded(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, searched: None, decode: Callable[[LLM], None], frozen: bool, many: int
 ) -> None:
