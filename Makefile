@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
-# Tests run in a process per core, and start many others: one thread for each, and nothing compiled twice.
+# Tests start many processes: one thread for each, and nothing compiled twice.
 QUICK := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # One more than there are cores: some tests wait for servers and other processes.
 WORKERS := $$(($$(getconf _NPROCESSORS_ONLN) + 1))
