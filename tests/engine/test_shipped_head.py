@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": "Tom has 5 apples and buys 7 more. How m
 def test_it_is_used_by_default_and_guesses_well() -> None:
     llm = LLM(device="cpu", dtype="float32")
     assert llm.drafter == "head" and isinstance(llm.head, DraftHead) and llm.head.edge is not None
-    ask = SamplingParams(max_tokens=48)
+    ask = SamplingParams(max_tokens=32)
     fast, plain = llm.chat(QUESTION, ask), llm.with_drafter("none").chat(QUESTION, ask)
     assert fast.token_ids == plain.token_ids
     assert fast.stats.tokens_per_round > 3

@@ -324,9 +324,10 @@ def test_sliced_kernel_equals_reference(
     monkeypatch.setattr(sliced, "SLICES", {64: sliced.Slices(*slices)})
     monkeypatch.setattr(sliced, "PROGRAMS", 1000 * (splits - 1))
     monkeypatch.setattr(sliced, "MAX_SPLITS", splits)
-    compare_interpreted(batch, *random_inputs(batch, 6, 2, 64), None)
+    kv_heads = 2 if kind == "tree" else 1
+    compare_interpreted(batch, *random_inputs(batch, 3 * kv_heads, kv_heads, 64), None)
     ((programs, used),) = sliced._sliced_attention_kernel.grids
-    assert used == splits and programs == 4 * 2 * (-(-70 * 3 // 16))
+    assert used == splits and programs == 4 * kv_heads * (-(-70 * 3 // 16))
 
 
 @pytest.mark.parametrize("size", [64, 128])
