@@ -19,7 +19,7 @@ from tests.kernels import interpret_quickly
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
-# Tests run in one process per core. Two processes with two threads each would wait for each other all the time.
+# Tests run in several processes. With two threads each they would wait for each other all the time.
 torch.set_num_threads(1)
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that. Tests send it to them.
