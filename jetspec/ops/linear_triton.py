@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 BLOCK_K = 2048
 TILE = 4096
 """Products that a program keeps apart, for one row."""
+LONG_ROW = 8192
+"""Inputs that make one output work enough for a program, which then takes twice as many of them at a time."""
 
 WIDTHS = ((64, True), (64, False), (32, True), (32, False))
 """Outputs of a tile of a few rows, and whether half as many come on top, from the widest to the narrowest."""
@@ -52,7 +54,8 @@ def vector_linear_triton(
 ) -> Tensor:
     N, K = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((*x.shape[:-1], N), dtype=x.dtype, device=x.device)
-    block_k = min(BLOCK_K, triton.next_power_of_2(K))
+    is_long = K >= LONG_ROW
+    block_k = min(2 * BLOCK_K if is_long else BLOCK_K, triton.next_power_of_2(K))
     block_n = max(1, TILE // block_k // (2 if gated else 1))
     _vector_linear_kernel[(triton.cdiv(N, block_n),)](
         x.contiguous(),
@@ -67,7 +70,7 @@ def vector_linear_triton(
         GATED=gated,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=4 if norm is None else 8,
+        num_warps=8 if is_long or norm is not None else 4,
         **overlap(x),
     )
     return out

@@ -147,7 +147,7 @@ def compare_vector(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, 
         torch.testing.assert_close(a, b, atol=4 * tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (10, 1024), (36, 1500), (2, 3)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (10, 1024), (36, 1500), (2, 3), (6, 9000)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_kernel_of_a_single_row(interpreter: Executor, outputs: int, inputs: int, biased: bool) -> None:
     interpreter.submit(compare_vector, outputs, inputs, biased, torch.float32, "cpu", 1e-5).result()
