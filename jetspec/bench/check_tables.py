@@ -178,8 +178,8 @@ def lossless_table(run: Run) -> Table | None:
     caption = (
         "Beside plain decoding; a greedy answer counts once, however often it was repeated. Gap: how far apart the "
         "target holds the two tokens where a text first differs, reading it at once. Where that is wider than a tie, "
-        "the least of readings in pieces decides, which round otherwise; it is a tie as well if these are as far from "
-        "each other as it is wide."
+        "the least of several readings decides, each rounded a little more by chance; it is a tie as well if these are "
+        "as far from each other as it is wide."
     )
     if run.widest_tie is not None:
         limit = f"{run.widest_tie:.3g}"

@@ -35,7 +35,7 @@ class Parting:
     gap: float | None
     """How far apart the target holds the two tokens, reading the text at once. None: one text ends earlier."""
     least: float | None
-    """The least of several readings, where that was wider than a tie: in pieces, which rounds otherwise."""
+    """The least of several readings, rounded otherwise, where that was wider than a tie."""
     moved: float | None
     """How far these are from each other."""
     tie: bool

@@ -4,24 +4,26 @@ Kernels that add the same numbers in another order disagree a little, so the bes
 for a plain step and the other for a verify pass. A third pass over the text that both wrote is the judge: if the
 distance of two logits changes by at most e from it to either of them, tokens that changed places are at most e apart
 in it. What e is, is measured on the target alone, at some places. At others rounding does more, such as in a text that
-repeats itself for ever: there the text is read again, in pieces and by none of our kernels, which may be wrong. Another
-reading is taken to lie as far beyond these as they are from each other.
+repeats itself for ever: there the text is read again several times, rounded a little more by chance, and by none of our
+kernels, which may be wrong. Another reading is taken to lie as far beyond these as they are from each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetspec.dispatch import force
 from jetspec.engine.chunk import Chunk, PackedChunks
 from jetspec.engine.kv_cache import KVCache
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
+from jetspec.ops import Stream
 from jetspec.types import Request, SamplingParams
 
 PAGE_SIZE = 16
@@ -29,10 +31,11 @@ CONTENDERS = 64
 """Tokens of a position that may be chosen, for all that is likely: the rest of the vocabulary is noisier."""
 RIVALS = 64
 """Tokens near the best of their positions that tell how far rounding moves such. Fewer say nothing."""
-READ_AGAIN = 64
-"""Tokens before a position that are read in small pieces where it is looked at more closely."""
-PIECES, LARGE_PIECES = (1, 4, 16), (16, 64)
-"""How many of them at a time, and of a whole text."""
+READINGS = 8
+"""Of a text that is looked at more closely."""
+ONE_IN = 6
+"""Numbers that are moved by a unit of their last place, as often as makes the mean square error of two roundings, each
+a twelfth of a square unit: a layer rounds what it adds to twice."""
 
 Texts = Mapping[str, Sequence[int]]
 """Tokens by the name of a prompt."""
@@ -63,18 +66,15 @@ class FreshPass:
         return self.target.logits(out.hidden_TM[-last:]).float()
 
     @torch.inference_mode()
-    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int, count: int | None = None) -> Tensor:
-        """The same from several passes: over the text before the last tokens, then over these, so many at a time. What
-        follows each of them, or the last `count`."""
+    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
+        """The same from several passes: over the text before the last tokens, then over these, so many at a time."""
         request, parts = self._admit(tokens), []
         if before := len(tokens) - last:
             self._pass(request, before)
         while missing := len(tokens) - request.num_cached:
-            out = self._pass(request, min(size, missing))
-            if count is None or missing - len(out.hidden_TM) < count:
-                parts.append(self.target.logits(out.hidden_TM).float())
+            parts.append(self.target.logits(self._pass(request, min(size, missing)).hidden_TM).float())
         self.cache.release(request)
-        return torch.cat(parts)[-(count or last) :]
+        return torch.cat(parts)
 
     @torch.inference_mode()
     def rows(self, tokens: Sequence[int]) -> list[Tensor]:
@@ -154,23 +154,45 @@ class Judge(Protocol):
 
 
 @dataclass(frozen=True)
-class InPieces:
-    """Reads a text, or the end of it, so many tokens at a time, by plain torch."""
+class RoundedPass:
+    """A fresh pass by plain torch whose layers begin with what was rounded a little more, by the chance of a seed."""
 
     fresh: FreshPass
-    size: int
-    last: int | None = None
+    seed: int
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        last = min(len(tokens), self.last or len(tokens))
-        with force("reference"):
-            return self.fresh.logits_in_pieces(tokens, last, self.size, count=1)
+        with force("reference"), rounding_more(self.fresh.target, self.seed):
+            return self.fresh.logits(tokens)
+
+
+@contextmanager
+def rounding_more(target: Decoder, seed: int) -> Iterator[None]:
+    generator = torch.Generator(target.embedding.device).manual_seed(seed)
+
+    def round_input(_: nn.Module, inputs: tuple[Stream, *tuple[Any, ...]]) -> tuple[Any, ...]:
+        stream, *others = inputs
+        return Stream(round_more(stream.x, generator)), *others
+
+    hooks = [layer.register_forward_pre_hook(round_input) for layer in target.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def round_more(x: Tensor, generator: torch.Generator) -> Tensor:
+    """One number in `ONE_IN` moved by a unit of its last place, half of them up."""
+    mantissa, exponent = torch.frexp(x.double())
+    draw = torch.randint(2 * ONE_IN, x.shape, generator=generator, device=x.device)
+    step = (draw == 0).double() - (draw == 1).double()
+    unit = mantissa.sign() * torch.finfo(x.dtype).eps / 2  # of a number from a half to one; zeros stay what they are
+    return torch.ldexp(mantissa + step * unit, exponent).to(x.dtype)
 
 
 def readings(fresh: FreshPass) -> list[Judge]:
-    """Of a text at once, and in pieces, which rounds otherwise."""
-    end = [InPieces(fresh, size, READ_AGAIN) for size in PIECES]
-    return [fresh, *end, *(InPieces(fresh, size) for size in LARGE_PIECES)]
+    """Of a text: as it is, and rounded otherwise."""
+    return [fresh, *(RoundedPass(fresh, seed) for seed in range(READINGS))]
 
 
 def find_differences(

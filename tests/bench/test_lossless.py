@@ -18,7 +18,16 @@ from typer.testing import Result as Done
 from jetspec.bench import precision
 from jetspec.bench.lossless import DrawnPass, LosslessCheck
 from jetspec.bench.methods import Reply
-from jetspec.bench.precision import FreshPass, Judge, PairNoise, gap_between, pair_noise
+from jetspec.bench.precision import (
+    READINGS,
+    FreshPass,
+    Judge,
+    PairNoise,
+    gap_between,
+    pair_noise,
+    readings,
+    round_more,
+)
 from jetspec.bench.results import Results
 from jetspec.bench.runs import Result, Run
 from jetspec.cli import app
@@ -84,13 +93,12 @@ def test_a_place_where_texts_part_is_looked_at_once(folder: Path, llm: LLM, monk
         return gap_between(a, b, tokens, judge)
 
     monkeypatch.setattr(precision, "gap_between", look)
-    monkeypatch.setattr(precision, "PIECES", (1,))
-    monkeypatch.setattr(precision, "LARGE_PIECES", ())
+    monkeypatch.setattr(precision, "READINGS", 1)
     meddle(monkeypatch, slip)
     options: dict[str, Any] = {"budgets": [4, 6], "temperatures": [0, 1], "repeats": 3, "max_tokens": 4}
     results_of(make_bench(folder, "once_each", llm, **options))
     places = 5 + 5 * 3  # of greedy texts, and of drawn ones, which are others in every repeat
-    assert len(looked_at) == 2 * places, "at once, then in pieces"
+    assert len(looked_at) == 2 * places, "as it is, then rounded otherwise"
 
 
 def test_an_answer_that_differs_in_one_repeat_is_not_identical(
@@ -153,52 +161,77 @@ def test_what_may_be_best_is_judged_by_its_own_noise() -> None:
     assert pair_noise(Moved(0.25, 1.0, rivals=1), text, 8).widest_tie == 1.25  # type: ignore[arg-type]
 
 
-class Readings:
-    """A target that is of two minds about its next token: by so much at once, and in pieces of these sizes."""
+class Reading:
+    """Of a target that is of two minds about its next token, by so much."""
 
-    def __init__(self, at_once: float, in_pieces: dict[int, float]) -> None:
-        self.at_once, self.in_pieces, self.read = at_once, in_pieces, list[tuple[int, int]]()
+    def __init__(self, gap: float) -> None:
+        self.gap, self.count = gap, 0
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([[self.at_once, 0.0, -9.0]])
-
-    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int, count: int) -> Tensor:
-        assert count == 1 and not uses_kernel(torch.zeros(1)), "by plain torch"
-        self.read.append((size, len(tokens) - last))
-        return torch.tensor([[self.in_pieces[size], 0.0, -9.0]])
+        self.count += 1
+        return torch.tensor([[self.gap, 0.0, -9.0]])
 
 
 @pytest.mark.parametrize(
-    ("at_once", "in_pieces", "least", "moved", "tie"),
+    ("first", "others", "least", "moved", "tie"),
     [
-        (0.5, {}, 0.5, 0.0, True),
-        (3.0, {1: 2.0, 4: 0.25, 16: 0.5, 64: 2.0}, 0.25, 1.75, True),
-        (9.0, {1: 2.5, 4: 2.0, 16: 1.5, 64: 1.25}, 1.25, 1.25, True),
-        (9.0, {1: 2.25, 4: 2.0, 16: 1.5, 64: 1.5}, 1.5, 0.75, False),
-        (9.0, {1: 9.5, 4: 8.0, 16: 8.5, 64: 9.0}, 8.0, 1.5, False),
+        (0.5, [9.0, 9.0], 0.5, 0.0, True),
+        (3.0, [2.0, 0.25, 0.5, 2.0], 0.25, 1.75, True),
+        (9.0, [2.5, 2.0, 1.5, 1.25], 1.25, 1.25, True),
+        (9.0, [2.25, 2.0, 1.5, 1.5], 1.5, 0.75, False),
+        (9.0, [9.5, 8.0, 8.5, 9.0], 8.0, 1.5, False),
     ],
 )
 def test_a_gap_that_is_wide_in_every_reading_and_moves_little_is_a_mistake(
     folder: Path,
+    llm: LLM,
     monkeypatch: pytest.MonkeyPatch,
-    at_once: float,
-    in_pieces: dict[int, float],
+    first: float,
+    others: list[float],
     least: float,
     moved: float,
     tie: bool,
 ) -> None:
-    monkeypatch.setattr(precision, "READ_AGAIN", 2)
-    bench = make_bench(folder, "readings", LLM(folder / "model", device="cpu", dtype="bfloat16"))
-    check, readings = LosslessCheck(bench, []), Readings(at_once, in_pieces)
-    check.__dict__["fresh"], check._noise = readings, PairNoise(1.0, 0.5, 4.0, 9)
+    bench, made = make_bench(folder, "readings", llm), [Reading(gap) for gap in (first, *others)]
+    check = LosslessCheck(bench, [])
+    monkeypatch.setattr("jetspec.bench.lossless.readings", lambda fresh: made)
+    check._noise = PairNoise(1.0, 0.5, 4.0, 9)
     plain = {"turn_tokens": [[1, 0, 0]], "finish": ["length"]}
-    with force("triton"):
-        found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
-    assert found is not None and (found.position, found.gap) == (1, at_once)
+    found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
+    assert found is not None and (found.position, found.gap) == (1, first)
     assert (found.least, found.moved, found.tie) == (least, moved, tie)
-    sizes, before = [size for size, _ in readings.read], [before for _, before in readings.read]
-    assert sizes == ([1, 4, 16, 16, 64] if in_pieces else []), "a tie is read no further"
-    assert before[3:] == [0] * len(before[3:]) and all(before[:3]), "large pieces are of the whole text"
+    assert [reading.count for reading in made[1:]] == [int(first > 1)] * len(others), "a tie is read no further"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_more_errs_as_much_as_two_roundings(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 500, dtype=torch.float64, generator=draw).clamp(-4, 4).to(dtype)
+    x[x.abs() < 2**-10] = 0
+    moved = round_more(x, draw)
+    unit = torch.finfo(dtype).eps * 2.0 ** x.double().abs().log2().floor()
+    steps = ((moved.double() - x.double()) / unit)[x != 0]
+    assert set(steps.tolist()) == {-1.0, 0.0, 1.0} and not moved[x == 0].any()
+    assert float(steps.mean()) == pytest.approx(0, abs=0.01)
+    assert float(steps.square().mean()) == pytest.approx(2 / 12, rel=0.02)
+
+
+def test_readings_are_by_plain_torch_and_leave_the_target_as_it_was(folder: Path, llm: LLM) -> None:
+    """Each rounds otherwise, and the same each time."""
+    seen = set[bool]()
+    rounded = LLM(folder / "model", device="cpu", dtype="bfloat16").target.decoder
+    rounded.layers[1].register_forward_pre_hook(lambda *_: seen.add(uses_kernel(torch.zeros(1))))
+    fresh, tokens = FreshPass(rounded, None, 64), list(range(40))
+    before, (first, *others) = fresh.logits(tokens), readings(fresh)
+    with force("triton"):
+        seen.clear()
+        found = [judge.logits(tokens) for judge in others]
+    assert seen == {False} and len({tuple(logits[0].tolist()) for logits in found}) == len(others) == READINGS
+    assert torch.equal(found[0], others[0].logits(tokens))
+    assert torch.equal(first.logits(tokens), before) and torch.equal(fresh.logits(tokens), before)
+    exact = readings(FreshPass(llm.target.decoder, None, 64))
+    for judge in exact:
+        torch.testing.assert_close(judge.logits(tokens), exact[0].logits(tokens), atol=1e-4, rtol=0)
 
 
 def wrong_in_rounds_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

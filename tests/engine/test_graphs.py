@@ -80,7 +80,7 @@ def test_wide_trees_with_much_room_write_the_targets_text(device: str) -> None:
     assert all(difference.tie for difference in found), found
     assert noise.widest_tie < 0.5, "a test that excuses everything tests nothing"
     text = [*prompts["300"], *plain["300"]]
-    for judge in readings(fresh):  # at once by the kernels, in pieces by plain torch
+    for judge in readings(fresh):  # by the kernels, then by plain torch
         torch.testing.assert_close(judge.logits(text), fresh.logits(text), atol=0.5, rtol=0)
 
 
