@@ -22,10 +22,6 @@ from jetspec.types import BatchLayout, KVPages, Request, TreeBatch
 
 PageKey = tuple[int | str, tuple[int, ...]]
 
-SPARE_PAGES = 8
-"""That a request takes beyond what it needs, while half of all stay free: whatever changes in the page table keeps a
-GPU waiting between two rounds."""
-
 
 class PagePool:
     """Which pages are free, in use or remembered. Numbers only, no storage.
@@ -195,7 +191,7 @@ class KVCache:
             return False
         pages = self.pool.recall(request.tokens[:-1], request.cache_salt)
         missing = self.pages_for(len(request.tokens) - 1 + tokens_ahead) - len(pages)
-        fresh = self.pool.allocate(missing + self._spare(request, len(pages), missing, tokens_ahead))
+        fresh = self.pool.allocate(missing)
         if fresh is None:
             self.pool.release(pages)
             return False
@@ -212,8 +208,7 @@ class KVCache:
         if request.num_cached <= request.room:
             return True
         held = len(self.pages_of[request.row])
-        missing = self.pages_for(request.num_cached + tokens_ahead) - held
-        pages = self.pool.allocate(missing + self._spare(request, held, missing, tokens_ahead))
+        pages = self.pool.allocate(self.pages_for(request.num_cached + tokens_ahead) - held)
         if pages is None:
             return False
         self._append(request, pages, tokens_ahead)
@@ -300,11 +295,6 @@ class KVCache:
     def _remember(self, request: Request) -> None:
         """Full pages are not written to again, so others may read them while the request goes on."""
         self.pool.remember(request.tokens[: request.num_cached], self.pages_of[request.row], request.cache_salt)
-
-    def _spare(self, request: Request, held: int, missing: int, tokens_ahead: int) -> int:
-        """Pages to take with the missing ones: not more than the request could ever need, nor what others might."""
-        most = self.pages_for(request.longest + tokens_ahead) - held - missing
-        return max(0, min(SPARE_PAGES, most, len(self.pool.free_pages) - missing - self.pool.num_pages // 2))
 
     def _append(self, request: Request, pages: list[int], tokens_ahead: int) -> None:
         held = self.pages_of[request.row]

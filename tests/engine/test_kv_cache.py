@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jetspec.engine.kv_cache import KVCache, PagePool
-from jetspec.types import Request, SamplingParams
-from tests.engine.tiny import tiny_decoder
+from jetspec.engine.kv_cache import PagePool
 
 PAGE = 2
 tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=9)
@@ -92,50 +88,3 @@ def test_without_memory_nothing_is_recalled() -> None:
     pool.remember([1, 2], pages)
     pool.release(pages)
     assert pool.recall([1, 2]) == []
-
-
-def cache_of(num_pages: int) -> KVCache:
-    config = tiny_decoder().config
-    return KVCache(
-        config,
-        None,
-        num_rows=8,
-        row_len=200,
-        num_pages=num_pages,
-        page_size=4,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        prefix_cache=False,
-    )
-
-
-def request_of(prompt: int, longest: int) -> Request:
-    return Request(0, [0] * prompt, prompt, SamplingParams(), seed=0, longest=longest)
-
-
-@pytest.mark.parametrize(("num_pages", "most_changes"), [(200, 5), (35, 26)])
-def test_the_page_table_rarely_changes_while_pages_are_plenty(num_pages: int, most_changes: int) -> None:
-    """And a request never holds more than it could come to need."""
-    cache, request, changes = cache_of(num_pages), request_of(5, longest=120), 0
-    assert cache.admit(request, tokens_ahead=6)
-    for cached in range(5, 120):
-        request.num_cached = cached
-        assert cache.reserve(request, tokens_ahead=6)
-        held = cache.pages_of[request.row]
-        assert cache.pages_for(cached + 6) <= len(held) <= cache.pages_for(120 + 6)
-        changes += bool(cache.new_pages)
-        cache.flush()
-        assert cache.page_RP[request.row, : len(held)].tolist() == held
-    assert changes <= most_changes
-
-
-@pytest.mark.parametrize("num_pages", [9, 16, 23, 40])
-def test_spare_pages_are_taken_from_nobody(num_pages: int) -> None:
-    cache = cache_of(num_pages)
-    for prompt in (3, 9, 14, 6, 30, 2, 8, 5):
-        free, request = len(cache.pool.free_pages), request_of(prompt, longest=100)
-        needed = cache.pages_for(prompt - 1 + 6)
-        assert cache.admit(request, tokens_ahead=6) == (needed <= free)
-        if needed <= free:
-            spare = len(cache.pages_of[request.row]) - needed
-            assert 0 <= spare <= 8 and (spare == 0 or len(cache.pool.free_pages) >= num_pages // 2)
