@@ -123,7 +123,7 @@ class Soak:
             for size in batch_sizes(len(self.engine.cache.pages_of)):
                 alike = {str(i): prompt[:1] for i in range(size)}
                 _complete(self.engine, alike, replace(params, max_tokens=1))
-        # What the engine saw last is alike each time only if that was not the first of its kind, which graphs keep.
+        # A graph keeps something of the first batch of its kind: the last one, which the engine keeps, is no first.
         _complete(self.engine, {"0": prompt[:1]}, SamplingParams(max_tokens=1))
         self.fresh.rows(prompt)
 

@@ -32,7 +32,6 @@ class RerunPool(GraphPool):
 
     def capture(self, run: Callable[[], R]) -> tuple[Any, R]:
         self.num_captured += 1
-        run()
         result = run()
         return Rerun(run, result), result
 

@@ -10,6 +10,7 @@ kernels, which may be wrong. Another reading is taken to lie as far beyond these
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,10 +33,10 @@ CONTENDERS = 64
 RIVALS = 64
 """Tokens near the best of their positions that tell how far rounding moves such. Fewer say nothing."""
 READINGS = 8
-"""Of a text that is looked at more closely."""
+"""Of a text that is looked at more closely, besides the first. More would excuse more: their extremes decide."""
 ONE_IN = 6
-"""Numbers that are moved by a unit of their last place, as often as makes the mean square error of two roundings, each
-a twelfth of a square unit: a layer rounds what it adds to twice."""
+"""One number in so many is moved by a unit of its last place. That is the mean square error of two roundings, each a
+twelfth of a square unit: a layer rounds what it adds to twice."""
 
 Texts = Mapping[str, Sequence[int]]
 """Tokens by the name of a prompt."""
@@ -61,38 +62,36 @@ class FreshPass:
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], last: int = 1) -> Tensor:
         """What follows each of the last tokens, (last, V), float32."""
-        request, out = self._read(tokens)
-        self.cache.release(request)
-        return self.target.logits(out.hidden_TM[-last:]).float()
+        with self._admitted(tokens) as request:
+            return self.target.logits(self._pass(request, len(tokens)).hidden_TM[-last:]).float()
 
     @torch.inference_mode()
     def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
         """The same from several passes: over the text before the last tokens, then over these, so many at a time."""
-        request, parts = self._admit(tokens), []
-        if before := len(tokens) - last:
-            self._pass(request, before)
-        while missing := len(tokens) - request.num_cached:
-            parts.append(self.target.logits(self._pass(request, min(size, missing)).hidden_TM).float())
-        self.cache.release(request)
+        parts = []
+        with self._admitted(tokens) as request:
+            if before := len(tokens) - last:
+                self._pass(request, before)
+            while missing := len(tokens) - request.num_cached:
+                parts.append(self.target.logits(self._pass(request, min(size, missing)).hidden_TM).float())
         return torch.cat(parts)
 
     @torch.inference_mode()
     def rows(self, tokens: Sequence[int]) -> list[Tensor]:
         """What the cache of an engine should hold after these tokens; see `cached_rows`."""
-        request, _ = self._read(tokens)
-        rows = cached_rows(self.cache, request)
-        self.cache.release(request)
-        return rows
+        with self._admitted(tokens) as request:
+            self._pass(request, len(tokens))
+            return cached_rows(self.cache, request)
 
-    def _read(self, tokens: Sequence[int]) -> tuple[Request, Hidden]:
-        request = self._admit(tokens)
-        return request, self._pass(request, len(tokens))
-
-    def _admit(self, tokens: Sequence[int]) -> Request:
+    @contextmanager
+    def _admitted(self, tokens: Sequence[int]) -> Iterator[Request]:
         request = Request(0, list(tokens), len(tokens), SamplingParams(), seed=0, longest=len(tokens))
         if not self.cache.admit(request, tokens_ahead=1):
             raise ValueError(f"{len(tokens)} tokens are more than a pass was prepared for")
-        return request
+        try:
+            yield request
+        finally:
+            self.cache.release(request)
 
     def _pass(self, request: Request, count: int) -> Hidden:
         """Over the next tokens of a text."""
@@ -234,7 +233,9 @@ def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], l
     first, *others = judges
     gap = gap_between(a, b, tokens, first)
     again = [gap_between(a, b, tokens, judge) for judge in others] if gap > limit else []
-    return Gap(gap, min(again), max(again) - min(again)) if again else Gap(gap, gap, 0.0)
+    known = [other for other in again if other < math.inf]  # without what a draw leaves out
+    moved = max(known) - min(known) if known else 0.0
+    return Gap(gap, min(again, default=gap), moved)
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,17 @@ def test_pieces_of_a_text_are_the_whole_in_float32_and_nearly_so_in_16_bits(fold
     assert 1e-3 < pair_noise(rounded, texts, 8).widest_tie < 1
 
 
+def test_a_pass_that_broke_off_takes_no_room(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = FreshPass(llm.target.decoder, None, 8)
+    expected = fresh.logits([1, 2, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr(FreshPass, "_pass", lambda *_: 1 / 0)
+        for read in (fresh.logits, fresh.rows, partial(fresh.logits_in_pieces, last=2, size=1)):
+            with pytest.raises(ZeroDivisionError):
+                read([1, 2, 3, 4])
+    assert torch.equal(fresh.logits([1, 2, 3]), expected)
+
+
 class Moved:
     """A target whose pieces move logits: those of tokens that are far behind by more."""
 
@@ -180,6 +193,8 @@ class Reading:
         (9.0, [2.5, 2.0, 1.5, 1.25], 1.25, 1.25, True),
         (9.0, [2.25, 2.0, 1.5, 1.5], 1.5, 0.75, False),
         (9.0, [9.5, 8.0, 8.5, 9.0], 8.0, 1.5, False),
+        (9.0, [9.5, math.inf, 8.5, 9.0], 8.5, 1.0, False),
+        (math.inf, [math.inf] * 4, math.inf, 0.0, False),
     ],
 )
 def test_a_gap_that_is_wide_in_every_reading_and_moves_little_is_a_mistake(
