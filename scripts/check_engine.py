@@ -34,6 +34,7 @@ from jetspec.config import EngineConfig, Shrink, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import DTYPES, GPU_TREE, choose_device
+from jetspec.engine.warm_up import courses
 from jetspec.files import check_writable
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
@@ -230,6 +231,8 @@ def check_speed(
     for budget in (1, *budgets):
         engine = models.engine(budget, config)
         warm_up(engine, everything, 1)
+        for course in courses(engine):  # prompts of every length
+            course.run(engine)
         for name, prompts in sets.items():
             done[name, budget] = decode_timed(engine, prompts, tokens, 1, f"{name}, budget {budget}")
     plain = {name: done[name, 1] for name in sets}

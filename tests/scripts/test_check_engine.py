@@ -60,6 +60,23 @@ def test_speed() -> None:
     assert results["noise"]["trees"] < 1e-4 > results["noise"]["steps"]
 
 
+def test_speed_captures_everything_before_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would decode all prompts again."""
+    replaying(monkeypatch)
+    timed, decode = Counter[str](), check.decode
+
+    def noted(*args: Any) -> check.Decoded:
+        timed[args[-1]] += 1
+        return decode(*args)
+
+    sets: dict[str, Texts] = {"short": check.first(PROMPTS, 3), "long": {"x": [5] * 90, "y": [6] * 150}}
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "decode", noted)
+        check.check_speed(MODELS, sets, [4, 16], TOKENS)
+    labels = {f"{name}, budget {budget}" for name in sets for budget in (1, 4, 16)}
+    assert {label: timed[label] for label in labels} == dict.fromkeys(labels, 1)
+
+
 def test_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "STEADY_S", 0.0)
     trees = [check.Tree.read(word) for word in ("8", "8:2", "1")]
