@@ -24,7 +24,7 @@ from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TARGET, TRUTH
 from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
-from tests.rerun import RerunPool
+from tests.rerun import replay_all
 
 WHO = ["none", "head", "edge", "eagle3"]
 DOUBLE = tiny_decoder().double()
@@ -43,8 +43,7 @@ def head_of(who: str, target: Decoder) -> Head | None:
 def replaying(target: Decoder, head: Head | None, config: EngineConfig, sizes: PrefillSizes | None = None) -> Engine:
     """An engine whose prefills are captured. Its rounds are not: their results would need the memory of a graph."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_uses_graphs", lambda self, config: True)
-        patch.setattr("jetspec.engine.engine.GraphPool", RerunPool)
+        replay_all(patch)
         engine = make_engine(target, "head" if head else "none", head, TreeConfig(budget=8, width=4), config)
     engine.rounds = EagerRounds(engine.round)
     if sizes is not None:

@@ -21,13 +21,12 @@ from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import Launched
 from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.prefill import GraphPrefills, PrefillSizes
-from jetspec.engine.rows import Download
 from jetspec.engine.scheduler import Scheduler
 from jetspec.types import Request, SamplingParams, Update
 from scripts import check_engine as check
 from scripts import soak
 from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head
-from tests.rerun import RerunPool
+from tests.rerun import replay_all
 
 TARGET = tiny_decoder()
 MODELS = check.Models(TARGET, tiny_head(TARGET), eos_tokens=frozenset({7}))
@@ -62,7 +61,7 @@ def test_speed() -> None:
 
 def test_speed_captures_everything_before_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it would decode all prompts again."""
-    replaying(monkeypatch)
+    replay_all(monkeypatch)
     timed, decode = Counter[str](), check.decode
 
     def noted(*args: Any) -> check.Decoded:
@@ -177,17 +176,11 @@ def test_strict_notices_a_broken_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not results["correct"] and results["mistakes"] and results["widest_gap"] > 1e-2
 
 
-def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines run as they do on a GPU: all is captured, and the host reads a round while the next one runs."""
-    monkeypatch.setattr(Engine, "_uses_graphs", lambda self, config: True)
-    monkeypatch.setattr("jetspec.engine.engine.GraphPool", RerunPool)
-    monkeypatch.setattr("jetspec.engine.graphs.Download", lambda source: Download(source.clone()))
-
-
 @pytest.mark.parametrize("replays", [False, True])
 def test_soak(replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all is captured, and the host reads a round while the next one runs."""
     if replays:
-        replaying(monkeypatch)
+        replay_all(monkeypatch)
     results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=200)
     assert results["correct"], results["problems"]
     assert results["rounds"] >= 200 and results["caches_compared"] > 20
