@@ -97,7 +97,7 @@ class Engine:
         self.graphs: GraphPool | None = None
         if self.uses_graphs:
             self.graphs = GraphPool(self.device)
-            self.rounds = GraphRounds(self.round, config.max_batch, self.graphs)
+            self.rounds = GraphRounds(self.round, config.max_batch, self.graphs, self.ahead)
             self.prefills = GraphPrefills(self.round, PrefillSizes.of(config), self.graphs)
         self.scheduler = Scheduler(self.cache, lookahead, config.prefill_chunk, config.patience)
         self.requests: dict[int, Request] = {}

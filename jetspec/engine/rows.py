@@ -169,16 +169,23 @@ class WrittenTokens:
 
 
 class Download:
-    """A tensor on its way to the host. On a GPU the host goes on with other work until it reads."""
+    """A tensor of the host that a device is about to write. The host goes on with other work until it reads it."""
 
-    def __init__(self, source: Tensor) -> None:
-        self.tensor = source
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        self.tensor = tensor
         self.arrived: torch.cuda.Event | None = None
-        if source.is_cuda:
-            self.tensor = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self.tensor.copy_(source, non_blocking=True)
+        if device.type == "cuda":
             self.arrived = torch.cuda.Event()
             self.arrived.record()
+
+    @classmethod
+    def of(cls, source: Tensor) -> Download:
+        """A copy of what is on the device."""
+        copy = source
+        if source.is_cuda:
+            copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            copy.copy_(source, non_blocking=True)
+        return cls(copy, source.device)
 
     def read(self) -> Tensor:
         if self.arrived is not None:

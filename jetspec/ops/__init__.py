@@ -8,6 +8,7 @@ from jetspec.ops.linear import Stream, add_linear, copied, linear, norm_linear, 
 from jetspec.ops.moe import Routed, add_mixture, norm_route
 from jetspec.ops.norm_rope import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store, rotate_store_layers
 from jetspec.ops.place import Places, place
+from jetspec.ops.post import post
 from jetspec.ops.shortlist import shortlist
 from jetspec.ops.swiglu import swiglu
 from jetspec.ops.topk_logprob import cool, topk_logprob
@@ -39,6 +40,7 @@ __all__ = [
     "pack",
     "place",
     "plan_attention",
+    "post",
     "rms_norm",
     "rope",
     "rotate",

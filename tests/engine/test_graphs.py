@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +18,8 @@ from jetspec.bench.precision import FreshPass, find_differences, pair_noise, rea
 from jetspec.config import DrafterName, EngineConfig, Score, Shrink, TreeConfig
 from jetspec.dispatch import force
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import batch_sizes
+from jetspec.engine.graphs import Mail, batch_sizes
+from jetspec.engine.rows import Download
 from jetspec.graph_pool import GraphPool
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.heads import Head
@@ -27,6 +29,7 @@ from tests.engine import test_prefill as prefills
 from tests.engine import test_requests as requests
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH
 from tests.engine.tiny import VOCAB, Script, make_engine, randomize, run, tiny_decoder, tiny_eagle3, tiny_head, use
+from tests.rerun import replay_all
 
 
 @given(st.integers(1, 5000))
@@ -39,6 +42,55 @@ def test_little_of_a_batch_is_padding(max_batch: int) -> None:
 def test_graphs_need_a_gpu() -> None:
     with pytest.raises(ValueError, match="needs a GPU"):
         make_engine(tiny_decoder(), config=EngineConfig(execution="graph"))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_replayed_rounds_may_be_read_late(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has left is there until it is read, however many are under way."""
+    replay_all(monkeypatch)
+    target = tiny_decoder()
+    config = EngineConfig(page_size=4, max_batch=3, ahead=ahead, num_pages=60)
+    engine = make_engine(target, "head", tiny_head(target), config=config)
+    for sampling in (GREEDY, SAMPLED, replace(SAMPLED, logprobs=2)):
+        expected = TRUTH[id(GREEDY if sampling is GREEDY else SAMPLED)]
+        assert [done.token_ids for done in run(engine, PROMPTS, sampling)] == expected
+    assert engine.graphs is not None and engine.graphs.num_captured > 6
+
+
+def test_mail_is_waited_for_before_its_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[Tensor]()
+    monkeypatch.setattr(Download, "read", lambda self: read.append(self.tensor))
+    mail = Mail(2, torch.device("cpu"))
+    mail.post(torch.zeros(3))
+    mail.post(torch.ones(3))
+    mail.next()
+    mail.next()
+    assert not read
+    del mail
+    assert [tensor.tolist() for tensor in read] == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("rounds", range(1, 5))
+def test_rounds_after_one_that_was_broken_off_are_read_as_they_are(
+    rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come when a graph is launched and nobody knows yet."""
+    replay_all(monkeypatch)
+    target, following = tiny_decoder(), Mail.next
+    engine = make_engine(target, "head", tiny_head(target), config=EngineConfig(page_size=4, max_batch=3))
+    launched = itertools.count(1)
+
+    def broken_off(self: Mail) -> Download:
+        if next(launched) == rounds:
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(Mail, "next", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, PROMPTS, GREEDY)
+    for request_id in list(engine.requests):
+        engine.cancel(request_id)
+    assert [done.token_ids for done in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
 
 
 @pytest.mark.gpu
