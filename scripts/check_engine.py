@@ -194,7 +194,6 @@ class Ties:
         return {
             "different": len(found),
             "mistakes": sum(not difference.tie for difference in found),
-            "wide_ties": sum(d.tie and d.least is not None and d.least > self.limit for d in found),
             "differences": [asdict(difference) for difference in found],
         }
 
@@ -511,7 +510,7 @@ def make_parser() -> Parser:
         made.add_argument("--commit", help="commit of the source, where git cannot tell")
         return made
 
-    both = ["float32", "bfloat16"]
+    both = ["bfloat16", "float32"]
     speed = command("speed", "one request at a time, against plain and `transformers`", ["bfloat16"], 256)
     speed.add_argument("--budgets", type=drafted, nargs="+", default=[16, 32, 64])
     speed.add_argument(

@@ -83,8 +83,7 @@ def speed_table(record: Record) -> str:
         budget = "plain" if run["budget"] == PLAIN else str(run["budget"])
         shown = [f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_round']:.2f}", f"{run['speedup']:.2f}"]
         shown += [two_digits(run["speedup_over_transformers"])] if knows_other else []
-        widest = max((d["gap"] for d in run["differences"] if d["gap"] is not None), default=0.0)
-        rows.append([dtype, run["set"], budget, *shown, *same_text(run, widest, result["tie_limit"])])
+        rows.append([dtype, run["set"], budget, *shown, *same_text(run, result["tie_limit"])])
     table = numbers(("dtype", "set", "budget", *speeds, *SAME_TEXT), rows)
     return f"{other_note(record)}\n\n{table}" if knows_other else table
 
@@ -105,10 +104,12 @@ def two_digits(value: float) -> str:
 SAME_TEXT = ("differ", "by more than a tie", "by a wide tie", "widest gap", "tie is up to")
 
 
-def same_text(found: Mapping[str, Any], widest_gap: float, tie_limit: float) -> list[str]:
-    """How texts compare with those of plain decoding. A record that knows no wide ties has none."""
-    counts = found["different"], found["mistakes"], found.get("wide_ties", 0)
-    return [*map(str, counts), f"{widest_gap:.2g}", f"{tie_limit:.2g}"]
+def same_text(found: Mapping[str, Any], tie_limit: float) -> list[str]:
+    """How texts compare with those of plain decoding. Wide ties are those that readings of their own text show."""
+    gaps = [difference["gap"] for difference in found["differences"] if difference["gap"] is not None]
+    wide = sum(difference.get("tie", False) and difference["gap"] > tie_limit for difference in found["differences"])
+    counts = found["different"], found["mistakes"], wide
+    return [*map(str, counts), f"{max(gaps, default=0.0):.2g}", f"{tie_limit:.2g}"]
 
 
 def best_table(record: Record) -> str:
@@ -166,7 +167,7 @@ def strict_table(record: Record) -> str:
             f"{result['prompts']:,}",
             f"{result['tokens']:,}",
             f"{result['tokens_per_round']:.2f}",
-            *same_text(result, result["widest_gap"], result["tie_limit"]),
+            *same_text(result, result["tie_limit"]),
         ]
         for dtype, result in record["results"].items()
     ]

@@ -390,21 +390,21 @@ def test_too_few_prompts_are_told_in_one_line(tiny_files: Path, capsys: pytest.C
 
 
 def test_what_was_measured_is_kept_where_the_next_fails(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_in_16_bits(*args: Any) -> dict[str, Any]:
-        if torch.bfloat16 in args:
+    def fail_in_32_bits(*args: Any) -> dict[str, Any]:
+        if torch.float32 in args:
             raise MemoryError
         return {"correct": True}
 
-    monkeypatch.setattr(check, "run", fail_in_16_bits)
+    monkeypatch.setattr(check, "run", fail_in_32_bits)
     out = tiny_files / "record.json"
     words = ["--head", "h", "--data", str(tiny_files), "--out", str(out), "--device", "cpu"]
     with pytest.raises(MemoryError):
         check.main(["strict", *words])
     record = json.loads(out.read_text())
-    assert record["results"] == {"float32": {"correct": True}}
-    assert record["unfinished"] == ["bfloat16"] and not record["holds"]
+    assert record["results"] == {"bfloat16": {"correct": True}}
+    assert record["unfinished"] == ["float32"] and not record["holds"]
     with pytest.raises(SystemExit):
-        check.main(["strict", *words, "--dtypes", "float32"])
+        check.main(["strict", *words, "--dtypes", "bfloat16"])
     record = json.loads(out.read_text())
     assert "unfinished" not in record and record["holds"]
 
