@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -21,14 +23,26 @@ class GraphPool:
 
     def capture(self, run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
         """A graph of what `run` does, and what it returns, which every replay writes anew. It runs once before that, so
-        that kernels are compiled and lasting tensors made outside the graph. Other threads may use the GPU
-        meanwhile."""
+        that kernels are compiled and lasting tensors made outside the graph. Other threads may use the GPU meanwhile,
+        but nobody collects what another engine left: a graph or an event cannot end while one is made."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             run()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory, stream=self.stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self.memory, stream=self.stream, capture_error_mode="thread_local")
+        with without_collection(), capture:
             result = run()
         self.num_captured += 1
         return graph, result
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

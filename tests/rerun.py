@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from jetspec.engine.engine import Engine
+from jetspec.engine.rows import Download
 from jetspec.graph_pool import GraphPool
 
 R = TypeVar("R")
 
 
 def replay_all(patch: pytest.MonkeyPatch) -> None:
-    """Engines that are made from now on run as on a GPU: they capture prefills and rounds, and replay them."""
+    """Engines capture prefills and rounds, and replay them, as on a GPU. What a round leaves is the host's own."""
     patch.setattr(Engine, "_uses_graphs", lambda self, config: True)
     patch.setattr("jetspec.engine.engine.GraphPool", RerunPool)
+    patch.setattr("jetspec.engine.graphs.Download", lambda source: Download(source.clone()))
 
 
 class Rerun:

@@ -213,7 +213,7 @@ class Decoding:
         if pool is None:
             return EagerRounds(round)
         key = len(lineup.requests), lineup.wants
-        rounds = GraphRounds(round, len(lineup.requests), pool, self.engine.ahead)
+        rounds = GraphRounds(round, len(lineup.requests), pool)
         rounds.graphs[key] = rounds.capture(*key)
         return rounds
 

@@ -37,7 +37,7 @@ class TreeMasks:
 
     def __init__(self, tree: DraftTree, requests: Sequence[Request]) -> None:
         self.constraints = {row: r.constraint for row, r in enumerate(requests) if r.constraint is not None}
-        self.trees = Download.of(torch.stack((tree.token_BN, tree.parent_BN), 1))
+        self.trees = Download(torch.stack((tree.token_BN, tree.parent_BN), 1))
 
     def compute(self, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the batch that are constrained, and for each of their nodes a mask of the tokens that may follow."""

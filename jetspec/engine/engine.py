@@ -14,7 +14,7 @@ from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.chunk import Chunk
 from jetspec.engine.detokenize import Decode, TextStream
 from jetspec.engine.drafter import Drafter, Eagle3Drafter, HeadDrafter, NgramDrafter, NoDrafter
-from jetspec.engine.graphs import EagerRounds, GraphRounds, Launched, Lineup, Rounds
+from jetspec.engine.graphs import EagerRounds, GraphRounds, Launched, Lineup, RoundRow, Rounds
 from jetspec.engine.kv_cache import KVCache, page_bytes
 from jetspec.engine.prefill import EagerPrefills, GraphPrefills, Prefills, PrefillSizes
 from jetspec.engine.round import Round, RoundResult
@@ -97,7 +97,7 @@ class Engine:
         self.graphs: GraphPool | None = None
         if self.uses_graphs:
             self.graphs = GraphPool(self.device)
-            self.rounds = GraphRounds(self.round, config.max_batch, self.graphs, self.ahead)
+            self.rounds = GraphRounds(self.round, config.max_batch, self.graphs)
             self.prefills = GraphPrefills(self.round, PrefillSizes.of(config), self.graphs)
         self.scheduler = Scheduler(self.cache, lookahead, config.prefill_chunk, config.patience)
         self.requests: dict[int, Request] = {}
@@ -178,6 +178,7 @@ class Engine:
     def step(self) -> list[Update]:
         """Run one prefill chunk and start one round; return what became visible, which may be of an earlier one."""
         with torch.cuda.device_of(self.target.embedding):  # kernels and graphs go where the current device is
+            updates = self._read(self.ahead)  # more are left where an earlier step was broken off
             self._prefill(self.scheduler.next_chunks())
             batch = self.scheduler.next_batch()
             if batch:
@@ -187,10 +188,15 @@ class Engine:
                 self.drafter.look(batch)
                 self.in_flight.append(self.rounds.launch(self.lineup))
             ahead = self.ahead if batch and not self.lineup.waits else 0
-            updates: list[Update] = []
-            while len(self.in_flight) > ahead:
-                updates += self._publish(self.in_flight.popleft())
-            return updates
+            return updates + self._read(ahead)
+
+    def _read(self, left: int) -> list[Update]:
+        """What rounds wrote, until so many are left under way. Who breaks off a wait loses none."""
+        updates: list[Update] = []
+        while len(self.in_flight) > left:
+            rows = self.in_flight[0].read()
+            updates += self._publish(self.in_flight.popleft(), rows)
+        return updates
 
     def _line_up(self, batch: list[Request]) -> None:
         self.lineup = Lineup.of(batch)
@@ -210,10 +216,9 @@ class Engine:
             self.cache.advance(request, count)
             request.stats.prefill_s += self.clock() - began
 
-    def _publish(self, launched: Launched) -> list[Update]:
+    def _publish(self, launched: Launched, rows: Sequence[RoundRow]) -> list[Update]:
         """Append what a round committed to its requests, but to those that ended or lost their row meanwhile."""
-        lineup, rows = launched.lineup, launched.read()
-        now = self.clock()
+        lineup, now = launched.lineup, self.clock()
         updates = []
         for i, (request, moves) in enumerate(zip(lineup.requests, lineup.moves, strict=True)):
             if request.moves != moves:

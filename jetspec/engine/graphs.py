@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from jetspec import ops
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.rows import Download, RowTable, upload
@@ -50,6 +46,10 @@ class Lineup:
         return requests == self.requests and self.moves == [request.moves for request in requests]
 
 
+RoundRow = tuple[int, list[int], list[float]]
+"""Of a request: nodes of the tree, the committed tokens, and their log-probabilities as `PathLogprobs` packs them."""
+
+
 @dataclass(frozen=True)
 class Launched:
     """A round under way. `result` is the device's: with graphs it holds until the next launch."""
@@ -58,9 +58,7 @@ class Launched:
     result: RoundResult
     packed: Download
 
-    def read(self) -> list[tuple[int, list[int], list[float]]]:
-        """Per request: nodes of the tree, the committed tokens, and their log-probabilities as `PathLogprobs` packs
-        them."""
+    def read(self) -> list[RoundRow]:
         width = 2 + self.result.token_BD1.shape[1]
         packed = self.packed.read()[: len(self.lineup.requests)]
         rows = zip(packed[:, :width].long().tolist(), packed[:, width:].tolist(), strict=True)
@@ -84,49 +82,12 @@ class EagerRounds:
         if lineup is not self.lineup:
             self.lineup, self.row_B = lineup, upload(lineup.rows, torch.int64, rows.device)
         result = self.round(round_state(rows, self.row_B, lineup.wants, lineup.requests))
-        return Launched(lineup, result, Download.of(result.packed))
+        return Launched(lineup, result, Download(result.packed))
 
 
 def round_state(rows: RowTable, row_B: Tensor, wants: Wants, requests: list[Request]) -> RoundState:
     limits = rows.limits(row_B) if wants.drafting == "limited" else None
     return RoundState(row_B, rows.anchor_R[row_B], rows.sampling(row_B, wants), requests, wants, limits)
-
-
-class Mail:
-    """What a graph leaves to the host, in the host's own memory: nothing is copied between two rounds. Rounds that are
-    under way at the same time write to places of their own. The memory is there until all of them are over: nobody
-    else knows that the device writes to it."""
-
-    def __init__(self, num_places: int, device: torch.device) -> None:
-        self.num_places, self.num_posted = num_places, 0
-        self.count_1 = torch.zeros(1, dtype=torch.int64, device=device)
-        self.places: Tensor | None = None
-        self.last = deque[Download](maxlen=1)
-        weakref.finalize(self, read_all, self.last)
-
-    def post(self, packed: Tensor) -> None:
-        """Part of what is captured."""
-        if self.places is None:
-            shape = (self.num_places, *packed.shape)
-            self.places = torch.empty(shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
-        ops.post(packed, self.places, self.count_1)
-
-    def agree(self) -> None:
-        """The device counts what the host does: not what was posted while a graph was made, or broken off by Ctrl-C."""
-        self.count_1.fill_(self.num_posted)
-
-    def next(self) -> Download:
-        """What a replay writes that has just been launched."""
-        assert self.places is not None
-        place = self.places[self.num_posted % self.num_places]
-        self.num_posted += 1
-        self.last.append(download := Download(place, self.count_1.device))
-        return download
-
-
-def read_all(downloads: Iterable[Download]) -> None:
-    for download in downloads:
-        download.read()
 
 
 @dataclass
@@ -136,7 +97,7 @@ class Captured:
     row_B: Tensor
     graph: torch.cuda.CUDAGraph
     result: RoundResult
-    mail: Mail
+    packed: Tensor
     rows: list[int]
     """What `row_B` holds."""
 
@@ -149,8 +110,8 @@ class GraphRounds:
     the middle of a round, so it runs as written.
     """
 
-    def __init__(self, round: Round, max_batch: int, pool: GraphPool, ahead: int) -> None:
-        self.round, self.pool, self.ahead = round, pool, ahead
+    def __init__(self, round: Round, max_batch: int, pool: GraphPool) -> None:
+        self.round, self.pool = round, pool
         self.sizes = batch_sizes(max_batch)
         self.eager = EagerRounds(round)
         self.graphs: dict[tuple[int, Wants], Captured] = {}
@@ -166,15 +127,11 @@ class GraphRounds:
         assert self.round.cache.idle_row is not None
         rows = lineup.rows + [self.round.cache.idle_row] * (size - len(lineup.rows))
         if captured.rows != rows:
+            captured.rows = []  # known again when they are there
             captured.row_B.copy_(upload(rows, torch.int64, self.pool.device))
             captured.rows = rows
-        try:
-            captured.graph.replay()
-            packed = captured.mail.next()
-        except BaseException:
-            captured.mail.agree()
-            raise
-        return Launched(lineup, captured.result, packed)
+        captured.graph.replay()
+        return Launched(lineup, captured.result, Download(captured.packed))
 
     def capture(self, size: int, wants: Wants) -> Captured:
         """Record a round. Nothing but idle rows take part, so the run before it leaves no trace."""
@@ -182,16 +139,12 @@ class GraphRounds:
         idle = [self.round.cache.idle_row] * size
         row_B, rows = upload(idle, torch.int64, self.pool.device), self.round.cache.rows
 
-        mail = Mail(self.ahead + 1, self.pool.device)
-
-        def run() -> RoundResult:
+        def run() -> tuple[RoundResult, Tensor]:
             result = self.round(round_state(rows, row_B, wants, []))
-            mail.post(result.packed)
-            return result
+            return result, result.packed
 
-        graph, result = self.pool.capture(run)
-        mail.agree()
-        return Captured(row_B, graph, result, mail, idle)
+        graph, (result, packed) = self.pool.capture(run)
+        return Captured(row_B, graph, result, packed, idle)
 
 
 def batch_sizes(max_batch: int) -> list[int]:

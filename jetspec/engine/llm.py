@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,6 +73,8 @@ class LLM:
     ) -> None:
         self.target, self.head, self.config = target, head, config
         self._kept: list[Update] = []
+        vocab_size, ends = target.decoder.config.vocab_size, target.eos_tokens
+        self._grammars = cache(lambda: Grammars(target.tokenizer.token_bytes(), vocab_size, ends))
         self.drafter: DrafterName = drafter or ("head" if head else "ngram")
         on_cpu = target.decoder.embedding.device.type == "cpu"
         self.tree = tree or (CPU_TREE if on_cpu else GPU_TREE)
@@ -85,6 +87,7 @@ class LLM:
     @cached_property
     def engine(self) -> Engine:
         """Made when it is first needed, because it takes the memory of the cache."""
+        grammars = self._grammars  # and not this object, which would hold itself
         return Engine(
             self.target.decoder,
             self.head,
@@ -93,14 +96,13 @@ class LLM:
             config=self.config,
             eos_tokens=self.target.eos_tokens,
             decode=self.tokenizer.decode,
-            constrain=lambda grammar: self.grammars.start(grammar),
+            constrain=lambda grammar: grammars().start(grammar),
         )
 
-    @cached_property
+    @property
     def grammars(self) -> Grammars:
         """Made when it is first needed, because it reads the whole vocabulary."""
-        config = self.target.decoder.config
-        return Grammars(self.tokenizer.token_bytes(), config.vocab_size, self.target.eos_tokens)
+        return self._grammars()
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
+from jetspec.ops import post
 from jetspec.types import MAX_BIASED_TOKENS, Request, RowPenalties, RowSampling, TreeLimits, Wants
 
 COLUMNS = {
@@ -169,28 +171,26 @@ class WrittenTokens:
 
 
 class Download:
-    """A tensor of the host that a device is about to write. The host goes on with other work until it reads it."""
+    """A tensor on its way to the host. On a GPU the host goes on with other work until it reads it, or drops it: nobody
+    else knows that the device writes to its memory, so that is kept until it has arrived."""
 
-    def __init__(self, tensor: Tensor, device: torch.device) -> None:
-        self.tensor = tensor
+    def __init__(self, source: Tensor) -> None:
+        self.tensor = source
         self.arrived: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
-
-    @classmethod
-    def of(cls, source: Tensor) -> Download:
-        """A copy of what is on the device."""
-        copy = source
         if source.is_cuda:
-            copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            copy.copy_(source, non_blocking=True)
-        return cls(copy, source.device)
+            self.tensor = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self.arrived = torch.cuda.Event()
+            post(source, self.tensor)
+            self.arrived.record()
 
     def read(self) -> Tensor:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.tensor
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # a device that failed writes no more
+            self.read()
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernel of `post`. It starts when all before it is over."""
+"""The Triton kernel of `post`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -12,18 +12,14 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def post_triton(news: Tensor, places: Tensor, count_1: Tensor) -> None:
-    assert news.is_contiguous() and places.is_contiguous()
+def post_triton(news: Tensor, place: Tensor) -> None:
+    size, news = news.numel(), news.contiguous()
+    assert place.is_contiguous()
     with torch.cuda.device_of(news):
-        # One warp: no other may still have to read the count when it is written.
-        _post_kernel[(1,)](news, places, count_1, news.numel(), len(places), BLOCK=BLOCK, num_warps=1)
+        _post_kernel[(triton.cdiv(size, BLOCK),)](news, place, size, BLOCK=BLOCK)
 
 
-@triton.jit(do_not_specialize=["size", "num_places"])
-def _post_kernel(news_ptr, places_ptr, count_ptr, size, num_places, BLOCK: tl.constexpr):
-    count = tl.load(count_ptr)
-    place_ptr = places_ptr + count % num_places * size
-    for start in tl.range(0, size, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        tl.store(place_ptr + i, tl.load(news_ptr + i, mask=i < size), mask=i < size)
-    tl.store(count_ptr, count + 1)
+@triton.jit(do_not_specialize=["size"])
+def _post_kernel(news_ptr, place_ptr, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(place_ptr + i, tl.load(news_ptr + i, mask=i < size), mask=i < size)

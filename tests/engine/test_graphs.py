@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -18,9 +20,9 @@ from jetspec.bench.precision import FreshPass, find_differences, pair_noise, rea
 from jetspec.config import DrafterName, EngineConfig, Score, Shrink, TreeConfig
 from jetspec.dispatch import force
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import Mail, batch_sizes
+from jetspec.engine.graphs import GraphRounds, Launched, batch_sizes
 from jetspec.engine.rows import Download
-from jetspec.graph_pool import GraphPool
+from jetspec.graph_pool import GraphPool, without_collection
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
@@ -57,40 +59,87 @@ def test_replayed_rounds_may_be_read_late(ahead: int, monkeypatch: pytest.Monkey
     assert engine.graphs is not None and engine.graphs.num_captured > 6
 
 
-def test_mail_is_waited_for_before_its_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = list[Tensor]()
-    monkeypatch.setattr(Download, "read", lambda self: read.append(self.tensor))
-    mail = Mail(2, torch.device("cpu"))
-    mail.post(torch.zeros(3))
-    mail.post(torch.ones(3))
-    mail.next()
-    mail.next()
-    assert not read
-    del mail
-    assert [tensor.tolist() for tensor in read] == [[1, 1, 1]]
+class BrokenOff(deque[Launched]):
+    """Rounds under way. Ctrl-C comes when one of them has just been noted."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
 
-@pytest.mark.parametrize("rounds", range(1, 5))
-def test_rounds_after_one_that_was_broken_off_are_read_as_they_are(
-    rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C may come when a graph is launched and nobody knows yet."""
-    replay_all(monkeypatch)
-    target, following = tiny_decoder(), Mail.next
-    engine = make_engine(target, "head", tiny_head(target), config=EngineConfig(page_size=4, max_batch=3))
-    launched = itertools.count(1)
-
-    def broken_off(self: Mail) -> Download:
-        if next(launched) == rounds:
+    def append(self, launched: Launched) -> None:
+        super().append(launched)
+        assert len(self) <= 2, "there is room for what so many write"
+        self.left -= 1
+        if not self.left:
             raise KeyboardInterrupt
-        return following(self)
 
-    monkeypatch.setattr(Mail, "next", broken_off)
+
+def follow(engine: Engine, ids: list[int]) -> list[list[int]]:
+    texts: dict[int, list[int]] = {}
+    while len(texts) < len(ids):
+        texts |= {u.request_id: u.completion.token_ids for u in engine.step() if u.completion and u.request_id in ids}
+    return [texts[request_id] for request_id in ids]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("place", ["noted", "read"])
+def test_a_step_that_is_broken_off_loses_nothing_of_others(
+    number: int, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends some requests; the rest go on."""
+    replay_all(monkeypatch)
+    target = tiny_decoder()
+    engine = make_engine(target, "head", tiny_head(target), config=EngineConfig(page_size=4, max_batch=3, ahead=1))
+    reads, read = itertools.count(1), Download.read
+
+    def broken_off(self: Download) -> Tensor:
+        if next(reads) == number:
+            raise KeyboardInterrupt
+        return read(self)
+
+    if place == "noted":
+        engine.in_flight = BrokenOff(number)
+    else:
+        monkeypatch.setattr(Download, "read", broken_off)
+        monkeypatch.setattr(Download, "__del__", lambda self: None)
+    ids = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
     with pytest.raises(KeyboardInterrupt):
-        run(engine, PROMPTS, GREEDY)
-    for request_id in list(engine.requests):
-        engine.cancel(request_id)
-    assert [done.token_ids for done in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+        follow(engine, ids)
+    engine.cancel(ids[0])
+    assert follow(engine, ids[1:]) == TRUTH[id(GREEDY)][1:]
+
+
+def test_a_graph_knows_which_rows_it_reads_when_their_upload_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_all(monkeypatch)
+    target = tiny_decoder()
+    engine = make_engine(target, "head", tiny_head(target), config=EngineConfig(page_size=4, max_batch=2))
+    copy_, broken = Tensor.copy_, list[int]()
+
+    def broken_off(self: Tensor, source: Tensor, **options: Any) -> Tensor:
+        copied = copy_(self, source, **options)
+        if source.dtype == torch.int64 and source.tolist() == [1] and not broken:
+            broken.append(1)
+            raise KeyboardInterrupt
+        return copied
+
+    run(engine, PROMPTS[:1], GREEDY)
+    engine.add(PROMPTS[1], replace(GREEDY, max_tokens=2))
+    engine.add(PROMPTS[2], GREEDY)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tensor, "copy_", broken_off)
+        while engine.has_work:
+            engine.step()
+    assert isinstance(engine.rounds, GraphRounds)
+    assert all(captured.rows in ([], captured.row_B.tolist()) for captured in engine.rounds.graphs.values())
+
+
+def test_nothing_is_collected_while_a_graph_is_made() -> None:
+    with without_collection():
+        assert not gc.isenabled()
+        with without_collection():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,16 @@ def test_a_model_brings_its_own_head(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert other.head is not None and other.head.head_config.depth == 5
     assert LLM(model, drafter="ngram", device="cpu").head is None
     assert own.generate(PROMPTS[:2])[1].token_ids == plain.generate(PROMPTS[:2])[1].token_ids
+
+
+def test_memory_is_free_when_the_last_name_is_gone(llm: LLM) -> None:
+    """Without a search for cycles, for which a GPU that is full does not wait."""
+    other = llm.with_drafter("none")
+    generate(other)
+    left = weakref.ref(other.engine)
+    gc.disable()
+    try:
+        del other
+        assert left() is None
+    finally:
+        gc.enable()

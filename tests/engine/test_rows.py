@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetspec.engine.rows import COLUMNS, RowTable
+from jetspec.engine.rows import COLUMNS, Download, RowTable
 
 ROWS = 4
 WHOLE = {name: dtype == torch.int64 for dtype, names in COLUMNS.items() for name in names}
@@ -31,3 +32,24 @@ def test_columns_hold_what_was_said_last(flushes: list[list[tuple[int, dict[str,
         table.flush()
         assert {name: table.columns[name].tolist() for name in WHOLE} == expected
     assert table.length_R.data_ptr() == length_R.data_ptr()
+
+
+class Event:
+    def __init__(self, waited: list[str], fails: bool) -> None:
+        self.waited, self.fails = waited, fails
+
+    def synchronize(self) -> None:
+        self.waited.append("waited")
+        if self.fails:
+            raise RuntimeError("the device is lost")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_memory_is_kept_until_the_device_has_written_it(fails: bool) -> None:
+    """Nobody reads the last round of a text that has ended, and its memory may be given to others."""
+    waited = list[str]()
+    download = Download(torch.zeros(3))
+    download.arrived = Event(waited, fails)  # type: ignore[assignment]
+    del download
+    assert waited == ["waited"]

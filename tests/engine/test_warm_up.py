@@ -20,7 +20,7 @@ class NotedRounds(GraphRounds):
 
     def __init__(self, engine: Engine) -> None:
         assert engine.graphs is not None
-        super().__init__(engine.round, MAX_BATCH, engine.graphs, engine.ahead)
+        super().__init__(engine.round, MAX_BATCH, engine.graphs)
         self.needed: set[tuple[int, Wants]] = set()
 
     def launch(self, lineup: Lineup) -> Launched:

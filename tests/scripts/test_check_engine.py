@@ -202,9 +202,9 @@ def leaking_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for every round."""
     publish, kept = Engine._publish, list[Launched]()
 
-    def leak(self: Engine, launched: Launched) -> list[Update]:
+    def leak(self: Engine, launched: Launched, rows: Any) -> list[Update]:
         kept.append(launched)
-        return publish(self, launched)
+        return publish(self, launched, rows)
 
     monkeypatch.setattr(Engine, "_publish", leak)
 
