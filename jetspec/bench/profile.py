@@ -196,7 +196,7 @@ class Decoding:
     def run(self, rounds: int) -> Loop:
         """Let the engine go on, up to so many rounds or the first request that reaches the end of its context."""
         engine, before, watched = self.engine, self.engine.rounds, WatchedRound(self.engine.round, rounds)
-        engine.rounds = self._prepare(watched)
+        self.prepared = engine.rounds = self._prepare(watched)  # graphs of a pool end together
         watched.forget()
         tokens, count, requests = list[int](), 0, len(engine.requests)
         began = Moment(self.device)

@@ -8,7 +8,9 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -21,9 +23,11 @@ from jetspec.config import DrafterName, EngineConfig, Score, Shrink, TreeConfig
 from jetspec.dispatch import force
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import GraphRounds, Launched, batch_sizes
+from jetspec.engine.llm import GPU_TREE
 from jetspec.engine.rows import Download
 from jetspec.graph_pool import GraphPool, without_collection
 from jetspec.models.decoder import Decoder, DecoderConfig
+from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
 from tests.engine import test_constraint as constraints
@@ -133,6 +137,20 @@ def test_a_graph_knows_which_rows_it_reads_when_their_upload_is_broken_off(monke
     assert all(captured.rows in ([], captured.row_B.tolist()) for captured in engine.rounds.graphs.values())
 
 
+def test_pools_in_use_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others come and go: torch hands out a few in turn."""
+    numbers = itertools.cycle(range(32))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=next(numbers)))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(GraphPool, "in_use", WeakSet())
+    kept = [GraphPool(torch.device("cuda")) for _ in range(5)]
+    for _ in range(100):
+        assert GraphPool(torch.device("cuda")).stream.cuda_stream not in {pool.stream.cuda_stream for pool in kept}
+    kept += [GraphPool(torch.device("cuda")) for _ in range(27)]
+    assert {pool.stream.cuda_stream for pool in kept} == set(range(32))
+    assert GraphPool(torch.device("cuda")).stream.cuda_stream in range(32)
+
+
 def test_nothing_is_collected_while_a_graph_is_made() -> None:
     with without_collection():
         assert not gc.isenabled()
@@ -183,6 +201,31 @@ def test_wide_trees_with_much_room_write_the_targets_text(device: str) -> None:
     text = [*prompts["300"], *plain["300"]]
     for judge in readings(fresh):  # by the kernels, then by plain torch
         torch.testing.assert_close(judge.logits(text), fresh.logits(text), atol=0.5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "tree",
+    [TreeConfig(budget=16, depth=8), *(TreeConfig(budget=budget) for budget in (16, 32, 64, 128)), GPU_TREE],
+    ids=lambda tree: f"{tree.budget}{', shrinking' * bool(tree.shrink)}",
+)
+def test_large_batches_write_what_each_request_writes_alone(tree: TreeConfig, dtype: torch.dtype) -> None:
+    """Batches of every size up to 64, in layers as wide as those of a small model: each size has kernels of its own."""
+    shape = DecoderConfig("llama", 512, 576, 3, 9, 3, 64, 1536, max_len=1024, windows=())
+    target = randomize(Decoder(shape), 1, 0.1).to("cuda", dtype)
+    layers = replace(shape, family="qwen3", num_layers=2, qk_norm=True)
+    head = randomize(DraftHead(HeadConfig(layers, (0, 1), 2, block_size=16, edge=EdgeConfig(rank=32))), 3, 0.1)
+    sampling = SamplingParams(max_tokens=24)
+    prompts = {str(n): [(n * i + i // 3) % 512 for i in range(1 + n * 3)] for n in range(80)}
+    plain = written(make_engine(target, config=EngineConfig(max_batch=1, max_len=400)), prompts, sampling)
+    engine = make_engine(target, "head", head.to("cuda", dtype), tree, EngineConfig(max_batch=64, max_len=400))
+    texts = written(engine, prompts, sampling)
+    fresh = FreshPass(target, None, 400)
+    noise = pair_noise(fresh, [(prompts[name], plain[name]) for name in ("3", "30", "70")], tree.budget)
+    limit = noise.widest_tie if dtype == torch.bfloat16 else 1e-4
+    found = find_differences(prompts, plain, texts, readings(fresh), limit)
+    assert limit < 0.5 and all(difference.tie for difference in found), found
 
 
 def written(engine: Engine, prompts: dict[str, list[int]], sampling: SamplingParams) -> dict[str, list[int]]:

@@ -245,7 +245,8 @@ SLICED = [(64, 576, 1536), (48, 576, 1408), (16, 576, 2880), (33, 1024, 2048), (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rows", "size", "inner"), [(16, 4096, 12288), (63, 4096, 4096), (128, 576, 1536), (5, 20, 8), *SLICED]
+    ("rows", "size", "inner"),
+    [(16, 4096, 12288), (63, 4096, 4096), (5, 20, 8), *((rows, 576, 1536) for rows in (80, 96, 112, 128)), *SLICED],
 )
 @pytest.mark.parametrize("biased", [True, False])
 def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int, biased: bool) -> None:
@@ -437,7 +438,7 @@ def test_programs_that_share_the_inputs_of_a_piped_product_add_up(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "size", "inner"), [*PIPED, (129, 576, 1536), (1000, 576, 1536)])
+@pytest.mark.parametrize(("rows", "size", "inner"), [*PIPED, *((rows, 576, 1536) for rows in (129, 520, 800, 1000))])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype) -> None:

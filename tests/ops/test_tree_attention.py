@@ -633,6 +633,34 @@ def test_kernel_on_a_gpu_takes_narrow_groups_of_three(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("nodes", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("requests", [1, 3, 6, 12, 24, 64])
+def test_kernels_on_a_gpu_take_batches_of_every_size(requests: int, nodes: int, dtype: torch.dtype) -> None:
+    """Whichever kernel it is, and with rows that nobody has, which begin with no prefix."""
+    cached = [0 if i % 5 == 4 else (37 * i) % 300 for i in range(requests)]
+    host = scattered_batch(cached, [nodes] * requests, 16, "tree", 0)
+    (q, pages), batch = random_inputs(host, 9, 3, 64, dtype), on_gpu(host)
+    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
+    for _ in range(2):
+        check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("chunks", [2, 5, 17, 65])
+def test_kernels_on_a_gpu_take_prompts_together(chunks: int, dtype: torch.dtype) -> None:
+    """Most of them are empty in a batch that was captured for more."""
+    counts = [100, 30, 0, 55] if chunks > 4 else [100, 30]
+    counts += [0] * (chunks - len(counts))
+    host = scattered_batch([48, *[0] * (chunks - 1)], counts, 16, "chain", 0)
+    (q, pages), batch = random_inputs(host, 9, 3, 64, dtype), on_gpu(host)
+    batch = replace(batch, layout=replace(batch.layout, max_queries=512))
+    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
+    check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (8, 2, 128), (4, 4, 64)])
 @pytest.mark.parametrize(
     ("cached", "counts", "kind"),
