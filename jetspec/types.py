@@ -1,9 +1,9 @@
-"""The types that layers share. Host-side ones hold no tensors; tensor ones hold nothing else.
+"""The types that layers share. Host-side ones hold no tensors.
 
-Shape suffixes, for the whole package: B requests, N nodes per tree (padded), D draft depth, K width,
-C shortlist, T tokens flattened, H query heads, G key/value heads, E head size, M model size, X width of the
-concatenated taps, V vocabulary, L layers, P pages per request, S page size, W words of an ancestor bitmask.
-A digit adds to the letter before it: BD1 is (B, D + 1).
+Shape suffixes, unless a module says otherwise: B requests, R rows of the page table, N nodes per tree (padded), D draft
+depth, K width, C shortlist, T tokens flattened, H query heads, G key/value heads, E head size, M model size, X width of
+the concatenated taps, V vocabulary, L layers, P pages per request, S page size, W words of an ancestor bitmask.
+A digit behind a letter that it can add to does so: BD1 is (B, D + 1); else it is a size: R3N is (R, 3, N).
 """
 
 from __future__ import annotations
@@ -238,13 +238,6 @@ class RoundTrace:
     """Accepted nodes, anchor first."""
     bonus: int
     """The target's own token after the path."""
-
-    @cached_property
-    def depths(self) -> list[int]:
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return depths
 
     @cached_property
     def logprobs(self) -> list[float]:

@@ -151,7 +151,7 @@ def decode_steadily(engine: Engine, prompts: Texts, tokens: int, batch: int, lab
 def warm_up(engine: Engine, prompts: Texts, batch: int) -> None:
     """Capture and compile the rounds of batches up to this size, all of which a run may come through as it ends."""
     prompt = next(iter(prompts.values()))
-    for size in batch_sizes(batch):
+    for size in batch_sizes(batch, engine.drafter.tree.shrink):
         decode(engine, {str(i): prompt[:1] for i in range(size)}, 1, size)  # nothing to prefill: all join at once
     decode(engine, first(prompts, batch), 2, batch)
 

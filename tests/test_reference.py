@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,13 +19,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from jetspec.config import TreeConfig
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.engine import Engine
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, make_head
 from jetspec.models.hf_target import HFTarget
+from jetspec.models.weights import load_decoder
 from jetspec.reference import accept, commit, generate_reference, prefill, verify
 from jetspec.tree import DraftTree, build_tree_reference
-from jetspec.types import RowSampling, SamplingParams
+from jetspec.types import Completion, RowSampling, SamplingParams
 
 VOCAB, HIDDEN, NUM_LAYERS = 23, 16, 4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -275,3 +278,32 @@ def test_models_that_cannot_verify_trees_are_refused() -> None:
     other.config.layer_types = ["linear_attention"] * NUM_LAYERS
     with pytest.raises(ValueError, match="linear_attention"):
         HFTarget(other)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("tree", ["plain", "chain", "tree", "shallow", "paper", "hybrid"])
+@pytest.mark.parametrize("kind", ["causal", "bidirectional", "edge"])
+def test_the_engine_builds_and_keeps_what_the_reference_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: HFTarget, kind: str, tree: str, temperature: float
+) -> None:
+    """The same text, the same tree in every round, drafted at its own temperature, and as much of it kept."""
+    cast(Any, llama.model).save_pretrained(tmp_path)
+    head, sampling = random_head(HEADS[kind]), SamplingParams(temperature=temperature, seed=5, max_tokens=24)
+    shape = replace(TREES[tree], heat=0.4, likely=0, shortlist=VOCAB)
+    config, trees, traces = EngineConfig(page_size=4, max_batch=1), list[DraftTree](), list[tuple[list[int], ...]]()
+    engine, done = Engine(load_decoder(tmp_path), head, drafter="head", tree=shape, config=config), list[Completion]()
+    engine.add(PROMPT, sampling, trace=True)
+    while not done:
+        for update in engine.step():
+            assert update.trace is not None
+            traces.append((update.trace.tokens, update.trace.parents))
+            done += [update.completion] if update.completion else []
+
+    def noted(*args: Any) -> DraftTree:
+        trees.append(build_tree_reference(*args))
+        return trees[-1]
+
+    monkeypatch.setattr("jetspec.reference.build_tree_reference", noted)
+    tokens, accepted = generate_reference(llama, head, PROMPT, 24, shape, sampling)
+    assert (done[0].token_ids, done[0].stats.accepted_lengths) == (tokens, accepted)
+    assert traces == [(guess.token_BN[0].tolist(), guess.parent_BN[0].tolist()) for guess in trees]

@@ -96,7 +96,7 @@ class EngineMethod:
 
     def warm_up(self, asks: Sequence[Ask]) -> None:
         """Batches shrink as answers end, and a graph serves one size."""
-        sizes = batch_sizes(len(asks)) if self.llm.engine.uses_graphs else [len(asks)]
+        sizes = batch_sizes(len(asks), self.llm.tree.shrink) if self.llm.engine.uses_graphs else [len(asks)]
         for size in sizes:
             self._decode([replace(ask, sampling=replace(ask.sampling, ignore_eos=True)) for ask in asks[:size]])
 

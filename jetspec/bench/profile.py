@@ -299,10 +299,11 @@ class StandingRound:
         self.table.anchor_R.copy_(self.anchor_R)
 
     def draft(self) -> None:
-        self.drafted = self.round.drafter.draft(self.state)
+        self.drafter = self.round.drafter_of(self.state)
+        self.drafted = self.drafter.draft(self.state)
 
     def build(self) -> None:
-        self.tree = self.round.drafter.build(self.state, self.drafted)
+        self.tree = self.round.build(self.state, self.drafter, self.drafted)
 
     def verify(self) -> None:
         tree = self.tree

@@ -25,14 +25,14 @@ HeadKind = Literal["bidirectional", "causal", "edge", "eagle3"]
 PAPER_WIDTH, PAPER_DEPTH = 7, 15
 """Of the paper's trees: children of a node, and levels, one less than the slots of a block."""
 PAPER_BUDGET = 64
-"""From so many nodes on its trees have that width, though only 100 of them can be that deep."""
+"""From so many nodes on its trees have that width, though one that is that wide is that deep from 100 nodes on."""
 PAPER_HEAT = 1.0
 """Its trees are built on what a head says as it says it."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What methods of a kind have in common. A tree setting that is None may be chosen freely."""
+    """What methods of a kind have in common."""
 
     drafter: DrafterName | None = None
     """Who drafts in our engine. None: a head, or an outside contender."""
@@ -311,7 +311,7 @@ class BenchConfig:
         """Grouped by what an engine is made for: budget and batch size."""
         temperatures, tasks = method.temperatures or self.temperatures, method.tasks or self.tasks
         places = product(self.budgets_of(method), self.batches_of(method), temperatures, tasks)
-        return [Cell(method.name, task, heat, budget, batch) for budget, batch, heat, task in places]
+        return [Cell(method.name, task, temperature, budget, batch) for budget, batch, temperature, task in places]
 
     def sampling(self, temperature: float, repeat: int, id: str, turn: int) -> SamplingParams:
         seed = stable_hash(f"{self.seed}/{repeat}/{id}/{turn}") >> 1

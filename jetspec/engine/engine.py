@@ -73,14 +73,15 @@ class Engine:
         self.decode, self.constrain = decode, constrain
         self.device = target.embedding.device
         check_drafter(drafter, head, tree)
+        drafter = drafter if tree.budget > 1 else "none"
         head = head if drafter == "head" else None
         wanted = min(config.max_len or target.config.max_len, target.config.max_len)
         self.uses_graphs = self._uses_graphs(config)
-        reads_texts = drafter == "ngram" and tree.budget > 1
+        reads_texts = drafter == "ngram"
         if reads_texts and config.ahead:
             raise ValueError("n-grams are looked up in what was read, so no round can start ahead; use ahead 0")
         self.ahead = int(self.uses_graphs and not reads_texts) if config.ahead is None else config.ahead
-        depth = (head.head_config.draft_depth(tree.depth) if head else 0) if tree.budget > 1 else 0
+        depth = head.head_config.draft_depth(tree.depth) if head else 0
         reach = max(tree.budget, head.head_config.num_in_flight(tree) + 1 if head else 1) + self.ahead * (depth + 1)
         self.cache = self._make_cache(head, config, wanted + reach, reach)
         self.drafter = self._make_drafter(drafter, head, tree)
@@ -178,7 +179,8 @@ class Engine:
     def step(self) -> list[Update]:
         """Run one prefill chunk and start one round; return what became visible, which may be of an earlier one."""
         with torch.cuda.device_of(self.target.embedding):  # kernels and graphs go where the current device is
-            updates = self._read(self.ahead)  # more are left where an earlier step was broken off
+            # More are left where an earlier step was broken off.
+            updates = self._read(0 if self.lineup.waits else self.ahead)
             self._prefill(self.scheduler.next_chunks())
             batch = self.scheduler.next_batch()
             if batch:
@@ -322,7 +324,7 @@ class Engine:
                 raise ValueError(f"token id {token} is not in the vocabulary")
 
     def _make_drafter(self, name: DrafterName, head: Head | None, tree: TreeConfig) -> Drafter:
-        if name == "none" or tree.budget == 1:
+        if name == "none":
             return NoDrafter()
         self.target.prepare()
         if name == "ngram":

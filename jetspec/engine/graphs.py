@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from jetspec.config import Shrink
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.rows import Download, RowTable, upload
@@ -112,7 +114,7 @@ class GraphRounds:
 
     def __init__(self, round: Round, max_batch: int, pool: GraphPool) -> None:
         self.round, self.pool = round, pool
-        self.sizes = batch_sizes(max_batch)
+        self.sizes = batch_sizes(max_batch, round.drafter.tree.shrink)
         self.eager = EagerRounds(round)
         self.graphs: dict[tuple[int, Wants], Captured] = {}
 
@@ -147,11 +149,12 @@ class GraphRounds:
         return Captured(row_B, graph, result, packed, idle)
 
 
-def batch_sizes(max_batch: int) -> list[int]:
-    """Sizes to capture: all small ones, then steps of at most a half, so that little is spent on padding."""
+def batch_sizes(max_batch: int, shrinks: Sequence[Shrink] = ()) -> list[int]:
+    """Sizes to capture: all small ones, then steps of at most a half, so that little is spent on padding; and the last
+    before trees shrink, which padding is no reason for."""
     sizes, step = list(range(1, min(max_batch, 8) + 1)), 8
     while sizes[-1] < max_batch:
         sizes.append(min(max_batch, sizes[-1] + step // 2))
         if sizes[-1] >= 2 * step:
             step *= 2
-    return sizes
+    return sorted({*sizes, *(shrink.batch - 1 for shrink in shrinks if 1 < shrink.batch <= max_batch)})

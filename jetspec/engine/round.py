@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetspec.engine.chunk import PackedChunks
 from jetspec.engine.constraint import TreeMasks
-from jetspec.engine.drafter import Drafter, RoundState
+from jetspec.engine.drafter import Drafter, NoDrafter, RoundState
 from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.logprobs import PathLogprobs
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.tree import Acceptance, DraftTree, accept, accepted_tokens, forbid, penalize
 from jetspec.types import TreeBatch
+
+PLAIN = NoDrafter()
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ class Round:
         self.target, self.drafter, self.cache = target, drafter, cache
 
     def __call__(self, state: RoundState) -> RoundResult:
-        tree = self.tree(state)
+        drafter = self.drafter_of(state)
+        drafted = drafter.draft(state)
+        tree = self.build(state, drafter, drafted)
         batch = self.cache.place(state.row_B, tree.token_BN, tree.depth_BN, tree.ancestor_BNW)
         masks = TreeMasks(tree, state.requests) if state.is_constrained else None
         out, logits_BNV = self.verify(batch, tree)
@@ -61,11 +66,14 @@ class Round:
         if out.tap_TX is not None:
             self.drafter.observe(out.tap_TX, batch)
 
-    def tree(self, state: RoundState) -> DraftTree:
-        """Draft and build, as far as the requests want it."""
-        if state.wants.drafting == "none" or self.drafter.tree.at(len(state.anchor_B)).budget == 1:
-            return DraftTree.root(state.anchor_B)
-        tree = self.drafter.build(state, self.drafter.draft(state))
+    def drafter_of(self, state: RoundState) -> Drafter:
+        """Nobody, if no request wants drafts, or so many requests have trees of their anchors alone."""
+        is_plain = state.wants.drafting == "none" or self.drafter.tree.at(len(state.anchor_B)).budget == 1
+        return PLAIN if is_plain else self.drafter
+
+    def build(self, state: RoundState, drafter: Drafter, drafted: Any) -> DraftTree:
+        """A tree of the guesses, as large as each request lets it be."""
+        tree = drafter.build(state, drafted)
         return tree if state.limits is None else tree.limited(*state.limits)
 
     def verify(self, batch: TreeBatch, tree: DraftTree) -> tuple[Hidden, Tensor]:

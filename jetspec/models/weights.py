@@ -154,14 +154,6 @@ def _fill(model: OpenModel, dtype: DType, device: torch.device) -> Decoder:
     return decoder.to(device).eval()
 
 
-def random_decoder(config: DecoderConfig, seed: int = 0, std: float = 0.02) -> Decoder:
-    """An untrained model. Norm weights lie around 1, all else around 0."""
-    decoder, generator = Decoder(config), torch.Generator().manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        nn.init.normal_(parameter, float(name.endswith("norm.weight")), std, generator)
-    return decoder.requires_grad_(False).eval()
-
-
 class SafetensorsFolder:
     """The safetensors of a folder: one file, or shards with an index."""
 

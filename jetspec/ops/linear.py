@@ -1,4 +1,17 @@
-"""Matrix products of a layer, with what stands before or after them. Weights are (outputs, inputs)."""
+"""Matrix products of a layer, with what stands before or after them. Weights are (outputs, inputs).
+
+On a GPU it depends on the number of rows, and on whether a cache holds the weight (`is_small`), who multiplies:
+
+    rows          a small weight         a large weight
+    1             vector_linear_triton   vector_linear_triton
+    2 to 64       rows_linear_triton     rows_linear_triton
+    65 to 128     rows_linear_triton     piped_linear_gluon, on Hopper
+    129 to 1024   piped_linear_gluon     the library
+    more          the library            the library
+
+The library has the rest, too: what the copy engine cannot read, and all where there is none or tensor cores have no
+queue. On a CPU it is the library, for a few rows with a weight that was rearranged.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +28,9 @@ from jetspec.ops.swiglu import swiglu
 if TYPE_CHECKING:
     from jetspec.ops.linear_piped_gluon import Pipe
 
-FEW_ROWS = range(5, 17)
-SOME_ROWS = range(2, 33)
+PACKED_ROWS_OF_A_CPU = range(5, 17)
+ROWS_OF_A_CPU = range(2, 33)
+"""For which there is something faster than the library's own way."""
 FEW_ROWS_OF_A_GPU = range(2, 65)
 """More of them would be read too often: a library passes them on between multiprocessors."""
 SOME_ROWS_OF_HOPPER = range(65, 129)
@@ -151,16 +165,16 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     Otherwise the weight becomes the left factor, so that its long side is the one that is tiled.
     """
     rows = x.shape[0]
-    if rows not in SOME_ROWS or x.dim() != 2 or x.device.type != "cpu":
+    if rows not in ROWS_OF_A_CPU or x.dim() != 2 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    packs = rows in FEW_ROWS and can_pack(weight)
+    packs = rows in PACKED_ROWS_OF_A_CPU and can_pack(weight)
     y = _packed_product(x, weight) if packs else torch.mm(weight, x.t()).t()
     return y if bias is None else y + bias
 
 
 def _rows(x: Tensor, weight: Tensor, *others: Tensor) -> Literal["one", "few", "many"]:
-    """How many rows a product has, where a kernel of ours serves it. Of a single row, or a few, it does nothing but
-    read its weight, and all around it would cost as much."""
+    """Whether there are so few rows that a product does nothing but read its weight, and all around it would cost as
+    much. "many" also where no kernel of ours takes so few of them."""
     same = all(y.dtype == x.dtype for y in (weight, *others))
     if not (same and weight.is_contiguous() and uses_kernel(x, weight, *others)):
         return "many"
@@ -205,11 +219,11 @@ def pack(weight: Tensor) -> None:
 def _packed(weight: Tensor) -> Tensor:
     """Kept on the parameter, so that both live equally long."""
     if not hasattr(weight, "packed"):
-        weight.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, FEW_ROWS[-1])  # type: ignore[attr-defined]
+        weight.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, PACKED_ROWS_OF_A_CPU[-1])  # type: ignore[attr-defined]
     return weight.packed  # type: ignore[attr-defined]
 
 
 def _packed_product(x: Tensor, weight: Tensor) -> Tensor:
-    rows = FEW_ROWS[-1]
+    rows = PACKED_ROWS_OF_A_CPU[-1]
     padded = F.pad(x, (0, 0, 0, rows - len(x)))
     return torch.ops.mkl._mkl_linear(padded, _packed(weight), weight, None, rows)[: len(x)]

@@ -45,6 +45,15 @@ def test_little_of_a_batch_is_padding(max_batch: int) -> None:
     assert all(after <= max(before + 1, before * 1.5) for before, after in pairwise(sizes))
 
 
+@given(st.integers(1, 200), st.lists(st.integers(1, 250), unique=True, max_size=4))
+def test_padding_shrinks_no_tree(max_batch: int, starts: list[int]) -> None:
+    tree = TreeConfig(shrink=tuple(Shrink(start, 20 - i) for i, start in enumerate(sorted(starts))))
+    sizes = batch_sizes(max_batch, tree.shrink)
+    assert sizes[-1] == max_batch
+    for batch in range(1, max_batch + 1):
+        assert tree.at(next(size for size in sizes if size >= batch)) == tree.at(batch)
+
+
 def test_graphs_need_a_gpu() -> None:
     with pytest.raises(ValueError, match="needs a GPU"):
         make_engine(tiny_decoder(), config=EngineConfig(execution="graph"))

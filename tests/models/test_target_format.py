@@ -13,7 +13,8 @@ from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig, RopeConfig
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.models.target_format import save_target, write_config
 from jetspec.models.tokenizer import Tokenizer
-from jetspec.models.weights import Target, load_target, random_decoder
+from jetspec.models.weights import Target, load_target
+from tests.engine.tiny import randomize
 from tests.models.paged import run_decoder
 from tests.models.test_tokenizer import BACKEND
 
@@ -31,7 +32,7 @@ def tiny_target(family: str) -> Target:
     tokenizer = Tokenizer(BACKEND, "{{ messages[0].content }}", {"eos_token": "</s>", "bos_token": "<s>"})
     size = max(tokenizer.vocab_size, 40)
     config = DecoderConfig(family, size, 32, 2, 4, 2, 8, 48, max_len=64, **SHAPES[family])
-    return Target(random_decoder(config, std=0.2), tokenizer, tokenizer.eos_tokens, family, Path(family))
+    return Target(randomize(Decoder(config), 0, 0.2), tokenizer, tokenizer.eos_tokens, family, Path(family))
 
 
 def logits(decoder: Decoder) -> torch.Tensor:

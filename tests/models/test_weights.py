@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetspec.models.describe import describe, fits
-from jetspec.models.weights import INDEX, load_decoder, load_target, random_decoder
+from jetspec.models.weights import INDEX, load_decoder, load_target
 from tests.models.paged import run_decoder
 from tests.models.test_decoder import make_model
 from tests.models.test_tokenizer import BACKEND, write_folder
@@ -208,11 +208,3 @@ def test_describe(tmp_path: Path) -> None:
     assert (told["layers"], told["vocab_size"], told["chat_template"]) == (3, size, True)
     assert fits(told, told) == ["a target and a head are needed, not a target and a target"]
     json.dumps(told)
-
-
-def test_random_decoder_depends_on_its_seed_alone(tmp_path: Path) -> None:
-    config = load_decoder(save_model(tmp_path)).config
-    one, same, other = (random_decoder(config, seed) for seed in (1, 1, 2))
-    assert torch.equal(one.embedding, same.embedding)
-    assert not torch.equal(one.embedding, other.embedding)
-    assert run_decoder(one, [1, 2, 3])[0].isfinite().all()
