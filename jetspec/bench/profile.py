@@ -21,7 +21,7 @@ from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.rows import upload
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead
-from jetspec.tree import accept, accepted_tokens
+from jetspec.tree import accept
 from jetspec.types import SamplingParams
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
@@ -312,7 +312,6 @@ class StandingRound:
 
     def accept(self) -> None:
         self.verdict = accept(self.tree, self.logits_BNV, self.state.sampling, self.batch.layout.cached_len_B)
-        self.token_BD1 = accepted_tokens(self.tree, self.verdict)
 
     def commit(self) -> None:
         self.round.commit(self.state, self.batch, self.out, self.verdict)

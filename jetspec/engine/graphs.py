@@ -61,7 +61,7 @@ class Launched:
     packed: Download
 
     def read(self) -> list[RoundRow]:
-        width = 2 + self.result.token_BD1.shape[1]
+        width = 2 + self.result.verdict.token_BD1.shape[1]
         packed = self.packed.read()[: len(self.lineup.requests)]
         rows = zip(packed[:, :width].long().tolist(), packed[:, width:].tolist(), strict=True)
         return [(size, tokens[: length + 1], logprobs) for (length, size, *tokens), logprobs in rows]

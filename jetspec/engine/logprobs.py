@@ -22,13 +22,13 @@ class PathLogprobs:
     top_logprob_BD1K: Tensor
 
     @classmethod
-    def of(cls, logits_BNV: Tensor, verdict: Acceptance, token_BD1: Tensor) -> PathLogprobs:
+    def of(cls, logits_BNV: Tensor, verdict: Acceptance) -> PathLogprobs:
         """The token after path[i] was chosen by the logits of path[i]. No host sync."""
         vocab = logits_BNV.shape[-1]
         logits_BD1V = logits_BNV.gather(1, verdict.path_BD1[..., None].expand(-1, -1, vocab))
         top_BD1K, top_logprob_BD1K = ops.topk_logprob(logits_BD1V, min(MAX_LOGPROBS, vocab))
         # The best token's logit and log-probability differ by the logarithm of the sum, which is everybody's.
-        logit_BD12 = logits_BD1V.gather(2, torch.stack((token_BD1, top_BD1K[..., 0]), -1)).float()
+        logit_BD12 = logits_BD1V.gather(2, torch.stack((verdict.token_BD1, top_BD1K[..., 0]), -1)).float()
         logprob_BD1 = logit_BD12[..., 0] - logit_BD12[..., 1] + top_logprob_BD1K[..., 0]
         return cls(logprob_BD1, top_BD1K, top_logprob_BD1K)
 

@@ -14,7 +14,7 @@ from jetspec.engine.drafter import Drafter, NoDrafter, RoundState
 from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.logprobs import PathLogprobs
 from jetspec.models.decoder import Decoder, Hidden
-from jetspec.tree import Acceptance, DraftTree, accept, accepted_tokens, forbid, penalize
+from jetspec.tree import Acceptance, DraftTree, accept, forbid, penalize
 from jetspec.types import TreeBatch
 
 PLAIN = NoDrafter()
@@ -22,18 +22,18 @@ PLAIN = NoDrafter()
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round committed: row b of `token_BD1` holds `length_B[b]` draft tokens and the bonus."""
+    """What a round drafted and committed."""
 
     tree: DraftTree
     verdict: Acceptance
-    token_BD1: Tensor
     logprobs: PathLogprobs | None = None
 
     @property
     def packed(self) -> Tensor:
         """All that the host needs, in one piece, per request: draft tokens kept, nodes of the tree, the committed
         tokens, then log-probabilities, if any."""
-        packed_BD3 = torch.cat((self.verdict.length_B[:, None], self.tree.size_B[:, None], self.token_BD1), 1)
+        verdict, size_B = self.verdict, self.tree.size_B
+        packed_BD3 = torch.cat((verdict.length_B[:, None], size_B[:, None], verdict.token_BD1), 1)
         return packed_BD3 if self.logprobs is None else torch.cat((packed_BD3, self.logprobs.packed_BX), 1)
 
 
@@ -91,11 +91,10 @@ class Round:
 
     def report(self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, verdict: Acceptance) -> RoundResult:
         """What was committed, counted for those who are penalized for it."""
-        token_BD1 = accepted_tokens(tree, verdict)
         if state.wants.penalized:
-            self.cache.rows.count(state.row_B, token_BD1, verdict.length_B)
-        logprobs = PathLogprobs.of(logits_BNV, verdict, token_BD1) if state.wants.logprobs else None
-        return RoundResult(tree, verdict, token_BD1, logprobs)
+            self.cache.rows.count(state.row_B, verdict.token_BD1, verdict.length_B)
+        logprobs = PathLogprobs.of(logits_BNV, verdict) if state.wants.logprobs else None
+        return RoundResult(tree, verdict, logprobs)
 
     def commit(self, state: RoundState, batch: TreeBatch, out: Hidden, verdict: Acceptance) -> None:
         """Keep the accepted path's K/V, show its tapped states to the drafter, and take the bonus as next anchor."""

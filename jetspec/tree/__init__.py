@@ -1,6 +1,6 @@
 """Draft trees: what they are, how they are built from candidates, and which path of them the target keeps."""
 
-from jetspec.tree.accept import Acceptance, accept, accepted_tokens, walk
+from jetspec.tree.accept import Acceptance, accept, walk
 from jetspec.tree.adjust import forbid, penalize
 from jetspec.tree.build import Candidates, GrowingTree, build_tree, build_tree_reference
 from jetspec.tree.draft_tree import WORD, DraftTree, children_of, draw, pack_bits, unpack_bits
@@ -13,7 +13,6 @@ __all__ = [
     "DraftTree",
     "GrowingTree",
     "accept",
-    "accepted_tokens",
     "build_tree",
     "build_tree_reference",
     "children_of",

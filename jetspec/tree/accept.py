@@ -28,8 +28,15 @@ class Acceptance:
     """Draft tokens kept, 0 to D."""
     bonus_B: Tensor
     """The target's own next token: the next anchor."""
-    token_BD1: Tensor | None = None
-    """What `accepted_tokens` gives, if the walk has written it down."""
+    token_BD1: Tensor
+    """What is committed: the path's draft tokens, then the bonus, repeated to the end of the row."""
+
+    @classmethod
+    def of(cls, tree: DraftTree, path_BD1: Tensor, length_B: Tensor, bonus_B: Tensor) -> Acceptance:
+        draft_BD, bonus_B1 = tree.token_BN.gather(1, path_BD1[:, 1:]), bonus_B[:, None]
+        step_D1 = torch.arange(path_BD1.shape[1], device=bonus_B.device)
+        token_BD1 = torch.where(step_D1 < length_B[:, None], torch.cat((draft_BD, bonus_B1), dim=1), bonus_B1)
+        return cls(path_BD1, length_B, bonus_B, token_BD1)
 
 
 def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
@@ -77,14 +84,4 @@ def _follow(tree: DraftTree, choose: Callable[[Tensor, int], Tensor]) -> Accepta
         if node_B.device.type == "cpu" and not walking_B.any():
             break
     path += [node_B] * (tree.max_depth + 1 - len(path))
-    return Acceptance(torch.stack(path, dim=1), length_B, bonus_B)
-
-
-def accepted_tokens(tree: DraftTree, acceptance: Acceptance) -> Tensor:
-    """The committed tokens, (B, D + 1): the path's draft tokens, then the bonus, repeated to the end of the row."""
-    if acceptance.token_BD1 is not None:
-        return acceptance.token_BD1
-    draft_BD = tree.token_BN.gather(1, acceptance.path_BD1[:, 1:])
-    bonus_B1 = acceptance.bonus_B[:, None]
-    step_D1 = torch.arange(acceptance.path_BD1.shape[1], device=bonus_B1.device)
-    return torch.where(step_D1 < acceptance.length_B[:, None], torch.cat((draft_BD, bonus_B1), dim=1), bonus_B1)
+    return Acceptance.of(tree, torch.stack(path, dim=1), length_B, bonus_B)

@@ -67,7 +67,7 @@ def test_a_biased_acceptance_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         lucky = (verdict.length_B == 0) & (sampling.seed_B % 10 == 0)
         path = verdict.path_BD1.clone()
         path[:, 1:] = torch.where(lucky[:, None], 1, path[:, 1:])
-        return Acceptance(path, torch.where(lucky, 1, verdict.length_B), verdict.bonus_B)
+        return Acceptance.of(tree, path, torch.where(lucky, 1, verdict.length_B), verdict.bonus_B)
 
     monkeypatch.setattr(round_module, "accept", biased)
     assert p_value(tiny_head(TARGET, block=4), 1.0, DRAWS) < 1e-6

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.dispatch import force
-from jetspec.tree import Acceptance, Candidates, DraftTree, accept, accepted_tokens, build_tree
+from jetspec.tree import Acceptance, Candidates, DraftTree, accept, build_tree
 from jetspec.types import RowSampling, SamplingParams
 from tests.kernels import compile_for_hopper
 
@@ -56,7 +56,7 @@ def test_greedy_equals_the_naive_walk(seed: int, batch: int, depth: int, budget:
     tree = build_tree(torch.zeros(batch, dtype=torch.long), random_candidates(seed, batch, depth), config, depth)
     logits_BNV = torch.randn(*tree.token_BN.shape, VOCAB, generator=torch.Generator().manual_seed(seed + 1))
     out = accept(tree, logits_BNV, sampling_rows(batch, SamplingParams()), torch.full((batch,), 9))
-    token_BD1 = accepted_tokens(tree, out)
+    token_BD1 = out.token_BD1
     assert out.path_BD1.shape == token_BD1.shape == (batch, tree.max_depth + 1)
     for row in range(batch):
         path, bonus = walk(tree, logits_BNV[row].argmax(-1).tolist(), row)
@@ -105,7 +105,7 @@ def decode(table_VVV: Tensor, draft: Draft, sampling: RowSampling, num_tokens: i
         parent_token_BN = tree.token_BN.gather(1, tree.parent_BN)
         parent_token_BN[:, :1] = before_B1
         out = accept_(tree, table_VVV[parent_token_BN, tree.token_BN], sampling, cached_len_B)
-        new_BD1 = accepted_tokens(tree, out)
+        new_BD1 = out.token_BD1
         text_BT = torch.cat((text_BT, torch.zeros_like(new_BD1)), dim=1)
         text_BT.scatter_(1, last_B1 + 1 + torch.arange(new_BD1.shape[1]), new_BD1)
         cached_len_B = cached_len_B + out.length_B + 1
@@ -169,7 +169,7 @@ def first_child(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cach
     """Broken on purpose: always keeps the anchor's first child."""
     kept_B = torch.ones_like(cached_len_B)
     path_BD1 = torch.stack((0 * kept_B, *[kept_B] * tree.max_depth), dim=1)
-    return Acceptance(path_BD1, kept_B, accept(tree, logits_BNV, sampling, cached_len_B).bonus_B)
+    return Acceptance.of(tree, path_BD1, kept_B, accept(tree, logits_BNV, sampling, cached_len_B).bonus_B)
 
 
 @pytest.mark.parametrize("draft", [chain, full_tree, unlikely_tree])
@@ -212,9 +212,8 @@ def compare_walks(seed: int, batch: int, depth: int, budget: int, device: str = 
         expected = accept(tree, logits_BNV, sampling, cached_len_B)
     with force("triton"):
         found = accept(tree, logits_BNV, sampling, cached_len_B)
-    for name in ("path_BD1", "length_B", "bonus_B"):
+    for name in ("path_BD1", "length_B", "bonus_B", "token_BD1"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=0)
-    torch.testing.assert_close(accepted_tokens(tree, found), accepted_tokens(tree, expected), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -18,7 +18,7 @@ from jetspec.integrations.vllm.attention import StepTrees
 from jetspec.integrations.vllm.compat import draw_tokens, is_processed, is_raw_logits, logprob_counts
 from jetspec.integrations.vllm.drafter import Committed, TreeDrafter
 from jetspec.ops import SlotRows
-from jetspec.tree import Acceptance, DraftTree, accepted_tokens, walk
+from jetspec.tree import Acceptance, DraftTree, walk
 
 StockRunner: Any = GPUModelRunner
 if current_platform.is_cpu():
@@ -174,7 +174,7 @@ class TreeRunner(StockRunner):
             logprobs = self.logprobs(batch, counts, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
         self.compact(source_BD1, target_BD1)
         self.speculator.committed = self.committed(batch, source_BD1, target_BD1)
-        return self.report(batch, accepted_tokens(placed.tree, verdict), verdict.length_B, logprobs)
+        return self.report(batch, verdict.token_BD1, verdict.length_B, logprobs)
 
     def draw(
         self, hidden_states: Tensor, input_batch: Any, grammar_output: Any, *, want_logprobs: bool
