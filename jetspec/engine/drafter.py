@@ -46,8 +46,6 @@ class Drafter(Protocol):
     tree: TreeConfig
     tap_layers: tuple[int, ...]
     """Target layers whose states it wants to observe."""
-    lookahead: int
-    """Positions past the cached ones that a round may write."""
 
     def look(self, requests: Sequence[Request]) -> None:
         """Read the texts of a round's requests, before it starts."""
@@ -74,7 +72,6 @@ class NoDrafter(OnDevice):
 
     tree = TreeConfig(budget=1)
     tap_layers: tuple[int, ...] = ()
-    lookahead = 1
 
     def draft(self, state: RoundState) -> None:
         return None
@@ -95,7 +92,6 @@ class HeadDrafter(OnDevice):
         self.context_weights = head.context_weights()
         self.heat = Heat(tree.heat, cache.device)
         self.tap_layers = config.tap_layers
-        self.lookahead = max(tree.budget, config.block_size, config.draft_depth(tree.depth) + 1)
         self.slot_1S = torch.arange(config.block_size, device=cache.device)[None]
 
     def draft(self, state: RoundState) -> Candidates:
@@ -129,7 +125,6 @@ class Eagle3Drafter(OnDevice):
         self.heat = Heat(tree.heat, cache.device)
         self.tap_layers = config.tap_layers
         self.width = config.frontier(tree)
-        self.lookahead = max(tree.budget, config.num_in_flight(tree))
         trees = [self._shape(batch)[0] for batch in (1, *(each.batch for each in tree.shrink))]
         self.nodes = {size: self._nodes(size) for size in map(config.num_in_flight, trees)}
 
@@ -209,7 +204,6 @@ class NgramDrafter:
     def __init__(self, tree: TreeConfig, num_rows: int, device: torch.device) -> None:
         self.tree = tree
         self.depth = min(tree.depth or self.max_depth, tree.budget - 1)
-        self.lookahead = tree.budget
         # Per row, and in float64, which holds all of them exactly: tokens, parents (none of what is not there), scores.
         self.guess_R3N = torch.zeros(num_rows, 3, tree.budget, dtype=torch.float64, device=device)
         self.guess_R3N[:, 1, 1:] = -1

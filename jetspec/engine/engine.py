@@ -73,7 +73,8 @@ class Engine:
         self.decode, self.constrain = decode, constrain
         self.device = target.embedding.device
         check_drafter(drafter, head, tree)
-        drafter = drafter if tree.budget > 1 else "none"
+        if drafter == "none" or tree.budget == 1:
+            drafter, tree = "none", NoDrafter.tree
         head = head if drafter == "head" else None
         wanted = min(config.max_len or target.config.max_len, target.config.max_len)
         self.uses_graphs = self._uses_graphs(config)
@@ -82,11 +83,12 @@ class Engine:
             raise ValueError("n-grams are looked up in what was read, so no round can start ahead; use ahead 0")
         self.ahead = int(self.uses_graphs and not reads_texts) if config.ahead is None else config.ahead
         depth = head.head_config.draft_depth(tree.depth) if head else 0
-        reach = max(tree.budget, head.head_config.num_in_flight(tree) + 1 if head else 1) + self.ahead * (depth + 1)
-        self.cache = self._make_cache(head, config, wanted + reach, reach)
+        # A round writes a tree, or what passes through the head; those that were launched but not read have moved on by
+        # up to a path each.
+        in_flight = head.head_config.num_in_flight(tree) if head else 1
+        lookahead = max(tree.budget, in_flight, depth + 1) + self.ahead * (depth + 1)
+        self.cache = self._make_cache(head, config, wanted, lookahead)
         self.drafter = self._make_drafter(drafter, head, tree)
-        # Rounds that were launched but not read have moved on by up to a path each.
-        lookahead = self.drafter.lookahead + self.ahead * (depth + 1)
         # A request alone must always find room, or it could wait for ever.
         self.max_len = min(wanted, self.cache.pool.num_pages * config.page_size - lookahead)
         if self.max_len < 2:
@@ -341,11 +343,11 @@ class Engine:
             raise ValueError("execution `graph` needs a GPU; use eager")
         return possible and config.execution != "eager"
 
-    def _make_cache(self, head: Head | None, config: EngineConfig, row_len: int, reach: int) -> KVCache:
+    def _make_cache(self, head: Head | None, config: EngineConfig, wanted: int, lookahead: int) -> KVCache:
         models = [self.target.config] + ([head.config] if head else [])
         dtype = self.target.embedding.dtype
         feature_size = head.config.hidden_size if isinstance(head, Eagle3Head) else 0
-        num_pages = config.num_pages
+        num_pages, row_len = config.num_pages, wanted + lookahead
         if num_pages is None:
             affordable = self._cache_bytes(config) // page_bytes(models, config.page_size, dtype, feature_size)
             num_pages = max(1, min(config.max_batch * -(-row_len // config.page_size), affordable))
@@ -361,7 +363,7 @@ class Engine:
             device=self.device,
             prefix_cache=config.prefix_cache,
             feature_size=feature_size,
-            idle_len=max(reach, PrefillSizes.of(config).most_padding) if self.uses_graphs else 0,
+            idle_len=max(lookahead, PrefillSizes.of(config).most_padding) if self.uses_graphs else 0,
         )
 
     def _cache_bytes(self, config: EngineConfig) -> int:
