@@ -152,7 +152,7 @@ class Bench:
         heads = {
             method.name: {"weights": settings[f"head of {method.name}"], **self._trained(method)}
             for method in self.methods
-            if method.of.head
+            if method.traits.head
         }
         return {"weights": settings["weights"], "heads": heads}
 
@@ -323,7 +323,7 @@ class Bench:
         """A head that was trained again keeps its name, so its weights are looked at."""
         found = {}
         for method in self.methods:
-            if method.of.head and (head := with_head_of(self.llm, method).head) is not None:
+            if method.traits.head and (head := with_head_of(self.llm, method).head) is not None:
                 found[f"head of {method.name}"] = fingerprint(head)
         return found
 

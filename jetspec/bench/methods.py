@@ -132,7 +132,7 @@ class Unopened:
 
 def with_head_of(llm: LLM, method: MethodConfig) -> LLM:
     """The target with the head that a method drafts with; as it is for a method without one."""
-    if method.of.head is None:
+    if method.traits.head is None:
         return llm
     found = llm if method.head is None else llm.with_head(method.head)
     check_head(method, found.head)
@@ -190,7 +190,7 @@ def open_method(
 def open_engine(llm: LLM, method: MethodConfig, budget: int, batch: int, max_len: int) -> LLM:
     """The prefix cache is off: a question that comes again in the next repeat is to be read again."""
     config = EngineConfig(max_batch=batch, max_len=max_len, prefill_chunk=PREFILL_CHUNK, prefix_cache=False)
-    opened = llm.with_drafter(method.of.drafter, method.tree(budget), engine=config)
+    opened = llm.with_drafter(method.traits.drafter, method.tree(budget), engine=config)
     if opened.engine.max_len < max_len:
         raise ValueError(f"{method.name}: no room for {batch} texts of {max_len} tokens; choose a smaller batch")
     return opened
@@ -200,9 +200,9 @@ def check_head(method: MethodConfig, head: object | None) -> None:
     """A result must not stand under the name of another head."""
     if head is None:
         raise ValueError(f"{method.name} needs a head: name it as {method.name}=FOLDER, or with `head` in the recipe")
-    if (found := kind_of(head)) != method.of.head:
+    if (found := kind_of(head)) != method.traits.head:
         whose = "the model's own head" if method.head is None else method.head
-        raise ValueError(f"{method.name} needs a head of kind {method.of.head}, and {whose} is of kind {found}")
+        raise ValueError(f"{method.name} needs a head of kind {method.traits.head}, and {whose} is of kind {found}")
 
 
 def kind_of(head: object) -> HeadKind:

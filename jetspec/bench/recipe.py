@@ -149,7 +149,7 @@ class MethodConfig:
             raise ValueError(f"method {self.name!r}: {where}; choose from {', '.join(KINDS)}")
         every = {"name", "kind", "batches", "temperatures", "tasks", "limit"}
         given = {key for key, value in vars(self).items() if value is not None} - every
-        for key in sorted(given - set(self.of.takes)):
+        for key in sorted(given - set(self.traits.takes)):
             raise ValueError(f"method {self.name!r}: {key} means nothing to {self.kind_name}")
         if self.kind_name == "server" and self.url is None:
             raise ValueError(f"method {self.name!r} needs a url, such as http://localhost:8000/v1")
@@ -181,17 +181,17 @@ class MethodConfig:
         return self.kind or self.name
 
     @property
-    def of(self) -> Kind:
+    def traits(self) -> Kind:
         return KINDS[self.kind_name]
 
     @property
     def is_ours(self) -> bool:
-        return self.of.drafter is not None or self.of.head is not None
+        return self.traits.drafter is not None or self.traits.head is not None
 
     def tree(self, budget: int) -> TreeConfig:
         names = ("width", "depth", "expand", "score", "entropy_weight", "heat", "shortlist", "likely")
         chosen = {key: value for key in names if (value := getattr(self, key)) is not None}
-        fallback = {"width": self.of.width_at(budget), "expand": self.of.expand, "heat": self.of.heat}
+        fallback = {"width": self.traits.width_at(budget), "expand": self.traits.expand, "heat": self.traits.heat}
         return TreeConfig(budget=budget, **{**fallback, **chosen})
 
 
@@ -282,7 +282,7 @@ class BenchConfig:
                 if task not in self.tasks:
                     raise ValueError(f"{method.name}: task {task} is none of the recipe's")
             for batch in self.batches_of(method):
-                if method.of.one_at_a_time and batch > 1:
+                if method.traits.one_at_a_time and batch > 1:
                     raise ValueError(f"{method.name} decodes one prompt at a time; give it batches: [1]")
             for budget in self.budgets_of(method):
                 if budget is not None:
@@ -298,7 +298,7 @@ class BenchConfig:
         return [plain, *(method for method in asked if method is not plain)]
 
     def budgets_of(self, method: MethodConfig) -> tuple[int | None, ...]:
-        return method.budgets or method.of.budgets or self.budgets
+        return method.budgets or method.traits.budgets or self.budgets
 
     def batches_of(self, method: MethodConfig) -> tuple[int, ...]:
         """Plain decoding comes in every batch size that any method has."""
@@ -326,7 +326,7 @@ class BenchConfig:
     def _settled(self, method: MethodConfig) -> dict[str, Any]:
         trees = [asdict(method.tree(budget)) for budget in self.budgets_of(method) if budget and method.is_ours]
         head = {"head": shown_head(method.head)} if method.head else {}
-        return {**method_dict(method), **head, "kind": method.kind_name, "about": method.of.about, "trees": trees}
+        return {**method_dict(method), **head, "kind": method.kind_name, "about": method.traits.about, "trees": trees}
 
 
 def method_dict(method: MethodConfig) -> dict[str, Any]:

@@ -210,7 +210,9 @@ class _Scorer:
         accepted = {name: torch.cat([part[0][name] for part in parts]).tolist() for name in self.trees}
         stops = [0, *accumulate(end - start for start, end in spans)]
         return HeadScore(
-            rounds={name: [list(walk(table[a:b])) for a, b in pairwise(stops)] for name, table in accepted.items()},
+            rounds={
+                name: [list(rounds_of(table[a:b])) for a, b in pairwise(stops)] for name, table in accepted.items()
+            },
             rank_AD=torch.cat([part[1] for part in parts]),
             gap_A=torch.cat([part[2] for part in parts]),
             width=self.width,
@@ -251,7 +253,7 @@ def follow(tree: DraftTree, coming_BD: Tensor) -> Tensor:
     return length_B
 
 
-def walk(accepted: Sequence[int]) -> Iterator[int]:
+def rounds_of(accepted: Sequence[int]) -> Iterator[int]:
     """From the accepted length at every anchor of an answer to those of its rounds. The end cuts the last one."""
     at = 0
     while at < len(accepted):

@@ -391,7 +391,9 @@ def test_recipes_say_alike_what_their_heads_know() -> None:
         "with their own heads": set(),
     }
     for plan in plans:
-        methods = [method for method in plan.contenders() if method.of.head] if plan.model == BenchConfig.model else []
+        methods = (
+            [method for method in plan.contenders() if method.traits.head] if plan.model == BenchConfig.model else []
+        )
         heats = {tree["heat"] for method in plan.to_dict(methods)["methods"] for tree in method["trees"]}
         needed = [bool(methods), bool(heats - {1}), any(method.head == plan.model for method in methods)]
         needed.append(any(method.kind_name in ("ddtree", "eagle3") and method.heat != 1 for method in methods))
@@ -445,4 +447,4 @@ def test_heads_that_a_recipe_takes_from_the_ablations_are_made_there() -> None:
                 assert Path(method.head).name in VARIANTS
                 made = VARIANTS[Path(method.head).name]
                 found = "edge" if made.edge_rank else "causal" if made.causal else "bidirectional"
-                assert found == method.of.head, f"{path.stem}: {method.name}"
+                assert found == method.traits.head, f"{path.stem}: {method.name}"

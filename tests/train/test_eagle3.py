@@ -24,7 +24,7 @@ from jetspec.models.masked_attention import attend_own, make_block_mask, make_de
 from jetspec.train.blocks import choose_anchors, document_mask, lay_out_chains
 from jetspec.train.config import HeadShape, LossConfig, OptimizerConfig, TrainConfig
 from jetspec.train.data import Document, Documents, PackedBatch
-from jetspec.train.evaluate import make_trees, score_head, walk
+from jetspec.train.evaluate import make_trees, rounds_of, score_head
 from jetspec.train.loss import DraftLoss, chain_states, unrolled_loss
 from jetspec.train.run import frequent_tokens, make_trainer
 from jetspec.train.trainer import Trainer
@@ -330,4 +330,4 @@ def test_teacher_forced_rounds_are_those_of_decoding(trained: Eagle3Head, tree: 
         done = run(make_engine(TARGET, "head", trained, setting), prompts, SamplingParams(max_tokens=20))
         assert score.rounds[name] == [c.stats.accepted_lengths for c in done], name
     right = (score.rank_AD == 0).long().cumprod(1).sum(1)  # along the true tokens: what a chain gets right
-    assert score.rounds["chain"] == [list(walk(part.tolist())) for part in right.split(20)]
+    assert score.rounds["chain"] == [list(rounds_of(part.tolist())) for part in right.split(20)]

@@ -31,8 +31,8 @@ from jetspec.train.evaluate import (
     answer_spans,
     follow,
     make_trees,
+    rounds_of,
     score_head,
-    walk,
 )
 from jetspec.train.prompts import Prompt
 from jetspec.train.reading import ABSENT, BEYOND, BlockReading, coming_tokens
@@ -182,7 +182,7 @@ def test_ranks_agree_with_the_chain() -> None:
     documents = documents_of(target, PROMPTS, LENGTHS)
     score = score_head(target, head, documents, ("chain",), TreeConfig(width=4))
     runs = (score.rank_AD == 0).cumprod(1).sum(1).split(list(LENGTHS))
-    assert [list(walk(run.tolist())) for run in runs] == score.rounds["chain"]
+    assert [list(rounds_of(run.tolist())) for run in runs] == score.rounds["chain"]
 
 
 def test_depth_counts_by_hand() -> None:
@@ -202,7 +202,7 @@ def test_depth_counts_by_hand() -> None:
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30))
 def test_rounds_keep_every_token_once(accepted: list[int]) -> None:
-    rounds = list(walk(accepted))
+    rounds = list(rounds_of(accepted))
     assert sum(rounds) + len(rounds) == len(accepted)
     at = 0
     for length in rounds[:-1]:
