@@ -96,7 +96,8 @@ class EngineMethod:
 
     def warm_up(self, asks: Sequence[Ask]) -> None:
         """Batches shrink as answers end, and a graph serves one size."""
-        sizes = batch_sizes(len(asks), self.llm.tree.shrink) if self.llm.engine.uses_graphs else [len(asks)]
+        engine = self.llm.engine
+        sizes = batch_sizes(len(asks), engine.drafter.tree.shrink) if engine.uses_graphs else [len(asks)]
         for size in sizes:
             self._decode([replace(ask, sampling=replace(ask.sampling, ignore_eos=True)) for ask in asks[:size]])
 

@@ -391,9 +391,7 @@ def test_recipes_say_alike_what_their_heads_know() -> None:
         "with their own heads": set(),
     }
     for plan in plans:
-        methods = (
-            [method for method in plan.contenders() if method.traits.head] if plan.model == BenchConfig.model else []
-        )
+        methods = [m for m in plan.contenders() if m.traits.head] if plan.model == BenchConfig.model else []
         heats = {tree["heat"] for method in plan.to_dict(methods)["methods"] for tree in method["trees"]}
         needed = [bool(methods), bool(heats - {1}), any(method.head == plan.model for method in methods)]
         needed.append(any(method.kind_name in ("ddtree", "eagle3") and method.heat != 1 for method in methods))

@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import GraphRounds, Launched, batch_sizes
 from jetspec.engine.llm import GPU_TREE
 from jetspec.engine.rows import Download
-from jetspec.graph_pool import GraphPool, without_collection
+from jetspec.graph_pool import GraphPool
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.heads import Head
@@ -75,13 +76,13 @@ def test_replayed_rounds_may_be_read_late(ahead: int, monkeypatch: pytest.Monkey
 class BrokenOff(deque[Launched]):
     """Rounds under way. Ctrl-C comes when one of them has just been noted."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, most: int) -> None:
         super().__init__()
-        self.left = number
+        self.left, self.most = number, most
 
     def append(self, launched: Launched) -> None:
         super().append(launched)
-        assert len(self) <= 2, "there is room for what so many write"
+        assert len(self) <= self.most, "there is room for what so many write, or nothing may start before one is read"
         self.left -= 1
         if not self.left:
             raise KeyboardInterrupt
@@ -95,11 +96,11 @@ def follow(engine: Engine, ids: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
-@pytest.mark.parametrize("place", ["noted", "read"])
+@pytest.mark.parametrize(("place", "traced"), [("noted", False), ("noted", True), ("read", False)])
 def test_a_step_that_is_broken_off_loses_nothing_of_others(
-    number: int, place: str, monkeypatch: pytest.MonkeyPatch
+    number: int, place: str, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C ends some requests; the rest go on."""
+    """Ctrl-C ends some requests; the rest go on. A trace is drawn before the next round starts."""
     replay_all(monkeypatch)
     target = tiny_decoder()
     engine = make_engine(target, "head", tiny_head(target), config=EngineConfig(page_size=4, max_batch=3, ahead=1))
@@ -111,11 +112,11 @@ def test_a_step_that_is_broken_off_loses_nothing_of_others(
         return read(self)
 
     if place == "noted":
-        engine.in_flight = BrokenOff(number)
+        engine.in_flight = BrokenOff(number, most=1 if traced else 2)
     else:
         monkeypatch.setattr(Download, "read", broken_off)
         monkeypatch.setattr(Download, "__del__", lambda self: None)
-    ids = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+    ids = [engine.add(prompt, GREEDY, trace=traced) for prompt in PROMPTS]
     with pytest.raises(KeyboardInterrupt):
         follow(engine, ids)
     engine.cancel(ids[0])
@@ -160,13 +161,21 @@ def test_pools_in_use_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch)
     assert GraphPool(torch.device("cuda")).stream.cuda_stream in range(32)
 
 
-def test_nothing_is_collected_while_a_graph_is_made() -> None:
-    with without_collection():
-        assert not gc.isenabled()
-        with without_collection():
-            pass
-        assert not gc.isenabled()
-    assert gc.isenabled()
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_a_graph_is_made(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
+    fakes = {"Stream": lambda device: stream, "current_stream": lambda device: stream, "graph_pool_handle": tuple}
+    nothing = {"stream": nullcontext, "graph": lambda *_, **__: nullcontext(), "CUDAGraph": SimpleNamespace}
+    for name, fake in (fakes | nothing).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    seen = list[bool]()
+    if not collects:
+        gc.disable()
+    try:
+        GraphPool(torch.device("cuda")).capture(lambda: seen.append(gc.isenabled()))
+        assert seen == [collects, False] and gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu
