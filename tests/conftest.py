@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.kernels import interpret_quickly
+from tests.unwritten import fill_unwritten
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -21,6 +22,8 @@ hypothesis.settings.load_profile("patient")
 
 # Tests run in several processes. With two threads each they would wait for each other all the time.
 torch.set_num_threads(1)
+
+fill_unwritten()
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that. Tests send it to them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

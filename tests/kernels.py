@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unwritten import fill_unwritten
+
 HOPPER = 90
 """Its compute capability."""
 _by_address: list[Any] = []
@@ -30,6 +32,7 @@ def interpret_quickly() -> None:
     from triton import language
     from triton.runtime import interpreter
 
+    fill_unwritten()
     _change_the_language_once(interpreter, language)
     _remember_types(interpreter)
     _remember_shapes(interpreter, language)

@@ -1,4 +1,4 @@
-"""What interpreted kernels are watched for."""
+"""What tests are watched for, and interpreted kernels more than others."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def test_lanes_that_are_masked_may_lie_anywhere(interpreter: Executor) -> None:
 def test_no_kernel_leaves_its_tensors(interpreter: Executor, read: int, written: int) -> None:
     with pytest.raises(Exception, match="memory of no tensor"):
         interpreter.submit(run_two_rows, read, written).result()
+
+
+def unwritten() -> torch.Tensor:
+    return torch.empty(1000)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="unwritten memory of a GPU is as it is")
+def test_what_nobody_wrote_is_no_number(interpreter: Executor) -> None:
+    assert unwritten().isnan().all() and interpreter.submit(unwritten).result().isnan().all()

@@ -52,10 +52,11 @@ def tiny_eagle3(
 
 
 def randomize(module: M, seed: int, spread: float) -> M:
+    """Random matrices and biases; norms stay as they are made."""
     generator = torch.Generator().manual_seed(seed)
     module.eval().requires_grad_(False)
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1 or name.endswith("bias"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
     return module
 
