@@ -6,10 +6,12 @@ cache are shared and a prefix hit always brings both.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,12 +123,22 @@ class KVPool:
         feature_size: int = 0,
     ) -> None:
         shape = (2, config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        self.storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.storage = zeros(shape, dtype, device)
         self.layers = tuple(KVPages(k, v) for k, v in zip(*self.storage, strict=True))
         self.feature_SM = None
         """By slot."""
         if feature_size:
-            self.feature_SM = torch.zeros(num_pages * page_size, feature_size, dtype=dtype, device=device)
+            self.feature_SM = zeros((num_pages * page_size, feature_size), dtype, device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room of which little may ever be used: on a CPU it takes memory, and the time to clear it, as it is touched.
+
+    `torch.zeros` writes all of it. NumPy asks the system for memory that is clear already.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def page_bytes(configs: Sequence[DecoderConfig], page_size: int, dtype: torch.dtype, feature_size: int = 0) -> int:

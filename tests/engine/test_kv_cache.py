@@ -1,14 +1,22 @@
-"""Pages are handed out once, come back, and are recalled only for exactly the tokens they hold."""
+"""Pages are handed out once, come back, and are recalled only for exactly the tokens they hold. They take memory when
+they are written, not before."""
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jetspec.engine.kv_cache import PagePool
+from jetspec.engine.kv_cache import KVPool, PagePool
+from jetspec.models.decoder import DecoderConfig
+from scripts.soak import resident_bytes
 
 PAGE = 2
+SIZES = DecoderConfig(
+    "llama", 40, 32, num_layers=30, num_heads=4, num_kv_heads=3, head_dim=64, inner_size=48, max_len=64
+)
 tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
@@ -88,3 +96,15 @@ def test_without_memory_nothing_is_recalled() -> None:
     pool.remember([1, 2], pages)
     pool.release(pages)
     assert pool.recall([1, 2]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_take_memory_when_they_are_written(dtype: torch.dtype) -> None:
+    before = resident_bytes()
+    pool = KVPool(SIZES, 1 << 12, 16, dtype, torch.device("cpu"), feature_size=64)
+    assert pool.storage.nbytes > 1 << 29
+    first = pool.layers[0].k[0]
+    assert not first.any() and pool.feature_SM is not None and not pool.feature_SM[0].any()
+    first.fill_(1)
+    assert (first == 1).all() and not pool.layers[0].v[0].any() and not pool.layers[0].k[1].any()
+    assert resident_bytes() - before < pool.storage.nbytes / 8
