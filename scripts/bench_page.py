@@ -46,7 +46,7 @@ def at_a_glance(run: Run, folder: Path, page: Path) -> str:
         f" UTC. All of it: [{link}]({link})."
     ]
     for where, cells in groups_of(run.cells):
-        table = glance_table(cells)
+        table = glance_table(cells, run.widest_tie)
         parts += [f"{where[0].upper()}{where[1:]}:", markdown_table(table), table.caption]
     return "\n\n".join(parts)
 

@@ -11,7 +11,7 @@ from jetspec.bench.document import Table
 from jetspec.bench.grade import MATH_TASKS
 from jetspec.bench.paper import SHAPES
 from jetspec.bench.recipe import KINDS, PLAIN
-from jetspec.bench.runs import Result, Run, Score, partial_note
+from jetspec.bench.runs import RESULTS_FILE, Result, Run, Score, partial_note
 from jetspec.bench.spread import NO_DIFFERENCE, how_many
 from jetspec.bench.tables import NONE, by_method, in_order, text_of, without_empty
 from jetspec.bench.tasks import BUILTIN
@@ -19,6 +19,8 @@ from jetspec.bench.tasks import BUILTIN
 COUNTS = ("compared", "identical", "ties", "mistakes")
 ONCE_IN = 0.01
 """What chance alone does less often than this is a difference."""
+MOST_DIFFERENCES = 300
+"""Listed in a report; in 16 bits most texts part from plain ones at a tie, sooner or later."""
 
 
 def score_table(run: Run) -> Table | None:
@@ -192,7 +194,9 @@ def lossless_table(run: Run) -> Table | None:
 
 
 def differences_table(run: Run) -> Table | None:
-    """Every text that differs from the plain one."""
+    """Texts that differ from the plain one: mistakes first, then the widest gaps, as many as one may want to read."""
+    found = [(cell, d) for cell in run.cells if cell.lossless for d in cell.lossless.different]
+    found.sort(key=lambda one: (one[1]["tie"], -(one[1]["gap"] or 0.0)))
     rows = [
         (
             *(str(d["id"]), cell.label, f"{cell.temperature:g}", str(cell.batch), numbered(d["repeats"])),
@@ -200,9 +204,7 @@ def differences_table(run: Run) -> Table | None:
             text_of(d.get("moved"), 4),
             d["why"] or ("tie" if d["tie"] else "mistake"),
         )
-        for cell in run.cells
-        if cell.lossless
-        for d in cell.lossless.different
+        for cell, d in found[:MOST_DIFFERENCES]
     ]
     columns = (
         "question",
@@ -217,7 +219,8 @@ def differences_table(run: Run) -> Table | None:
         "moved",
         "verdict",
     )
-    return without_empty(Table(columns, tuple(rows), first_number=2)) if rows else None
+    more = f"The widest {len(rows)} of {len(found)}; all are in {RESULTS_FILE}." if len(rows) < len(found) else ""
+    return without_empty(Table(columns, tuple(rows), more, first_number=2)) if rows else None
 
 
 def numbered(indices: Iterable[int]) -> str:

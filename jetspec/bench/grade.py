@@ -19,10 +19,13 @@ from jetspec.bench.sandbox import Limits, run_tests
 
 MATH_TASKS = ("gsm8k", "math500", "aime24", "aime25")
 LIMITS = Limits()
+NEEDS_MATH_VERIFY = "grading mathematics needs math-verify: pip install 'jetspec[bench]'"
 MATH_TIMEOUT_S = 5
 """For one expression; the library can lose itself in a wild one."""
 TWO_NUMBERS = re.compile(r"\d\s+\d")
 """With but a space between them; the library would add them up."""
+SHORT_FRACTION = re.compile(r"\\([dt]?frac)\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
+"""As TeX reads it: without braces, the next two signs."""
 FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 MBPP_TESTS = "Your code should pass these tests:\n"
 
@@ -56,6 +59,8 @@ def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
 def _grade_math(expected: str, answer: str) -> Grade:
     """By what stands in the last box; in a text without one, by what the library takes for its answer."""
     found = last_boxed(answer)
+    if found:
+        found = SHORT_FRACTION.sub(r"\\\1{\2}{\3}", found)
     wanted, values = _parse(_boxed(expected)), _parse(_boxed(found) if found else answer)
     if not found:
         found = next((value for value in reversed(values) if isinstance(value, str)), None)
@@ -97,7 +102,7 @@ def _parse(text: str) -> list[Any]:
     try:
         from math_verify import parse
     except ImportError:
-        raise ValueError("grading mathematics needs math-verify: pip install 'jetspec[bench]'") from None
+        raise ValueError(NEEDS_MATH_VERIFY) from None
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what it cannot parse is wrong, and no news
     return list(parse(text, parsing_timeout=_math_timeout()))
 

@@ -81,7 +81,7 @@ def data_dir_of(config: BenchConfig) -> Path | None:
 
 
 def questions_of(config: BenchConfig, task: str) -> list[Prompt]:
-    return read_task(task, data_dir_of(config), config.limit, config.skip)
+    return read_task(task, data_dir_of(config), config.limit, config.skip_of(task))
 
 
 class Bench:

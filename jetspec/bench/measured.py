@@ -125,7 +125,7 @@ def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
     ratios = [a / b for a, b in pairs if a is not None and b is not None]
     questions = question_speedups(mine, base)
     if mine.cell == base.cell:
-        ratios, questions = ratios[:1], []
+        ratios, questions = ratios[:1], {}
     found = Spread.of_ratios(ratios, questions)
     if found is None:
         return None
@@ -135,12 +135,13 @@ def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
         "sd": found.sd,
         "se_questions": found.questions and found.questions.sd,
         "num_questions": len(questions),
+        "questions": questions,
         "values": ratios,
         "differs": found.differs_from_1(),
     }
 
 
-def question_speedups(mine: Measured, base: Measured) -> list[float]:
+def question_speedups(mine: Measured, base: Measured) -> dict[str, float]:
     """The ratio of speeds on every question, the median over repeats. There are none where questions were decoded
     together: the time is that of a group."""
     found: dict[str, list[float]] = {}
@@ -148,11 +149,11 @@ def question_speedups(mine: Measured, base: Measured) -> list[float]:
         speeds = {row["ids"][0]: row_speed(row) for row in others}
         for row in rows:
             if len(row["ids"]) > 1:
-                return []
+                return {}
             speed, other = row_speed(row), speeds[row["ids"][0]]
             if speed and other:
                 found.setdefault(row["ids"][0], []).append(speed / other)
-    return [median(ratios) for ratios in found.values()]
+    return {id: median(ratios) for id, ratios in found.items()}
 
 
 def row_speed(row: Row) -> float | None:
@@ -171,14 +172,14 @@ def tokens_per_round(mine: Measured) -> list[float]:
     return found
 
 
-def round_questions(mine: Measured) -> list[tuple[int, int]]:
+def round_questions(mine: Measured) -> dict[str, tuple[int, int]]:
     """Tokens and rounds of every question, in all repeats together."""
     found: dict[str, tuple[int, int]] = {}
     for answer in mine.all_whole_answers:
         if answer["rounds"]:
             tokens, rounds = found.get(answer["id"], (0, 0))
             found[answer["id"]] = tokens + num_tokens(answer), rounds + answer["rounds"]
-    return list(found.values())
+    return found
 
 
 def accepted_lengths(mine: Measured) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -96,6 +97,10 @@ class PaperRow:
     tokens_per_round: float | None
     tokens_per_s: float | None
 
+    @property
+    def label(self) -> str:
+        return self.method if self.budget is None else f"{self.method} {self.budget}"
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -135,6 +140,17 @@ def _table(raw: Any) -> PaperTable:
 def find_pairs(run: Run) -> list[Pair]:
     """Cells whose method, task and setting the paper has, too; none of a run that does not say what its methods are."""
     return [pair for cell in run.cells for pair in _pairs_of(cell, run)]
+
+
+def missing_rows(table: PaperTable, pairs: Iterable[Pair]) -> str:
+    """What of a table of the paper stands beside nothing of ours, in a sentence. Empty: nothing."""
+    known = {id(pair.row) for pair in pairs}
+    rows = [row for row in paper_rows() if row.table == table]
+    missing = Counter(row.label for row in rows if id(row) not in known)
+    if not missing:
+        return ""
+    names = ", ".join(f"{label} ({count})" for label, count in missing.items())
+    return f"{missing.total()} of the {len(rows)} rows of the paper's table have no counterpart here: {names}."
 
 
 def _pairs_of(cell: Result, run: Run) -> Iterator[Pair]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from jetspec.bench.tasks import BUILTIN
+from jetspec.bench.tasks import BUILTIN, TASKS
 from jetspec.config import DrafterName, Expand, Score, TreeConfig
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.record import shown, shown_head
@@ -232,8 +232,9 @@ class BenchConfig:
     repeats: int = 3
     limit: int | None = None
     """Questions per task. None: the usual number of each."""
-    skip: int = 0
-    """Questions of every task to pass over first, such as those that settings were chosen on."""
+    skip: int | dict[str, int] = 0
+    """Questions of every task to pass over first, such as those that settings were chosen on; or by task how many, and
+    none of those that are not named."""
     max_tokens: int = 256
     """Most tokens of an answer."""
     warmup: int = 16
@@ -250,8 +251,11 @@ class BenchConfig:
     def __post_init__(self) -> None:
         for name in ("repeats", "limit", "max_tokens", "warmup"):
             at_least(1, name, getattr(self, name))
-        for name in ("skip", "seed"):
-            at_least(0, name, getattr(self, name))
+        at_least(0, "seed", self.seed)
+        for task, count in self.skip.items() if isinstance(self.skip, dict) else [("", self.skip)]:
+            at_least(0, f"skip{task and f' of {task}'}", count)
+            if task and task not in (*self.tasks, *TASKS):
+                raise ValueError(f"skip: there is no task {task}")
         for name in ("tasks", "methods", "budgets", "batches", "temperatures"):
             values = getattr(self, name)
             if values == () or len(values or ()) != len(set(values or ())):
@@ -287,6 +291,8 @@ class BenchConfig:
             for budget in self.budgets_of(method):
                 if budget is not None:
                     method.tree(budget)
+                if budget == 1 and method.name != PLAIN:
+                    raise ValueError(f"{method.name}: a budget of 1 drafts nothing, as plain decoding; give 2 or more")
 
     def contenders(self, head: HeadKind | None = None) -> list[MethodConfig]:
         """All methods, plain decoding first. `head` is the kind of the head that those have which name none."""
@@ -296,6 +302,9 @@ class BenchConfig:
             asked.append(MethodConfig("server", url=self.url))
         plain = next((method for method in asked if method.name == PLAIN), MethodConfig(PLAIN))
         return [plain, *(method for method in asked if method is not plain)]
+
+    def skip_of(self, task: str) -> int:
+        return self.skip.get(task, 0) if isinstance(self.skip, dict) else self.skip
 
     def budgets_of(self, method: MethodConfig) -> tuple[int | None, ...]:
         return method.budgets or method.traits.budgets or self.budgets

@@ -18,7 +18,7 @@ from jetspec.bench.check_tables import (
     unlike_heads,
 )
 from jetspec.bench.document import Block, Folded, Heading, Plot, Table, Text, Warned
-from jetspec.bench.paper import find_pairs, paper_costs, run_differences, setting_differences
+from jetspec.bench.paper import find_pairs, missing_rows, paper_costs, run_differences, setting_differences
 from jetspec.bench.plots import (
     Painter,
     acceptance,
@@ -132,7 +132,7 @@ def _speed(run: Run, title: str, painter: Painter | None, prefix: str) -> Iterat
     yield Text(run.setting)
     for where, cells in groups_of(run.cells):
         yield Heading(where[0].upper() + where[1:], 3)
-        yield glance_table(cells)
+        yield glance_table(cells, run.widest_tie)
         if painter is not None:
             mark = f"{prefix}t{cells[0].temperature:g}_b{cells[0].batch}"
             yield from _plots(painter, mark, where, cells)
@@ -234,6 +234,8 @@ def _paper(run: Run, title: str) -> Iterator[Block]:
         yield paper_table(of_table)
         for number, remark in enumerate(remarks_of(of_table), 1):
             yield Text(f"({number}) {remark}.")
+        if missing := missing_rows(table, of_table):
+            yield Text(missing)
         if table.note:
             yield Text(table.note)
     alone = len(run.cells) - len({pair.cell.key for pair in pairs})
@@ -254,6 +256,8 @@ def _costs(record: CostRecord, beside_paper: bool) -> Iterator[Block]:
         yield from _other_settings(setting_differences(record.model, record.device, paper))
     yield cost_table(record, beside_paper)
     if beside_paper:
+        if missing := len(known.keys() - {(cost.context, cost.depth) for cost in record.costs}):
+            yield Text(f"{missing} of the paper's {len(known)} values are of contexts and depths not measured here.")
         yield Text(f"The paper's are those of its table {paper.number}. {paper.note}")
 
 

@@ -111,13 +111,18 @@ class Results:
 
     def cell(self, mine: Measured) -> dict[str, Any]:
         plain = self.measured[mine.cell.beside(PLAIN, 1)]
+        rounds = round_questions(mine)
         return {
             **asdict(mine.cell),
             "questions": len(mine.answers(0)),
             "together": mine.fullest,
             "tokens": mine.tokens,
             "tokens_per_s": to_record(mine.speeds),
-            "tokens_per_round": {**to_record(tokens_per_round(mine)), "questions": round_questions(mine)},
+            "tokens_per_round": {
+                **to_record(tokens_per_round(mine)),
+                "questions": list(rounds.values()),
+                "ids": list(rounds),
+            },
             "accepted": accepted_lengths(mine),
             "prefill_s": to_record(mine.prefills),
             "speedup": speedup(mine, plain),

@@ -112,9 +112,10 @@ class Result(Cell):
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Result:
+        rounds = raw["tokens_per_round"]
         read: dict[str, Any] = {
             **{name: Spread.of(raw[name]["values"]) for name in ("tokens_per_s", "prefill_s")},
-            "tokens_per_round": Spread.of_parts(raw["tokens_per_round"]["questions"]),
+            "tokens_per_round": Spread.of_parts(rounds["questions"], rounds.get("ids") or ()),
             **{name: Spread.read_ratios(raw[name]) for name in ("speedup", "speedup_transformers")},
             "accepted": tuple(raw["accepted"]),
             "score": Score.read(raw["score"]),
@@ -161,6 +162,16 @@ def partial_note(cells: Iterable[Result]) -> str:
     return f" {PARTIAL_NOTE}" if any(cell.score and cell.score.partial for cell in cells) else ""
 
 
+def skipped(skip: int | Mapping[str, int], tasks: Iterable[str]) -> str:
+    """How many questions of every task were passed over, or of which."""
+    if not isinstance(skip, Mapping):
+        return str(skip)
+    by_count: dict[int, list[str]] = {}
+    for task in tasks:
+        by_count.setdefault(skip.get(task, 0), []).append(task)
+    return "; ".join(f"{count} of {', '.join(some)}" for count, some in by_count.items())
+
+
 @dataclass(frozen=True)
 class Run:
     """A benchmark: where it comes from, and its cells."""
@@ -199,7 +210,7 @@ class Run:
         asked = how_many(max(counts), "question")
         parts = [(f"{min(counts)} to " if len(counts) > 1 else "") + f"{asked} per task"]
         if skip := self.recipe.get("skip"):
-            parts[0] += f" behind the first {skip}"
+            parts[0] += f" behind the first {skipped(skip, self.recipe.get('tasks') or ())}"
         if "max_tokens" in self.recipe:
             parts.append(f"at most {self.recipe['max_tokens']} tokens per answer")
         if "repeats" in self.recipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 NO_DIFFERENCE = "no difference"
@@ -32,6 +32,9 @@ class Spread:
     questions: Spread | None = None
     """The same mean with its standard error over questions: repeats ask the same, and others might have moved it
     further. None: not known."""
+    asked: tuple[Mapping[str, float], ...] = field(default=(), compare=False)
+    """Where the deviation is the standard error over questions: what each of them, by its name, came to, task by task.
+    Their mean is this one; of a ratio they are logarithms. Empty: not known."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
@@ -44,44 +47,49 @@ class Spread:
         return cls(statistics.fmean(values), sd, sd / math.sqrt(len(values)), len(values) - 1, tuple(values))
 
     @classmethod
-    def of_ratios(cls, values: Sequence[float], questions: Sequence[float] = ()) -> Spread | None:
+    def of_ratios(cls, values: Sequence[float], questions: Mapping[str, float] | None = None) -> Spread | None:
         """Their geometric mean: turned upside down, ratios have the inverse mean and vary as much.
 
-        `values` are those of repeats, `questions` those of every question.
+        `values` are those of repeats, `questions` those of every question by its name.
         """
         logs = cls.of([math.log(value) for value in values])
         if logs is None:
             return None
-        each = cls.of([math.log(value) for value in questions])
-        return replace(logs.exp(), values=tuple(values))._asked(each.error if each else 0.0, len(questions))
+        found = replace(logs.exp(), values=tuple(values))
+        each = {name: math.log(value) for name, value in (questions or {}).items()}
+        over = cls.of(list(each.values()))
+        return found._over_questions(over.error, len(each), (each,)) if over else found
 
-    def _asked(self, error: float, count: int) -> Spread:
+    def _over_questions(self, error: float, count: int, asked: tuple[Mapping[str, float], ...] = ()) -> Spread:
         """A ratio whose logarithm has such an error over so many questions; of one question there is none."""
         if count < 2:
             return self
         error *= self.mean
-        return replace(self, questions=Spread(self.mean, error, error, count - 1, is_ratio=True))
+        return replace(self, questions=Spread(self.mean, error, error, count - 1, is_ratio=True, asked=asked))
 
     @classmethod
-    def of_parts(cls, parts: Sequence[tuple[float, float]]) -> Spread | None:
+    def of_parts(cls, parts: Sequence[tuple[float, float]], names: Sequence[str] = ()) -> Spread | None:
         """The quotient of two sums over questions, and how far other questions might have moved it: its deviation is
-        the standard error."""
+        the standard error. With names of the questions, what each of them moves it by is known, too."""
         below = sum(b for _, b in parts)
         if not below:
             return None
         ratio, count = sum(a for a, _ in parts) / below, len(parts)
         if count == 1:
             return cls(ratio)
-        error = math.sqrt(count / (count - 1) * sum((a - ratio * b) ** 2 for a, b in parts)) / below
-        return cls(ratio, error, error, count - 1)
+        each = [ratio + (a - ratio * b) * count / below for a, b in parts]
+        error = statistics.stdev(each, ratio) / math.sqrt(count)
+        return cls(ratio, error, error, count - 1, asked=(dict(zip(names, each, strict=True)),) if names else ())
 
     @classmethod
     def read_ratios(cls, raw: Mapping[str, Any] | None) -> Spread | None:
         """From a record."""
-        found = None if raw is None else cls.of_ratios(raw["values"])
-        if raw is None or found is None or raw.get("se_questions") is None:
+        if raw is None:
+            return None
+        found = cls.of_ratios(raw["values"], raw.get("questions"))
+        if found is None or found.questions is not None or raw.get("se_questions") is None:
             return found
-        return found._asked(raw["se_questions"] / found.mean, raw["num_questions"])
+        return found._over_questions(raw["se_questions"] / found.mean, raw["num_questions"])
 
     @classmethod
     def average(cls, parts: Iterable[Spread]) -> Spread:
@@ -110,14 +118,16 @@ class Spread:
         known = [part.sd for part in parts if part.sd is not None]
         sd = math.hypot(*known) / len(parts) if len(known) == len(parts) else None
         error = math.hypot(*(part.error for part in parts)) / len(parts)
-        return cls(sum(part.mean for part in parts) / len(parts), sd, error, _freedom(parts))
+        asked = tuple(task for part in parts for task in part.asked) if all(part.asked for part in parts) else ()
+        return cls(sum(part.mean for part in parts) / len(parts), sd, error, _freedom(parts), asked=asked)
 
     def log(self) -> Spread:
         """Of a ratio, whose logarithms are what varies alike in both directions."""
         sd = None if self.sd is None else self.sd / self.mean
         values = tuple(math.log(value) for value in self.values)
         questions = self.questions.log() if self.questions else None
-        return Spread(math.log(self.mean), sd, self.error / self.mean, self.freedom, values, questions=questions)
+        error = self.error / self.mean
+        return Spread(math.log(self.mean), sd, error, self.freedom, values, False, questions, self.asked)
 
     def exp(self) -> Spread:
         """The ratio that has this logarithm."""
@@ -125,7 +135,7 @@ class Spread:
         sd = None if self.sd is None else mean * self.sd
         values = tuple(math.exp(value) for value in self.values)
         questions = self.questions.exp() if self.questions else None
-        return Spread(mean, sd, mean * self.error, self.freedom, values, is_ratio=True, questions=questions)
+        return Spread(mean, sd, mean * self.error, self.freedom, values, True, questions, self.asked)
 
     def times(self, factor: float) -> Spread:
         """In another unit."""
@@ -146,6 +156,8 @@ class Spread:
         """
         if self.sd is None or other.sd is None:
             return None
+        if (paired := self._paired(other)) is not None:
+            return paired.differs(NOTHING)
         if (asked := self._by_questions(other)) is not None and not asked[0].differs(asked[1]):
             return False
         by_chance = student(_freedom((self, other))) * math.hypot(self.error, other.error)
@@ -156,6 +168,8 @@ class Spread:
         nothing is near."""
         if self.sd is None or other.sd is None:
             return False
+        if (paired := self._paired(other)) is not None:
+            return paired.is_near(NOTHING)
         if (asked := self._by_questions(other)) is not None and asked[0].is_near(asked[1]):
             return True
         return abs(self.mean - other.mean) <= SPREADS * math.hypot(self.sd, other.sd)
@@ -166,9 +180,20 @@ class Spread:
             return None
         return self.questions or self, other.questions or other
 
+    def _paired(self, other: Spread) -> Spread | None:
+        """How far the two lie apart, in logarithms where they are ratios, and the error of that: what a question does
+        to both alike is no part of it. None: they were not asked the same, or it is not known."""
+        if not self.asked or [task.keys() for task in self.asked] != [task.keys() for task in other.asked]:
+            return None
+        tasks = zip(self.asked, other.asked, strict=True)
+        apart = [Spread.of([mine[name] - its[name] for name in mine]) for mine, its in tasks]
+        found = Spread.independent([task for task in apart if task is not None])
+        mine, its = (spread.log() if spread.is_ratio else spread for spread in (self, other))
+        return Spread(mine.mean - its.mean, found.error, found.error, found.freedom)
+
     def differs_from_1(self) -> bool | None:
         """For a ratio, and in its logarithm: twice as fast is as far from 1 as half as fast."""
-        return self.log().differs(Spread(0.0, 0.0))
+        return self.log().differs(NOTHING)
 
     @property
     def median(self) -> float | None:
@@ -179,6 +204,9 @@ class Spread:
         if 0 < abs(self.mean) < 0.1:
             digits = max(digits, 1 - math.floor(math.log10(abs(self.mean))))
         return f"{self.mean:.{digits}f}" + ("" if self.sd is None else f" ± {self.sd:.{digits}f}")
+
+
+NOTHING = Spread(0.0, 0.0)
 
 
 def student(freedom: float) -> float:

@@ -16,6 +16,7 @@ NONE = "-"
 BOLD = "Bold: the best of a column, and all within two standard deviations of it."
 OVER_REPEATS = f"Mean ± standard deviation over repeats of the same questions. {BOLD}"
 OVER_QUESTIONS = f"Mean ± standard error over questions. {BOLD}"
+PAIRED = "Methods that answered the same questions are compared question by question."
 
 
 def text_of(value: Spread | float | int | str | None, digits: int = 2) -> str:
@@ -96,15 +97,26 @@ def _best(column: Sequence[Spread | None]) -> list[int]:
 def speedup_table(cells: Sequence[Result]) -> Table | None:
     """None where there is nothing to be faster than."""
     faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
-    spread = f"{OVER_REPEATS} ≈: not shown to differ from plain decoding. {judged_by(faster)}"
+    spread = f"{OVER_REPEATS} ≈: not shown to differ from plain decoding. {judged_by(map(speedup_of, faster))}"
     return matrix(faster, speedup_of, speedup_text, spread) if faster else None
 
 
-def judged_by(cells: Iterable[Result]) -> str:
-    """What claims on speedups go by, for a caption."""
-    if any(cell.speedup and cell.speedup.questions for cell in cells):
-        return "Speedups are also judged by their standard error over questions."
-    return "Other questions may move speedups further than repeats of these do."
+def judged_by(speedups: Iterable[Spread | None], what: str = "speedups") -> str:
+    """What claims on them go by, for a caption; nothing where there are none."""
+    known = [value for value in speedups if value is not None]
+    if not known:
+        return ""
+    over = [value for value in known if value.questions]
+    if not over:
+        return f"Other questions may move {what} further than repeats of these do."
+    some = "" if len(over) == len(known) else ", where there were several"
+    judged = f"{what[0].upper() + what[1:]} are also judged by their standard error over questions{some}."
+    return f"{judged} {pairing(over)}".rstrip()
+
+
+def pairing(values: Iterable[Spread | None]) -> str:
+    """For a caption: whether two values are compared question by question."""
+    return PAIRED if any(v and (v.asked or (v.questions and v.questions.asked)) for v in values) else ""
 
 
 def speedup_of(cell: Result) -> Spread | None:
@@ -121,16 +133,17 @@ def rounds_table(cells: Sequence[Result]) -> Table | None:
     if not having:
         return None
     about = "Accepted drafts, and the target's own token."
-    return matrix(having, rounds_of, Spread.text, OVER_QUESTIONS, Spread.independent, about)
+    spread = f"{OVER_QUESTIONS} {pairing(map(rounds_of, having))}".rstrip()
+    return matrix(having, rounds_of, Spread.text, spread, Spread.independent, about)
 
 
 def rounds_of(cell: Result) -> Spread | None:
     return cell.tokens_per_round
 
 
-def glance_table(cells: Sequence[Result]) -> Table:
-    """Every method at its best budget, over all tasks."""
-    rows = []
+def glance_table(cells: Sequence[Result], widest_tie: float | None = None) -> Table:
+    """Every method at its best budget, over all tasks. Tokens closer than `widest_tie` are a tie."""
+    rows, speedups, others = [], [], []
     asked = {method: num_asked(own) for method, own in by_method(cells).items()}
     unlike = len(set(asked.values())) > 1
     tasks = {cell.task for cell in cells}
@@ -138,8 +151,10 @@ def glance_table(cells: Sequence[Result]) -> Table:
     for method, own in groupby(at_best(in_order(cells)), key=lambda cell: cell.method):
         group = list(own)
         speed = over_tasks([cell.tokens_per_s for cell in group], len(tasks))
-        speedup = over_tasks([cell.speedup for cell in group], len(tasks))
-        other = over_tasks([cell.speedup_transformers for cell in group], len(tasks))
+        speedup = None if method == PLAIN else over_tasks([c.speedup for c in group], len(tasks))
+        other = None if method == TRANSFORMERS else over_tasks([c.speedup_transformers for c in group], len(tasks))
+        speedups.append(speedup)
+        others.append(other)
         rounds = over_tasks([cell.tokens_per_round for cell in group], len(tasks), Spread.independent)
         own_graded = {cell.task: cell.score.graded for cell in group if cell.score}
         all_graded = all(own_graded.get(task, 0) == graded[task] for task in tasks)
@@ -150,8 +165,8 @@ def glance_table(cells: Sequence[Result]) -> Table:
                 *(method, " ".join((text_of(group[0].tree), *as_good(group[0], cells)))),
                 str(asked[method]) if unlike else NONE,
                 speed.text(1) if speed else NONE,
-                speedup_text(speedup) if speedup and method != PLAIN else NONE,
-                speedup_text(other) if other and method != TRANSFORMERS else NONE,
+                speedup_text(speedup) if speedup else NONE,
+                speedup_text(other) if other else NONE,
                 rounds.text() if rounds else NONE,
                 Spread.independent(scores).text(3) + marks if scores else NONE,
                 same_text([cell.lossless for cell in group if cell.lossless]),
@@ -162,7 +177,7 @@ def glance_table(cells: Sequence[Result]) -> Table:
         *("method", "best budget", "questions", "tokens/s", "speedup", "over transformers", "tokens per round"),
         *("score", "same text as plain", "failed"),
     )
-    shown = {word for row in rows for cell in row for word in cell.split()}
+    shown = {word.rstrip(",") for row in rows for cell in row for word in cell.split()}
     legend = (
         (len(tasks) > 1, "Means over tasks, of speedups geometric, and only where all tasks have a value."),
         (
@@ -172,12 +187,18 @@ def glance_table(cells: Sequence[Result]) -> Table:
         ),
         ("≈" in shown, "≈: not shown to differ from 1."),
         ("alike)" in shown, "Alike: within two standard deviations of the best budget."),
-        (any(cell.speedup and not cell.is_plain for cell in cells), judged_by(cells)),
+        (True, judged_by(speedups)),
+        (True, judged_by(others, "those over transformers")),
         (unlike, "Speedups over a method that was asked less are on its questions."),
-        (bool(shown & {"tie", "ties"}), "Ties: texts that part where rounding decides between two tokens."),
+        (bool(shown & {"tie", "ties"}), tie_legend(widest_tie)),
     )
-    caption = " ".join(text for is_needed, text in legend if is_needed)
+    caption = " ".join(text for is_needed, text in legend if is_needed and text)
     return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
+
+
+def tie_legend(widest: float | None) -> str:
+    width = "" if widest is None else f", here at most {widest:.3g} apart"
+    return f"Ties: texts that part where rounding decides between two tokens{width}."
 
 
 def over_tasks(

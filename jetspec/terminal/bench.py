@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jetspec.bench.check_tables import numbered
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
+from jetspec.bench.grade import MATH_TASKS, NEEDS_MATH_VERIFY
 from jetspec.bench.groups import kept_settings
 from jetspec.bench.measure import Bench, check_inputs
 from jetspec.bench.recipe import PLAIN, BenchConfig
@@ -102,11 +104,20 @@ def nothing_new(record: Mapping[str, Any]) -> str:
 
 def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed: bool) -> None:
     check_inputs(config, folder, fresh)
+    for warning in ungraded(config):
+        _say(warning)
     with working(f"Loading {config.model}"):
         llm = LLM(config.model, config.head, device=config.device, dtype=config.dtype)
     bench = Bench(config, llm, folder)
     rows = bench.run(progress=True, fresh=fresh, retry_failed=retry_failed)
     write_record(folder / RESULTS_FILE, Results(bench, rows).record(progress=True))
+
+
+def ungraded(config: BenchConfig) -> Iterator[str]:
+    """What will have no scores: better known before an hour of measuring than behind it."""
+    mathematics = [task for task in config.tasks if task in MATH_TASKS]
+    if mathematics and find_spec("math_verify") is None:
+        yield f"no scores of {', '.join(mathematics)}: {NEEDS_MATH_VERIFY}"
 
 
 def is_lossless(config: BenchConfig, run: Run) -> bool:

@@ -356,13 +356,18 @@ def convert(hint: Any, value: Any, where: str, root: type[Any]) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in choices:
             return None
-        groups = [c for c in choices if dataclasses.is_dataclass(c)]
+        groups = [c for c in choices if dataclasses.is_dataclass(c) or typing.get_origin(c) is dict]
         plain = [c for c in choices if c not in groups and c is not type(None)]
         return convert((groups if isinstance(value, dict) and groups else plain)[0], value, where, root)
     if origin is Literal:
         if value not in choices:
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(map(str, choices))}")
         return value
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be a group of settings")
+        keys = [convert(choices[0], key, where, root) for key in value]
+        return {key: convert(choices[1], value[key], f"{where}.{key}", root) for key in keys}
     if origin is tuple:
         items = value if isinstance(value, list) else [value]
         if choices[-1] is not Ellipsis and len(items) != len(choices):

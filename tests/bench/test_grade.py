@@ -61,6 +61,10 @@ def math(expected: str, answer: str) -> Grade:
         (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \frac{\pi}{2})}"),
         (r"\text{Evelyn}", r"\boxed{Evelyn}"),
         ("x=5", r"\boxed{5}"),
+        (r"\frac{1}{2}", r"\boxed{\frac 1 2}"),
+        (r"\frac{1}{2}", r"\boxed{\dfrac12}"),
+        (r"\frac{1}{2}", r"\boxed{\frac1 2}"),
+        (r"\frac{1}{2}", r"\boxed{\frac12}"),
     ],
 )
 def test_right_mathematics_in_many_forms(expected: str, answer: str) -> None:

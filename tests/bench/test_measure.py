@@ -156,6 +156,7 @@ def test_questions_may_be_passed_over(folder: Path, llm: LLM) -> None:
     def asked(**options: Any) -> list[str]:
         return [prompt.id for prompt in make_bench(folder, "skipped", llm, **options).questions["sums"]]
 
+    assert asked(skip={"sums": 3}) == asked(skip=3) and asked(skip={"gsm8k": 3}) == asked()
     assert asked(skip=3) == ["sums-3", "sums-4"] and asked(skip=1, limit=2) == ["sums-1", "sums-2"]
     with pytest.raises(ValueError, match="sums has 5 questions, none of them behind the first 5"):
         asked(skip=5)

@@ -20,8 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from jetspec.bench import check_tables
 from jetspec.bench.check_tables import (
     asked_text,
+    differences_table,
     errors_table,
     heads_table,
     lossless_table,
@@ -31,7 +33,7 @@ from jetspec.bench.check_tables import (
     trees_text,
 )
 from jetspec.bench.document import Block, Folded, Plot, Table, Text, Warned, to_html, to_markdown
-from jetspec.bench.paper import Pair, find_pairs, paper_rows
+from jetspec.bench.paper import Pair, find_pairs, missing_rows, paper_costs, paper_rows
 from jetspec.bench.plots import INK, series_of
 from jetspec.bench.report import ReportPlan, build_report
 from jetspec.bench.runs import Inputs, Run, Score, read_inputs
@@ -46,6 +48,7 @@ from jetspec.bench.scaling import (
 from jetspec.bench.spread import Spread, to_record
 from jetspec.bench.summary import summary
 from jetspec.bench.tables import (
+    PAIRED,
     against_table,
     at_best,
     cells_table,
@@ -413,6 +416,45 @@ def test_captions_and_claims_know_of_other_questions(tmp_path: Path) -> None:
     assert all("alike" in row[1] for row in glances[1].rows if row[0] != "plain")
 
 
+def test_the_widest_differences_are_listed_mistakes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = {"id": "a", "repeats": [0], "turn": 0, "position": 1, "least": 0.1, "moved": 0.0, "why": None}
+    gaps = [(0.1, True), (None, False), (0.4, True), (0.2, False), (0.3, True)]
+    missed = [{**one, "gap": gap, "tie": tie} for gap, tie in gaps]
+    check = {"check": "greedy tokens", "compared": 9, "identical": 4, "ties": 3, "different": missed}
+    run = small_run(tmp_path, methods=("plain", "ngram"), tasks=("gsm8k",), budgets=(16,), changes={"lossless": check})
+    run = replace(run, cells=run.cells[-1:])
+    whole = differences_table(run)
+    assert whole is not None and [row[whole.columns.index("gap")] for row in whole.rows] == [
+        *("0.2000", "-", "0.4000", "0.3000", "0.1000")
+    ]
+    assert not whole.caption
+    monkeypatch.setattr(check_tables, "MOST_DIFFERENCES", 3)
+    table = differences_table(run)
+    assert table is not None and table.rows == whole.rows[:3]
+    assert table.caption == "The widest 3 of 5; all are in results.json."
+    assert "at most 0.25 apart" in glance_table(run.cells, 0.25).caption
+
+
+def test_captions_say_what_each_column_is_judged_by(tmp_path: Path) -> None:
+    """Who is slow is asked one question per task, which says nothing of others."""
+
+    def asked(value: Spread, named: bool) -> Spread:
+        each = ({"a": math.log(value.mean), "b": math.log(value.mean)},) if named else ()
+        return replace(value, questions=Spread(value.mean, 0.1, 0.1, 9, is_ratio=True, asked=each))
+
+    run = small_run(tmp_path, methods=("plain", "transformers", "jetspec"))
+    unknown, several = "Other questions may move those over transformers further", ", where there were several."
+    for named in (False, True):
+        cells = [
+            replace(c, speedup=asked(c.speedup, named)) if c.method == "jetspec" and c.speedup else c for c in run.cells
+        ]
+        caption = glance_table(cells).caption
+        assert f"Speedups are also judged by their standard error over questions{several}" in caption
+        assert unknown in caption and (PAIRED in caption) == named
+    cells = [cell for cell in cells if cell.method != "transformers"]
+    assert several not in glance_table(cells).caption
+
+
 def test_failures_and_differences_are_told(tmp_path: Path) -> None:
     errors = [{"id": "gsm8k-7", "repeat": repeat, "error": "ran out of pages"} for repeat in (0, 2)]
     run = small_run(tmp_path, changes={"errors": errors})
@@ -520,6 +562,18 @@ def test_the_paper_stands_beside_cells_of_the_same_setting_only(tmp_path: Path) 
     assert {pair.cell.budget for pair in pairs} == {16}
     assert any(pair.remark for pair in pairs if pair.cell.method == "jetspec-edge")
     assert not any(pair.remark for pair in pairs if pair.cell.method == "jetspec-paper")
+
+
+def test_what_only_the_paper_has_is_told(tmp_path: Path) -> None:
+    run = small_run(tmp_path, tasks=("gsm8k",), budgets=(16,))
+    pairs = [pair for pair in find_pairs(run) if pair.row.table.number == 1]
+    table = pairs[0].row.table
+    said = missing_rows(table, pairs)
+    rows = [row for row in paper_rows() if row.table == table]
+    assert said.startswith(f"{len(rows) - len({id(pair.row) for pair in pairs})} of the {len(rows)} rows")
+    assert "DFlash 32 (14)" in said and said in to_markdown("Title", report(run), "plots")
+    everything = [Pair(run.cells[0], row, "") for row in rows]
+    assert missing_rows(table, everything) == ""
 
 
 def test_other_settings_than_the_papers_are_warned_of(tmp_path: Path) -> None:
@@ -665,6 +719,9 @@ def test_costs_of_a_profile_stand_beside_the_papers(tmp_path: Path) -> None:
         ("1000", "16", "64", "1", "0.980", "5.000", "1.225", "-"),
     )
     assert "Not the paper's settings: it ran on NVIDIA H200, in the paper on H200 NVL." in text
+    assert (
+        f"{len(paper_costs()[1]) - 1} of the paper's {len(paper_costs()[1])} values are of contexts and depths" in text
+    )
     alone = to_markdown("Title", build_report(ReportPlan(inputs, paper=False, plots=False)), "plots")
     assert "0.837" not in alone and "paper" not in alone
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from jetspec.bench.measured import (
     speedup,
     tokens_per_round,
 )
-from jetspec.bench.recipe import Cell
+from jetspec.bench.recipe import BenchConfig, Cell
 from jetspec.bench.results import Results
 from jetspec.bench.runs import Result as CellResult
 from jetspec.bench.runs import commits_of
@@ -36,6 +37,7 @@ from jetspec.bench.spread import Spread, to_record
 from jetspec.cli import app
 from jetspec.engine.llm import LLM
 from jetspec.record import write_record
+from jetspec.terminal.bench import ungraded
 from tests.bench.tiny_bench import make_bench, results_of, write_questions
 
 
@@ -178,7 +180,7 @@ def test_rounds_of_a_question_are_added_up_over_repeats() -> None:
 
     repeats = [[row(("a", 6, 2, None)), row(("b", 9, 9, "no"))], [row(("a", 8, 2, None)), row(("b", 5, 5, None))]]
     cell = Cell("mine", "task", 0, 16, 1)
-    assert round_questions(Measured(cell, repeats)) == [(14, 4), (5, 5)]
+    assert round_questions(Measured(cell, repeats)) == {"a": (14, 4), "b": (5, 5)}
 
 
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=40))
@@ -309,12 +311,15 @@ def test_speedups_know_how_much_questions_differ() -> None:
     mine = asked("mine", [{"a": 2, "b": 40, "c": 40}, {"c": 41, "a": 2, "b": 40}, {"b": 40, "c": 1, "a": 2}])
     found = speedup(mine, plain)
     assert found is not None
-    assert question_speedups(mine, plain) == pytest.approx([2, 4, 8])
+    assert question_speedups(mine, plain) == found["questions"] == pytest.approx({"a": 2, "b": 4, "c": 8})
     error = math.log(2) / math.sqrt(3)  # their logarithms are as far apart as that of 2
     assert found["se_questions"] == pytest.approx(found["mean"] * error) and found["num_questions"] == 3
     read = Spread.read_ratios(found)
     assert read and read.questions and read.questions.sd == pytest.approx(found["se_questions"])
     assert read.questions.freedom == 2 and read.differs_from_1() == found["differs"]
+    assert read.questions.asked[0] == pytest.approx({"a": math.log(2), "b": math.log(4), "c": math.log(8)})
+    unnamed = Spread.read_ratios({key: value for key, value in found.items() if key != "questions"})
+    assert unnamed and unnamed.questions == read.questions and not unnamed.questions.asked
     old = Spread.read_ratios({key: value for key, value in found.items() if "questions" not in key})
     assert old and old.questions is None and old.sd == read.sd
 
@@ -345,6 +350,14 @@ def run_command(folder: Path, *words: str) -> Result:
     usual = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--tasks", "sums", "--device", "cpu"]
     usual += ["-n", "6", "-r", "2", "--out", str(folder / "command")]
     return CliRunner().invoke(app, ["bench", *usual, *words])
+
+
+def test_what_will_have_no_scores_is_told_before_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BenchConfig(tasks=("gsm8k", "mt_bench", "aime25"))
+    assert list(ungraded(config)) == []
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert [text.split(":")[0] for text in ungraded(config)] == ["no scores of gsm8k, aime25"]
+    assert list(ungraded(BenchConfig(tasks=("mt_bench",)))) == []
 
 
 def test_the_command_prints_the_record_that_it_writes(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,11 @@ from scipy import stats
 from jetspec.bench.spread import Spread, speedup_text, student
 
 TRIALS = 3000
+
+
+def named(values: Iterable[float], task: str = "a") -> dict[str, float]:
+    """By questions of a task."""
+    return {f"{task}-{i}": value for i, value in enumerate(values)}
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 11, 14.5, 30, 1000, math.inf])
@@ -116,22 +121,22 @@ def test_other_questions_may_move_a_speedup_further_than_repeats_do() -> None:
     """Repeats on an idle machine are nearly the same, while questions are not."""
     repeats = [1.2, 1.201, 1.199]
     alone = Spread.of_ratios(repeats)
-    alike = Spread.of_ratios(repeats, [1.19, 1.2, 1.21] * 4)
-    apart = Spread.of_ratios(repeats, [0.6, 1.2, 2.4] * 4)
+    alike = Spread.of_ratios(repeats, named([1.19, 1.2, 1.21] * 4))
+    apart = Spread.of_ratios(repeats, named([0.6, 1.2, 2.4] * 4))
     assert alone and alike and apart and alike.questions and apart.questions
     assert [each.differs_from_1() for each in (alone, alike, apart)] == [True, True, False]
     assert alone.text() == alike.text() == apart.text(), "the spread is that over repeats"
     logs = [math.log(value) for value in [0.6, 1.2, 2.4] * 4]
     assert apart.questions.log().sd == pytest.approx(stats.sem(logs)) and apart.questions.freedom == 11
-    better = Spread.of_ratios([1.3, 1.301, 1.299], [0.65, 1.3, 2.6] * 4)
+    better = Spread.of_ratios([1.3, 1.301, 1.299], named([0.65, 1.3, 2.6] * 4, "others"))
     assert better and better.is_near(apart) and not better.log().differs(apart.log())
     exact = Spread.of_ratios([1.3, 1.301, 1.299])
     assert exact and not exact.is_near(alone) and exact.log().differs(alone.log())
-    assert Spread.of_ratios(repeats, [1.2]) == alone, "one question says nothing of others"
+    assert Spread.of_ratios(repeats, named([1.2])) == alone, "one question says nothing of others"
 
 
 def test_questions_of_several_tasks_are_others() -> None:
-    one, other = (Spread.of_ratios([mean, 1.01 * mean], [0.8 * mean, 1.25 * mean] * 5) for mean in (1.0, 4.0))
+    one, other = (Spread.of_ratios([mean, 1.01 * mean], named([0.8 * mean, 1.25 * mean] * 5)) for mean in (1.0, 4.0))
     assert one and other and one.questions and one.questions.sd
     mean = Spread.average([one, other])
     assert mean.questions and mean.mean == pytest.approx(mean.questions.mean) == pytest.approx(2 * math.sqrt(1.01))
@@ -139,3 +144,53 @@ def test_questions_of_several_tasks_are_others() -> None:
     assert mean.questions.freedom == pytest.approx(18)
     unknown = Spread.of_ratios([1.0, 1.01])
     assert unknown and Spread.average([one, unknown]).questions is None
+
+
+TASKS = ("sums", "code", "chat")
+
+
+def two_methods(rng: random.Random, gain: float) -> tuple[Spread, Spread]:
+    """Speedups of two on the same few questions, which differ far more from each other than the methods do."""
+    found: tuple[list[Spread], list[Spread]] = [], []
+    for task in TASKS:
+        common = [rng.gauss(1.2, 0.3) for _ in range(5)]
+        for method, parts in enumerate(found):
+            each = named((math.exp(x + method * gain + rng.gauss(0, 0.06)) for x in common), task)
+            mean = math.fsum(map(math.log, each.values())) / len(each)
+            part = Spread.of_ratios([math.exp(mean + rng.gauss(0, 0.01)) for _ in range(3)], each)
+            assert part is not None
+            parts.append(part)
+    return Spread.average(found[0]), Spread.average(found[1])
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(0.0, 0.0, 0.02), (0.2, 0.98, 1.0)])
+def test_methods_are_compared_question_by_question(gain: float, least: float, most: float) -> None:
+    rng = random.Random(0)
+    pairs = [two_methods(rng, gain) for _ in range(500)]
+    claims = sum(bool(a.log().differs(b.log())) for a, b in pairs) / len(pairs)
+    near = sum(b.is_near(a) for a, b in pairs) / len(pairs)
+    assert least <= claims <= most and 0.9 - most <= near <= 1 - least
+    a, b = pairs[0]
+    assert a.is_near(b) == b.is_near(a) == a.log().is_near(b.log())
+
+
+def test_who_was_asked_something_else_is_not_paired() -> None:
+    """The same gain on every question is certain; on others it may be theirs."""
+    mine, its = [2.0, 4.0, 8.0, 3.0], [1.8, 3.6, 7.2, 2.7]
+    a, b, c = (
+        Spread.of_ratios([each[0], 1.001 * each[0], 0.999 * each[0]], named(each, task))
+        for each, task in ((mine, "a"), (its, "a"), (its, "b"))
+    )
+    assert a and b and c and a.log().differs(b.log()) and not a.is_near(b)
+    assert a.log().differs(c.log()) is False and a.is_near(c)
+
+
+def test_tokens_per_round_are_compared_question_by_question() -> None:
+    names = ["a", "b", "c", "d"]
+    few = [(20, 10), (40, 10), (33, 8), (90, 15)]
+    more = [(2 * tokens + 1, 2 * rounds - 1) for tokens, rounds in few]
+    a, b = Spread.of_parts(few, names), Spread.of_parts(more, names)
+    assert a and b and a.is_near(b) is False and b.differs(a)
+    unnamed, other = Spread.of_parts(few), Spread.of_parts(more)
+    assert unnamed and other and (unnamed.mean, unnamed.sd) == (a.mean, a.sd) and unnamed.is_near(other)
+    assert math.fsum(a.asked[0].values()) / 4 == pytest.approx(a.mean)
