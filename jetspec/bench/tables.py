@@ -188,7 +188,7 @@ def glance_table(cells: Sequence[Result], widest_tie: float | None = None) -> Ta
         ("≈" in shown, "≈: not shown to differ from 1."),
         ("alike)" in shown, "Alike: within two standard deviations of the best budget."),
         (True, judged_by(speedups)),
-        (True, judged_by(others, "those over transformers")),
+        (judged_by(others) != judged_by(speedups), judged_by(others, "those over transformers")),
         (unlike, "Speedups over a method that was asked less are on its questions."),
         (bool(shown & {"tie", "ties"}), tie_legend(widest_tie)),
     )

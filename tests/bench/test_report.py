@@ -443,6 +443,7 @@ def test_captions_say_what_each_column_is_judged_by(tmp_path: Path) -> None:
         return replace(value, questions=Spread(value.mean, 0.1, 0.1, 9, is_ratio=True, asked=each))
 
     run = small_run(tmp_path, methods=("plain", "transformers", "jetspec"))
+    assert "those over transformers" not in glance_table(run.cells).caption, "what goes for all is said once"
     unknown, several = "Other questions may move those over transformers further", ", where there were several."
     for named in (False, True):
         cells = [
