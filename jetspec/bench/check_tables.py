@@ -219,8 +219,9 @@ def differences_table(run: Run) -> Table | None:
         "moved",
         "verdict",
     )
-    more = f"The widest {len(rows)} of {len(found)}; all are in {RESULTS_FILE}." if len(rows) < len(found) else ""
-    return without_empty(Table(columns, tuple(rows), more, first_number=2)) if rows else None
+    is_cut = len(rows) < len(found)
+    told = f"The first {len(rows)} of {len(found)}: mistakes, then the widest. All are in {RESULTS_FILE}."
+    return without_empty(Table(columns, tuple(rows), told if is_cut else "", first_number=2)) if rows else None
 
 
 def numbered(indices: Iterable[int]) -> str:

@@ -24,7 +24,7 @@ MATH_TIMEOUT_S = 5
 """For one expression; the library can lose itself in a wild one."""
 TWO_NUMBERS = re.compile(r"\d\s+\d")
 """With but a space between them; the library would add them up."""
-SHORT_FRACTION = re.compile(r"\\([dt]?frac)\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
+SHORT_FRACTION = re.compile(r"\\[cdt]?frac\s*(\\[a-zA-Z]+|[0-9a-zA-Z])\s*(\\[a-zA-Z]+|[0-9a-zA-Z])")
 """As TeX reads it: without braces, the next two signs."""
 FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 MBPP_TESTS = "Your code should pass these tests:\n"
@@ -60,7 +60,7 @@ def _grade_math(expected: str, answer: str) -> Grade:
     """By what stands in the last box; in a text without one, by what the library takes for its answer."""
     found = last_boxed(answer)
     if found:
-        found = SHORT_FRACTION.sub(r"\\\1{\2}{\3}", found)
+        found = SHORT_FRACTION.sub(r"\\frac{\1}{\2}", found)
     wanted, values = _parse(_boxed(expected)), _parse(_boxed(found) if found else answer)
     if not found:
         found = next((value for value in reversed(values) if isinstance(value, str)), None)

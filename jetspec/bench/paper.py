@@ -144,9 +144,9 @@ def find_pairs(run: Run) -> list[Pair]:
 
 def missing_rows(table: PaperTable, pairs: Iterable[Pair]) -> str:
     """What of a table of the paper stands beside nothing of ours, in a sentence. Empty: nothing."""
-    known = {id(pair.row) for pair in pairs}
+    known = {pair.row for pair in pairs}
     rows = [row for row in paper_rows() if row.table == table]
-    missing = Counter(row.label for row in rows if id(row) not in known)
+    missing = Counter(row.label for row in rows if row not in known)
     if not missing:
         return ""
     names = ", ".join(f"{label} ({count})" for label, count in missing.items())

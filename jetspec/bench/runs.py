@@ -163,13 +163,14 @@ def partial_note(cells: Iterable[Result]) -> str:
 
 
 def skipped(skip: int | Mapping[str, int], tasks: Iterable[str]) -> str:
-    """How many questions of every task were passed over, or of which."""
+    """How many questions of every task were passed over, or of which; empty where none were."""
     if not isinstance(skip, Mapping):
-        return str(skip)
+        return f" behind the first {skip}"
     by_count: dict[int, list[str]] = {}
     for task in tasks:
         by_count.setdefault(skip.get(task, 0), []).append(task)
-    return "; ".join(f"{count} of {', '.join(some)}" for count, some in by_count.items())
+    parts = [f"{count} of {', '.join(some)}" for count, some in by_count.items() if count]
+    return f", behind the first {' and '.join(parts)}" if parts else ""
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Run:
         asked = how_many(max(counts), "question")
         parts = [(f"{min(counts)} to " if len(counts) > 1 else "") + f"{asked} per task"]
         if skip := self.recipe.get("skip"):
-            parts[0] += f" behind the first {skipped(skip, self.recipe.get('tasks') or ())}"
+            parts[0] += skipped(skip, self.recipe.get("tasks") or ())
         if "max_tokens" in self.recipe:
             parts.append(f"at most {self.recipe['max_tokens']} tokens per answer")
         if "repeats" in self.recipe:

@@ -30,8 +30,8 @@ class Spread:
     is_ratio: bool = False
     """Whether the mean is the geometric one."""
     questions: Spread | None = None
-    """The same mean with its standard error over questions: repeats ask the same, and others might have moved it
-    further. None: not known."""
+    """Of a ratio the geometric mean over questions, each counting the same, with its standard error: repeats ask the
+    same, and others might have moved it further. None: not known."""
     asked: tuple[Mapping[str, float], ...] = field(default=(), compare=False)
     """Where the deviation is the standard error over questions: what each of them, by its name, came to, task by task.
     Their mean is this one; of a ratio they are logarithms. Empty: not known."""
@@ -55,17 +55,17 @@ class Spread:
         logs = cls.of([math.log(value) for value in values])
         if logs is None:
             return None
-        found = replace(logs.exp(), values=tuple(values))
         each = {name: math.log(value) for name, value in (questions or {}).items()}
-        over = cls.of(list(each.values()))
-        return found._over_questions(over.error, len(each), (each,)) if over else found
+        asked = cls._over_questions(list(each.values()))
+        return replace(logs.exp(), values=tuple(values), questions=asked and replace(asked, asked=(each,)).exp())
 
-    def _over_questions(self, error: float, count: int, asked: tuple[Mapping[str, float], ...] = ()) -> Spread:
-        """A ratio whose logarithm has such an error over so many questions; of one question there is none."""
-        if count < 2:
-            return self
-        error *= self.mean
-        return replace(self, questions=Spread(self.mean, error, error, count - 1, is_ratio=True, asked=asked))
+    @classmethod
+    def _over_questions(cls, values: Sequence[float]) -> Spread | None:
+        """Their mean, and its standard error for its deviation. None: one question says nothing of others."""
+        found = cls.of(values)
+        if found is None or found.sd is None:
+            return None
+        return cls(found.mean, found.error, found.error, found.freedom)
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[float, float]], names: Sequence[str] = ()) -> Spread | None:
@@ -78,8 +78,9 @@ class Spread:
         if count == 1:
             return cls(ratio)
         each = [ratio + (a - ratio * b) * count / below for a, b in parts]
-        error = statistics.stdev(each, ratio) / math.sqrt(count)
-        return cls(ratio, error, error, count - 1, asked=(dict(zip(names, each, strict=True)),) if names else ())
+        found = cls._over_questions(each)
+        assert found is not None
+        return replace(found, asked=(dict(zip(names, each, strict=True)),) if names else ())
 
     @classmethod
     def read_ratios(cls, raw: Mapping[str, Any] | None) -> Spread | None:
@@ -89,7 +90,8 @@ class Spread:
         found = cls.of_ratios(raw["values"], raw.get("questions"))
         if found is None or found.questions is not None or raw.get("se_questions") is None:
             return found
-        return found._over_questions(raw["se_questions"] / found.mean, raw["num_questions"])
+        error, count = raw["se_questions"], raw["num_questions"]
+        return replace(found, questions=cls(found.mean, error, error, count - 1, is_ratio=True))
 
     @classmethod
     def average(cls, parts: Iterable[Spread]) -> Spread:
@@ -164,15 +166,26 @@ class Spread:
         return not self.is_near(other) and abs(self.mean - other.mean) > by_chance
 
     def is_near(self, other: Spread) -> bool:
-        """Whether the two lie within what their spreads explain, over repeats or over questions. Without a spread
-        nothing is near."""
+        """Whether the two lie within what their spreads explain, over repeats or over questions, or these do not agree
+        which is the larger. Without a spread nothing is near."""
         if self.sd is None or other.sd is None:
             return False
+        if self.is_ratio and other.is_ratio:
+            return self.log().is_near(other.log())
         if (paired := self._paired(other)) is not None:
             return paired.is_near(NOTHING)
-        if (asked := self._by_questions(other)) is not None and asked[0].is_near(asked[1]):
-            return True
-        return abs(self.mean - other.mean) <= SPREADS * math.hypot(self.sd, other.sd)
+        if (asked := self._by_questions(other)) is not None:
+            a, b = asked
+            if a.is_near(b) or (a.mean - b.mean) * (self.mean - other.mean) < 0:
+                return True
+        return abs(self.mean - other.mean) <= SPREADS * self._deviation(other)
+
+    def _deviation(self, other: Spread) -> float:
+        """Of the difference of the two. What slows a machine down in a repeat slows both down."""
+        if len(self.values) == len(other.values) > 1:
+            return statistics.stdev(a - b for a, b in zip(self.values, other.values, strict=True))
+        assert self.sd is not None and other.sd is not None
+        return math.hypot(self.sd, other.sd)
 
     def _by_questions(self, other: Spread) -> tuple[Spread, Spread] | None:
         """The two with their errors over questions. None: not known of either."""
@@ -181,15 +194,14 @@ class Spread:
         return self.questions or self, other.questions or other
 
     def _paired(self, other: Spread) -> Spread | None:
-        """How far the two lie apart, in logarithms where they are ratios, and the error of that: what a question does
-        to both alike is no part of it. None: they were not asked the same, or it is not known."""
+        """How far the two lie apart on the questions, and the error of that: what a question does to both alike is no
+        part of it. None: they were not asked the same, or it is not known."""
         if not self.asked or [task.keys() for task in self.asked] != [task.keys() for task in other.asked]:
             return None
         tasks = zip(self.asked, other.asked, strict=True)
         apart = [Spread.of([mine[name] - its[name] for name in mine]) for mine, its in tasks]
         found = Spread.independent([task for task in apart if task is not None])
-        mine, its = (spread.log() if spread.is_ratio else spread for spread in (self, other))
-        return Spread(mine.mean - its.mean, found.error, found.error, found.freedom)
+        return Spread(found.mean, found.error, found.error, found.freedom)
 
     def differs_from_1(self) -> bool | None:
         """For a ratio, and in its logarithm: twice as fast is as far from 1 as half as fast."""

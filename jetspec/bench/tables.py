@@ -13,7 +13,7 @@ from jetspec.bench.runs import CostRecord, HeadRecord, Lossless, Result, Run, pa
 from jetspec.bench.spread import NO_DIFFERENCE, Spread, speedup_text
 
 NONE = "-"
-BOLD = "Bold: the best of a column, and all within two standard deviations of it."
+BOLD = "Bold: the best of a column, and all less than two standard deviations of their difference behind it."
 OVER_REPEATS = f"Mean ± standard deviation over repeats of the same questions. {BOLD}"
 OVER_QUESTIONS = f"Mean ± standard error over questions. {BOLD}"
 PAIRED = "Methods that answered the same questions are compared question by question."
@@ -97,7 +97,9 @@ def _best(column: Sequence[Spread | None]) -> list[int]:
 def speedup_table(cells: Sequence[Result]) -> Table | None:
     """None where there is nothing to be faster than."""
     faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
-    spread = f"{OVER_REPEATS} ≈: not shown to differ from plain decoding. {judged_by(map(speedup_of, faster))}"
+    speedups = [cell.speedup for cell in faster]
+    judged = (judged_by(speedups), pairing(speedups))
+    spread = " ".join(filter(None, (OVER_REPEATS, "≈: not shown to differ from plain decoding.", *judged)))
     return matrix(faster, speedup_of, speedup_text, spread) if faster else None
 
 
@@ -110,8 +112,7 @@ def judged_by(speedups: Iterable[Spread | None], what: str = "speedups") -> str:
     if not over:
         return f"Other questions may move {what} further than repeats of these do."
     some = "" if len(over) == len(known) else ", where there were several"
-    judged = f"{what[0].upper() + what[1:]} are also judged by their standard error over questions{some}."
-    return f"{judged} {pairing(over)}".rstrip()
+    return f"{what[0].upper() + what[1:]} are also judged by their standard error over questions{some}."
 
 
 def pairing(values: Iterable[Spread | None]) -> str:
@@ -186,7 +187,7 @@ def glance_table(cells: Sequence[Result], widest_tie: float | None = None) -> Ta
             " over questions.",
         ),
         ("≈" in shown, "≈: not shown to differ from 1."),
-        ("alike)" in shown, "Alike: within two standard deviations of the best budget."),
+        ("alike)" in shown, "Alike: within two standard deviations of the best budget, repeat by repeat."),
         (True, judged_by(speedups)),
         (judged_by(others) != judged_by(speedups), judged_by(others, "those over transformers")),
         (unlike, "Speedups over a method that was asked less are on its questions."),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -134,11 +135,14 @@ class KVPool:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room of which little may ever be used: on a CPU it takes memory, and the time to clear it, as it is touched.
 
-    `torch.zeros` writes all of it. NumPy asks the system for memory that is clear already.
+    `torch.zeros` writes all of it. NumPy asks the system for memory that is clear already; where there is none, torch
+    is left to say so, as everywhere else.
     """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu" and size:
+        with suppress(MemoryError):
+            return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def page_bytes(configs: Sequence[DecoderConfig], page_size: int, dtype: torch.dtype, feature_size: int = 0) -> int:

@@ -15,13 +15,13 @@ from jetspec.bench.check_tables import numbered
 from jetspec.bench.costs import CostConfig, cost_results, measure_costs
 from jetspec.bench.grade import MATH_TASKS, NEEDS_MATH_VERIFY
 from jetspec.bench.groups import kept_settings
-from jetspec.bench.measure import Bench, check_inputs
+from jetspec.bench.measure import Bench, check_inputs, questions_of
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
 from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Lossless, Result, Run, commits_of
 from jetspec.bench.spread import how_many
 from jetspec.bench.summary import SummaryForm
-from jetspec.bench.tasks import BUILTIN
+from jetspec.bench.tasks import BUILTIN, GRADED_AS
 from jetspec.engine.llm import LLM
 from jetspec.record import write_record
 from jetspec.terminal.report import report_folder, show, write_report
@@ -115,9 +115,15 @@ def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed
 
 def ungraded(config: BenchConfig) -> Iterator[str]:
     """What will have no scores: better known before an hour of measuring than behind it."""
-    mathematics = [task for task in config.tasks if task in MATH_TASKS]
+    mathematics = [task for task in config.tasks if has_mathematics(config, task)]
     if mathematics and find_spec("math_verify") is None:
         yield f"no scores of {', '.join(mathematics)}: {NEEDS_MATH_VERIFY}"
+
+
+def has_mathematics(config: BenchConfig, task: str) -> bool:
+    """By its questions, where they lie here."""
+    rows = [prompt.row for prompt in questions_of(config, task)] if config.data_dir or task == BUILTIN else [{}]
+    return any(row.get(GRADED_AS, task) in MATH_TASKS for row in rows)
 
 
 def is_lossless(config: BenchConfig, run: Run) -> bool:

@@ -65,6 +65,8 @@ def math(expected: str, answer: str) -> Grade:
         (r"\frac{1}{2}", r"\boxed{\dfrac12}"),
         (r"\frac{1}{2}", r"\boxed{\frac1 2}"),
         (r"\frac{1}{2}", r"\boxed{\frac12}"),
+        (r"\frac{1}{2}", r"\boxed{\cfrac 1 2}"),
+        (r"\frac{\pi}{2}", r"\boxed{\frac \pi 2}"),
     ],
 )
 def test_right_mathematics_in_many_forms(expected: str, answer: str) -> None:

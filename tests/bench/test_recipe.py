@@ -378,6 +378,22 @@ def test_recipes_measure_what_people_use_and_as_the_paper_does() -> None:
         assert plan.thinking is False or "table" not in path.stem, path.stem
 
 
+@pytest.mark.parametrize(
+    ("skip", "said"),
+    [
+        (0, "3 questions per task, at most"),
+        (40, "3 questions per task behind the first 40, at most"),
+        ({"gsm8k": 40, "mbpp": 9}, "3 questions per task, behind the first 40 of gsm8k, at most"),
+        ({"gsm8k": 40, "aime25": 9}, "3 questions per task, behind the first 40 of gsm8k and 9 of aime25, at most"),
+        ({"mbpp": 9}, "3 questions per task, at most"),
+    ],
+)
+def test_a_run_says_what_was_passed_over(skip: int | dict[str, int], said: str) -> None:
+    run = make_made_up(BenchConfig(tasks=("gsm8k", "aime25"), methods=("ngram",), skip=skip))
+    run = replace(run, cells=tuple(replace(cell, questions=3) for cell in run.cells))
+    assert said in run.setting
+
+
 def test_recipes_pass_over_the_questions_that_settings_were_chosen_on() -> None:
     """Those of heads for the default model. Nothing was chosen on other tasks, some of which have but 30."""
     chosen_on = {"gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval"}

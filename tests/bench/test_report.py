@@ -431,7 +431,7 @@ def test_the_widest_differences_are_listed_mistakes_first(monkeypatch: pytest.Mo
     monkeypatch.setattr(check_tables, "MOST_DIFFERENCES", 3)
     table = differences_table(run)
     assert table is not None and table.rows == whole.rows[:3]
-    assert table.caption == "The widest 3 of 5; all are in results.json."
+    assert table.caption == "The first 3 of 5: mistakes, then the widest. All are in results.json."
     assert "at most 0.25 apart" in glance_table(run.cells, 0.25).caption
 
 
@@ -451,7 +451,8 @@ def test_captions_say_what_each_column_is_judged_by(tmp_path: Path) -> None:
         ]
         caption = glance_table(cells).caption
         assert f"Speedups are also judged by their standard error over questions{several}" in caption
-        assert unknown in caption and (PAIRED in caption) == named
+        table = speedup_table(cells)
+        assert unknown in caption and table is not None and (PAIRED in table.caption) == named
     cells = [cell for cell in cells if cell.method != "transformers"]
     assert several not in glance_table(cells).caption
 

@@ -313,13 +313,13 @@ def test_speedups_know_how_much_questions_differ() -> None:
     assert found is not None
     assert question_speedups(mine, plain) == found["questions"] == pytest.approx({"a": 2, "b": 4, "c": 8})
     error = math.log(2) / math.sqrt(3)  # their logarithms are as far apart as that of 2
-    assert found["se_questions"] == pytest.approx(found["mean"] * error) and found["num_questions"] == 3
+    assert found["se_questions"] == pytest.approx(4 * error) and found["num_questions"] == 3  # of their mean, 4
     read = Spread.read_ratios(found)
     assert read and read.questions and read.questions.sd == pytest.approx(found["se_questions"])
     assert read.questions.freedom == 2 and read.differs_from_1() == found["differs"]
     assert read.questions.asked[0] == pytest.approx({"a": math.log(2), "b": math.log(4), "c": math.log(8)})
     unnamed = Spread.read_ratios({key: value for key, value in found.items() if key != "questions"})
-    assert unnamed and unnamed.questions == read.questions and not unnamed.questions.asked
+    assert unnamed and unnamed.questions and unnamed.questions.sd == read.questions.sd and not unnamed.questions.asked
     old = Spread.read_ratios({key: value for key, value in found.items() if "questions" not in key})
     assert old and old.questions is None and old.sd == read.sd
 
@@ -357,6 +357,7 @@ def test_what_will_have_no_scores_is_told_before_the_measuring(monkeypatch: pyte
     assert list(ungraded(config)) == []
     monkeypatch.setitem(sys.modules, "math_verify", None)
     assert [text.split(":")[0] for text in ungraded(config)] == ["no scores of gsm8k, aime25"]
+    assert [text.split(":")[0] for text in ungraded(BenchConfig())] == ["no scores of builtin"], "some are as of gsm8k"
     assert list(ungraded(BenchConfig(tasks=("mt_bench",)))) == []
 
 

@@ -98,6 +98,13 @@ def test_without_memory_nothing_is_recalled() -> None:
     assert pool.recall([1, 2]) == []
 
 
+def test_pages_that_there_is_no_room_for_are_told_of_as_elsewhere() -> None:
+    """And none at all are no trouble."""
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        KVPool(SIZES, 1 << 40, 16, torch.float32, torch.device("cpu"))
+    assert KVPool(SIZES, 0, 16, torch.bfloat16, torch.device("cpu")).storage.numel() == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_take_memory_when_they_are_written(dtype: torch.dtype) -> None:
     before = resident_bytes()
