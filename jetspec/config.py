@@ -13,6 +13,7 @@ Execution = Literal["auto", "eager", "graph"]
 MAX_BATCH = 4096
 MAX_BUDGET = 1024
 MAX_WIDTH = 64
+MAX_DEPTH = MAX_BUDGET - 1
 MAX_LIKELY = 32
 MAX_HEAT = 10
 
@@ -75,7 +76,7 @@ class TreeConfig:
         _in_range("budget", self.budget, 1, MAX_BUDGET)
         _in_range("width", self.width, 1, MAX_WIDTH)
         if self.depth is not None:
-            _in_range("depth", self.depth, 1, 255)
+            _in_range("depth", self.depth, 1, MAX_DEPTH)
         _one_of("expand", self.expand, ("optimal", "paper"))
         _one_of("score", self.score, ("accum_logp", "entropy", "hybrid"))
         if not isinstance(self.entropy_weight, int | float) or not self.entropy_weight >= 0:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetspec.config import MAX_DEPTH
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.eagle3 import DEPTH, NUM_TAPS, Eagle3Config, Eagle3Head, eagle3_tap_layers
 from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
@@ -35,7 +36,6 @@ from jetspec.models.weights import DType
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 EMBEDDING = "embed_tokens.weight"
 TAPS = "eagle_aux_hidden_state_layer_ids"
-MAX_DEPTH = 255
 UNSUPPORTED = ("norm_before_fc", "norm_output", "parallel_drafting")
 """Switches of other writers that change what a head computes."""
 NAMES = Names(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from jetspec.config import MAX_DEPTH
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
 from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
@@ -34,7 +35,7 @@ from jetspec.models.hub import head_path, resolve
 from jetspec.models.weights import DType
 
 ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
-MAX_BLOCK = 256
+MAX_BLOCK = 1 + MAX_DEPTH
 # The spellings of a flag: some inside dflash_config, some beside it.
 CAUSAL = ("dflash_config.causal_head", "dflash_config.causal", "is_causal")
 SHIFTED = (

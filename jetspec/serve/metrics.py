@@ -19,7 +19,6 @@ BETWEEN_TOKENS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5
 WHOLE_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 WINDOW_S = 10.0
 """Speeds are means over this time."""
-MAX_DEPTH = 255
 ANSWER_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -53,7 +52,7 @@ class Metrics:
         self._accepted_length = Histogram(
             "jetspec:accepted_length",
             "Draft tokens accepted per round.",
-            buckets=[*range(16), 31, 63, MAX_DEPTH],
+            buckets=[*range(16), 31, 63, 255],
             registry=self.registry,
         )
         self._first = self._times("vllm:time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN_S)

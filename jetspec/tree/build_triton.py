@@ -137,11 +137,7 @@ def _build_tree_kernel(
     pops = 0
     key, above, place, first = tl.reduce((key_S, above_S, place_S, first_S), 0, _better)
     while (count < N) & (key != GONE):
-        rank = (key & 63).to(tl.int32)
-        parent = (key >> 6 & 1023).to(tl.int32)
-        depth = (key >> 16 & 255).to(tl.int32)
-        score = 0.0 - (key >> 24).to(tl.int32).to(tl.float32, bitcast=True)
-
+        score, depth, parent, rank = _read_key(key)
         siblings = _family(row, depth, place, D, C, K, index_ptr)
         own_place = rank if index_ptr is None else tl.load(index_ptr + siblings + rank, mask=depth > 0, other=0)
         children = _family(row, depth + 1, own_place, D, C, K, index_ptr)
@@ -213,13 +209,21 @@ def _better(key_a, above_a, place_a, first_a, key_b, above_b, place_b, first_b):
 
 @triton.jit
 def _key(score, depth, parent, rank):
-    """The total order of nodes as a number, the smallest the best: cost (31 bits), depth (8), parent (10), rank (6).
+    """The total order of nodes as a number, the smallest the best: cost (31 bits), depth (10), parent (10), rank (6).
 
     A score is never above 0, so its bits without the sign rise as it falls. `parent` counts pops.
     """
     cost = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    key = cost.to(tl.int64) << 24 | (depth << 16 | parent << 6 | rank).to(tl.int64)
+    key = cost.to(tl.int64) << 26 | (depth << 16 | parent << 6 | rank).to(tl.int64)
     return tl.where(score > -float("inf"), key, GONE)
+
+
+@triton.jit
+def _read_key(key):
+    """What a key was made of."""
+    score = 0.0 - (key >> 26).to(tl.int32).to(tl.float32, bitcast=True)
+    who = key.to(tl.int32)
+    return score, who >> 16 & 1023, who >> 6 & 1023, who & 63
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jetspec.config import Expand, Score, TreeConfig
+from jetspec.config import MAX_BUDGET, MAX_DEPTH, MAX_WIDTH, Expand, Score, TreeConfig
 from jetspec.dispatch import force
 from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, build_tree_reference
 from jetspec.types import EdgeFactors
@@ -337,6 +337,45 @@ def test_kernel_equals_torch(interpreter: Executor, expand: Expand, score: Score
     for seed, ties in ((0, True), (1, True), (2, False)):
         candidates = random_candidates(seed, 1, 3, VOCAB, ties, own=False)
         interpreter.submit(compare_builders, candidates, score_config(score, budget, width, expand)).result()
+
+
+def check_keys() -> None:
+    """Of the least and the greatest numbers that a node may have, in the order of nodes."""
+    import triton
+    import triton.language as tl
+
+    kernel: Any = importlib.import_module("jetspec.tree.build_triton")
+
+    def keys_kernel(node_ptr, key_ptr, read_ptr):  # type: ignore[no-untyped-def]
+        node = tl.arange(0, 32)
+        depth = tl.load(node_ptr + 32 + node).to(tl.int32)
+        parent = tl.load(node_ptr + 64 + node).to(tl.int32)
+        rank = tl.load(node_ptr + 96 + node).to(tl.int32)
+        key = kernel._key(tl.load(node_ptr + node), depth, parent, rank)
+        score, depth, parent, rank = kernel._read_key(key)
+        tl.store(key_ptr + node, key)
+        tl.store(read_ptr + node, score)
+        tl.store(read_ptr + 32 + node, depth.to(tl.float32))
+        tl.store(read_ptr + 64 + node, parent.to(tl.float32))
+        tl.store(read_ptr + 96 + node, rank.to(tl.float32))
+
+    ends = ((0.0, -1e-3, -1e9, -3e38), (0, MAX_DEPTH), (0, MAX_BUDGET - 1), (0, MAX_WIDTH - 1))
+    node_4N = torch.tensor(list(itertools.product(*ends))).T.contiguous()
+    key_N, read_4N = torch.empty(32, dtype=torch.int64), torch.empty(4, 32)
+    keys_kernel.__globals__.update(tl=tl, kernel=kernel)
+    triton.jit(keys_kernel)[(1,)](node_4N, key_N, read_4N)
+    assert torch.equal(read_4N, node_4N) and (key_N.diff() > 0).all() and key_N[-1] < kernel.GONE.value
+
+
+def test_keys_hold_whatever_a_tree_may_have(interpreter: Executor) -> None:
+    interpreter.submit(check_keys).result()
+
+
+@pytest.mark.gpu
+def test_deep_trees_on_a_gpu() -> None:
+    token = torch.arange(VOCAB).expand(1, 600, VOCAB)
+    logprob = torch.tensor([-1e-3, -0.5, -0.7, -2.0, -3.0, -4.0]).expand(1, 600, VOCAB)
+    compare_builders(Candidates(token, logprob), TreeConfig(610, 2), "cuda")
 
 
 def broken_candidates() -> Candidates:
