@@ -45,6 +45,7 @@ OURS: dict[str, Counterpart] = {
     PLAIN: Counterpart("plain", PLAIN, None),
     "eagle3": Counterpart("EAGLE-3", "eagle3", None),
     "dflash": Counterpart("DFlash", "dflash", None),
+    "dflash-32": Counterpart("DFlash", "dflash", None, remark="a head of 32 slots"),
     "ddtree": Counterpart("DDTree", "ddtree", "optimal"),
     "jetspec-paper": _published("JetSpec"),
     "jetspec": Counterpart("JetSpec", "jetspec"),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from jetspec.config import MAX_DEPTH
 from jetspec.models.eagle3 import DEPTH, NUM_TAPS
 
 COUNTS = (
@@ -92,6 +93,8 @@ class HeadShape:
             raise ValueError(f"head.tap_layers names {len(self.tap_layers)} layers; an EAGLE-3 head taps {NUM_TAPS}")
         at_least(1, "head.num_layers", self.num_layers)
         at_least(2, "head.block_size", self.block_size)
+        if self.block_size > 1 + MAX_DEPTH:
+            raise ValueError(f"head.block_size is {self.block_size}; trees are at most {MAX_DEPTH} deep")
         at_least(0, "head.mask_token", self.mask_token)
         at_least(1, "head.inner_size", self.inner_size)
         at_least(0, "head.edge_rank", self.edge_rank)

@@ -63,6 +63,7 @@ def test_overrides_reach_into_groups(tmp_path: Path) -> None:
         ("head: {causal: true, causal: false}\n", "causal is given twice"),
         ("head: {num_layers: 0}\n", "head.num_layers is 0; it must be at least 1"),
         ("head: {block_size: 1}\n", "head.block_size is 1; it must be at least 2"),
+        ("head: {block_size: 2000}\n", "head.block_size is 2000; trees are at most 1023 deep"),
         ("head: {tap_layers: []}\n", "head.tap_layers is empty"),
         ("head: {tap_layers: [-1]}\n", "head.tap_layers is -1"),
         ("head: {mask_token: -1}\n", "head.mask_token is -1"),
