@@ -288,7 +288,7 @@ def test_the_engine_builds_and_keeps_what_the_reference_does(
 ) -> None:
     """The same text, the same tree in every round, drafted at its own temperature, and as much of it kept."""
     cast(Any, llama.model).save_pretrained(tmp_path)
-    head, sampling = random_head(HEADS[kind]), SamplingParams(temperature=temperature, seed=5, max_tokens=24)
+    head, sampling = random_head(HEADS[kind]), SamplingParams(temperature=temperature, seed=5, max_tokens=14)
     shape = replace(TREES[tree], heat=0.4, likely=0, shortlist=VOCAB)
     config, trees, traces = EngineConfig(page_size=4, max_batch=1), list[DraftTree](), list[tuple[list[int], ...]]()
     engine, done = Engine(load_decoder(tmp_path), head, drafter="head", tree=shape, config=config), list[Completion]()
@@ -304,6 +304,6 @@ def test_the_engine_builds_and_keeps_what_the_reference_does(
         return trees[-1]
 
     monkeypatch.setattr("jetspec.reference.build_tree_reference", noted)
-    tokens, accepted = generate_reference(llama, head, PROMPT, 24, shape, sampling)
+    tokens, accepted = generate_reference(llama, head, PROMPT, 14, shape, sampling)
     assert (done[0].token_ids, done[0].stats.accepted_lengths) == (tokens, accepted)
     assert traces == [(guess.token_BN[0].tolist(), guess.parent_BN[0].tolist()) for guess in trees]
