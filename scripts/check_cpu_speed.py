@@ -136,7 +136,7 @@ class Clock(BaseStreamer):
 def transformers_ms(model: PreTrainedModel, prompt: list[int], tokens: int) -> float:
     """Milliseconds per token of `generate`, prefill and the first token left out."""
     ids, clock = torch.tensor([prompt]), Clock()
-    model.generate(  # type: ignore[operator]
+    model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=tokens + 1,

@@ -374,7 +374,7 @@ def transformers_rates(model: PreTrainedModel, prompts: Texts, tokens: int) -> l
 def generate_s(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> float:
     """Seconds from the first token to the last. It never ends early, which its speed does not depend on."""
     ids, clock = torch.tensor([prompt], device=model.device), Clock()
-    model.generate(  # type: ignore[operator]
+    model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=tokens,

@@ -83,7 +83,7 @@ def transformers_greedy(
     written = []
     for prompt in tqdm(prompts, desc="transformers"):
         ids = torch.tensor([prompt], device=device)
-        out = other.generate(  # type: ignore[operator]
+        out = other.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,

@@ -56,7 +56,7 @@ def _read(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def _load(path: Path, like: Tensor) -> PreTrainedModel:
     """A copy of its own, since hooks and settings stay with a model."""
-    model: PreTrainedModel = copy.deepcopy(_read(path, like.dtype)).to(like.device)  # type: ignore[arg-type]
+    model: PreTrainedModel = copy.deepcopy(_read(path, like.dtype)).to(like.device)
     return model
 
 
@@ -84,7 +84,7 @@ class TransformersMethod:
         self.prefilled: float | None = None
         torch.manual_seed(asks[0].sampling.seed or 0)
         began = time.perf_counter()
-        out_BT = self.model.generate(  # type: ignore[operator]
+        out_BT = self.model.generate(
             token_BT,
             attention_mask=mask_BT,
             generation_config=self._settings(asks),

@@ -76,7 +76,7 @@ def cache_folder() -> Path:
 
 def default_model() -> Path:
     """The default model's file. Processes that want it at once wait for the first of them."""
-    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+    from huggingface_hub.utils import WeakFileLock
 
     path = cache_folder() / Path(MEMBER).name
     if _is_complete(path):

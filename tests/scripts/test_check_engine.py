@@ -447,7 +447,7 @@ def test_transformers_warms_up_as_long_as_it_is_timed_and_its_median_counts(monk
         return next(took)
 
     monkeypatch.setattr(check, "generate_s", generate_s)
-    results = check.check_speed(MODELS, {"a": check.first(PROMPTS, 4)}, [4], 5, other=SimpleNamespace())  # type: ignore[arg-type]
+    results = check.check_speed(MODELS, {"a": check.first(PROMPTS, 4)}, [4], 5, other=SimpleNamespace())
     assert asked == [(PROMPTS[name], 5) for name in ("p0", "p0", "p1", "p2")]
     assert results["transformers_prompts"] == 3
     for run in results["runs"]:

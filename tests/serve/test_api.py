@@ -240,7 +240,7 @@ def test_models_are_listed_and_others_unknown(live: Live) -> None:
     client = live.client()
     (card,) = client.models.list().data
     assert card.id == NAME == client.models.retrieve(NAME).id
-    assert card.jetspec == {"drafter": "ngram", "budget": 8, "width": 4, "max_len": 256, "max_tokens": 256}  # type: ignore[attr-defined]
+    assert card.jetspec == {"drafter": "ngram", "budget": 8, "width": 4, "max_len": 256, "max_tokens": 256}
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other/model")
     response = live.post(model="other")

@@ -164,7 +164,7 @@ class Outer(BaseModel):
 def nested_tools() -> list[Any]:
     """Two tools as the client makes them, strict, whose schemas define different things under the same name."""
     first, second = (openai.pydantic_function_tool(Outer, name=name) for name in ("first", "second"))
-    second["function"]["parameters"]["$defs"]["Inner"]["properties"]["flag"] = {"const": 7}  # type: ignore[index]
+    second["function"]["parameters"]["$defs"]["Inner"]["properties"]["flag"] = {"const": 7}
     return [first, second]
 
 
@@ -377,6 +377,6 @@ def test_the_openai_client_parses_forms(live: Live) -> None:
         live.client().chat.completions.create(
             model=NAME,
             messages=[{"role": "user", "content": "?"}],
-            tools=[WEATHER],  # type: ignore[list-item]
+            tools=[WEATHER],
         )
     assert httpx.get(f"{live.url}/health").status_code == 200
