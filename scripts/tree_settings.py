@@ -1,5 +1,5 @@
-"""Which trees suit a head: tokens per round at every heat and width, teacher-forced, on the first
-questions of every task, which recipes skip. A record per head; trees that it holds are not measured again.
+"""Which trees suit a head: tokens per round at every heat and width, teacher-forced, on the first questions of every
+task, which recipes skip. A record per head; trees that it holds are not measured again.
 
     python -m scripts.tree_settings ddtree=runs/bench/bidirectional/head eagle3=runs/bench/eagle3/head \
         --data-dir data/eval --out docs/results/tree_settings

@@ -31,6 +31,7 @@ def unwritten() -> torch.Tensor:
     return torch.empty(1000)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="unwritten memory of a GPU is as it is")
 def test_what_nobody_wrote_is_no_number(interpreter: Executor) -> None:
-    assert unwritten().isnan().all() and interpreter.submit(unwritten).result().isnan().all()
+    """But where there is a GPU, whose algorithms are to be those that users have."""
+    found = unwritten().isnan().all(), interpreter.submit(unwritten).result().isnan().all()
+    assert list(found) == [not torch.cuda.is_available()] * 2

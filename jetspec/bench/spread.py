@@ -90,6 +90,7 @@ class Spread:
         found = cls.of_ratios(raw["values"], raw.get("questions"))
         if found is None or found.questions is not None or raw.get("se_questions") is None:
             return found
+        # Of those that say no more of questions than their error.
         error, count = raw["se_questions"], raw["num_questions"]
         return replace(found, questions=cls(found.mean, error, error, count - 1, is_ratio=True))
 
