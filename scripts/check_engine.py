@@ -28,7 +28,15 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from jetspec.bench.precision import FreshPass, Judge, PairNoise, Texts, find_differences, pair_noise, readings
+from jetspec.bench.precision import (
+    FreshPass,
+    PairNoise,
+    Remembering,
+    Texts,
+    find_differences,
+    pair_noise,
+    readings,
+)
 from jetspec.bench.timing import without_capture
 from jetspec.config import EngineConfig, Shrink, TreeConfig
 from jetspec.engine.engine import Engine
@@ -183,7 +191,7 @@ class Ties:
     """Tells near ties from mistakes."""
 
     prompts: Texts
-    judges: Sequence[Judge]
+    judges: Sequence[Remembering]
     noise: PairNoise
     limit: float
     """Logits no further apart than this are a near tie."""
@@ -208,8 +216,8 @@ def measure_ties(models: Models, prompts: Texts, plain: Texts, budget: int) -> T
     some = [(prompts[name], text[:NOISE_TOKENS]) for name, text in spread(plain, NOISE_TEXTS).items()]
     noise = pair_noise(fresh, some, budget)
     if models.target.embedding.dtype == torch.float32:
-        return Ties(prompts, [fresh], noise, STRICT_TIE)
-    return Ties(prompts, readings(fresh), noise, noise.widest_tie)
+        return Ties(prompts, [Remembering(fresh)], noise, STRICT_TIE)
+    return Ties(prompts, [Remembering(judge) for judge in readings(fresh)], noise, noise.widest_tie)
 
 
 # -- the checks

@@ -189,6 +189,20 @@ def round_more(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.ldexp(mantissa + step * unit, exponent).to(x.dtype)
 
 
+class Remembering:
+    """A judge who reads a text once, for whoever compares many texts with the same plain ones."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self.read: dict[tuple[int, ...], Tensor] = {}
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        key = tuple(tokens)
+        if key not in self.read:
+            self.read[key] = self.judge.logits(tokens)
+        return self.read[key]
+
+
 def readings(fresh: FreshPass) -> list[Judge]:
     """Of a text: as it is, and rounded otherwise."""
     return [fresh, *(RoundedPass(fresh, seed) for seed in range(READINGS))]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from jetspec import ops
-from jetspec.bench.floor import count_experts, plain_floor, read_gb_per_s, round_floor
-from jetspec.bench.timing import Moment, as_graph, time_ms
+from jetspec.bench.floor import Floor, count_experts, plain_floor, read_gb_per_s, round_floor
+from jetspec.bench.timing import Moment, as_graph, time_in_turns_ms, time_ms
 from jetspec.config import MAX_BATCH, EngineConfig, TreeConfig
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.engine import CPU_CACHE_GB, GPU_CACHE_FRAC, Engine
@@ -117,15 +117,14 @@ def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) 
     """Measure rounds and plain steps, one after the other, so that one of them is in memory at a time."""
     check(target.config, tree, work)
     device = target.embedding.device
-    plain_ms, plain_experts = _profile_plain(target, work)
+    plain = _profile_plain(target, work)
     decoding = Decoding(target, head, tree, work)
     still = StandingRound(decoding.engine)
     experts = count_experts(target, still.verify_once)
     stages_ms = still.stages_ms(work.rounds)
-    round_ms = still.round_ms(work.rounds)
-    loop = decoding.run(work.rounds)
     floor = round_floor(target, head, work.batch, tree.budget, experts)
-    floor_plain = plain_floor(target, work.batch, plain_experts)
+    round_ms, floor_round_ms = still.round_and_floor_ms(floor, work.rounds)
+    loop = decoding.run(work.rounds)
     return Profile(
         budget=tree.budget,
         context=work.context,
@@ -134,13 +133,10 @@ def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) 
         temperature=work.temperature,
         round_ms=round_ms,
         stages_ms=stages_ms,
-        plain_ms=plain_ms,
-        floor_round_ms=time_ms(as_graph(floor.run, device), device, work.rounds),
-        floor_plain_ms=time_ms(as_graph(floor_plain.run, device), device, work.rounds),
+        floor_round_ms=floor_round_ms,
         bytes_round=floor.num_bytes,
-        bytes_plain=floor_plain.num_bytes,
-        experts_round=statistics.fmean(experts) if experts else None,
-        experts_plain=statistics.fmean(plain_experts) if plain_experts else None,
+        experts_round=mean_experts(experts),
+        **plain,
         step_ms=loop.step_ms,
         idle_frac=loop.idle_frac,
         tokens_per_round=loop.tokens_per_round,
@@ -148,11 +144,22 @@ def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) 
     )
 
 
-def _profile_plain(target: Decoder, work: Workload) -> tuple[float, list[int]]:
-    """Milliseconds of a plain step, and the experts that it visits."""
+def _profile_plain(target: Decoder, work: Workload) -> dict[str, Any]:
+    """What a profile says of a plain step."""
     still = StandingRound(Decoding(target, None, TreeConfig(budget=1), work).engine)
     experts = count_experts(target, still.verify_once)
-    return still.round_ms(work.rounds), experts
+    floor = plain_floor(target, work.batch, experts)
+    plain_ms, floor_ms = still.round_and_floor_ms(floor, work.rounds)
+    return {
+        "plain_ms": plain_ms,
+        "floor_plain_ms": floor_ms,
+        "bytes_plain": floor.num_bytes,
+        "experts_plain": mean_experts(experts),
+    }
+
+
+def mean_experts(experts: Sequence[int]) -> float | None:
+    return statistics.fmean(experts) if experts else None
 
 
 @dataclass(frozen=True)
@@ -274,8 +281,10 @@ class StandingRound:
         row_B = upload(engine.lineup.rows, torch.int64, self.device)
         self.state = round_state(self.table, row_B, engine.lineup.wants, engine.lineup.requests)
 
-    def round_ms(self, rounds: int) -> float:
-        return time_ms(as_graph(self.whole, self.device), self.device, rounds)
+    def round_and_floor_ms(self, floor: Floor, rounds: int) -> list[float]:
+        """In turns: a GPU that must save power slows down both."""
+        graphs = [as_graph(run, self.device) for run in (self.whole, floor.run)]
+        return time_in_turns_ms(graphs, self.device, rounds)
 
     def whole(self) -> None:
         self.packed_BD3 = self.round(self.state).packed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -31,16 +31,23 @@ class Moment:
 
 def time_ms(run: Callable[[], object], device: torch.device, calls: int) -> float:
     """Milliseconds per call: the median of a few groups of calls, after one that warms up."""
+    (ms,) = time_in_turns_ms([run], device, calls)
+    return ms
+
+
+def time_in_turns_ms(runs: Sequence[Callable[[], object]], device: torch.device, calls: int) -> list[float]:
+    """The same of several that are to be compared: groups take turns, so that whatever the device does with its clock
+    meanwhile is done to all of them."""
     repeats = max(1, calls // GROUPS)
 
-    def group_ms() -> float:
+    def group_ms(run: Callable[[], object]) -> float:
         began = Moment(device)
         for _ in range(repeats):
             run()
         return began.ms_until(Moment(device)) / repeats
 
-    group_ms()
-    return statistics.median(group_ms() for _ in range(GROUPS))
+    groups = [[group_ms(run) for run in runs] for _ in range(1 + GROUPS)]
+    return [statistics.median(times) for times in zip(*groups[1:], strict=True)]
 
 
 def as_graph(run: Callable[[], object], device: torch.device) -> Callable[[], object]:

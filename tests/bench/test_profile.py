@@ -30,6 +30,7 @@ from jetspec.bench.op_profile import (
 )
 from jetspec.bench.profile import STAGES, Decoding, StandingRound, Workload, profile
 from jetspec.bench.shapes import SHAPES, open_head
+from jetspec.bench.timing import time_in_turns_ms
 from jetspec.cli import app
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.dispatch import Kernels, force
@@ -146,11 +147,12 @@ def test_stages_add_up_to_the_round(edge: int, temperature: float) -> None:
 def test_the_engine_goes_on_as_if_nothing_had_been_measured() -> None:
     texts = []
     for measures in (True, False):
-        decoding = Decoding(*models(DENSE), TREE, WORK)
+        target, head = models(DENSE)
+        decoding = Decoding(target, head, TREE, WORK)
         if measures:
             still = StandingRound(decoding.engine)
             still.stages_ms(5)
-            still.round_ms(5)
+            still.round_and_floor_ms(plain_floor(target, WORK.batch, ()), 5)
         assert decoding.run(10).step_ms > 0
         texts.append([request.tokens[:40] for request in decoding.engine.requests.values()])
     assert texts[0] and texts[0] == texts[1]
@@ -177,7 +179,7 @@ def test_what_was_measured_leaves_no_cache_behind() -> None:
     target, head = models(DENSE)
     decoding = Decoding(target, head, TREE, WORK)
     still = StandingRound(decoding.engine)
-    still.round_ms(1)
+    still.round_and_floor_ms(plain_floor(target, WORK.batch, ()), 1)
     decoding.run(2)
     cache = weakref.ref(decoding.engine.cache)
     del decoding, still
@@ -219,6 +221,20 @@ def test_a_host_that_keeps_the_device_waiting_is_seen(monkeypatch: pytest.Monkey
     assert decoding.run(5).idle_frac == pytest.approx(4 / 9)
     monkeypatch.setattr(Scheduler, "next_batch", late)
     assert decoding.run(5).idle_frac == pytest.approx(32 / 37)
+
+
+def test_a_device_that_slows_down_does_not_change_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared is timed in turns: here all takes twice as long from some moment on."""
+    now = 0.0
+
+    def take(seconds: float) -> None:
+        nonlocal now
+        now += seconds * (1 if now < 3 * 40 * 3.5 else 2)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    runs = [lambda: take(1.0), lambda: take(2.5)]
+    one, other = time_in_turns_ms(runs, torch.device("cpu"), 200)
+    assert other == pytest.approx(2.5 * one)
 
 
 @torch.inference_mode()

@@ -243,7 +243,7 @@ def test_large_batches_write_what_each_request_writes_alone(tree: TreeConfig, dt
     noise = pair_noise(fresh, [(prompts[name], plain[name]) for name in ("3", "30", "70")], tree.budget)
     limit = noise.widest_tie if dtype == torch.bfloat16 else 1e-4
     found = find_differences(prompts, plain, texts, readings(fresh), limit)
-    assert limit < 0.5 and all(difference.tie for difference in found), found
+    assert limit <= 0.5 and all(difference.tie for difference in found), found
 
 
 def written(engine: Engine, prompts: dict[str, list[int]], sampling: SamplingParams) -> dict[str, list[int]]:

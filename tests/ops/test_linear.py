@@ -468,7 +468,8 @@ def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, d
         torch.testing.assert_close(stream.x.float(), want, atol=4 * tolerance, rtol=tolerance)  # a bias is added before
         expected = meant(wide(rms_norm(stream.x, norm, EPS), second, second_bias))
         got = start(stream, norm, EPS, second, second_bias)
-        torch.testing.assert_close(got.float(), expected, atol=4 * tolerance, rtol=2 * tolerance)
+        off = 6 * tolerance  # what a norm rounds is multiplied by a gate
+        torch.testing.assert_close(got.float(), expected, atol=off, rtol=2 * tolerance)
 
 
 def loaded_registers(ptx: str) -> int:

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jetspec.bench.precision import FreshPass, RoundedPass, Texts, find_differences, readings, shared_length
+from jetspec.bench.precision import (
+    FreshPass,
+    Remembering,
+    RoundedPass,
+    Texts,
+    find_differences,
+    readings,
+    shared_length,
+)
 from jetspec.config import EngineConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import Launched
@@ -142,7 +151,7 @@ def test_ties_are_measured_on_plain_texts(monkeypatch: pytest.MonkeyPatch, dtype
     plain = check.decode(models.engine(1, check.engine_config(PROMPTS, TOKENS, 4)), PROMPTS, TOKENS, 4).texts
     ties = check.measure_ties(models, PROMPTS, plain, 8)
     assert ties.noise.positions == sum(len(text[:8]) for text in check.spread(plain, 4).values())
-    rounded = [judge for judge in ties.judges if isinstance(judge, RoundedPass)]
+    rounded = [known.judge for known in ties.judges if isinstance(known.judge, RoundedPass)]
     is_exact = dtype == torch.float32
     assert is_exact == (not rounded) == (ties.limit == check.STRICT_TIE)
     assert is_exact or ties.limit == max(ties.noise.steps, ties.noise.trees) > 0
@@ -297,6 +306,21 @@ def test_a_difference_is_judged_by_a_fresh_pass_over_what_both_wrote() -> None:
     (shorter,) = find_differences(prompts, plain, {"x": [3, 4]}, [fresh], 1e9)
     assert shorter.gap is None and not shorter.tie
     assert find_differences(prompts, plain, plain, [fresh], 1e9) == []
+
+
+def test_a_text_is_read_once_for_all_that_leave_it_at_the_same_place() -> None:
+    fresh, read = FreshPass(TARGET, None, 64), list[list[int]]()
+
+    class Reader:
+        def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+            read.append(list(tokens))
+            return fresh.logits(tokens)
+
+    reader = Remembering(Reader())
+    for other in ([3, 4, 7], [3, 4, 8, 9], [3, 5]):
+        args = {"x": [1, 2]}, {"x": [3, 4, 6]}, {"x": other}
+        assert find_differences(*args, [reader], 0.0) == find_differences(*args, [fresh], 0.0)
+    assert read == [[1, 2, 3, 4], [1, 2, 3]]
 
 
 # -- the command
