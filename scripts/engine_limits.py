@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -118,11 +118,21 @@ SMOLLM2 = (
 )
 
 
-def shape(name: str, *, edge: bool = False) -> tuple[Need, ...]:
+def timed(name: str, weights: str) -> tuple[Need, ...]:
+    """A profile, as it must be of whatever shape."""
     return (
         *GPU,
-        Need(f"random weights of {name}", lambda record: (record["shape"], record["weights"]) == (name, "random")),
+        Need(f"{weights} weights of {name}", lambda record: (record["shape"], record["weights"]) == (name, weights)),
         Need("bfloat16", lambda record: record["dtype"] == "bfloat16"),
+        Need("200 rounds", lambda record: record["rounds"] >= 200),
+        Need("batch 1", lambda record: all(run["batch"] == 1 for run in record["runs"])),
+        Need("greedy rounds", lambda record: not any(run.get("temperature") for run in record["runs"])),
+    )
+
+
+def shape(name: str, *, edge: bool = False) -> tuple[Need, ...]:
+    return (
+        *timed(name, "random"),
         Need(
             "a head of 5 layers and 16 slots",
             lambda record: (record["head"]["layers"], record["head"]["block_size"]) == (5, 16),
@@ -131,10 +141,10 @@ def shape(name: str, *, edge: bool = False) -> tuple[Need, ...]:
             "an edge term" if edge else "a head without an edge term",
             lambda record: (record["head"]["edge_rank"] > 0) == edge,
         ),
-        Need("200 rounds", lambda record: record["rounds"] >= 200),
-        Need("batch 1", lambda record: all(run["batch"] == 1 for run in record["runs"])),
-        Need("greedy rounds", lambda record: not any(run.get("temperature") for run in record["runs"])),
     )
+
+
+REAL = (*timed(DEFAULT_MODEL, "real"), Need("its own head", lambda record: record["head"]["name"] == DEFAULT_MODEL))
 
 
 def speed(dtype: str) -> tuple[Need, ...]:
@@ -197,9 +207,9 @@ def run_of(budget: int, context: int, field: str) -> Callable[[Record], float]:
     return value
 
 
-def most(field: str) -> Callable[[Record], float]:
+def most(field: str, budgets: Sequence[int] = BUDGETS, contexts: Sequence[int] = CONTEXTS) -> Callable[[Record], float]:
     """Over all budgets and contexts."""
-    return lambda record: max(run_of(*run, field)(record) for run in product(BUDGETS, CONTEXTS))
+    return lambda record: max(run_of(*run, field)(record) for run in product(budgets, contexts))
 
 
 def over_reading(record: Record) -> float:
@@ -250,6 +260,8 @@ def limits(folder: Path) -> Iterator[Limit]:
     for budget in BUDGETS:
         yield Limit(f"Qwen3-8B, the edge term with {budget} nodes, ms", edge, 0.25, edge_ms(folder, budget), of_edge)
     yield Limit("Qwen3-8B, idle between rounds, at most", dense, 0.02, most("idle_frac"), plain)
+    idle = most("idle_frac", (32, *BUDGETS), CONTEXTS[:1])
+    yield Limit("SmolLM2, idle between rounds, at most", "profile_smollm2", 0.02, idle, REAL)
     what, fast = "SmolLM2, one request", speed("bfloat16")
     yield Limit(f"{what}, over plain decoding, at least", "engine_speed", 2.5, least_speedup, fast, True)
     yield Limit(f"{what}, differences beyond a tie", "engine_speed", 0, all_mistakes, fast)

@@ -25,6 +25,7 @@ def write_records(folder: Path) -> None:
     ]
     edge = [{**run, "round_ms": 5.25} for run in dense]
     sparse = [{"budget": 64, "context": 256, "batch": 1, "round_ms": 6.0, "read_round_ms": 4.0}]
+    small = [{"budget": budget, "context": 256, **common} for budget in (32, 64, 128)]
     sets = [
         {"set": name, "budget": budget, "mistakes": 0}
         for budget in (1, 32)
@@ -42,6 +43,7 @@ def write_records(folder: Path) -> None:
         "profile_qwen3_8b": profiled("qwen3-8b", dense),
         "profile_qwen3_8b_edge": profiled("qwen3-8b", edge, edge_rank=128),
         "profile_qwen3_30b_a3b": profiled("qwen3-30b-a3b", sparse),
+        "profile_smollm2": profiled(DEFAULT_MODEL, small) | {"weights": "real"},
         "engine_speed": checked({"bfloat16": {"best_speedup": best, "runs": sets}}),
         "engine_batches": checked({"bfloat16": {"best_speedup": best, "runs": cells}, "float32": {"runs": cells}}),
         "engine_soak": checked({"float32": soak}),
@@ -53,7 +55,7 @@ def write_records(folder: Path) -> None:
 
 
 def profiled(shape: str, runs: list[dict[str, Any]], edge_rank: int = 0) -> dict[str, Any]:
-    head = {"layers": 5, "block_size": 16, "edge_rank": edge_rank}
+    head = {"name": shape, "layers": 5, "block_size": 16, "edge_rank": edge_rank}
     return {"shape": shape, "weights": "random", "dtype": "bfloat16", "head": head, "rounds": 200, "runs": runs}
 
 
@@ -106,6 +108,7 @@ def test_what_is_just_kept_holds(
         ("profile_qwen3_8b", {"ratio_round": 1.36}, "| 1.36 | no |"),
         ("profile_qwen3_8b", {"idle_frac": 0.021}, "| 0.021 | no |"),
         ("profile_qwen3_30b_a3b", {"round_ms": 6.4}, "| 1.6 | no |"),
+        ("profile_smollm2", {"idle_frac": 0.024}, "| 0.024 | no |"),
         ("engine_speed", {"mistakes": 1}, "| 1 | no |"),
         ("engine_batches", {"mistakes": 2}, "| 2 | no |"),
         ("engine_soak", {"rounds": 9_999}, "| 9,999 | no |"),
@@ -167,6 +170,9 @@ def test_what_nothing_tells_does_not_hold(
         ("profile_qwen3_8b_edge", "head.edge_rank", 0, 2, "an edge term"),
         ("profile_qwen3_30b_a3b", "rounds", 10, 1, "200 rounds"),
         ("profile_qwen3_30b_a3b", "head.layers", 1, 1, "a head of 5 layers and 16 slots"),
+        ("profile_smollm2", "head.name", "another", 1, "its own head"),
+        ("profile_smollm2", "weights", "random", 1, f"real weights of {DEFAULT_MODEL}"),
+        ("profile_smollm2", "runs", [], 1, "32 nodes after 256 tokens"),
     ],
 )
 def test_a_run_of_something_else_tells_nothing(
