@@ -110,10 +110,12 @@ class Engine:
         self.next_id = 0
         self.lineup = Lineup.of([])
         self.in_flight: deque[Launched] = deque()
+        self.updates: list[Update] = []
+        """What the next step returns. More than its own where the one before was broken off."""
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self.updates)
 
     def add(
         self,
@@ -176,31 +178,43 @@ class Engine:
         """Drop a request and free its pages. One that is gone already is no error."""
         if request_id in self.requests:
             self._remove(self.requests[request_id])
+        self.updates = [update for update in self.updates if update.request_id != request_id]
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """Run one prefill chunk and start one round; return what became visible, which may be of an earlier one."""
-        with torch.cuda.device_of(self.target.embedding):  # kernels and graphs go where the current device is
-            # More are left where an earlier step was broken off.
-            updates = self._read(0 if self.lineup.waits else self.ahead)
-            self._prefill(self.scheduler.next_chunks())
-            batch = self.scheduler.next_batch()
-            if batch:
-                if not self.lineup.is_of(batch):
-                    self._line_up(batch)
-                self.cache.flush()
-                self.drafter.look(batch)
-                self.in_flight.append(self.rounds.launch(self.lineup))
-            ahead = self.ahead if batch and not self.lineup.waits else 0
-            return updates + self._read(ahead)
-
-    def _read(self, left: int) -> list[Update]:
-        """What rounds wrote, until so many are left under way. Who breaks off a wait loses none."""
-        updates: list[Update] = []
-        while len(self.in_flight) > left:
-            rows = self.in_flight[0].read()
-            updates += self._publish(self.in_flight.popleft(), rows)
+        try:
+            with torch.cuda.device_of(self.target.embedding):  # kernels and graphs go where the current device is
+                self._step()
+        except BaseException:
+            self._start_over()
+            raise
+        updates, self.updates = self.updates, []
         return updates
+
+    def _step(self) -> None:
+        self._prefill(self.scheduler.next_chunks())
+        batch = self.scheduler.next_batch()
+        if batch:
+            if not self.lineup.is_of(batch):
+                self._line_up(batch)
+            self.cache.flush()
+            self.drafter.look(batch)
+            self.in_flight.append(self.rounds.launch(self.lineup))
+        self._read(self.ahead if batch and not self.lineup.waits else 0)
+
+    def _read(self, left: int) -> None:
+        """Publish what rounds wrote, until so many are left under way."""
+        while len(self.in_flight) > left:
+            launched = self.in_flight.popleft()
+            self._publish(launched, launched.read())
+
+    def _start_over(self) -> None:
+        """After a step that was broken off the device may have written what nobody will hear of: whoever runs goes on
+        from what was published of its text."""
+        self.in_flight.clear()
+        for request in reversed(list(self.scheduler.running.values())):
+            self.scheduler.preempt(request)
 
     def _line_up(self, batch: list[Request]) -> None:
         self.lineup = Lineup.of(batch)
@@ -220,17 +234,16 @@ class Engine:
             self.cache.advance(request, count)
             request.stats.prefill_s += self.clock() - began
 
-    def _publish(self, launched: Launched, rows: Sequence[RoundRow]) -> list[Update]:
+    def _publish(self, launched: Launched, rows: Sequence[RoundRow]) -> None:
         """Append what a round committed to its requests, but to those that ended or lost their row meanwhile."""
         lineup, now = launched.lineup, self.clock()
-        updates = []
         for i, (request, moves) in enumerate(zip(lineup.requests, lineup.moves, strict=True)):
             if request.moves != moves:
                 continue
             size, tokens, packed = rows[i]
             trace = self._trace(launched.result, i) if request.want_trace else None
-            request.num_cached += len(tokens)
             kept = self._append(request, tokens)
+            request.num_cached += len(tokens)
             logprobs = self._logprobs(request, launched.result, packed, kept)
             request.stats.accepted_lengths.append(len(kept) - 1)
             completion, new = None, ""
@@ -240,8 +253,8 @@ class Engine:
                 continue
             elif text := self.texts.get(request.id):
                 new = text.take()
-            updates.append(Update(request.id, kept, new, completion, trace, logprobs, size - 1, len(tokens) - 1))
-        return updates
+            drafted, accepted = size - 1, len(tokens) - 1
+            self.updates.append(Update(request.id, kept, new, completion, trace, logprobs, drafted, accepted))
 
     def _logprobs(
         self, request: Request, result: RoundResult, packed: list[float], kept: list[int]
