@@ -736,6 +736,9 @@ class HeadOptions:
 
 
 ProfileShortlist = Annotated[int, _option(SHORTLIST, panel="Round")]
+ProfileRoom = Annotated[
+    int | None, _option("Room of a request in the cache; by default the model's context.", "--max-len", panel="Round")
+]
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -765,9 +768,7 @@ def profile(
         list[int] | None, _option("Tokens before it, 1024 by default; repeatable.", "--context", panel="Round")
     ] = (None),
     rounds: Annotated[int | None, _option("Rounds to time; by default 10, on a GPU 200.", panel="Round")] = None,
-    max_len: Annotated[
-        int | None, _option("Room of a request in the cache; by default the model's context.", panel="Round")
-    ] = None,
+    max_len: ProfileRoom = None,
     temperature: Annotated[float, _option("Of the target; 0 is greedy.", panel="Round")] = 0.0,
 ) -> None:
     """Time a round stage by stage.
@@ -812,8 +813,9 @@ def op(
     window: Annotated[
         int | None, _option("Attention sees so many tokens before each; all by default.", panel="Round")
     ] = None,
+    max_len: ProfileRoom = None,
 ) -> None:
-    """Time one operation: its kernel, and the reference that the kernel must equal."""
+    """Time one operation: its kernel in a CUDA graph, as in a round, and the reference that it must equal, eagerly."""
     from jetspec.terminal.profile import Report, Where, list_operations, profile_operations
 
     if name is None:
@@ -827,6 +829,7 @@ def op(
         batch=options.batch,
         shortlist=shortlist,
         window=window,
+        max_len=max_len,
         report=Report(options.as_json, options.out),
     )
 

@@ -66,12 +66,20 @@ class Setting:
     shortlist: int = TreeConfig.shortlist
     window: int | None = None
     """Of attention, as layers of some models have one."""
+    max_len: int | None = None
+    """Room of a request in the cache, by which kernels are chosen. None: what an engine gives it by itself."""
 
     def __post_init__(self) -> None:
         TreeConfig(budget=self.budget, width=WIDTH, shortlist=self.shortlist)
         for name in ("context", "batch", "window"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.max_len is not None and self.max_len <= self.context:
+            raise ValueError(f"max_len is {self.max_len}; it must be above the context of {self.context}")
+
+    @property
+    def room(self) -> int:
+        return self.max_len or max(self.config.max_len, self.context)
 
 
 class Inputs:
@@ -105,10 +113,11 @@ class Inputs:
             return build_tree(self.anchors(), self.candidates(), TreeConfig(budget=self.N, width=WIDTH), DEPTH)
 
     def placed(self, context: int) -> TreeBatch:
-        """A tree per request behind so many cached tokens, in pages that lie anywhere."""
+        """A tree per request behind so many cached tokens, in pages that lie anywhere, with room for more."""
         device, tree = self.setting.device, self.tree()
-        width = -(-(context + self.N) // PAGE_SIZE)
-        page_BP = torch.randperm(self.B * width, generator=self.generator, device=device).view(self.B, width)
+        used, width = (-(-(tokens + self.N) // PAGE_SIZE) for tokens in (context, max(context, self.setting.room)))
+        page_BP = torch.zeros(self.B, width, dtype=torch.int64, device=device)
+        page_BP[:, :used] = torch.randperm(self.B * used, generator=self.generator, device=device).view(self.B, used)
         length_B = torch.full((self.B,), context, device=device)
         start_B1 = torch.arange(self.B + 1, device=device) * self.N
         index_BN = length_B[:, None] + torch.arange(self.N, device=device)
@@ -118,8 +127,12 @@ class Inputs:
         tokens = tree.token_BN.flatten()
         return TreeBatch(tokens, position_BN.flatten(), slot_BN.flatten(), layout, tree.ancestor_BNW)
 
+    def page_shape(self, batch: TreeBatch) -> tuple[int, ...]:
+        """Of K or V in one layer, with the pages that are in use."""
+        return int(batch.layout.page_BP.max()) + 1, PAGE_SIZE, self.config.num_kv_heads, self.config.head_dim
+
     def pages(self, batch: TreeBatch) -> KVPages:
-        shape = (batch.layout.page_BP.numel(), PAGE_SIZE, self.config.num_kv_heads, self.config.head_dim)
+        shape = self.page_shape(batch)
         return KVPages(self.normal(*shape), self.normal(*shape))
 
 
@@ -194,8 +207,9 @@ def swiglu(inputs: Inputs) -> Operation:
 
 def topk_logprob(inputs: Inputs) -> Operation:
     """Values only: tokens whose logits tie may come in any order."""
-    logits = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size, dtype=torch.float32)
-    return Operation(lambda: (ops.topk_logprob(logits, WIDTH)[1],), logits.nbytes)
+    logits_BDV = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
+    heat_B = torch.full((inputs.B,), TreeConfig.heat, device=logits_BDV.device)
+    return Operation(lambda: (ops.topk_logprob(logits_BDV, WIDTH, heat_B)[1],), logits_BDV.nbytes)
 
 
 def topk_long(inputs: Inputs) -> Operation:
@@ -272,8 +286,7 @@ def compact_kv(inputs: Inputs) -> Operation:
     """A path of full depth, or of as many nodes as may leave one out. It begins at the root, which stays, and leaves
     out the next node, so that all others are moved."""
     c, batch = inputs.config, inputs.placed(context=PAGE_SIZE)
-    shape = (batch.layout.page_BP.numel(), PAGE_SIZE, c.num_kv_heads, c.head_dim)
-    storage = inputs.normal(2, c.num_layers, *shape)
+    storage = inputs.normal(2, c.num_layers, *inputs.page_shape(batch))
     slot_BN = batch.slot_T.view(inputs.B, inputs.N)
     rest = max(inputs.N - 2, 0)
     chosen_BD = inputs.normal(inputs.B, rest).topk(min(DEPTH, rest)).indices.sort().values + 2

@@ -111,23 +111,26 @@ def profile_operations(
     batch: int,
     shortlist: int,
     window: int | None,
+    max_len: int | None,
     report: Report,
 ) -> None:
     """One operation, or all of them."""
     commit, device = current_commit(), choose_device(where.device)
     config = shape_of(where.shape)
     names = find_operations(name, config)
-    setting = Setting(config, choose_dtype(where.dtype, device), device, budget, context, batch, shortlist, window)
+    dtype = choose_dtype(where.dtype, device)
+    setting = Setting(config, dtype, device, budget, context, batch, shortlist, window, max_len)
     runs = []
     for each in names:
         with working(f"Timing {each}"):
             runs.append(profile_operation(each, setting))
     results = {
         "shape": shown(where.shape),
-        "dtype": str(setting.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "budget": budget,
         "context": context,
+        "max_len": setting.room,
         "batch": batch,
         "shortlist": shortlist,
         "window": window,
@@ -177,7 +180,7 @@ def _rows(runs: Sequence[Profile]) -> list[tuple[str, str, list[float]]]:
 def _op_table(runs: Sequence[OpProfile]) -> Table:
     table = Table(box=SIMPLE)
     table.add_column("operation")
-    for title in ("kernel µs", "reference µs", "MB", "GB/s", "difference"):
+    for title in ("kernel µs", "eager reference µs", "MB", "GB/s", "difference"):
         table.add_column(title, justify="right")
     for run in runs:
         table.add_row(

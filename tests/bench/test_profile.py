@@ -336,6 +336,17 @@ def test_a_window_hides_what_lies_before_it() -> None:
     assert found[0][1] == found[2][1] > found[1][1]
 
 
+def test_attention_has_the_room_that_an_engine_gives_and_sees_what_is_cached() -> None:
+    """Kernels are chosen by room."""
+    found = []
+    for max_len in (None, 60):
+        inputs = Inputs(Setting(DENSE, torch.float32, CPU, budget=20, context=30, batch=2, max_len=max_len))
+        room = Inputs(inputs.setting).placed(30).layout.page_BP.shape[1] * PAGE_SIZE
+        assert 0 <= room - (max_len or DENSE.max_len) - 20 < PAGE_SIZE
+        found.append(OPERATIONS["tree_attention"](inputs))
+    assert torch.equal(found[0].run()[0], found[1].run()[0]) and found[0].num_bytes == found[1].num_bytes
+
+
 def test_all_is_what_a_shape_has() -> None:
     assert find_operations("all", SPARSE) == list(OPERATIONS)
     assert set(OPERATIONS) - set(find_operations("all", DENSE)) == set(OF_EXPERTS)
@@ -393,6 +404,7 @@ def test_command_shows_a_table(folder: Path) -> None:
         (["op", "all", "--shape", "nowhere"], "nor a shape (qwen3-8b, qwen3-30b-a3b, "),
         (["op", "tree_attention", "--context", "10000000000000"], "out of memory"),
         (["op", "tree_attention", "--window", "0"], "window is 0"),
+        (["op", "swiglu", "--context", "50", "--max-len", "50"], "max_len is 50"),
         (["--shape", "qwen3-8b", "--weights", "real"], "shape without weights"),
         (["op", "nothing"], "there is no operation 'nothing'"),
         (["op", "add_mixture"], "no experts"),

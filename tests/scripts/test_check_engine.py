@@ -31,7 +31,7 @@ from jetspec.engine.graphs import Launched
 from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.prefill import GraphPrefills, PrefillSizes
 from jetspec.engine.scheduler import Scheduler
-from jetspec.types import Request, SamplingParams, Update
+from jetspec.types import Request, SamplingParams
 from scripts import check_engine as check
 from scripts import soak
 from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head
@@ -211,9 +211,9 @@ def leaking_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for every round."""
     publish, kept = Engine._publish, list[Launched]()
 
-    def leak(self: Engine, launched: Launched, rows: Any) -> list[Update]:
+    def leak(self: Engine, launched: Launched, rows: Any) -> None:
         kept.append(launched)
-        return publish(self, launched, rows)
+        publish(self, launched, rows)
 
     monkeypatch.setattr(Engine, "_publish", leak)
 
