@@ -172,6 +172,7 @@ class RoundStats:
     accepted_lengths: list[int] = field(default_factory=list)
     """Draft tokens kept, per round."""
     prefill_s: float = 0.0
+    """While others write, on a GPU: only until it was told what to read, since nobody waits for it then."""
     decode_s: float = 0.0
 
     @property

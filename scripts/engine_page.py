@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,13 +56,15 @@ def origin(record: Record) -> str:
 def profile_table(record: Record) -> str:
     """A row for every budget and context: the round and its stages, the plain step, and both over their floors; of a
     mixture of experts also how many of them a layer of the round visits, and the gigabytes of all that it reads."""
-    titles = ["budget", "context", "round", *STAGES, "floor", "ratio", "plain step", "floor", "ratio", "loop", "idle"]
+    titles = ["budget", "context", "round", *STAGES, "floor", "ratio", "reading"]
+    titles += ["plain step", "floor", "ratio", "loop", "idle"]
     is_sparse = any(run["experts_round"] is not None for run in record["runs"])
     titles += ["experts", "GB"] if is_sparse else []
     rows = []
     for run in record["runs"]:
         stages = [f"{run['stages_ms'][stage]:.2f}" for stage in STAGES]
         rounds = [f"{run['round_ms']:.2f}", *stages, f"{run['floor_round_ms']:.2f}", f"{run['ratio_round']:.2f}"]
+        rounds.append(f"{run['read_round_ms']:.2f}")
         plain = [f"{run['plain_ms']:.2f}", f"{run['floor_plain_ms']:.2f}", f"{run['ratio_plain']:.2f}"]
         reads = [f"{run['experts_round']:.0f}", f"{run['bytes_round'] / 1e9:.1f}"] if is_sparse else []
         loop = [f"{run['step_ms']:.2f}", f"{run['idle_frac']:.1%}"]
@@ -89,10 +90,8 @@ def speed_table(record: Record) -> str:
 
 
 def other_note(record: Record) -> str:
-    """A record that does not hold how many prompts `transformers` had tells by its command."""
-    words = shlex.split(record["command"])
-    told = [result["transformers_prompts"] for result in record["results"].values() if "transformers_prompts" in result]
-    count = told[0] if told else int(words[words.index("--other-prompts") + 1])
+    """How many prompts `transformers` had."""
+    count = next(iter(record["results"].values()))["transformers_prompts"]
     return f"`transformers`: the median of {count} {'prompt' if count == 1 else 'prompts'} of each set."
 
 
@@ -107,7 +106,7 @@ SAME_TEXT = ("differ", "by more than a tie", "by a wide tie", "widest gap", "tie
 def same_text(found: Mapping[str, Any], tie_limit: float) -> list[str]:
     """How texts compare with those of plain decoding. Wide ties are those that readings of their own text show."""
     gaps = [difference["gap"] for difference in found["differences"] if difference["gap"] is not None]
-    wide = sum(difference.get("tie", False) and difference["gap"] > tie_limit for difference in found["differences"])
+    wide = sum(difference["tie"] and difference["gap"] > tie_limit for difference in found["differences"])
     counts = found["different"], found["mistakes"], wide
     return [*map(str, counts), f"{max(gaps, default=0.0):.2g}", f"{tie_limit:.2g}"]
 
@@ -153,7 +152,7 @@ def batches_table(record: Record) -> str:
 def tree_title(run: Mapping[str, Any]) -> str:
     if run["budget"] == PLAIN:
         return "plain"
-    if run.get("shrinks"):
+    if run["shrinks"]:
         return f"{run['budget']}, shrinking"
     return str(run["budget"]) if run["depth"] is None else f"{run['budget']}, depth {run['depth']}"
 

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from jetspec.bench.precision import FreshPass, Texts, cached_rows, find_differences
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.prefill import GraphPrefills
 from jetspec.engine.warm_up import courses
 from jetspec.types import Completion, Request, SamplingParams
@@ -111,7 +110,8 @@ class Soak:
 
     def _warm_up(self) -> None:
         """Capture every graph and touch every kernel, so that memory should stay as it is from here on."""
-        for course in courses(self.engine):
+        kinds = [replace(kind, max_tokens=1) for kind in KINDS.values()]
+        for course in courses(self.engine, kinds):
             course.run(self.engine)
         for lengths in joint_prefills(self.engine):
             for i, length in enumerate(lengths):
@@ -119,12 +119,9 @@ class Soak:
                 self.engine.add([0] * (length + 1), SamplingParams(max_tokens=1), quiet=True, cache_salt=salt)
             _run(self.engine)
         prompt = next(iter(self.prompts.values()))
-        for params in KINDS.values():
-            for size in batch_sizes(len(self.engine.cache.pages_of)):
-                alike = {str(i): prompt[:1] for i in range(size)}
-                _complete(self.engine, alike, replace(params, max_tokens=1))
         # A graph keeps something of the first batch of its kind: the last one, which the engine keeps, is no first.
-        _complete(self.engine, {"0": prompt[:1]}, SamplingParams(max_tokens=1))
+        for kind in kinds:
+            _complete(self.engine, {"0": prompt[:1]}, kind)
         self.fresh.rows(prompt)
 
     def _rest(self) -> Rest:

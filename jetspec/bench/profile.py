@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,6 +65,9 @@ class Profile:
     plain_ms: float
     floor_round_ms: float
     floor_plain_ms: float
+    ratio_round_range: tuple[float, float]
+    """The least and the largest ratio of a group of rounds to the group of its floor beside it."""
+    ratio_plain_range: tuple[float, float]
     bytes_round: int
     """Weights that the floor of the round reads."""
     bytes_plain: int
@@ -123,7 +126,7 @@ def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) 
     experts = count_experts(target, still.verify_once)
     stages_ms = still.stages_ms(work.rounds)
     floor = round_floor(target, head, work.batch, tree.budget, experts)
-    round_ms, floor_round_ms = still.round_and_floor_ms(floor, work.rounds)
+    timed = still.time_beside(floor, work.rounds)
     loop = decoding.run(work.rounds)
     return Profile(
         budget=tree.budget,
@@ -131,9 +134,10 @@ def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) 
         batch=work.batch,
         max_len=decoding.engine.max_len,
         temperature=work.temperature,
-        round_ms=round_ms,
+        round_ms=timed.ms,
         stages_ms=stages_ms,
-        floor_round_ms=floor_round_ms,
+        floor_round_ms=timed.floor_ms,
+        ratio_round_range=timed.ratio_range,
         bytes_round=floor.num_bytes,
         experts_round=mean_experts(experts),
         **plain,
@@ -149,10 +153,11 @@ def _profile_plain(target: Decoder, work: Workload) -> dict[str, Any]:
     still = StandingRound(Decoding(target, None, TreeConfig(budget=1), work).engine)
     experts = count_experts(target, still.verify_once)
     floor = plain_floor(target, work.batch, experts)
-    plain_ms, floor_ms = still.round_and_floor_ms(floor, work.rounds)
+    timed = still.time_beside(floor, work.rounds)
     return {
-        "plain_ms": plain_ms,
-        "floor_plain_ms": floor_ms,
+        "plain_ms": timed.ms,
+        "floor_plain_ms": timed.floor_ms,
+        "ratio_plain_range": timed.ratio_range,
         "bytes_plain": floor.num_bytes,
         "experts_plain": mean_experts(experts),
     }
@@ -265,6 +270,14 @@ class WatchedRound(Round):
         return 1 - busy / (time_R2[-1][1] - time_R2[0][0])
 
 
+class TimedBeside(NamedTuple):
+    """A round and its floor, each the median of its groups, and the range of their ratio over turns."""
+
+    ms: float
+    floor_ms: float
+    ratio_range: tuple[float, float]
+
+
 class StandingRound:
     """One round of an engine's batch, over and over from the same state, whole or stage by stage.
 
@@ -281,10 +294,13 @@ class StandingRound:
         row_B = upload(engine.lineup.rows, torch.int64, self.device)
         self.state = round_state(self.table, row_B, engine.lineup.wants, engine.lineup.requests)
 
-    def round_and_floor_ms(self, floor: Floor, rounds: int) -> list[float]:
-        """In turns: a GPU that must save power slows down both."""
+    def time_beside(self, floor: Floor, rounds: int) -> TimedBeside:
+        """In turns with its floor: a GPU that must save power slows down both."""
         graphs = [as_graph(run, self.device) for run in (self.whole, floor.run)]
-        return time_in_turns_ms(graphs, self.device, rounds)
+        turns = time_in_turns_ms(graphs, self.device, rounds)
+        ms, floor_ms = (statistics.median(times) for times in zip(*turns, strict=True))
+        ratios = [own / other for own, other in turns]
+        return TimedBeside(ms, floor_ms, (min(ratios), max(ratios)))
 
     def whole(self) -> None:
         self.packed_BD3 = self.round(self.state).packed

@@ -31,13 +31,12 @@ class Moment:
 
 def time_ms(run: Callable[[], object], device: torch.device, calls: int) -> float:
     """Milliseconds per call: the median of a few groups of calls, after one that warms up."""
-    (ms,) = time_in_turns_ms([run], device, calls)
-    return ms
+    return statistics.median(ms for (ms,) in time_in_turns_ms([run], device, calls))
 
 
-def time_in_turns_ms(runs: Sequence[Callable[[], object]], device: torch.device, calls: int) -> list[float]:
-    """The same of several that are to be compared: groups take turns, so that whatever the device does with its clock
-    meanwhile is done to all of them."""
+def time_in_turns_ms(runs: Sequence[Callable[[], object]], device: torch.device, calls: int) -> list[list[float]]:
+    """Of several that are to be compared, each group of calls: all take turns, so that whatever the device does with
+    its clock meanwhile is done to all of them."""
     repeats = max(1, calls // GROUPS)
 
     def group_ms(run: Callable[[], object]) -> float:
@@ -46,8 +45,8 @@ def time_in_turns_ms(runs: Sequence[Callable[[], object]], device: torch.device,
             run()
         return began.ms_until(Moment(device)) / repeats
 
-    groups = [[group_ms(run) for run in runs] for _ in range(1 + GROUPS)]
-    return [statistics.median(times) for times in zip(*groups[1:], strict=True)]
+    _warm_up, *turns = ([group_ms(run) for run in runs] for _ in range(1 + GROUPS))
+    return turns
 
 
 def as_graph(run: Callable[[], object], device: torch.device) -> Callable[[], object]:

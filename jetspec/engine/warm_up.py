@@ -30,15 +30,15 @@ class Course:
             engine.step()
 
 
-def courses(engine: Engine) -> list[Course]:
-    """One for every graph that requests of the usual kinds need. None where rounds are not captured."""
-    return [*_batches(engine), *_prompts(engine)]
+def courses(engine: Engine, kinds: Sequence[SamplingParams] = KINDS) -> list[Course]:
+    """One for every graph that requests of these kinds need. None where rounds are not captured."""
+    return [*_batches(engine, kinds), *_prompts(engine)]
 
 
-def _batches(engine: Engine) -> Iterator[Course]:
+def _batches(engine: Engine, kinds: Sequence[SamplingParams]) -> Iterator[Course]:
     """Prompts of one token have nothing to prefill: all are in the first round."""
     if isinstance(engine.rounds, GraphRounds):
-        for sampling in KINDS:
+        for sampling in kinds:
             yield from (Course([[0]] * size, sampling) for size in engine.rounds.sizes)
 
 

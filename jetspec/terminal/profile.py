@@ -152,7 +152,7 @@ def _round_table(runs: Sequence[Profile]) -> Table:
     for run in runs:
         table.add_column(f"budget {run.budget}\ncontext {run.context}\nbatch {run.batch}", justify="right")
     for label, form, values in _rows(runs):
-        table.add_row(label, *(form.format(value) for value in values), end_section=label in ("commit", "ratio"))
+        table.add_row(label, *(form.format(value) for value in values), end_section=label in ("commit", "at most"))
     return table
 
 
@@ -163,10 +163,12 @@ def _rows(runs: Sequence[Profile]) -> list[tuple[str, str, list[float]]]:
         ("round", "{:.3f}", [run.round_ms for run in runs]),
         ("its floor", "{:.3f}", [run.floor_round_ms for run in runs]),
         ("ratio", "{:.3f}", [run.ratio_round for run in runs]),
+        ("at most", "{:.3f}", [run.ratio_round_range[1] for run in runs]),
         ("reading its weights", "{:.3f}", [run.read_round_ms for run in runs]),
         ("plain step", "{:.3f}", [run.plain_ms for run in runs]),
         ("its floor", "{:.3f}", [run.floor_plain_ms for run in runs]),
         ("ratio", "{:.3f}", [run.ratio_plain for run in runs]),
+        ("at most", "{:.3f}", [run.ratio_plain_range[1] for run in runs]),
         ("in the engine's loop", "{:.3f}", [run.step_ms for run in runs]),
         ("idle there", "{:.1%}", [run.idle_frac for run in runs]),
         ("tokens per round", "{:.2f}", [run.tokens_per_round for run in runs]),

@@ -61,7 +61,16 @@ TREE = TreeConfig(budget=12, width=4)
 WORK = Workload(context=20, batch=2, rounds=3)
 FIELDS = {
     *("budget", "context", "batch", "round_ms", "stages_ms", "plain_ms", "floor_round_ms", "floor_plain_ms"),
-    *("ratio_round", "ratio_plain", "bytes_round", "bytes_plain", "experts_round", "experts_plain"),
+    *(
+        "ratio_round",
+        "ratio_plain",
+        "ratio_round_range",
+        "ratio_plain_range",
+        "bytes_round",
+        "bytes_plain",
+        "experts_round",
+        "experts_plain",
+    ),
     *("step_ms", "idle_frac", "tokens_per_round", "read_gb_per_s", "read_round_ms", "max_len", "temperature"),
 }
 
@@ -115,6 +124,8 @@ def test_profile_fields_are_there_and_agree(config: DecoderConfig) -> None:
     assert all(value > 0 for value in (*found["stages_ms"].values(), found["floor_round_ms"], found["floor_plain_ms"]))
     for kind in ("round", "plain"):
         assert found[f"ratio_{kind}"] == found[f"{kind}_ms"] / found[f"floor_{kind}_ms"]
+        least, most = found[f"ratio_{kind}_range"]
+        assert 0 < least <= most
     assert 0 <= found["idle_frac"] < 1
     assert found["read_round_ms"] * found["read_gb_per_s"] * 1e6 == pytest.approx(found["bytes_round"])
     assert 1 <= found["tokens_per_round"] <= 6
@@ -152,7 +163,7 @@ def test_the_engine_goes_on_as_if_nothing_had_been_measured() -> None:
         if measures:
             still = StandingRound(decoding.engine)
             still.stages_ms(5)
-            still.round_and_floor_ms(plain_floor(target, WORK.batch, ()), 5)
+            still.time_beside(plain_floor(target, WORK.batch, ()), 5)
         assert decoding.run(10).step_ms > 0
         texts.append([request.tokens[:40] for request in decoding.engine.requests.values()])
     assert texts[0] and texts[0] == texts[1]
@@ -179,7 +190,7 @@ def test_what_was_measured_leaves_no_cache_behind() -> None:
     target, head = models(DENSE)
     decoding = Decoding(target, head, TREE, WORK)
     still = StandingRound(decoding.engine)
-    still.round_and_floor_ms(plain_floor(target, WORK.batch, ()), 1)
+    still.time_beside(plain_floor(target, WORK.batch, ()), 1)
     decoding.run(2)
     cache = weakref.ref(decoding.engine.cache)
     del decoding, still
@@ -233,8 +244,11 @@ def test_a_device_that_slows_down_does_not_change_a_ratio(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     runs = [lambda: take(1.0), lambda: take(2.5)]
-    one, other = time_in_turns_ms(runs, torch.device("cpu"), 200)
-    assert other == pytest.approx(2.5 * one)
+    turns = time_in_turns_ms(runs, torch.device("cpu"), 200)
+    first, *_, last = turns
+    assert last == pytest.approx([2 * ms for ms in first])
+    for one, other in (first, last):
+        assert other == pytest.approx(2.5 * one)
 
 
 @torch.inference_mode()

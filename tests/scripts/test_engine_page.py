@@ -10,7 +10,7 @@ from scripts.engine_page import PAGES, STAGES, fill_page, profile_table
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = {
-    "command": "python -m scripts.check_engine speed --other-prompts 1",
+    "command": "python -m scripts.check_engine speed",
     "hardware": {"cpu": "a CPU"},
     "versions": {"torch": "2", "triton": "3"},
     "commit": "0123456789",
@@ -49,7 +49,7 @@ GAPS = [
 
 def run(**changes: Any) -> dict[str, Any]:
     common = {"tokens_per_s": 1234.5, "tokens_per_round": 5.678, "speedup": 2.345, "different": 3, "mistakes": 1}
-    return {"set": "gsm8k", "batch": 4, "budget": 64, "depth": None, **common, **changes}
+    return {"set": "gsm8k", "batch": 4, "budget": 64, "depth": None, "shrinks": False, **common, **changes}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,11 @@ def run(**changes: Any) -> dict[str, Any]:
         ),
         (
             "engine_speed",
-            {"tie_limit": 1.5, "runs": [run(speedup_over_transformers=683.9, differences=GAPS)]},
+            {
+                "tie_limit": 1.5,
+                "runs": [run(speedup_over_transformers=683.9, differences=GAPS)],
+                "transformers_prompts": 1,
+            },
             ["the median of 1 prompt of each set."],
         ),
         (
@@ -100,7 +104,8 @@ def test_what_a_record_says_is_on_the_page(tmp_path: Path, name: str, result: di
 @pytest.mark.parametrize("experts", [None, 21.48])
 def test_a_mixture_shows_what_it_reads(experts: float | None) -> None:
     """Other models read the same for every tree."""
-    times = dict.fromkeys(("round_ms", "plain_ms", "floor_round_ms", "floor_plain_ms", "ratio_round", "ratio_plain"), 1)
+    names = "round_ms", "floor_round_ms", "ratio_round", "read_round_ms", "plain_ms", "floor_plain_ms", "ratio_plain"
+    times = dict.fromkeys(names, 1)
     loop = {"step_ms": 5.678, "idle_frac": 0.0}
     round = {**times, **loop, "budget": 64, "context": 256, "stages_ms": dict.fromkeys(STAGES, 1)}
     table = profile_table({"runs": [round | {"experts_round": experts, "bytes_round": 13_440_000_000}]})
