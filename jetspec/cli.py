@@ -540,6 +540,33 @@ def bench(
 
 @app.command(
     epilog=_examples(
+        "jetspec grade runs/bench/smollm2",
+        "jetspec grade runs/from_the_cluster --data-dir data/eval --report",
+    )
+)
+def grade(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished `jetspec bench`.", metavar="RUN")],
+    data_dir: Annotated[
+        str | None, _option("Folder of TASK.jsonl; by default that of the run.", metavar="FOLDER")
+    ] = None,
+    output: Annotated[TableForm, _option("Form of the table on stdout.", "--output")] = "md",
+    make_report: Annotated[bool, _option("Make the report of the run as well.", "--report")] = False,
+) -> None:
+    """Grade the answers of a benchmark again.
+
+    `jetspec bench` grades by itself. This is for answers from a machine that has no graders, or may run no programs,
+    and for other graders: scores are made anew here, and nothing else of the run changes.
+
+    Exit status 1: some answers could not be graded here, either.
+    """
+    from jetspec.terminal.bench import grade
+
+    if not grade(run, data_dir, output, make_report):
+        raise typer.Exit(NEGATIVE)
+
+
+@app.command(
+    epilog=_examples(
         "jetspec report runs/bench/smollm2",
         "jetspec report runs/before runs/after --out comparison",
         "jetspec report runs/bench/smollm2 results/head.json --out docs/results/smollm2",

@@ -209,6 +209,11 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
+def questions_digest(prompts: Iterable[Prompt]) -> str:
+    """Of what is asked, not of what answers are graded by."""
+    return digest([[prompt.id, prompt.system, prompt.turns] for prompt in prompts])
+
+
 def check_prompts(rows: Iterable[Row]) -> None:
     """Wherever two methods were asked the same after the same words, they must have read the same tokens."""
     read: dict[tuple[str, str, str], tuple[str, str]] = {}

@@ -26,9 +26,9 @@ from jetspec.bench.groups import (
     Key,
     Row,
     check_prompts,
-    digest,
     keep_settings,
     kept_settings,
+    questions_digest,
 )
 from jetspec.bench.methods import (
     Ask,
@@ -307,9 +307,7 @@ class Bench:
             "thinking": str(config.thinking),
             "head": str(config.head and shown(config.head)),
         }
-        tasks = {
-            f"task {task}": digest([[p.id, p.system, p.turns] for p in self.questions[task]]) for task in config.tasks
-        }
+        tasks = {f"task {task}": questions_digest(self.questions[task]) for task in config.tasks}
         methods = {f"method {method.name}": method_dict(method) for method in self.methods}
         trees = {
             f"tree of {method.name} {budget}": asdict(method.tree(budget))

@@ -280,10 +280,11 @@ def _everything(plan: ReportPlan) -> Iterator[Block]:
         ("commit", lambda record: _ran(record, "commit", ", ")),
         ("hardware", lambda record: _pairs(record.get("hardware") or {})),
         ("versions", lambda record: _pairs(record.get("versions") or {})),
+        ("graded later", _graded),
     ]
     columns = ("", *(each.name for each in inputs))
-    lines = tuple((name, *(show(each.record) for each in inputs)) for name, show in rows)
-    yield Table(columns, lines, first_number=len(columns), wraps=True)
+    lines = ((name, *(show(each.record) for each in inputs)) for name, show in rows)
+    yield Table(columns, tuple(line for line in lines if any(line[1:])), first_number=len(columns), wraps=True)
     for run in plan.runs:
         yield Folded(f"All cells: {run.name}", cells_table([run], details=True))
         yield Folded(f"Recipe: {run.name}", json.dumps(run.recipe, indent=1))
@@ -293,6 +294,12 @@ def _ran(record: Mapping[str, Any], key: str, between: str) -> str:
     """Of a benchmark that went on after a stop what all that measured have, else what the record has."""
     ran = [str(run[key]) for run in record.get("runs") or () if isinstance(run, dict) and key in run]
     return between.join(dict.fromkeys(ran)) or str(record.get(key))
+
+
+def _graded(record: Mapping[str, Any]) -> str:
+    """Whoever graded the answers after the record was first written."""
+    graded = record.get("graded") or {}
+    return f"{graded['command']} ({graded['date']}, {_pairs(graded['versions'])})" if graded else ""
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

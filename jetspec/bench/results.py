@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from jetspec.bench.grade import MATH_TASKS, Grade, grade
+from jetspec.bench.grade import grade
 from jetspec.bench.groups import Key, Row, measured_by, read_lines
 from jetspec.bench.lossless import LosslessCheck
 from jetspec.bench.measure import Bench, progress_bar
 from jetspec.bench.measured import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
 from jetspec.bench.recipe import PLAIN, TRANSFORMERS, Cell
 from jetspec.bench.runs import ROWS_FILE
+from jetspec.bench.scores import Grader, Scores
 from jetspec.bench.spread import how_many, to_record
-from jetspec.bench.tasks import GRADED_AS, TASKS
-
-Grader = Callable[[str, Mapping[str, Any], str], Grade]
-
-
-def is_graded(task: str) -> bool:
-    return task in TASKS and TASKS[task].grader is not None
 
 
 @dataclass
@@ -35,14 +26,10 @@ class Results:
     bench: Bench
     rows: Mapping[Key, Row]
     grader: Grader = grade
-    notes: list[str] = field(default_factory=list)
-    """What a reader of the table should know."""
-    _grades: dict[tuple[str, str, str], Grade] = field(default_factory=dict, init=False)
 
     def record(self, progress: bool = False) -> dict[str, Any]:
         decoder, config = self.bench.llm.target.decoder, self.bench.config
-        self.notes += self._doubts()
-        self.grade_programs(progress)
+        self.scores.run_programs(self.measured.values(), progress)
         cells = []
         with progress_bar(len(self.measured), "cell", progress) as bar:
             for cell, measured in self.measured.items():
@@ -58,23 +45,23 @@ class Results:
             "recipe": config.to_dict(self.bench.methods),
             "noise": self.lossless.noise_record(),
             "cells": cells,
-            "notes": self.notes,
+            "notes": list(self._doubts()),
+            "ungraded": self.scores.notes,
             "runs": self.bench.runs(),
         }
 
-    def _doubts(self) -> list[str]:
-        """What cells do not show: batches that were never full, and rows of several commands or sources."""
-        found = [*self._short_batches(), *self._apart()]
+    def _doubts(self) -> Iterator[str]:
+        """What a reader should know and cells do not show: batches that were never full, and rows of several commands
+        or sources."""
+        yield from self._short_batches()
+        yield from self._apart()
         if unused := len(read_lines(self.bench.folder / ROWS_FILE)[0]) - len(self.rows):
-            found.append(f"the folder holds {how_many(unused, 'more group')} that this command did not ask for")
+            yield f"the folder holds {how_many(unused, 'more group')} that this command did not ask for"
         for name, fields in self.bench.left_open().items():
             if fields:
-                found.append(
-                    f"{name} was asked without {', '.join(fields)}: what its server takes instead is not known"
-                )
+                yield f"{name} was asked without {', '.join(fields)}: what its server takes instead is not known"
         if len(commits := self.bench.commits()) > 1:
-            found.append(f"measured by several versions of the source, one after the other: {', '.join(commits)}")
-        return found
+            yield f"measured by several versions of the source, one after the other: {', '.join(commits)}"
 
     def _short_batches(self) -> Iterator[str]:
         """A method that is asked fewer questions than a batch holds has a smaller batch than its cell says."""
@@ -127,74 +114,14 @@ class Results:
             "prefill_s": to_record(mine.prefills),
             "speedup": speedup(mine, plain),
             "speedup_transformers": speedup(mine, self.measured.get(mine.cell.beside(TRANSFORMERS, None))),
-            "score": self.score(mine),
+            "score": self.scores.of(mine),
             "lossless": self.lossless.of(mine, plain) if mine is not plain else None,
             "errors": mine.errors,
         }
 
-    def score(self, mine: Measured) -> dict[str, Any] | None:
-        """Of the first repeat: later ones ask the same questions, and would only look like more of them."""
-        task = mine.cell.task
-        if not is_graded(task):
-            return None
-        answers = mine.whole_answers(0)
-        try:
-            grades = [self.grade(task, answer["id"], answer["text"][-1]) for answer in answers]
-        except ValueError as error:
-            note = f"{task} is not graded: {error}"
-            if note not in self.notes:
-                self.notes.append(note)
-            return None
-        graded = [(grade, answer) for grade, answer in zip(grades, answers, strict=True) if grade.correct is not None]
-        if not graded:
-            return None
-        correct = sum(bool(grade.correct) for grade, _ in graded)
-        return {
-            "correct": correct,
-            "graded": len(graded),
-            "share": correct / len(graded),
-            "partial": sum(grade.is_partial for grade, _ in graded),
-            "cut": sum(answer["finish"][-1] == "length" for _, answer in graded),
-            "right": [answer["id"] for grade, answer in graded if grade.correct],
-            "wrong": [answer["id"] for grade, answer in graded if not grade.correct],
-        }
-
-    def grade(self, task: str, id: str, text: str) -> Grade:
-        """The same answer to the same question is graded once, whoever gave it."""
-        key = task, id, text
-        if key not in self._grades:
-            question = self.question_rows[task][id]
-            self._grades[key] = self.grader(question.get(GRADED_AS, task), question, text)
-        return self._grades[key]
-
-    def grade_programs(self, progress: bool = False) -> None:
-        """Several at a time: each runs in a process of its own, up to its last second if it never ends. Mathematics is
-        graded where the clock of its library works, in the thread that asks. What cannot be graded is left for later.
-        """
-        answers = {
-            (cell.task, answer["id"], answer["text"][-1]): None
-            for cell, mine in self.measured.items()
-            if is_graded(cell.task)
-            for answer in mine.whole_answers(0)
-            if self.question_rows[cell.task][answer["id"]].get(GRADED_AS, cell.task) not in MATH_TASKS
-        }
-
-        def try_grade(key: tuple[str, str, str]) -> None:
-            with suppress(ValueError):
-                self.grade(*key)
-
-        with (
-            progress_bar(len(answers), "answer", progress) as bar,
-            ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool,
-        ):
-            bar.set_description("running programs", refresh=False)
-            for _ in pool.map(try_grade, answers):
-                bar.update()
-
     @cached_property
-    def question_rows(self) -> dict[str, dict[str, Mapping[str, Any]]]:
-        """Task -> id -> line of the task's file."""
-        return {task: {prompt.id: prompt.row for prompt in prompts} for task, prompts in self.bench.questions.items()}
+    def scores(self) -> Scores:
+        return Scores(self.bench.questions, self.grader)
 
     @cached_property
     def lossless(self) -> LosslessCheck:

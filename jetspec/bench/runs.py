@@ -188,7 +188,8 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """What a reader of its tables should know."""
-        return [*(self.record.get("notes") or ()), *(self.recipe.get("notes") or ())]
+        own = [note for field in ("notes", "ungraded") for note in self.record.get(field) or ()]
+        return [*own, *(self.recipe.get("notes") or ())]
 
     @property
     def widest_tie(self) -> float | None:
@@ -338,7 +339,7 @@ def read_inputs(paths: Iterable[Path]) -> Inputs:
     found, seen = Inputs([], [], []), set[str]()
     for path in paths:
         file = path / RESULTS_FILE if path.is_dir() else path
-        record = _read_json(file)
+        record = read_record(file)
         name = path.stem if path.is_file() and path.name != RESULTS_FILE else file.resolve().parent.name
         while name in seen:
             name += "'"
@@ -368,7 +369,7 @@ def _take(found: Inputs, file: Path, name: str, record: Mapping[str, Any]) -> No
         raise ValueError(f"{file} is no result of `jetspec bench`, `jetspec eval-head` or `jetspec profile`")
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
+def read_record(file: Path) -> Mapping[str, Any]:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

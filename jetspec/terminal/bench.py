@@ -18,7 +18,8 @@ from jetspec.bench.groups import kept_settings
 from jetspec.bench.measure import Bench, check_inputs, questions_of
 from jetspec.bench.recipe import PLAIN, BenchConfig
 from jetspec.bench.results import Results
-from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Lossless, Result, Run, commits_of
+from jetspec.bench.runs import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Inputs, Lossless, Result, Run, commits_of
+from jetspec.bench.scores import grade_run
 from jetspec.bench.spread import how_many
 from jetspec.bench.summary import SummaryForm
 from jetspec.bench.tasks import BUILTIN, GRADED_AS
@@ -67,18 +68,37 @@ def run_plan(
     except KeyboardInterrupt:
         _say(f"stopped: the same command{', without --fresh,' if fresh else ''} goes on with what {folder} lacks")
         raise
-    inputs = show([folder], form)
-    for line in (line for run in inputs.runs for line in remarks(run)):
-        _say(line)
+    inputs = show_run(folder, form)
     if before and kept_settings(folder / RUN_FILE)["runs"] == before:
         (record,) = [run.record for run in inputs.runs] or [costs.record for costs in inputs.costs]
         _say(nothing_new(record))
+    close_with_report(inputs, folder, report)
+    return isinstance(plan, CostConfig) or is_lossless(plan, inputs.runs[0])
+
+
+def grade(folder: Path, data_dir: str | None, form: SummaryForm, report: bool) -> bool:
+    """Grade the answers of a finished run, print its table. False: those of a task could not be graded."""
+    record = grade_run(folder, data_dir, progress=True)
+    write_record(folder / RESULTS_FILE, record)
+    close_with_report(show_run(folder, form), folder, report)
+    return not record["ungraded"]
+
+
+def show_run(folder: Path, form: SummaryForm) -> Inputs:
+    """Print the table of a run, and what it has no room for."""
+    inputs = show([folder], form)
+    for line in (line for run in inputs.runs for line in remarks(run)):
+        _say(line)
+    return inputs
+
+
+def close_with_report(inputs: Inputs, folder: Path, report: bool) -> None:
+    """The page of a run, or how to have it."""
     if report:
         write_report(inputs, report_folder(folder))
     else:
         command = f"jetspec report {shlex.quote(str(folder))}"
         _say(f"for a page with plots, and the paper's results where it has them: {command}")
-    return isinstance(plan, CostConfig) or is_lossless(plan, inputs.runs[0])
 
 
 def measure(plan: Plan, folder: Path, fresh: bool, retry_failed: bool) -> None:
@@ -105,7 +125,7 @@ def nothing_new(record: Mapping[str, Any]) -> str:
 def measure_methods(config: BenchConfig, folder: Path, fresh: bool, retry_failed: bool) -> None:
     check_inputs(config, folder, fresh)
     for warning in ungraded(config):
-        _say(warning)
+        _say(f"{warning}; `jetspec grade` can grade the answers later, here or elsewhere")
     with working(f"Loading {config.model}"):
         llm = LLM(config.model, config.head, device=config.device, dtype=config.dtype)
     bench = Bench(config, llm, folder)

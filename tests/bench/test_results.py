@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from typer.testing import CliRunner, Result
 
 import jetspec.record as records
 from jetspec.bench import groups, measure
-from jetspec.bench.grade import Grade
 from jetspec.bench.groups import histogram
 from jetspec.bench.measured import (
     Measured,
@@ -29,7 +25,7 @@ from jetspec.bench.measured import (
     speedup,
     tokens_per_round,
 )
-from jetspec.bench.recipe import BenchConfig, Cell
+from jetspec.bench.recipe import Cell
 from jetspec.bench.results import Results
 from jetspec.bench.runs import Result as CellResult
 from jetspec.bench.runs import commits_of
@@ -37,8 +33,7 @@ from jetspec.bench.spread import Spread, to_record
 from jetspec.cli import app
 from jetspec.engine.llm import LLM
 from jetspec.record import write_record
-from jetspec.terminal.bench import ungraded
-from tests.bench.tiny_bench import make_bench, results_of, write_questions
+from tests.bench.tiny_bench import make_bench, results_of
 
 
 def measured(speeds: Sequence[float], method: str = "mine", errors: Sequence[str] = ()) -> Measured:
@@ -193,60 +188,7 @@ def test_acceptance_counts_every_round_once(lengths: list[int]) -> None:
     assert sum(kept * count for kept, count in enumerate(counts)) == sum(lengths)
 
 
-# -- grading
-
-
-def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: Path, llm: LLM) -> None:
-    write_questions(folder, "gsm8k", [[f"{i} and {i} is"] for i in range(5)])
-    graded: list[tuple[str, str]] = []
-
-    def grader(task: str, question: Mapping[str, Any], text: str) -> Grade:
-        assert task == "gsm8k"
-        graded.append((question["id"], text))
-        right = {"0": True, "1": False, "2": True}.get(question["answer"])
-        return Grade(right, "", is_partial=question["answer"] == "1")
-
-    bench = make_bench(folder, "graded", llm, tasks=["gsm8k", "sums"], repeats=2)
-    rows = bench.run()
-    cells = results_of(bench, rows, grader)["cells"]
-    scores = {(cell["method"], cell["task"]): cell["score"] for cell in cells}
-    firsts = [row["answers"][0] for (cell, repeat, _), row in rows.items() if (cell.method, repeat) == ("plain", 0)]
-    cut = sum(one["finish"] == ["length"] for one in firsts if one["id"] in ("gsm8k-0", "gsm8k-1", "gsm8k-2"))
-    expected = {
-        "correct": 2,
-        "graded": 3,
-        "share": pytest.approx(2 / 3),
-        "partial": 1,
-        "cut": cut,
-        "right": ["gsm8k-0", "gsm8k-2"],
-        "wrong": ["gsm8k-1"],
-    }
-    assert scores["plain", "gsm8k"] == scores["ngram", "gsm8k"] == expected
-    assert scores["plain", "sums"] is None
-    assert len(graded) == len(set(graded)) == 5
-
-
-def test_programs_are_graded_several_at_a_time_and_mathematics_in_the_main_thread(
-    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for task in ("gsm8k", "mbpp"):
-        write_questions(folder, task, [[f"{i} and {i} is"] for i in range(4)])
-    both = threading.Barrier(2, timeout=30)
-    graded: list[str] = []
-
-    def grader(task: str, question: Mapping[str, Any], text: str) -> Grade:
-        is_main = threading.current_thread() is threading.main_thread()
-        assert is_main == (task == "gsm8k")
-        if task == "mbpp":
-            both.wait()
-        graded.append(question["id"])
-        return Grade(True, "")
-
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    bench = make_bench(folder, "together", llm, tasks=["gsm8k", "mbpp"], methods=["ngram"], repeats=1)
-    cells = results_of(bench, grader=grader)["cells"]
-    assert len(cells) == 4 and all(cell["score"]["correct"] == 4 for cell in cells)
-    assert sorted(graded) == sorted(f"{task}-{i}" for task in ("gsm8k", "mbpp") for i in range(4))
+# -- what a reader should know
 
 
 def test_batches_that_are_never_full_are_noted(folder: Path, llm: LLM) -> None:
@@ -282,17 +224,6 @@ def test_what_another_command_measured_than_plain_decoding_is_noted(folder: Path
     assert notes_of("ngram", repeats=1) == notes_of("ngram", repeats=2) == [], "a repeat is whole: all took turns in it"
     (note,) = notes_of("ngram", f"jetspec={folder / 'causal'}", repeats=2)
     assert note.endswith("compared with: jetspec")
-
-
-def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) -> None:
-    def grader(task: str, question: Mapping[str, Any], text: str) -> Grade:
-        raise ValueError("grading needs a package")
-
-    write_questions(folder, "mbpp", [["def f():"]])
-    bench = make_bench(folder, "ungraded", llm, tasks=["mbpp"])
-    results = results_of(bench, grader=grader)
-    assert all(cell["score"] is None for cell in results["cells"])
-    assert results["notes"] == ["mbpp is not graded: grading needs a package"]
 
 
 def asked(method: str, speeds: Sequence[Mapping[str, float]], together: int = 1) -> Measured:
@@ -350,15 +281,6 @@ def run_command(folder: Path, *words: str) -> Result:
     usual = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--tasks", "sums", "--device", "cpu"]
     usual += ["-n", "6", "-r", "2", "--out", str(folder / "command")]
     return CliRunner().invoke(app, ["bench", *usual, *words])
-
-
-def test_what_will_have_no_scores_is_told_before_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = BenchConfig(tasks=("gsm8k", "mt_bench", "aime25"))
-    assert list(ungraded(config)) == []
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    assert [text.split(":")[0] for text in ungraded(config)] == ["no scores of gsm8k, aime25"]
-    assert [text.split(":")[0] for text in ungraded(BenchConfig())] == ["no scores of builtin"], "some are as of gsm8k"
-    assert list(ungraded(BenchConfig(tasks=("mt_bench",)))) == []
 
 
 def test_the_command_prints_the_record_that_it_writes(folder: Path) -> None:

@@ -17,7 +17,8 @@ from jetspec.bench.groups import Key, Row
 from jetspec.bench.measure import Bench
 from jetspec.bench.methods import Ask, Method, Reply, Timed, open_method
 from jetspec.bench.recipe import BenchConfig, MethodConfig
-from jetspec.bench.results import Grader, Results
+from jetspec.bench.results import Results
+from jetspec.bench.scores import Grader
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
 from jetspec.train.config import from_dict
