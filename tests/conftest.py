@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
 import signal
+import ssl
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 
@@ -29,6 +31,9 @@ fill_unwritten()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# A request of httpx makes a client, which reads the certificates of all authorities, for servers that have none.
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 
 # What all tests import stays until the end. Looking for garbage in it, again and again, would take longer than some
 # tests do, above all those of what collects garbage itself.

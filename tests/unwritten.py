@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.utils._device import _device_constructors
+
+MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
+"""What hands out memory as it is."""
 
 
 def fill_unwritten() -> None:
-    """With NaN. It would hold what was there before, mostly zeros, and break a test once in a hundred runs.
+    """With NaN, or the largest integer. It would hold what was there before, mostly zeros, and break a test once in a
+    hundred runs.
 
-    Not on a GPU, where the deterministic algorithms that come with it are others than those that are tested.
+    Not on a GPU, where what is captured is to be what users capture.
     """
     if torch.cuda.is_available():
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it, unless told not to
+    _device_constructors()  # it remembers which functions a device context is for: these, not what takes their place
+    for owner, name in MAKERS:
+        setattr(owner, name, _filled(getattr(owner, name)))
+
+
+def _filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        made = make(*args, **kwargs)
+        return made if made.is_meta or made.dtype == torch.bool else _fill(made)
+
+    return filled
+
+
+@torch.no_grad()
+def _fill(made: Tensor) -> Tensor:
+    return made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).max)

@@ -102,11 +102,10 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("number", [1, 2, 5])
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(("number", "traced"), [(1, False), (2, True), (5, False)])
 @pytest.mark.parametrize(("owner", "name", "when"), PLACES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_step_that_is_broken_off_loses_nothing_of_others(
-    owner: type, name: str, when: str, traced: bool, number: int, monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, when: str, number: int, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C ends some requests, wherever it comes; the rest go on, and what they wrote may be recalled."""
     replay_all(monkeypatch)
