@@ -23,15 +23,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LOOKUP_TOKENS = 10
+PACKAGES = ("transformers", "accelerate")
+"""What decodes; the second reads GGUF files for it, such as that of the default model."""
 
 
 def check_ready(method: MethodConfig) -> None:
     """Whether the package is there, the assistant can be had, the server answers."""
     if method.url is not None:
         first_model(method.url)
-    elif importlib.util.find_spec("transformers") is None:
-        raise ValueError(f"{method.name} needs the package `transformers`: pip install 'jetspec[bench]'")
-    elif method.assistant is not None:
+        return
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{method.name} needs the package `{package}`: pip install 'jetspec[bench]'")
+    if method.assistant is not None:
         resolve(method.assistant)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import threading
@@ -336,6 +337,18 @@ def test_a_model_is_read_once_and_every_opening_has_its_own(
     assert isinstance(third, TransformersMethod) and reads == [llm.target.path]
     assert len(third.model._forward_hooks) == 1 and third.assistant is not None and not third.assistant._forward_hooks
     assert [opened.decode([ask]).replies for opened in (second, third)] == [expected, expected]
+
+
+@pytest.mark.parametrize("package", ["transformers", "accelerate"])
+def test_a_package_that_is_missing_is_named_before_anything_is_measured(
+    package: str, folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    bench = make_bench(folder, "packages", llm, methods=["transformers"])
+    with pytest.raises(ValueError, match=f"transformers needs the package `{package}`"):
+        bench.run()
+    assert not (bench.folder / "rows.jsonl").exists()
 
 
 def test_a_server_that_is_not_there_is_refused_before_anything_is_measured(folder: Path, llm: LLM) -> None:
