@@ -30,6 +30,7 @@ class GraphPool:
         self.device, self.memory = device, torch.cuda.graph_pool_handle()
         self.stream = self._free_stream()
         self.num_captured = 0
+        self.graphs: list[torch.cuda.CUDAGraph] = []
         self.in_use.add(self)
 
     def _free_stream(self) -> torch.cuda.Stream:
@@ -46,10 +47,13 @@ class GraphPool:
         that kernels are compiled and lasting tensors made outside the graph. Other threads may use the GPU meanwhile,
         but nobody collects what another engine left: a graph or an event cannot end while one is made."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            run()
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                run()
+        finally:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
+        self.graphs.append(graph)  # also one that is never finished
         capture = torch.cuda.graph(graph, pool=self.memory, stream=self.stream, capture_error_mode="thread_local")
         with without_collection(), capture:
             result = run()

@@ -252,7 +252,7 @@ def limits(folder: Path) -> Iterator[Limit]:
         yield Limit(f"Qwen3-8B, the edge term with {budget} nodes, ms", edge, 0.25, edge_ms(folder, budget), of_edge)
     yield Limit("Qwen3-8B, idle between rounds, at most", dense, 0.02, most("idle_frac"), plain)
     idle = most("idle_frac", (32, *BUDGETS), CONTEXTS[:1])
-    yield Limit("SmolLM2, idle between rounds, at most", "profile_smollm2", 0.02, idle, REAL)
+    yield Limit("SmolLM2, idle between rounds after 256 tokens, at most", "profile_smollm2", 0.02, idle, REAL)
     what, fast = "SmolLM2, one request", speed("bfloat16")
     yield Limit(f"{what}, over plain decoding, at least", "engine_speed", 2.5, least_speedup, fast, True)
     yield Limit(f"{what}, differences beyond a tie", "engine_speed", 0, all_mistakes, fast)

@@ -112,6 +112,10 @@ class Inputs:
         with force("reference"):
             return build_tree(self.anchors(), self.candidates(), TreeConfig(budget=self.N, width=WIDTH), DEPTH)
 
+    def heats(self) -> Tensor:
+        """At which a head drafts."""
+        return torch.full((self.B,), TreeConfig.heat, device=self.setting.device)
+
     def placed(self, context: int) -> TreeBatch:
         """A tree per request behind so many cached tokens, in pages that lie anywhere, with room for more."""
         device, tree = self.setting.device, self.tree()
@@ -208,14 +212,15 @@ def swiglu(inputs: Inputs) -> Operation:
 def topk_logprob(inputs: Inputs) -> Operation:
     """Values only: tokens whose logits tie may come in any order."""
     logits_BDV = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
-    heat_B = torch.full((inputs.B,), TreeConfig.heat, device=logits_BDV.device)
+    heat_B = inputs.heats()
     return Operation(lambda: (ops.topk_logprob(logits_BDV, WIDTH, heat_B)[1],), logits_BDV.nbytes)
 
 
 def topk_long(inputs: Inputs) -> Operation:
     """A long list of the best tokens. Values only, too."""
-    logits = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
-    return Operation(lambda: (ops.topk_logprob(logits, inputs.shortlist)[1],), logits.nbytes)
+    logits_BDV = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
+    heat_B = inputs.heats()
+    return Operation(lambda: (ops.topk_logprob(logits_BDV, inputs.shortlist, heat_B)[1],), logits_BDV.nbytes)
 
 
 def edge_factors(inputs: Inputs) -> EdgeFactors:
@@ -226,11 +231,13 @@ def edge_factors(inputs: Inputs) -> EdgeFactors:
 def shortlist(inputs: Inputs) -> Operation:
     """What an edge term ranks. The best value only: rounding may exchange the last tokens, which are as good."""
     logits_BDV = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
-    anchor_B, edge = inputs.anchors(), edge_factors(inputs)
-    return Operation(
-        lambda: (ops.shortlist(logits_BDV, anchor_B, edge, inputs.shortlist, TreeConfig.likely)[1].amax(-1),),
-        2 * (logits_BDV.nbytes + edge.successor_VR.nbytes),
-    )
+    anchor_B, edge, heat_B = inputs.anchors(), edge_factors(inputs), inputs.heats()
+
+    def run() -> tuple[Tensor, ...]:
+        found = ops.shortlist(logits_BDV, anchor_B, edge, inputs.shortlist, TreeConfig.likely, heat_B)
+        return (found[1].amax(-1),)
+
+    return Operation(run, 2 * (logits_BDV.nbytes + edge.successor_VR.nbytes))
 
 
 def build(inputs: Inputs) -> Operation:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from jetspec.bench.measured import Measured
 from jetspec.bench.recipe import BenchConfig, Cell
 from jetspec.bench.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE, read_record
 from jetspec.bench.tasks import GRADED_AS, TASKS
-from jetspec.record import GRADERS, make_record, package_versions
+from jetspec.record import GRADERS, make_record
 from jetspec.train.prompts import Prompt
 
 Grader = Callable[[str, Mapping[str, Any], str], Grade]
 Key = tuple[str, str, str]
 """Task, question, and the text of its answer."""
+Counts = Mapping[str, Any] | None
+"""The score of a cell in a record."""
 
 
 def is_graded(task: str) -> bool:
@@ -65,7 +67,7 @@ class Scores:
             for _ in pool.map(try_grade, answers):
                 bar.update()
 
-    def of(self, mine: Measured) -> dict[str, Any] | None:
+    def of(self, mine: Measured) -> Counts:
         """How many answers of a cell are right. None: nothing was graded."""
         task = mine.cell.task
         if not is_graded(task):
@@ -105,9 +107,7 @@ class Scores:
 def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dict[str, Any]:
     """The record of a finished run with scores that are made here and now. All else of it stays, and neither its target
     nor its machine is needed."""
-    record = read_record(folder / RESULTS_FILE)
-    if "cells" not in record:
-        raise ValueError(f"{folder} holds no answers that could be graded")
+    record = read_finished(folder)
     scores = Scores(read_questions(folder, record["recipe"], data_dir))
     measured = read_answers(folder, record["cells"])
     scores.run_programs(measured, progress)
@@ -116,10 +116,30 @@ def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dic
         for raw, mine in zip(record["cells"], measured, strict=True):
             bar.set_description(f"grading: {mine.cell.method} {mine.cell.task}", refresh=sys.stderr.isatty())
             cells.append({**raw, "score": scores.of(mine)})
+            check_kept(mine.cell.task, raw["score"], cells[-1]["score"], scores.ungraded)
             bar.update()
     now = make_record({})
-    graded = {key: now[key] for key in ("command", "date", "commit")} | {"versions": package_versions(GRADERS)}
+    versions = {name: version for name, version in now["versions"].items() if name in ("python", *GRADERS)}
+    graded = {key: now[key] for key in ("command", "date", "commit")} | {"versions": versions}
     return {**record, "cells": cells, "ungraded": scores.notes, "graded": graded}
+
+
+def read_finished(folder: Path) -> dict[str, Any]:
+    """The record of a run whose folder is whole."""
+    for name in (RESULTS_FILE, ROWS_FILE, RUN_FILE):
+        if not folder.is_dir() or not (folder / name).is_file():
+            raise ValueError(f"{folder} is no folder of a finished `jetspec bench`: it has no {name}")
+    record = dict(read_record(folder / RESULTS_FILE))
+    if not {"cells", "recipe"} <= set(record):
+        raise ValueError(f"{folder} holds no answers that could be graded")
+    return record
+
+
+def check_kept(task: str, before: Counts, now: Counts, why: Mapping[str, str]) -> None:
+    """Nothing that was graded becomes ungraded by grading."""
+    if before is not None and (now is None or now["graded"] < before["graded"]):
+        reason = why.get(task, "these questions do not say what is right")
+        raise ValueError(f"{task} would lose scores that the run has: {reason}")
 
 
 def read_answers(folder: Path, cells: Sequence[Mapping[str, Any]]) -> list[Measured]:
@@ -137,14 +157,17 @@ def read_answers(folder: Path, cells: Sequence[Mapping[str, Any]]) -> list[Measu
 
 def read_questions(folder: Path, recipe: Mapping[str, Any], data_dir: str | None) -> dict[str, list[Prompt]]:
     """The questions of a run that have graders, from where its recipe says or from another folder."""
-    config = replace(BenchConfig(), **{name: recipe[name] for name in ("data_dir", "limit", "skip")})
-    if data_dir is not None:
-        config = replace(config, data_dir=data_dir)
+    tasks = tuple(recipe["tasks"])
+    config = BenchConfig(
+        tasks=tasks, data_dir=data_dir or recipe["data_dir"], limit=recipe["limit"], skip=recipe["skip"]
+    )
     if config.data_dir is not None and not Path(config.data_dir).is_dir():
         raise ValueError(f"{config.data_dir} is not a folder of questions; name the one with --data-dir")
     settings = kept_settings(folder / RUN_FILE)["settings"]
-    questions = {task: questions_of(config, task) for task in recipe["tasks"] if is_graded(task)}
+    questions = {task: questions_of(config, task) for task in tasks if is_graded(task)}
+    if not questions:
+        raise ValueError(f"no task of {folder} has a grader: {', '.join(tasks)}")
     for task, prompts in questions.items():
-        if questions_digest(prompts) != settings[f"task {task}"]:
+        if questions_digest(prompts) != settings.get(f"task {task}"):
             raise ValueError(f"the questions of {task} are not those that {folder} has answers to")
     return questions

@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ from jetspec.engine.prefill import EagerPrefills, GraphPrefills, Prefills, Prefi
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.scheduler import Scheduler
 from jetspec.graph_pool import GraphPool
+from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import Decoder
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head
@@ -117,6 +119,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self.updates)
 
+    @uninterrupted()
     def add(
         self,
         tokens: Sequence[int],
@@ -150,6 +153,7 @@ class Engine:
         self.scheduler.add(request)
         return request.id
 
+    @uninterrupted()
     def add_several(
         self,
         tokens: Sequence[int],
@@ -174,6 +178,7 @@ class Engine:
                 self.requests[ids[i]].twin = self.requests[ids[0]]
         return ids
 
+    @uninterrupted()
     def cancel(self, request_id: int) -> None:
         """Drop a request and free its pages. One that is gone already is no error."""
         if request_id in self.requests:
@@ -209,10 +214,15 @@ class Engine:
             launched = self.in_flight.popleft()
             self._publish(launched, launched.read())
 
+    @uninterrupted()
     def _start_over(self) -> None:
-        """After a step that was broken off the device may have written what nobody will hear of: whoever runs goes on
-        from what was published of its text."""
+        """After a step that was broken off the device may have written what nobody will hear of, and be writing still:
+        whoever runs goes on from what was published of its text."""
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):  # a device that failed writes no more
+                torch.cuda.synchronize(self.device)
         self.in_flight.clear()
+        self.cache.empty_idle_row()
         for request in reversed(list(self.scheduler.running.values())):
             self.scheduler.preempt(request)
 
@@ -234,6 +244,7 @@ class Engine:
             self.cache.advance(request, count)
             request.stats.prefill_s += self.clock() - began
 
+    @uninterrupted()
     def _publish(self, launched: Launched, rows: Sequence[RoundRow]) -> None:
         """Append what a round committed to its requests, but to those that ended or lost their row meanwhile."""
         lineup, now = launched.lineup, self.clock()

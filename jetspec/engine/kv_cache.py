@@ -19,6 +19,7 @@ from torch import Tensor
 from jetspec import ops
 from jetspec.engine.chunk import PackedChunks
 from jetspec.engine.rows import RowTable, upload
+from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import DecoderConfig
 from jetspec.tree import Acceptance
 from jetspec.types import BatchLayout, KVPages, Request, TreeBatch
@@ -301,6 +302,12 @@ class KVCache:
         if self.idle_row is not None:
             self.length_R[self.idle_row].zero_()
 
+    def empty_idle_row(self) -> None:
+        """What a round that was broken off may have left of it."""
+        if self.idle_row is not None:
+            self.rows.set(self.idle_row, length=0)
+
+    @uninterrupted()
     def advance(self, request: Request, count: int) -> None:
         """Count tokens that a prefill chunk has stored."""
         request.num_cached += count

@@ -15,6 +15,7 @@ from jetspec.config import DrafterName, EngineConfig, Shrink, TreeConfig
 from jetspec.engine.constraint import Grammars
 from jetspec.engine.engine import Engine, check_drafter
 from jetspec.engine.garbage import settled
+from jetspec.interrupt import uninterrupted
 from jetspec.models.heads import Head, load_any_head
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.tokenizer import Tokenizer
@@ -150,7 +151,8 @@ class LLM:
         done: dict[int, Completion] = {}
         try:
             for tokens, param in zip(encoded, params, strict=True):
-                ids.append(self.engine.add(tokens, param))
+                with uninterrupted():
+                    ids.append(self.engine.add(tokens, param))
             followed = frozenset(ids)
             with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar, settled(len(ids)):
                 while len(done) < len(ids):
@@ -177,7 +179,8 @@ class LLM:
                 while True:
                     while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
                         key, tokens, sampling = prompt
-                        keys[self.engine.add(tokens, sampling, quiet=True)] = key
+                        with uninterrupted():
+                            keys[self.engine.add(tokens, sampling, quiet=True)] = key
                     if not keys:
                         return
                     for update in self._updates(keys):
@@ -194,15 +197,17 @@ class LLM:
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, trace: bool = False
     ) -> Iterator[Update]:
         """One update per round; the last one carries the completion. `trace` adds each round's tree."""
-        request_id = self.engine.add(self._encode(prompt), sampling or SamplingParams(), trace=trace)
+        encoded, ids = self._encode(prompt), list[int]()
         try:
+            with uninterrupted():
+                ids.append(self.engine.add(encoded, sampling or SamplingParams(), trace=trace))
             while True:
-                for update in self._updates([request_id]):
+                for update in self._updates(ids):
                     yield update
                     if update.completion:
                         return
         finally:
-            self._drop([request_id])
+            self._drop(ids)
 
     def stream_chat(
         self, messages: Messages, sampling: SamplingParams | None = None, *, trace: bool = False

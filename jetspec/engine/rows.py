@@ -174,9 +174,10 @@ class Download:
     """A tensor on its way to the host. On a GPU the host goes on with other work until it reads it, or drops it: nobody
     else knows that the device writes to its memory, so that is kept until it has arrived."""
 
+    arrived: torch.cuda.Event | None = None
+
     def __init__(self, source: Tensor) -> None:
         self.tensor = source
-        self.arrived: torch.cuda.Event | None = None
         if source.is_cuda:
             self.tensor = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self.arrived = torch.cuda.Event()

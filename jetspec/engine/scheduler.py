@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from jetspec.engine.kv_cache import KVCache
+from jetspec.interrupt import uninterrupted
 from jetspec.types import Request, RequestState
 
 JOIN_SHARE = 8
@@ -28,6 +29,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
+    @uninterrupted()
     def next_chunks(self) -> list[tuple[Request, int]]:
         """Admit what fits, and share one chunk of prompt tokens among those that still need some."""
         opens = self._opens()
@@ -61,6 +63,7 @@ class Scheduler:
         self.held_back = 0 if opens or not self.waiting else self.held_back + 1
         return opens
 
+    @uninterrupted()
     def next_batch(self) -> list[Request]:
         """The requests for the next round, each with room for it; the youngest are sent back to make room."""
         if any(request.num_cached > request.room for request in self.running.values()):

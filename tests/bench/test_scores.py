@@ -152,16 +152,20 @@ def test_what_answers_are_graded_by_may_come_later(folder: Path, tmp_path: Path)
     graded = measure(folder, tmp_path / "run", "--methods", "plain")
     data = tmp_path / "eval"
     data.mkdir()
-    (data / "mbpp.jsonl").write_text((folder / "eval" / "mbpp.jsonl").read_text())
+    for task in ("mbpp", "sums"):
+        (data / f"{task}.jsonl").write_text((folder / "eval" / f"{task}.jsonl").read_text())
     rows = [json.loads(line) for line in (folder / "eval" / "gsm8k.jsonl").read_text().splitlines()]
     bare = [{key: row[key] for key in ("id", "turns")} for row in rows]
-    counts = []
-    for lines in (bare, rows):
-        (data / "gsm8k.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        done = run_command("grade", str(tmp_path / "run"), "--data-dir", str(data), "--output", "jsonl")
-        assert done.exit_code == 0, done.output
-        counts += [row["graded"] for row in map(json.loads, done.stdout.splitlines()) if row["task"] == "gsm8k"]
-    assert counts == [None, 3] and scores_of(read(tmp_path / "run")) == scores_of(graded)
+    gsm8k = data / "gsm8k.jsonl"
+    gsm8k.write_text("".join(json.dumps(line) + "\n" for line in bare))
+    lost = run_command("grade", str(tmp_path / "run"), "--data-dir", str(data))
+    assert lost.exit_code == 2 and "gsm8k would lose scores that the run has" in " ".join(lost.stderr.split())
+    assert read(tmp_path / "run") == graded
+    words = ("--methods", "plain", "--data-dir", str(data))
+    assert scores_of(measure(folder, tmp_path / "bare", *words))["plain", "gsm8k"] is None
+    gsm8k.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    done = run_command("grade", str(tmp_path / "bare"), "--data-dir", str(data))
+    assert done.exit_code == 0 and scores_of(read(tmp_path / "bare")) == scores_of(graded), done.output
 
 
 @pytest.mark.parametrize(
@@ -169,9 +173,10 @@ def test_what_answers_are_graded_by_may_come_later(folder: Path, tmp_path: Path)
     [
         (lambda run, data: (data / "gsm8k.jsonl").write_text('{"id": "a", "turns": ["b"]}\n'), "are not those that"),
         (lambda run, data: (data / "gsm8k.jsonl").unlink(), "gsm8k"),
-        (lambda run, data: (run / "results.json").unlink(), "is not finished"),
+        (lambda run, data: (run / "results.json").unlink(), "it has no results.json"),
         (lambda run, data: (run / "rows.jsonl").write_text(""), "has no answers of plain on gsm8k"),
-        (lambda run, data: (run / "run.json").unlink(), "run.json"),
+        (lambda run, data: (run / "run.json").unlink(), "it has no run.json"),
+        (lambda run, data: (run / "results.json").write_text('{"cells": []}'), "holds no answers"),
         (lambda run, data: (run / "results.json").write_text('{"costs": []}'), "holds no answers"),
     ],
 )
@@ -192,3 +197,18 @@ def test_questions_that_moved_have_to_be_named(folder: Path, tmp_path: Path) -> 
     measure(folder, tmp_path / "run", "--methods", "plain", "--limit", "1")
     done = run_command("grade", str(tmp_path / "run"))
     assert done.exit_code == 2 and "name the one with --data-dir" in " ".join(done.stderr.split())
+    file = run_command("grade", str(tmp_path / "run" / "results.json"))
+    assert file.exit_code == 2 and "is no folder of a finished" in " ".join(file.stderr.split())
+
+
+def test_tasks_may_skip_questions_of_their_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "some.yaml").write_text("skip: {gsm8k: 1, mbpp: 1}\nmethods: [plain]\nlimit: 1\n")
+    record = measure(folder, tmp_path / "run", str(tmp_path / "some.yaml"))
+    done = run_command("grade", str(tmp_path / "run"), "--data-dir", str(folder / "eval"))
+    assert done.exit_code == 0 and scores_of(read(tmp_path / "run")) == scores_of(record), done.output
+
+
+def test_where_nothing_has_a_grader_nothing_is_graded(folder: Path, tmp_path: Path) -> None:
+    measure(folder, tmp_path / "run", "--tasks", "sums", "--methods", "plain", "--limit", "1")
+    done = run_command("grade", str(tmp_path / "run"), "--data-dir", str(folder / "eval"))
+    assert done.exit_code == 2 and "has a grader: sums" in " ".join(done.stderr.split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,19 +24,17 @@ from jetspec.dispatch import force
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import GraphRounds, batch_sizes
 from jetspec.engine.llm import GPU_TREE
-from jetspec.engine.prefill import GraphPrefills
-from jetspec.engine.rows import Download
 from jetspec.graph_pool import GraphPool
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.heads import Head
-from jetspec.types import Request, SamplingParams
+from jetspec.types import SamplingParams
 from tests.engine import test_constraint as constraints
 from tests.engine import test_prefill as prefills
 from tests.engine import test_requests as requests
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH
 from tests.engine.tiny import VOCAB, Script, make_engine, randomize, run, tiny_decoder, tiny_eagle3, tiny_head, use
-from tests.rerun import Rerun, replay_all
+from tests.rerun import replay_all
 
 
 @given(st.integers(1, 5000))
@@ -72,85 +69,6 @@ def test_replayed_rounds_may_be_read_late(ahead: int, monkeypatch: pytest.Monkey
         expected = TRUTH[id(GREEDY if sampling is GREEDY else SAMPLED)]
         assert [done.token_ids for done in run(engine, PROMPTS, sampling)] == expected
     assert engine.graphs is not None and engine.graphs.num_captured > 6
-
-
-class Heard:
-    """What updates say, however many steps are broken off between them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.done: dict[int, list[int]] = {}
-
-    def follow(self, ids: list[int]) -> list[list[int]]:
-        while not self.done.keys() >= set(ids):
-            assert self.engine.has_work
-            for update in self.engine.step():
-                self.tokens[update.request_id] += update.token_ids
-                if update.completion:
-                    self.done[update.request_id] = update.completion.token_ids
-        assert all(self.tokens[request_id] == self.done[request_id] for request_id in ids)
-        return [self.done[request_id] for request_id in ids]
-
-
-PLACES = [
-    (GraphPrefills, "launch", "after"),
-    (Rerun, "replay", "after"),  # the device is ahead of what anybody knows
-    (GraphRounds, "launch", "after"),
-    (Download, "read", "before"),
-    (Engine, "_append", "before"),
-]
-
-
-@pytest.mark.parametrize(("number", "traced"), [(1, False), (2, True), (5, False)])
-@pytest.mark.parametrize(("owner", "name", "when"), PLACES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_step_that_is_broken_off_loses_nothing_of_others(
-    owner: type, name: str, when: str, number: int, traced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C ends some requests, wherever it comes; the rest go on, and what they wrote may be recalled."""
-    replay_all(monkeypatch)
-    monkeypatch.setattr(Download, "__del__", lambda self: None)
-    target = tiny_decoder()
-    config = EngineConfig(page_size=4, max_batch=3, ahead=1, prefill_chunk=4)
-    engine = make_engine(target, "head", tiny_head(target), config=config)
-    heard, whole, times = Heard(engine), getattr(owner, name), itertools.count(1)
-
-    def broken_off(self: Any, *args: Any) -> Any:
-        breaks = next(times) == number
-        if breaks and when == "before":
-            raise KeyboardInterrupt
-        result = whole(self, *args)
-        if breaks:
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(owner, name, broken_off)
-    ids = [engine.add(prompt, GREEDY, trace=traced) for prompt in PROMPTS]
-    with pytest.raises(KeyboardInterrupt):
-        heard.follow(ids)
-    engine.cancel(ids[0])
-    assert heard.follow(ids[1:]) == TRUTH[id(GREEDY)][1:]
-    again = [engine.add([*PROMPTS[i], *TRUTH[id(GREEDY)][i][:12]], replace(GREEDY, max_tokens=4)) for i in (1, 2)]
-    assert heard.follow(again) == [TRUTH[id(GREEDY)][i][12:16] for i in (1, 2)]
-
-
-def test_what_a_broken_step_wrote_of_a_request_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two write in one step. It is broken off between them, and the first is cancelled: nobody hears of it again."""
-    engine, append = make_engine(tiny_decoder()), Engine._append
-    first, second = (engine.add(prompt, GREEDY) for prompt in PROMPTS[:2])
-
-    def broken_off(self: Engine, request: Request, tokens: list[int]) -> list[int]:
-        if request.id == second:
-            raise KeyboardInterrupt
-        return append(self, request, tokens)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Engine, "_append", broken_off)
-        while True:
-            engine.step()
-    engine.cancel(first)
-    heard = Heard(engine)
-    assert heard.follow([second]) == TRUTH[id(GREEDY)][1:2] and heard.tokens.keys() == {second}
 
 
 def test_a_graph_knows_which_rows_it_reads_when_their_upload_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,206 @@
+"""Ctrl-C may come at any time: what was asked for before is answered all the same."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from jetspec.config import EngineConfig
+from jetspec.engine import detokenize, kv_cache, scheduler
+from jetspec.engine import engine as engines
+from jetspec.engine.engine import Engine
+from jetspec.engine.graphs import GraphRounds
+from jetspec.engine.prefill import GraphPrefills
+from jetspec.engine.rows import Download
+from jetspec.interrupt import uninterrupted
+from jetspec.types import Request
+from tests.engine.test_engine import GREEDY, PROMPTS, TRUTH
+from tests.engine.tiny import make_engine, tiny_decoder, tiny_head
+from tests.rerun import Rerun, replay_all
+
+
+class Heard:
+    """What updates say, however many steps are broken off between them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.text: dict[int, str] = defaultdict(str)
+        self.done: dict[int, list[int]] = {}
+
+    def follow(self, ids: list[int]) -> list[list[int]]:
+        while not self.done.keys() >= set(ids):
+            assert self.engine.has_work
+            for update in self.engine.step():
+                self.tokens[update.request_id] += update.token_ids
+                self.text[update.request_id] += update.text
+                if update.completion:
+                    self.done[update.request_id] = update.completion.token_ids
+                    assert self.text[update.request_id] == update.completion.text
+        assert all(self.tokens[request_id] == self.done[request_id] for request_id in ids)
+        return [self.done[request_id] for request_id in ids]
+
+
+PLACES = [
+    (GraphPrefills, "launch", "after"),
+    (Rerun, "replay", "after"),  # the device is ahead of what anybody knows
+    (GraphRounds, "launch", "after"),
+    (Download, "read", "before"),
+    (Engine, "_append", "before"),
+]
+
+
+@pytest.mark.parametrize(("number", "traced"), [(1, False), (2, True), (5, False)])
+@pytest.mark.parametrize(("owner", "name", "when"), PLACES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_step_that_is_broken_off_loses_nothing_of_others(
+    owner: type, name: str, when: str, number: int, traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends some requests, wherever it comes; the rest go on, and what they wrote may be recalled."""
+    replay_all(monkeypatch)
+    monkeypatch.setattr(Download, "__del__", lambda self: None)
+    target = tiny_decoder()
+    config = EngineConfig(page_size=4, max_batch=3, ahead=1, prefill_chunk=4)
+    engine = make_engine(target, "head", tiny_head(target), config=config)
+    heard, whole, times = Heard(engine), getattr(owner, name), itertools.count(1)
+
+    def broken_off(self: Any, *args: Any) -> Any:
+        breaks = next(times) == number
+        if breaks and when == "before":
+            raise KeyboardInterrupt
+        result = whole(self, *args)
+        if breaks:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, broken_off)
+    ids = [engine.add(prompt, GREEDY, trace=traced) for prompt in PROMPTS]
+    with pytest.raises(KeyboardInterrupt):
+        heard.follow(ids)
+    engine.cancel(ids[0])
+    assert heard.follow(ids[1:]) == TRUTH[id(GREEDY)][1:]
+    again = [engine.add([*PROMPTS[i], *TRUTH[id(GREEDY)][i][:12]], replace(GREEDY, max_tokens=4)) for i in (1, 2)]
+    assert heard.follow(again) == [TRUTH[id(GREEDY)][i][12:16] for i in (1, 2)]
+
+
+def test_what_a_broken_step_wrote_of_a_request_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two write in one step. It is broken off between them, and the first is cancelled: nobody hears of it again."""
+    engine, append = make_engine(tiny_decoder()), Engine._append
+    first, second = (engine.add(prompt, GREEDY) for prompt in PROMPTS[:2])
+
+    def broken_off(self: Engine, request: Request, tokens: list[int]) -> list[int]:
+        if request.id == second:
+            raise KeyboardInterrupt
+        return append(self, request, tokens)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "_append", broken_off)
+        while True:
+            engine.step()
+    engine.cancel(first)
+    heard = Heard(engine)
+    assert heard.follow([second]) == TRUTH[id(GREEDY)][1:2] and heard.tokens.keys() == {second}
+
+
+WATCHED = {module.__file__ for module in (engines, scheduler, kv_cache, detokenize)}
+STRIDE = 211
+"""Of the lines that run, one in so many is broken off."""
+
+
+class Press:
+    """Somebody presses Ctrl-C before the nth line of a step's bookkeeping."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self.step, self.number, self.place = engine._step, number, ""
+        engine._step = self.watched_step  # type: ignore[method-assign]
+
+    def watched_step(self) -> None:
+        sys.settrace(self.enter if self.number > 0 else None)
+        try:
+            self.step()
+        finally:
+            sys.settrace(None)
+
+    def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self.run_line if frame.f_code.co_filename in WATCHED else None
+
+    def run_line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self.number -= event == "line"
+        if event == "line" and self.number == 0:
+            self.place = f"{frame.f_code.co_name}:{frame.f_lineno}"
+            signal.raise_signal(signal.SIGINT)
+        return self.run_line
+
+
+def spell(tokens: Sequence[int]) -> str:
+    return "".join(chr(0x4E00 + token) for token in tokens)
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_it_may_come_before_any_line(replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, texts and updates are those of a run that nobody breaks off, and all rows and pages come back."""
+    if replays:
+        replay_all(monkeypatch)
+        monkeypatch.setattr(Download, "__del__", lambda self: None)
+    target = tiny_decoder()
+    head, truth = tiny_head(target), TRUTH[id(GREEDY)]
+    end = truth[0][3]
+    config = EngineConfig(page_size=4, max_batch=2, prefill_chunk=8, num_pages=40, ahead=int(replays))
+    for broken in itertools.count():
+        engine = make_engine(target, "head", head, config=config, decode=spell, eos_tokens=frozenset([end]))
+        press, heard = Press(engine, 1 + broken * STRIDE), Heard(engine)
+        ids = [engine.add(prompt, replace(GREEDY, max_tokens=6)) for prompt in PROMPTS[:3]]
+        try:
+            heard.follow(ids)
+        except KeyboardInterrupt:
+            found = heard.follow(ids)
+        else:
+            break
+        assert found == [t[: t.index(end) + 1] if end in t[:6] else t[:6] for t in truth[:3]], press.place
+        assert len(engine.cache.free_rows) == 2 and engine.cache.pool.num_available == 40, press.place
+    assert broken > 8
+
+
+def test_it_waits_for_the_end_of_what_must_be_whole() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("inner")
+        done.append("outer")
+    assert done == ["inner", "outer"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_another_makes_of_it_stays() -> None:
+    """Ignored it stays ignored, and the threads of a server hear nothing of it anyway."""
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *press: seen.append(press))
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            assert not seen
+        assert len(seen) == 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    inside = []
+
+    def elsewhere() -> None:
+        with uninterrupted():
+            inside.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert inside == [before]
