@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LOOKUP_TOKENS = 10
-PACKAGES = ("transformers", "accelerate")
-"""What decodes; the second reads GGUF files for it, such as that of the default model."""
 
 
 def check_ready(method: MethodConfig) -> None:
@@ -32,11 +30,21 @@ def check_ready(method: MethodConfig) -> None:
     if method.url is not None:
         first_model(method.url)
         return
-    for package in PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{method.name} needs the package `{package}`: pip install 'jetspec[bench]'")
+    need(method, "transformers")
     if method.assistant is not None:
         resolve(method.assistant)
+
+
+def check_files(method: MethodConfig, target: Path) -> None:
+    """Whether it can read what it decodes: GGUF files, such as that of the default model, take one more package."""
+    models = [target, *([resolve(method.assistant)] if method.assistant else [])]
+    if any(model.is_file() for model in models):
+        need(method, "accelerate")
+
+
+def need(method: MethodConfig, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{method.name} needs the package `{package}`: pip install 'jetspec[bench]'")
 
 
 def lookup_tokens(method: MethodConfig) -> int | None:

@@ -172,6 +172,8 @@ def check_ready(llm: LLM, method: MethodConfig) -> None:
     from jetspec.bench import contenders
 
     contenders.check_ready(method)
+    if method.url is None:
+        contenders.check_files(method, llm.target.path)
 
 
 def open_method(

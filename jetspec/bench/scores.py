@@ -137,9 +137,14 @@ def read_finished(folder: Path) -> dict[str, Any]:
 
 def check_kept(task: str, before: Counts, now: Counts, why: Mapping[str, str]) -> None:
     """Nothing that was graded becomes ungraded by grading."""
-    if before is not None and (now is None or now["graded"] < before["graded"]):
-        reason = why.get(task, "these questions do not say what is right")
+    if before is not None and (now is None or answered(before) - answered(now) or now["partial"] > before["partial"]):
+        reason = why.get(task, "these questions tell less of what is right")
         raise ValueError(f"{task} would lose scores that the run has: {reason}")
+
+
+def answered(score: Mapping[str, Any]) -> set[str]:
+    """The questions whose answers were graded."""
+    return {*score["right"], *score["wrong"]}
 
 
 def read_answers(folder: Path, cells: Sequence[Mapping[str, Any]]) -> list[Measured]:

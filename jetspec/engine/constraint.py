@@ -18,6 +18,7 @@ from torch import Tensor
 
 from jetspec.engine.rows import Download, send, upload
 from jetspec.engine.schema import enforceable
+from jetspec.interrupt import uninterrupted
 from jetspec.tree import DraftTree, children_of, pack_bits
 from jetspec.tree.draft_tree import WORD
 from jetspec.types import Constraint, Grammar, Request
@@ -51,6 +52,7 @@ class TreeMasks:
         return row_R, send(mask_RNW, logits_BNV.device)
 
 
+@uninterrupted()
 def mask_tree(constraint: Constraint, tokens: Sequence[int], parents: Sequence[int], mask_NW: Tensor) -> None:
     """Fill in the masks of the nodes that can be reached; the others are left as they are, for no choice leads there.
 

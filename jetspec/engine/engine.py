@@ -113,7 +113,7 @@ class Engine:
         self.lineup = Lineup.of([])
         self.in_flight: deque[Launched] = deque()
         self.updates: list[Update] = []
-        """What the next step returns. More than its own where the one before was broken off."""
+        """What nobody has taken yet. More than a step's own where the one before was broken off."""
 
     @property
     def has_work(self) -> bool:
@@ -185,15 +185,22 @@ class Engine:
             self._remove(self.requests[request_id])
         self.updates = [update for update in self.updates if update.request_id != request_id]
 
-    @torch.inference_mode()
     def step(self) -> list[Update]:
         """Run one prefill chunk and start one round; return what became visible, which may be of an earlier one."""
+        self.work()
+        return self.take()
+
+    @torch.inference_mode()
+    def work(self) -> None:
+        """A step whose updates wait to be taken."""
         try:
             with torch.cuda.device_of(self.target.embedding):  # kernels and graphs go where the current device is
                 self._step()
         except BaseException:
             self._start_over()
             raise
+
+    def take(self) -> list[Update]:
         updates, self.updates = self.updates, []
         return updates
 

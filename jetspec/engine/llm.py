@@ -146,13 +146,13 @@ class LLM:
         """Continue raw prompts (text, or token ids), in order, as one batch."""
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         params = self._params(sampling, len(many))
-        encoded = [self._encode(prompt) for prompt in many]
+        encoded, engine = [self._encode(prompt) for prompt in many], self.engine
         ids: list[int] = []
         done: dict[int, Completion] = {}
         try:
             for tokens, param in zip(encoded, params, strict=True):
                 with uninterrupted():
-                    ids.append(self.engine.add(tokens, param))
+                    ids.append(engine.add(tokens, param))
             followed = frozenset(ids)
             with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar, settled(len(ids)):
                 while len(done) < len(ids):
@@ -172,7 +172,7 @@ class LLM:
         Prompts are pulled as the engine needs them. An iterable that has none now, but will once it has seen an
         answer, yields None in place of one.
         """
-        source = iter(prompts)
+        source, engine = iter(prompts), self.engine
         keys: dict[int, K] = {}
         try:
             with settled(self.config.max_batch):
@@ -180,7 +180,7 @@ class LLM:
                     while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
                         key, tokens, sampling = prompt
                         with uninterrupted():
-                            keys[self.engine.add(tokens, sampling, quiet=True)] = key
+                            keys[engine.add(tokens, sampling, quiet=True)] = key
                     if not keys:
                         return
                     for update in self._updates(keys):
@@ -197,10 +197,10 @@ class LLM:
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, trace: bool = False
     ) -> Iterator[Update]:
         """One update per round; the last one carries the completion. `trace` adds each round's tree."""
-        encoded, ids = self._encode(prompt), list[int]()
+        encoded, engine, ids = self._encode(prompt), self.engine, list[int]()
         try:
             with uninterrupted():
-                ids.append(self.engine.add(encoded, sampling or SamplingParams(), trace=trace))
+                ids.append(engine.add(encoded, sampling or SamplingParams(), trace=trace))
             while True:
                 for update in self._updates(ids):
                     yield update
@@ -219,11 +219,13 @@ class LLM:
         """What is new of these requests. A step serves all that run: what it brings others is kept for them."""
         if not any(update.request_id in ids for update in self._kept):
             assert self.engine.has_work, "a request that is followed ends with its completion"
-            self._kept += self.engine.step()
-        new = [update for update in self._kept if update.request_id in ids]
-        self._kept = [update for update in self._kept if update.request_id not in ids]
-        return new
+            self.engine.work()
+        with uninterrupted():
+            kept = [*self._kept, *self.engine.take()]
+            self._kept = [update for update in kept if update.request_id not in ids]
+        return [update for update in kept if update.request_id in ids]
 
+    @uninterrupted()
     def _drop(self, ids: Collection[int]) -> None:
         """Be done with requests, whether they are or not."""
         for request_id in ids:

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -339,14 +340,22 @@ def test_a_model_is_read_once_and_every_opening_has_its_own(
     assert [opened.decode([ask]).replies for opened in (second, third)] == [expected, expected]
 
 
-@pytest.mark.parametrize("package", ["transformers", "accelerate"])
 def test_a_package_that_is_missing_is_named_before_anything_is_measured(
-    package: str, folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    folder: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    bench = make_bench(folder, "packages", llm, methods=["transformers"])
-    with pytest.raises(ValueError, match=f"transformers needs the package `{package}`"):
+    """GGUF files need one more than folders do."""
+    missing, find = {"accelerate"}, importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    bench = make_bench(folder, "packages", llm, methods=["transformers"], limit=1, repeats=1)
+    assert not any(answer["error"] for row in bench.run().values() for answer in row["answers"])
+    (tmp_path / "model.gguf").touch()
+    bench = make_bench(folder, "gguf", llm, methods=["transformers"])
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "target", replace(llm.target, path=tmp_path / "model.gguf"))
+        with pytest.raises(ValueError, match="transformers needs the package `accelerate`"):
+            bench.run()
+    missing.add("transformers")
+    with pytest.raises(ValueError, match="transformers needs the package `transformers`"):
         bench.run()
     assert not (bench.folder / "rows.jsonl").exists()
 

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from jetspec.bench.grade import Grade
 from jetspec.bench.recipe import BenchConfig
+from jetspec.bench.scores import check_kept
 from jetspec.cli import app
 from jetspec.engine.llm import LLM
 from jetspec.terminal.bench import ungraded
@@ -166,6 +168,22 @@ def test_what_answers_are_graded_by_may_come_later(folder: Path, tmp_path: Path)
     gsm8k.write_text("".join(json.dumps(line) + "\n" for line in rows))
     done = run_command("grade", str(tmp_path / "bare"), "--data-dir", str(data))
     assert done.exit_code == 0 and scores_of(read(tmp_path / "bare")) == scores_of(graded), done.output
+
+
+@pytest.mark.parametrize(
+    ("now", "is_kept"),
+    [
+        ({"right": ["b"], "wrong": ["a", "c"], "partial": 0}, True),
+        ({"right": ["a", "c"], "wrong": [], "partial": 0}, False),
+        ({"right": ["a"], "wrong": ["b"], "partial": 1}, False),
+        (None, False),
+    ],
+)
+def test_fewer_answers_or_tests_are_less(now: dict[str, Any] | None, is_kept: bool) -> None:
+    before = {"right": ["a"], "wrong": ["b"], "partial": 0}
+    check_kept("mbpp", None, now, {})
+    with nullcontext() if is_kept else pytest.raises(ValueError, match="mbpp would lose scores"):
+        check_kept("mbpp", before, now, {})
 
 
 @pytest.mark.parametrize(

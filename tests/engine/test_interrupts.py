@@ -9,23 +9,29 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from jetspec.config import EngineConfig
 from jetspec.engine import detokenize, kv_cache, scheduler
 from jetspec.engine import engine as engines
+from jetspec.engine.constraint import mask_tree
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import GraphRounds
+from jetspec.engine.llm import LLM
 from jetspec.engine.prefill import GraphPrefills
 from jetspec.engine.rows import Download
 from jetspec.interrupt import uninterrupted
-from jetspec.types import Request
+from jetspec.types import Request, SamplingParams
 from tests.engine.test_engine import GREEDY, PROMPTS, TRUTH
 from tests.engine.tiny import make_engine, tiny_decoder, tiny_head
 from tests.rerun import Rerun, replay_all
+from tests.train.tiny_model import write_model
 
 
 class Heard:
@@ -167,6 +173,57 @@ def test_it_may_come_before_any_line(replays: bool, monkeypatch: pytest.MonkeyPa
         assert found == [t[: t.index(end) + 1] if end in t[:6] else t[:6] for t in truth[:3]], press.place
         assert len(engine.cache.free_rows) == 2 and engine.cache.pool.num_available == 40, press.place
     assert broken > 8
+
+
+def test_streams_beside_the_one_that_it_ends_miss_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when a step has been done and nobody has heard of it, then when the first stream is dropped."""
+    llm = LLM(write_model(tmp_path / "model"), drafter="ngram", device="cpu")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = [update.token_ids for update in llm.stream([1, 2, 3], params)]
+    streams = [llm.stream(prompt, params) for prompt in ([9, 8], [1, 2, 3], [5])]
+    heard = [next(stream).token_ids for stream in streams][1:2]
+    work, cancel = llm.engine.work, llm.engine.cancel
+
+    def press_behind() -> None:
+        work()
+        raise KeyboardInterrupt
+
+    def press_within(request_id: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        cancel(request_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "work", press_behind)
+        patch.setattr(llm.engine, "cancel", press_within)
+        with pytest.raises(KeyboardInterrupt):
+            list(streams[0])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine, "cancel", press_within)
+        llm._drop([1, 3])  # the first of them is gone already
+    heard += [update.token_ids for update in streams[1]]
+    assert list(chain(*heard)) == list(chain(*expected)) and not llm.engine.requests
+
+
+def test_a_constraint_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting:
+        """It says how many tokens it is ahead of its text."""
+
+        ahead = 0
+
+        def allow(self, mask_W: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+        def advance(self, token: int) -> bool:
+            self.ahead += 1
+            return True
+
+        def rollback(self, count: int) -> None:
+            self.ahead -= count
+
+    constraint: Any = Counting()
+    with pytest.raises(KeyboardInterrupt):
+        mask_tree(constraint, [1, 2, 3], [0, 0, 1], torch.zeros(3, 1))
+    assert constraint.ahead == 0
 
 
 def test_it_waits_for_the_end_of_what_must_be_whole() -> None:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -84,14 +83,14 @@ def test_what_lives_is_not_searched_for_garbage_while_a_large_batch_is_decoded(
 ) -> None:
     monkeypatch.setattr(garbage, "MANY", many)
     seen: list[int] = []
-    step, number = llm.engine.step, count()
+    work, number = llm.engine.work, count()
 
-    def watched() -> Any:
+    def watched() -> None:
         if next(number) % 8 == 0:  # to count takes longer than the steps
             seen.append(gc.get_freeze_count())
-        return step()
+        work()
 
-    monkeypatch.setattr(llm.engine, "step", watched)
+    monkeypatch.setattr(llm.engine, "work", watched)
     if frozen:
         gc.freeze()
     decode(llm)
