@@ -106,7 +106,7 @@ def run_command(*words: str) -> Result:
 def measure(folder: Path, out: Path, *words: str) -> dict[str, Any]:
     """A run of two tasks that have graders and one that has none, as its record."""
     write_questions(folder, "gsm8k", [[f"{i} and {i} is"] for i in range(3)])
-    write_questions(folder, "mbpp", [["Your code should pass these tests:\nassert True"]] * 2)
+    write_questions(folder, "mbpp", [["Your code should pass these tests:\nassert double(2) == 4"]] * 2)
     where = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--device", "cpu"]
     done = run_command("bench", *where, "--tasks", "gsm8k,mbpp,sums", "-n", "6", "-r", "2", "--out", str(out), *words)
     assert done.exit_code == 0, done.output
