@@ -6,7 +6,7 @@
 set -euo pipefail
 usage="give PROMPTS QUESTIONS [STEPS]"
 prompts=${1:?$usage} questions=${2:?$usage}
-export STEPS=${3:-1500} JETSPEC=${JETSPEC:-jetspec} ANSWERS=runs/smollm2/greedy.jsonl
+export STEPS=${3:-1000} JETSPEC=${JETSPEC:-jetspec} ANSWERS=runs/smollm2/greedy.jsonl
 
 train() { # NAME RECIPE [OPTIONS]
     $JETSPEC train "recipes/$2.yaml" --set steps="$STEPS" --set "data=[$ANSWERS]" --set "out=runs/bench/$1" "${@:3}"

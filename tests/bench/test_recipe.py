@@ -27,7 +27,7 @@ from tests.bench.run_folders import make_result
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = sorted((ROOT / "recipes" / "bench").glob("*.yaml"))
-TREE_SETTINGS = ROOT / "docs" / "results" / "tree_settings"
+RESULTS = ROOT / "docs" / "results"
 OUR_HEAT = "heat 0.8, in the paper 1"
 
 
@@ -408,7 +408,7 @@ def test_recipes_say_alike_what_their_heads_know() -> None:
         "opening of its test prompts": set(),
         "were chosen on": set(),
         "made up behind": set(),
-        "with their own heads": set(),
+        "with heads like theirs": set(),
     }
     for plan in plans:
         methods = [m for m in plan.contenders() if m.traits.head] if plan.model == BenchConfig.model else []
@@ -425,23 +425,34 @@ def test_recipes_say_alike_what_their_heads_know() -> None:
 
 
 def test_baselines_draft_the_trees_that_are_best_for_their_heads() -> None:
-    """Of all that were tried, at every budget."""
-    records = [json.loads(path.read_text()) for path in TREE_SETTINGS.glob("*.json")]
-    best = {(record["name"], record["head"]): best_trees(record["trees"]) for record in records}
+    """The heat that was best at every budget, and the least width that none of those tried is better than."""
+    heats = {key: best_heats(trees) for key, trees in tree_settings("tree_settings").items()}
+    widths = {key: least_width(trees) for key, trees in tree_settings("tree_settings_wide").items()}
     seen = set()
     for path in RECIPES:
         plan = read_plan(path, {})
         for method in plan.contenders() if isinstance(plan, BenchConfig) else ():
-            if trees := best.get((method.kind_name, method.head or "")):
-                assert {(method.heat, method.width)} == trees, f"{path.stem}: {method.name}"
+            if (key := (method.kind_name, method.head or "")) in heats:
+                assert {method.heat} == heats[key] and method.width == widths[key], f"{path.stem}: {method.name}"
                 seen.add(method.kind_name)
     assert seen == {"ddtree", "eagle3"}
 
 
-def best_trees(trees: list[dict[str, Any]]) -> set[tuple[float, int]]:
-    """Heat and width of the best tree of every budget."""
-    best = (max(trees, key=lambda tree: tree["mean"][budget]) for budget in trees[0]["mean"])
-    return {(tree["heat"], tree["width"]) for tree in best}
+def tree_settings(folder: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The trees that were tried, by method and head."""
+    records = [json.loads(path.read_text()) for path in (RESULTS / folder).glob("*.json")]
+    return {(record["name"], record["head"]): record["trees"] for record in records}
+
+
+def best_heats(trees: list[dict[str, Any]]) -> set[float]:
+    """That of the best tree of every budget."""
+    return {max(trees, key=lambda tree: tree["mean"][budget])["heat"] for budget in trees[0]["mean"]}
+
+
+def least_width(trees: list[dict[str, Any]]) -> int:
+    """Others are better by less than one in a thousand, at every budget."""
+    best = {budget: max(tree["mean"][budget] for tree in trees) for budget in trees[0]["mean"]}
+    return min(tree["width"] for tree in trees if all(tree["mean"][b] > 0.999 * most for b, most in best.items()))
 
 
 def test_a_run_of_table_12_stands_beside_it() -> None:
