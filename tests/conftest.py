@@ -19,7 +19,7 @@ from tests.kernels import interpret_quickly
 from tests.unwritten import fill_unwritten
 
 # How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.register_profile("patient", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("patient")
 
 # Tests run in several processes. With two threads each they would wait for each other all the time.

@@ -99,7 +99,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a product of two 32-bit numbers. Half of x at a time, as int64 cannot hold the whole."""
-    low = (x & 0xFFFF) * factor
-    high = (x >> 16) * factor + (low >> 16)
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+    """High and low word of a product of two 32-bit numbers, all of whose bits an int64 holds: past its largest number
+    it goes on with the smallest."""
+    product = x * factor
+    return product >> 32 & _MASK32, product & _MASK32

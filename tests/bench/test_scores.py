@@ -130,6 +130,7 @@ def without_scores(record: Mapping[str, Any]) -> dict[str, Any]:
 def test_what_was_not_graded_where_it_was_measured_is_graded_later(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # nobody looks at plots here
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "math_verify", None)
         before = measure(folder, tmp_path / "run")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -128,7 +127,7 @@ def test_trees_write_what_plain_constrained_decoding_writes(
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_constrained_and_free_requests_share_a_batch(ahead: int, texts: dict[str, list[list[int]]]) -> None:
     """Some are sent back for want of pages meanwhile; free ones run ahead of the host when they are alone."""
-    params = [SETTINGS["greedy"] if i % 2 else replace(GREEDY, max_tokens=30) for i in range(6)]
+    params = [SETTINGS["greedy"] if i % 2 else GREEDY for i in range(6)]
     engine = engine_of("head", max_batch=4, num_pages=30, ahead=ahead)
     done = run(engine, PROMPTS, params)
     for i, completion in enumerate(done):

@@ -16,8 +16,8 @@ from tests.engine.tiny import VOCAB, Script, make_engine, plain, run, tiny_decod
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10, [11, 12, 13], [5, 4] * 6 + [30], [40, 41, 42, 43]]
-GREEDY = SamplingParams(max_tokens=30)
-SAMPLED = SamplingParams(max_tokens=30, temperature=0.9, top_p=0.95, top_k=30, min_p=0.01, seed=11)
+GREEDY = SamplingParams(max_tokens=20)
+SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, top_k=30, min_p=0.01, seed=11)
 TRUTH = {id(s): plain(TARGET, PROMPTS, s) for s in (GREEDY, SAMPLED)}
 
 
@@ -25,8 +25,11 @@ def truth(sampling: SamplingParams) -> dict[tuple[int, ...], list[int]]:
     return {tuple(p): t for p, t in zip(PROMPTS, TRUTH[id(sampling)], strict=True)}
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("budget", "batch"), [(2, 6), (8, 1), (40, 6)])
+@pytest.mark.parametrize(
+    ("budget", "batch", "sampling"),
+    [(2, 6, SAMPLED), (8, 1, GREEDY), (40, 6, GREEDY), (40, 6, SAMPLED)],
+    ids=["2 nodes, sampled", "one request, greedy", "40 nodes, greedy", "40 nodes, sampled"],
+)
 @pytest.mark.parametrize("who", ["ngram", "head", "bidirectional", "edge", "eagle3", "eagle3_few_tokens"])
 def test_output_is_the_targets_own(who: str, budget: int, batch: int, sampling: SamplingParams) -> None:
     head: Head | None = tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
@@ -125,7 +128,7 @@ def test_end_token_inside_a_path_ends_the_text() -> None:
         engine = use(make_engine(TARGET, eos_tokens=frozenset({eos})), Script(truth(GREEDY), right, budget=12))
         done = run(engine, PROMPTS[:1], GREEDY)[0]
         assert (done.token_ids, done.finish_reason) == (cut, "stop")
-    ignoring = SamplingParams(max_tokens=30, ignore_eos=True)
+    ignoring = replace(GREEDY, ignore_eos=True)
     engine = make_engine(TARGET, eos_tokens=frozenset({eos}))
     assert run(engine, PROMPTS[:1], ignoring)[0].token_ids == expected
 
@@ -241,7 +244,7 @@ def test_trees_are_as_large_as_the_batch_allows(who: str, sampling: SamplingPara
     head: Head | None = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=who == "edge")
     name, head = ("ngram", None) if who == "ngram" else ("head", head)
     engine = make_engine(TARGET, name, head, tree, EngineConfig(page_size=4, max_batch=6))  # type: ignore[arg-type]
-    lengths = [5, 9, 13, 17, 21, 30]
+    lengths = [3, 6, 9, 12, 15, 20]
     prompts = zip(PROMPTS, lengths, strict=True)
     ids = [engine.add(prompt, replace(sampling, max_tokens=n), trace=True) for prompt, n in prompts]
     done, largest = {}, dict.fromkeys(range(1, 7), 0)
@@ -294,7 +297,7 @@ def test_traces_tell_what_happened() -> None:
                 assert trace.scores[below] == pytest.approx(trace.scores[above] + trace.logprobs[below])
             assert max(trace.logprobs) <= 0
             written += [trace.tokens[node] for node in trace.path[1:]] + [trace.bonus]
-    assert written[:30] == TRUTH[id(GREEDY)][0]
+    assert written[: GREEDY.max_tokens] == TRUTH[id(GREEDY)][0]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +328,7 @@ def test_float64_agrees() -> None:
     """The engine takes whatever precision the target has."""
     target = tiny_decoder().to(torch.float64)
     done = run(make_engine(target, "ngram"), PROMPTS[:2], GREEDY)
-    assert all(len(c.token_ids) == 30 for c in done)
+    assert all(len(c.token_ids) == GREEDY.max_tokens for c in done)
 
 
 def test_a_cache_too_small_for_one_tree_is_refused() -> None:
@@ -386,6 +389,7 @@ def test_what_a_round_under_way_finds_for_a_cancelled_request_is_dropped() -> No
 
 def test_patience_lets_prompts_prefill_together() -> None:
     """With it, those that wait come in groups; nobody waits longer than it says, and the texts stay."""
+    expected = plain(TARGET, PROMPTS[:1], SamplingParams(max_tokens=25))[0]
 
     def joins(patience: int) -> list[int]:
         engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=16, patience=patience))
@@ -401,7 +405,7 @@ def test_patience_lets_prompts_prefill_together() -> None:
         engine.scheduler.next_chunks = watched  # type: ignore[method-assign]
         params = [SamplingParams(max_tokens=10 + i) for i in range(16)] + [SamplingParams(max_tokens=5)] * 8
         done = run(engine, [PROMPTS[0]] * 24, params)
-        assert [c.token_ids for c in done] == [TRUTH[id(GREEDY)][0][: p.max_tokens] for p in params]
+        assert [c.token_ids for c in done] == [expected[: p.max_tokens] for p in params]
         return sizes
 
     assert len(joins(50)) < len(joins(1)) < len(joins(0))

@@ -21,7 +21,6 @@ from jetspec.engine.graphs import EagerRounds
 from jetspec.engine.prefill import MOST_CHUNKS, MOST_TOKENS, TOKEN_STEP, GraphPrefills, PrefillSizes
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
-from jetspec.types import SamplingParams
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TARGET, TRUTH
 from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
 from tests.rerun import replay_all
@@ -105,13 +104,12 @@ def test_padding_changes_no_bit_of_what_is_cached(
     assert any(len(prompt) > 1 for prompt in prompts) == bool(expected[0].any())
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("who", WHO)
-def test_text_after_replayed_prefills_is_the_targets_own(who: str, sampling: SamplingParams) -> None:
+def test_text_after_replayed_prefills_is_the_targets_own(who: str) -> None:
     """With rounds in between, known prefixes, and too few pages for all."""
     config = EngineConfig(page_size=4, max_batch=3, prefill_chunk=7, num_pages=30)
     engine = replaying(TARGET, head_of(who, TARGET), config)
-    for _ in range(2):
+    for sampling in (GREEDY, SAMPLED):
         assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
     assert engine.graphs is not None and 0 < engine.graphs.num_captured <= 2
     assert int(engine.cache.length_R[engine.cache.idle_row]) == 0

@@ -52,9 +52,8 @@ def test_plain_penalized_decoding_is_openais_definition() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("who", ["ngram", "head", "edge"])
 def test_penalties_follow_each_nodes_path(who: str, name: str) -> None:
-    for budget in (2, 30):
-        done = run(engine_of(who, budget), PROMPTS, SETTINGS[name])
-        assert [c.token_ids for c in done] == TEXTS[name]
+    done = run(engine_of(who, budget=30), PROMPTS, SETTINGS[name])
+    assert [c.token_ids for c in done] == TEXTS[name]
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled"])

@@ -13,6 +13,12 @@ from scripts.pages import marks
 from tests.bench.run_folders import make_run
 
 
+@pytest.fixture(autouse=True)
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which take longest, and are looked at in `tests/bench/test_report.py`."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
 def put(monkeypatch: pytest.MonkeyPatch, run: Path, out: Path, page: Path) -> str:
     monkeypatch.setattr(sys, "argv", ["bench_page", str(run), "--out", str(out), "--page", str(page)])
     bench_page.main()

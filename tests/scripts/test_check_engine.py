@@ -234,7 +234,7 @@ def leaking_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_soak_can_fail(damage: Any, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     damage(monkeypatch)
-    results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=80)
+    results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=50)
     assert not results["correct"] and any(problem in found for found in results["problems"])
 
 
