@@ -5,8 +5,6 @@ STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 # Tests start many processes: one thread for each, and nothing compiled twice.
 QUICK := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-# One more than there are cores: some tests wait for servers and other processes.
-WORKERS := $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test pytest test-vllm lint clean
@@ -21,7 +19,7 @@ test: $(STAMP) ## Run every check and every test that needs no GPU
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: $(STAMP)
-	@$(QUICK) $(BIN)/pytest -m "not gpu" --numprocesses $(WORKERS) --dist worksteal
+	@$(QUICK) $(BIN)/pytest -m "not gpu" --numprocesses $$(getconf _NPROCESSORS_ONLN) --dist worksteal
 
 test-vllm: $(VLLM)/.installed ## Test the trees inside vLLM on the CPU, in an environment of its own
 	@$(QUICK) $(VLLM)/bin/python -m pytest tests/vllm

@@ -20,7 +20,7 @@ PROMPTS = [
 ]
 
 
-TOKENS = 8
+TOKENS = 6
 
 
 @pytest.mark.model

@@ -397,7 +397,7 @@ def test_several_tiles_to_a_multiprocessor_have_fewer_keys_on_their_way(
     assert piped._piped_attention_kernel.grids == [(4,)]
 
 
-@pytest.mark.parametrize("multiprocessors", [4, 13, 14, 40, 132])
+@pytest.mark.parametrize("multiprocessors", [4, 13, 132])
 def test_programs_that_wait_for_each_other_run_at_once(
     monkeypatch: pytest.MonkeyPatch, piped: Any, multiprocessors: int
 ) -> None:
@@ -413,8 +413,10 @@ def test_programs_that_wait_for_each_other_run_at_once(
     assert programs % tiles == 0 and (programs == tiles or programs <= multiprocessors)
 
 
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize(("splits", "groups", "is_chain"), [(1, 1, False), (4, 2, False), (16, 1, True)])
+@pytest.mark.parametrize(
+    ("size", "splits", "groups", "is_chain"),
+    [(64, 1, 1, False), (64, 4, 2, False), (128, 4, 2, False), (128, 16, 1, True)],
+)
 def test_piped_kernel_compiles_for_hopper(size: int, splits: int, groups: int, is_chain: bool) -> None:
     """It fits into a multiprocessor. Tensor cores have the next scores to do while the last ones are weighed."""
     pytest.importorskip("triton")
@@ -475,9 +477,9 @@ def sliced_arguments(module: Any, size: int, tree: bool, splits: int) -> tuple[d
     return {**pointers, **numbers, "scale": "fp32", "W": "i32"}, constants
 
 
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("tree", [True, False])
-@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize(
+    ("size", "tree", "splits"), [(64, True, 8), (64, False, 1), (128, True, 1), (128, True, 8), (128, False, 8)]
+)
 def test_sliced_kernel_compiles_for_hopper(size: int, tree: bool, splits: int) -> None:
     """Keys and values go from memory to tensor cores, the next keys are asked for before the last values are
     multiplied, and places are looked up before the kernel waits."""
@@ -494,7 +496,7 @@ def test_sliced_kernel_compiles_for_hopper(size: int, tree: bool, splits: int) -
     assert after.count("mma.sync") == 2 * slices.C // 8 * size // 16
 
 
-@pytest.mark.parametrize("capability", [80, 89, 100, 120])
+@pytest.mark.parametrize("capability", [80, 100, 120])
 def test_sliced_kernel_compiles_for_gpus_like_hopper(capability: int) -> None:
     pytest.importorskip("triton")
     module = importlib.import_module("jetspec.ops.tree_attention_gluon")
@@ -566,7 +568,7 @@ def test_kernel_compiles_for_hopper(
 
 
 @pytest.mark.parametrize(("capability", "memory"), [(89, 100), (90, 228)])
-@pytest.mark.parametrize(("rows", "size"), [(64, 128), (256, 128), (2048, 128), (2048, 256), (64, 256)])
+@pytest.mark.parametrize(("rows", "size"), [(64, 128), (256, 128), (2048, 128), (2048, 256)])
 def test_tiles_fit_into_shared_memory(rows: int, size: int, capability: int, memory: int) -> None:
     """Of which a program never has the last 1024 bytes."""
     pytest.importorskip("triton")

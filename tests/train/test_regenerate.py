@@ -477,7 +477,7 @@ def test_processes_share_the_prompts_and_give_the_same_rows(tmp_path: Path) -> N
 )
 def test_a_worker_that_fails_ends_the_run(start: Callable[[], Answer], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        list(answer_in_processes([start, start], iter([])))
+        list(answer_in_processes([start], iter([])))
 
 
 @pytest.mark.parametrize("whole", [True, False])

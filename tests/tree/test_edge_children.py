@@ -75,8 +75,17 @@ def test_what_is_absent_or_no_number_stays_so(interpreter: Executor, value: floa
     interpreter.submit(compare, replace(candidates, logprob_BDC=logprob_BDC), 8, (16, 16, 16)).result()
 
 
-@pytest.mark.parametrize(("dtype", "rank"), [("bf16", 128), ("bf16", 256), ("bf16", 512), ("fp32", 128), ("fp16", 100)])
-@pytest.mark.parametrize(("parents", "width"), [(15 * 256, 64), (64 * 15 * 256, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "rank", "parents", "width"),
+    [
+        ("bf16", 128, 15 * 256, 64),
+        ("bf16", 128, 64 * 15 * 256, 8),
+        ("bf16", 256, 64 * 15 * 256, 64),
+        ("bf16", 512, 15 * 256, 8),
+        ("fp32", 128, 15 * 256, 64),
+        ("fp16", 100, 64 * 15 * 256, 8),
+    ],
+)
 def test_the_kernel_compiles_and_fits_without_a_gpu(dtype: str, rank: int, parents: int, width: int) -> None:
     module = importlib.import_module("jetspec.tree.edge_triton")
     tiling = module.find_tiling(rank, torch.bfloat16 if dtype == "bf16" else torch.float32, parents)
