@@ -270,7 +270,7 @@ def test_an_engine_that_writes_wrong_tokens_is_status_1(
 
 
 def test_what_rounding_decides_is_status_0(folder: Path) -> None:
-    write_questions(folder, "many", [[f"{i} times"] for i in range(24)])
+    write_questions(folder, "many", [[f"{i} times"] for i in range(16)])
     words = ("--tasks", "many", "--dtype", "bfloat16", "-r", "1", "-t", "0,1", "-n", "48", "--batch", "4")
     done = run_command(folder, "rounded", *words)
     assert done.exit_code == 0, done.output

@@ -62,7 +62,7 @@ def wrong_trees(head: Eagle3Head, target: Decoder, tree: TreeConfig, seen: list[
 def test_every_tree_is_that_of_the_definition(tree: TreeConfig, draft_vocab: int | None, norm_first: bool) -> None:
     head = tiny_eagle3(TARGET, draft_vocab=draft_vocab, norm_before_residual=norm_first)
     engine = make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2, prefill_chunk=3))
-    seen = rounds(engine, PROMPTS, 5)
+    seen = rounds(engine, PROMPTS, 4)
     assert wrong_trees(head, TARGET, tree, seen) == 0, draw(seen[0][1].tokens, seen[0][1].parents)
 
 

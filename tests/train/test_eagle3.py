@@ -223,7 +223,7 @@ def tokens_per_round(head: Eagle3Head) -> float:
 
 
 def test_training_makes_it_accept_more(answers: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(recipe(answers, tmp_path, steps=80), TARGET)
+    trainer = make_trainer(recipe(answers, tmp_path, steps=60), TARGET)
     before = trainer.validate()
     trainer.run()
     after = trainer.validate()

@@ -41,7 +41,7 @@ from jetspec.types import Completion, SamplingParams
 from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head
 from tests.models.paged import run_decoder
 
-BUDGETS = ("chain", "2", "7", "16", "40")
+BUDGETS = ("chain", "2", "7", "40")
 PROMPTS = [[5], [7, 11, 3], [9, 9, 30, 2, 17, 8], [4, 40, 22, 13]]
 LENGTHS = (1, 9, 24, 25)
 TRAINING_STEPS = 25

@@ -89,7 +89,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def test_training_makes_the_head_draft_better(tmp_path: Path) -> None:
     answers = write_answers(tmp_path / "answers.jsonl", 120)
-    trainer = make_trainer(recipe(answers, tmp_path, steps=90, validation_rows=4), TARGET)
+    trainer = make_trainer(recipe(answers, tmp_path, steps=60, validation_rows=4), TARGET)
     before = trainer.validate()
     trainer.run()
     after = trainer.validate()
