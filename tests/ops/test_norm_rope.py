@@ -243,9 +243,8 @@ def test_rope_kernel_compiles_without_a_gpu_and_is_exact_for_large_angles() -> N
     assert "st.global" in ptx and "cos.approx" not in ptx
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (0, 8, 128), (32, 32, 96)])
+@pytest.mark.parametrize(("stored", "normed"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(32, 8, 128), (0, 8, 128), (32, 32, 96)])
 def test_rotation_kernel_compiles_without_a_gpu(
     num_heads: int, num_kv_heads: int, size: int, stored: bool, normed: bool
 ) -> None:
