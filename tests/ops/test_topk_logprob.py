@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jetspec.dispatch import force
 from jetspec.ops import topk_logprob
+from jetspec.ops.topk_logprob import SORTED_K
 from tests.kernels import compile_for_hopper
 
 
@@ -121,7 +122,7 @@ def test_selection_compiles_without_a_gpu(logits: str, rows: str) -> None:
     assert "st.global" in compile_for_hopper(module._rank_kernel, types, sizes)
 
 
-@pytest.mark.parametrize(("logits", "k"), [("*bf16", 8), ("*fp32", 16)])
+@pytest.mark.parametrize(("logits", "k"), [("*bf16", 8), ("*fp32", SORTED_K)])
 def test_kernels_compile_without_a_gpu(logits: str, k: int) -> None:
     module = importlib.import_module("jetspec.ops.topk_logprob_triton")
     types = {"logits_ptr": logits, "token_ptr": "*i32", "best_token_ptr": "*i64"}
