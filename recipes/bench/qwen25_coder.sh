@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# From prompts to the benchmark of qwen25_coder.yaml: answers, a head, measurement. Stopped at any time, the same command
-# goes on. PROMPTS are the training prompts that one chooses, a file or folder; QUESTIONS is a folder with a file per task.
+# From prompts to the benchmarks of qwen25_coder.yaml and qwen25_coder_long.yaml: answers, a head, measurement. Stopped at
+# any time, the same command goes on. PROMPTS are the training prompts that one chooses, a file or folder; QUESTIONS is a
+# folder with a file per task.
 #   recipes/bench/qwen25_coder.sh PROMPTS QUESTIONS [STEPS]      in the root of the repository
 # MODEL=FILE reads the target from a GGUF file, SHARD=0/4 has a fourth of the prompts answered, JOBS=2 processes answer.
 set -euo pipefail
@@ -11,4 +12,6 @@ model=${MODEL:-Qwen/Qwen2.5-Coder-1.5B-Instruct} jetspec=${JETSPEC:-jetspec} ans
 $jetspec data regenerate --model "$model" --data "$prompts" --out "$answers" --on-bad skip \
     --shard "${SHARD:-0/1}" --jobs "${JOBS:-1}"
 $jetspec train recipes/qwen25_coder_1_5b.yaml --set "model=$model" --set "data=[$answers]" --set "steps=$steps"
-$jetspec bench recipes/bench/qwen25_coder.yaml --model "$model" --data-dir "$questions"
+for recipe in qwen25_coder qwen25_coder_long; do
+    $jetspec bench "recipes/bench/$recipe.yaml" --model "$model" --data-dir "$questions"
+done
