@@ -420,8 +420,9 @@ def test_recipes_say_alike_what_their_heads_know() -> None:
             assert len(found) == is_needed, f"{plan.tasks}: {words}"
             said.update(found)
     assert all(len(said) == 1 for said in known.values())
-    (coder,) = [plan for plan in plans if "Coder" in plan.model]
+    coder, coder_long = [plan for plan in plans if "Coder" in plan.model]
     assert all(word in note for word, note in zip(("4-bit", "greedy", "young"), coder.notes, strict=True))
+    assert coder_long.notes == coder.notes
 
 
 def test_baselines_draft_the_trees_that_are_best_for_their_heads() -> None:
