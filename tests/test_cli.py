@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,89 +27,23 @@ from typer.testing import CliRunner, Result
 
 import jetspec
 from jetspec.cli import ModelOptions, SamplingOptions, app
-from jetspec.config import EngineConfig, Shrink, TreeConfig
+from jetspec.config import Shrink, TreeConfig
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.terminal.chat import Chat
 from jetspec.terminal.compare import compare
 from jetspec.terminal.draw import BONUS, KEPT, round_text
 from jetspec.terminal.screen import printable
 from jetspec.tree_html import DrawnRound, _place, page, write_page
-from jetspec.types import Completion, RoundStats, RoundTrace, SamplingParams, Update
+from jetspec.types import RoundTrace, SamplingParams, Update
+from tests.fake_llm import ANSWER, WORDS, FakeLLM
 from tests.train.tiny_model import write_model
 
 ROOT = Path(__file__).parent.parent
-WORDS = ["The", " sky", " is", " blue", " because", " air", " scatters", " light", ".\n"]
-ANSWER = "".join(WORDS)
 JSON_FIELDS = {"text", "token_ids", "finish_reason", "stats"}
 STATS_FIELDS = {
     *("prompt_tokens", "cached_tokens", "completion_tokens", "rounds", "tokens_per_round", "accepted_lengths"),
     *("prefill_s", "decode_s", "tokens_per_s"),
 }
-
-
-class FakeLLM:
-    """Says WORDS whatever it is asked: one per round when plain, three per round otherwise."""
-
-    model_name = "fake"
-    dtype = torch.float32
-    drifts = False
-    """Whether the speculative text differs from the plain one in its third token."""
-    failure: BaseException | None = None
-    """Raised in place of the third word."""
-    asked: ClassVar[list[Any]] = []
-    trees: ClassVar[list[TreeConfig | None]] = []
-    """Prompts of all streams, and trees of all `with_drafter` calls."""
-
-    def __init__(
-        self,
-        model: str = "fake",
-        head: str | None = None,
-        *,
-        drafter: str | None = None,
-        tree: TreeConfig | None = None,
-        engine: EngineConfig | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-    ) -> None:
-        if model == "missing":
-            raise ValueError("there is no model\nnamed 'missing'; see `jetspec info`")
-        self.drafter = drafter or "ngram"
-        self.tree = tree or TreeConfig(budget=16)
-        self.tokenizer = SimpleNamespace(token_text=WORDS.__getitem__)
-        self.target = SimpleNamespace(decoder=SimpleNamespace(embedding=SimpleNamespace(dtype=self.dtype)))
-
-    def with_drafter(self, drafter: str, tree: TreeConfig | None = None) -> FakeLLM:
-        self.trees.append(tree)
-        return type(self)(drafter=drafter, tree=tree or self.tree)
-
-    def generate(self, prompt: Any, sampling: SamplingParams) -> list[Completion]:
-        return [update.completion for update in self.stream(prompt, sampling) if update.completion]
-
-    def chat(self, messages: Any, sampling: SamplingParams) -> Completion:
-        return self.generate(messages, sampling)[0]
-
-    def stream_chat(
-        self, messages: Sequence[dict[str, str]], sampling: SamplingParams, *, trace: bool = False
-    ) -> Iterator[Update]:
-        return self.stream(messages, sampling, trace=trace)
-
-    def stream(self, prompt: Any, sampling: SamplingParams, *, trace: bool = False) -> Iterator[Update]:
-        self.asked.append(prompt)
-        tokens = list(range(len(WORDS)))[: sampling.max_tokens]
-        if self.drifts and self.drafter != "none":
-            tokens[2] = 0
-        step = 1 if self.drafter == "none" else 3
-        stats = RoundStats(prompt_tokens=4, prefill_s=0.5)
-        for start in range(0, len(tokens), step):
-            if self.failure and start >= 2:
-                raise self.failure
-            kept = tokens[start : start + step]
-            stats.accepted_lengths.append(len(kept) - 1)
-            stats.decode_s += 0.1
-            done = start + step >= len(tokens)
-            completion = Completion("".join(WORDS[t] for t in tokens), tokens, "stop", stats) if done else None
-            drawing = RoundTrace([0, 1, 2, 3], [0, 0, 1, 0], [0.0, -0.5, -0.75, -2.0], [0, 1, 2], 4)
-            yield Update(0, kept, "".join(WORDS[t] for t in kept), completion, drawing if trace else None)
 
 
 @pytest.fixture
@@ -302,7 +236,7 @@ def run_process(args: str, **options: Any) -> subprocess.Popen[str]:
     code = f"""
         import sys, time
         from types import SimpleNamespace
-        from tests.test_cli import FakeLLM
+        from tests.fake_llm import FakeLLM
         def slow(self, *args, **kwargs):
             for update in FakeLLM.stream(self, *args, **kwargs):
                 yield update

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from jetspec.config import DrafterName, EngineConfig, Shrink, TreeConfig
 from jetspec.models.heads import Head
 from jetspec.types import Request, SamplingParams, TreeLimits
-from tests.engine.tiny import VOCAB, Script, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, use
+from tests.engine.tiny import VOCAB, Script, Texts, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, use
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10, [11, 12, 13], [5, 4] * 6 + [30], [40, 41, 42, 43]]
 GREEDY = SamplingParams(max_tokens=20)
 SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, top_k=30, min_p=0.01, seed=11)
-TRUTH = {id(s): plain(TARGET, PROMPTS, s) for s in (GREEDY, SAMPLED)}
+TRUTH = Texts(TARGET, PROMPTS)
 
 
 def truth(sampling: SamplingParams) -> dict[tuple[int, ...], list[int]]:
-    return {tuple(p): t for p, t in zip(PROMPTS, TRUTH[id(sampling)], strict=True)}
+    return {tuple(p): t for p, t in zip(PROMPTS, TRUTH[sampling], strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_output_is_the_targets_own(who: str, budget: int, batch: int, sampling: 
     config = EngineConfig(page_size=4, max_batch=batch)
     engine = make_engine(TARGET, "ngram" if who == "ngram" else "head", head, tree, config)
     done = run(engine, PROMPTS, replace(sampling, max_tokens=18))
-    assert [c.token_ids for c in done] == [text[:18] for text in TRUTH[id(sampling)]]
+    assert [c.token_ids for c in done] == [text[:18] for text in TRUTH[sampling]]
 
 
 @pytest.mark.parametrize("who", ["edge", "head", "eagle3"])
@@ -50,7 +50,7 @@ def test_a_head_that_computes_no_numbers_does_no_harm(who: str) -> None:
     head.norm.weight.fill_(torch.nan)
     engine = make_engine(TARGET, "head", head, TreeConfig(budget=6, width=4))
     done = run(engine, PROMPTS, GREEDY)
-    assert [c.token_ids for c in done] == TRUTH[id(GREEDY)]
+    assert [c.token_ids for c in done] == TRUTH[GREEDY]
     assert all(c.stats.tokens_per_round == 1 for c in done)
 
 
@@ -61,7 +61,7 @@ def test_scattered_paths_are_committed_exactly(right: float, batch: int, samplin
     engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=batch))
     use(engine, Script(truth(sampling), right, budget=20))
     done = run(engine, PROMPTS, sampling)
-    assert [c.token_ids for c in done] == TRUTH[id(sampling)]
+    assert [c.token_ids for c in done] == TRUTH[sampling]
     longest = max(max(c.stats.accepted_lengths) for c in done)
     assert longest == 6 if right == 1 else longest < 6 or right > 0
 
@@ -89,7 +89,7 @@ def test_memory_layout_never_shows(
         max_len=200,
     )
     engine = use(make_engine(TARGET, config=config), Script(truth(GREEDY), right, budget=12))
-    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[GREEDY]
     pool = engine.cache.pool
     assert pool.num_available == pool.num_pages and not any(pool.users)
     assert sorted(engine.cache.free_rows) == list(range(batch))
@@ -101,7 +101,7 @@ def test_preemption_happens_and_is_invisible() -> None:
     preempted = []
     original = engine.scheduler.preempt
     engine.scheduler.preempt = lambda request: (preempted.append(request.id), original(request))  # type: ignore[assignment,func-returns-value]
-    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[GREEDY]
     assert preempted
 
 
@@ -121,7 +121,7 @@ def test_prefix_cache_hits_change_nothing_but_the_work(kind: str) -> None:
 
 
 def test_end_token_inside_a_path_ends_the_text() -> None:
-    expected = TRUTH[id(GREEDY)][0]
+    expected = TRUTH[GREEDY][0]
     eos = expected[9]
     cut = expected[: expected.index(eos) + 1]
     for right in (0.0, 1.0):
@@ -137,7 +137,7 @@ def test_end_token_inside_a_path_ends_the_text() -> None:
 def test_max_tokens_cuts_inside_a_path(limit: int) -> None:
     engine = use(make_engine(TARGET), Script(truth(GREEDY), 1.0, budget=12))
     done = run(engine, PROMPTS[:1], SamplingParams(max_tokens=limit))[0]
-    assert (done.token_ids, done.finish_reason) == (TRUTH[id(GREEDY)][0][:limit], "length")
+    assert (done.token_ids, done.finish_reason) == (TRUTH[GREEDY][0][:limit], "length")
 
 
 @pytest.mark.parametrize("who", ["none", "ngram", "head", "eagle3"])
@@ -145,7 +145,7 @@ def test_the_context_is_filled_to_its_last_position(who: str) -> None:
     head = {"head": tiny_head(TARGET), "eagle3": tiny_eagle3(TARGET)}.get(who)
     engine = make_engine(TARGET, "head" if head else who, head, config=EngineConfig(max_len=24, page_size=5))  # type: ignore[arg-type]
     done = run(engine, PROMPTS[:1], SamplingParams(max_tokens=99))[0]
-    assert (done.token_ids, done.finish_reason) == (TRUTH[id(GREEDY)][0][: 24 - 7], "length")
+    assert (done.token_ids, done.finish_reason) == (TRUTH[GREEDY][0][: 24 - 7], "length")
 
 
 def letters(tokens: object) -> str:
@@ -154,7 +154,7 @@ def letters(tokens: object) -> str:
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_stop_strings_end_the_text_where_a_plain_decoder_would(right: float) -> None:
-    expected = TRUTH[id(GREEDY)][3]
+    expected = TRUTH[GREEDY][3]
     text = letters(expected)
     stop = text[8:11]
     end = text.find(stop)
@@ -189,7 +189,7 @@ def test_a_cancelled_request_leaves_no_trace_and_no_page() -> None:
     while engine.has_work:
         done.update({u.request_id: u.completion for u in engine.step() if u.completion})
     assert sorted(done) == ids[1:-1]
-    assert [done[i].token_ids for i in ids[1:-1]] == TRUTH[id(GREEDY)][1:-1]
+    assert [done[i].token_ids for i in ids[1:-1]] == TRUTH[GREEDY][1:-1]
     assert engine.cache.pool.num_available == engine.cache.pool.num_pages
     assert not (engine.requests or engine.texts or engine.decode_began)
 
@@ -203,13 +203,13 @@ def test_requests_join_between_rounds() -> None:
             index, prompt = waiting.pop(0)
             names[engine.add(prompt, GREEDY)] = index
         done.update({names[u.request_id]: u.completion for u in engine.step() if u.completion})
-    assert [done[i].token_ids for i in range(len(PROMPTS))] == TRUTH[id(GREEDY)]
+    assert [done[i].token_ids for i in range(len(PROMPTS))] == TRUTH[GREEDY]
 
 
 def test_a_mixed_batch_gives_each_request_its_own_sampling() -> None:
     params = [GREEDY if i % 2 else SAMPLED for i in range(len(PROMPTS))]
     done = run(make_engine(TARGET, "head", tiny_head(TARGET)), PROMPTS, params)
-    expected = [TRUTH[id(param)][i] for i, param in enumerate(params)]
+    expected = [TRUTH[param][i] for i, param in enumerate(params)]
     assert [c.token_ids for c in done] == expected
 
 
@@ -233,7 +233,7 @@ def test_each_request_may_want_less_of_the_tree(who: str, sampling: SamplingPara
                 assert max(children) <= limit.width
                 if update.completion:
                     done[update.request_id] = update.completion.token_ids
-        assert [done[i] for i in ids] == TRUTH[id(sampling)]
+        assert [done[i] for i in ids] == TRUTH[sampling]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -258,7 +258,7 @@ def test_trees_are_as_large_as_the_batch_allows(who: str, sampling: SamplingPara
             assert deepest <= (2 if batch in (2, 3) and head else 15)
             if update.completion:
                 done[update.request_id] = update.completion.token_ids
-    assert [done[i] for i in ids] == [text[:n] for text, n in zip(TRUTH[id(sampling)], lengths, strict=True)]
+    assert [done[i] for i in ids] == [text[:n] for text, n in zip(TRUTH[sampling], lengths, strict=True)]
     assert largest[6] == 0 < largest[4] <= 2 < largest[2] <= 5 < largest[1] or not head
 
 
@@ -278,7 +278,7 @@ def test_plain_requests_leave_the_head_its_context() -> None:
         engine.add(shared, GREEDY, limits=limits)
         while engine.has_work:
             engine.step()
-        after = run(engine, [shared + TRUTH[id(GREEDY)][0][:20]], GREEDY)[0]
+        after = run(engine, [shared + TRUTH[GREEDY][0][:20]], GREEDY)[0]
         assert after.stats.cached_tokens == 24
         accepted.append(after.stats.accepted_lengths)
     assert accepted[0] == accepted[1]
@@ -297,7 +297,7 @@ def test_traces_tell_what_happened() -> None:
                 assert trace.scores[below] == pytest.approx(trace.scores[above] + trace.logprobs[below])
             assert max(trace.logprobs) <= 0
             written += [trace.tokens[node] for node in trace.path[1:]] + [trace.bonus]
-    assert written[: GREEDY.max_tokens] == TRUTH[id(GREEDY)][0]
+    assert written[: GREEDY.max_tokens] == TRUTH[GREEDY][0]
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_no_round_of_a_drafter_that_reads_texts_starts_ahead() -> None:
     with pytest.raises(ValueError, match="use ahead 0"):
         make_engine(TARGET, "ngram", config=config)
     plain = make_engine(TARGET, "ngram", tree=TreeConfig(budget=1), config=config)
-    assert [c.token_ids for c in run(plain, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+    assert [c.token_ids for c in run(plain, PROMPTS, GREEDY)] == TRUTH[GREEDY]
 
 
 def test_the_page_table_is_no_wider_than_the_pool() -> None:
@@ -361,13 +361,13 @@ def test_the_page_table_is_no_wider_than_the_pool() -> None:
 @pytest.mark.parametrize("who", ["none", "head"])
 def test_rounds_may_start_before_the_last_was_read(who: str, ahead: int, sampling: SamplingParams) -> None:
     """Requests end, join, and are sent back for want of pages while a round is under way; the text is the same."""
-    eos = TRUTH[id(sampling)][0][12]
+    eos = TRUTH[sampling][0][12]
     head = tiny_head(TARGET) if who == "head" else None
     for num_pages in (None, 24):
         config = EngineConfig(page_size=4, max_batch=3, ahead=ahead, num_pages=num_pages)
         engine = make_engine(TARGET, who, head, config=config, eos_tokens=frozenset({eos}))  # type: ignore[arg-type]
         done = run(engine, PROMPTS, sampling)
-        expected = [t[: t.index(eos) + 1] if eos in t else t for t in TRUTH[id(sampling)]]
+        expected = [t[: t.index(eos) + 1] if eos in t else t for t in TRUTH[sampling]]
         assert [c.token_ids for c in done] == expected
         assert engine.cache.pool.num_available == engine.cache.pool.num_pages
         assert not engine.in_flight
@@ -384,7 +384,7 @@ def test_what_a_round_under_way_finds_for_a_cancelled_request_is_dropped() -> No
         for update in engine.step():
             assert update.request_id == second
             done[update.request_id] = update.completion
-    assert done[second].token_ids == TRUTH[id(GREEDY)][3]  # type: ignore[union-attr]
+    assert done[second].token_ids == TRUTH[GREEDY][3]  # type: ignore[union-attr]
 
 
 def test_patience_lets_prompts_prefill_together() -> None:

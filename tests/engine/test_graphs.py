@@ -66,7 +66,7 @@ def test_replayed_rounds_may_be_read_late(ahead: int, monkeypatch: pytest.Monkey
     config = EngineConfig(page_size=4, max_batch=3, ahead=ahead, num_pages=60)
     engine = make_engine(target, "head", tiny_head(target), config=config)
     for sampling in (GREEDY, SAMPLED, replace(SAMPLED, logprobs=2)):
-        expected = TRUTH[id(GREEDY if sampling is GREEDY else SAMPLED)]
+        expected = TRUTH[GREEDY if sampling is GREEDY else SAMPLED]
         assert [done.token_ids for done in run(engine, PROMPTS, sampling)] == expected
     assert engine.graphs is not None and engine.graphs.num_captured > 6
 
@@ -142,7 +142,7 @@ def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: 
         config = EngineConfig(page_size=4, max_batch=batch, execution=execution, num_pages=60)  # type: ignore[arg-type]
         tree = TreeConfig(budget=budget, width=4, shrink=shrink)
         engine = make_engine(target, "head" if head else who, head, tree, config)  # type: ignore[arg-type]
-        assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[id(sampling)]
+        assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[sampling]
         assert engine.cache.pool.num_available == engine.cache.pool.num_pages
 
 
@@ -235,7 +235,7 @@ def test_rounds_that_score_by_entropy_are_captured(score: Score) -> None:
         config = EngineConfig(page_size=4, execution=execution)
         engine = make_engine(target, "head", head, TreeConfig(budget=12, width=4, score=score), config)
         done = run(engine, PROMPTS, GREEDY)
-        assert [c.token_ids for c in done] == TRUTH[id(GREEDY)]
+        assert [c.token_ids for c in done] == TRUTH[GREEDY]
         kept.append([c.stats.accepted_lengths for c in done])
     assert kept[0] == kept[1]
 
@@ -249,7 +249,7 @@ def test_engines_run_on_any_gpu_after_another() -> None:
     for device in ("cuda:0", "cuda:1"):
         target = tiny_decoder().to(device)
         engine = make_engine(target, "head", tiny_head(target).to(device), config=EngineConfig(page_size=4))
-        assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+        assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[GREEDY]
 
 
 @pytest.mark.gpu
@@ -268,7 +268,7 @@ def test_requests_join_and_leave_while_graphs_replay(who: DrafterName) -> None:
         done.update({names[u.request_id]: u.completion for u in engine.step() if u.completion})
     assert len(done) >= len(PROMPTS) * 3 - 1
     for index, completion in done.items():
-        assert completion.token_ids == TRUTH[id(GREEDY)][index % len(PROMPTS)]
+        assert completion.token_ids == TRUTH[GREEDY][index % len(PROMPTS)]
     assert int(engine.cache.length_R[engine.cache.idle_row]) == 0
     torch.cuda.synchronize()
 
@@ -345,7 +345,7 @@ def test_the_gpu_penalizes_like_the_cpu(name: str, who: str, execution: str) -> 
     penalized = replace(requests.SETTINGS[name], logprobs=3)
     params = [GREEDY if i % 3 == 2 else penalized for i in range(len(PROMPTS))]
     for i, completion in enumerate(run(engine, PROMPTS, params)):
-        assert completion.token_ids == (TRUTH[id(GREEDY)] if i % 3 == 2 else requests.TEXTS[name])[i]
+        assert completion.token_ids == (TRUTH[GREEDY] if i % 3 == 2 else TRUTH[requests.SETTINGS[name]])[i]
         if i % 3 != 2:
             requests.check_logprobs(PROMPTS[i], completion, 3)
 

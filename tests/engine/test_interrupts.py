@@ -92,9 +92,9 @@ def test_a_step_that_is_broken_off_loses_nothing_of_others(
     with pytest.raises(KeyboardInterrupt):
         heard.follow(ids)
     engine.cancel(ids[0])
-    assert heard.follow(ids[1:]) == TRUTH[id(GREEDY)][1:]
-    again = [engine.add([*PROMPTS[i], *TRUTH[id(GREEDY)][i][:12]], replace(GREEDY, max_tokens=4)) for i in (1, 2)]
-    assert heard.follow(again) == [TRUTH[id(GREEDY)][i][12:16] for i in (1, 2)]
+    assert heard.follow(ids[1:]) == TRUTH[GREEDY][1:]
+    again = [engine.add([*PROMPTS[i], *TRUTH[GREEDY][i][:12]], replace(GREEDY, max_tokens=4)) for i in (1, 2)]
+    assert heard.follow(again) == [TRUTH[GREEDY][i][12:16] for i in (1, 2)]
 
 
 def test_what_a_broken_step_wrote_of_a_request_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_what_a_broken_step_wrote_of_a_request_goes_with_it(monkeypatch: pytest.
             engine.step()
     engine.cancel(first)
     heard = Heard(engine)
-    assert heard.follow([second]) == TRUTH[id(GREEDY)][1:2] and heard.tokens.keys() == {second}
+    assert heard.follow([second]) == TRUTH[GREEDY][1:2] and heard.tokens.keys() == {second}
 
 
 WATCHED = {module.__file__ for module in (engines, scheduler, kv_cache, detokenize)}
@@ -157,7 +157,7 @@ def test_it_may_come_before_any_line(replays: bool, monkeypatch: pytest.MonkeyPa
         replay_all(monkeypatch)
         monkeypatch.setattr(Download, "__del__", lambda self: None)
     target = tiny_decoder()
-    head, truth = tiny_head(target), TRUTH[id(GREEDY)]
+    head, truth = tiny_head(target), TRUTH[GREEDY]
     end = truth[0][3]
     config = EngineConfig(page_size=4, max_batch=2, prefill_chunk=8, num_pages=40, ahead=int(replays))
     for broken in itertools.count():

@@ -14,7 +14,7 @@ from jetspec.engine.engine import Engine
 from jetspec.tree import penalize
 from jetspec.types import Completion, SamplingParams, TokenLogprob, Update
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH, truth
-from tests.engine.tiny import VOCAB, Script, make_engine, next_logits, plain, run, tiny_decoder, tiny_head, use
+from tests.engine.tiny import VOCAB, Script, make_engine, next_logits, run, tiny_decoder, tiny_head, use
 
 TARGET = tiny_decoder()
 PENALIZED = SamplingParams(max_tokens=24, presence_penalty=0.6, frequency_penalty=0.8, logit_bias={7: 3.0, 8: -100})
@@ -24,7 +24,6 @@ SETTINGS = {
     "bias": SamplingParams(max_tokens=24, logit_bias={20: 4.0}),
     "reward": SamplingParams(max_tokens=24, presence_penalty=-1.5),
 }
-TEXTS = {name: plain(TARGET, PROMPTS, sampling) for name, sampling in SETTINGS.items()}
 
 
 def engine_of(who: str, budget: int = 12, **options: object) -> Engine:
@@ -38,7 +37,7 @@ def engine_of(who: str, budget: int = 12, **options: object) -> Engine:
 
 
 def test_plain_penalized_decoding_is_openais_definition() -> None:
-    for prompt, text in zip(PROMPTS[:2], TEXTS["greedy"][:2], strict=True):
+    for prompt, text in zip(PROMPTS[:2], TRUTH[SETTINGS["greedy"]][:2], strict=True):
         for i, token in enumerate(text):
             logits, count = next_logits(TARGET, [*prompt, *text[:i]]).clone(), Counter(text[:i])
             for t, times in count.items():
@@ -46,22 +45,22 @@ def test_plain_penalized_decoding_is_openais_definition() -> None:
             for t, bias in PENALIZED.logit_bias.items():
                 logits[t] += bias
             assert token == int(logits.argmax())
-    assert TEXTS["greedy"] != [text[:24] for text in TRUTH[id(GREEDY)]]
+    assert TRUTH[SETTINGS["greedy"]] != [text[:24] for text in TRUTH[GREEDY]]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("who", ["ngram", "head", "edge"])
 def test_penalties_follow_each_nodes_path(who: str, name: str) -> None:
     done = run(engine_of(who, budget=30), PROMPTS, SETTINGS[name])
-    assert [c.token_ids for c in done] == TEXTS[name]
+    assert [c.token_ids for c in done] == TRUTH[SETTINGS[name]]
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_long_accepted_paths_are_counted(name: str) -> None:
-    coming = {tuple(p): t for p, t in zip(PROMPTS, TEXTS[name], strict=True)}
+    coming = {tuple(p): t for p, t in zip(PROMPTS, TRUTH[SETTINGS[name]], strict=True)}
     engine = use(engine_of("none", max_batch=3), Script(coming, 0.9, budget=20))
     done = run(engine, PROMPTS, SETTINGS[name])
-    assert [c.token_ids for c in done] == TEXTS[name]
+    assert [c.token_ids for c in done] == TRUTH[SETTINGS[name]]
     assert max(max(c.stats.accepted_lengths) for c in done) == 6
 
 
@@ -72,9 +71,9 @@ def test_paths_without_their_own_counts_are_caught(monkeypatch: pytest.MonkeyPat
         return penalize(replace(tree, depth_BN=torch.zeros_like(tree.depth_BN)), logits_BNV, penalties)
 
     monkeypatch.setattr(round_module, "penalize", committed_only)
-    coming = {tuple(p): t for p, t in zip(PROMPTS, TEXTS["greedy"], strict=True)}
+    coming = {tuple(p): t for p, t in zip(PROMPTS, TRUTH[SETTINGS["greedy"]], strict=True)}
     engine = use(engine_of("none"), Script(coming, 0.9, budget=20))
-    assert [c.token_ids for c in run(engine, PROMPTS, SETTINGS["greedy"])] != TEXTS["greedy"]
+    assert [c.token_ids for c in run(engine, PROMPTS, SETTINGS["greedy"])] != TRUTH[SETTINGS["greedy"]]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -86,7 +85,7 @@ def test_rows_change_hands_cleanly(num_pages: int | None, ahead: int) -> None:
     params = [SETTINGS.get(name, GREEDY) for name in names]
     done = run(engine, PROMPTS * 2, params)
     for i, (name, completion) in enumerate(zip(names, done, strict=True)):
-        expected = TRUTH[id(GREEDY)] if name == "plain" else TEXTS[name]
+        expected = TRUTH[GREEDY] if name == "plain" else TRUTH[SETTINGS[name]]
         assert completion.token_ids == expected[i % 6]
 
 
@@ -97,14 +96,14 @@ def test_a_request_that_loses_its_row_at_once_leaves_no_penalty_behind() -> None
     engine.scheduler.next_chunks()
     engine.cancel(leaving)
     done = run(engine, PROMPTS, [GREEDY, *[SETTINGS["bias"]] * 5])
-    assert [c.token_ids for c in done] == [TRUTH[id(GREEDY)][0], *TEXTS["bias"][1:]]
+    assert [c.token_ids for c in done] == [TRUTH[GREEDY][0], *TRUTH[SETTINGS["bias"]][1:]]
 
 
 def test_nobody_pays_for_what_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("penalize", "forbid", "PathLogprobs", "TreeMasks"):
         monkeypatch.setattr(round_module, name, None)
     engine = engine_of("head")
-    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[id(GREEDY)]
+    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[GREEDY]
     assert engine.cache.rows.written is None
 
 
@@ -152,7 +151,7 @@ def test_logprobs_of_long_paths_cut_by_the_limit() -> None:
 def test_logprobs_survive_preemption_and_running_ahead() -> None:
     engine = engine_of("head", max_batch=6, num_pages=26, ahead=1)
     done = run(engine, PROMPTS, replace(GREEDY, logprobs=0))
-    for prompt, completion, text in zip(PROMPTS, done, TRUTH[id(GREEDY)], strict=True):
+    for prompt, completion, text in zip(PROMPTS, done, TRUTH[GREEDY], strict=True):
         assert completion.token_ids == text
         check_logprobs(prompt, completion, 0)
 
@@ -188,7 +187,7 @@ def test_the_first_of_several_may_leave_before_its_pages_are_there() -> None:
     done = {}
     while engine.has_work:
         done.update({u.request_id: u.completion for u in engine.step() if u.completion})
-    assert [done[i].token_ids for i in rest] == [TRUTH[id(GREEDY)][2]] * 2
+    assert [done[i].token_ids for i in rest] == [TRUTH[GREEDY][2]] * 2
 
 
 def test_salts_keep_tenants_apart() -> None:
@@ -204,7 +203,7 @@ def test_salts_keep_tenants_apart() -> None:
 
     done = [ask(salt) for salt in ("alice", "bob", "alice", "", "bob", "0")]
     assert [c.stats.cached_tokens for c in done] == [0, 0, 16, 0, 16, 0]
-    assert {tuple(c.token_ids) for c in done} == {tuple(TRUTH[id(GREEDY)][2])}
+    assert {tuple(c.token_ids) for c in done} == {tuple(TRUTH[GREEDY][2])}
     assert len({tuple(c.stats.accepted_lengths) for c in done}) == 1
 
 
@@ -228,7 +227,7 @@ def test_a_cancelled_request_frees_its_pages_at_once(who: str, ahead: int) -> No
                 assert update.request_id != leaving
                 done[update.request_id] = update.completion
         for request_id, index in ((staying, 3), (following, 2)):
-            assert done[request_id].token_ids == TRUTH[id(GREEDY)][index]  # type: ignore[union-attr]
+            assert done[request_id].token_ids == TRUTH[GREEDY][index]  # type: ignore[union-attr]
         assert engine.cache.pool.num_available == 30
         assert not (engine.requests or engine.in_flight)
 

@@ -10,12 +10,12 @@ from jetspec.engine.engine import Engine
 from jetspec.engine.kv_cache import KVCache
 from jetspec.models.heads import Head
 from jetspec.types import KVPages, Request, SamplingParams, Update
-from tests.engine.tiny import Script, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, use
+from tests.engine.tiny import Script, Texts, make_engine, run, tiny_decoder, tiny_eagle3, tiny_head, use
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10]
 GREEDY = SamplingParams(max_tokens=25)
-TRUTH = plain(TARGET, PROMPTS, GREEDY)
+TRUTH = Texts(TARGET, PROMPTS)
 
 
 def rows(cache: KVCache, pages: KVPages, request: Request) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_cache_of_target_and_head_equals_a_fresh_pass(who: str) -> None:
 
 @pytest.mark.parametrize("right", [0.5, 1.0])
 def test_cache_equals_a_fresh_pass_after_long_scattered_paths(right: float) -> None:
-    truth = {tuple(p): t for p, t in zip(PROMPTS, TRUTH, strict=True)}
+    truth = {tuple(p): t for p, t in zip(PROMPTS, TRUTH[GREEDY], strict=True)}
     engine = use(make_engine(TARGET, config=EngineConfig(page_size=4)), Script(truth, right, budget=16))
     run(engine, PROMPTS, GREEDY, check_cache)
 
@@ -92,10 +92,10 @@ def broken_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("damage", [broken_compaction, broken_positions, broken_mask])
 def test_the_lossless_test_can_fail(damage, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """Each part of verification is needed: without it the text is no longer the target's."""
-    truth = {tuple(p): t for p, t in zip(PROMPTS, TRUTH, strict=True)}
+    truth = {tuple(p): t for p, t in zip(PROMPTS, TRUTH[GREEDY], strict=True)}
     damage(monkeypatch)
     engine = use(make_engine(TARGET), Script(truth, 0.9, budget=16))
-    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] != TRUTH
+    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] != TRUTH[GREEDY]
 
 
 @pytest.mark.parametrize("who", ["edge", "eagle3"])
@@ -116,4 +116,4 @@ def test_rows_behind_the_length_are_never_read(who: str) -> None:
                 if pool.feature_SM is not None:
                     pool.feature_SM[pages[position // 4] * 4 + position % 4] = 1e6
 
-    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY, poison)] == TRUTH
+    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY, poison)] == TRUTH[GREEDY]

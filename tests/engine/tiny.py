@@ -25,14 +25,14 @@ VOCAB = 48
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def tiny_decoder(vocab: int = VOCAB, layers: int = 3, seed: int = 1, spread: float = 0.3) -> Decoder:
+def tiny_decoder(vocab: int = VOCAB, layers: int = 2, seed: int = 1, spread: float = 0.3) -> Decoder:
     config = DecoderConfig("llama", vocab, 32, layers, 4, 2, 8, 64, max_len=256, windows=())
     return randomize(Decoder(config), seed, spread)
 
 
 def tiny_head(target: Decoder, *, seed: int = 3, edge: bool = False, causal: bool = True, block: int = 6) -> DraftHead:
     layers = DecoderConfig("qwen3", target.config.vocab_size, 32, 2, 4, 2, 8, 64, max_len=256, qk_norm=True)
-    taps = (0, target.config.num_layers - 2)
+    taps = (0, target.config.num_layers - 1)
     term = EdgeConfig(rank=8) if edge else None
     config = HeadConfig(layers, taps, mask_token=2, block_size=block, causal=causal, edge=term)
     return randomize(DraftHead(config), seed, 0.3)
@@ -155,6 +155,17 @@ def run(
 def plain(target: Decoder, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
     """What the target writes alone, by the simplest route: a fresh engine per prompt, one node per round."""
     return [run(make_engine(target), [prompt], sampling)[0].token_ids for prompt in prompts]
+
+
+class Texts(dict[SamplingParams, list[list[int]]]):
+    """What `plain` writes, once it is asked for: every process imports all tests, and runs a part of them."""
+
+    def __init__(self, target: Decoder, prompts: Sequence[Sequence[int]]) -> None:
+        self.target, self.prompts = target, prompts
+
+    def __missing__(self, sampling: SamplingParams) -> list[list[int]]:
+        self[sampling] = plain(self.target, self.prompts, sampling)
+        return self[sampling]
 
 
 @torch.inference_mode()

@@ -190,7 +190,7 @@ def test_soak(replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where all is captured, and the host reads a round while the next one runs."""
     if replays:
         replay_all(monkeypatch)
-    results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=200)
+    results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=30, rounds=200)
     assert results["correct"], results["problems"]
     assert results["rounds"] >= 200 and results["caches_compared"] > 20
     assert min(results[event] for event in ("finished", "cancelled", "preempted")) > 3

@@ -33,7 +33,7 @@ from tests.engine.tiny import VOCAB, make_engine, randomize, run, tiny_decoder, 
 from tests.models.slow_eagle3 import state_after
 from tests.train.test_trainer import recipe as block_recipe
 
-TARGET = tiny_decoder(spread=0.15)
+TARGET = tiny_decoder(layers=3, spread=0.15)
 CPU = torch.device("cpu")
 
 

@@ -43,7 +43,7 @@ from tests.engine.tiny import make_engine, run, tiny_decoder
 from tests.models.paged import run_decoder
 from tests.train.tiny_model import write_model
 
-TARGET = tiny_decoder(spread=0.15)
+TARGET = tiny_decoder(layers=3, spread=0.15)
 KINDS = ("train", "validation", "decode")
 NO_REPORTS = '[1]\n"step"\nnull\n{}\n{"kind": "train", "step": "1"}\n'
 """Lines of JSON that are nothing to a log."""

@@ -126,9 +126,9 @@ def test_an_additional_configuration_that_says_otherwise_is_refused(words: str, 
 def test_a_head_for_another_target_is_refused_before_vllm_starts(head: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": TARGET.vocab_size, "hidden_size": TARGET.hidden_size, "num_hidden_layers": 99}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    with pytest.raises(ValueError, match="made for 3 layers, the target has 99"):
+    with pytest.raises(ValueError, match="made for 2 layers, the target has 99"):
         serve_command([str(tmp_path)], head, TreeConfig())
-    serve_command([str(tmp_path), "--hf-overrides", '{"num_hidden_layers": 3}'], head, TreeConfig())
+    serve_command([str(tmp_path), "--hf-overrides", '{"num_hidden_layers": 2}'], head, TreeConfig())
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_hidden_layers": TARGET.num_layers}))
     serve_command([str(tmp_path)], head, TreeConfig())
 
