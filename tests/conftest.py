@@ -47,7 +47,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _settled() -> None:
-    """Nor what earlier tests have left for good: a benchmark looks for garbage after every method."""
+    """What earlier tests have left for good is not looked through either: a benchmark looks after every method."""
     gc.collect()
     gc.freeze()
 
