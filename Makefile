@@ -22,7 +22,7 @@ pytest: $(STAMP)
 	@$(QUICK) $(BIN)/pytest -m "not gpu" --numprocesses $$(getconf _NPROCESSORS_ONLN) --dist worksteal
 
 test-vllm: $(VLLM)/.installed ## Test the trees inside vLLM on the CPU, in an environment of its own
-	@$(QUICK) $(VLLM)/bin/python -m pytest tests/vllm
+	@$(QUICK) $(VLLM)/bin/python -m pytest tests/jetspec_vllm
 
 lint: $(STAMP) ## Check style, types and layers
 	@$(BIN)/ruff check .
@@ -32,7 +32,7 @@ lint: $(STAMP) ## Check style, types and layers
 
 clean: ## Delete the environment and everything that was generated
 	@rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	@find jetspec tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find jetspec jetspec_vllm benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jetspec.config import EngineConfig, Shrink, TreeConfig
+    from jetspec.config import BatchTree, EngineConfig, TreeConfig
     from jetspec.engine.llm import LLM
     from jetspec.models.draft_head import DraftHead
     from jetspec.models.head_format import load_head
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BatchTree",
     "Completion",
     "DraftHead",
     "EngineConfig",
     "Grammar",
     "SamplingParams",
-    "Shrink",
     "TreeConfig",
     "load_head",
 ]
@@ -38,7 +38,7 @@ _HOME = {
     "EngineConfig": "jetspec.config",
     "Grammar": "jetspec.types",
     "SamplingParams": "jetspec.types",
-    "Shrink": "jetspec.config",
+    "BatchTree": "jetspec.config",
     "TreeConfig": "jetspec.config",
     "load_head": "jetspec.models.head_format",
 }

@@ -3,7 +3,7 @@
 
 def main() -> None:
     try:
-        from jetspec.cli import main as run
+        from jetspec.commands.app import main as run
     except KeyboardInterrupt:  # the impatient need no traceback of imports
         raise SystemExit(130) from None
     run()

@@ -14,12 +14,12 @@ MAX_BATCH = 4096
 MAX_BUDGET = 1024
 MAX_WIDTH = 64
 MAX_DEPTH = MAX_BUDGET - 1
-MAX_LIKELY = 32
-MAX_HEAT = 10
+MAX_SHORTLIST_PARENTS = 32
+MAX_DRAFT_TEMPERATURE = 10
 
 
 @dataclass(frozen=True)
-class Shrink:
+class BatchTree:
     """Smaller trees from so many requests on: the more there are, the more of a round each node costs."""
 
     batch: int
@@ -33,7 +33,7 @@ class Shrink:
         TreeConfig(self.budget, depth=self.depth)
 
     @staticmethod
-    def parse(text: str) -> tuple[Shrink, ...]:
+    def parse(text: str) -> tuple[BatchTree, ...]:
         """BATCH:BUDGET or BATCH:BUDGET:DEPTH, separated by commas; `none` for none."""
         if text == "none":
             return ()
@@ -42,7 +42,7 @@ class Shrink:
             raise ValueError(
                 f"shrink is {text!r}; write BATCH:BUDGET or BATCH:BUDGET:DEPTH, with commas between, or none"
             )
-        return tuple(Shrink(*map(int, part)) for part in parts)
+        return tuple(BatchTree(*map(int, part)) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class TreeConfig:
     """What a path is ranked by: log-probability, entropy of its depths, or both."""
     entropy_weight: float = 0.0
     """Weight of the entropy in the `hybrid` score."""
-    heat: float = 0.8
+    draft_temperature: float = 0.8
     """Temperature at which a head drafts for greedy requests. A head learns how likely the target's tokens are; the
     likeliest is the text more often than that. Sampled requests are drafted at their own temperature."""
     shortlist: int = 256
     """Tokens per depth that an edge term may re-rank. 0: the whole vocabulary."""
-    likely: int = 7
+    shortlist_parents: int = 7
     """Tokens of the depth before whose likely children make the shortlist. 0: it is what the head says of the depth
     alone, whatever comes before."""
-    shrink: tuple[Shrink, ...] = ()
+    batch_trees: tuple[BatchTree, ...] = ()
     """Smaller trees for larger batches."""
 
     def __post_init__(self) -> None:
@@ -83,23 +83,28 @@ class TreeConfig:
             raise ValueError(f"entropy_weight is {self.entropy_weight!r}; it must be a number, 0 or more")
         if self.entropy_weight and self.score != "hybrid":
             raise ValueError(f"entropy_weight only counts in the hybrid score, not in {self.score}")
-        if not isinstance(self.heat, int | float) or not 0 < self.heat <= MAX_HEAT:
-            raise ValueError(f"heat is {self.heat!r}; it must be above 0, and at most {MAX_HEAT}")
+        if (
+            not isinstance(self.draft_temperature, int | float)
+            or not 0 < self.draft_temperature <= MAX_DRAFT_TEMPERATURE
+        ):
+            raise ValueError(
+                f"heat is {self.draft_temperature!r}; it must be above 0, and at most {MAX_DRAFT_TEMPERATURE}"
+            )
         _in_range("shortlist", self.shortlist, 0, 1 << 24)
-        _in_range("likely", self.likely, 0, MAX_LIKELY)
+        _in_range("shortlist_parents", self.shortlist_parents, 0, MAX_SHORTLIST_PARENTS)
         if self.shortlist and self.shortlist < self.width:
             raise ValueError(f"shortlist {self.shortlist} is narrower than width {self.width}")
-        batches = [each.batch for each in self.shrink]
+        batches = [each.batch for each in self.batch_trees]
         if batches != sorted(set(batches)):
             raise ValueError(f"shrink names batches of {', '.join(map(str, batches))}; name each once, in order")
 
     def at(self, batch: int) -> TreeConfig:
         """The tree of each of so many requests that are decoded together: never a larger one."""
-        found = next((each for each in reversed(self.shrink) if each.batch <= batch), None)
+        found = next((each for each in reversed(self.batch_trees) if each.batch <= batch), None)
         if found is None:
             return self
         depths = [depth for depth in (self.depth, found.depth) if depth is not None]
-        return replace(self, budget=min(self.budget, found.budget), depth=min(depths, default=None), shrink=())
+        return replace(self, budget=min(self.budget, found.budget), depth=min(depths, default=None), batch_trees=())
 
 
 @dataclass(frozen=True)
@@ -124,20 +129,20 @@ class EngineConfig:
     execution: Execution = "auto"
     """`graph` captures rounds and prefills once and replays them on the GPU, with nothing for the host to do; `eager`
     runs them as they are written. Auto: graph on a GPU."""
-    ahead: int | None = None
+    overlap_rounds: int | None = None
     """Rounds that start before the host has read an earlier one. None: 1 with graphs, else 0, as always with n-grams:
     they are looked up in what was read."""
-    patience: int = 0
+    max_admission_delay: int = 0
     """Rounds that a waiting request may be held back, so that more of them are prefilled together."""
 
     def __post_init__(self) -> None:
         _in_range("max_batch", self.max_batch, 1, MAX_BATCH)
         _in_range("page_size", self.page_size, 1, 1024)
         _in_range("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
-        _in_range("patience", self.patience, 0, 1 << 20)
+        _in_range("max_admission_delay", self.max_admission_delay, 0, 1 << 20)
         _one_of("execution", self.execution, ("auto", "eager", "graph"))
-        if self.ahead is not None:
-            _in_range("ahead", self.ahead, 0, 8)
+        if self.overlap_rounds is not None:
+            _in_range("overlap_rounds", self.overlap_rounds, 0, 8)
         if self.max_len is not None:
             _in_range("max_len", self.max_len, 2, 1 << 24)
         if self.num_pages is not None:

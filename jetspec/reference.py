@@ -2,7 +2,7 @@
 
 Slow and obvious. A dense cache, a heap, a walk in plain Python, and a head that recomputes its context in every
 round: what it writes, any faster engine must write too, by the same trees. It drafts from the whole vocabulary:
-`shortlist` and `likely`, which save time, and `shrink`, for many requests, are not for it.
+`shortlist` and `shortlist_parents`, which save time, and `batch_trees`, for many requests, are not for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def generate_reference(
     tap = prefill(target, head, tokens[:-1], cache)
 
     while (left := len(prompt) + max_tokens - len(tokens)) > 0:
-        children, entropy = draft(target, head, tokens[-1], tap, tree.width, sampling.temperature or tree.heat)
+        children, entropy = draft(
+            target, head, tokens[-1], tap, tree.width, sampling.temperature or tree.draft_temperature
+        )
         depth = min(len(entropy), tree.depth or len(entropy))
         guess = build_tree_reference(tokens[-1], children, tree, depth, entropy)
         logits, new_tap = verify(target, head, guess, cache)
@@ -75,7 +77,7 @@ def prefill(target: HFTarget, head: DraftHead | None, tokens: list[int], cache: 
 
 
 def draft(
-    target: HFTarget, head: DraftHead | None, anchor: int, tap: Tensor, width: int, heat: float
+    target: HFTarget, head: DraftHead | None, anchor: int, tap: Tensor, width: int, draft_temperature: float
 ) -> tuple[Children, list[float]]:
     """One head pass over [anchor, MASK, ..]: the children of any node, and the entropy of each depth.
 
@@ -84,12 +86,12 @@ def draft(
     if head is None:
         return no_children, []
     hidden = draft_states(target, head, anchor, tap)
-    base = target.logits(hidden).float() / heat
+    base = target.logits(hidden).float() / draft_temperature
 
     def children(depth: int, parent: int) -> tuple[list[int], list[float]]:
         logits = base[depth - 1]
         if head.edge is not None:
-            logits = logits + head.edge(hidden[depth - 1], torch.tensor(parent)).float() / heat
+            logits = logits + head.edge(hidden[depth - 1], torch.tensor(parent)).float() / draft_temperature
         logprob, token = logits.log_softmax(-1).sort(descending=True, stable=True)
         return token[:width].tolist(), logprob[:width].tolist()
 

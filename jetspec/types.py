@@ -126,7 +126,7 @@ Drafting = Literal["whole", "limited", "none"]
 
 
 @dataclass(frozen=True)
-class Wants:
+class RoundFeatures:
     """What somebody in a batch asks for. A round does only the work that is asked for."""
 
     sampled: bool = False
@@ -136,7 +136,7 @@ class Wants:
     drafting: Drafting = "whole"
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams], limits: Sequence[TreeLimits | None] = ()) -> Wants:
+    def of(cls, params: Iterable[SamplingParams], limits: Sequence[TreeLimits | None] = ()) -> RoundFeatures:
         different = {id(p): p for p in params}.values()
         is_plain = bool(limits) and all(limit is not None and limit.budget == 1 for limit in limits)
         return cls(
@@ -296,9 +296,9 @@ class Request:
     """Row of the page table while admitted."""
     num_cached: int = 0
     """Tokens in the cache, of target and head alike."""
-    room: int = 0
+    capacity: int = 0
     """Tokens cached up to which its pages suffice for the next round."""
-    moves: int = 0
+    row_epoch: int = 0
     """Times it gained or lost its row: what a round found before the last of them no longer counts."""
     limits: TreeLimits | None = None
     """None: the engine's own tree."""
@@ -307,7 +307,7 @@ class Request:
     """Only the completion is wanted: no updates before it, and no text."""
     cache_salt: str = ""
     """Pages are shared only between requests of the same salt."""
-    twin: Request | None = None
+    prefix_leader: Request | None = None
     """A request with the same prompt, whose pages are worth waiting for."""
     constraint: Constraint | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)

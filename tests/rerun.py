@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from jetspec.capture import GraphPool
 from jetspec.engine.engine import Engine
-from jetspec.engine.rows import Download
-from jetspec.graph_pool import GraphPool
+from jetspec.ops.transfer import Download
 
 R = TypeVar("R")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from jetspec.cli import app
+from jetspec.commands.app import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,4 +1,4 @@
-"""The real model through the real engine writes what `transformers` writes. `scripts/check_lossless.py` runs the
+"""The real model through the real engine writes what `transformers` writes. `benchmarks/check_lossless.py` runs the
 same comparison on more prompts and settings."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from benchmarks import check_lossless as check
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.models.target_format import save_target
-from scripts import check_lossless as check
 
 PROMPTS = [
     "Repeat after me: one two three one two three one two three.",

@@ -290,7 +290,7 @@ def test_the_engine_builds_and_keeps_what_the_reference_does(
     """The same text, the same tree in every round, drafted at its own temperature, and as much of it kept."""
     cast(Any, llama.model).save_pretrained(tmp_path)
     head, sampling = random_head(HEADS[kind]), SamplingParams(temperature=temperature, seed=5, max_tokens=14)
-    shape = replace(TREES[tree], heat=0.4, likely=0, shortlist=VOCAB)
+    shape = replace(TREES[tree], draft_temperature=0.4, shortlist_parents=0, shortlist=VOCAB)
     config, trees, traces = EngineConfig(page_size=4, max_batch=1), list[DraftTree](), list[tuple[list[int], ...]]()
     engine, done = Engine(load_decoder(tmp_path), head, drafter="head", tree=shape, config=config), list[Completion]()
     engine.add(PROMPT, sampling, trace=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetspec.engine.rows import upload
+from jetspec.ops.transfer import upload
 from jetspec.types import Request
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.engine.kv_cache import KVCache
-from jetspec.engine.rows import send, upload
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
+from jetspec.ops.transfer import send, upload
 from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, pack_bits
-from jetspec.types import Request, RowSampling, TreeBatch, Wants
+from jetspec.types import Request, RoundFeatures, RowSampling, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RoundState:
     sampling: RowSampling
     requests: list[Request]
     """None of them when a round is captured."""
-    wants: Wants = field(default_factory=Wants)
+    features: RoundFeatures = field(default_factory=RoundFeatures)
     limits: tuple[Tensor, Tensor] | None = None
     """Budget and width per request, where one of them wants less than the whole tree."""
 
@@ -47,7 +47,7 @@ class Drafter(Protocol):
     tap_layers: tuple[int, ...]
     """Target layers whose states it wants to observe."""
 
-    def look(self, requests: Sequence[Request]) -> None:
+    def prepare(self, requests: Sequence[Request]) -> None:
         """Read the texts of a round's requests, before it starts."""
 
     def draft(self, state: RoundState) -> Any:
@@ -63,7 +63,7 @@ class Drafter(Protocol):
 class OnDevice:
     """It guesses from what the device holds, so a round can start before the host has read the last one."""
 
-    def look(self, requests: Sequence[Request]) -> None:
+    def prepare(self, requests: Sequence[Request]) -> None:
         """There is no need to."""
 
 
@@ -90,7 +90,7 @@ class HeadDrafter(OnDevice):
         config = head.head_config
         self.head, self.target, self.cache, self.tree = head, target, cache, tree
         self.context_weights = head.context_weights()
-        self.heat = Heat(tree.heat, cache.device)
+        self.draft_temperature = DraftTemperature(tree.draft_temperature, cache.device)
         self.tap_layers = config.tap_layers
         self.slot_1S = torch.arange(config.block_size, device=cache.device)[None]
 
@@ -100,8 +100,8 @@ class HeadDrafter(OnDevice):
         block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), None)
         tree, depth = self._shape(state)
         hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, :depth]
-        heat_B = self.heat.of(state)
-        return self.head.candidates(hidden_BDM, state.anchor_B, self.target, tree, heat_B)
+        temperature_B = self.draft_temperature.of(state)
+        return self.head.candidates(hidden_BDM, state.anchor_B, self.target, tree, temperature_B)
 
     def build(self, state: RoundState, drafted: Candidates) -> DraftTree:
         return build_tree(state.anchor_B, drafted, *self._shape(state))
@@ -122,10 +122,10 @@ class Eagle3Drafter(OnDevice):
     def __init__(self, head: Eagle3Head, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
         config = head.head_config
         self.head, self.target, self.cache, self.tree = head, target, cache, tree
-        self.heat = Heat(tree.heat, cache.device)
+        self.draft_temperature = DraftTemperature(tree.draft_temperature, cache.device)
         self.tap_layers = config.tap_layers
         self.width = config.frontier(tree)
-        trees = [self._shape(batch)[0] for batch in (1, *(each.batch for each in tree.shrink))]
+        trees = [self._shape(batch)[0] for batch in (1, *(each.batch for each in tree.batch_trees))]
         self.nodes = {size: self._nodes(size) for size in map(config.num_in_flight, trees)}
 
     def draft(self, state: RoundState) -> GrowingTree:
@@ -137,8 +137,8 @@ class Eagle3Drafter(OnDevice):
         nodes = self.cache.place(state.row_B, depth_BN, depth_BN, own_BNW)
         feature_BM = self.cache.head.feature_SM[self.cache.slot_before(nodes.layout)]
         growing = GrowingTree(state.anchor_B, self.width, tree.budget)
-        heat_B = self.heat.of(state)
-        return self.head.grow(growing, depth, nodes, feature_BM, self.target, self.cache.head.layers, heat_B)
+        temperature_B = self.draft_temperature.of(state)
+        return self.head.grow(growing, depth, nodes, feature_BM, self.target, self.cache.head.layers, temperature_B)
 
     def build(self, state: RoundState, drafted: GrowingTree) -> DraftTree:
         return drafted.tree()
@@ -162,7 +162,7 @@ class Eagle3Drafter(OnDevice):
         self.head.observe(tap_TX, batch, before_T, self.target, pool.layers, pool.feature_SM)
 
 
-class Heat:
+class DraftTemperature:
     """Temperatures to draft with. A sampled request has its own: its tree is drafted from what will be sampled."""
 
     def __init__(self, greedy: float, device: torch.device) -> None:
@@ -172,8 +172,8 @@ class Heat:
     def of(self, state: RoundState) -> Tensor | None:
         """None: 1 for all."""
         if state.sampling.any_sampled:
-            heat_B = state.sampling.temperature_B
-            return torch.where(heat_B > 0, heat_B, self.greedy)
+            temperature_B = state.sampling.temperature_B
+            return torch.where(temperature_B > 0, temperature_B, self.greedy)
         return None if self.greedy_1 is None else self.greedy_1.expand(len(state.anchor_B))
 
 
@@ -208,7 +208,7 @@ class NgramDrafter:
         self.guess_R3N = torch.zeros(num_rows, 3, tree.budget, dtype=torch.float64, device=device)
         self.guess_R3N[:, 1, 1:] = -1
 
-    def look(self, requests: Sequence[Request]) -> None:
+    def prepare(self, requests: Sequence[Request]) -> None:
         guess_B3N = torch.zeros(len(requests), 3, self.tree.budget, dtype=torch.float64)
         guess_B3N[:, 1] = -1
         for guess_3N, request in zip(guess_B3N, requests, strict=True):

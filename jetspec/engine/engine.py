@@ -11,16 +11,16 @@ from dataclasses import replace
 
 import torch
 
+from jetspec.capture import GraphPool
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.chunk import Chunk
 from jetspec.engine.detokenize import Decode, TextStream
 from jetspec.engine.drafter import Drafter, Eagle3Drafter, HeadDrafter, NgramDrafter, NoDrafter
-from jetspec.engine.graphs import EagerRounds, GraphRounds, Launched, Lineup, RoundRow, Rounds
+from jetspec.engine.graphs import DecodeBatch, EagerRounds, GraphRounds, Launched, RoundRow, Rounds
 from jetspec.engine.kv_cache import KVCache, page_bytes
 from jetspec.engine.prefill import EagerPrefills, GraphPrefills, Prefills, PrefillSizes
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.scheduler import Scheduler
-from jetspec.graph_pool import GraphPool
 from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import Decoder
 from jetspec.models.eagle3 import Eagle3Head
@@ -81,14 +81,16 @@ class Engine:
         wanted = min(config.max_len or target.config.max_len, target.config.max_len)
         self.uses_graphs = self._uses_graphs(config)
         reads_texts = drafter == "ngram"
-        if reads_texts and config.ahead:
+        if reads_texts and config.overlap_rounds:
             raise ValueError("n-grams are looked up in what was read, so no round can start ahead; use ahead 0")
-        self.ahead = int(self.uses_graphs and not reads_texts) if config.ahead is None else config.ahead
+        self.overlap_rounds = (
+            int(self.uses_graphs and not reads_texts) if config.overlap_rounds is None else config.overlap_rounds
+        )
         depth = head.head_config.draft_depth(tree.depth) if head else 0
         # A round writes a tree, or what passes through the head; those that were launched but not read have moved on by
         # up to a path each.
         in_flight = head.head_config.num_in_flight(tree) if head else 1
-        lookahead = max(tree.budget, in_flight, depth + 1) + self.ahead * (depth + 1)
+        lookahead = max(tree.budget, in_flight, depth + 1) + self.overlap_rounds * (depth + 1)
         self.cache = self._make_cache(head, config, wanted, lookahead)
         self.drafter = self._make_drafter(drafter, head, tree)
         # A request alone must always find room, or it could wait for ever.
@@ -104,13 +106,13 @@ class Engine:
             self.graphs = GraphPool(self.device)
             self.rounds = GraphRounds(self.round, config.max_batch, self.graphs)
             self.prefills = GraphPrefills(self.round, PrefillSizes.of(config), self.graphs)
-        self.scheduler = Scheduler(self.cache, lookahead, config.prefill_chunk, config.patience)
+        self.scheduler = Scheduler(self.cache, lookahead, config.prefill_chunk, config.max_admission_delay)
         self.requests: dict[int, Request] = {}
         self.texts: dict[int, TextStream] = {}
         self.clock: Callable[[], float] = time.perf_counter
         self.decode_began: dict[int, float] = {}
         self.next_id = 0
-        self.lineup = Lineup.of([])
+        self.decode_batch = DecodeBatch.of([])
         self.in_flight: deque[Launched] = deque()
         self.updates: list[Update] = []
         """What nobody has taken yet. More than a step's own where the one before was broken off."""
@@ -175,7 +177,7 @@ class Engine:
             params = replace(sampling, seed=seed)
             ids.append(self.add(tokens, params, limits=limits, trace=trace, quiet=quiet, cache_salt=cache_salt))
             if i and self.cache.pool.remembers:
-                self.requests[ids[i]].twin = self.requests[ids[0]]
+                self.requests[ids[i]].prefix_leader = self.requests[ids[0]]
         return ids
 
     @uninterrupted()
@@ -208,12 +210,12 @@ class Engine:
         self._prefill(self.scheduler.next_chunks())
         batch = self.scheduler.next_batch()
         if batch:
-            if not self.lineup.is_of(batch):
-                self._line_up(batch)
+            if not self.decode_batch.is_of(batch):
+                self._form_batch(batch)
             self.cache.flush()
-            self.drafter.look(batch)
-            self.in_flight.append(self.rounds.launch(self.lineup))
-        self._read(self.ahead if batch and not self.lineup.waits else 0)
+            self.drafter.prepare(batch)
+            self.in_flight.append(self.rounds.launch(self.decode_batch))
+        self._read(self.overlap_rounds if batch and not self.decode_batch.waits else 0)
 
     def _read(self, left: int) -> None:
         """Publish what rounds wrote, until so many are left under way."""
@@ -233,8 +235,8 @@ class Engine:
         for request in reversed(list(self.scheduler.running.values())):
             self.scheduler.preempt(request)
 
-    def _line_up(self, batch: list[Request]) -> None:
-        self.lineup = Lineup.of(batch)
+    def _form_batch(self, batch: list[Request]) -> None:
+        self.decode_batch = DecodeBatch.of(batch)
         now = self.clock()
         for request in batch:
             self.decode_began.setdefault(request.id, now)
@@ -254,9 +256,9 @@ class Engine:
     @uninterrupted()
     def _publish(self, launched: Launched, rows: Sequence[RoundRow]) -> None:
         """Append what a round committed to its requests, but to those that ended or lost their row meanwhile."""
-        lineup, now = launched.lineup, self.clock()
-        for i, (request, moves) in enumerate(zip(lineup.requests, lineup.moves, strict=True)):
-            if request.moves != moves:
+        decode_batch, now = launched.decode_batch, self.clock()
+        for i, (request, row_epoch) in enumerate(zip(decode_batch.requests, decode_batch.row_epoch, strict=True)):
+            if request.row_epoch != row_epoch:
                 continue
             size, tokens, packed = rows[i]
             trace = self._trace(launched.result, i) if request.want_trace else None

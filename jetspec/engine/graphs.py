@@ -9,22 +9,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jetspec.config import Shrink
+from jetspec.capture import GraphPool
+from jetspec.config import BatchTree
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.round import Round, RoundResult
-from jetspec.engine.rows import Download, RowTable, upload
-from jetspec.graph_pool import GraphPool
-from jetspec.types import Request, Wants
+from jetspec.engine.rows import RowTable
+from jetspec.ops.transfer import Download, upload
+from jetspec.types import Request, RoundFeatures
 
 
 @dataclass(frozen=True, eq=False)
-class Lineup:
+class DecodeBatch:
     """The requests of a round, and what stays the same while nobody joins or leaves."""
 
     requests: list[Request]
     rows: list[int]
-    moves: list[int]
-    wants: Wants
+    row_epoch: list[int]
+    features: RoundFeatures
     is_constrained: bool
     """Somebody's next tokens depend on a look at the tree."""
     waits: bool
@@ -32,20 +33,20 @@ class Lineup:
     from the device's own result, which the next round overwrites."""
 
     @staticmethod
-    def of(requests: list[Request]) -> Lineup:
+    def of(requests: list[Request]) -> DecodeBatch:
         is_constrained = any(request.constraint for request in requests)
-        return Lineup(
+        return DecodeBatch(
             requests,
             rows=[request.row for request in requests],
-            moves=[request.moves for request in requests],
-            wants=Wants.of((r.sampling for r in requests), [r.limits for r in requests]),
+            row_epoch=[request.row_epoch for request in requests],
+            features=RoundFeatures.of((r.sampling for r in requests), [r.limits for r in requests]),
             is_constrained=is_constrained,
             waits=is_constrained or any(request.want_trace for request in requests),
         )
 
     def is_of(self, requests: list[Request]) -> bool:
         """Whether these are the same requests, each still in the row it had."""
-        return requests == self.requests and self.moves == [request.moves for request in requests]
+        return requests == self.requests and self.row_epoch == [request.row_epoch for request in requests]
 
 
 RoundRow = tuple[int, list[int], list[float]]
@@ -56,13 +57,13 @@ RoundRow = tuple[int, list[int], list[float]]
 class Launched:
     """A round under way. `result` is the device's: with graphs it holds until the next launch."""
 
-    lineup: Lineup
+    decode_batch: DecodeBatch
     result: RoundResult
     packed: Download
 
     def read(self) -> list[RoundRow]:
         width = 2 + self.result.verdict.token_BD1.shape[1]
-        packed = self.packed.read()[: len(self.lineup.requests)]
+        packed = self.packed.read()[: len(self.decode_batch.requests)]
         rows = zip(packed[:, :width].long().tolist(), packed[:, width:].tolist(), strict=True)
         return [(size, tokens[: length + 1], logprobs) for (length, size, *tokens), logprobs in rows]
 
@@ -70,26 +71,26 @@ class Launched:
 class Rounds(Protocol):
     """Something that runs rounds."""
 
-    def launch(self, lineup: Lineup) -> Launched: ...
+    def launch(self, decode_batch: DecodeBatch) -> Launched: ...
 
 
 class EagerRounds:
     """Every round as it is written."""
 
     def __init__(self, round: Round) -> None:
-        self.round, self.lineup = round, Lineup.of([])
+        self.round, self.decode_batch = round, DecodeBatch.of([])
 
-    def launch(self, lineup: Lineup) -> Launched:
+    def launch(self, decode_batch: DecodeBatch) -> Launched:
         rows = self.round.cache.rows
-        if lineup is not self.lineup:
-            self.lineup, self.row_B = lineup, upload(lineup.rows, torch.int64, rows.device)
-        result = self.round(round_state(rows, self.row_B, lineup.wants, lineup.requests))
-        return Launched(lineup, result, Download(result.packed))
+        if decode_batch is not self.decode_batch:
+            self.decode_batch, self.row_B = decode_batch, upload(decode_batch.rows, torch.int64, rows.device)
+        result = self.round(round_state(rows, self.row_B, decode_batch.features, decode_batch.requests))
+        return Launched(decode_batch, result, Download(result.packed))
 
 
-def round_state(rows: RowTable, row_B: Tensor, wants: Wants, requests: list[Request]) -> RoundState:
-    limits = rows.limits(row_B) if wants.drafting == "limited" else None
-    return RoundState(row_B, rows.anchor_R[row_B], rows.sampling(row_B, wants), requests, wants, limits)
+def round_state(rows: RowTable, row_B: Tensor, features: RoundFeatures, requests: list[Request]) -> RoundState:
+    limits = rows.limits(row_B) if features.drafting == "limited" else None
+    return RoundState(row_B, rows.anchor_R[row_B], rows.sampling(row_B, features), requests, features, limits)
 
 
 @dataclass
@@ -114,42 +115,42 @@ class GraphRounds:
 
     def __init__(self, round: Round, max_batch: int, pool: GraphPool) -> None:
         self.round, self.pool = round, pool
-        self.sizes = batch_sizes(max_batch, round.drafter.tree.shrink)
+        self.sizes = batch_sizes(max_batch, round.drafter.tree.batch_trees)
         self.eager = EagerRounds(round)
-        self.graphs: dict[tuple[int, Wants], Captured] = {}
+        self.graphs: dict[tuple[int, RoundFeatures], Captured] = {}
 
-    def launch(self, lineup: Lineup) -> Launched:
-        if lineup.is_constrained:
-            return self.eager.launch(lineup)
-        size = next(size for size in self.sizes if size >= len(lineup.rows))
-        key = (size, lineup.wants)
+    def launch(self, decode_batch: DecodeBatch) -> Launched:
+        if decode_batch.is_constrained:
+            return self.eager.launch(decode_batch)
+        size = next(size for size in self.sizes if size >= len(decode_batch.rows))
+        key = (size, decode_batch.features)
         if key not in self.graphs:
             self.graphs[key] = self.capture(*key)
         captured = self.graphs[key]
         assert self.round.cache.idle_row is not None
-        rows = lineup.rows + [self.round.cache.idle_row] * (size - len(lineup.rows))
+        rows = decode_batch.rows + [self.round.cache.idle_row] * (size - len(decode_batch.rows))
         if captured.rows != rows:
             captured.rows = []  # known again when they are there
             captured.row_B.copy_(upload(rows, torch.int64, self.pool.device))
             captured.rows = rows
         captured.graph.replay()
-        return Launched(lineup, captured.result, Download(captured.packed))
+        return Launched(decode_batch, captured.result, Download(captured.packed))
 
-    def capture(self, size: int, wants: Wants) -> Captured:
+    def capture(self, size: int, features: RoundFeatures) -> Captured:
         """Record a round. Nothing but idle rows take part, so the run before it leaves no trace."""
         assert self.round.cache.idle_row is not None
         idle = [self.round.cache.idle_row] * size
         row_B, rows = upload(idle, torch.int64, self.pool.device), self.round.cache.rows
 
         def run() -> tuple[RoundResult, Tensor]:
-            result = self.round(round_state(rows, row_B, wants, []))
+            result = self.round(round_state(rows, row_B, features, []))
             return result, result.packed
 
         graph, (result, packed) = self.pool.capture(run)
         return Captured(row_B, graph, result, packed, idle)
 
 
-def batch_sizes(max_batch: int, shrinks: Sequence[Shrink] = ()) -> list[int]:
+def batch_sizes(max_batch: int, batch_trees: Sequence[BatchTree] = ()) -> list[int]:
     """Sizes to capture: all small ones, then steps of at most a half, so that little is spent on padding; and the last
     before trees shrink, which padding is no reason for."""
     sizes, step = list(range(1, min(max_batch, 8) + 1)), 8
@@ -157,4 +158,6 @@ def batch_sizes(max_batch: int, shrinks: Sequence[Shrink] = ()) -> list[int]:
         sizes.append(min(max_batch, sizes[-1] + step // 2))
         if sizes[-1] >= 2 * step:
             step *= 2
-    return sorted({*sizes, *(shrink.batch - 1 for shrink in shrinks if 1 < shrink.batch <= max_batch)})
+    return sorted(
+        {*sizes, *(batch_trees.batch - 1 for batch_trees in batch_trees if 1 < batch_trees.batch <= max_batch)}
+    )

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from jetspec import ops
 from jetspec.engine.chunk import PackedChunks
-from jetspec.engine.rows import RowTable, upload
+from jetspec.engine.rows import RowTable
 from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import DecoderConfig
+from jetspec.ops.transfer import upload
 from jetspec.tree import Acceptance
 from jetspec.types import BatchLayout, KVPages, Request, TreeBatch
 
@@ -214,7 +215,7 @@ class KVCache:
             return False
         request.row = self.free_rows.pop()
         request.num_cached = len(pages) * self.page_size
-        request.moves += 1
+        request.row_epoch += 1
         self.rows.enter(request)
         self.pages_of[request.row] = []
         self._append(request, pages + fresh, tokens_ahead)
@@ -222,7 +223,7 @@ class KVCache:
 
     def reserve(self, request: Request, tokens_ahead: int) -> bool:
         """Make room for the next positions of an admitted request, or say no."""
-        if request.num_cached <= request.room:
+        if request.num_cached <= request.capacity:
             return True
         held = len(self.pages_of[request.row])
         pages = self.pool.allocate(self.pages_for(request.num_cached + tokens_ahead) - held)
@@ -237,7 +238,7 @@ class KVCache:
         self.pool.release(self.pages_of[request.row])
         self.pages_of[request.row] = []
         self.free_rows.append(request.row)
-        request.row, request.num_cached, request.moves = -1, 0, request.moves + 1
+        request.row, request.num_cached, request.row_epoch = -1, 0, request.row_epoch + 1
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -323,7 +324,7 @@ class KVCache:
         held = self.pages_of[request.row]
         self.new_pages.update({(request.row, place): page for place, page in enumerate(pages, len(held))})
         held.extend(pages)
-        request.room = len(held) * self.page_size - tokens_ahead
+        request.capacity = len(held) * self.page_size - tokens_ahead
 
     def flush(self) -> None:
         """Write what the host changed to the device, before the next forward."""

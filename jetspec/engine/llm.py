@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from jetspec.config import DrafterName, EngineConfig, Shrink, TreeConfig
-from jetspec.engine.constraint import Grammars
+from jetspec.config import BatchTree, DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine, check_drafter
 from jetspec.engine.garbage import settled
+from jetspec.grammar.constraint import Grammars
 from jetspec.interrupt import uninterrupted
 from jetspec.models.heads import Head, load_any_head
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
@@ -28,9 +28,9 @@ K = TypeVar("K")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-CPU_TREE = TreeConfig(budget=16, likely=0)
+CPU_TREE = TreeConfig(budget=16, shortlist_parents=0)
 """On a CPU every node and every product costs time, so the tree is small unless asked for."""
-GPU_TREE = TreeConfig(shrink=(Shrink(8, 32), Shrink(24, 16, depth=8)))
+GPU_TREE = TreeConfig(batch_trees=(BatchTree(8, 32), BatchTree(24, 16, depth=8)))
 """On a GPU most nodes of a few requests cost next to nothing, those of many their part of a round."""
 
 

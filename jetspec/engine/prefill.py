@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
+from jetspec.capture import GraphPool
 from jetspec.config import EngineConfig
 from jetspec.engine.chunk import Chunk, PackedChunks, pad
 from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.round import Round
-from jetspec.graph_pool import GraphPool
 
 TOKEN_STEP = 32
 MOST_TOKENS, MOST_CHUNKS = 2048, 64

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from jetspec.engine.chunk import PackedChunks
-from jetspec.engine.constraint import TreeMasks
 from jetspec.engine.drafter import Drafter, NoDrafter, RoundState
 from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.logprobs import PathLogprobs
+from jetspec.grammar.constraint import TreeMasks
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.tree import Acceptance, DraftTree, accept, forbid, penalize
 from jetspec.types import TreeBatch
@@ -68,7 +68,7 @@ class Round:
 
     def drafter_of(self, state: RoundState) -> Drafter:
         """Nobody, if no request wants drafts, or so many requests have trees of their anchors alone."""
-        is_plain = state.wants.drafting == "none" or self.drafter.tree.at(len(state.anchor_B)).budget == 1
+        is_plain = state.features.drafting == "none" or self.drafter.tree.at(len(state.anchor_B)).budget == 1
         return PLAIN if is_plain else self.drafter
 
     def build(self, state: RoundState, drafter: Drafter, drafted: Any) -> DraftTree:
@@ -83,7 +83,7 @@ class Round:
 
     def adjust(self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, masks: TreeMasks | None) -> Tensor:
         """What the target chooses by, if a request asks for more than the target's own logits."""
-        if state.wants.penalized:
+        if state.features.penalized:
             logits_BNV = penalize(tree, logits_BNV, self.cache.rows.penalties(state.row_B))
         if masks is not None:
             logits_BNV = forbid(logits_BNV, *masks.compute(logits_BNV))
@@ -91,9 +91,9 @@ class Round:
 
     def report(self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, verdict: Acceptance) -> RoundResult:
         """What was committed, counted for those who are penalized for it."""
-        if state.wants.penalized:
+        if state.features.penalized:
             self.cache.rows.count(state.row_B, verdict.token_BD1, verdict.length_B)
-        logprobs = PathLogprobs.of(logits_BNV, verdict) if state.wants.logprobs else None
+        logprobs = PathLogprobs.of(logits_BNV, verdict) if state.features.logprobs else None
         return RoundResult(tree, verdict, logprobs)
 
     def commit(self, state: RoundState, batch: TreeBatch, out: Hidden, verdict: Acceptance) -> None:

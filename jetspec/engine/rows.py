@@ -7,16 +7,14 @@ the host changes, when a request joins, is gathered and reaches the device in on
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
-from jetspec.ops import post
-from jetspec.types import MAX_BIASED_TOKENS, Request, RowPenalties, RowSampling, TreeLimits, Wants
+from jetspec.ops.transfer import upload
+from jetspec.types import MAX_BIASED_TOKENS, Request, RoundFeatures, RowPenalties, RowSampling, TreeLimits
 
 COLUMNS = {
     torch.int64: ("length", "anchor", "top_k", "seed", "budget", "width"),
@@ -92,11 +90,11 @@ class RowTable:
         if self.written is not None:
             self.written.flush()
 
-    def sampling(self, row_B: Tensor, wants: Wants) -> RowSampling:
+    def sampling(self, row_B: Tensor, features: RoundFeatures) -> RowSampling:
         """How to sample the given rows. A greedy batch never looks, so nothing is gathered for it."""
 
         def column(name: str) -> Tensor:
-            return self.columns[name][row_B] if wants.sampled else self.columns[name][:0]
+            return self.columns[name][row_B] if features.sampled else self.columns[name][:0]
 
         return RowSampling(
             temperature_B=column("temperature"),
@@ -104,8 +102,8 @@ class RowTable:
             top_p_B=column("top_p"),
             min_p_B=column("min_p"),
             seed_B=column("seed"),
-            any_sampled=wants.sampled,
-            any_filtered=wants.filtered,
+            any_sampled=features.sampled,
+            any_filtered=features.filtered,
         )
 
     def count(self, row_B: Tensor, token_BD1: Tensor, length_B: Tensor) -> None:
@@ -168,37 +166,3 @@ class WrittenTokens:
     def _add(self, row_T: Tensor, token_T: Tensor, times_T: Tensor) -> None:
         place_T = row_T * self.count_RV.shape[1] + token_T
         self.count_RV.view(-1).scatter_add_(0, place_T, times_T.to(torch.int32))
-
-
-class Download:
-    """A tensor on its way to the host. On a GPU the host goes on with other work until it reads it, or drops it: nobody
-    else knows that the device writes to its memory, so that is kept until it has arrived."""
-
-    arrived: torch.cuda.Event | None = None
-
-    def __init__(self, source: Tensor) -> None:
-        self.tensor = source
-        if source.is_cuda:
-            self.tensor = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self.arrived = torch.cuda.Event()
-            post(source, self.tensor)
-            self.arrived.record()
-
-    def read(self) -> Tensor:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.tensor
-
-    def __del__(self) -> None:
-        with suppress(RuntimeError):  # a device that failed writes no more
-            self.read()
-
-
-def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor on the device."""
-    return send(torch.tensor(values, dtype=dtype), device)
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device. On a GPU the host does not wait for it to arrive."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -15,8 +15,13 @@ JOIN_SHARE = 8
 class Scheduler:
     """First come, first served. When pages run out the youngest request gives way and starts again later."""
 
-    def __init__(self, cache: KVCache, lookahead: int, prefill_chunk: int, patience: int = 0) -> None:
-        self.cache, self.lookahead, self.prefill_chunk, self.patience = cache, lookahead, prefill_chunk, patience
+    def __init__(self, cache: KVCache, lookahead: int, prefill_chunk: int, max_admission_delay: int = 0) -> None:
+        self.cache, self.lookahead, self.prefill_chunk, self.max_admission_delay = (
+            cache,
+            lookahead,
+            prefill_chunk,
+            max_admission_delay,
+        )
         self.held_back = 0
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
@@ -50,33 +55,33 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Let a request in, unless a twin is just computing the pages that it could share."""
-        if request.twin is not None:
-            if request.twin.state is RequestState.PREFILL and not request.twin.is_prefilled:
+        if request.prefix_leader is not None:
+            if request.prefix_leader.state is RequestState.PREFILL and not request.prefix_leader.is_prefilled:
                 return False
-            request.twin = None
+            request.prefix_leader = None
         return self.cache.admit(request, self.lookahead)
 
     def _opens(self) -> bool:
         """Whether those in line may come in. All that run wait for a prefill, so it should serve several."""
         joining = min(len(self.waiting), len(self.cache.free_rows))
-        opens = joining * JOIN_SHARE >= len(self.running) or self.held_back >= self.patience
+        opens = joining * JOIN_SHARE >= len(self.running) or self.held_back >= self.max_admission_delay
         self.held_back = 0 if opens or not self.waiting else self.held_back + 1
         return opens
 
     @uninterrupted()
     def next_batch(self) -> list[Request]:
         """The requests for the next round, each with room for it; the youngest are sent back to make room."""
-        if any(request.num_cached > request.room for request in self.running.values()):
+        if any(request.num_cached > request.capacity for request in self.running.values()):
             for request in list(self.running.values()):
                 if request.id in self.running and request.is_prefilled:
-                    self.make_room(request)
+                    self.reserve_capacity(request)
         decode = RequestState.DECODE
         batch = [request for request in self.running.values() if request.state is decode or request.is_prefilled]
         for request in batch:
             request.state = decode
         return batch
 
-    def make_room(self, request: Request) -> None:
+    def reserve_capacity(self, request: Request) -> None:
         """Find room for a request's next round. When it is itself the youngest it has to give way."""
         while not self.cache.reserve(request, self.lookahead):
             youngest = next(reversed(self.running.values()))

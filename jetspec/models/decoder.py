@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
-from jetspec.ops import HeadNorm, Routed, Stream
+from jetspec.ops import HeadNorm, Residual, Routed
 from jetspec.types import KVPages, TreeBatch
 
 Rope = tuple[Tensor, Tensor]
@@ -141,7 +141,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 
-    def add_to(self, total: Tensor, x: Tensor, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
+    def add_to(self, total: Tensor, x: Tensor, next_norm: RMSNorm, tap: Tensor | None = None) -> Residual:
         """total + forward(x), in place of `total`, and copied to `tap`."""
         return ops.add_linear(total, x, self.weight, self.bias, next_norm.weight, tap)
 
@@ -179,9 +179,9 @@ class Attention(nn.Module):
             return None
         return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def forward(self, stream: Stream, norm: RMSNorm, rope: Rope, attend: Attend, next_norm: RMSNorm) -> Stream:
-        qkv = ops.norm_linear(stream, norm.weight, norm.eps, self.qkv.weight, self.qkv.bias)
-        return self.out.add_to(stream.x, self.look(qkv, rope, attend), next_norm)
+    def forward(self, residual: Residual, norm: RMSNorm, rope: Rope, attend: Attend, next_norm: RMSNorm) -> Residual:
+        qkv = ops.norm_linear(residual, norm.weight, norm.eps, self.qkv.weight, self.qkv.bias)
+        return self.out.add_to(residual.x, self.look(qkv, rope, attend), next_norm)
 
     def look(self, qkv: Tensor, rope: Rope, attend: Attend) -> Tensor:
         """What the queries see, head by head, side by side."""
@@ -206,9 +206,9 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.inner_size, config.mlp_bias)
         self.down = Linear(config.inner_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
-        inner = ops.norm_swiglu(stream, norm.weight, norm.eps, self.gate_up.weight, self.gate_up.bias)
-        return self.down.add_to(stream.x, inner, next_norm, tap)
+    def forward(self, residual: Residual, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Residual:
+        inner = ops.norm_swiglu(residual, norm.weight, norm.eps, self.gate_up.weight, self.gate_up.bias)
+        return self.down.add_to(residual.x, inner, next_norm, tap)
 
 
 class MoE(nn.Module):
@@ -221,13 +221,13 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.inner_size, hidden_size))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.inner_size))
 
-    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Stream:
-        return ops.add_mixture(stream.x, self.route(stream, norm), self.gate_up, self.down, next_norm.weight, tap)
+    def forward(self, residual: Residual, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Residual:
+        return ops.add_mixture(residual.x, self.route(residual, norm), self.gate_up, self.down, next_norm.weight, tap)
 
-    def route(self, stream: Stream, norm: RMSNorm) -> Routed:
+    def route(self, residual: Residual, norm: RMSNorm) -> Routed:
         """Which experts each token of a stream visits."""
         c = self.config
-        return ops.norm_route(stream, norm.weight, norm.eps, self.router.weight, c.num_chosen, c.normalize)
+        return ops.norm_route(residual, norm.weight, norm.eps, self.router.weight, c.num_chosen, c.normalize)
 
 
 class DecoderLayer(nn.Module):
@@ -240,10 +240,10 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(config.hidden_size, config.moe) if sparse and config.moe else MLP(config)
 
     def forward(
-        self, stream: Stream, rope: Rope, attend: Attend, next_norm: RMSNorm, tap: Tensor | None = None
-    ) -> Stream:
-        stream = self.attention(stream, self.input_norm, rope, attend, self.post_norm)
-        return self.mlp(stream, self.post_norm, next_norm, tap)
+        self, residual: Residual, rope: Rope, attend: Attend, next_norm: RMSNorm, tap: Tensor | None = None
+    ) -> Residual:
+        residual = self.attention(residual, self.input_norm, rope, attend, self.post_norm)
+        return self.mlp(residual, self.post_norm, next_norm, tap)
 
 
 class DecoderStack(nn.Module):
@@ -270,14 +270,14 @@ class DecoderStack(nn.Module):
     def run(self, x: Tensor, rope: Rope, attends: Sequence[Attend], tap_layers: tuple[int, ...] = ()) -> Hidden:
         """All layers. A tap is the output of a layer, before any norm: a copy, since the next may add in place."""
         tap = x.new_empty((*x.shape[:-1], len(tap_layers), x.shape[-1])) if tap_layers else None
-        stream, layers = Stream(x), [cast(DecoderLayer, layer) for layer in self.layers]
+        residual, layers = Residual(x), [cast(DecoderLayer, layer) for layer in self.layers]
         next_norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
         for i, (layer, attend, next_norm) in enumerate(zip(layers, attends, next_norms, strict=True)):
             taps = [] if tap is None else [tap[..., j, :] for j, tapped in enumerate(tap_layers) if tapped == i]
-            stream = layer(stream, rope, attend, next_norm, taps[0] if taps else None)
+            residual = layer(residual, rope, attend, next_norm, taps[0] if taps else None)
             for again in taps[1:]:
                 again.copy_(taps[0])
-        return Hidden(self.norm(stream.x), None if tap is None else tap.flatten(-2))
+        return Hidden(self.norm(residual.x), None if tap is None else tap.flatten(-2))
 
     def rope(self, position: Tensor) -> Rope:
         """To be asked for before tokens are embedded: layers look at it before they wait for what comes before them."""

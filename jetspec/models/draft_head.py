@@ -232,26 +232,33 @@ class DraftHead(DecoderStack):
         return slots if self.head_config.shifted else slots[..., 1:, :]
 
     def candidates(
-        self, hidden_BDM: Tensor, root_B: Tensor, target: Embedder, tree: TreeConfig, heat_B: Tensor | None = None
+        self,
+        hidden_BDM: Tensor,
+        root_B: Tensor,
+        target: Embedder,
+        tree: TreeConfig,
+        temperature_B: Tensor | None = None,
     ) -> Candidates:
-        """What the states of depths 1..D below some roots offer to a tree. `heat_B` are the temperatures to draft with;
+        """What the states of depths 1..D below some roots offer to a tree. `temperature_B` are the draft temperatures;
         None: 1."""
         hidden_TM, (B, D) = hidden_BDM.flatten(0, 1), hidden_BDM.shape[:2]
         logits_BDV = target.logits(hidden_TM).unflatten(0, (B, D))
         V, entropy_BD = logits_BDV.shape[-1], None
         if tree.score != "accum_logp":
             # Its checks would wait for the device, which a captured round must not.
-            cooled = torch.distributions.Categorical(logits=ops.cool(logits_BDV, heat_B).float(), validate_args=False)
-            entropy_BD = cooled.entropy()
+            scaled = torch.distributions.Categorical(
+                logits=ops.apply_temperature(logits_BDV, temperature_B).float(), validate_args=False
+            )
+            entropy_BD = scaled.entropy()
         if self.edge is None:
-            return Candidates(*ops.topk_logprob(logits_BDV, min(tree.width, V), heat_B), entropy_BD)
-        gate_BDR = ops.cool(self.edge.gates(hidden_TM).unflatten(0, (B, D)), heat_B).float()
+            return Candidates(*ops.topk_logprob(logits_BDV, min(tree.width, V), temperature_B), entropy_BD)
+        gate_BDR = ops.apply_temperature(self.edge.gates(hidden_TM).unflatten(0, (B, D)), temperature_B).float()
         edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
         count = min(tree.shortlist or V, V)
-        if tree.likely and count < V:
-            found = ops.shortlist(logits_BDV, root_B, edge, count, min(tree.likely, V), heat_B)
+        if tree.shortlist_parents and count < V:
+            found = ops.shortlist(logits_BDV, root_B, edge, count, min(tree.shortlist_parents, V), temperature_B)
         else:
-            found = ops.topk_logprob(logits_BDV, count, heat_B)
+            found = ops.topk_logprob(logits_BDV, count, temperature_B)
         return Candidates(*found, entropy_BD, edge)
 
     def forward_blocks(

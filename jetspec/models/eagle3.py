@@ -40,7 +40,7 @@ from jetspec.models.decoder import (
 )
 from jetspec.models.draft_head import Embedder, init_weights
 from jetspec.models.masked_attention import Visible, attend_own
-from jetspec.ops import HeadNorm, Stream
+from jetspec.ops import HeadNorm, Residual
 from jetspec.tree import GrowingTree
 from jetspec.types import KVPages, TreeBatch
 
@@ -110,7 +110,7 @@ class Eagle3Layer(DecoderLayer):
         """From an embedding x and a hidden state h to the next hidden state and its norm."""
         seen = self.attention.look(self.attention.qkv(self.row(x, h)), rope, attend)
         hidden = (self.hidden_norm(h) if self.norm_before_residual else h) + self.attention.out(seen)
-        hidden = self.mlp(Stream(hidden), self.post_norm, next_norm).x
+        hidden = self.mlp(Residual(hidden), self.post_norm, next_norm).x
         return hidden, next_norm(hidden)
 
 
@@ -173,11 +173,11 @@ class Eagle3Head(DecoderStack):
         (attend,), rope = self.paged(batch, cache), self.rope(batch.position_T)
         return self.layer(self.embed(batch.token_T, target), hidden_TM, rope, attend, self.norm)
 
-    def best_tokens(self, normed: Tensor, count: int, heat: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def best_tokens(self, normed: Tensor, count: int, draft_temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The best tokens after states (.., M), best first, and their log-probabilities over the head's vocabulary."""
         logits = self.lm_head(normed)
-        if heat is not None:
-            logits = logits.float() / heat
+        if draft_temperature is not None:
+            logits = logits.float() / draft_temperature
         token, logprob = ops.topk_logprob(logits, min(count, self.head_config.draft_vocab_size))
         return self.token_of[token], logprob
 
@@ -189,7 +189,7 @@ class Eagle3Head(DecoderStack):
         feature_BM: Tensor,
         target: Embedder,
         cache: Sequence[KVPages],
-        heat_B: Tensor | None = None,
+        temperature_B: Tensor | None = None,
     ) -> GrowingTree:
         """Extend a tree to `depth`, a pass for each level. `feature_BM` is the feature before each anchor.
 
@@ -199,7 +199,7 @@ class Eagle3Head(DecoderStack):
         B, layout = len(feature_BM), replace(nodes.layout, first_seen=1)
         position_BN, slot_BN = (x.view(B, -1) for x in (nodes.position_T, nodes.slot_T))
         assert nodes.ancestor_BNW is not None
-        heat_B11 = None if heat_B is None else heat_B[:, None, None]
+        temperature_B11 = None if temperature_B is None else temperature_B[:, None, None]
         hidden_BWM, seen_BWw, first = feature_BM[:, None], nodes.ancestor_BNW[:, :1], 0
         for level in range(depth):
             token_BW = tree.frontier_BW
@@ -216,7 +216,7 @@ class Eagle3Head(DecoderStack):
                 seen_BWw,
             )
             hidden_TM, normed_TM = self.step(batch, hidden_BWM.flatten(0, 1), target, cache)
-            token_BWK, logprob_BWK = self.best_tokens(normed_TM.unflatten(0, (B, W)), tree.width, heat_B11)
+            token_BWK, logprob_BWK = self.best_tokens(normed_TM.unflatten(0, (B, W)), tree.width, temperature_B11)
             if not level:
                 logprob_BWK = logprob_BWK.masked_fill((layout.cached_len_B == 0)[:, None, None], -torch.inf)
             parent_BW = tree.extend(token_BWK, logprob_BWK)

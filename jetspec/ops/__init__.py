@@ -4,14 +4,14 @@ CPU path, the oracle of any kernel for it, and the documentation; a Triton kerne
 from jetspec.ops.clock import note_time
 from jetspec.ops.distill_loss import CHUNK, DistillLoss, distill_loss, label_prob
 from jetspec.ops.kv_write import SlotRows, compact_kv, compact_rows, store_kv
-from jetspec.ops.linear import Stream, add_linear, copied, linear, norm_linear, norm_swiglu, pack
+from jetspec.ops.linear import Residual, add_linear, copied, linear, norm_linear, norm_swiglu, pack
 from jetspec.ops.moe import Routed, add_mixture, norm_route
 from jetspec.ops.norm_rope import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store, rotate_store_layers
 from jetspec.ops.place import Places, place
-from jetspec.ops.post import post
 from jetspec.ops.shortlist import shortlist
 from jetspec.ops.swiglu import swiglu
-from jetspec.ops.topk_logprob import cool, topk_logprob
+from jetspec.ops.topk_logprob import apply_temperature, topk_logprob
+from jetspec.ops.transfer import copy_to_host
 from jetspec.ops.tree_attention import AttentionPlan, KernelPlan, plan_attention, tree_attention
 
 __all__ = [
@@ -21,15 +21,16 @@ __all__ = [
     "HeadNorm",
     "KernelPlan",
     "Places",
+    "Residual",
     "Routed",
     "SlotRows",
-    "Stream",
     "add_linear",
     "add_mixture",
+    "apply_temperature",
     "compact_kv",
     "compact_rows",
-    "cool",
     "copied",
+    "copy_to_host",
     "distill_loss",
     "label_prob",
     "linear",
@@ -40,7 +41,6 @@ __all__ = [
     "pack",
     "place",
     "plan_attention",
-    "post",
     "rms_norm",
     "rope",
     "rotate",

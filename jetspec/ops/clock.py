@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from jetspec.dispatch import uses_kernel
+from jetspec.ops.select import uses_kernel
 
 
 def note_time(time_S: Tensor, count_1: Tensor) -> None:

@@ -20,6 +20,6 @@ def counters(device: torch.device) -> Tensor:
 
 
 @cache
-def meetings(device: torch.device) -> Tensor:
+def barrier_counters(device: torch.device) -> Tensor:
     """Multiples of `MOST` before a kernel and after it."""
     return torch.zeros(COUNT, dtype=torch.int32, device=device)

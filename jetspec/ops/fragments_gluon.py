@@ -34,7 +34,7 @@ MOST = tl.constexpr(counters.MOST)
 
 
 @gluon.jit
-def meet(counter_ptr, number, count):
+def grid_barrier(counter_ptr, number, count):
     """Wait until `count` programs have come here, of which this is that `number`. What they stored before can be read
     then. Together they add MOST to the counter: nobody has to set it back, which all who come next would wait for."""
     tl.debug_barrier()

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetspec.dispatch import uses_kernel
 from jetspec.ops.norm_rope import rms_norm
+from jetspec.ops.select import uses_kernel
 from jetspec.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ MANY_OUTPUTS = 32_768
 HAS_MKL_PACKING = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
 
 
-class Stream(NamedTuple):
+class Residual(NamedTuple):
     """Rows that layers add to. Who wrote them may have begun the norm that comes next: see `add_linear`."""
 
     x: Tensor
@@ -69,41 +69,45 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return linear_reference(x, weight, bias)
 
 
-def norm_linear(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear(residual: Residual, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` of `rms_norm`: the start of attention."""
-    rows = _rows(stream.x, weight, norm)
+    rows = _rows(residual.x, weight, norm)
     if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
-        return vector_linear_triton(stream.x, weight, bias, norm=norm, eps=eps)
-    if rows == "few" and stream.scaled is not None and stream.squares is not None:
+        return vector_linear_triton(residual.x, weight, bias, norm=norm, eps=eps)
+    if rows == "few" and residual.scaled is not None and residual.squares is not None:
         from jetspec.ops.linear_triton import rows_linear_triton
 
-        return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps)
-    if rows == "many" and stream.scaled is not None and (pipe := _find_pipe(stream.x, weight, len(weight))) is not None:
+        return rows_linear_triton(residual.scaled, weight, bias, squares=residual.squares, eps=eps)
+    if (
+        rows == "many"
+        and residual.scaled is not None
+        and (pipe := _find_pipe(residual.x, weight, len(weight))) is not None
+    ):
         from jetspec.ops.linear_piped_gluon import piped_linear_gluon
 
-        return piped_linear_gluon(pipe, stream.scaled, weight, bias, squares=stream.squares, eps=eps)
-    return linear(rms_norm(stream.x, norm, eps), weight, bias)
+        return piped_linear_gluon(pipe, residual.scaled, weight, bias, squares=residual.squares, eps=eps)
+    return linear(rms_norm(residual.x, norm, eps), weight, bias)
 
 
-def norm_swiglu(stream: Stream, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_swiglu(residual: Residual, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`swiglu` of `norm_linear`: the start of an MLP. `weight` holds the rows of the gate, then those of the rest."""
-    rows = _rows(stream.x, weight, norm)
+    rows = _rows(residual.x, weight, norm)
     if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
-        return vector_linear_triton(stream.x, weight, bias, norm=norm, eps=eps, gated=True)
-    if rows == "few" and stream.scaled is not None and stream.squares is not None:
+        return vector_linear_triton(residual.x, weight, bias, norm=norm, eps=eps, gated=True)
+    if rows == "few" and residual.scaled is not None and residual.squares is not None:
         from jetspec.ops.linear_triton import rows_linear_triton
 
-        return rows_linear_triton(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=True)
-    if rows == "many" and (pipe := _find_pipe(stream.x, weight, len(weight) // 2)) is not None:
+        return rows_linear_triton(residual.scaled, weight, bias, squares=residual.squares, eps=eps, gated=True)
+    if rows == "many" and (pipe := _find_pipe(residual.x, weight, len(weight) // 2)) is not None:
         from jetspec.ops.linear_piped_gluon import piped_linear_gluon
 
-        x = rms_norm(stream.x, norm, eps) if stream.scaled is None else stream.scaled
-        return piped_linear_gluon(pipe, x, weight, bias, squares=stream.squares, eps=eps, gated=True)
-    return swiglu(linear(rms_norm(stream.x, norm, eps), weight, bias))
+        x = rms_norm(residual.x, norm, eps) if residual.scaled is None else residual.scaled
+        return piped_linear_gluon(pipe, x, weight, bias, squares=residual.squares, eps=eps, gated=True)
+    return swiglu(linear(rms_norm(residual.x, norm, eps), weight, bias))
 
 
 def add_linear(
@@ -113,7 +117,7 @@ def add_linear(
     bias: Tensor | None = None,
     next_norm: Tensor | None = None,
     tap: Tensor | None = None,
-) -> Stream:
+) -> Residual:
     """total + x W^T + b: the end of attention and of an MLP. The result may take the memory of `total`, and is copied
     to `tap`.
 
@@ -123,28 +127,28 @@ def add_linear(
     if rows == "one":
         from jetspec.ops.linear_triton import vector_linear_triton
 
-        return copied(Stream(vector_linear_triton(x, weight, bias, total=total)), tap)
+        return copied(Residual(vector_linear_triton(x, weight, bias, total=total)), tap)
     if rows == "few" and next_norm is not None and begins_norm(total, next_norm):
         from jetspec.ops.linear_triton import rows_add_linear_triton
 
-        return Stream(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))
+        return Residual(total, *rows_add_linear_triton(total, x, weight, bias, next_norm, tap))
     if rows == "many" and next_norm is not None and begins_norm(total, next_norm):
         pipe = _find_pipe(x, weight, len(weight), weight.shape[1])
         if pipe is not None and x.dtype == total.dtype:
             from jetspec.ops.linear_piped_gluon import piped_add_linear_gluon
 
-            return Stream(total, *piped_add_linear_gluon(pipe, total, x, weight, bias, next_norm, tap))
+            return Residual(total, *piped_add_linear_gluon(pipe, total, x, weight, bias, next_norm, tap))
     if uses_kernel(x, weight, total) and x.dtype == weight.dtype == total.dtype and total.is_contiguous():
         total = total if bias is None else total.add_(bias)
         total.view(-1, total.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
-        return copied(Stream(total), tap)
-    return copied(Stream(total + linear_reference(x, weight, bias)), tap)
+        return copied(Residual(total), tap)
+    return copied(Residual(total + linear_reference(x, weight, bias)), tap)
 
 
-def copied(stream: Stream, tap: Tensor | None) -> Stream:
+def copied(residual: Residual, tap: Tensor | None) -> Residual:
     if tap is not None:
-        tap.copy_(stream.x)
-    return stream
+        tap.copy_(residual.x)
+    return residual
 
 
 def begins_norm(total: Tensor, next_norm: Tensor) -> bool:

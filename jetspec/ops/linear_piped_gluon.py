@@ -31,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.counters import meetings
-from jetspec.ops.fragments_gluon import meet, wait
+from jetspec.ops.counters import barrier_counters
+from jetspec.ops.fragments_gluon import grid_barrier, wait
 from jetspec.ops.overlap_triton import overlap
 from jetspec.ops.rows import new_rows, whole_tiles
 
@@ -151,7 +151,7 @@ def _launch(
     if pipe.SPLITS > 1:
         assert row_tiles == 1, "those that wait for each other run at once"
         part = x_TK.new_empty(tiles, pipe.SPLITS, BLOCK_M, pipe.width, dtype=torch.float32)
-        met = meetings(x_TK.device)
+        met = barrier_counters(x_TK.device)
     with torch.cuda.device_of(x_TK):
         _piped_linear_kernel[(tiles * pipe.SPLITS, row_tiles)](
             _blocks(whole_tiles(x_TK, BLOCK_M), BLOCK_M),
@@ -262,11 +262,11 @@ def _fetch(x_desc, weight_desc, half_desc, shared, N, work, sizes: gl.constexpr)
     STAGES: gl.constexpr = sizes[4]
     x_blocks, _, _, full, free = shared
     tile, _, begin, steps, row = work
-    ahead = gl.minimum(steps, STAGES)
-    for step in range(ahead):
+    next_start = gl.minimum(steps, STAGES)
+    for step in range(next_start):
         _fetch_weight(weight_desc, half_desc, shared, N, tile, begin + step, step, sizes)
     wait(sizes[5])
-    for step in range(ahead):
+    for step in range(next_start):
         column = (begin + step) * BLOCK_K
         tma.async_copy_global_to_shared(x_desc, [row, column], full.index(step), x_blocks.index(step))
     for step in range(STAGES, steps):
@@ -404,7 +404,7 @@ def _add_up(
     OWN: gl.constexpr = 64 // SPLITS
     row, column = _indices(0, 0, 64, WIDTH, wide)
     gl.store(part_ptr + ((group * SPLITS + split) * 64 + row) * WIDTH + column, y)
-    meet(met_ptr + group, split, SPLITS)
+    grid_barrier(met_ptr + group, split, SPLITS)
     own_row, own_column = _indices(split * OWN, 0, OWN, WIDTH, own)
     total = gl.zeros([OWN, WIDTH], gl.float32, own)
     for i in gl.static_range(SPLITS):

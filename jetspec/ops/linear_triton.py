@@ -114,11 +114,11 @@ def _vector_linear_kernel(
     if total_ptr is not None:  # asked for now, added in the end
         before = tl.load(total_ptr + output, mask=inside, other=0.0).to(tl.float32)
     for start in tl.range(0, K, BLOCK_K):
-        ahead = start + BLOCK_K
-        next_weight = tl.load(row + ahead, mask=(ahead + lane < K)[None, :], other=0.0)
+        next_start = start + BLOCK_K
+        next_weight = tl.load(row + next_start, mask=(next_start + lane < K)[None, :], other=0.0)
         next_up_weight = next_weight
         if GATED:
-            next_up_weight = tl.load(up_row + ahead, mask=(ahead + lane < K)[None, :], other=0.0)
+            next_up_weight = tl.load(up_row + next_start, mask=(next_start + lane < K)[None, :], other=0.0)
         x = tl.load(x_ptr + start + lane, mask=start + lane < K, other=0.0).to(tl.float32)
         if norm_ptr is not None:
             squares += x * x

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.dispatch import uses_kernel
-from jetspec.ops.linear import FEW_ROWS_OF_A_GPU, Stream, begins_norm, copied, linear
+from jetspec.ops.linear import FEW_ROWS_OF_A_GPU, Residual, begins_norm, copied, linear
 from jetspec.ops.norm_rope import rms_norm
+from jetspec.ops.select import uses_kernel
 from jetspec.ops.swiglu import swiglu_reference
 
 
@@ -23,18 +23,18 @@ class Routed(NamedTuple):
 
 
 def norm_route(
-    stream: Stream, norm: Tensor, eps: float, router: Tensor, num_chosen: int, normalize: bool = True
+    residual: Residual, norm: Tensor, eps: float, router: Tensor, num_chosen: int, normalize: bool = True
 ) -> Routed:
     """`rms_norm`, and the best experts of each row: the start of a sparse MLP. `router` is (experts, M).
 
     Weights are probabilities over all experts, in fp32 until the end, scaled to sum to 1 if they are to `normalize`.
     Of experts that tie the lowest comes first.
     """
-    if len(stream.x) in FEW_ROWS_OF_A_GPU and stream.scaled is not None and stream.squares is not None:
+    if len(residual.x) in FEW_ROWS_OF_A_GPU and residual.scaled is not None and residual.squares is not None:
         from jetspec.ops.route_triton import norm_route_triton
 
-        return Routed(*norm_route_triton(stream.scaled, stream.squares, eps, router, num_chosen, normalize))
-    x_TM = rms_norm(stream.x, norm, eps).flatten(0, -2)
+        return Routed(*norm_route_triton(residual.scaled, residual.squares, eps, router, num_chosen, normalize))
+    x_TM = rms_norm(residual.x, norm, eps).flatten(0, -2)
     return Routed(x_TM, *route(linear(x_TM, router), num_chosen, normalize, x_TM.dtype))
 
 
@@ -62,7 +62,7 @@ def add_mixture(
     down: Tensor,
     next_norm: Tensor | None = None,
     tap: Tensor | None = None,
-) -> Stream:
+) -> Residual:
     """total + the sum over a token's experts of weight * expert(x): the end of a sparse MLP.
 
     `gate_up` is (experts, 2 * inner, M), `down` is (experts, M, inner). The result may take the memory of `total`; it
@@ -75,8 +75,8 @@ def add_mixture(
 
         begins = next_norm is not None and len(total) in FEW_ROWS_OF_A_GPU and begins_norm(total, next_norm)
         begun = next_norm if begins else None
-        return Stream(total, *add_mixture_triton(total, x_TM, expert_TK, weight_TK, gate_up, down, begun, tap))
-    return copied(Stream(total + mixture_reference(routed, gate_up, down).view_as(total)), tap)
+        return Residual(total, *add_mixture_triton(total, x_TM, expert_TK, weight_TK, gate_up, down, begun, tap))
+    return copied(Residual(total + mixture_reference(routed, gate_up, down).view_as(total)), tap)
 
 
 def mixture_reference(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:

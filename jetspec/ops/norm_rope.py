@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.dispatch import uses_kernel
 from jetspec.ops.kv_write import store_kv
+from jetspec.ops.select import uses_kernel
 from jetspec.types import KVPages
 
 Tables = tuple[Tensor, Tensor]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetspec.dispatch import uses_kernel
+from jetspec.ops.select import uses_kernel
 
 
 class Places(NamedTuple):

@@ -21,7 +21,7 @@ RANK_TABLE = 128 * 128
 def norm_route_triton(
     scaled_TM: Tensor, squares: Tensor, eps: float, router: Tensor, num_chosen: int, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finishes a norm that was begun: see `Stream`."""
+    """Finishes a norm that was begun: see `Residual`."""
     (T, M), E = scaled_TM.shape, len(router)
     num_slices = triton.cdiv(M, ROUTER_DEPTH)
     part = torch.empty((num_slices, T, E), dtype=torch.float32, device=scaled_TM.device)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetspec.dispatch import uses_kernel
-from jetspec.ops.topk_logprob import MAX_K, cool, topk_logprob
+from jetspec.ops.select import uses_kernel
+from jetspec.ops.topk_logprob import MAX_K, apply_temperature, topk_logprob
 from jetspec.types import EdgeFactors
 
 MAX_RANK = {2: 512, 4: 128}
@@ -20,36 +20,46 @@ bits in parts."""
 
 
 def shortlist(
-    logits_BDV: Tensor, root_B: Tensor, edge: EdgeFactors, count: int, num_likely: int, heat_B: Tensor | None = None
+    logits_BDV: Tensor,
+    root_B: Tensor,
+    edge: EdgeFactors,
+    count: int,
+    num_parents: int,
+    temperature_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`count` tokens of every depth, in no particular order, and their log-probabilities without an edge, in fp32.
 
-    Chosen are those c for which log q(c|y) is greatest, for the best of some parents y: the `num_likely` most likely
+    Chosen are those c for which log q(c|y) is greatest, for the best of some parents y: the `num_parents` most likely
     tokens of the depth before, at the first depth the root; and no parent at all. The logits are to be divided by
-    `heat_B`; the gates of the edge already are.
+    `temperature_B`; the gates of the edge already are.
     """
-    likely_BDP = topk_logprob(logits_BDV, num_likely)[0]
+    parents_BDP = topk_logprob(logits_BDV, num_parents)[0]
     fits = count <= MAX_K and edge.gate_BDR.shape[-1] <= MAX_RANK.get(edge.successor_VR.itemsize, 0)
     if fits and uses_kernel(logits_BDV):
         from jetspec.ops.shortlist_triton import shortlist_triton
 
-        return shortlist_triton(logits_BDV, root_B, likely_BDP, edge, count, heat_B)
-    return shortlist_reference(logits_BDV, root_B, likely_BDP, edge, count, heat_B)
+        return shortlist_triton(logits_BDV, root_B, parents_BDP, edge, count, temperature_B)
+    return shortlist_reference(logits_BDV, root_B, parents_BDP, edge, count, temperature_B)
 
 
 def shortlist_reference(
-    logits_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors, count: int, heat_B: Tensor | None
+    logits_BDV: Tensor,
+    root_B: Tensor,
+    parents_BDP: Tensor,
+    edge: EdgeFactors,
+    count: int,
+    temperature_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    alone_BDV = cool(logits_BDV, heat_B).float().log_softmax(-1)
-    token_BDC = worth_reference(alone_BDV, root_B, likely_BDP, edge).topk(count)[1]
+    alone_BDV = apply_temperature(logits_BDV, temperature_B).float().log_softmax(-1)
+    token_BDC = worth_reference(alone_BDV, root_B, parents_BDP, edge).topk(count)[1]
     return token_BDC, alone_BDV.gather(-1, token_BDC)
 
 
-def worth_reference(alone_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors) -> Tensor:
+def worth_reference(alone_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors) -> Tensor:
     """How likely each token is, at best. All parents of a request are taken in one product, which reads the factors
     once; requests come one by one, as a row for every parent and token is large."""
-    first_B1P = root_B[:, None, None].expand(-1, 1, likely_BDP.shape[-1])
-    parent_BDP = torch.cat((first_B1P, likely_BDP[:, :-1]), 1)
+    first_B1P = root_B[:, None, None].expand(-1, 1, parents_BDP.shape[-1])
+    parent_BDP = torch.cat((first_B1P, parents_BDP[:, :-1]), 1)
     worth = []
     for row, alone_DV in enumerate(alone_BDV):
         given_DPV = edge.term(row, parent_BDP[row]).add_(alone_DV[:, None])

@@ -32,16 +32,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def shortlist_triton(
-    logits_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors, count: int, heat_B: Tensor | None
+    logits_BDV: Tensor,
+    root_B: Tensor,
+    parents_BDP: Tensor,
+    edge: EdgeFactors,
+    count: int,
+    temperature_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     logits_BDV = logits_BDV.contiguous()
-    worth_BDV, lse_BD = worth_triton(logits_BDV, root_B, likely_BDP, edge, heat_B)
+    worth_BDV, lse_BD = worth_triton(logits_BDV, root_B, parents_BDP, edge, temperature_B)
     token_BDC = topk_logprob(worth_BDV, count)[0]
     logprob_BDC = torch.empty_like(token_BDC, dtype=torch.float32)
     B, D, V = logits_BDV.shape
     with torch.cuda.device_of(logits_BDV):
         _take_kernel[(B * D, triton.cdiv(count, TAKEN))](
-            *(logits_BDV, token_BDC, lse_BD, heat_B, logprob_BDC, V, count, _stride(heat_B)),
+            *(logits_BDV, token_BDC, lse_BD, temperature_B, logprob_BDC, V, count, _stride(temperature_B)),
             D=D,
             BLOCK=TAKEN,
             **overlap(logits_BDV),
@@ -50,10 +55,10 @@ def shortlist_triton(
 
 
 def worth_triton(
-    logits_BDV: Tensor, root_B: Tensor, likely_BDP: Tensor, edge: EdgeFactors, heat_B: Tensor | None
+    logits_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors, temperature_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """How likely each token is at best, and the logarithm of the sum of exponentials without an edge, (B, D)."""
-    (B, D, V), P, R = logits_BDV.shape, likely_BDP.shape[-1], edge.gate_BDR.shape[-1]
+    (B, D, V), P, R = logits_BDV.shape, parents_BDP.shape[-1], edge.gate_BDR.shape[-1]
     ranks, parents = max(16, triton.next_power_of_2(R)), triton.next_power_of_2(P + 1)
     itemsize = edge.successor_VR.element_size()
     tile, depths = num_tokens(ranks, itemsize), num_depths(D, parents, ranks, itemsize)
@@ -64,7 +69,7 @@ def worth_triton(
     total_BCDQ, lse_QBD = torch.empty_like(top_BCDQ), top_BCDQ.new_empty(P + 1, B, D)
     worth_BDV = top_BCDQ.new_empty(B, D, V)
     inputs = (
-        *(logits_BDV, root_B.contiguous(), likely_BDP.contiguous(), heat_B),
+        *(logits_BDV, root_B.contiguous(), parents_BDP.contiguous(), temperature_B),
         *(edge.gate_BDR.contiguous(), edge.predecessor_VR.contiguous(), edge.successor_VR.contiguous()),
     )
     sizes = {"D": D, "P": P, "R": R, "RANKS": ranks, "DEPTHS": depths, "PARENTS": parents, "TILE": tile}
@@ -72,13 +77,13 @@ def worth_triton(
     stages = num_stages(ranks, itemsize)
     with torch.cuda.device_of(logits_BDV):
         _mass_kernel[(chunks, blocks, B)](
-            *(*inputs, top_BCDQ, total_BCDQ, V, span, _stride(heat_B)), num_stages=stages, **sizes
+            *(*inputs, top_BCDQ, total_BCDQ, V, span, _stride(temperature_B)), num_stages=stages, **sizes
         )
         _sum_kernel[(P + 1, D, B)](
             *(top_BCDQ, total_BCDQ, lse_QBD, chunks), CHUNKS=triton.next_power_of_2(chunks), **overlap(logits_BDV)
         )
         _worth_kernel[(chunks, blocks, B)](
-            *(*inputs, lse_QBD, worth_BDV, V, span, _stride(heat_B)), num_stages=stages, **sizes
+            *(*inputs, lse_QBD, worth_BDV, V, span, _stride(temperature_B)), num_stages=stages, **sizes
         )
     return worth_BDV, lse_QBD[P]
 
@@ -106,17 +111,17 @@ def num_stages(ranks: int, itemsize: int) -> int:
     return 3 if ranks * itemsize <= 128 else 2 if itemsize == 2 else 1
 
 
-def _stride(heat_B: Tensor | None) -> int:
+def _stride(temperature_B: Tensor | None) -> int:
     """0 where one number serves all requests."""
-    return 0 if heat_B is None else heat_B.stride(0)
+    return 0 if temperature_B is None else temperature_B.stride(0)
 
 
 @triton.jit
 def _mass_kernel(
     logits_ptr,
     root_ptr,
-    likely_ptr,
-    heat_ptr,
+    parents_ptr,
+    temperature_ptr,
     gate_ptr,
     predecessor_ptr,
     successor_ptr,
@@ -124,7 +129,7 @@ def _mass_kernel(
     total_ptr,
     V,
     span,
-    heat_stride,
+    temperature_stride,
     D: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
@@ -142,11 +147,13 @@ def _mass_kernel(
     total = tl.zeros([DEPTHS * PARENTS], tl.float32)
     _fetch_successors(successor_ptr, chunk * span, V, R, TILE, OVERLAP)
     wait(OVERLAP)
-    gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
+    gated = _gated(root_ptr, parents_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
     for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
         token = start + tl.arange(0, TILE)
         successor = _successors(successor_ptr, token, V, R, RANKS)
-        z = _add_product(_logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D), gated, successor)
+        z = _add_product(
+            _logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D), gated, successor
+        )
         higher = tl.maximum(top, tl.max(z, 1))
         total = total * tl.exp(top - higher) + tl.sum(tl.exp2(z * LOG2_E - (higher * LOG2_E)[:, None]), 1)
         top = higher
@@ -174,8 +181,8 @@ def _sum_kernel(top_ptr, total_ptr, lse_ptr, num_chunks, CHUNKS: tl.constexpr, O
 def _worth_kernel(
     logits_ptr,
     root_ptr,
-    likely_ptr,
-    heat_ptr,
+    parents_ptr,
+    temperature_ptr,
     gate_ptr,
     predecessor_ptr,
     successor_ptr,
@@ -183,7 +190,7 @@ def _worth_kernel(
     worth_ptr,
     V,
     span,
-    heat_stride,
+    temperature_stride,
     D: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
@@ -199,12 +206,14 @@ def _worth_kernel(
     own_depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
     _fetch_successors(successor_ptr, chunk * span, V, R, TILE, OVERLAP)
     wait(OVERLAP)
-    gated = _gated(root_ptr, likely_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
+    gated = _gated(root_ptr, parents_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
     lse = tl.load(lse_ptr + (tl.minimum(parent, P) * tl.num_programs(2) + row) * D + tl.minimum(depth, D - 1))
     for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
         token = start + tl.arange(0, TILE)
         successor = _successors(successor_ptr, token, V, R, RANKS)
-        z = _add_product(_logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D), gated, successor)
+        z = _add_product(
+            _logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D), gated, successor
+        )
         families = tl.reshape(z - lse[:, None], [DEPTHS // 2, 2, 2, PARENTS // 2, TILE])
         worth = tl.reshape(tl.max(tl.max(families, 1), 2), [DEPTHS, TILE])
         place = (row * D + own_depth)[:, None] * V + token[None, :]
@@ -216,11 +225,11 @@ def _take_kernel(
     logits_ptr,
     token_ptr,
     lse_ptr,
-    heat_ptr,
+    temperature_ptr,
     out_ptr,
     V,
     count,
-    heat_stride,
+    temperature_stride,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
@@ -231,8 +240,8 @@ def _take_kernel(
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ptr + level * count + place, mask=place < count, other=0)
     logit = tl.load(logits_ptr + level * V + token, mask=place < count, other=0.0).to(tl.float32)
-    if heat_ptr is not None:
-        logit /= tl.load(heat_ptr + level // D * heat_stride)
+    if temperature_ptr is not None:
+        logit /= tl.load(temperature_ptr + level // D * temperature_stride)
     tl.store(out_ptr + level * count + place, logit - tl.load(lse_ptr + level), mask=place < count)
 
 
@@ -251,13 +260,13 @@ def _families(DEPTHS: tl.constexpr, PARENTS: tl.constexpr):
 
 
 @triton.jit
-def _logits(logits_ptr, heat_ptr, heat_stride, row, depth, token, V, D: tl.constexpr):
+def _logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D: tl.constexpr):
     """Of some tokens at some depths; past the end of the vocabulary -inf."""
     place = (row * D + tl.minimum(depth, D - 1))[:, None] * V + token[None, :]
     inside = tl.broadcast_to((token < V)[None, :], place.shape)
     logit = tl.load(logits_ptr + place, mask=inside, other=-float("inf")).to(tl.float32)
-    if heat_ptr is not None:
-        logit *= 1 / tl.load(heat_ptr + row * heat_stride)
+    if temperature_ptr is not None:
+        logit *= 1 / tl.load(temperature_ptr + row * temperature_stride)
     return logit
 
 
@@ -279,7 +288,7 @@ def _successors(successor_ptr, token, V, R: tl.constexpr, RANKS: tl.constexpr):
 @triton.jit
 def _gated(
     root_ptr,
-    likely_ptr,
+    parents_ptr,
     gate_ptr,
     predecessor_ptr,
     row,
@@ -293,8 +302,8 @@ def _gated(
     """Vectors of parents times the gates: of the root at depth 0, of a likely token of the depth before at all others,
     and zeros of none."""
     level = row * D + tl.minimum(depth, D - 1)
-    likely = tl.load(likely_ptr + tl.maximum(level - 1, 0) * P + tl.minimum(parent, P - 1))
-    token = tl.where(depth == 0, tl.load(root_ptr + row), likely)
+    shortlist_parents = tl.load(parents_ptr + tl.maximum(level - 1, 0) * P + tl.minimum(parent, P - 1))
+    token = tl.where(depth == 0, tl.load(root_ptr + row), shortlist_parents)
     rank = tl.arange(0, RANKS)[None, :]
     inside = (parent < P)[:, None] & (rank < R)
     gate = tl.load(gate_ptr + level[:, None] * R + rank, mask=inside, other=0.0).to(tl.float32)

@@ -22,7 +22,7 @@ SHORT_PLACES = 1 << 15
 LOWEST = tl.constexpr(-3.0e38)
 
 
-def topk_logprob_triton(logits: Tensor, k: int, heat_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Heat changes no order, so numbers are sorted as they are, in the few bits that they have."""
     logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
     R, V = logits_RV.shape
@@ -37,19 +37,21 @@ def topk_logprob_triton(logits: Tensor, k: int, heat_B: Tensor | None = None) ->
     sum_RC = torch.empty_like(top_RC)
     token_RK = torch.empty(R, k, dtype=torch.int64, device=logits.device)
     logprob_RK = torch.empty_like(token_RK, dtype=torch.float32)
-    rows_of_a_heat = 1 if heat_B is None else R // len(heat_B)
-    heat_stride = 0 if heat_B is None else heat_B.stride(0)  # 0 where one number serves all requests
+    rows_per_temperature = 1 if temperature_B is None else R // len(temperature_B)
+    temperature_stride = (
+        0 if temperature_B is None else temperature_B.stride(0)
+    )  # 0 where one number serves all requests
     with torch.cuda.device_of(logits):
         _topk_chunk_kernel[(R, num_chunks)](
             logits_RV,
-            heat_B,
+            temperature_B,
             value_RX,
             token_RX,
             top_RC,
             sum_RC,
             V,
-            rows_of_a_heat,
-            heat_stride,
+            rows_per_temperature,
+            temperature_stride,
             K=padded_k,
             GROUP=GROUP,
             GROUPS=chunk // GROUP,
@@ -58,7 +60,7 @@ def topk_logprob_triton(logits: Tensor, k: int, heat_B: Tensor | None = None) ->
             **overlap(logits),
         )
         _topk_merge_kernel[(R,)](
-            heat_B,
+            temperature_B,
             value_RX,
             token_RX,
             top_RC,
@@ -67,8 +69,8 @@ def topk_logprob_triton(logits: Tensor, k: int, heat_B: Tensor | None = None) ->
             logprob_RK,
             num_chunks,
             k,
-            rows_of_a_heat,
-            heat_stride,
+            rows_per_temperature,
+            temperature_stride,
             K=padded_k,
             GROUP=GROUP,
             GROUPS=merged_groups,
@@ -84,14 +86,14 @@ def topk_logprob_triton(logits: Tensor, k: int, heat_B: Tensor | None = None) ->
 @triton.jit
 def _topk_chunk_kernel(
     logits_ptr,
-    heat_ptr,
+    temperature_ptr,
     value_ptr,
     token_ptr,
     top_ptr,
     sum_ptr,
     V,
-    rows_of_a_heat,
-    heat_stride,
+    rows_per_temperature,
+    temperature_stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -107,7 +109,7 @@ def _topk_chunk_kernel(
 
     index = tl.arange(0, GROUP * GROUPS)
     logit = tl.load(logits_ptr + index, mask=index < left, other=-float("inf")).to(tl.float32)
-    logit = _cool(logit, heat_ptr, row, rows_of_a_heat, heat_stride)
+    logit = _cool(logit, temperature_ptr, row, rows_per_temperature, temperature_stride)
     top = tl.maximum(tl.max(logit), LOWEST)
     out = row * tl.num_programs(1) + chunk
     tl.store(top_ptr + out, top)
@@ -121,7 +123,7 @@ def _topk_chunk_kernel(
 
 @triton.jit
 def _topk_merge_kernel(
-    heat_ptr,
+    temperature_ptr,
     value_ptr,
     token_ptr,
     top_ptr,
@@ -130,8 +132,8 @@ def _topk_merge_kernel(
     logprob_ptr,
     num_chunks,
     k,
-    rows_of_a_heat,
-    heat_stride,
+    rows_per_temperature,
+    temperature_stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -148,15 +150,15 @@ def _topk_merge_kernel(
     rank = tl.arange(0, K)
     token = tl.load(token_ptr + found + place, mask=rank < k, other=0)
     tl.store(best_token_ptr + row * k + rank, token, mask=rank < k)
-    logit = _cool(value, heat_ptr, row, rows_of_a_heat, heat_stride)
+    logit = _cool(value, temperature_ptr, row, rows_per_temperature, temperature_stride)
     tl.store(logprob_ptr + row * k + rank, logit - log_sum, mask=rank < k)
 
 
 @triton.jit
-def _cool(logit, heat_ptr, row, rows_of_a_heat, heat_stride):
+def _cool(logit, temperature_ptr, row, rows_per_temperature, temperature_stride):
     """Divided by the heat of a row, if there is one."""
-    if heat_ptr is not None:
-        logit /= tl.load(heat_ptr + row // rows_of_a_heat * heat_stride)
+    if temperature_ptr is not None:
+        logit /= tl.load(temperature_ptr + row // rows_per_temperature * temperature_stride)
     return logit
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.dispatch import uses_kernel
+from jetspec.ops.select import uses_kernel
 from jetspec.types import KVPages, TreeBatch
 
 

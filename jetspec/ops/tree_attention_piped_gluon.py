@@ -36,8 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.counters import MOST, meetings
-from jetspec.ops.fragments_gluon import index, meet, wait
+from jetspec.ops.counters import MOST, barrier_counters
+from jetspec.ops.fragments_gluon import grid_barrier, index, wait
 from jetspec.ops.overlap_triton import overlap
 from jetspec.types import KVPages, TreeBatch
 
@@ -136,7 +136,7 @@ def piped_attention_gluon(
             out,
             part,
             lse,
-            meetings(q_THE.device),
+            barrier_counters(q_THE.device),
             scale * math.log2(math.e),
             tiles,
             len(pages.k) * layout.page_size,
@@ -487,7 +487,7 @@ def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP
         part = (number * SPLITS + split) * BLOCK_M + row
         gl.store(lse_ptr + part, gl.where(total > 0, top + gl.log2(divisor), float("-inf")))
         gl.store(part_ptr + part[:, None] * E + column, acc)
-        meet(met_ptr + number, split, busy)
+        grid_barrier(met_ptr + number, split, busy)
         ROWS: gl.constexpr = BLOCK_M // SPLITS
         parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, BLOCK_M // 16, 1], [2, 1, 0])
         for chunk in range(split, SPLITS, busy):

@@ -25,11 +25,11 @@ from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, Vo
 from jetspec.serve.body import JsonRoute
 from jetspec.serve.compiler import Compiler
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused, add_handlers, gone, note, stopping
+from jetspec.serve.errors import ApiError, add_handlers, gone, note, stopping
 from jetspec.serve.guard import Guard
 from jetspec.serve.log import facts
 from jetspec.serve.metrics import Metrics
-from jetspec.serve.prepare import Desk, Prepared
+from jetspec.serve.prepare import Prepared, RequestBuilder
 from jetspec.serve.protocol import (
     ChatChunk,
     ChatCompletion,
@@ -44,7 +44,7 @@ from jetspec.serve.protocol import (
     TreeShape,
 )
 from jetspec.serve.stream import EventStream, watched
-from jetspec.serve.worker import EngineThread, Ticket
+from jetspec.serve.worker import EngineThread, RequestHandle
 
 STATIC = Path(__file__).parent / "static"
 PAGE_POLICY = "; ".join(
@@ -99,7 +99,7 @@ class Server:
         self.compiler = Compiler(llm)
         self.writer = ThreadPoolExecutor(1, "write")
         self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
-        self.desk = Desk(
+        self.builder = RequestBuilder(
             llm.tokenizer,
             llm.tree,
             model_name=self.model_name,
@@ -112,7 +112,7 @@ class Server:
             budget=llm.tree.budget,
             width=llm.tree.width,
             max_len=llm.engine.max_len,
-            max_tokens=self.desk.max_tokens,
+            max_tokens=self.builder.max_tokens,
         )
 
     def app(self) -> ASGIApp:
@@ -145,12 +145,12 @@ class Server:
         @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=may_stream(ChatChunk))
         async def chat(asked: ChatRequest, request: Request) -> Response:
             """Answer a conversation. With `stream`, chunks come as server-sent events, one per round."""
-            return await self._answer(asked, request, self.desk.chat, ChatAnswer)
+            return await self._answer(asked, request, self.builder.chat, ChatAnswer)
 
         @app.post("/v1/completions", response_model=TextCompletion, responses=may_stream(TextCompletion))
         async def complete(asked: CompletionRequest, request: Request) -> Response:
             """Go on with a text. With `stream`, chunks come as server-sent events, one per round."""
-            return await self._answer(asked, request, self.desk.completion, TextAnswer)
+            return await self._answer(asked, request, self.builder.completion, TextAnswer)
 
         @app.get("/v1/models", responses=REFUSALS)
         async def models() -> ModelList:
@@ -159,7 +159,7 @@ class Server:
         @app.get("/v1/models/{name:path}", responses=REFUSALS)
         async def model(name: str) -> ModelCard:
             if name != self.model_name:
-                raise Refused("there is no such model here", status=404, code="model_not_found")
+                raise ApiError("there is no such model here", status=404, code="model_not_found")
             return self._card()
 
     def _add_operations(self, app: FastAPI) -> None:
@@ -209,53 +209,53 @@ class Server:
             client = said.get("tenant") or (request.client.host if request.client else "")
             prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param, client))
         answer = make_answer(prepared, self.words, self.model_name)
-        ticket = self.worker.submit(prepared.jobs)
+        handle = self.worker.submit(prepared.jobs)
         try:
-            async with watched(request.receive, ticket):
-                await asyncio.wait([ticket.joined])
-            if ticket.joined.cancelled():
+            async with watched(request.receive, handle):
+                await asyncio.wait([handle.joined])
+            if handle.joined.cancelled():
                 raise gone()
-            ticket.joined.result()
+            handle.joined.result()
         except BaseException:
-            self.worker.close(ticket)
+            self.worker.close(handle)
             raise
         if asked.stream:
             has_bill = asked.stream_options is not None and asked.stream_options.include_usage
-            events = self._events(ticket, answer, has_bill)
-            close = partial(self._close, ticket, answer, said)
-            return EventStream(events, ticket, close)
-        return await self._collect(request, ticket, answer, said)
+            events = self._events(handle, answer, has_bill)
+            close = partial(self._close, handle, answer, said)
+            return EventStream(events, handle, close)
+        return await self._collect(request, handle, answer, said)
 
-    async def _collect(self, request: Request, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> Response:
+    async def _collect(self, request: Request, handle: RequestHandle, answer: Answer, said: dict[str, Any]) -> Response:
         try:
-            async with watched(request.receive, ticket):
-                async for index, update in ticket.updates():
+            async with watched(request.receive, handle):
+                async for index, update in handle.updates():
                     answer.keep(index, update)
         finally:
-            self._close(ticket, answer, said)
-        if len(answer.completions) < ticket.num_answers:
+            self._close(handle, answer, said)
+        if len(answer.completions) < handle.num_answers:
             raise gone()
         # With log-probabilities it can be long.
         writing = asyncio.get_running_loop().run_in_executor(self.writer, lambda: answer.whole().model_dump_json())
         return Response(await writing, media_type="application/json")
 
-    async def _events(self, ticket: Ticket, answer: Answer, has_bill: bool) -> AsyncGenerator[bytes]:
+    async def _events(self, handle: RequestHandle, answer: Answer, has_bill: bool) -> AsyncGenerator[bytes]:
         try:
-            async for index, update in ticket.updates():
+            async for index, update in handle.updates():
                 if chunk := answer.take(index, update):
                     yield _event(chunk)
-            if has_bill and len(answer.completions) == ticket.num_answers:
+            if has_bill and len(answer.completions) == handle.num_answers:
                 yield _event(answer.bill())
             yield DONE
-        except Refused as why:
+        except ApiError as why:
             note(why)
             yield event(json.dumps(why.body()))
 
-    def _close(self, ticket: Ticket, answer: Answer, said: dict[str, Any]) -> None:
-        self.worker.close(ticket)
-        said["answers"] = f"{len(answer.completions)} of {ticket.num_answers}"
-        said["prompt_tokens"] = sum(len(job.tokens) for job in ticket.jobs)
-        said["completion_tokens"], said["rounds"] = ticket.num_tokens, ticket.num_rounds
+    def _close(self, handle: RequestHandle, answer: Answer, said: dict[str, Any]) -> None:
+        self.worker.close(handle)
+        said["answers"] = f"{len(answer.completions)} of {handle.num_answers}"
+        said["prompt_tokens"] = sum(len(job.tokens) for job in handle.jobs)
+        said["completion_tokens"], said["rounds"] = handle.num_tokens, handle.num_rounds
         if self.config.log_text:
             said["answered"] = [done.text for done in answer.completions.values()]
 

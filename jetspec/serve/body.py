@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from jetspec.serve.errors import MAX_QUOTE, Refused
+from jetspec.serve.errors import MAX_QUOTE, ApiError
 
 MAX_FIELDS = 1 << 15
 """Fields of all objects of a request together, an empty one counting as one: each costs microseconds to check."""
@@ -46,11 +46,11 @@ def check_type(content_type: str, encoding: str) -> None:
     header = Message()
     header["content-type"] = content_type
     if header.get_content_maintype() != "application" or header.get_content_subtype().split("+")[-1] != "json":
-        raise Refused("Content-Type must be application/json")
+        raise ApiError("Content-Type must be application/json")
     if (header.get_content_charset() or "utf-8") not in ("utf-8", "utf8"):
-        raise Refused("the body must be in UTF-8, and its Content-Type may name no other charset", status=415)
+        raise ApiError("the body must be in UTF-8, and its Content-Type may name no other charset", status=415)
     if encoding.lower() != "identity":
-        raise Refused("the body must come as it is; Content-Encoding is not supported", status=415)
+        raise ApiError("the body must come as it is; Content-Encoding is not supported", status=415)
 
 
 def parse(body: bytes) -> Any:
@@ -61,7 +61,7 @@ def parse(body: bytes) -> Any:
         nonlocal num_fields
         num_fields += len(pairs) or 1
         if num_fields > MAX_FIELDS:
-            raise Refused(f"the request has more than {MAX_FIELDS} fields")
+            raise ApiError(f"the request has more than {MAX_FIELDS} fields")
         made = dict(pairs)
         if len(made) < len(pairs):
             refuse_twice([name for name, _ in pairs])
@@ -71,13 +71,13 @@ def parse(body: bytes) -> Any:
         with without_collection():
             return json.loads(body.decode(), object_pairs_hook=make, parse_constant=refuse_constant)
     except UnicodeDecodeError as error:
-        raise Refused(f"the body is not UTF-8, at byte {error.start}") from None
+        raise ApiError(f"the body is not UTF-8, at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise Refused(f"the body is not valid JSON, at character {error.pos}: {error.msg}") from None
+        raise ApiError(f"the body is not valid JSON, at character {error.pos}: {error.msg}") from None
     except RecursionError:
-        raise Refused("the body is nested too deeply") from None
+        raise ApiError("the body is nested too deeply") from None
     except ValueError:  # more digits than Python reads
-        raise Refused("a number in the body is too long") from None
+        raise ApiError("a number in the body is too long") from None
 
 
 @contextmanager
@@ -93,10 +93,10 @@ def without_collection() -> Iterator[None]:
 
 
 def refuse_constant(name: str) -> NoReturn:
-    raise Refused(f"the body is not valid JSON: {name} is no number of JSON")
+    raise ApiError(f"the body is not valid JSON: {name} is no number of JSON")
 
 
 def refuse_twice(names: list[str]) -> NoReturn:
     seen: set[str] = set()
     twice = next(name for name in names if name in seen or seen.add(name))[:MAX_QUOTE]  # type: ignore[func-returns-value]
-    raise Refused(f"{twice} is given twice", param=twice)
+    raise ApiError(f"{twice} is given twice", param=twice)

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
-from jetspec.engine.constraint import Grammars
 from jetspec.engine.llm import LLM
-from jetspec.engine.trial import Trial
-from jetspec.serve.errors import Refused, stopping
+from jetspec.grammar.constraint import Grammars
+from jetspec.grammar.trial import Trial
+from jetspec.serve.errors import ApiError, stopping
 from jetspec.types import Grammar
 
 COMPILE_S = 5.0
@@ -92,10 +92,10 @@ class Turns:
             turns[0].set_result(None)
 
 
-def busy(num_ahead: int) -> Refused:
+def busy(num_ahead: int) -> ApiError:
     """All of those ahead, and the one at work, may take as long as they are let."""
     why = "the schemas of others are being read; try again later"
-    return Refused(why, status=503, code="schemas_busy", retry_after=math.ceil((1 + num_ahead) * COMPILE_S))
+    return ApiError(why, status=503, code="schemas_busy", retry_after=math.ceil((1 + num_ahead) * COMPILE_S))
 
 
 class Compiler:
@@ -137,7 +137,7 @@ class Compiler:
             except TimeoutError:
                 raise
             except ValueError as error:
-                raise Refused(str(error), param=param) from error
+                raise ApiError(str(error), param=param) from error
             except Exception:
                 if self._is_stopped:
                     raise stopping() from None
@@ -175,8 +175,8 @@ class Compiler:
         return grammars.compile(grammar)
 
 
-def too_slow(param: str) -> Refused:
-    return Refused(f"the schema takes longer than {COMPILE_S:g} s to read", param=param)
+def too_slow(param: str) -> ApiError:
+    return ApiError(f"the schema takes longer than {COMPILE_S:g} s to read", param=param)
 
 
 def _digest(grammar: Grammar) -> bytes:

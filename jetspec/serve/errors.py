@@ -20,7 +20,7 @@ FIELD = re.compile(r"(?!str$|list$|literal)[a-z0-9_]+")
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A request that is not answered, with the HTTP status that says so."""
 
     def __init__(
@@ -48,49 +48,49 @@ class Refused(Exception):
         return Response(json.dumps(self.body()), self.status, headers, "application/json")
 
 
-def refuse(why: Refused) -> Response:
+def refuse(why: ApiError) -> Response:
     """Tell the client, and the log."""
     note(why)
     return why.response()
 
 
-def note(why: Refused) -> None:
+def note(why: ApiError) -> None:
     facts.get().update({name: value for name in ("code", "param") if (value := getattr(why, name))})
 
 
-def failed() -> Refused:
+def failed() -> ApiError:
     """The engine broke down. What happened is in the server's log."""
-    return Refused("the engine has failed; the server needs a restart", status=500, code="engine_failed")
+    return ApiError("the engine has failed; the server needs a restart", status=500, code="engine_failed")
 
 
-def broken() -> Refused:
+def broken() -> ApiError:
     """A mistake of ours."""
-    return Refused("something went wrong inside the server", status=500, code="internal_error")
+    return ApiError("something went wrong inside the server", status=500, code="internal_error")
 
 
-def gone() -> Refused:
+def gone() -> ApiError:
     """For the log: the client is not there to read it."""
-    return Refused("the client went away", status=499, code="client_gone")
+    return ApiError("the client went away", status=499, code="client_gone")
 
 
-def unread() -> Refused:
-    return Refused("the answer was read too slowly to be kept", status=503, code="read_too_slowly")
+def unread() -> ApiError:
+    return ApiError("the answer was read too slowly to be kept", status=503, code="read_too_slowly")
 
 
-def stopping() -> Refused:
-    return Refused("the server is shutting down", status=503, code="shutting_down", retry_after=30)
+def stopping() -> ApiError:
+    return ApiError("the server is shutting down", status=503, code="shutting_down", retry_after=30)
 
 
 def add_handlers(app: FastAPI) -> None:
     """Whatever goes wrong in a route is told in the same form."""
-    app.add_exception_handler(Refused, _refuse)
+    app.add_exception_handler(ApiError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_invalid)
     app.add_exception_handler(HTTPException, _refuse_http)
     app.add_exception_handler(Exception, _refuse_failure)
 
 
 async def _refuse(request: Request, why: Exception) -> Response:
-    assert isinstance(why, Refused)
+    assert isinstance(why, ApiError)
     return refuse(why)
 
 
@@ -104,17 +104,17 @@ async def _refuse_invalid(request: Request, error: Exception) -> Response:
     fields = [part for part in place if FIELD.fullmatch(part)]
     if first["type"] == "extra_forbidden":
         where = ".".join([*fields, last])[:MAX_QUOTE]
-        return refuse(Refused(f"{where} is not supported", param=where, code="unsupported_parameter"))
+        return refuse(ApiError(f"{where} is not supported", param=where, code="unsupported_parameter"))
     where = ".".join([*fields, *filter(FIELD.fullmatch, [last])])[:MAX_QUOTE]
     text = str(first["msg"])[:MAX_QUOTE].removeprefix("Value error, ")
     if first["type"] == "too_long":
         text = f"there may be at most {first['ctx']['max_length']}"
-    return refuse(Refused(f"{where}: {text}" if where else text, param=where or None))
+    return refuse(ApiError(f"{where}: {text}" if where else text, param=where or None))
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = refuse(Refused(str(error.detail), status=error.status_code))
+    response = refuse(ApiError(str(error.detail), status=error.status_code))
     if methods := (error.headers or {}).get("Allow"):
         response.headers["Allow"] = "GET, HEAD" if methods == "GET" else methods
     return response

@@ -19,7 +19,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused, broken, gone, refuse
+from jetspec.serve.errors import ApiError, broken, gone, refuse
 from jetspec.serve.log import facts
 
 OPEN_PATHS = ("/", "/health")
@@ -72,7 +72,7 @@ class Guard:
                 await self.app(scope, body, visit.send)
             finally:
                 self.num_inside -= 1
-        except Refused as why:
+        except ApiError as why:
             await self._refuse(why, scope, receive, visit.send)
         except Exception as error:
             log.error("a handler failed", exc_info=error, extra={"facts": {"id": visit.id}})
@@ -87,7 +87,7 @@ class Guard:
         found = scope.get("route") or next((r for r in self.routes if r.matches(scope)[0] is not Match.NONE), None)
         return getattr(found, "path", "other")
 
-    async def _refuse(self, why: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, why: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Pages that may ask may also read why they are refused."""
         await shared(refuse(why), self.config.origins)(scope, receive, send)
 
@@ -95,9 +95,9 @@ class Guard:
         headers = Headers(scope=scope)
         if "content-length" in headers and "transfer-encoding" in headers:
             # Two that read the same bytes could see different requests in them.
-            raise Refused("a request has either Content-Length or Transfer-Encoding")
+            raise ApiError("a request has either Content-Length or Transfer-Encoding")
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
-            raise Refused(f"the headers have more than {MAX_HEADERS} bytes")
+            raise ApiError(f"the headers have more than {MAX_HEADERS} bytes")
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
         if self.digests:
             if not (is_open or self._asks_permission(scope, headers)):
@@ -105,11 +105,11 @@ class Guard:
         elif self.config.is_local and _host_name(headers.get("host", "localhost")) not in self.names:
             # A web page can point a name of its own at this machine, and then ask in the name of who looks at it.
             # Browsers always say the name; HTTP/1.0 need not.
-            raise Refused("without API keys, this server answers to localhost only")
+            raise ApiError("without API keys, this server answers to localhost only")
         if headers.get("expect", "100-continue").lower() != "100-continue":
-            raise Refused("nothing can be expected but 100-continue", status=417)
+            raise ApiError("nothing can be expected but 100-continue", status=417)
         if self.num_inside >= self.config.max_requests and not is_open:
-            raise Refused("too many requests at a time", status=429, code="too_many_requests", retry_after=1)
+            raise ApiError("too many requests at a time", status=429, code="too_many_requests", retry_after=1)
 
     def _asks_permission(self, scope: Scope, headers: Headers) -> bool:
         """Whether a browser only asks what a page may do. It sends no key then, and no route is reached."""
@@ -127,13 +127,13 @@ class Guard:
             if hmac.compare_digest(given, digest):
                 found = number
         if not found or scheme.lower() != "bearer":
-            raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
+            raise ApiError("the API key is missing or wrong", status=401, code="invalid_api_key")
         return f"key {found}"
 
     async def _body(self, scope: Scope, receive: Receive) -> Receive:
         """Read the whole body, within bytes and time; the routes get it in one piece."""
         most = self.config.max_body
-        too_large = Refused(f"the request is larger than {most} bytes", status=413, code="request_too_large")
+        too_large = ApiError(f"the request is larger than {most} bytes", status=413, code="request_too_large")
         length = Headers(scope=scope).get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > most:
             raise too_large
@@ -143,7 +143,7 @@ class Guard:
                 while more:
                     message = await receive()
                     if scope.get("state", {}).get("badly_framed"):  # says the connection
-                        raise Refused("the body comes in too many small chunks; send larger ones, or its length")
+                        raise ApiError("the body comes in too many small chunks; send larger ones, or its length")
                     if message["type"] == "http.disconnect":
                         raise gone()
                     body += message.get("body", b"")
@@ -151,7 +151,7 @@ class Guard:
                     if len(body) > most:
                         raise too_large
         except TimeoutError:
-            raise Refused("the request did not arrive in time", status=408, code="request_timeout") from None
+            raise ApiError("the request did not arrive in time", status=408, code="request_timeout") from None
         first: Message | None = {"type": "http.request", "body": bytes(body), "more_body": False}
 
         async def replay() -> Message:

@@ -13,7 +13,7 @@ from jetspec.config import TreeConfig
 from jetspec.models.tokenizer import Tokenizer, TooLong
 from jetspec.serve.arguments import told_arguments
 from jetspec.serve.calls import BEGIN
-from jetspec.serve.errors import Refused
+from jetspec.serve.errors import ApiError
 from jetspec.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -60,7 +60,7 @@ class Prepared:
         return replace(self, jobs=jobs)
 
 
-class Desk:
+class RequestBuilder:
     """Knows what this server's model and engine can do, and refuses the rest by name."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Desk:
     def chat(self, asked: ChatRequest, tenant: str) -> Prepared:
         self._check_common(asked)
         if asked.top_logprobs is not None and not asked.logprobs:
-            raise Refused("top_logprobs needs logprobs", param="top_logprobs")
+            raise ApiError("top_logprobs needs logprobs", param="top_logprobs")
         tools, forced = chosen_tools(asked)
         if tools or any(map(uses_tools, asked.messages)):
             check_template(self.tokenizer.chat_template)
@@ -113,7 +113,7 @@ class Desk:
         if isinstance(form, TextFormat):
             form = None
         if form and tools:
-            raise Refused("response_format and tools do not go together", param="response_format")
+            raise ApiError("response_format and tools do not go together", param="response_format")
         if tools:
             return forced_call(tools) if forced else free_calls(tools, asked.parallel_tool_calls)
         if isinstance(form, SchemaFormat):
@@ -122,30 +122,30 @@ class Desk:
 
     def _check_common(self, asked: Generation) -> None:
         if asked.model != self.model_name:
-            raise Refused(
+            raise ApiError(
                 f"the model {asked.model!r} is not served here; {self.model_name!r} is",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
         if asked.stream_options and not asked.stream:
-            raise Refused("stream_options needs stream", param="stream_options")
+            raise ApiError("stream_options needs stream", param="stream_options")
         if asked.jetspec and asked.jetspec.trace and not asked.stream:
-            raise Refused("jetspec.trace needs stream", param="jetspec.trace")
+            raise ApiError("jetspec.trace needs stream", param="jetspec.trace")
 
     def _encode_chat(self, messages: list[dict[str, Any]], begin: str, variables: dict[str, Any]) -> list[int]:
         if self.tokenizer.chat_template is None:
-            raise Refused("this model has no chat template; use /v1/completions", param="messages")
+            raise ApiError("this model has no chat template; use /v1/completions", param="messages")
         try:
             return self.tokenizer.encode_chat(messages, begin, self.max_prompt, **variables)
         except TooLong as error:
             raise self._too_long() from error
         except ValueError as error:
             if error.__cause__ is None:
-                raise Refused(str(error), param="messages") from error
+                raise ApiError(str(error), param="messages") from error
             # What a template says about a conversation is for the client; how it broke is not.
             why = f": {error.__cause__}" if type(error.__cause__) is TemplateError else ""
-            raise Refused(f"the chat template does not take this conversation{why}", param="messages") from error
+            raise ApiError(f"the chat template does not take this conversation{why}", param="messages") from error
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -154,13 +154,13 @@ class Desk:
             except TooLong as error:
                 raise self._too_long() from error
             except ValueError as error:
-                raise Refused(str(error), param="prompt") from error
+                raise ApiError(str(error), param="prompt") from error
         self._check_tokens(prompt, "prompt")
         return prompt
 
     def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
         if tokens and max(tokens) >= self.vocab_size:
-            raise Refused(f"token id {max(tokens)} is not in the vocabulary", param=param)
+            raise ApiError(f"token id {max(tokens)} is not in the vocabulary", param=param)
 
     def _jobs(
         self,
@@ -184,10 +184,10 @@ class Desk:
         self, asked: Generation, limit: int | None, logprobs: int | None, grammar: Grammar | None
     ) -> SamplingParams:
         if limit is not None and limit > self.max_tokens:
-            raise Refused(f"max_tokens is {limit}; here it may be at most {self.max_tokens}", param="max_tokens")
+            raise ApiError(f"max_tokens is {limit}; here it may be at most {self.max_tokens}", param="max_tokens")
         if grammar and asked.ignore_eos:
             why = "ignore_eos does not go together with a form of the answer or strict tools"
-            raise Refused(why, param="ignore_eos")
+            raise ApiError(why, param="ignore_eos")
         bias = {int(token): value for token, value in asked.logit_bias.items()}
         self._check_tokens(list(bias), "logit_bias")
         return SamplingParams(
@@ -215,18 +215,18 @@ class Desk:
             ("width", tree.width, self.tree.width),
         ):
             if value is not None and value > most:
-                raise Refused(f"{name} is {value}; this server's trees have {most}", param=f"jetspec.{name}")
+                raise ApiError(f"{name} is {value}; this server's trees have {most}", param=f"jetspec.{name}")
         return TreeLimits(tree.budget or self.tree.budget, tree.width or self.tree.width)
 
     def _check_prompt(self, tokens: Sequence[int]) -> None:
         if not tokens:
-            raise Refused("the prompt is empty", param="prompt")
+            raise ApiError("the prompt is empty", param="prompt")
         if len(tokens) > self.max_prompt:
             raise self._too_long()
 
-    def _too_long(self) -> Refused:
+    def _too_long(self) -> ApiError:
         why = f"the prompt is too long; here it may have at most {self.max_prompt} tokens"
-        return Refused(why, code="context_length_exceeded")
+        return ApiError(why, code="context_length_exceeded")
 
 
 def chosen_tools(asked: ChatRequest) -> tuple[list[Tool], bool]:
@@ -240,7 +240,7 @@ def chosen_tools(asked: ChatRequest) -> tuple[list[Tool], bool]:
     wanted = choice.function.name if isinstance(choice, ToolChoice) else None
     tools = [tool for tool in asked.tools if wanted in (None, tool.function.name)]
     if not tools:
-        raise Refused(f"tool_choice wants a tool that is not there; there are: {names}", param="tool_choice")
+        raise ApiError(f"tool_choice wants a tool that is not there; there are: {names}", param="tool_choice")
     return tools, True
 
 
@@ -248,7 +248,7 @@ def answer_limit(asked: ChatRequest) -> int | None:
     """The limit on an answer has two names."""
     old, new = asked.max_tokens, asked.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise Refused(f"max_tokens is {old}, but max_completion_tokens is {new}; give one of them", param="max_tokens")
+        raise ApiError(f"max_tokens is {old}, but max_completion_tokens is {new}; give one of them", param="max_tokens")
     return new or old
 
 
@@ -257,7 +257,7 @@ def check_calls(messages: Sequence[Message]) -> None:
     made: set[str] = set()
     for number, message in enumerate(messages):
         if message.tool_call_id and message.tool_call_id not in made:
-            raise Refused("no call before has this tool_call_id", param=f"messages.{number}.tool_call_id")
+            raise ApiError("no call before has this tool_call_id", param=f"messages.{number}.tool_call_id")
         made.update(call.id for call in message.tool_calls or [])
 
 
@@ -276,7 +276,7 @@ def template_arguments(asked: TemplateArguments, template: str | None) -> dict[s
     for name in given:
         if name not in (template or ""):
             where = f"chat_template_kwargs.{name}"
-            raise Refused(f"{where} is not supported: this model's chat template does not use it", param=where)
+            raise ApiError(f"{where} is not supported: this model's chat template does not use it", param=where)
     return given
 
 
@@ -284,7 +284,7 @@ def told_call(call: ToolCall, place: str) -> dict[str, Any]:
     try:
         arguments = told_arguments(call.function.arguments)
     except ValueError as error:
-        raise Refused(str(error), param=f"{place}.function.arguments") from error
+        raise ApiError(str(error), param=f"{place}.function.arguments") from error
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 

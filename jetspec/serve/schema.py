@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any
 
-from jetspec.engine.schema_form import COUNTS
-from jetspec.serve.errors import Refused
+from jetspec.grammar.schema_form import COUNTS
+from jetspec.serve.errors import ApiError
 
 MAX_BYTES = 16 << 10
 MAX_ALL_BYTES = 4 * MAX_BYTES
@@ -29,24 +29,24 @@ def bounded(schema: dict[str, Any], param: str) -> str:
 def check_bounds(schemas: list[dict[str, Any]], param: str) -> None:
     """Refuse what is too large, one by one or all together: they become one grammar."""
     if max(map(depth_of, schemas), default=0) > MAX_DEPTH:
-        raise Refused(f"{param} is nested deeper than {MAX_DEPTH}", param=param)
+        raise ApiError(f"{param} is nested deeper than {MAX_DEPTH}", param=param)
     sizes = [len(json.dumps(schema)) for schema in schemas]
     for size, most in ((max(sizes, default=0), MAX_BYTES), (sum(sizes), MAX_ALL_BYTES)):
         if size > most:
-            raise Refused(f"{param} has {size} bytes; it may have {most}", param=param)
+            raise ApiError(f"{param} has {size} bytes; it may have {most}", param=param)
     repeated = 0
     for part in objects(schemas):
         for name in COUNTS:
             if isinstance(value := part.get(name), int) and value > MAX_COUNT:
-                raise Refused(f"{name} in {param} is {value}; it may be at most {MAX_COUNT}", param=param)
+                raise ApiError(f"{name} in {param} is {value}; it may be at most {MAX_COUNT}", param=param)
         check_properties(part, param)
         if not str(part.get("$ref", "#")).startswith("#"):
-            raise Refused(f"a $ref in {param} leads elsewhere; only those within it are followed", param=param)
+            raise ApiError(f"a $ref in {param} leads elsewhere; only those within it are followed", param=param)
         if isinstance(pattern := part.get("pattern"), str):
             count = repetitions(pattern)
             repeated += count if count > 1 else 0
         if repeated > MAX_COUNT:
-            raise Refused(f"the patterns in {param} repeat more than {MAX_COUNT} times", param=param)
+            raise ApiError(f"the patterns in {param} repeat more than {MAX_COUNT} times", param=param)
 
 
 def check_properties(part: dict[str, Any], param: str) -> None:
@@ -55,7 +55,7 @@ def check_properties(part: dict[str, Any], param: str) -> None:
     counts = [part[name] for name in ("minProperties", "maxProperties") if isinstance(part.get(name), int)]
     if isinstance(named, dict) and counts and len(named) * max(len(named), *counts) > MAX_STATES:
         why = f"an object in {param} names {len(named)} properties and bounds their number; that is too much together"
-        raise Refused(why, param=param)
+        raise ApiError(why, param=param)
 
 
 def depth_of(value: Any) -> int:

@@ -9,20 +9,20 @@ from contextlib import aclosing, asynccontextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jetspec.serve.worker import Ticket
+from jetspec.serve.worker import RequestHandle
 
 
 class EventStream(Response):
     """Server-sent events as they come. A client that goes away, or is cut off, gives its ticket back at once."""
 
-    def __init__(self, events: AsyncGenerator[bytes], ticket: Ticket, close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], handle: RequestHandle, close: Callable[[], None]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self.events, self.ticket, self.close = events, ticket, close
+        self.events, self.handle, self.close = events, handle, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self.events) as events, watched(receive, self.ticket):
+            async with aclosing(self.events) as events, watched(receive, self.handle):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for data in events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -32,13 +32,13 @@ class EventStream(Response):
 
 
 @asynccontextmanager
-async def watched(receive: Receive, ticket: Ticket) -> AsyncIterator[None]:
+async def watched(receive: Receive, handle: RequestHandle) -> AsyncIterator[None]:
     """Give the ticket back as soon as the client is gone."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        ticket.give_back()
+        handle.give_back()
 
     watching = asyncio.create_task(watch())
     try:

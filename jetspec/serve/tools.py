@@ -6,9 +6,9 @@ import copy
 import json
 from typing import Any
 
-from jetspec.engine.schema_parts import inner_schemas, types_of
+from jetspec.grammar.schema_parts import inner_schemas, types_of
 from jetspec.serve.calls import BEGIN, END
-from jetspec.serve.errors import Refused
+from jetspec.serve.errors import ApiError
 from jetspec.serve.protocol import Tool
 from jetspec.types import Grammar
 
@@ -16,9 +16,11 @@ from jetspec.types import Grammar
 def check_template(template: str | None) -> None:
     """Tools are refused where the model would not be told of them, or would call them in a way we cannot read."""
     if template is None or "tools" not in template:
-        raise Refused("tools are not supported: this model's chat template has none", param="tools")
+        raise ApiError("tools are not supported: this model's chat template has none", param="tools")
     if BEGIN not in template:
-        raise Refused("tools are not supported: this model's chat template calls them in an unknown way", param="tools")
+        raise ApiError(
+            "tools are not supported: this model's chat template calls them in an unknown way", param="tools"
+        )
 
 
 def check_tools(tools: list[Tool]) -> None:
@@ -26,7 +28,7 @@ def check_tools(tools: list[Tool]) -> None:
     names = [tool.function.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
-            raise Refused(f"several tools are called {name}", param="tools")
+            raise ApiError(f"several tools are called {name}", param="tools")
     for tool in tools:
         parameters = tool.function.parameters or {"type": "object"}
         try:
@@ -34,7 +36,7 @@ def check_tools(tools: list[Tool]) -> None:
         except TypeError:  # a keyword with a value of the wrong type
             is_object = False
         if not is_object:
-            raise Refused(f'the parameters of {tool.function.name} must have "type": "object"', param="tools")
+            raise ApiError(f'the parameters of {tool.function.name} must have "type": "object"', param="tools")
 
 
 def told_tool(tool: Tool) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def free_calls(tools: list[Tool], several: bool = True) -> Grammar | None:
     if not any(tool.function.strict for tool in tools):
         if not several:
             why = "parallel_tool_calls can be false only if a tool is strict or tool_choice forces a call"
-            raise Refused(f"{why}: ask for one of these", param="parallel_tool_calls")
+            raise ApiError(f"{why}: ask for one of these", param="parallel_tool_calls")
         return None
     parameters = [tool.function.parameters if tool.function.strict else {} for tool in tools]
     form = {"begin": BEGIN, "end": END, "schema": call_schema(tools, parameters), "once": not several}

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from jetspec.engine.engine import Engine
 from jetspec.engine.garbage import settled
-from jetspec.serve.errors import Refused, failed, stopping, unread
+from jetspec.serve.errors import ApiError, failed, stopping, unread
 from jetspec.types import SamplingParams, TreeLimits, Update
 
 LONGEST_RETRY_S = 60
@@ -54,10 +54,12 @@ class Watcher(Protocol):
         """`waited_s` is the time since the update before, or since the request came."""
 
 
-class Ticket:
+class RequestHandle:
     """The answers to one HTTP request, as the event loop sees them."""
 
-    def __init__(self, jobs: Sequence[Job], leave: Callable[[Ticket], None], written: Callable[[Ticket], None]) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], leave: Callable[[RequestHandle], None], written: Callable[[RequestHandle], None]
+    ) -> None:
         self.jobs = jobs
         self.num_answers = sum(job.count for job in jobs)
         self.num_tokens, self.num_rounds = 0, 0
@@ -68,7 +70,7 @@ class Ticket:
         self.arrived = time.perf_counter()
         self.joined: asyncio.Future[None] = self.loop.create_future()
         """Done once the engine has taken the jobs, or has refused one."""
-        self._news: asyncio.Queue[tuple[int, Update] | Refused | None] = asyncio.Queue()
+        self._news: asyncio.Queue[tuple[int, Update] | ApiError | None] = asyncio.Queue()
         self._left, self._unwritten = self.num_answers, self.num_answers
         self._leave, self._written = leave, written
 
@@ -82,7 +84,7 @@ class Ticket:
             news = await self._news.get()
             if news is None:
                 return
-            if isinstance(news, Refused):
+            if isinstance(news, ApiError):
                 raise news
             index, update = news
             self._left -= update.completion is not None
@@ -107,14 +109,14 @@ class Ticket:
         if not self._unwritten:
             self._written(self)
 
-    def forget(self, why: Refused) -> None:
+    def forget(self, why: ApiError) -> None:
         """Drop what was not read yet. Who reads on is told why."""
         while not self._news.empty():
             self._news.get_nowait()
         self.num_unread = 0
         self._news.put_nowait(why)
 
-    def refuse(self, why: Refused) -> None:
+    def refuse(self, why: ApiError) -> None:
         if not self.joined.done():
             self._left = 0
             self.joined.set_exception(why)
@@ -131,7 +133,7 @@ def num_kept(update: Update) -> int:
 class Place:
     """Where the updates of one engine request go. Lives in the engine's thread."""
 
-    ticket: Ticket
+    handle: RequestHandle
     index: int
     last_s: float
     is_first: bool = True
@@ -145,9 +147,9 @@ class EngineThread:
         self.max_batch, self.max_open = max_batch, max_batch + max_queue
         self.failure: BaseException | None = None
         self.is_stopping = False
-        self._open: dict[Ticket, int] = {}
+        self._open: dict[RequestHandle, int] = {}
         """Tickets that the engine works for, and their answers; known to the event loop only."""
-        self._unread: dict[Ticket, None] = {}
+        self._unread: dict[RequestHandle, None] = {}
         """Tickets that the engine is done with and that are still being read, the oldest first. They have no place in
         the queue, so a slow reader keeps nobody waiting. But they are in memory: beyond `MAX_UNREAD`, the oldest are
         forgotten."""
@@ -175,45 +177,45 @@ class EngineThread:
     def is_ready(self) -> bool:
         return self._thread.is_alive() and not (self.failure or self.is_stopping) and self.num_open < self.max_open
 
-    def submit(self, jobs: Sequence[Job]) -> Ticket:
+    def submit(self, jobs: Sequence[Job]) -> RequestHandle:
         """Queue jobs, or refuse them at once: the engine has failed, the server stops, or the queue is full."""
         if self.failure:
             raise failed()
         if self.is_stopping:
             raise stopping()
-        ticket = Ticket(jobs, self._give_back, self._written)
-        wanted = ticket.num_answers
+        handle = RequestHandle(jobs, self._give_back, self._written)
+        wanted = handle.num_answers
         if wanted > self.max_open:
-            raise Refused(f"this request wants {wanted} answers; at most {self.max_open} can wait at a time")
+            raise ApiError(f"this request wants {wanted} answers; at most {self.max_open} can wait at a time")
         if self.num_open + wanted > self.max_open:
-            raise Refused(
+            raise ApiError(
                 "the queue is full; try again later", status=429, code="queue_full", retry_after=self._retry_after()
             )
-        self._open[ticket] = wanted
-        self._orders.put(partial(self._join, ticket))
-        return ticket
+        self._open[handle] = wanted
+        self._orders.put(partial(self._join, handle))
+        return handle
 
-    def close(self, ticket: Ticket) -> None:
+    def close(self, handle: RequestHandle) -> None:
         """Be done with a ticket, finished or not."""
-        ticket.give_back()
-        self._open.pop(ticket, None)
-        self._unread.pop(ticket, None)
+        handle.give_back()
+        self._open.pop(handle, None)
+        self._unread.pop(handle, None)
 
-    def refuse_all(self, why: Refused) -> None:
-        for ticket in list(self._open):
-            self._give_back(ticket)
-            ticket.refuse(why)
+    def refuse_all(self, why: ApiError) -> None:
+        for handle in list(self._open):
+            self._give_back(handle)
+            handle.refuse(why)
 
-    def _give_back(self, ticket: Ticket) -> None:
-        self._orders.put(partial(self._drop, ticket))
+    def _give_back(self, handle: RequestHandle) -> None:
+        self._orders.put(partial(self._drop, handle))
 
-    def _written(self, ticket: Ticket) -> None:
+    def _written(self, handle: RequestHandle) -> None:
         """The engine is done with a ticket: its places are free."""
-        if self._open.pop(ticket, None) is None:
+        if self._open.pop(handle, None) is None:
             return
-        self._mean_s += FORGETTING * (time.perf_counter() - ticket.arrived - self._mean_s)
-        self._unread[ticket] = None
-        while sum(ticket.num_unread for ticket in self._unread) > MAX_UNREAD:
+        self._mean_s += FORGETTING * (time.perf_counter() - handle.arrived - self._mean_s)
+        self._unread[handle] = None
+        while sum(handle.num_unread for handle in self._unread) > MAX_UNREAD:
             oldest = next(iter(self._unread))
             del self._unread[oldest]
             oldest.forget(unread())
@@ -235,7 +237,7 @@ class EngineThread:
             self.failure = error
             log.error("engine failed", exc_info=error)
             for place in self._places.values():
-                self._tell(place.ticket, partial(place.ticket.refuse, failed()))
+                self._tell(place.handle, partial(place.handle.refuse, failed()))
             self._places.clear()
             while order := self._orders.get():  # tickets that came in meanwhile
                 order()
@@ -249,59 +251,59 @@ class EngineThread:
             order()
         return True
 
-    def _join(self, ticket: Ticket) -> None:
+    def _join(self, handle: RequestHandle) -> None:
         if self.failure:
-            self._tell(ticket, partial(ticket.refuse, failed()))
+            self._tell(handle, partial(handle.refuse, failed()))
             return
         try:
-            ids = [request_id for job in ticket.jobs for request_id in self._add(job)]
+            ids = [request_id for job in handle.jobs for request_id in self._add(job)]
         except Exception as error:
-            self._tell(ticket, partial(ticket.refuse, _refusal(error)))
+            self._tell(handle, partial(handle.refuse, _refusal(error)))
             for request_id in self.engine.requests.keys() - self._places.keys():
                 self.engine.cancel(request_id)
             return
         for index, request_id in enumerate(ids):
-            self._places[request_id] = Place(ticket, index, ticket.arrived)
-        self.watcher.joined(sum(len(job.tokens) for job in ticket.jobs))
-        self._tell(ticket, partial(_set_done, ticket.joined))
+            self._places[request_id] = Place(handle, index, handle.arrived)
+        self.watcher.joined(sum(len(job.tokens) for job in handle.jobs))
+        self._tell(handle, partial(_set_done, handle.joined))
 
     def _add(self, job: Job) -> list[int]:
         return self.engine.add_several(
             job.tokens, job.sampling, job.count, limits=job.limits, trace=job.trace, cache_salt=job.cache_salt
         )
 
-    def _drop(self, ticket: Ticket) -> None:
-        for request_id in [id for id, place in self._places.items() if place.ticket is ticket]:
+    def _drop(self, handle: RequestHandle) -> None:
+        for request_id in [id for id, place in self._places.items() if place.handle is handle]:
             del self._places[request_id]
             self.engine.cancel(request_id)
 
     def _deliver(self, updates: list[Update]) -> None:
         """One message per ticket and step, however many answers it has."""
         now = time.perf_counter()
-        news: dict[Ticket, list[tuple[int, Update]]] = {}
+        news: dict[RequestHandle, list[tuple[int, Update]]] = {}
         for update in updates:
             place = self._places[update.request_id]
             self.watcher.saw(update, now - place.last_s, place.is_first)
             place.last_s, place.is_first = now, False
-            news.setdefault(place.ticket, []).append((place.index, update))
+            news.setdefault(place.handle, []).append((place.index, update))
             if update.completion:
                 del self._places[update.request_id]
-        for ticket, items in news.items():
-            self._tell(ticket, partial(ticket.tell, items))
+        for handle, items in news.items():
+            self._tell(handle, partial(handle.tell, items))
 
     @staticmethod
-    def _tell(ticket: Ticket, call: Callable[[], None]) -> None:
-        ticket.loop.call_soon_threadsafe(call)
+    def _tell(handle: RequestHandle, call: Callable[[], None]) -> None:
+        handle.loop.call_soon_threadsafe(call)
 
 
-def _refusal(error: Exception) -> Refused:
+def _refusal(error: Exception) -> ApiError:
     """What is said of a request that the engine did not take."""
-    if isinstance(error, Refused):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, ValueError):
-        return Refused(str(error))
+        return ApiError(str(error))
     log.error("a request could not be started", exc_info=error)
-    return Refused("this request could not be started", status=500, code="request_failed")
+    return ApiError("this request could not be started", status=500, code="request_failed")
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from jetspec import ops
+from jetspec.data.corpus import OnDevice, PackedBatch
 from jetspec.models.draft_head import HeadConfig
 from jetspec.models.masked_attention import Sees, Visible, make_visible
-from jetspec.train.data import OnDevice, PackedBatch
 
 
 @dataclass(frozen=True)

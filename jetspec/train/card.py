@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jetspec.data.corpus import lines_of
 from jetspec.models.draft_head import HeadConfig
 from jetspec.models.eagle3 import Eagle3Config
 from jetspec.record import make_record, shown
 from jetspec.train.config import DataFile, LossConfig, TrainConfig
-from jetspec.train.data import lines_of
 
 
 def model_card(

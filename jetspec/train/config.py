@@ -16,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from jetspec.config import MAX_DEPTH
+from jetspec.data.prompts import OnBad
 from jetspec.models.eagle3 import DEPTH, NUM_TAPS
 
 COUNTS = (
@@ -27,8 +28,6 @@ COUNTS = (
 BLOCK_ONLY = ("num_layers", "block_size", "causal", "mask_token", "edge_rank")
 EAGLE3_ONLY = ("depth", "draft_vocab")
 """Settings of a head that mean nothing to the other kind."""
-
-OnBad = Literal["stop", "skip"]
 
 NEAR = 0.6
 """How alike a name must be to be the one that was meant."""

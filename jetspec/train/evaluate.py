@@ -18,9 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from jetspec.config import TreeConfig
+from jetspec.data.corpus import Document, answer_spans
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
-from jetspec.train.data import Document
 from jetspec.train.reading import (
     BEYOND,
     RANKS,
@@ -180,13 +180,6 @@ def is_greedy(target: Decoder, document: Document) -> bool:
     return bool(agrees.mean() >= GREEDY_SHARE) if len(agrees) else False
 
 
-def answer_spans(document: Document) -> list[tuple[int, int]]:
-    """Where the target wrote: [start, end). The token before the start is the first anchor, so there must be one."""
-    edges = np.flatnonzero(np.diff(document.written, prepend=False, append=False)).tolist()
-    spans = ((max(start, 1), end) for start, end in zip(edges[::2], edges[1::2], strict=True))
-    return [(start, end) for start, end in spans if start < end]
-
-
 class _Scorer:
     def __init__(self, target: Decoder, head: Head, trees: Mapping[str, TreeConfig], tree: TreeConfig) -> None:
         self.target, self.head, self.trees, self.width = target, head, trees, tree.width
@@ -234,7 +227,7 @@ class _Scorer:
 
     def _gaps(self, reading: Reading, at_B: Tensor, stop_B: Tensor) -> Tensor:
         """log q - log p of the top paths, cut where the text ends. q is the head's own, whatever the heat of trees."""
-        chain = reading.draft(at_B, replace(self.offer, heat=1)).tree(self.chain)
+        chain = reading.draft(at_B, replace(self.offer, draft_temperature=1)).tree(self.chain)
         assert chain.score_BN is not None
         length_B1 = (stop_B - at_B - 1)[:, None].clamp(max=self.depth)
         logp_BD = reading.logprob(at_B, chain.token_BN[:, 1:]).cumsum(1)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from jetspec import ops
-from jetspec.dispatch import force
+from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
+from jetspec.ops.select import force
 from jetspec.train.blocks import Blocks, Drafts, block_mask, draft_mask
 from jetspec.train.config import LossConfig
-from jetspec.train.data import PackedBatch
 
 
 @dataclass(frozen=True)

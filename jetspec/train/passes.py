@@ -12,10 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from jetspec.graph_pool import GraphPool
+from jetspec.capture import GraphPool
+from jetspec.data.corpus import OnDevice, PackedBatch
 from jetspec.models.decoder import Hidden
 from jetspec.train.blocks import Drafts
-from jetspec.train.data import OnDevice, PackedBatch
 from jetspec.train.loss import DraftLoss
 
 Input = TypeVar("Input", bound=OnDevice)

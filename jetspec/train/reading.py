@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetspec.config import TreeConfig
-from jetspec.dispatch import force
 from jetspec.models.decoder import Decoder, DecoderStack
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head
+from jetspec.ops.select import force
 from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, pack_bits
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
@@ -132,8 +132,8 @@ class BlockReading(Reading):
         # A shortlist must stay as it is: it shapes the scores.
         offer = replace(tree, width=max(tree.width, min(RANKS[-1], tree.shortlist or RANKS[-1])))
         depth = self.head.head_config.draft_depth(tree.depth)
-        root_B, heat_B = self.token_T[anchor_B], _greedy_heat(tree, anchor_B)
-        candidates = self.head.candidates(self.states(anchor_B)[:, :depth], root_B, self.target, offer, heat_B)
+        root_B, temperature_B = self.token_T[anchor_B], _greedy_draft_temperature(tree, anchor_B)
+        candidates = self.head.candidates(self.states(anchor_B)[:, :depth], root_B, self.target, offer, temperature_B)
         return BlockDrafted(candidates, root_B, depth)
 
 
@@ -177,8 +177,8 @@ class UnrolledReading(Reading):
         nodes = replace(nodes, position_T=position_BN.flatten(), ancestor_BNW=own_NW.expand(B, -1, -1))
         growing = GrowingTree(self.token_T[anchor_B], width, tree.budget)
         feature_BM = self.feature_TM[(anchor_B - 1).clamp(min=0)]
-        depth, heat_B = config.draft_depth(tree.depth), _greedy_heat(tree, anchor_B)
-        return self.head.grow(growing, depth, nodes, feature_BM, self.target, pages, heat_B)
+        depth, temperature_B = config.draft_depth(tree.depth), _greedy_draft_temperature(tree, anchor_B)
+        return self.head.grow(growing, depth, nodes, feature_BM, self.target, pages, temperature_B)
 
     def offered(self, anchor_B: Tensor, coming_BD: Tensor) -> Tensor:
         """The best tokens at every depth along the coming tokens, (B, D, K), by the pass that training makes."""
@@ -209,8 +209,12 @@ class UnrolledDrafted:
         return torch.where(nothing_seen, ABSENT, rank_BD)
 
 
-def _greedy_heat(tree: TreeConfig, anchor_B: Tensor) -> Tensor | None:
-    return None if tree.heat == 1 else torch.full(anchor_B.shape, tree.heat, device=anchor_B.device)
+def _greedy_draft_temperature(tree: TreeConfig, anchor_B: Tensor) -> Tensor | None:
+    return (
+        None
+        if tree.draft_temperature == 1
+        else torch.full(anchor_B.shape, tree.draft_temperature, device=anchor_B.device)
+    )
 
 
 def ranks_among(offered_BDK: Tensor, coming_BD: Tensor) -> Tensor:

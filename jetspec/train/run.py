@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from jetspec.data.corpus import Documents, PackedData, Tally, read_documents
 from jetspec.files import write_whole
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
@@ -20,7 +21,6 @@ from jetspec.models.eagle3 import DEPTH, Eagle3Config, Eagle3Head, eagle3_tap_la
 from jetspec.models.heads import Head, load_any_head
 from jetspec.record import shown
 from jetspec.train.config import HeadShape, TrainConfig
-from jetspec.train.data import Documents, PackedData, Tally, read_documents
 from jetspec.train.trainer import Score, Trainer
 
 DRAFT_VOCAB = 32_000

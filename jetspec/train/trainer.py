@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
+from jetspec.capture import GraphPool
 from jetspec.config import TreeConfig
-from jetspec.dispatch import force
-from jetspec.graph_pool import GraphPool
+from jetspec.data.corpus import Ahead, Document, PackedBatch, PackedData
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.heads import Head, load_any_head, save_any_head
+from jetspec.ops.select import force
 from jetspec.train.blocks import Blocks, Drafts, choose_anchors, document_mask, lay_out, lay_out_chains
 from jetspec.train.card import model_card
 from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint, settings
 from jetspec.train.clock import Speed, TimeLimit
 from jetspec.train.config import LossConfig, TrainConfig
-from jetspec.train.data import Ahead, Document, PackedBatch, PackedData
 from jetspec.train.evaluate import is_greedy, score_head
 from jetspec.train.log import RunLog, was_written
 from jetspec.train.loss import DraftLoss, Metrics, draft_loss, unrolled_loss

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetspec.dispatch import uses_kernel
+from jetspec.ops.select import uses_kernel
 from jetspec.tree.draft_tree import DraftTree
 from jetspec.tree.sample import choose_nodes, choose_token
 from jetspec.types import RowSampling

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jetspec.config import TreeConfig
-from jetspec.dispatch import uses_kernel
+from jetspec.ops.select import uses_kernel
 from jetspec.tree.draft_tree import DraftTree
 from jetspec.types import EdgeFactors
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.dispatch import uses_kernel
+from jetspec.ops.select import uses_kernel
 from jetspec.types import RowSampling
 
 _MASK32 = 0xFFFFFFFF

@@ -89,7 +89,7 @@ def _choose_nodes_kernel(
         request = node // N
         temperature = tl.load(temperature_ptr + request)
         if temperature > 0:
-            value = _heated(value, temperature)
+            value = _scaled(value, temperature)
             if threshold_ptr is not None:
                 value = tl.where(value < tl.load(threshold_ptr + node), -float("inf"), value)
             seed, position = tl.load(seed_ptr + request), tl.load(position_ptr + node)
@@ -155,7 +155,7 @@ def _threshold_kernel(
 
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
     for start in range(0, V, BLOCK):
-        highest = tl.maximum(highest, _heated_block(row_ptr, start + lane, V, temperature))
+        highest = tl.maximum(highest, _scaled_block(row_ptr, start + lane, V, temperature))
     top = tl.max(highest)
 
     kth = -float("inf")
@@ -166,7 +166,7 @@ def _threshold_kernel(
             bound = _float(middle)
             count = tl.zeros([BLOCK], tl.int32)
             for start in range(0, V, BLOCK):
-                value = _heated_block(row_ptr, start + lane, V, temperature)
+                value = _scaled_block(row_ptr, start + lane, V, temperature)
                 count += ((value >= bound) & (start + lane < V)).to(tl.int32)
             enough = tl.sum(count) >= top_k
             low = tl.where(enough, middle, low)
@@ -193,18 +193,18 @@ def _mass(row_ptr, V, temperature, low, high, top, lane):
     """Sum of exp(x - top) over the values x from `low` to `high`."""
     total = tl.zeros_like(lane).to(tl.float32)
     for start in range(0, V, lane.shape[0]):
-        value = _heated_block(row_ptr, start + lane, V, temperature)
+        value = _scaled_block(row_ptr, start + lane, V, temperature)
         total += tl.where((value >= low) & (value <= high), tl.exp(value - top), 0.0)
     return tl.sum(total)
 
 
 @triton.jit
-def _heated_block(row_ptr, index, V, temperature):
-    return _heated(tl.load(row_ptr + index, mask=index < V, other=-float("inf")).to(tl.float32), temperature)
+def _scaled_block(row_ptr, index, V, temperature):
+    return _scaled(tl.load(row_ptr + index, mask=index < V, other=-float("inf")).to(tl.float32), temperature)
 
 
 @triton.jit
-def _heated(logit, temperature):
+def _scaled(logit, temperature):
     return tl.div_rn(logit, tl.zeros_like(logit) + tl.maximum(temperature, 1e-6))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from jetspec.engine.constraint import Grammars, mask_tree
 from jetspec.engine.engine import Engine
+from jetspec.grammar.constraint import Grammars, mask_tree
 from jetspec.tree import unpack_bits
 from jetspec.types import Grammar, SamplingParams
 from tests.engine.tiny import Script, make_engine, run, tiny_decoder, use

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetspec.config import TreeConfig
-from jetspec.engine.drafter import Heat, NgramDrafter, RoundState, match_lengths
+from jetspec.engine.drafter import DraftTemperature, NgramDrafter, RoundState, match_lengths
 from jetspec.tree import DraftTree
 from jetspec.types import Request, RowSampling, SamplingParams
 
@@ -29,7 +29,7 @@ def state(rows: list[list[int]]) -> RoundState:
 
 def tree_of(batch: RoundState, tree: TreeConfig) -> DraftTree:
     drafter = NgramDrafter(tree, len(batch.requests) + 1, torch.device("cpu"))
-    drafter.look(batch.requests)
+    drafter.prepare(batch.requests)
     return drafter.build(batch, drafter.draft(batch))
 
 
@@ -37,10 +37,17 @@ def test_greedy_requests_have_the_heat_of_the_tree_and_sampled_ones_their_own() 
     greedy, cpu = state([[1], [2], [3]]), torch.device("cpu")
     params = [SamplingParams(temperature=t) for t in (0.0, 0.5, 2.0)]
     mixed = replace(greedy, sampling=RowSampling.of(params, [0] * 3, "cpu"))
-    for heat in (0.75, 1.0):
-        of_mixed, of_greedy = Heat(heat, cpu).of(mixed), Heat(heat, cpu).of(greedy)
-        assert of_mixed is not None and of_mixed.tolist() == [heat, 0.5, 2.0]
-        assert of_greedy is None if heat == 1 else of_greedy is not None and of_greedy.tolist() == [heat] * 3
+    for draft_temperature in (0.75, 1.0):
+        of_mixed, of_greedy = (
+            DraftTemperature(draft_temperature, cpu).of(mixed),
+            DraftTemperature(draft_temperature, cpu).of(greedy),
+        )
+        assert of_mixed is not None and of_mixed.tolist() == [draft_temperature, 0.5, 2.0]
+        assert (
+            of_greedy is None
+            if draft_temperature == 1
+            else of_greedy is not None and of_greedy.tolist() == [draft_temperature] * 3
+        )
 
 
 @given(texts, st.integers(1, 5))
@@ -91,5 +98,5 @@ def test_what_a_row_held_before_is_forgotten() -> None:
     repeats, other = state([[1, 2, 3, 1, 2]]), state([[1, 2, 3, 4, 5]])
     drafter = NgramDrafter(TreeConfig(budget=16), 2, torch.device("cpu"))
     for batch, expected in ((repeats, [[2, 3, 1, 2]]), (other, [[5]])):
-        drafter.look(batch.requests)
+        drafter.prepare(batch.requests)
         assert drafter.build(batch, drafter.draft(batch)).token_BN.tolist() == expected

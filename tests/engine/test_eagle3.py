@@ -42,7 +42,10 @@ def wrong_trees(head: Eagle3Head, target: Decoder, tree: TreeConfig, seen: list[
     wrong = 0
     for text, trace in seen:
         depth = head.head_config.draft_depth(tree.depth)
-        expected, found = slow_tree(head, target, text, tree.width, depth, tree.budget, tree.heat), paths(trace)
+        expected, found = (
+            slow_tree(head, target, text, tree.width, depth, tree.budget, tree.draft_temperature),
+            paths(trace),
+        )
         same = expected.keys() == found.keys()
         wrong += not same or any(abs(found[path] - score) > 1e-4 for path, score in expected.items())
     return wrong

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec.config import DrafterName, EngineConfig, Shrink, TreeConfig
+from jetspec.config import BatchTree, DrafterName, EngineConfig, TreeConfig
 from jetspec.models.heads import Head
 from jetspec.types import Request, SamplingParams, TreeLimits
 from tests.engine.tiny import VOCAB, Script, Texts, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, use
@@ -240,7 +240,7 @@ def test_each_request_may_want_less_of_the_tree(who: str, sampling: SamplingPara
 @pytest.mark.parametrize("who", ["ngram", "head", "edge", "eagle3"])
 def test_trees_are_as_large_as_the_batch_allows(who: str, sampling: SamplingParams) -> None:
     """As requests leave, those who stay have larger trees, and no text changes."""
-    tree = TreeConfig(budget=12, width=4, shrink=(Shrink(2, 6, depth=2), Shrink(4, 3), Shrink(6, 1)))
+    tree = TreeConfig(budget=12, width=4, batch_trees=(BatchTree(2, 6, depth=2), BatchTree(4, 3), BatchTree(6, 1)))
     head: Head | None = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=who == "edge")
     name, head = ("ngram", None) if who == "ngram" else ("head", head)
     engine = make_engine(TARGET, name, head, tree, EngineConfig(page_size=4, max_batch=6))  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def test_trees_are_as_large_as_the_batch_allows(who: str, sampling: SamplingPara
     done, largest = {}, dict.fromkeys(range(1, 7), 0)
     while engine.has_work:
         updates = engine.step()
-        batch = len(engine.lineup.requests)
+        batch = len(engine.decode_batch.requests)
         for update in updates:
             assert update.trace is not None and update.drafted < tree.at(batch).budget
             largest[batch] = max(largest[batch], update.drafted)
@@ -344,7 +344,7 @@ def test_settings_that_a_drafter_cannot_honour_are_refused(tree: TreeConfig) -> 
 
 def test_no_round_of_a_drafter_that_reads_texts_starts_ahead() -> None:
     """It would guess what follows a text that has gone on meanwhile."""
-    config = EngineConfig(page_size=4, ahead=1)
+    config = EngineConfig(page_size=4, overlap_rounds=1)
     with pytest.raises(ValueError, match="use ahead 0"):
         make_engine(TARGET, "ngram", config=config)
     plain = make_engine(TARGET, "ngram", tree=TreeConfig(budget=1), config=config)
@@ -357,14 +357,14 @@ def test_the_page_table_is_no_wider_than_the_pool() -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("overlap_rounds", [1, 2])
 @pytest.mark.parametrize("who", ["none", "head"])
-def test_rounds_may_start_before_the_last_was_read(who: str, ahead: int, sampling: SamplingParams) -> None:
+def test_rounds_may_start_before_the_last_was_read(who: str, overlap_rounds: int, sampling: SamplingParams) -> None:
     """Requests end, join, and are sent back for want of pages while a round is under way; the text is the same."""
     eos = TRUTH[sampling][0][12]
     head = tiny_head(TARGET) if who == "head" else None
     for num_pages in (None, 24):
-        config = EngineConfig(page_size=4, max_batch=3, ahead=ahead, num_pages=num_pages)
+        config = EngineConfig(page_size=4, max_batch=3, overlap_rounds=overlap_rounds, num_pages=num_pages)
         engine = make_engine(TARGET, who, head, config=config, eos_tokens=frozenset({eos}))  # type: ignore[arg-type]
         done = run(engine, PROMPTS, sampling)
         expected = [t[: t.index(eos) + 1] if eos in t else t for t in TRUTH[sampling]]
@@ -374,7 +374,7 @@ def test_rounds_may_start_before_the_last_was_read(who: str, ahead: int, samplin
 
 
 def test_what_a_round_under_way_finds_for_a_cancelled_request_is_dropped() -> None:
-    engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=1, ahead=1))
+    engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=1, overlap_rounds=1))
     first, second = engine.add(PROMPTS[0], GREEDY), engine.add(PROMPTS[3], GREEDY)
     for _ in range(4):
         engine.step()
@@ -391,8 +391,10 @@ def test_patience_lets_prompts_prefill_together() -> None:
     """With it, those that wait come in groups; nobody waits longer than it says, and the texts stay."""
     expected = plain(TARGET, PROMPTS[:1], SamplingParams(max_tokens=25))[0]
 
-    def joins(patience: int) -> list[int]:
-        engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=16, patience=patience))
+    def joins(max_admission_delay: int) -> list[int]:
+        engine = make_engine(
+            TARGET, config=EngineConfig(page_size=4, max_batch=16, max_admission_delay=max_admission_delay)
+        )
         sizes: list[int] = []
         next_chunks = engine.scheduler.next_chunks
 

@@ -18,22 +18,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jetspec.bench.precision import FreshPass, find_differences, pair_noise, readings
-from jetspec.config import DrafterName, EngineConfig, Score, Shrink, TreeConfig
-from jetspec.dispatch import force
+from benchmarks.precision import FreshPass, find_differences, pair_noise, readings
+from jetspec.capture import GraphPool
+from jetspec.config import BatchTree, DrafterName, EngineConfig, Score, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import GraphRounds, batch_sizes
 from jetspec.engine.llm import GPU_TREE
-from jetspec.graph_pool import GraphPool
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.heads import Head
+from jetspec.ops.select import force
 from jetspec.types import SamplingParams
-from tests.engine import test_constraint as constraints
 from tests.engine import test_prefill as prefills
 from tests.engine import test_requests as requests
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH
 from tests.engine.tiny import VOCAB, Script, make_engine, randomize, run, tiny_decoder, tiny_eagle3, tiny_head, use
+from tests.grammar import test_constraint as constraints
 from tests.rerun import replay_all
 
 
@@ -46,8 +46,8 @@ def test_little_of_a_batch_is_padding(max_batch: int) -> None:
 
 @given(st.integers(1, 200), st.lists(st.integers(1, 250), unique=True, max_size=4))
 def test_padding_shrinks_no_tree(max_batch: int, starts: list[int]) -> None:
-    tree = TreeConfig(shrink=tuple(Shrink(start, 20 - i) for i, start in enumerate(sorted(starts))))
-    sizes = batch_sizes(max_batch, tree.shrink)
+    tree = TreeConfig(batch_trees=tuple(BatchTree(start, 20 - i) for i, start in enumerate(sorted(starts))))
+    sizes = batch_sizes(max_batch, tree.batch_trees)
     assert sizes[-1] == max_batch
     for batch in range(1, max_batch + 1):
         assert tree.at(next(size for size in sizes if size >= batch)) == tree.at(batch)
@@ -58,12 +58,12 @@ def test_graphs_need_a_gpu() -> None:
         make_engine(tiny_decoder(), config=EngineConfig(execution="graph"))
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_replayed_rounds_may_be_read_late(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap_rounds", [0, 3])
+def test_replayed_rounds_may_be_read_late(overlap_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one has left is there until it is read, however many are under way."""
     replay_all(monkeypatch)
     target = tiny_decoder()
-    config = EngineConfig(page_size=4, max_batch=3, ahead=ahead, num_pages=60)
+    config = EngineConfig(page_size=4, max_batch=3, overlap_rounds=overlap_rounds, num_pages=60)
     engine = make_engine(target, "head", tiny_head(target), config=config)
     for sampling in (GREEDY, SAMPLED, replace(SAMPLED, logprobs=2)):
         expected = TRUTH[GREEDY if sampling is GREEDY else SAMPLED]
@@ -137,10 +137,10 @@ def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: 
         head = None
     elif who == "eagle3":
         head = tiny_eagle3(target, draft_vocab=20).cuda()
-    smaller = Shrink(2, 6, depth=2), Shrink(4, 3), Shrink(6, 1)
-    for budget, batch, shrink in ((8, 3, ()), (40, 6, ()), (40, 6, smaller)):
+    smaller = BatchTree(2, 6, depth=2), BatchTree(4, 3), BatchTree(6, 1)
+    for budget, batch, batch_trees in ((8, 3, ()), (40, 6, ()), (40, 6, smaller)):
         config = EngineConfig(page_size=4, max_batch=batch, execution=execution, num_pages=60)  # type: ignore[arg-type]
-        tree = TreeConfig(budget=budget, width=4, shrink=shrink)
+        tree = TreeConfig(budget=budget, width=4, batch_trees=batch_trees)
         engine = make_engine(target, "head" if head else who, head, tree, config)  # type: ignore[arg-type]
         assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[sampling]
         assert engine.cache.pool.num_available == engine.cache.pool.num_pages
@@ -174,7 +174,7 @@ def test_wide_trees_with_much_room_write_the_targets_text(device: str) -> None:
 @pytest.mark.parametrize(
     "tree",
     [TreeConfig(budget=16, depth=8), *(TreeConfig(budget=budget) for budget in (16, 32, 64, 128)), GPU_TREE],
-    ids=lambda tree: f"{tree.budget}{', shrinking' * bool(tree.shrink)}",
+    ids=lambda tree: f"{tree.budget}{', shrinking' * bool(tree.batch_trees)}",
 )
 def test_large_batches_write_what_each_request_writes_alone(tree: TreeConfig, dtype: torch.dtype) -> None:
     """Batches of every size up to 64, in layers as wide as those of a small model: each size has kernels of its own."""
@@ -288,7 +288,7 @@ def test_replayed_prefills_leave_what_written_ones_leave(who: str, chunk: int) -
     head = head and head.cuda()
     for execution in ("eager", "graph"):
         config = EngineConfig(
-            page_size=4, max_batch=5, prefill_chunk=chunk, num_pages=400, ahead=0, execution=execution
+            page_size=4, max_batch=5, prefill_chunk=chunk, num_pages=400, overlap_rounds=0, execution=execution
         )
         engine = make_engine(target, "head" if head else "none", head, config=config)
         left.append([prefills.read_prompts(engine, LONG_PROMPTS[i:] + LONG_PROMPTS[:i]) for i in (0, 5)])

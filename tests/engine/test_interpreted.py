@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.dispatch import force
 from jetspec.models.heads import Head
+from jetspec.ops.select import force
 from jetspec.types import Completion, SamplingParams
 from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
 
@@ -24,7 +24,7 @@ def decode(who: str, sampling: SamplingParams) -> list[Completion]:
     elif who == "eagle3":
         head = tiny_eagle3(target, draft_vocab=9, depth=2)
     tree = TreeConfig(budget=4, width=3, shortlist=8)
-    config = EngineConfig(page_size=4, ahead=1)
+    config = EngineConfig(page_size=4, overlap_rounds=1)
     return run(make_engine(target, "head" if head else "none", head, tree, config), PROMPTS, sampling)
 
 

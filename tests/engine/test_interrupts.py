@@ -20,13 +20,13 @@ import torch
 from jetspec.config import EngineConfig
 from jetspec.engine import detokenize, kv_cache, scheduler
 from jetspec.engine import engine as engines
-from jetspec.engine.constraint import mask_tree
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import GraphRounds
 from jetspec.engine.llm import LLM
 from jetspec.engine.prefill import GraphPrefills
-from jetspec.engine.rows import Download
+from jetspec.grammar.constraint import mask_tree
 from jetspec.interrupt import uninterrupted
+from jetspec.ops.transfer import Download
 from jetspec.types import Request, SamplingParams
 from tests.engine.test_engine import GREEDY, PROMPTS, TRUTH
 from tests.engine.tiny import make_engine, tiny_decoder, tiny_head
@@ -74,7 +74,7 @@ def test_a_step_that_is_broken_off_loses_nothing_of_others(
     replay_all(monkeypatch)
     monkeypatch.setattr(Download, "__del__", lambda self: None)
     target = tiny_decoder()
-    config = EngineConfig(page_size=4, max_batch=3, ahead=1, prefill_chunk=4)
+    config = EngineConfig(page_size=4, max_batch=3, overlap_rounds=1, prefill_chunk=4)
     engine = make_engine(target, "head", tiny_head(target), config=config)
     heard, whole, times = Heard(engine), getattr(owner, name), itertools.count(1)
 
@@ -159,7 +159,7 @@ def test_it_may_come_before_any_line(replays: bool, monkeypatch: pytest.MonkeyPa
     target = tiny_decoder()
     head, truth = tiny_head(target), TRUTH[GREEDY]
     end = truth[0][3]
-    config = EngineConfig(page_size=4, max_batch=2, prefill_chunk=8, num_pages=40, ahead=int(replays))
+    config = EngineConfig(page_size=4, max_batch=2, prefill_chunk=8, num_pages=40, overlap_rounds=int(replays))
     for broken in itertools.count():
         engine = make_engine(target, "head", head, config=config, decode=spell, eos_tokens=frozenset([end]))
         press, heard = Press(engine, 1 + broken * STRIDE), Heard(engine)
@@ -208,22 +208,22 @@ def test_a_constraint_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> No
     class Counting:
         """It says how many tokens it is ahead of its text."""
 
-        ahead = 0
+        overlap_rounds = 0
 
         def allow(self, mask_W: Any) -> None:
             signal.raise_signal(signal.SIGINT)
 
         def advance(self, token: int) -> bool:
-            self.ahead += 1
+            self.overlap_rounds += 1
             return True
 
         def rollback(self, count: int) -> None:
-            self.ahead -= count
+            self.overlap_rounds -= count
 
     constraint: Any = Counting()
     with pytest.raises(KeyboardInterrupt):
         mask_tree(constraint, [1, 2, 3], [0, 0, 1], torch.zeros(3, 1))
-    assert constraint.ahead == 0
+    assert constraint.overlap_rounds == 0
 
 
 def test_it_waits_for_the_end_of_what_must_be_whole() -> None:

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from benchmarks.soak import resident_bytes
 from jetspec.engine.kv_cache import KVPool, PagePool
 from jetspec.models.decoder import DecoderConfig
-from scripts.soak import resident_bytes
 
 PAGE = 2
 SIZES = DecoderConfig(

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.dispatch import force
 from jetspec.engine.chunk import Chunk, PackedChunks, pad
 from jetspec.engine.engine import Engine
 from jetspec.engine.graphs import EagerRounds
 from jetspec.engine.prefill import MOST_CHUNKS, MOST_TOKENS, TOKEN_STEP, GraphPrefills, PrefillSizes
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
+from jetspec.ops.select import force
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TARGET, TRUTH
 from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
 from tests.rerun import replay_all
@@ -93,7 +93,12 @@ def test_padding_changes_no_bit_of_what_is_cached(
     head = head_of(who, DOUBLE)
     head = head and head.double()
     config = EngineConfig(
-        page_size=page_size, prefill_chunk=prefill_chunk, max_batch=max_batch, max_len=64, num_pages=120, ahead=0
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+        max_batch=max_batch,
+        max_len=64,
+        num_pages=120,
+        overlap_rounds=0,
     )
     eager = make_engine(DOUBLE, "head" if head else "none", head, config=config)
     with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +157,7 @@ def interpret(who: str) -> None:
     torch.set_num_threads(1)
     target = tiny_decoder(vocab=20, layers=2)
     head = tiny_eagle3(target, draft_vocab=9, depth=2) if who == "eagle3" else head_of(who, target)
-    config = EngineConfig(page_size=4, num_pages=20, max_batch=2, ahead=0)
+    config = EngineConfig(page_size=4, num_pages=20, max_batch=2, overlap_rounds=0)
     left = []
     for is_padded in (False, True):
         engine = replaying(target, head, config)

@@ -76,11 +76,11 @@ def test_paths_without_their_own_counts_are_caught(monkeypatch: pytest.MonkeyPat
     assert [c.token_ids for c in run(engine, PROMPTS, SETTINGS["greedy"])] != TRUTH[SETTINGS["greedy"]]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("overlap_rounds", [0, 1])
 @pytest.mark.parametrize("num_pages", [None, 24])
-def test_rows_change_hands_cleanly(num_pages: int | None, ahead: int) -> None:
+def test_rows_change_hands_cleanly(num_pages: int | None, overlap_rounds: int) -> None:
     """Requests with and without penalties share rows one after the other, are sent back, and run ahead of the host."""
-    engine = engine_of("head", max_batch=3, num_pages=num_pages, ahead=ahead)
+    engine = engine_of("head", max_batch=3, num_pages=num_pages, overlap_rounds=overlap_rounds)
     names = [["greedy", "plain", "bias", "plain", "sampled", "greedy"][i % 6] for i in range(12)]
     params = [SETTINGS.get(name, GREEDY) for name in names]
     done = run(engine, PROMPTS * 2, params)
@@ -149,7 +149,7 @@ def test_logprobs_of_long_paths_cut_by_the_limit() -> None:
 
 
 def test_logprobs_survive_preemption_and_running_ahead() -> None:
-    engine = engine_of("head", max_batch=6, num_pages=26, ahead=1)
+    engine = engine_of("head", max_batch=6, num_pages=26, overlap_rounds=1)
     done = run(engine, PROMPTS, replace(GREEDY, logprobs=0))
     for prompt, completion, text in zip(PROMPTS, done, TRUTH[GREEDY], strict=True):
         assert completion.token_ids == text
@@ -207,11 +207,11 @@ def test_salts_keep_tenants_apart() -> None:
     assert len({tuple(c.stats.accepted_lengths) for c in done}) == 1
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("overlap_rounds", [0, 1, 2])
 @pytest.mark.parametrize("who", ["none", "head"])
-def test_a_cancelled_request_frees_its_pages_at_once(who: str, ahead: int) -> None:
+def test_a_cancelled_request_frees_its_pages_at_once(who: str, overlap_rounds: int) -> None:
     """Also with rounds under way; those that take its pages over are not disturbed by what it still writes."""
-    engine = engine_of(who, max_batch=2, num_pages=30, ahead=ahead, prefix_cache=False)
+    engine = engine_of(who, max_batch=2, num_pages=30, overlap_rounds=overlap_rounds, prefix_cache=False)
     for steps in (0, 1, 2, 5):
         leaving = engine.add(PROMPTS[0], GREEDY)
         staying = engine.add(PROMPTS[3], GREEDY)

@@ -32,9 +32,11 @@ def fresh_rows(engine: Engine, request: Request) -> tuple[list[torch.Tensor], li
     other = make_engine(engine.target, name, head, config=EngineConfig(page_size=64))  # type: ignore[arg-type]
     other.add(request.tokens, GREEDY)
     other._prefill(other.scheduler.next_chunks())
-    twin = next(iter(other.requests.values()))
-    target = [rows(other.cache, pages, twin) for pages in other.cache.target.layers]
-    return target, [rows(other.cache, pages, twin) for pages in other.cache.head.layers] if other.cache.head else []
+    prefix_leader = next(iter(other.requests.values()))
+    target = [rows(other.cache, pages, prefix_leader) for pages in other.cache.target.layers]
+    return target, [
+        rows(other.cache, pages, prefix_leader) for pages in other.cache.head.layers
+    ] if other.cache.head else []
 
 
 def check_cache(engine: Engine, updates: list[Update]) -> None:

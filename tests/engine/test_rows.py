@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetspec.engine.rows import COLUMNS, Download, RowTable
+from jetspec.engine.rows import COLUMNS, RowTable
+from jetspec.ops.transfer import Download
 
 ROWS = 4
 WHOLE = {name: dtype == torch.int64 for dtype, names in COLUMNS.items() for name in names}

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages import put_between
+from benchmarks.ship_head import MAX_BYTES, decoded, measured
 from jetspec.engine.llm import LLM
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_folder import CARD_FILE, WEIGHTS_FILE
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.types import SamplingParams
-from scripts.pages import put_between
-from scripts.ship_head import MAX_BYTES, decoded, measured
 
 ROOT = Path(__file__).parents[2]
 QUESTION = [{"role": "user", "content": "Tom has 5 apples and buys 7 more. How many apples does he have now?"}]

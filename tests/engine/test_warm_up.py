@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jetspec.config import EngineConfig
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import GraphRounds, Launched, Lineup
+from jetspec.engine.graphs import DecodeBatch, GraphRounds, Launched
 from jetspec.engine.prefill import GraphPrefills
 from jetspec.engine.warm_up import KINDS, courses
-from jetspec.types import SamplingParams, Wants
+from jetspec.types import RoundFeatures, SamplingParams
 from tests.engine.test_prefill import replaying
 from tests.engine.tiny import make_engine, tiny_decoder, tiny_head
 
@@ -21,15 +21,17 @@ class NotedRounds(GraphRounds):
     def __init__(self, engine: Engine) -> None:
         assert engine.graphs is not None
         super().__init__(engine.round, MAX_BATCH, engine.graphs)
-        self.needed: set[tuple[int, Wants]] = set()
+        self.needed: set[tuple[int, RoundFeatures]] = set()
 
-    def launch(self, lineup: Lineup) -> Launched:
-        self.needed.add((next(size for size in self.sizes if size >= len(lineup.rows)), lineup.wants))
-        return self.eager.launch(lineup)
+    def launch(self, decode_batch: DecodeBatch) -> Launched:
+        self.needed.add((next(size for size in self.sizes if size >= len(decode_batch.rows)), decode_batch.features))
+        return self.eager.launch(decode_batch)
 
 
 def make() -> tuple[Engine, NotedRounds, GraphPrefills]:
-    config = EngineConfig(max_batch=MAX_BATCH, max_len=100, prefill_chunk=64, num_pages=200, page_size=4, ahead=0)
+    config = EngineConfig(
+        max_batch=MAX_BATCH, max_len=100, prefill_chunk=64, num_pages=200, page_size=4, overlap_rounds=0
+    )
     engine = replaying(TARGET, tiny_head(TARGET), config)
     engine.rounds = NotedRounds(engine)
     assert isinstance(engine.prefills, GraphPrefills)

@@ -74,7 +74,7 @@ class Script:
         self.truth, self.right, self.lookahead, self.tree = truth, right, budget, TreeConfig(budget)
         self.random = random.Random(seed)
 
-    def look(self, requests: Sequence[Request]) -> None:
+    def prepare(self, requests: Sequence[Request]) -> None:
         self.requests = requests
 
     def draft(self, state: RoundState) -> list[list[int]]:

@@ -72,15 +72,15 @@ def state_after(head: Eagle3Head, target: Decoder, tokens: list[int], path: list
 
 
 def logprobs_after(
-    head: Eagle3Head, target: Decoder, tokens: list[int], path: list[int], heat: float = 1.0
+    head: Eagle3Head, target: Decoder, tokens: list[int], path: list[int], draft_temperature: float = 1.0
 ) -> dict[int, float]:
     """Token of the target -> log-probability under the head."""
-    logprob = (head.lm_head.weight @ state_after(head, target, tokens, path) / heat).log_softmax(0)
+    logprob = (head.lm_head.weight @ state_after(head, target, tokens, path) / draft_temperature).log_softmax(0)
     return dict(zip(head.token_of.tolist(), logprob.tolist(), strict=True))
 
 
 def slow_tree(
-    head: Eagle3Head, target: Decoder, tokens: list[int], width: int, depth: int, budget: int, heat: float
+    head: Eagle3Head, target: Decoder, tokens: list[int], width: int, depth: int, budget: int, draft_temperature: float
 ) -> dict[tuple[int, ...], float]:
     """Paths of the tree and their scores: a beam of `width`, whose children are all candidates; the best of these."""
     if len(tokens) < 2:
@@ -90,7 +90,7 @@ def slow_tree(
     for _ in range(depth):
         born = {}
         for path in frontier:
-            after = logprobs_after(head, target, tokens, list(path), heat)
+            after = logprobs_after(head, target, tokens, list(path), draft_temperature)
             for token in sorted(after, key=lambda t: -after[t])[:width]:
                 born[(*path, token)] = found[path] + after[token]
         found |= born

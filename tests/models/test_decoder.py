@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from jetspec.dispatch import force
 from jetspec.models.weights import load_decoder
+from jetspec.ops.select import force
 from tests.models.paged import run_decoder
 
 SMALL: dict[str, Any] = {

@@ -206,19 +206,22 @@ def test_default_taps_are_the_published_ones(num_target_layers: int, expected: t
     assert default_tap_layers(1, num_target_layers) == (num_target_layers // 2,)
 
 
-@pytest.mark.parametrize("likely", [0, 2])
+@pytest.mark.parametrize("shortlist_parents", [0, 2])
 @pytest.mark.parametrize("edge", [True, False])
-def test_heat_divides_what_the_head_says(edge: bool, likely: int) -> None:
+def test_heat_divides_what_the_head_says(edge: bool, shortlist_parents: int) -> None:
     """Log-probabilities alone, and those below a parent."""
     head = random_head(HEADS["edge"] if edge else CAUSAL)
     hidden_BDM, root_B = torch.randn(2, 3, CAUSAL.layers.hidden_size), torch.tensor([4, 5])
-    heat_B, tree = torch.tensor([0.5, 2.0]), TreeConfig(width=4, shortlist=9, likely=likely)
-    found = head.candidates(hidden_BDM, root_B, TARGET, tree, heat_B)
-    logits_BDV = TARGET.logits(hidden_BDM) / heat_B[:, None, None]
+    temperature_B, tree = (
+        torch.tensor([0.5, 2.0]),
+        TreeConfig(width=4, shortlist=9, shortlist_parents=shortlist_parents),
+    )
+    found = head.candidates(hidden_BDM, root_B, TARGET, tree, temperature_B)
+    logits_BDV = TARGET.logits(hidden_BDM) / temperature_B[:, None, None]
     assert_close(found.logprob_BDC, logits_BDV.log_softmax(-1).gather(-1, found.token_BDC))
     if head.edge is not None:
         token_B1K, logprob_B1K = found.children(1, root_B[:, None], 4)
-        z_BV = logits_BDV[:, 0] + head.edge(hidden_BDM[:, 0], root_B) / heat_B[:, None]
+        z_BV = logits_BDV[:, 0] + head.edge(hidden_BDM[:, 0], root_B) / temperature_B[:, None]
         ratio = (logprob_B1K - logprob_B1K[..., :1])[:, 0]
         assert_close(ratio, (z_BV.gather(1, token_B1K[:, 0]) - z_BV.gather(1, token_B1K[:, 0, :1])))
 
@@ -229,7 +232,7 @@ def test_candidates_are_found_without_a_look_at_the_device(score: Score) -> None
     head = random_head(replace(CAUSAL, edge=EdgeConfig(rank=4))).to("meta")
     target, hidden_BDM = Embedder(), torch.empty(2, 3, CAUSAL.layers.hidden_size, device="meta")
     target.matrix = target.matrix.to("meta")
-    root_B, heat_B = torch.empty(2, dtype=torch.long, device="meta"), torch.ones(2, device="meta")
-    found = head.candidates(hidden_BDM, root_B, target, TreeConfig(score=score, shortlist=9), heat_B)
+    root_B, temperature_B = torch.empty(2, dtype=torch.long, device="meta"), torch.ones(2, device="meta")
+    found = head.candidates(hidden_BDM, root_B, target, TreeConfig(score=score, shortlist=9), temperature_B)
     assert found.token_BDC.shape == (2, 3, 9)
     assert (found.entropy_BD is None) == (score == "accum_logp")

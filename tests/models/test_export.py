@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
-from jetspec.cli import app
+from jetspec.commands.app import app
 from jetspec.models.decoder import RopeConfig
 from jetspec.models.draft_head import HeadConfig
 from jetspec.models.export import ENGINES, Engine, check_export, export_head, without_edge

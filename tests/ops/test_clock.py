@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from jetspec.dispatch import force
 from jetspec.ops import note_time
+from jetspec.ops.select import force
 from tests.kernels import compile_for_hopper
 
 

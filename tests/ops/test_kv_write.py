@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetspec.dispatch import force
 from jetspec.ops import SlotRows, compact_kv, compact_rows, store_kv
+from jetspec.ops.select import force
 from jetspec.types import KVPages
 from tests.kernels import compile_for_hopper, given_by_address
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from jetspec.dispatch import force
-from jetspec.ops import Stream, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
-from jetspec.ops.counters import MOST, meetings
+from jetspec.ops import Residual, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
+from jetspec.ops.counters import MOST, barrier_counters
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
+from jetspec.ops.select import force
 from tests.gluon import Blocks, Interpreted
 from tests.kernels import compile_for_hopper, fetches_early
 
@@ -74,8 +74,8 @@ def test_products_with_what_stands_around_them(rows: tuple[int, ...], biased: bo
     x, norm, total = torch.randn(*rows, 8), torch.randn(8), torch.randn(*rows, 6)
     weight, bias = torch.randn(6, 8), torch.randn(6) if biased else None
     plain = F.linear(rms_norm(x, norm, EPS), weight, bias)
-    torch.testing.assert_close(norm_linear(Stream(x), norm, EPS, weight, bias), plain)
-    torch.testing.assert_close(norm_swiglu(Stream(x), norm, EPS, weight, bias), swiglu(plain))
+    torch.testing.assert_close(norm_linear(Residual(x), norm, EPS, weight, bias), plain)
+    torch.testing.assert_close(norm_swiglu(Residual(x), norm, EPS, weight, bias), swiglu(plain))
     expected = total + F.linear(x, weight, bias)
     torch.testing.assert_close(add_linear(total.clone(), x, weight, bias).x, expected)
     total = torch.stack((total, total))
@@ -114,8 +114,8 @@ def test_half_precision_does_not_begin_a_norm() -> None:
     total, norm = torch.full((2, 8), 3e4, dtype=torch.float16), torch.full((8,), 4.0, dtype=torch.float16)
     x, weight = torch.zeros(2, 8, dtype=torch.float16), torch.zeros(8, 8, dtype=torch.float16)
     with force("triton"):
-        stream = add_linear(total.clone(), x, weight, next_norm=norm)
-    assert stream.scaled is None and torch.equal(stream.x, total)
+        residual = add_linear(total.clone(), x, weight, next_norm=norm)
+    assert residual.scaled is None and torch.equal(residual.x, total)
 
 
 def vector_problem(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str) -> list[Tensor | None]:
@@ -134,8 +134,8 @@ def compare_vector(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, 
     def run() -> list[Tensor]:
         return [
             linear(x, weight, bias),
-            norm_linear(Stream(x), norm, EPS, weight, bias),
-            norm_swiglu(Stream(x), norm, EPS, weight, bias),
+            norm_linear(Residual(x), norm, EPS, weight, bias),
+            norm_swiglu(Residual(x), norm, EPS, weight, bias),
             add_linear(total.clone(), x, weight, bias).x,
         ]
 
@@ -164,22 +164,25 @@ def compare_rows(rows: int, size: int, inner: int, biased: bool, dtype: torch.dt
     first, second = made(size, inner, scale=inner**-0.5), made(2 * inner, size, scale=size**-0.5)
     bias = made(max(2 * inner, size)) if biased else None
 
-    def run() -> tuple[Stream, list[Tensor]]:
+    def run() -> tuple[Residual, list[Tensor]]:
         taps = torch.zeros(rows, 2, size, device=device, dtype=dtype)
-        stream = add_linear(total.clone(), x, first, None if bias is None else bias[:size], norm, taps[:, 1])
-        assert torch.equal(taps[:, 1], stream.x) and not taps[:, 0].any()
+        residual = add_linear(total.clone(), x, first, None if bias is None else bias[:size], norm, taps[:, 1])
+        assert torch.equal(taps[:, 1], residual.x) and not taps[:, 0].any()
         second_bias = None if bias is None else bias[: 2 * inner]
-        read = norm_linear(stream, norm, EPS, second, second_bias), norm_swiglu(stream, norm, EPS, second, second_bias)
-        return stream, [stream.x, *read, linear(x, first)]
+        read = (
+            norm_linear(residual, norm, EPS, second, second_bias),
+            norm_swiglu(residual, norm, EPS, second, second_bias),
+        )
+        return residual, [residual.x, *read, linear(x, first)]
 
     with force("triton"):
-        stream, got = run()
+        residual, got = run()
     with force("reference"):
         _, want = run()
     if rows <= 128 and size * dtype.itemsize % 16 == 0:
-        assert stream.squares is not None and stream.squares.shape[1] == rows
+        assert residual.squares is not None and residual.squares.shape[1] == rows
     else:
-        assert stream.squares is None
+        assert residual.squares is None
     tolerance = 1e-5 if dtype == torch.float32 else 2**-5
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=4 * tolerance, rtol=tolerance)
@@ -427,7 +430,7 @@ def test_programs_that_share_the_inputs_of_a_piped_product_add_up(
     total, x, norm, bias = torch.randn(rows, size), torch.randn(rows, inner), torch.randn(size), torch.randn(size)
     weight = inner**-0.5 * torch.randn(size, inner)
     for before in (0, MOST, 2**31 - MOST):
-        meetings(x.device).fill_(before)
+        barrier_counters(x.device).fill_(before)
         want, tap = total + nn.functional.linear(x, weight, bias), torch.empty_like(total)
         scaled, squares = module.piped_add_linear_gluon(
             module.Pipe(32, False, splits), total, x, weight, bias, norm, tap
@@ -435,7 +438,7 @@ def test_programs_that_share_the_inputs_of_a_piped_product_add_up(
         torch.testing.assert_close(total, want, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(scaled, want * norm, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(squares.sum(0), want.square().sum(1), atol=1e-4, rtol=1e-5)
-        assert torch.equal(tap, total) and not (meetings(x.device) % MOST).any()
+        assert torch.equal(tap, total) and not (barrier_counters(x.device) % MOST).any()
     assert kernel.grids == [(splits * -(-size // 32), 1)] * 3
 
 
@@ -465,11 +468,13 @@ def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, d
         assert products._find_pipe(x, first, size, width) and products._find_pipe(total, second, inner)
         assert not products._find_pipe(x[:64], first, size)
         want = total.float() + wide(x, first, first_bias)
-        stream = add_linear(total, x, first, first_bias, norm)
-        assert (stream.scaled is None) == (dtype == torch.float16)
-        torch.testing.assert_close(stream.x.float(), want, atol=4 * tolerance, rtol=tolerance)  # a bias is added before
-        expected = meant(wide(rms_norm(stream.x, norm, EPS), second, second_bias))
-        got = start(stream, norm, EPS, second, second_bias)
+        residual = add_linear(total, x, first, first_bias, norm)
+        assert (residual.scaled is None) == (dtype == torch.float16)
+        torch.testing.assert_close(
+            residual.x.float(), want, atol=4 * tolerance, rtol=tolerance
+        )  # a bias is added before
+        expected = meant(wide(rms_norm(residual.x, norm, EPS), second, second_bias))
+        got = start(residual, norm, EPS, second, second_bias)
         off = 6 * tolerance  # what a norm rounds is multiplied by a gate
         torch.testing.assert_close(got.float(), expected, atol=off, rtol=2 * tolerance)
 

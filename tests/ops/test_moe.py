@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.dispatch import force
-from jetspec.ops import Routed, Stream, add_linear, add_mixture, norm_linear, norm_route, rms_norm
+from jetspec.ops import Residual, Routed, add_linear, add_mixture, norm_linear, norm_route, rms_norm
 from jetspec.ops.moe import route, route_reference
+from jetspec.ops.select import force
 from tests.kernels import compile_for_hopper
 
 EPS = 1e-5
@@ -58,7 +58,7 @@ def test_it_is_the_weighted_sum_of_its_experts() -> None:
 
 def test_gradients_flow_and_leading_dimensions_are_free() -> None:
     x, norm, router = torch.randn(2, 3, 6, requires_grad=True), torch.ones(6), torch.randn(4, 6, requires_grad=True)
-    routed = norm_route(Stream(x), norm, EPS, router, 2)
+    routed = norm_route(Residual(x), norm, EPS, router, 2)
     y = add_mixture(x, routed, torch.randn(4, 10, 6), torch.randn(4, 6, 5), norm, tap := torch.empty(2, 3, 6)).x
     assert y.shape == x.shape and torch.equal(tap, y)
     y.square().sum().backward()
@@ -68,7 +68,7 @@ def test_gradients_flow_and_leading_dimensions_are_free() -> None:
 def test_products_may_be_narrower_than_the_stream() -> None:
     x, norm = torch.randn(3, 6), torch.ones(6)
     with torch.autocast("cpu", torch.bfloat16):
-        routed = norm_route(Stream(x), norm, EPS, torch.randn(4, 6), 2)
+        routed = norm_route(Residual(x), norm, EPS, torch.randn(4, 6), 2)
         y = add_mixture(x, routed, torch.randn(4, 10, 6), torch.randn(4, 6, 5)).x
     assert routed.weight_TK.dtype == y.dtype == torch.float32
 
@@ -78,20 +78,20 @@ def compare(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: s
     total, routed, gate_up, down = draw(*shape, dtype, device)
     norm = torch.randn(total.shape[1]).to(device, dtype)
 
-    def run() -> tuple[Stream, Tensor]:
+    def run() -> tuple[Residual, Tensor]:
         taps = torch.zeros(len(total), 2, total.shape[1], device=device, dtype=dtype)
-        stream = add_mixture(total.clone(), routed, gate_up, down, norm, taps[:, 1])
-        assert torch.equal(taps[:, 1], stream.x) and not taps[:, 0].any()
-        return stream, norm_linear(stream, norm, EPS, down[0].t().contiguous())
+        residual = add_mixture(total.clone(), routed, gate_up, down, norm, taps[:, 1])
+        assert torch.equal(taps[:, 1], residual.x) and not taps[:, 0].any()
+        return residual, norm_linear(residual, norm, EPS, down[0].t().contiguous())
 
     with force("triton"):
-        stream, next_product = run()
+        residual, next_product = run()
     with force("reference"):
         expected, expected_product = run()
-    torch.testing.assert_close(stream.x, expected.x, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(residual.x, expected.x, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(next_product, expected_product, atol=4 * tolerance, rtol=4 * tolerance)
     can = total.shape[1] * total.itemsize % 16 == 0 and (dtype == torch.bfloat16 or device == "cpu")
-    assert (stream.squares is not None) == (len(total) in range(2, 65) and can)
+    assert (residual.squares is not None) == (len(total) in range(2, 65) and can)
 
 
 SHAPES = [
@@ -212,15 +212,15 @@ def compare_norm_routes(
     weight = (torch.randn(size, size) * size**-0.5).to(device, dtype)
     router = torch.randn(experts, size).to(device, dtype)
 
-    def run() -> tuple[Stream, Routed]:
-        stream = add_linear(total.clone(), x, weight, None, norm)
-        return stream, norm_route(stream, norm, EPS, router, chosen)
+    def run() -> tuple[Residual, Routed]:
+        residual = add_linear(total.clone(), x, weight, None, norm)
+        return residual, norm_route(residual, norm, EPS, router, chosen)
 
     with force("triton"):
-        stream, routed = run()
-    assert (stream.squares is not None) == (rows > 1)
+        residual, routed = run()
+    assert (residual.squares is not None) == (rows > 1)
     with force("reference"):
-        expected_x = rms_norm(stream.x, norm, EPS)
+        expected_x = rms_norm(residual.x, norm, EPS)
         expert, expected_weight = route(F.linear(expected_x, router), chosen, True, dtype)
     torch.testing.assert_close(routed.x_TM, expected_x, atol=tolerance, rtol=tolerance)
     same = (routed.expert_TK == expert).float().mean()
@@ -333,11 +333,11 @@ def test_kernels_that_start_early_wait_for_each_other() -> None:
     square, router = (torch.randn(n, 2048).mul(0.02).to("cuda", torch.bfloat16) for n in (2048, 128))
 
     def run() -> Tensor:
-        stream = add_linear(x.clone(), x, square, None, norm)
+        residual = add_linear(x.clone(), x, square, None, norm)
         for gate_up, down in weights * 4:
-            stream = add_mixture(stream.x, norm_route(stream, norm, EPS, router, 8), gate_up, down, norm)
-            stream = add_linear(stream.x, norm_linear(stream, norm, EPS, square), square, None, norm)
-        return stream.x
+            residual = add_mixture(residual.x, norm_route(residual, norm, EPS, router, 8), gate_up, down, norm)
+            residual = add_linear(residual.x, norm_linear(residual, norm, EPS, square), square, None, norm)
+        return residual.x
 
     with torch.inference_mode():
         with pytest.MonkeyPatch.context() as patch:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetspec.dispatch import force
 from jetspec.ops import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store, rotate_store_layers
+from jetspec.ops.select import force
 from jetspec.types import KVPages
 from tests.kernels import compile_for_hopper
 

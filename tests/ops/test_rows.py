@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from jetspec.dispatch import force
 from jetspec.ops.rows import TILE, new_rows, whole_tiles
+from jetspec.ops.select import force
 
 EPS = 1e-6
 
@@ -76,9 +76,9 @@ def test_products_of_a_layer_find_room_on_a_gpu(rows: int) -> None:
         return (torch.randn(shape) * shape[-1] ** -0.5).to("cuda", torch.bfloat16)
 
     total, norm = made(rows, size), made(size)
-    stream = products.add_linear(total, made(rows, size), made(size, size), None, norm)
-    gated = products.norm_swiglu(stream, norm, EPS, weight := made(2 * inner, size))
-    for x in (stream.scaled, gated):
+    residual = products.add_linear(total, made(rows, size), made(size, size), None, norm)
+    gated = products.norm_swiglu(residual, norm, EPS, weight := made(2 * inner, size))
+    for x in (residual.scaled, gated):
         assert len(whole_tiles(x, TILE)) % TILE == 0
-    gate, rest = nn.functional.linear(products.rms_norm(stream.x, norm, EPS).float(), weight.float()).chunk(2, -1)
+    gate, rest = nn.functional.linear(products.rms_norm(residual.x, norm, EPS).float(), weight.float()).chunk(2, -1)
     torch.testing.assert_close(gated.float(), nn.functional.silu(gate) * rest, atol=2e-2, rtol=2e-2)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetspec.dispatch import force
 from jetspec.ops import shortlist
+from jetspec.ops.select import force
 from jetspec.ops.shortlist import MAX_RANK
 from jetspec.types import EdgeFactors
 from tests.kernels import compile_for_hopper, fetches_early, shared_bytes
@@ -27,23 +27,23 @@ def guesses(
     return logits_BDV.to(device, dtype), torch.randint(V, (B,)).to(device), moved
 
 
-def worth_of(logits: Tensor, root: int, edge: EdgeFactors, row: int, depth: int, num_likely: int) -> Tensor:
+def worth_of(logits: Tensor, root: int, edge: EdgeFactors, row: int, depth: int, num_parents: int) -> Tensor:
     """Of every token, parent by parent."""
     alone = logits[row, depth].float()
     before = logits[row, depth - 1].float().sort(descending=True, stable=True).indices
-    parents = before[:num_likely].tolist() if depth else [root]
+    parents = before[:num_parents].tolist() if depth else [root]
     gate = edge.gate_BDR[row, depth].float()
     terms = [edge.successor_VR.float() @ (edge.predecessor_VR[parent].float() * gate) for parent in parents]
     return torch.stack([alone.log_softmax(-1), *((alone + term).log_softmax(-1) for term in terms)]).amax(0)
 
 
-@pytest.mark.parametrize("num_likely", [1, 3])
-def test_it_holds_what_some_likely_parent_would_choose(num_likely: int) -> None:
+@pytest.mark.parametrize("num_parents", [1, 3])
+def test_it_holds_what_some_likely_parent_would_choose(num_parents: int) -> None:
     logits, root_B, edge = guesses(B=2, D=3, V=50, R=4)
-    token, logprob = shortlist(logits, root_B, edge, 7, num_likely)
+    token, logprob = shortlist(logits, root_B, edge, 7, num_parents)
     for row in range(2):
         for depth in range(3):
-            worth = worth_of(logits, int(root_B[row]), edge, row, depth, num_likely)
+            worth = worth_of(logits, int(root_B[row]), edge, row, depth, num_parents)
             assert set(token[row, depth].tolist()) == set(worth.topk(7).indices.tolist())
     torch.testing.assert_close(logprob, logits.log_softmax(-1).gather(-1, token))
 
@@ -51,9 +51,9 @@ def test_it_holds_what_some_likely_parent_would_choose(num_likely: int) -> None:
 def test_a_child_that_only_its_parent_makes_likely_is_found() -> None:
     """Alone it is the least likely token of its depth."""
     logits, root_B, edge = guesses(B=1, D=2, V=40, R=4)
-    likely = int(logits[0, 0].argmax())
+    shortlist_parents = int(logits[0, 0].argmax())
     edge.gate_BDR[0, 1] *= 10
-    child = int((edge.successor_VR @ (edge.predecessor_VR[likely] * edge.gate_BDR[0, 1])).argmax())
+    child = int((edge.successor_VR @ (edge.predecessor_VR[shortlist_parents] * edge.gate_BDR[0, 1])).argmax())
     logits[0, 1, child] = logits[0, 1].min() - 1
     alone = logits[0, 1].topk(8).indices.tolist()
     assert child not in alone and child in shortlist(logits, root_B, edge, 8, 1)[0][0, 1]
@@ -70,9 +70,9 @@ def test_without_an_edge_it_is_the_best_of_the_depth() -> None:
 
 def test_heat_divides_the_logits() -> None:
     logits, root_B, edge = guesses(B=3, D=2, V=30, R=4)
-    heat_B = torch.tensor([0.5, 1.0, 2.0])
-    got = shortlist(logits, root_B, edge, 6, 2, heat_B)
-    want = shortlist(logits / heat_B[:, None, None], root_B, edge, 6, 2)
+    temperature_B = torch.tensor([0.5, 1.0, 2.0])
+    got = shortlist(logits, root_B, edge, 6, 2, temperature_B)
+    want = shortlist(logits / temperature_B[:, None, None], root_B, edge, 6, 2)
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1])
 
@@ -80,8 +80,8 @@ def test_heat_divides_the_logits() -> None:
 def compare(
     inputs: tuple[Tensor, Tensor, EdgeFactors],
     count: int,
-    num_likely: int,
-    heat: str,
+    num_parents: int,
+    draft_temperature: str,
     slack: float,
     programs: int | None = None,
 ) -> None:
@@ -89,20 +89,20 @@ def compare(
     from jetspec.ops import shortlist_triton
 
     logits, root_B, edge = inputs
-    heat_B = None
-    if heat == "own":
-        heat_B = torch.linspace(0.5, 1.5, len(logits), device=logits.device)
-    elif heat == "shared":
-        heat_B = torch.tensor([0.7], device=logits.device).expand(len(logits))
+    temperature_B = None
+    if draft_temperature == "own":
+        temperature_B = torch.linspace(0.5, 1.5, len(logits), device=logits.device)
+    elif draft_temperature == "shared":
+        temperature_B = torch.tensor([0.7], device=logits.device).expand(len(logits))
     programs = programs or shortlist_triton.PROGRAMS
     with force("triton"), patch.object(shortlist_triton, "PROGRAMS", programs):
-        token, logprob = shortlist(logits, root_B, edge, count, num_likely, heat_B)
-    cooled = logits.float() if heat_B is None else logits.float() / heat_B[:, None, None]
-    torch.testing.assert_close(logprob, cooled.log_softmax(-1).gather(-1, token), atol=1e-3, rtol=1e-3)
+        token, logprob = shortlist(logits, root_B, edge, count, num_parents, temperature_B)
+    scaled = logits.float() if temperature_B is None else logits.float() / temperature_B[:, None, None]
+    torch.testing.assert_close(logprob, scaled.log_softmax(-1).gather(-1, token), atol=1e-3, rtol=1e-3)
     for row in range(len(logits)):
         for depth in range(logits.shape[1]):
             assert len(token[row, depth].unique()) == count
-            worth = worth_of(cooled, int(root_B[row]), edge, row, depth, num_likely)
+            worth = worth_of(scaled, int(root_B[row]), edge, row, depth, num_parents)
             missing = worth.topk(count).values[-1] - worth[token[row, depth]].min()
             assert missing <= slack, f"{missing} at depth {depth}"
 
@@ -116,29 +116,37 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("B", "D", "V", "R", "count", "num_likely", "heat"), CASES)
+@pytest.mark.parametrize(("B", "D", "V", "R", "count", "num_parents", "draft_temperature"), CASES)
 @pytest.mark.parametrize("programs", [1, 1024])
 def test_kernels_choose_the_same(
-    interpreter: Executor, B: int, D: int, V: int, R: int, count: int, num_likely: int, heat: str, programs: int
+    interpreter: Executor,
+    B: int,
+    D: int,
+    V: int,
+    R: int,
+    count: int,
+    num_parents: int,
+    draft_temperature: str,
+    programs: int,
 ) -> None:
     """However many programs share the vocabulary."""
-    interpreter.submit(compare, guesses(B, D, V, R), count, num_likely, heat, 1e-4, programs).result()
+    interpreter.submit(compare, guesses(B, D, V, R), count, num_parents, draft_temperature, 1e-4, programs).result()
 
 
 @pytest.mark.parametrize("kernel", ["_mass_kernel", "_worth_kernel", "_sum_kernel", "_take_kernel"])
-@pytest.mark.parametrize("heated", [True, False])
-def test_kernels_compile_without_a_gpu(kernel: str, heated: bool) -> None:
+@pytest.mark.parametrize("scaled", [True, False])
+def test_kernels_compile_without_a_gpu(kernel: str, scaled: bool) -> None:
     from jetspec.ops import shortlist_triton
 
     found: Any = getattr(shortlist_triton, kernel)
     weights = ("logits_ptr", "predecessor_ptr", "successor_ptr")
-    types = {name: "*bf16" if name in weights else "*i64" for name in (*weights, "root_ptr", "likely_ptr", "token_ptr")}
-    types |= dict.fromkeys(("V", "span", "heat_stride", "num_chunks", "count"), "i32")
+    types = {name: "*bf16" if name in weights else "*i64" for name in (*weights, "root_ptr", "top_ptr", "token_ptr")}
+    types |= dict.fromkeys(("V", "span", "temperature_stride", "num_chunks", "count"), "i32")
     sizes = {"D": 15, "P": 7, "R": 128, "RANKS": 128, "DEPTHS": 8, "TILE": 64, "PARENTS": 8, "CHUNKS": 256}
     sizes["BLOCK"] = 256
     constants: dict[str, Any] = {name: size for name, size in sizes.items() if name in found.arg_names}
-    if "heat_ptr" in found.arg_names and not heated:
-        constants["heat_ptr"] = None
+    if "temperature_ptr" in found.arg_names and not scaled:
+        constants["temperature_ptr"] = None
     ptx = compile_for_hopper(found, types, constants)
     assert "st.global" in ptx and (kernel not in ("_mass_kernel", "_worth_kernel") or fetches_early(ptx))
 
@@ -155,7 +163,7 @@ def test_tensor_cores_make_the_products(kernel: str, dtype: str, itemsize: int, 
 
     found: Any = getattr(shortlist_triton, kernel)
     types = dict.fromkeys(("logits_ptr", "predecessor_ptr", "successor_ptr"), f"*{dtype}")
-    types |= dict.fromkeys(("root_ptr", "likely_ptr"), "*i64") | dict.fromkeys(("V", "span", "heat_stride"), "i32")
+    types |= dict.fromkeys(("root_ptr", "top_ptr"), "*i64") | dict.fromkeys(("V", "span", "temperature_stride"), "i32")
     tile, depths = shortlist_triton.num_tokens(rank, itemsize), shortlist_triton.num_depths(15, 8, rank, itemsize)
     options = {"num_stages": shortlist_triton.num_stages(rank, itemsize)}
     options["num_warps"] = shortlist_triton.num_warps(8 * depths)
@@ -167,7 +175,7 @@ def test_tensor_cores_make_the_products(kernel: str, dtype: str, itemsize: int, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("B", "D", "V", "R", "count", "num_likely", "heat"),
+    ("B", "D", "V", "R", "count", "num_parents", "draft_temperature"),
     [
         (1, 15, 49152, 128, 256, 7, "shared"),
         (8, 15, 151_936, 128, 512, 4, "own"),
@@ -177,6 +185,14 @@ def test_tensor_cores_make_the_products(kernel: str, dtype: str, itemsize: int, 
 )
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-3), (torch.bfloat16, 0.3)])
 def test_kernels_on_a_gpu(
-    B: int, D: int, V: int, R: int, count: int, num_likely: int, heat: str, dtype: torch.dtype, slack: float
+    B: int,
+    D: int,
+    V: int,
+    R: int,
+    count: int,
+    num_parents: int,
+    draft_temperature: str,
+    dtype: torch.dtype,
+    slack: float,
 ) -> None:
-    compare(guesses(B, D, V, R, dtype, "cuda"), count, num_likely, heat, slack)
+    compare(guesses(B, D, V, R, dtype, "cuda"), count, num_parents, draft_temperature, slack)

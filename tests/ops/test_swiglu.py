@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetspec.dispatch import force
 from jetspec.ops import swiglu
+from jetspec.ops.select import force
 from tests.kernels import compile_for_hopper
 
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 2**-6)])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetspec.dispatch import force
 from jetspec.ops import topk_logprob
+from jetspec.ops.select import force
 from jetspec.ops.topk_logprob import SORTED_K
 from tests.kernels import compile_for_hopper
 
@@ -34,13 +34,13 @@ def compare(logits: Tensor, k: int, chunk: int = 0, select: bool | None = None) 
     torch.testing.assert_close(logprob, expected[1], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def compare_hot(logits_BDV: Tensor, k: int, heat_B: Tensor) -> None:
+def compare_hot(logits_BDV: Tensor, k: int, temperature_B: Tensor) -> None:
     """Against logits that were divided before."""
     with pytest.MonkeyPatch.context() as patch, force("triton"):
         patch.setattr("jetspec.ops.topk_logprob_triton.CHUNK", 64)
         patch.setattr("jetspec.ops.topk_select_triton.CHUNK", 64)
-        token, logprob = topk_logprob(logits_BDV, k, heat_B)
-    divided = logits_BDV.float() / heat_B[:, None, None]
+        token, logprob = topk_logprob(logits_BDV, k, temperature_B)
+    divided = logits_BDV.float() / temperature_B[:, None, None]
     assert torch.equal(token, logits_BDV.float().sort(descending=True, stable=True).indices[..., :k])
     torch.testing.assert_close(logprob, divided.log_softmax(-1).gather(-1, token), rtol=1e-5, atol=1e-5)
 
@@ -126,7 +126,9 @@ def test_selection_compiles_without_a_gpu(logits: str, rows: str) -> None:
 def test_kernels_compile_without_a_gpu(logits: str, k: int) -> None:
     module = importlib.import_module("jetspec.ops.topk_logprob_triton")
     types = {"logits_ptr": logits, "token_ptr": "*i32", "best_token_ptr": "*i64"}
-    types |= dict.fromkeys(("V", "num_chunks", "k", "rows_of_a_heat", "heat_stride"), "i32") | {"value_ptr": logits}
+    types |= dict.fromkeys(("V", "num_chunks", "k", "rows_of_a_heat", "temperature_stride"), "i32") | {
+        "value_ptr": logits
+    }
     short = {"SHORT": logits == "*bf16"}
     chunk = {"K": k, "GROUP": module.GROUP, "GROUPS": module.CHUNK // module.GROUP, **short}
     assert "st.global" in compile_for_hopper(module._topk_chunk_kernel, types, chunk)
@@ -139,9 +141,9 @@ def test_kernels_compile_without_a_gpu(logits: str, k: int) -> None:
 def test_heats_on_a_gpu(k: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 3 * torch.randn(4, 15, 49152, generator=generator, device="cuda")
-    heat = torch.tensor([0.8, 1.0, 2.5, 1.7], device="cuda")
-    compare_hot(logits, k, heat)
-    compare_hot(logits, k, heat[:1].expand(4))
+    draft_temperature = torch.tensor([0.8, 1.0, 2.5, 1.7], device="cuda")
+    compare_hot(logits, k, draft_temperature)
+    compare_hot(logits, k, draft_temperature[:1].expand(4))
 
 
 @pytest.mark.gpu

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jetspec.dispatch import force
 from jetspec.ops import plan_attention, store_kv, tree_attention
-from jetspec.ops.counters import MOST, counters, meetings
+from jetspec.ops.counters import MOST, barrier_counters, counters
+from jetspec.ops.select import force
 from jetspec.ops.tree_attention import KernelPlan
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 from tests.gluon import Blocks, Interpreted
@@ -248,7 +248,7 @@ def compare_interpreted(
             out = tree_attention(q, keep_used(pages, batch), plan_attention(batch), 0.3, window)
     finally:
         kernel.WARPS, kernel._choose_tiling = before
-    assert not counters(q.device).any() and not (meetings(q.device) % MOST).any()
+    assert not counters(q.device).any() and not (barrier_counters(q.device) % MOST).any()
     expected = tree_attention(q, pages, plan_attention(batch), 0.3, window)
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
@@ -376,10 +376,10 @@ def test_piped_kernel_equals_reference(
     if is_large:
         monkeypatch.setattr(piped, "LONG", 256)
         monkeypatch.setattr(piped, "MANY_ROWS", 200)
-    met = meetings(batch.token_T.device).clone()
+    met = barrier_counters(batch.token_T.device).clone()
     compare_interpreted(batch, *random_inputs(batch, 3 * kv_heads, kv_heads, size), None)
     is_split = splits > 1 and min_run == 128
-    assert torch.equal(meetings(batch.token_T.device), met) != is_split, "few keys are not split"
+    assert torch.equal(barrier_counters(batch.token_T.device), met) != is_split, "few keys are not split"
     ((programs,),) = piped._piped_attention_kernel.grids
     runs = -(-batch.layout.page_BP.shape[1] * 16 // min_run)
     tiles = -(-70 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))

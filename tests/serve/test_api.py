@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import LLM
-from jetspec.serve.errors import Refused
-from jetspec.serve.prepare import Desk
+from jetspec.serve.errors import ApiError
+from jetspec.serve.prepare import RequestBuilder
 from jetspec.serve.protocol import ChatChunk, ChatCompletion, CompletionRequest, TextCompletion
 from jetspec.types import SamplingParams
 from tests.serve.live import NAME, Live, events, streaming
@@ -223,12 +223,12 @@ def test_an_answer_ends_where_the_context_does(live: Live, limit: int | None) ->
 
 
 def test_a_small_bound_holds_for_those_who_ask_for_nothing(alone: LLM) -> None:
-    desk = Desk(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=8)
+    builder = RequestBuilder(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=8)
     asked = {"model": NAME, "prompt": "ab"}
-    (job,) = desk.completion(CompletionRequest.model_validate({**asked, "max_tokens": None}), "").jobs
+    (job,) = builder.completion(CompletionRequest.model_validate({**asked, "max_tokens": None}), "").jobs
     assert job.sampling.max_tokens == 8
-    with pytest.raises(Refused, match="at most 8"):
-        desk.completion(CompletionRequest.model_validate({**asked, "max_tokens": 16}), "")
+    with pytest.raises(ApiError, match="at most 8"):
+        builder.completion(CompletionRequest.model_validate({**asked, "max_tokens": 16}), "")
 
 
 def test_null_is_the_same_as_nothing(live: Live) -> None:

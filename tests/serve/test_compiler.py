@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
-from jetspec.engine.constraint import Grammars
 from jetspec.engine.llm import LLM
-from jetspec.engine.trial import Trial
+from jetspec.grammar.constraint import Grammars
+from jetspec.grammar.trial import Trial
 from jetspec.serve import compiler, schema
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import Refused
+from jetspec.serve.errors import ApiError
 from jetspec.types import Grammar
 from tests.serve.live import NAME, Live, tiny_llm, wait_until
 from tests.serve.test_forms import COUNTED, schema_format
@@ -193,7 +193,7 @@ def test_turns_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         tasks = [await start(*given) for given in names]
         tasks[3].cancel()
         monkeypatch.setattr(compiler, "WAIT_S", 0.1)
-        with pytest.raises(Refused) as why:
+        with pytest.raises(ApiError) as why:
             await take("a", "a4")
         num_ahead = len(["a2", "b2", "a3"])
         assert why.value.retry_after == (1 + num_ahead) * compiler.COMPILE_S
@@ -207,7 +207,7 @@ def test_turns_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_engine_takes_what_was_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its thread nothing is compiled and no schema read, however small the memory for those before."""
-    monkeypatch.setattr("jetspec.engine.constraint.CACHE_BYTES", 0)
+    monkeypatch.setattr("jetspec.grammar.constraint.CACHE_BYTES", 0)
     with Live(tiny_llm(folder), ServeConfig(port=0)) as server:
         made: list[Grammar] = []
         compile = Grammars.compile

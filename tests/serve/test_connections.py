@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.check_serve import ServerProcess
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.connection import most_connections
 from jetspec.serve.log import LIMITED_S, MAX_LINES, Sparingly
-from scripts.check_serve import ServerProcess
 from tests.serve.live import Live, streaming, tiny_llm, wait_until
 
 

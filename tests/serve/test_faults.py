@@ -19,9 +19,9 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.check_serve import ServerProcess, check
 from jetspec.serve.config import ServeConfig
 from jetspec.types import SamplingParams, Update
-from scripts.check_serve import ServerProcess, check
 from tests.serve.live import NAME, Live, streaming, tiny_llm, wait_until
 
 LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -185,7 +185,7 @@ def test_a_slow_reader_has_no_place_in_the_queue(folder: Path, monkeypatch: pyte
             server.wait_for_rest()
             assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
             assert server.post(max_tokens=2).status_code == 200
-            assert sum(ticket.num_unread for ticket in worker._unread) <= most
+            assert sum(handle.num_unread for handle in worker._unread) <= most
         said = []
         for client in clients:
             data = b""
@@ -349,7 +349,7 @@ def test_sigterm_under_load(folder: Path) -> None:
 
 
 def test_many_streams_at_once(folder: Path) -> None:
-    """`scripts/check_serve.py` does this for two minutes."""
+    """`benchmarks/check_serve.py` does this for two minutes."""
     results = check(str(folder), streams=64, seconds=2.5, num_requests=12)
     assert results["problems"] == {}
     assert results["answers"] > 64 and results["hang_ups"] > 0

@@ -10,8 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from benchmarks.check_serve import ServerProcess
 from jetspec.models.hub import DEFAULT_MODEL, default_model
-from scripts.check_serve import ServerProcess
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

@@ -16,10 +16,10 @@ pytest.importorskip("playwright", reason="the tests of the page need playwright"
 
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
+from benchmarks.screenshots import CHROMIUM
 from jetspec.engine.llm import LLM
 from jetspec.serve.config import ServeConfig
 from jetspec.types import Completion, SamplingParams, Update
-from scripts.screenshots import CHROMIUM
 from tests.serve.live import Live, tiny_llm
 
 SIZES = {"desktop": (1280, 800), "phone": (390, 844)}

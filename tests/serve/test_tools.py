@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec.serve.calls import BEGIN, END, ToolReader, read_calls
-from jetspec.serve.errors import Refused
+from jetspec.serve.errors import ApiError
 from jetspec.serve.prepare import template_message
 from jetspec.serve.protocol import MAX_CALLS, FunctionCall, Message
 from jetspec.serve.tools import check_template
@@ -186,5 +186,5 @@ def test_what_is_no_call_is_none(text: str) -> None:
 def test_templates_without_tools_are_refused() -> None:
     check_template("{% if tools %}<tool_call>{% endif %}")
     for template in (None, "{{ messages }}", "{% if tools %}[TOOL_CALLS]{% endif %}"):
-        with pytest.raises(Refused, match="tools"):
+        with pytest.raises(ApiError, match="tools"):
             check_template(template)

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec.config import EngineConfig
+from jetspec.data.corpus import Document, PackedBatch, PackedData
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.train.blocks import Blocks, block_mask, choose_anchors, document_mask, lay_out, lay_out_drafts
 from jetspec.train.config import LossConfig
-from jetspec.train.data import Document, PackedBatch, PackedData
 from jetspec.train.loss import block_states, draft_loss
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, randomize, tiny_decoder, tiny_head

@@ -8,7 +8,7 @@ import pytest
 
 from jetspec.train.config import DataFile, TrainConfig, load_recipe
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "jetspec" / "recipes"
 
 
 def recipe(tmp_path: Path, text: str) -> Path:

@@ -17,13 +17,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
 from jetspec.config import EngineConfig, TreeConfig
+from jetspec.data.corpus import Document, Documents, PackedBatch
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
 from jetspec.models.heads import load_any_head
 from jetspec.models.masked_attention import attend_own, make_block_mask, make_dense_mask
 from jetspec.train.blocks import choose_anchors, document_mask, lay_out_chains
 from jetspec.train.config import HeadShape, LossConfig, OptimizerConfig, TrainConfig
-from jetspec.train.data import Document, Documents, PackedBatch
 from jetspec.train.evaluate import make_trees, rounds_of, score_head
 from jetspec.train.loss import DraftLoss, chain_states, unrolled_loss
 from jetspec.train.run import frequent_tokens, make_trainer

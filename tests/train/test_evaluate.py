@@ -18,23 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from jetspec.cli import app
+from jetspec.commands.app import app
 from jetspec.config import EngineConfig, TreeConfig
+from jetspec.data.answers import Answerer, decode, find_tasks, read_questions
+from jetspec.data.corpus import Document, answer_spans
+from jetspec.data.prompts import Prompt
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import Head
 from jetspec.train import evaluate
-from jetspec.train.answers import Answerer, decode, find_tasks, read_questions
-from jetspec.train.data import Document
 from jetspec.train.evaluate import (
     HeadScore,
-    answer_spans,
     follow,
     make_trees,
     rounds_of,
     score_head,
 )
-from jetspec.train.prompts import Prompt
 from jetspec.train.reading import ABSENT, BEYOND, BlockReading, coming_tokens
 from jetspec.tree import DraftTree
 from jetspec.types import Completion, SamplingParams
@@ -405,7 +404,7 @@ def test_results_are_shown_before_they_are_written(data_dir: Path, monkeypatch: 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jetspec.terminal.eval_head.write_record", full)
+    monkeypatch.setattr("jetspec.commands.eval_head.write_record", full)
     words = ("--head", "mine", "--tasks", "quiz", "--budgets", "16", "--no-real", "--out", str(data_dir / "x.json"))
     result = command(data_dir, *words)
     assert result.exit_code == 2 and "No space left" in result.stderr and "tree 16" in result.stdout

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
+from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, make_head
 from jetspec.models.masked_attention import (
@@ -22,7 +23,6 @@ from jetspec.models.masked_attention import (
 )
 from jetspec.train.blocks import choose_anchors, document_mask, lay_out, sees_block, sees_document
 from jetspec.train.config import LossConfig
-from jetspec.train.data import PackedBatch
 from jetspec.train.loss import DraftLoss, draft_loss
 
 Make = Callable[[Sees, int, int, int, torch.device], Visible]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from jetspec.data.corpus import NAMED_ROWS
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import load_any_head, save_any_head
 from jetspec.train.config import HeadShape, TrainConfig
-from jetspec.train.data import NAMED_ROWS
 from jetspec.train.run import make_trainer, start_head
 from tests.engine.tiny import tiny_decoder
 

@@ -24,12 +24,12 @@ from safetensors import SafetensorError
 from torch._dynamo.utils import counters
 from torch.multiprocessing.spawn import spawn
 
+from jetspec.commands.train import Part, asks_of, show_time, time_left, train_recipe, where_it_stopped
+from jetspec.commands.train import score_head as decode_with
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.head_format import load_head
 from jetspec.models.heads import Head
 from jetspec.record import current_commit
-from jetspec.terminal.train import Part, asks_of, show_time, time_left, train_recipe, where_it_stopped
-from jetspec.terminal.train import score_head as decode_with
 from jetspec.train.card import read_card
 from jetspec.train.checkpoint import checkpoints, claimed
 from jetspec.train.config import DataFile, HeadShape, LossConfig, OptimizerConfig, TrainConfig
@@ -495,7 +495,7 @@ def test_a_dry_run_times_what_comes_between_steps(
 ) -> None:
     config = recipe(answers, tmp_path, steps=40, validate_every=10, save_every=20, validation_rows=2)
     trainer = make_trainer(config, TARGET, lambda head: {})
-    monkeypatch.setattr("jetspec.terminal.train.seconds_of", lambda *_: 30.0)
+    monkeypatch.setattr("jetspec.commands.train.seconds_of", lambda *_: 30.0)
     show_time(config, trainer)
     said = " ".join(capsys.readouterr().err.split())
     assert "30.00 s per validation, 30.00 s per checkpoint decoded; 23.0 minutes" in said, "40 + 4 + 2 half minutes"

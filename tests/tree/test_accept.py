@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.config import TreeConfig
-from jetspec.dispatch import force
+from jetspec.ops.select import force
 from jetspec.tree import Acceptance, Candidates, DraftTree, accept, build_tree
 from jetspec.types import RowSampling, SamplingParams
 from tests.kernels import compile_for_hopper

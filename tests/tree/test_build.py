@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.config import MAX_BUDGET, MAX_DEPTH, MAX_WIDTH, Expand, Score, TreeConfig
-from jetspec.dispatch import force
+from jetspec.ops.select import force
 from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, build_tree_reference
 from jetspec.types import EdgeFactors
 from tests.kernels import compile_for_hopper

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jetspec.config import TreeConfig
-from jetspec.dispatch import force
+from jetspec.ops.select import force
 from jetspec.tree import Candidates, build_tree
 from jetspec.types import EdgeFactors
 from tests.kernels import HOPPER, compile_for_hopper, shared_bytes

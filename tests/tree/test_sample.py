@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from jetspec.dispatch import force
+from jetspec.ops.select import force
 from jetspec.tree import choose_nodes, choose_token, filter_logits, gumbel
 from jetspec.tree.sample import philox
 from jetspec.types import RowSampling, SamplingParams
@@ -193,8 +193,8 @@ def compare_thresholds(logits_BV: torch.Tensor, params: list[SamplingParams]) ->
     threshold_B = kernel._thresholds(logits_BV[:, None], sampling)[:, 0]
     for row, p in enumerate(params):
         filtered_V = filter_logits(logits_BV[row : row + 1], rows(p))[0]
-        heated_V = logits_BV[row] / max(p.temperature, 1e-6)
-        kept_V = (heated_V >= threshold_B[row]) & (heated_V > -torch.inf)
+        scaled_V = logits_BV[row] / max(p.temperature, 1e-6)
+        kept_V = (scaled_V >= threshold_B[row]) & (scaled_V > -torch.inf)
         assert not p.temperature or torch.equal(kept_V, filtered_V > -torch.inf)
 
 

@@ -1,0 +1,231 @@
+"""The paper's ablations on a small model: one short training per variant, at equal steps and equal data, each scored
+on the same answers. A record per variant; those that exist are not made again.
+
+    python -m benchmarks.ablate --recipe jetspec/recipes/smollm2_135m.yaml --data-dir data/eval \\
+        --out docs/results/ablations
+    python -m benchmarks.ablate ... --only causal,edge-128 --set steps=200 --keep-heads runs/ablations/heads
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.methods import kind_of
+from benchmarks.recipe import KINDS, USUAL
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.data.answers import Answerer, find_tasks, fingerprint, read_questions
+from jetspec.data.corpus import Document, Documents, PackedData
+from jetspec.engine.llm import LLM
+from jetspec.models.decoder import Decoder
+from jetspec.models.heads import Head, save_any_head
+from jetspec.record import current_commit, write_record
+from jetspec.train.config import TrainConfig, load_recipe
+from jetspec.train.evaluate import score_head
+from jetspec.train.parallel import frozen_copy
+from jetspec.train.run import adopt_tokens, read_data, start_head
+from jetspec.train.trainer import Trainer
+
+TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval")
+BUDGETS = ("chain", "16", "32", "64", "128", "256")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One change to the base: a plain causal head trained by forward KL with equal weights, or for an EAGLE-3 head the
+    recipe as it stands."""
+
+    about: str
+    """The paper's tables that it belongs to."""
+    edge_rank: int = 0
+    causal: bool = True
+    kind: str = "forward_kl"
+    gamma: float | None = None
+    lr: float | None = None
+    optimizer: str | None = None
+    seed: int | None = None
+    text: str | None = None
+    """Whose answers to the same prompts it is trained on; None: the recipe's data."""
+    eagle3: bool = False
+
+    def of(self, base: TrainConfig, texts: Mapping[str, Path] | None = None) -> TrainConfig:
+        data = base.data if self.text is None else (str((texts or {})[self.text]),)
+        kind = self.optimizer or base.optimizer.kind
+        optimizer = replace(base.optimizer, lr=self.lr or base.optimizer.lr, kind=kind)  # type: ignore[arg-type]
+        if self.eagle3:
+            return replace(base, optimizer=optimizer)
+        loss = replace(base.loss, kind=self.kind, gamma=self.gamma)  # type: ignore[arg-type]
+        head = replace(base.head, edge_rank=self.edge_rank, causal=self.causal)
+        seed = base.seed if self.seed is None else self.seed
+        return replace(base, head=head, loss=loss, optimizer=optimizer, data=data, seed=seed)
+
+
+VARIANTS = {
+    "causal": Variant("1, 2, 3, 4, 7"),
+    **{f"causal-seed-{seed}": Variant("", seed=seed) for seed in (1, 2)},
+    "bidirectional": Variant("1, 2, 7", causal=False),
+    "bidirectional-seed-1": Variant("", causal=False, seed=1),
+    **{f"edge-{rank}": Variant("1, 2", edge_rank=rank) for rank in (32, 128, 256)},
+    "sft": Variant("3, 4", kind="sft"),
+    "sft-seed-1": Variant("", kind="sft", seed=1),
+    "reverse-kl": Variant("4", kind="reverse_kl"),
+    **{f"causal-gamma-{gamma}": Variant("7", gamma=gamma) for gamma in (3, 7, 15)},
+    **{f"bidirectional-gamma-{gamma}": Variant("7", causal=False, gamma=gamma) for gamma in (3, 7, 15)},
+    **{f"lr-{lr:g}": Variant("3", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
+    **{f"sft-lr-{lr:g}": Variant("3", kind="sft", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
+    **{f"bidirectional-lr-{lr:g}": Variant("", causal=False, lr=lr) for lr in (2e-3, 1e-2, 2e-2)},
+    "adamw": Variant("", optimizer="adamw", lr=2e-3),
+    **{text: Variant("6", text=text) for text in ("regenerated", "corpus")},
+    **{
+        f"eagle3-{kind}-{lr:g}": Variant("", optimizer=kind, lr=lr, eagle3=True)
+        for kind, rates in {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)}.items()
+        for lr in rates
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, required=True, help="everything that the variants share")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of it")
+    parser.add_argument("--regenerated", type=Path, help="the target's answers to some prompts, for table 6")
+    parser.add_argument("--corpus", type=Path, help="the corpus's answers to the same prompts, for table 6")
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder with a file of questions per task")
+    parser.add_argument("--limit", type=int, default=20, help="questions per task")
+    parser.add_argument("--tokens", type=int, default=128, help="most tokens per answer")
+    parser.add_argument("--only", help="some of the variants, separated by commas")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--keep-heads", type=Path, metavar="FOLDER", help="save each head as FOLDER/VARIANT, bfloat16")
+    args = parser.parse_args()
+
+    commit = current_commit()
+    base = load_recipe(args.recipe, tuple(args.set))
+    texts = {text: file for text in ("regenerated", "corpus") if (file := getattr(args, text)) is not None}
+    is_eagle3 = base.head.kind == "eagle3"
+    suited = [name for name, variant in VARIANTS.items() if variant.eagle3 == is_eagle3]
+    names = args.only.split(",") if args.only else [n for n in suited if VARIANTS[n].text in {None, *texts}]
+    if other := [name for name in names if name not in suited]:
+        why = f"{args.recipe} trains a head of kind {base.head.kind}" if other[0] in VARIANTS else "there is none"
+        parser.error(f"not {other[0]}: {why}; choose among {', '.join(suited)}")
+    if missing := [name for name in names if VARIANTS[name].text not in {None, *texts}]:
+        parser.error(f"the variant {missing[0]} needs --{missing[0]} FILE")
+    todo = [name for name in names if not is_done(name, args.out, args.keep_heads)]
+    if not todo:
+        return
+    if len(texts) == 1 and any(VARIANTS[name].text for name in todo):
+        print("only one text is given: another may answer other prompts, and could not be compared", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        run_variants(todo, base, with_same_prompts(texts, Path(folder)), args, commit)
+
+
+def run_variants(
+    todo: Sequence[str], base: TrainConfig, texts: Mapping[str, Path], args: argparse.Namespace, commit: str | None
+) -> None:
+    llm = LLM(base.model, drafter="none", engine=EngineConfig(max_batch=64, max_len=base.row_len + args.tokens))
+    answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
+    target = llm.target.decoder
+    del llm.__dict__["engine"]  # its cache is not needed any more
+    data: dict[Any, Documents] = {}
+    for name in todo:
+        variant = VARIANTS[name]
+        config = variant.of(base, texts)
+        if config.data not in data:
+            data[config.data] = read(config, target)
+        head, results = run_variant(config, target, data[config.data], answers, name)
+        if args.keep_heads is not None:
+            save_any_head(head, args.keep_heads / name)
+        about = {"variant": name, "tables": variant.about, "questions": args.limit, "tokens": args.tokens}
+        write_record(args.out / f"{name}.json", {**about, **results}, commit)
+        print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
+
+
+def with_same_prompts(texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:
+    """Copies of the rows whose prompts all texts answer: a corpus may have no response, or one too short to learn. What
+    is known of a file goes with it."""
+    lines = {text: [line for line in file.read_text().splitlines() if line.strip()] for text, file in texts.items()}
+    ids = {text: [json.loads(line)["id"] for line in found] for text, found in lines.items()}
+    shared = set.intersection(*map(set, ids.values())) if ids else set()
+    for text, file in texts.items():
+        kept = [line for line, id in zip(lines[text], ids[text], strict=True) if id in shared]
+        (folder / f"{text}.jsonl").write_text("".join(f"{line}\n" for line in kept))
+        if (meta := Path(f"{file}.meta.json")).exists():
+            shutil.copyfile(meta, folder / f"{text}.jsonl.meta.json")
+    return {text: folder / f"{text}.jsonl" for text in texts}
+
+
+def is_done(name: str, records: Path, heads: Path | None) -> bool:
+    """Whether a variant has its record, and its head where heads are kept."""
+    return (records / f"{name}.json").exists() and (heads is None or (heads / name).exists())
+
+
+def read(config: TrainConfig, target: Decoder) -> Documents:
+    return read_data(config, target.config.vocab_size, start_head(config, target))
+
+
+def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, list[Document]]:
+    """The target's greedy answers, which every variant is scored on."""
+    decoder = llm.target.decoder
+    answerer = Answerer(
+        llm=llm,
+        tokenizer=llm.tokenizer,
+        fingerprint=fingerprint(decoder),
+        max_prompt_tokens=llm.max_prompt_tokens,
+        vocab_size=decoder.config.vocab_size,
+        max_tokens=tokens,
+    )
+    tasks = find_tasks(folder, TASKS)
+    return {task: answerer.answers(task, read_questions(path, limit), None) for task, path in tasks.items()}
+
+
+def run_variant(
+    config: TrainConfig,
+    target: Decoder,
+    documents: Documents,
+    answers: Mapping[str, Sequence[Document]],
+    name: str,
+) -> tuple[Head, dict[str, Any]]:
+    """Train from scratch, then count teacher-forced rounds."""
+    head = start_head(config, target).to(target.embedding.device)
+    adopt_tokens(config, head, documents, target)
+    trainer = Trainer(config, target, head, PackedData(documents, config.row_len, config.seed))
+    losses, began = [], time.perf_counter()
+    for step in tqdm(range(1, config.steps + 1), desc=name, unit="step"):
+        sums = trainer.train_step()
+        if step % config.log_every == 0 or step == config.steps:
+            losses.append((step, sums.metrics().loss))
+        if step == 1:
+            began, first = time.perf_counter(), began
+    seconds, startup = time.perf_counter() - began, began - first
+    scored, kind = frozen_copy(trainer.head, target.embedding.dtype), KINDS[USUAL[kind_of(trainer.head)]]
+    tree = TreeConfig(width=kind.width, draft_temperature=kind.draft_temperature)
+    with torch.inference_mode():
+        forced = {
+            task: score_head(target, scored, rows, BUDGETS, tree).tokens_per_round for task, rows in answers.items()
+        }
+    results = {
+        "settings": asdict(replace(config, data=tuple(Path(file.path).name for file in config.files))),
+        "seconds": seconds,
+        "startup_seconds": startup,
+        "documents": len(documents),
+        "losses": losses,
+        "tree": asdict(tree),
+        "tokens_per_round": forced,
+        "mean": {budget: statistics.fmean(row[budget] for row in forced.values()) for budget in BUDGETS},
+    }
+    return scored, results
+
+
+if __name__ == "__main__":
+    main()

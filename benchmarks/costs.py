@@ -1,0 +1,136 @@
+"""What drafting a token costs beside a verify pass: the coefficient c of the speedup formula, by context and depth.
+
+    c = t_draft / (k * t_verify)
+
+for a chain of k drafts from one pass of a head, which the target checks in one pass. Random weights take as long as
+real ones, so a shape is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.groups import KeyedFile, Row, keep_settings, kept_settings, measured_by
+from benchmarks.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
+from benchmarks.spread import to_record
+from jetspec.config import TreeConfig
+from jetspec.engine.llm import choose_device, choose_dtype
+from jetspec.models.decoder import Decoder
+from jetspec.profile.rounds import Decoding, StandingRound, Workload
+from jetspec.profile.shapes import open_head, open_target, shape_of
+from jetspec.record import date_now, hardware, package_versions, shown
+from jetspec.train.config import HeadShape, at_least
+
+TIMED = ("draft", "build", "verify")
+"""Stages up to the last that counts; each works on what the one before it left."""
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """A recipe with `measure: costs`."""
+
+    shape: str = "smollm2-135m"
+    """A shape that `jetspec profile` knows, or that of a model."""
+    contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
+    depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    """Drafts in one pass."""
+    head_layers: int = 5
+    rounds: int = 50
+    """Calls that a time is taken from."""
+    repeats: int = 3
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("head_layers", "rounds", "repeats"):
+            at_least(1, name, getattr(self, name))
+        for name in ("contexts", "depths"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must name at least one")
+        for context in self.contexts:
+            at_least(1, "a context", context)
+        for depth in self.depths:
+            TreeConfig(depth=depth)
+
+
+class CostFile(KeyedFile[tuple[int, int]]):
+    """Rows of chains, by context and depth."""
+
+    @staticmethod
+    def key_of(row: Row) -> tuple[int, int]:
+        return int(row["context"]), int(row["depth"])
+
+
+def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progress: bool = False) -> list[Row]:
+    """A row per context and depth. Those that the folder holds are not timed again, unless it is to forget them."""
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    settings = _settings(config, dtype, device)
+    with closing(CostFile(folder / ROWS_FILE, fresh)) as file:
+        for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
+            (folder / name).unlink(missing_ok=True)
+        wanted = [(context, depth) for depth, context in product(config.depths, config.contexts)]
+        todo = [chain for chain in wanted if chain not in file.rows]
+        has_rows = bool(file.rows)
+        keep_settings(folder / RUN_FILE, settings, lambda _: has_rows, is_measured=bool(todo))
+        if todo:
+            with tqdm(
+                total=len(todo), desc=f"building {shown(config.shape)}", unit="chain", disable=not progress
+            ) as bar:
+                target = open_target(config.shape, "random", dtype, device)
+                bar.set_description("timing chains")
+                command = len(kept_settings(folder / RUN_FILE)["runs"]) - 1
+                for context, depth in todo:
+                    cost = measure_cost(target, config, context, depth)
+                    file.append({**cost, "command": command, "date": date_now()})
+                    bar.update()
+        return [file.rows[chain] for chain in wanted]
+
+
+def _settings(config: CostConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Everything that a row depends on, beside its key."""
+    return {
+        "shape": asdict(shape_of(config.shape)),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "hardware": hardware(),
+        "versions": package_versions(),
+        **{name: getattr(config, name) for name in ("head_layers", "rounds", "repeats")},
+    }
+
+
+@torch.inference_mode()
+def measure_cost(target: Decoder, config: CostConfig, context: int, depth: int) -> dict[str, Any]:
+    head = open_head(target, None, HeadShape(num_layers=config.head_layers, block_size=depth + 1))
+    chain = TreeConfig(budget=depth + 1, width=1)
+    still = StandingRound(Decoding(target, head, chain, Workload(context, rounds=1)).engine)
+    times = [still.stages_ms(config.rounds, TIMED) for _ in range(config.repeats)]
+    return {
+        "context": context,
+        "depth": depth,
+        "draft_ms": to_record([time["draft"] for time in times]),
+        "verify_ms": to_record([time["verify"] for time in times]),
+        "c_percent": to_record([100 * time["draft"] / (depth * time["verify"]) for time in times]),
+    }
+
+
+def cost_results(config: CostConfig, costs: Sequence[Row], runs: Sequence[Row]) -> dict[str, Any]:
+    """`runs` are the commands that measured."""
+    device = choose_device(config.device)
+    return {
+        **measured_by(costs, runs),
+        "model": shown(config.shape),
+        "dtype": str(choose_dtype(config.dtype, device)).removeprefix("torch."),
+        "device": device.type,
+        "recipe": {**asdict(config), "shape": shown(config.shape)},
+        "costs": list(costs),
+        "runs": list(runs),
+    }

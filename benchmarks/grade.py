@@ -1,0 +1,211 @@
+"""Whether an answer is right: mathematics by equality of expressions, programs by running tests.
+
+A question is a line of a task's file. Programs are graded by the tests that it carries: `test` and `entry_point` as
+OpenAI's HumanEval has them, or the asserts in the prompt of MBPP. A HumanEval line without tests is graded on the calls
+in its docstring, where the reference solution says what is right; that is fewer tests than the original has.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.sandbox import Limits, run_tests
+
+MATH_TASKS = ("gsm8k", "math500", "aime24", "aime25")
+LIMITS = Limits()
+NEEDS_MATH_VERIFY = "grading mathematics needs math-verify: pip install 'jetspec[bench]'"
+MATH_TIMEOUT_S = 5
+"""For one expression; the library can lose itself in a wild one."""
+TWO_NUMBERS = re.compile(r"\d\s+\d")
+"""With but a space between them; the library would add them up."""
+SHORT_FRACTION = re.compile(r"\\[cdt]?frac\s*(\\[a-zA-Z]+|[0-9a-zA-Z])\s*(\\[a-zA-Z]+|[0-9a-zA-Z])")
+"""As TeX reads it: without braces, the next two signs."""
+FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+MBPP_TESTS = "Your code should pass these tests:\n"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What became of an answer."""
+
+    correct: bool | None
+    """None: this question has no grader."""
+    why: str
+    is_partial: bool = False
+    """Whether fewer tests were run than the task is known for, so that scores are higher than published ones."""
+
+
+def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
+    """Grade an answer to a question of a task. `answer` is the text of the last turn."""
+    if task in MATH_TASKS:
+        expected = question.get("answer")
+        return Grade(None, "the question has no answer") if expected is None else _grade_math(str(expected), answer)
+    try:
+        if task == "humaneval":
+            return _grade_humaneval(question, answer)
+        if task == "mbpp":
+            return _grade_mbpp(question, answer)
+    except SyntaxError as error:
+        return Grade(None, f"the question's own code is broken: {error}")
+    return Grade(None, f"answers of {task} have no grader")
+
+
+def _grade_math(expected: str, answer: str) -> Grade:
+    """By what stands in the last box; in a text without one, by what the library takes for its answer."""
+    found = last_boxed(answer)
+    if found:
+        found = SHORT_FRACTION.sub(r"\\frac{\1}{\2}", found)
+    wanted, values = _parse(_boxed(expected)), _parse(_boxed(found) if found else answer)
+    if not found:
+        found = next((value for value in reversed(values) if isinstance(value, str)), None)
+    if not found:
+        return Grade(False, "no final answer was found")
+    correct = _same_text(expected, found) or (not TWO_NUMBERS.search(found) and _same_value(wanted, values))
+    return Grade(correct, f"found {found}, expected {expected}")
+
+
+def last_boxed(text: str) -> str | None:
+    """Braces are counted; a box that is cut off holds nothing."""
+    for match in reversed(list(re.finditer(r"boxed\s*\{", text))):
+        depth = 1
+        for end in range(match.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[match.end() : end].strip()
+    return None
+
+
+def _boxed(text: str) -> str:
+    return f"\\boxed{{{text}}}"
+
+
+def _same_text(a: str, b: str) -> bool:
+    """But for how it is set. A space between two words or numbers stays, as 1 2 is not 12."""
+
+    def bare(text: str) -> str:
+        text = re.sub(r"\\(?:left|right|!|,)", "", text)
+        text = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
+        text = re.sub(r"\\[;\s]|[\s$]", " ", text)
+        return re.sub(r"(?<!\w) +| +(?!\w)", "", re.sub(" +", " ", text)).rstrip(".")
+
+    return bare(a) == bare(b)
+
+
+def _parse(text: str) -> list[Any]:
+    """What the library finds in a text: an expression, and the text of it."""
+    try:
+        from math_verify import parse
+    except ImportError:
+        raise ValueError(NEEDS_MATH_VERIFY) from None
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what it cannot parse is wrong, and no news
+    return list(parse(text, parsing_timeout=_math_timeout()))
+
+
+def _same_value(expected: list[Any], found: list[Any]) -> bool:
+    from math_verify import verify
+
+    return bool(verify(expected, found, timeout_seconds=_math_timeout()))
+
+
+def _math_timeout() -> int | None:
+    """The library's clock is an alarm signal, which the main thread alone can have."""
+    return MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
+
+
+def _grade_mbpp(question: Mapping[str, Any], answer: str) -> Grade:
+    _, found, tests = str(question["turns"][0]).partition(MBPP_TESTS)
+    if not found:
+        return Grade(None, "the question has no tests")
+    code = find_code(answer, lambda name: re.search(rf"\b{re.escape(name)}\b", tests) is not None)
+    return _run(code, [ast.unparse(statement) for statement in ast.parse(tests).body])
+
+
+def _grade_humaneval(question: Mapping[str, Any], answer: str) -> Grade:
+    prompt = "".join(find_blocks(str(question["turns"][0]))[:1])
+    functions = [node for node in ast.parse(prompt).body if isinstance(node, ast.FunctionDef)]
+    if not functions:
+        return Grade(None, "the question has no function to complete")
+    name = question.get("entry_point") or functions[-1].name
+    code = find_code(answer, name.__eq__)
+    # What does not define the function is a body that goes on where the prompt ends.
+    program = f"{prompt}\n{code}" if name in defined_names(code) else prompt + code
+    if question.get("test"):
+        return _run(program, [question["test"], f"check({name})"])
+    docstring, reference = ast.get_docstring(functions[-1]) or "", prompt + str(question.get("answer", ""))
+    tests = docstring_tests(name, docstring, reference)
+    return replace(_run(program, tests), is_partial=True) if tests else Grade(None, "the question has no tests")
+
+
+def docstring_tests(name: str, docstring: str, reference: str) -> list[str]:
+    """A test per call in the docstring with written-out arguments: the program gives what the reference gives."""
+    calls = list(dict.fromkeys(_literal_calls(name, docstring)))
+    if not calls:
+        return []
+    return [f"{EXPECTED}\nexpected = Expected({reference!r})", *(f"expected.check({name!r}, {c!r})" for c in calls)]
+
+
+EXPECTED = '''
+class Expected:
+    """Values of the reference solution, and whether the program's are the same, floats up to rounding."""
+
+    def __init__(self, source):
+        self.names = {}
+        exec(source, self.names)
+
+    def check(self, name, arguments):
+        given = eval(f"{name}({arguments})", globals())
+        wanted = eval(f"{name}({arguments})", self.names)
+        assert self.same(given, wanted), f"{name}({arguments}) is {given!r:.80}, not {wanted!r:.80}"
+
+    def same(self, a, b):
+        if isinstance(a, float) and isinstance(b, (int, float)):
+            return abs(a - b) <= 1e-6 * max(1, abs(b))
+        if isinstance(a, (list, tuple)) and type(a) is type(b):
+            return len(a) == len(b) and all(map(self.same, a, b))
+        return a == b
+'''
+
+
+def _literal_calls(name: str, docstring: str) -> list[str]:
+    """Arguments of every call of a function in a text, where they are literals. `f()` is but its name."""
+    found = []
+    for match in re.finditer(rf"\b{re.escape(name)}\(", docstring):
+        rest = docstring[match.end() :]
+        for end in (m.start() for m in re.finditer(r"\)", rest)):
+            try:
+                call = ast.parse(f"f({rest[:end]})", mode="eval").body
+                assert isinstance(call, ast.Call) and rest[:end].strip()
+                [ast.literal_eval(argument) for argument in (*call.args, *(k.value for k in call.keywords))]
+            except (SyntaxError, ValueError, AssertionError):
+                continue
+            found.append(" ".join(rest[:end].split()))
+            break
+    return found
+
+
+def find_code(answer: str, is_wanted: Callable[[str], bool]) -> str:
+    """The first block of an answer that defines a wanted name; else its first block, else all of it."""
+    blocks = find_blocks(answer)
+    wanted = (block for block in blocks if any(map(is_wanted, defined_names(block))))
+    return next(wanted, blocks[0] if blocks else answer)
+
+
+def find_blocks(text: str) -> list[str]:
+    """What stands between fences. The last one may be missing where an answer was cut off."""
+    return [block for block in FENCE.findall(text) if block.strip()]
+
+
+def defined_names(code: str) -> set[str]:
+    """By a pattern, since the code of an answer may be broken."""
+    return set(re.findall(r"^(?:async\s+)?(?:def|class)\s+(\w+)", code, re.MULTILINE))
+
+
+def _run(program: str, tests: list[str]) -> Grade:
+    verdict = run_tests(program, tests, LIMITS)
+    return Grade(verdict.passed, verdict.why)

@@ -1,0 +1,227 @@
+"""Questions that are decoded together, the conversations they become, and the file of rows that keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from benchmarks.methods import Ask, Reply, Unequal
+from benchmarks.recipe import BenchConfig, Cell
+from jetspec.data.prompts import Prompt
+from jetspec.data.regenerate import Conversation
+from jetspec.data.rows import LineFile, earlier_runs
+from jetspec.record import current_commit, make_record, write_record
+
+Row = Mapping[str, Any]
+Key = tuple[Cell, int, int]
+"""Cell, repeat, group."""
+K = TypeVar("K", bound=Hashable)
+
+
+class KeyedFile(LineFile, Generic[K]):
+    """Rows on disk, each under a key: of two rows of a key the later counts. `fresh` forgets those that are there."""
+
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        self.fresh = fresh
+        super().__init__(path)
+
+    @staticmethod
+    @abstractmethod
+    def key_of(row: Row) -> K:
+        """What a row is the measurement of. KeyError or TypeError: it is none of this kind."""
+
+    def read(self) -> int:
+        self.rows, end = ({}, 0) if self.fresh else read_keyed(self.path, self.key_of)
+        return end
+
+    def append(self, row: Row) -> None:
+        self.write(row)
+        self.rows[self.key_of(row)] = row
+
+
+class GroupFile(KeyedFile[Key]):
+    """Rows of groups."""
+
+    @staticmethod
+    def key_of(row: Row) -> Key:
+        return Cell(**row["cell"]), row["repeat"], row["group"]
+
+    def failed(self, key: Key) -> bool:
+        """Whether a question of a group that is there has no answer."""
+        return any(answer["error"] for answer in self.rows[key]["answers"])
+
+
+def read_lines(path: Path) -> tuple[dict[Key, Row], int]:
+    """The rows of groups in a file, and where the last of them ends in bytes."""
+    return read_keyed(path, GroupFile.key_of)
+
+
+def read_keyed(path: Path, key_of: Callable[[Row], K]) -> tuple[dict[K, Row], int]:
+    """The whole rows of a file, and where the last of them ends in bytes. A file of anything else is refused."""
+    rows: dict[K, Row] = {}
+    end = 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = json.loads(line)
+            rows[key_of(row)] = row
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}:{number}: is not a row of such a benchmark; choose another --out") from None
+        end += len(line)
+    return rows, end
+
+
+def keep_settings(path: Path, settings: Mapping[str, Any], is_held: Callable[[str], bool], is_measured: bool) -> None:
+    """Refuse settings that rows were not made with; write down those that are new, and which command goes on.
+
+    `is_held` says whether rows depend on a setting.
+    """
+    runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
+    for name, before in changed.items():
+        if before is not None and is_held(name):
+            raise ValueError(f"the rows in {path.parent} {_unlike(name)}; choose another --out, or --fresh")
+    earlier = kept_settings(path)["settings"] if path.exists() else {}
+    record = make_record({}, current_commit())
+    now = {key: record[key] for key in ("command", "date", "commit")}
+    write_record(path, {"settings": {**earlier, **settings}, "runs": [*runs, now] if is_measured else runs})
+
+
+def kept_settings(path: Path) -> dict[str, Any]:
+    """What `keep_settings` wrote: `settings`, and under `runs` the commands that measured."""
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def measured_by(rows: Iterable[Row], runs: Sequence[Row]) -> dict[str, Any]:
+    """Where rows come from, for the head of a record that may be written later and by others: the command that measured
+    the last of them, its commit, and when that was done. `runs` are the commands that measured."""
+    if not runs:
+        return {}
+    last = max(rows, key=lambda row: str(row.get("date", "")))
+    run = runs[last.get("command", -1)]
+    return {"command": run["command"], "date": last.get("date", run["date"]), "commit": run["commit"]}
+
+
+def _unlike(setting: str) -> str:
+    if setting.startswith("task "):
+        return f"are of other questions of {setting.removeprefix('task ')}: another file, limit or skip"
+    return f"were made with another {setting}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Questions that are decoded together."""
+
+    cell: Cell
+    repeat: int
+    index: int
+    prompts: Sequence[Prompt]
+
+    @property
+    def key(self) -> Key:
+        return self.cell, self.repeat, self.index
+
+
+@dataclass
+class Answering:
+    """One question on its way through a group: the conversation, and what is written down of it."""
+
+    conversation: Conversation
+    prompt_digests: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    accepted: list[int] | None = field(default_factory=list)
+    other_prompts: list[int] = field(default_factory=list)
+    """Turns in which something else was read."""
+    error: str | None = None
+
+    @property
+    def id(self) -> str:
+        return self.conversation.prompt.id
+
+    @property
+    def turn(self) -> int:
+        return len(self.conversation.spans)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.error is None and self.conversation.has_next_turn
+
+    def ask(self, config: BenchConfig, temperature: float, repeat: int) -> Ask:
+        """The next turn."""
+        talk = self.conversation
+        if self.turn:
+            talk.token_ids = talk.with_next_turn()
+        self.prompt_tokens += len(talk.token_ids)
+        self.prompt_digests.append(digest(talk.token_ids))
+        sampling = config.sampling(temperature, repeat, self.id, self.turn)
+        return Ask(self._messages(), talk.token_ids, sampling, self.turn)
+
+    def _messages(self) -> list[dict[str, str]]:
+        prompt = self.conversation.prompt
+        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        for turn, text in zip(prompt.turns, self.texts, strict=False):
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
+        return [*messages, {"role": "user", "content": prompt.turns[self.turn]}]
+
+    def take(self, reply: Reply | str) -> None:
+        if isinstance(reply, str):
+            self.error = reply
+            return
+        self.other_prompts += [self.turn] if reply.other_prompt else []
+        self.conversation.answer(reply.token_ids, reply.finish)
+        self.texts.append(reply.text)
+        self.num_tokens.append(reply.num_tokens)
+        if reply.accepted is None or self.accepted is None:
+            self.accepted = None
+        else:
+            self.accepted += reply.accepted
+
+    def answer(self) -> dict[str, Any]:
+        talk = self.conversation
+        return {
+            "id": self.id,
+            "turn_tokens": [talk.token_ids[start:end] for start, end in talk.spans],
+            "tokens": self.num_tokens,
+            "text": self.texts,
+            "finish": talk.finish,
+            "rounds": None if self.accepted is None else len(self.accepted),
+            "accepted": histogram(self.accepted or []),
+            "other_prompts": self.other_prompts,
+            "error": self.error,
+        }
+
+
+def histogram(lengths: Sequence[int]) -> list[int]:
+    """How many rounds accepted 0, 1, 2, .. draft tokens."""
+    counts = Counter(lengths)
+    return [counts[length] for length in range(max(lengths, default=-1) + 1)]
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def questions_digest(prompts: Iterable[Prompt]) -> str:
+    """Of what is asked, not of what answers are graded by."""
+    return digest([[prompt.id, prompt.system, prompt.turns] for prompt in prompts])
+
+
+def check_prompts(rows: Iterable[Row]) -> None:
+    """Wherever two methods were asked the same after the same words, they must have read the same tokens."""
+    read: dict[tuple[str, str, str], tuple[str, str]] = {}
+    for row in rows:
+        method, task = row["cell"]["method"], row["cell"]["task"]
+        for answer, digests in zip(row["answers"], row["prompts"], strict=True):
+            for turn, tokens in enumerate(digests):
+                said = task, answer["id"], digest(answer["turn_tokens"][:turn])
+                other, expected = read.setdefault(said, (method, tokens))
+                if tokens != expected:
+                    raise Unequal(f"{method} and {other} read different prompts for {answer['id']}")

@@ -1,0 +1,181 @@
+"""Whether a text is that of plain decoding, and if not, whether the target itself was undecided where it leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Bench
+from benchmarks.measured import Measured
+from benchmarks.precision import FreshPass, Gap, Judge, PairNoise, find_parting, gap_by_all, pair_noise, readings
+from jetspec.data.prompts import Prompt
+from jetspec.data.regenerate import Conversation
+from jetspec.tree.sample import filter_logits, gumbel
+from jetspec.types import RowSampling, SamplingParams
+
+OTHER_PROMPT = "other prompt"
+"""Why the text of a server differs that read its own earlier words as other tokens than we do."""
+NOISE_TEXTS, NOISE_TOKENS = 8, 64
+"""What rounding is measured on: so many answers, of each at most so many tokens."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where an answer leaves the plain one."""
+
+    id: str
+    turn: int
+    position: int
+    """Tokens of the turn that both wrote before."""
+    gap: float | None
+    """How far apart the target holds the two tokens, reading the text at once. None: one text ends earlier."""
+    least: float | None
+    """The least of several readings, rounded otherwise, where that was wider than a tie."""
+    moved: float | None
+    """How far these are from each other."""
+    tie: bool
+    """Whether rounding alone may have decided between them."""
+    why: str | None = None
+    """What else it comes from. Such an answer is listed, and counts neither as compared nor as a mistake."""
+
+
+class LosslessCheck:
+    """Compares answers with those of plain decoding, token by token.
+
+    Greedy answers of everybody are compared, and drawn ones of our engine, which draws by seed and position alone. A
+    difference is listed with the gap between its two tokens under the target: how far the worse of them lay behind the
+    best, noise of the draw included. It is a tie where the gap, in some reading of the text, is no more than what
+    rounding moves two logits apart by, in general or there, and a mistake elsewhere. The texts of servers are cut up
+    again first.
+    """
+
+    def __init__(self, bench: Bench, plain: Sequence[Measured]) -> None:
+        self.bench, self.plain = bench, plain
+        self.methods = {method.name: method for method in bench.methods}
+        self._noise: PairNoise | None = None
+        self._gaps: dict[Hashable, Gap] = {}
+
+    @cached_property
+    def fresh(self) -> FreshPass:
+        return FreshPass(self.bench.llm.target.decoder, None, self.bench.max_len)
+
+    def tie_at(self, temperature: float) -> float:
+        """How far apart two tokens may be. Measured when it is first needed."""
+        self._noise = self._noise or self._measure_noise()
+        return self._noise.tie_at(temperature)
+
+    def _measure_noise(self) -> PairNoise:
+        """On first turns of plain answers, drawn evenly from all of them."""
+        texts = []
+        for measured in self.plain:
+            prompts = self._prompts(measured.cell.task)
+            for answer in measured.all_whole_answers:
+                asked = Conversation(prompts[answer["id"]], self.bench.llm.tokenizer, **self.bench.variables)
+                texts.append((asked.token_ids, answer["turn_tokens"][0][:NOISE_TOKENS]))
+        some = texts[:: -(-len(texts) // NOISE_TEXTS)]
+        config = self.bench.config
+        budgets = [budget or 1 for method in self.bench.methods for budget in config.budgets_of(method)]
+        return pair_noise(self.fresh, some, max(budgets))
+
+    def noise_record(self) -> dict[str, Any] | None:
+        """None: it was not needed."""
+        if self._noise is None:
+            return None
+        return {**asdict(self._noise), "widest_tie": self._noise.widest_tie}
+
+    def of(self, mine: Measured, plain: Measured) -> dict[str, Any] | None:
+        """A greedy answer is one answer, however often it was repeated; draws of another repeat are others."""
+        method, temperature = self.methods[mine.cell.method], mine.cell.temperature
+        if temperature > 0 and not method.is_ours:
+            return None
+        is_text = method.url is not None
+        prompts = self._prompts(mine.cell.task)
+        judged: dict[Hashable, list[Parting | None]] = {}
+        repeats_of: dict[Parting, list[int]] = {}
+        for repeat in range(len(mine.repeats)):
+            others = plain.answers(repeat)
+            for answer in mine.whole_answers(repeat):
+                id = answer["id"]
+                if others[id]["error"]:
+                    continue
+                found = self.first_difference(prompts[id], others[id], answer, repeat, temperature, is_text)
+                if found is not None:
+                    repeats_of.setdefault(found, []).append(repeat)
+                if found is None or found.why is None:
+                    judged.setdefault((id, repeat) if temperature > 0 else id, []).append(found)
+        return {
+            "check": "seeded tokens" if temperature > 0 else "greedy text" if is_text else "greedy tokens",
+            "compared": len(judged),
+            "identical": sum(not any(partings) for partings in judged.values()),
+            "ties": sum(any(partings) and all(p is None or p.tie for p in partings) for partings in judged.values()),
+            "different": [{**asdict(parting), "repeats": repeats} for parting, repeats in repeats_of.items()],
+        }
+
+    def _prompts(self, task: str) -> dict[str, Prompt]:
+        return {prompt.id: prompt for prompt in self.bench.questions[task]}
+
+    def first_difference(
+        self,
+        prompt: Prompt,
+        plain: Mapping[str, Any],
+        mine: Mapping[str, Any],
+        repeat: int,
+        temperature: float,
+        is_text: bool,
+    ) -> Parting | None:
+        """The first turn that differs, and where; turns after it answer another conversation."""
+        talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
+        for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
+            if turn in mine.get("other_prompts", ()):
+                return Parting(prompt.id, turn, 0, None, None, None, tie=False, why=OTHER_PROMPT)
+            asked = talk.with_next_turn() if turn else talk.token_ids
+            talk.token_ids = asked
+            talk.answer(expected, plain["finish"][turn])
+            if is_text:
+                expected = self.bench.llm.tokenizer.encode_words(plain["text"][turn])
+            if (parting := find_parting(expected, given)) is None:
+                continue
+            place, pair = parting
+            if pair is None:
+                return Parting(prompt.id, turn, place, None, None, None, tie=False)
+            sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
+            gap = self.gap(*pair, (*asked, *given[:place]), sampling)
+            return Parting(prompt.id, turn, place, *gap, tie=gap.is_tie(self.tie_at(temperature)))
+        return None
+
+    def gap(self, a: int, b: int, tokens: tuple[int, ...], sampling: SamplingParams) -> Gap:
+        """Between two tokens after a text. Methods leave the plain text where it is undecided, many of them at the same
+        place and in every repeat: that is looked at once."""
+        key = a, b, tokens, sampling if sampling.temperature > 0 else None
+        if key not in self._gaps:
+            judges = [drawn(reading, sampling) for reading in readings(self.fresh)]
+            self._gaps[key] = gap_by_all(a, b, tokens, judges, self.tie_at(sampling.temperature))
+        return self._gaps[key]
+
+
+def drawn(fresh: Judge, sampling: SamplingParams) -> Judge:
+    """Who decides how close two tokens were: the target alone, or with the noise of the draw."""
+    return fresh if sampling.temperature == 0 else DrawnPass(fresh, sampling)
+
+
+@dataclass(frozen=True)
+class DrawnPass:
+    """A fresh pass with the noise of a draw: the token that was drawn is the one with the best of these logits."""
+
+    fresh: Judge
+    sampling: SamplingParams
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """What the token after these was chosen by, (1, V), in units of logits."""
+        assert self.sampling.seed is not None
+        logits_1V = self.fresh.logits(tokens)
+        row = RowSampling.of([self.sampling], [self.sampling.seed], logits_1V.device)
+        position = torch.tensor([len(tokens)], device=logits_1V.device)
+        drawn = filter_logits(logits_1V, row) + gumbel(row.seed_B, position, logits_1V.shape[-1])
+        return drawn * self.sampling.temperature

@@ -1,0 +1,247 @@
+"""The paper's results, and which of ours stand beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from benchmarks.recipe import PAPER_BUDGET, PAPER_DEPTH, PAPER_DRAFT_TEMPERATURE, PAPER_WIDTH, PLAIN, TRANSFORMERS
+from benchmarks.runs import Result, Run
+from jetspec.config import Expand, Score
+
+MAIN_MODEL = "Qwen3-8B"
+"""The target of all tables but one, which is compared with runs of its own target alone."""
+
+LOST = "the paper's value is lost, so ours stands beside it by rank"
+RATES = ("0.001", "0.002", "0.005", "0.01", "0.02")
+ENTROPY_WEIGHTS = ("0.01", "0.03", "0.1", "0.3", "1", "3")
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """What the paper calls a method of ours, and what is known of its trees."""
+
+    name: str
+    kind: str
+    """A method of another kind is something else, whatever its name."""
+    expand: Expand | None = "paper"
+    """None: not stated."""
+    score: Score = "accum_logp"
+    remark: str = ""
+    """What a reader must know who compares the two, beside settings that differ."""
+
+
+def _published(name: str, kind: str = "jetspec-paper", **known: Any) -> Counterpart:
+    return Counterpart(name, kind, **known)
+
+
+OURS: dict[str, Counterpart] = {
+    PLAIN: Counterpart("plain", PLAIN, None),
+    "eagle3": Counterpart("EAGLE-3", "eagle3", None),
+    "dflash": Counterpart("DFlash", "dflash", None),
+    "dflash-32": Counterpart("DFlash", "dflash", None, remark="a head of 32 slots"),
+    "ddtree": Counterpart("DDTree", "ddtree", "optimal"),
+    "jetspec-paper": _published("JetSpec"),
+    "jetspec": Counterpart("JetSpec", "jetspec"),
+    "jetspec-edge": Counterpart("JetSpec", "jetspec-edge", remark="our edge head"),
+    **{f"lr-{r}": _published(f"forward KL, learning rate {i} of 5", remark=LOST) for i, r in enumerate(RATES, 1)},
+    **{f"sft-lr-{r}": _published(f"SFT, learning rate {i} of 5", remark=LOST) for i, r in enumerate(RATES, 1)},
+    "sft": _published("SFT"),
+    "forward-kl": _published("forward KL"),
+    "reverse-kl": _published("reverse KL"),
+    "jetspec-corpus": _published("JetSpec-Corpus"),
+    "causal": _published("causal"),
+    "bidirectional": _published("diffusion", "ddtree"),
+    **{f"causal-gamma-{g}": _published(f"causal, gamma {g}") for g in (3, 7, 15)},
+    **{f"bidirectional-gamma-{g}": _published(f"diffusion, gamma {g}", "ddtree") for g in (3, 7, 15)},
+    "accum-logp": _published("accum_logp"),
+    "entropy": _published("entropy_guided", score="entropy"),
+    **{
+        f"hybrid-{weight}": _published(f"hybrid, weight {i} of 6", score="hybrid", remark=LOST)
+        for i, weight in enumerate(ENTROPY_WEIGHTS, 1)
+    },
+}
+"""Our methods by name."""
+
+OURS_ALONE = ("ngram", "eagle3-deep", TRANSFORMERS, "transformers-assisted", "transformers-lookup", "server", "shipped")
+"""Methods that the paper has not measured."""
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    number: int
+    title: str
+    model: str
+    gpu: str | None
+    engine: str | None
+    """What decoded, where it was not the authors' own."""
+    note: str
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One measurement of the paper. None: not stated."""
+
+    table: PaperTable
+    method: str
+    task: str
+    temperature: float
+    budget: int | None
+    batch: int
+    speedup: float
+    tokens_per_round: float | None
+    tokens_per_s: float | None
+
+    @property
+    def label(self) -> str:
+        return self.method if self.budget is None else f"{self.method} {self.budget}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A cell of ours and the paper's row for the same method, task and setting."""
+
+    cell: Result
+    row: PaperRow
+    remark: str
+    """What differs between the two methods, or is not known."""
+
+
+@cache
+def paper_rows() -> tuple[PaperRow, ...]:
+    data = _read()
+    rows = []
+    for raw in data["tables"]:
+        table = _table(raw)
+        rows += [PaperRow(table, **dict(zip(data["columns"], values, strict=True))) for values in raw["rows"]]
+    return tuple(rows)
+
+
+@cache
+def paper_costs() -> tuple[PaperTable, dict[tuple[int, int], float]]:
+    """By context and draft length: the time of drafting a token, in percent of a verify pass."""
+    raw = _read()["costs"]
+    return _table(raw), {(context, length): percent for context, length, percent in raw["rows"]}
+
+
+def _read() -> Any:
+    return json.loads(files("jetspec.bench").joinpath("paper_tables.json").read_text(encoding="utf-8"))
+
+
+def _table(raw: Any) -> PaperTable:
+    return PaperTable(raw["table"], raw["title"], raw["model"], raw["gpu"], raw["engine"], raw["note"])
+
+
+def find_pairs(run: Run) -> list[Pair]:
+    """Cells whose method, task and setting the paper has, too; none of a run that does not say what its methods are."""
+    return [pair for cell in run.cells for pair in _pairs_of(cell, run)]
+
+
+def missing_rows(table: PaperTable, pairs: Iterable[Pair]) -> str:
+    """What of a table of the paper stands beside nothing of ours, in a sentence. Empty: nothing."""
+    known = {pair.row for pair in pairs}
+    rows = [row for row in paper_rows() if row.table == table]
+    missing = Counter(row.label for row in rows if row not in known)
+    if not missing:
+        return ""
+    names = ", ".join(f"{label} ({count})" for label, count in missing.items())
+    return f"{missing.total()} of the {len(rows)} rows of the paper's table have no counterpart here: {names}."
+
+
+def _pairs_of(cell: Result, run: Run) -> Iterator[Pair]:
+    method = run.method(cell.method)
+    ours = _counterpart(cell.method, method["kind"]) if method else None
+    if method is None or ours is None:
+        return
+    tree = next((tree for tree in method["trees"] if tree["budget"] == cell.budget), None)
+    differences = tree_differences(ours, tree, cell.temperature) if tree and not cell.is_plain else []
+    for row in paper_rows():
+        if row.method != ours.name or (row.task, row.batch) != (cell.task, cell.batch):
+            continue
+        if row.temperature != cell.temperature or row.budget not in (None, cell.budget):
+            continue
+        if row.table.model != MAIN_MODEL and not same_model(row.table.model, run.model):
+            continue
+        unknown = "the paper's budget is not stated" if row.budget is None and not cell.is_plain else ""
+        yield Pair(cell, row, "; ".join(filter(None, (ours.remark, *differences, unknown))))
+
+
+def _counterpart(name: str, kind: str) -> Counterpart | None:
+    """By its name, where it is what its name says; else by its kind. None: the paper has nothing like it."""
+    if name in OURS_ALONE:
+        return None
+    named = OURS.get(name)
+    return named if named and named.kind == kind else OURS.get(kind)
+
+
+SHAPES = {"paper": "all children of the best nodes", "optimal": "the best nodes"}
+
+
+def tree_differences(ours: Counterpart, tree: Mapping[str, Any], temperature: float) -> list[str]:
+    """What sets a tree of ours apart from those of the paper's method, as far as these are known.
+
+    The heat counts for greedy requests: others are drafted at their temperature.
+    """
+    found, width = [], tree["width"]
+    published = published_width(tree["budget"]) if ours.expand == "paper" else None
+    if ours.expand == "paper" and published is None:
+        found.append(f"width {width}, the paper's is not stated")
+    elif published is not None and width != published:
+        found.append(f"width {width}, in the paper {published}")
+    is_known = ours.expand == "optimal" or published == PAPER_WIDTH
+    if ours.expand is not None and is_known and tree["expand"] != ours.expand:
+        found.append(f"a tree of {SHAPES[tree['expand']]}, in the paper of {SHAPES[ours.expand]}")
+    if tree["score"] != ours.score:
+        found.append(f"score {tree['score']}, in the paper {ours.score}")
+    if tree["depth"] is not None and tree["depth"] != PAPER_DEPTH:
+        found.append(f"depth {tree['depth']}, in the paper that of a block or not stated")
+    if temperature == 0 and (draft_temperature := tree.get("heat", PAPER_DRAFT_TEMPERATURE)) != PAPER_DRAFT_TEMPERATURE:
+        found.append(f"heat {draft_temperature:g}, in the paper {PAPER_DRAFT_TEMPERATURE:g}")
+    return found
+
+
+def published_width(budget: int) -> int | None:
+    """Of JetSpec's trees: drafts of 16 nodes are linear. None: not stated."""
+    if budget > PAPER_DEPTH + 1:
+        return PAPER_WIDTH if budget >= PAPER_BUDGET else None
+    return 1
+
+
+def same_model(a: str, b: str) -> bool:
+    """By the name's last part, whatever its spelling: `Qwen/Qwen3-8B` is `qwen3-8b`."""
+    return _bare(a) == _bare(b)
+
+
+def setting_differences(model: str, device: str, table: PaperTable) -> list[str]:
+    """How measurements of a model on a device differ from one of the paper's tables as a whole."""
+    found = []
+    if not same_model(table.model, model):
+        found.append(f"the target is {model}, in the paper {table.model}")
+    if table.gpu is None:
+        found.append(f"it ran on {device}; the paper does not say on what")
+    elif _bare(table.gpu) not in _bare(device):
+        found.append(f"it ran on {device}, in the paper on {table.gpu}")
+    return found
+
+
+def run_differences(run: Run, table: PaperTable) -> list[str]:
+    """How a whole run differs from one of the paper's tables, in what is known of its protocol."""
+    found = setting_differences(run.model, run.device, table)
+    if table.engine is not None:
+        found.append(f"our engine decoded, in the paper {table.engine}")
+    if (dtype := run.record.get("dtype")) != "bfloat16":
+        found.append(f"the weights are {dtype}, in the paper bfloat16")
+    if (thinking := run.recipe.get("thinking")) is not False:
+        ours = "lets the target think first" if thinking else "is left to itself"
+        found.append(f"the chat template {ours}, in the paper it lets the target not think (`thinking: false`)")
+    return found
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.rsplit("/", 1)[-1].lower())

@@ -1,0 +1,302 @@
+"""Whether two greedy texts differ only where the target itself was undecided.
+
+Kernels that add the same numbers in another order disagree a little, so the best of two nearly equal logits may be one
+for a plain step and the other for a verify pass. A third pass over the text that both wrote is the judge: if the
+distance of two logits changes by at most e from it to either of them, tokens that changed places are at most e apart
+in it. What e is, is measured on the target alone, at some places. At others rounding does more, such as in a text that
+repeats itself for ever: there the text is read again several times, rounded a little more by chance, and by none of our
+kernels, which may be wrong. Another reading is taken to lie as far beyond these as they are from each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from jetspec.engine.chunk import Chunk, PackedChunks
+from jetspec.engine.kv_cache import KVCache
+from jetspec.models.decoder import Decoder, Hidden
+from jetspec.models.draft_head import DraftHead
+from jetspec.ops import Residual
+from jetspec.ops.select import force
+from jetspec.types import Request, SamplingParams
+
+PAGE_SIZE = 16
+CONTENDERS = 64
+"""Tokens of a position that may be chosen, for all that is likely: the rest of the vocabulary is noisier."""
+RIVALS = 64
+"""Tokens near the best of their positions that tell how far rounding moves such. Fewer say nothing."""
+READINGS = 8
+"""Of a text that is looked at more closely, besides the first. More would excuse more: their extremes decide."""
+ONE_IN = 6
+"""One number in so many is moved by a unit of its last place. That is the mean square error of two roundings, each a
+twelfth of a square unit: a layer rounds what it adds to twice."""
+
+Texts = Mapping[str, Sequence[int]]
+"""Tokens by the name of a prompt."""
+
+
+class FreshPass:
+    """One pass over a whole text, as a prefill makes it: what it expects next, and the K and V it leaves."""
+
+    def __init__(self, target: Decoder, head: DraftHead | None, max_len: int) -> None:
+        self.target, self.head = target, head
+        self.cache = KVCache(
+            target.config,
+            head.config if head else None,
+            num_rows=1,
+            row_len=max_len,
+            num_pages=-(-max_len // PAGE_SIZE),
+            page_size=PAGE_SIZE,
+            dtype=target.embedding.dtype,
+            device=target.embedding.device,
+            prefix_cache=False,
+        )
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], last: int = 1) -> Tensor:
+        """What follows each of the last tokens, (last, V), float32."""
+        with self._admitted(tokens) as request:
+            return self.target.logits(self._pass(request, len(tokens)).hidden_TM[-last:]).float()
+
+    @torch.inference_mode()
+    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
+        """The same from several passes: over the text before the last tokens, then over these, so many at a time."""
+        parts = []
+        with self._admitted(tokens) as request:
+            if before := len(tokens) - last:
+                self._pass(request, before)
+            while missing := len(tokens) - request.num_cached:
+                parts.append(self.target.logits(self._pass(request, min(size, missing)).hidden_TM).float())
+        return torch.cat(parts)
+
+    @torch.inference_mode()
+    def rows(self, tokens: Sequence[int]) -> list[Tensor]:
+        """What the cache of an engine should hold after these tokens; see `cached_rows`."""
+        with self._admitted(tokens) as request:
+            self._pass(request, len(tokens))
+            return cached_rows(self.cache, request)
+
+    @contextmanager
+    def _admitted(self, tokens: Sequence[int]) -> Iterator[Request]:
+        request = Request(0, list(tokens), len(tokens), SamplingParams(), seed=0, longest=len(tokens))
+        if not self.cache.admit(request, tokens_ahead=1):
+            raise ValueError(f"{len(tokens)} tokens are more than a pass was prepared for")
+        try:
+            yield request
+        finally:
+            self.cache.release(request)
+
+    def _pass(self, request: Request, count: int) -> Hidden:
+        """Over the next tokens of a text."""
+        self.cache.flush()
+        chunks = PackedChunks.of([Chunk.of(request, count)], self.cache.device)
+        batch = self.cache.place_chunks(chunks)
+        taps = self.head.head_config.tap_layers if self.head else ()
+        out = self.target(batch, self.cache.target.layers, taps)
+        if self.head is not None and self.cache.head is not None and out.tap_TX is not None:
+            self.head.observe(out.tap_TX, batch.position_T, batch.slot_T, self.cache.head.layers)
+        self.cache.advance(request, count)
+        return out
+
+
+def cached_rows(cache: KVCache, request: Request) -> list[Tensor]:
+    """A request's K, then V, of every layer of target and head, each in order of position."""
+    pages = torch.tensor(cache.pages_of[request.row], device=cache.device)
+    layers = cache.target.layers + (cache.head.layers if cache.head else ())
+    return [part[pages].flatten(0, 1)[: request.num_cached] for layer in layers for part in (layer.k, layer.v)]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a text leaves the plain one."""
+
+    prompt: str
+    place: int
+    """Tokens that both wrote before."""
+    plain: int | None
+    other: int | None
+    gap: float | None
+    """How far the worse of the two tokens lies behind the best logit of a fresh pass over what both wrote. None: one
+    text merely ends earlier, which no tie explains."""
+    least: float | None = None
+    """The least of several readings, where that was wider than a tie."""
+    moved: float | None = None
+    """How far these are from each other."""
+    tie: bool = False
+    """Whether rounding alone may have decided between the two tokens."""
+
+
+class Gap(NamedTuple):
+    """How far apart two tokens are after a text: by one reading of it, and where that is no tie, by others."""
+
+    first: float
+    least: float
+    moved: float
+    """From the least to the widest of the others."""
+
+    def is_tie(self, limit: float) -> bool:
+        """Whether rounding may have decided: it moves logits by as much as `limit` in general, or else here."""
+        return self.least <= max(limit, self.moved)
+
+
+class Judge(Protocol):
+    """Whose logits decide how close two tokens were."""
+
+    def logits(self, tokens: Sequence[int]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class RoundedPass:
+    """A fresh pass by plain torch whose layers begin with what was rounded a little more, by the chance of a seed."""
+
+    fresh: FreshPass
+    seed: int
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        with force("reference"), rounding_more(self.fresh.target, self.seed):
+            return self.fresh.logits(tokens)
+
+
+@contextmanager
+def rounding_more(target: Decoder, seed: int) -> Iterator[None]:
+    generator = torch.Generator(target.embedding.device).manual_seed(seed)
+
+    def round_input(_: nn.Module, inputs: tuple[Residual, *tuple[Any, ...]]) -> tuple[Any, ...]:
+        stream, *others = inputs
+        return Residual(round_more(stream.x, generator)), *others
+
+    hooks = [layer.register_forward_pre_hook(round_input) for layer in target.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def round_more(x: Tensor, generator: torch.Generator) -> Tensor:
+    """One number in `ONE_IN` moved by a unit of its last place, half of them up."""
+    mantissa, exponent = torch.frexp(x.double())
+    draw = torch.randint(2 * ONE_IN, x.shape, generator=generator, device=x.device)
+    step = (draw == 0).double() - (draw == 1).double()
+    unit = mantissa.sign() * torch.finfo(x.dtype).eps / 2  # of a number from a half to one; zeros stay what they are
+    return torch.ldexp(mantissa + step * unit, exponent).to(x.dtype)
+
+
+class Remembering:
+    """A judge who reads a text once, for whoever compares many texts with the same plain ones."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self.read: dict[tuple[int, ...], Tensor] = {}
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        key = tuple(tokens)
+        if key not in self.read:
+            self.read[key] = self.judge.logits(tokens)
+        return self.read[key]
+
+
+def readings(fresh: FreshPass) -> list[Judge]:
+    """Of a text: as it is, and rounded otherwise."""
+    return [fresh, *(RoundedPass(fresh, seed) for seed in range(READINGS))]
+
+
+def find_differences(
+    prompts: Texts, plain: Texts, other: Texts, judges: Sequence[Judge], limit: float
+) -> list[Difference]:
+    """The first difference of every text from the plain one. What follows it has another prefix, so is another text.
+    `limit` is the widest tie."""
+    found = []
+    for name, text in other.items():
+        if (parting := find_parting(plain[name], text)) is None:
+            continue
+        place, pair = parting
+        if pair is None:
+            found.append(Difference(name, place, None, None, None))
+        else:
+            gap = gap_by_all(*pair, [*prompts[name], *text[:place]], judges, limit)
+            found.append(Difference(name, place, *pair, *gap, gap.is_tie(limit)))
+    return found
+
+
+def find_parting(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tuple[int, int] | None] | None:
+    """Tokens before a text leaves the plain one, and the token of each there; no tokens where one of them merely ends
+    earlier. None: they are the same."""
+    place = shared_length(plain, other)
+    if place == len(plain) == len(other):
+        return None
+    return place, None if place in (len(plain), len(other)) else (plain[place], other[place])
+
+
+def gap_between(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:
+    """How far the worse of two tokens lies behind the best logit after a text."""
+    logits_V = judge.logits(tokens)[0]
+    return float(logits_V.max() - torch.minimum(logits_V[a], logits_V[b]))
+
+
+def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], limit: float) -> Gap:
+    """The gap by the first judge, and where that is no tie, by the others: where rounding makes it small, or moves it
+    as far as it is wide, rounding may have decided. That of a wrong token is wide in all readings, and moves little."""
+    first, *others = judges
+    gap = gap_between(a, b, tokens, first)
+    again = [gap_between(a, b, tokens, judge) for judge in others] if gap > limit else []
+    known = [other for other in again if other < math.inf]  # without what a draw leaves out
+    moved = max(known) - min(known) if known else 0.0
+    return Gap(gap, min(again, default=gap), moved)
+
+
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass(frozen=True)
+class PairNoise:
+    """The most that the distance of two logits changed from a fresh pass to others, over a sample of positions."""
+
+    steps: float
+    """To passes over one token, as plain steps are: of the best token and those that may take its place."""
+    trees: float
+    """The same, to passes over as many tokens as a tree has."""
+    drawn: float
+    """Of any two of the likeliest tokens, between which a draw may choose."""
+    positions: int
+
+    @property
+    def widest_tie(self) -> float:
+        """Tokens further behind the best in a fresh pass cannot take its place: neither side moves them by more."""
+        return max(self.steps, self.trees)
+
+    def tie_at(self, temperature: float) -> float:
+        return self.drawn if temperature > 0 else self.widest_tie
+
+
+def pair_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int) -> PairNoise:
+    """Of the target alone, which reads answers behind their prompts in pieces of one token and of a whole tree.
+
+    No engine has a part in it, so one that is wrong cannot excuse itself by its own noise. Tokens that no such noise
+    brings to the top, which is larger among the unlikely ones, are not among those that may take the place of the best,
+    if the texts hold enough that are.
+    """
+    behind, moved = list[Tensor](), {1: list[Tensor](), budget: list[Tensor]()}
+    for prompt, answer in texts:
+        tokens, last = [*prompt, *answer[:-1]], len(answer)
+        fresh_TV = fresh.logits(tokens, last)
+        best_TK = fresh_TV.topk(min(CONTENDERS, fresh_TV.shape[-1]))
+        behind.append(best_TK.values[:, :1] - best_TK.values)
+        for size, off in moved.items():
+            off.append((fresh.logits_in_pieces(tokens, last, size) - fresh_TV).gather(1, best_TK.indices))
+    behind_PK, off_PK = torch.cat(behind), {size: torch.cat(off) for size, off in moved.items()}
+    drawn = max(float((off.amax(1) - off.amin(1)).max()) for off in off_PK.values())
+    rival_PK = behind_PK[:, 1:] <= drawn
+    if rival_PK.sum() < RIVALS:
+        return PairNoise(drawn, drawn, drawn, len(behind_PK))
+    near = {size: float((off[:, 1:] - off[:, :1]).abs()[rival_PK].max()) for size, off in off_PK.items()}
+    return PairNoise(near[1], near[budget], drawn, len(behind_PK))

@@ -1,0 +1,309 @@
+"""A long run with random arrivals, cancels and shortages of pages, watched for leaks and for wrong text."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.precision import FreshPass, Texts, cached_rows, find_differences
+from jetspec.engine.engine import Engine
+from jetspec.engine.prefill import GraphPrefills
+from jetspec.engine.warm_up import courses
+from jetspec.types import Completion, Request, SamplingParams
+
+KINDS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.8, seed=1),
+    "filtered": SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=2),
+}
+PHASE = 250
+"""Rounds of many arrivals, then as many of few: batches grow to their limit and shrink to nothing."""
+BUSY, QUIET, CANCELS = 0.5, 0.02, 0.02
+"""Chance per step that a request arrives in either phase, and that one is cancelled."""
+QUEUE = 3
+"""Requests at a time, as a multiple of the batch."""
+CLOSE = 1e-3
+"""K and V may be off from a fresh pass by this share of the largest; those of another token are off by about 1."""
+PATIENCE = 200
+"""Steps without a round after which requests are taken to wait for ever."""
+SLACK_BYTES = 64 << 10
+"""Of device memory, which must all come back: an allocator hands out 512 bytes at least, and what is last uploaded and
+downloaded may differ by a few of these."""
+HOST_SLACK_BYTES = 32 << 20
+"""Of resident memory, from the second quarter to the end: of 10,000 rounds, 6.5 KB in each. Less is seen by the
+number of objects; how a process keeps what was freed is its own affair."""
+
+OWN = ("jetspec.engine", "jetspec.types")
+"""Modules whose objects are counted."""
+
+PlainTexts = Mapping[str, Mapping[str, Sequence[int]]]
+"""Tokens by kind of sampling, then by name of the prompt."""
+
+
+def plain_texts(engine: Engine, prompts: Texts, tokens: int) -> PlainTexts:
+    """What plain decoding makes of each prompt, under each kind of sampling."""
+    return {kind: _complete(engine, prompts, replace(params, max_tokens=tokens)) for kind, params in KINDS.items()}
+
+
+def _complete(engine: Engine, prompts: Texts, sampling: SamplingParams) -> dict[str, list[int]]:
+    name_of = {engine.add(prompt, sampling, quiet=True): name for name, prompt in prompts.items()}
+    return {name_of[request_id]: completion.token_ids for request_id, completion in _run(engine).items()}
+
+
+def _run(engine: Engine) -> dict[int, Completion]:
+    done = {}
+    while engine.has_work:
+        done.update({update.request_id: update.completion for update in engine.step() if update.completion})
+    return done
+
+
+class Soak:
+    """Requests of all kinds come and go; what they write is compared with what plain decoding wrote."""
+
+    def __init__(
+        self, engine: Engine, prompts: Texts, plain: PlainTexts, fresh: FreshPass, tokens: int, tie: float
+    ) -> None:
+        self.engine, self.prompts, self.plain, self.fresh = engine, prompts, plain, fresh
+        self.tokens, self.tie = tokens, tie
+        self.random = random.Random(0)
+        self.asked: dict[int, tuple[str, str, int]] = {}
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.ties: list[dict[str, Any]] = []
+        self.worst_row = 0.0
+        self.idle_steps = 0
+        self.memory: list[int] = []
+        self.resident: list[int] = []
+
+    def run(self, rounds: int, checks: int) -> dict[str, Any]:
+        """So many rounds, looked at in between so many times."""
+        self._warm_up()
+        at_rest = self._rest()
+        count_calls(self.engine.rounds, "launch", self.counts)
+        count_calls(self.engine.scheduler, "preempt", self.counts)
+        due = 0
+        with tqdm(total=rounds, desc="soak", unit="round", leave=False) as bar:
+            while self.counts["launch"] < rounds and not self.is_stuck:
+                self._arrivals_and_cancels()
+                self._step()
+                bar.update(self.counts["launch"] - bar.n)
+                if self.counts["launch"] > due:
+                    due += max(1, rounds // checks)
+                    self._check_pages()
+                    self._check_cache()
+                    self.memory.append(self._memory())
+                    self.resident.append(resident_bytes())
+        while self.engine.has_work and not self.is_stuck:
+            self._step()
+        self._check_rest(at_rest)
+        return self._results(at_rest.device_bytes)
+
+    def _warm_up(self) -> None:
+        """Capture every graph and touch every kernel, so that memory should stay as it is from here on."""
+        kinds = [replace(kind, max_tokens=1) for kind in KINDS.values()]
+        for course in courses(self.engine, kinds):
+            course.run(self.engine)
+        for lengths in joint_prefills(self.engine):
+            for i, length in enumerate(lengths):
+                salt = f"{i} of {lengths}"  # no prompt finds the pages of another
+                self.engine.add([0] * (length + 1), SamplingParams(max_tokens=1), quiet=True, cache_salt=salt)
+            _run(self.engine)
+        prompt = next(iter(self.prompts.values()))
+        # A graph keeps something of the first batch of its kind: the last one, which the engine keeps, is no first.
+        for kind in kinds:
+            _complete(self.engine, {"0": prompt[:1]}, kind)
+        self.fresh.rows(prompt)
+
+    def _rest(self) -> Rest:
+        captured = self.engine.graphs.num_captured if self.engine.graphs else 0
+        return Rest(live_objects(), self._memory(), captured)
+
+    def _arrivals_and_cancels(self) -> None:
+        chance = QUIET if self.counts["launch"] // PHASE % 2 else BUSY
+        room = QUEUE * len(self.engine.cache.pages_of) > len(self.engine.requests)
+        if room and self.random.random() < chance:
+            name, kind = self.random.choice(list(self.prompts)), self.random.choice(list(KINDS))
+            limit = self.random.randint(1, self.tokens)
+            request_id = self.engine.add(self.prompts[name], replace(KINDS[kind], max_tokens=limit), quiet=True)
+            self.asked[request_id] = name, kind, limit
+            self.counts["joined"] += 1
+        if self.engine.requests and self.random.random() < CANCELS:
+            request_id = self.random.choice(list(self.engine.requests))
+            self.engine.cancel(request_id)
+            del self.asked[request_id]
+            self.counts["cancelled"] += 1
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether requests wait for ever."""
+        return self.idle_steps > PATIENCE
+
+    def _step(self) -> None:
+        before = self.counts["launch"]
+        for update in self.engine.step():
+            if update.completion:
+                self._check_text(*self.asked.pop(update.request_id), update.completion)
+        is_idle = self.engine.has_work and self.counts["launch"] == before
+        self.idle_steps = self.idle_steps + 1 if is_idle else 0
+
+    def _check_text(self, name: str, kind: str, limit: int, done: Completion) -> None:
+        """A greedy text must be the plain one up to near ties. Sampled ones share its seed; theirs are counted."""
+        self.counts["finished"] += 1
+        expected = self.plain[kind][name][:limit]
+        if done.token_ids == expected:
+            return
+        self.counts[f"{kind}_different"] += 1
+        if kind == "greedy":
+            (found,) = find_differences(self.prompts, {name: expected}, {name: done.token_ids}, [self.fresh], self.tie)
+            if found.tie:
+                self.ties.append(vars(found))
+            else:
+                self.problems.append(f"{name} differs from the plain text: {found}")
+
+    def _check_pages(self) -> None:
+        """Every page is free, remembered or held, and is held as often as it is listed."""
+        pool, held = self.engine.cache.pool, Counter(page for pages in self.engine.cache.pages_of for page in pages)
+        places = [*pool.free_pages, *pool.unused, *held]
+        if sorted(places) != list(range(pool.num_pages)):
+            self.problems.append(f"{len(places)} pages are free, remembered or held; there are {pool.num_pages}")
+        if any(held[page] != users for page, users in enumerate(pool.users)):
+            self.problems.append("a page's users are miscounted")
+
+    def _check_cache(self) -> None:
+        """The cache of one request that runs holds what a fresh pass over its tokens leaves."""
+        ready = [r for r in self.engine.scheduler.running.values() if r.is_prefilled and r.num_cached]
+        if not ready:
+            return
+        request = self.random.choice(ready)
+        off = self._row_error(request)
+        self.worst_row = max(self.worst_row, off)
+        self.counts["caches_compared"] += 1
+        if not off < CLOSE:
+            self.problems.append(f"the cache of a request of {request.num_cached} tokens is off by {off:.1e}")
+
+    def _row_error(self, request: Request) -> float:
+        """The largest error of a K or V, as a share of the largest value of its layer."""
+        held, expected = cached_rows(self.engine.cache, request), self.fresh.rows(request.tokens[: request.num_cached])
+        off = [(a - b).abs().max() / b.abs().max() for a, b in zip(held, expected, strict=True)]
+        return float(torch.stack(off).max())
+
+    def _check_rest(self, at_rest: Rest) -> None:
+        """With nothing left to do, nothing is held."""
+        engine, pool = self.engine, self.engine.cache.pool
+        self._check_pages()
+        if self.is_stuck:
+            self.problems.append(f"{len(engine.requests)} requests wait and nobody runs")
+        if engine.requests or engine.texts or engine.decode_began or engine.in_flight or self.asked:
+            self.problems.append("the engine still knows requests that ended")
+        if pool.num_available != pool.num_pages or len(engine.cache.free_rows) != len(engine.cache.pages_of):
+            self.problems.append("pages or rows did not come back")
+        if (grown := resident_bytes() - self.settled_bytes) > HOST_SLACK_BYTES:
+            self.problems.append(f"{grown} bytes of resident memory were taken after the second quarter")
+        if not self.is_stuck:
+            counted = self.counts.copy()
+            self._warm_up()
+            self.counts = counted
+            self.problems += at_rest.problems(self._rest())
+        for event in ("finished", "cancelled", "preempt"):
+            if not self.counts[event]:
+                self.problems.append(f"nothing was put to the test: {event} never happened")
+
+    @property
+    def settled_bytes(self) -> int:
+        """Resident at most in the second quarter."""
+        return max(self.resident[len(self.resident) // 4 : len(self.resident) // 2 + 1])
+
+    def _memory(self) -> int:
+        """Bytes in use on the device; 0 on a CPU, which does not count them."""
+        return torch.cuda.memory_allocated(self.engine.device) if self.engine.device.type == "cuda" else 0
+
+    def _results(self, at_rest: int) -> dict[str, Any]:
+        c = self.counts
+        return {
+            "correct": not self.problems,
+            "problems": self.problems,
+            "rounds": c["launch"],
+            **{name: c[name] for name in ("joined", "finished", "cancelled")},
+            "preempted": c["preempt"],
+            **{f"{kind}_different": c[f"{kind}_different"] for kind in KINDS},
+            "ties": self.ties,
+            "caches_compared": c["caches_compared"],
+            "largest_cache_error": self.worst_row,
+            "device_bytes": {"at_rest": at_rest, "at_most": max(self.memory), "at_the_end": self._memory()},
+            "host_bytes": {"second_quarter": self.settled_bytes, "at_the_end": resident_bytes()},
+        }
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What there is while there is nothing to do."""
+
+    objects: Counter[str]
+    device_bytes: int
+    graphs: int
+
+    def problems(self, later: Rest) -> Iterator[str]:
+        """What has become more since."""
+        for kind, grown in sorted((later.objects - self.objects).items()):
+            yield f"{grown} more of {kind} live than at rest"
+        if grown := later.graphs - self.graphs:
+            yield f"{grown} graphs were captured after all should have been"
+        if (grown := later.device_bytes - self.device_bytes) > SLACK_BYTES:
+            yield f"{grown} bytes of device memory did not come back"
+
+
+def live_objects() -> Counter[str]:
+    """Objects of the engine's own kinds."""
+    gc.collect()
+    kinds = (type(found) for found in gc.get_objects())
+    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith(OWN))
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def joint_prefills(engine: Engine) -> Iterator[list[int]]:
+    """Lengths of prompts that are prefilled together, for every graph of several: as few as need it, of as few tokens,
+    and the first as long as may be, which takes the fewest pages."""
+    if not isinstance(engine.prefills, GraphPrefills):
+        return
+    sizes, longest = engine.prefills.sizes, engine.max_len - 2
+    for (before, tokens), (fewer, most) in product(pairwise([0, *sizes.tokens]), pairwise(sizes.chunks)):
+        count = max(fewer + 1, -(-(before + 1) // longest))
+        if count <= min(most, tokens):
+            yield spread_tokens(max(before + 1, count), count, longest)
+
+
+def spread_tokens(tokens: int, count: int, longest: int) -> list[int]:
+    """So many numbers of at least 1, the first ones as great as may be."""
+    lengths = []
+    for others in reversed(range(count)):
+        lengths.append(min(tokens - others, longest))
+        tokens -= lengths[-1]
+    return lengths
+
+
+def count_calls(owner: object, method: str, counts: Counter[str]) -> None:
+    """From now on, count how often an object's method is called."""
+    original = getattr(owner, method)
+
+    def counted(*args: object) -> object:
+        counts[method] += 1
+        return original(*args)
+
+    setattr(owner, method, counted)

@@ -1,0 +1,151 @@
+"""What is asked: the tasks, and where their questions come from.
+
+A question is one line of JSON: `id`, `turns` (the user's messages in order, each sent as it stands through the chat
+template) and what its answer is graded by, if anything. Questions lie in a folder as TASK.jsonl, on Hugging Face, or,
+for the task `builtin`, in this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from jetspec.data.answers import find_tasks, read_questions
+from jetspec.data.prompts import BadPrompt, Prompt, load_rows, parse_prompt
+
+Grader = Literal["math", "tests"]
+Row = Mapping[str, Any]
+
+BUILTIN = "builtin"
+BUILTIN_FILE = Path(__file__).with_name("builtin.jsonl")
+GRADED_AS = "graded_as"
+"""Field of a built-in question: the task whose grader fits it."""
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Where a task lies on Hugging Face, and how a row of it becomes a question."""
+
+    name: str
+    question: Callable[[Row], dict[str, Any]]
+    split: str = "test"
+    part: str | None = None
+    file: str | None = None
+    """One of its JSON files, where the dataset as a whole needs a script that `datasets` does not run any more."""
+
+
+@dataclass(frozen=True)
+class Task:
+    grader: Grader | None = None
+    """How answers are graded: as mathematics, or by running tests. None: they are not."""
+    limit: int = 80
+    """Questions asked unless said otherwise."""
+    hub: HubSource | None = None
+
+
+def _math(problem: str, answer: str) -> dict[str, Any]:
+    wording = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    return {"turns": [problem + wording], "answer": answer}
+
+
+def _gsm8k(row: Row) -> dict[str, Any]:
+    return _math(row["question"], row["answer"].rpartition("####")[2].strip().replace(",", ""))
+
+
+def _problem(row: Row) -> dict[str, Any]:
+    return _math(row["problem"], str(row["answer"]))
+
+
+def _humaneval(row: Row) -> dict[str, Any]:
+    wording = "Write a solution to the following problem and make sure that it passes the tests:"
+    turn = f"{wording}\n```python\n{row['prompt']}\n```"
+    graded_by = {"answer": row["canonical_solution"], "test": row["test"], "entry_point": row["entry_point"]}
+    return {"turns": [turn], **graded_by}
+
+
+def _mbpp(row: Row) -> dict[str, Any]:
+    wording = "You are an expert Python programmer. Write a solution to the following task and make sure it passes"
+    tests = "\n".join(row["test_list"])
+    turn = f"{wording} the tests:\n{row['text']}\nYour code should pass these tests:\n{tests}"
+    return {"turns": [turn], "answer": row["code"]}
+
+
+def _livecodebench(row: Row) -> dict[str, Any]:
+    wording = "Write a Python solution to the following competitive-programming problem:"
+    return {"turns": [f"{wording}\n```\n{row['question_content']}\n```"]}
+
+
+def _mt_bench(row: Row) -> dict[str, Any]:
+    return {"turns": list(row["prompt"])}
+
+
+def _alpaca_eval(row: Row) -> dict[str, Any]:
+    return {"turns": [row["instruction"]]}
+
+
+TASKS: dict[str, Task] = {
+    "gsm8k": Task("math", hub=HubSource("openai/gsm8k", _gsm8k, part="main")),
+    "math500": Task("math", hub=HubSource("HuggingFaceH4/MATH-500", _problem)),
+    "aime24": Task("math", 30, HubSource("HuggingFaceH4/aime_2024", _problem, split="train")),
+    "aime25": Task("math", 30, HubSource("yentinglin/aime_2025", _problem, split="train")),
+    "humaneval": Task("tests", hub=HubSource("openai/openai_humaneval", _humaneval)),
+    "mbpp": Task("tests", hub=HubSource("google-research-datasets/mbpp", _mbpp)),
+    "livecodebench": Task(hub=HubSource("livecodebench/code_generation_lite", _livecodebench, file="test.jsonl")),
+    "mt_bench": Task(hub=HubSource("HuggingFaceH4/mt_bench_prompts", _mt_bench, split="train")),
+    "alpaca_eval": Task(hub=HubSource("tatsu-lab/alpaca_eval", _alpaca_eval, file="alpaca_eval.json")),
+    "spec_bench": Task(),
+    BUILTIN: Task("tests", 28),
+}
+
+
+def check_tasks(names: Sequence[str], data_dir: Path | None) -> None:
+    """Refuse a task that nothing answers for, before anything is loaded."""
+    if data_dir is not None and not data_dir.is_dir():
+        raise ValueError(f"{data_dir} is not a folder of questions; --data-dir needs one with TASK.jsonl files")
+    if data_dir is not None:
+        find_tasks(data_dir, [name for name in names if name != BUILTIN] or None)
+        return
+    for name in names:
+        if name not in TASKS:
+            raise ValueError(f"there is no task {name!r}; choose from {', '.join(TASKS)}, or give your own --data-dir")
+        if name != BUILTIN and TASKS[name].hub is None:
+            raise ValueError(f"{name} is not on Hugging Face; give a folder with {name}.jsonl as --data-dir")
+
+
+def read_task(name: str, data_dir: Path | None, limit: int | None, skip: int = 0) -> list[Prompt]:
+    """The first questions of a task behind those to skip: from the folder if one is given, else from Hugging Face."""
+    task = TASKS.get(name, Task())
+    count = skip + (task.limit if limit is None else limit)
+    if name == BUILTIN:
+        found = read_questions(BUILTIN_FILE, count)
+    elif data_dir is not None:
+        found = read_questions(find_tasks(data_dir, [name])[name], count)
+    else:
+        assert task.hub is not None
+        found = _read_hub(name, task.hub, count)
+    if len(found) <= skip:
+        raise ValueError(
+            f"{name} has {len(found)} questions, none of them behind the first {skip}; choose a smaller skip"
+        )
+    return found[skip:]
+
+
+def _read_hub(name: str, hub: HubSource, count: int) -> list[Prompt]:
+    try:
+        rows = list(islice(load_rows(hub.name, hub.split, hub.part, hub.file), count))
+        questions = [{"id": f"{name}-{i:05d}", **hub.question(row)} for i, row in enumerate(rows)]
+    except Exception as error:  # the library raises many kinds, each with its own base class
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ValueError(
+            f"{name} cannot be read from Hugging Face ({reason}); give a folder with {name}.jsonl as --data-dir"
+        ) from error
+    prompts = []
+    for question in questions:
+        prompt = parse_prompt(question, f"{hub.name}:{question['id']}", question["id"])
+        if isinstance(prompt, BadPrompt):
+            raise ValueError(f"{prompt.where} {prompt.reason}")
+        prompts.append(prompt)
+    return prompts

@@ -1,0 +1,110 @@
+"""`jetspec data regenerate`: the engine as what answers, in one process or several."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from jetspec.commands.screen import duration, working
+from jetspec.config import EngineConfig
+from jetspec.data.probe import probe
+from jetspec.data.prompts import OnBad, Prompt, PromptData
+from jetspec.data.regenerate import (
+    Check,
+    RegenerateConfig,
+    load_check,
+    load_corpus,
+    places,
+    plan,
+    regenerate,
+    write_rows,
+)
+from jetspec.data.workers import Answer
+from jetspec.engine.llm import LLM
+
+CPU_BATCH, GPU_BATCH = 8, 2048
+PATIENCE = 24
+SHARED_FRAC = 0.7
+"""Share of a GPU's memory that the caches of several processes on it may take together."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where and how the target runs. None of it changes the rows, but for near ties in 16 bits."""
+
+    device: str = "auto"
+    jobs: int | None = None
+    dtype: str = "auto"
+    batch: int | None = None
+    max_len: int | None = None
+
+    def engine(self, place: str) -> EngineConfig:
+        """Large chunks of many prompts: nobody waits for a single answer."""
+        usual = CPU_BATCH if place == "cpu" else GPU_BATCH
+        batch = usual if self.batch is None else self.batch
+        chunk = max(512, 16 * batch)
+        return EngineConfig(
+            max_batch=batch, max_len=self.max_len, prefill_chunk=chunk, prefix_cache=False, max_admission_delay=PATIENCE
+        )
+
+
+def regenerate_data(
+    out: Path, data: PromptData, config: RegenerateConfig, machines: Machines, *, on_bad: OnBad, dry_run: bool
+) -> None:
+    config.sampling("")  # a bad setting is refused before anything is read
+    where = places(machines.device, machines.jobs)
+    if config.responses == "corpus":
+        where, corpus = ["cpu"], load_corpus(config)
+        check: Check = corpus.converse
+        starts: list[Callable[[], Answer]] = [lambda: corpus.answer]
+    else:
+        starts = [
+            partial(load_answerer, config, machines.engine(place), machines.dtype, place, where.count(place))
+            for place in where
+        ]
+        check = load_check(config)
+    if not dry_run:
+        print(write_rows(out, data, config, check, starts, on_bad).summary(out))
+        return
+    words, todo = plan(out, data, config, check, where, on_bad)
+    print(words, flush=True)
+    if todo and config.responses == "target":
+        print(time_needed(config, machines, where, todo))
+
+
+def time_needed(config: RegenerateConfig, machines: Machines, where: Sequence[str], todo: Sequence[Prompt]) -> str:
+    """How long the answers would take, in words. Processes that share a device count as one."""
+    engine = machines.engine(where[0])
+    llm = load_target_alone(config.model, engine, machines.dtype, where[0], where.count(where[0]))
+    with working("Answering a few prompts"):
+        found = probe(llm, config, todo, engine.max_batch)
+    if found is None:
+        return "how long it takes is not known: none of the prompts that were tried can be answered"
+    num_answers = sum(len(prompt.turns) for prompt in todo)
+    seconds = found.seconds_for(num_answers, config.max_tokens, len(set(where)))
+    return (
+        f"which takes about {duration(seconds)}, judging by the beginnings of answers to {found.prompts} prompts:"
+        f" {found.tokens_per_s:,.0f} tokens/s, {found.answer_tokens(config.max_tokens):,.0f} tokens per answer"
+    )
+
+
+def load_answerer(config: RegenerateConfig, engine: EngineConfig, dtype: str, device: str, sharing: int) -> Answer:
+    return partial(regenerate, load_target_alone(config.model, engine, dtype, device, sharing), config)
+
+
+def load_target_alone(model: str, engine: EngineConfig, dtype: str, device: str, sharing: int) -> LLM:
+    """The target without a drafter. `sharing` is the number of processes on the same device."""
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+        if sharing > 1:
+            memory = torch.cuda.get_device_properties(device).total_memory
+            engine = replace(engine, cache_gb=SHARED_FRAC * memory / 2**30 / sharing)
+    is_worker = multiprocessing.parent_process() is not None
+    with nullcontext() if is_worker else working(f"Loading {model}"):
+        return LLM(model, drafter="none", engine=engine, dtype=dtype, device=device)

@@ -1,0 +1,71 @@
+"""`jetspec info`: what is in a model or a head, and whether the two fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+from rich.text import Text
+
+from jetspec.commands.generate import write_json
+from jetspec.commands.screen import out
+from jetspec.models.describe import describe, fits
+from jetspec.models.hub import head_path
+
+
+def show_info(name: str, head: str | None, as_json: bool) -> bool:
+    """Print what is in `name`, and in `head` if given. False: the two do not fit each other."""
+    model = describe(name)
+    if head is None:
+        write_json(model) if as_json else _show(model)
+        return True
+    other = describe(head_path(head))
+    problems = fits(model, other)
+    if as_json:
+        write_json({"model": model, "head": other, "fits": not problems, "problems": problems})
+        return not problems
+    _show(model)
+    _show(other)
+    out().print("fits: no" if problems else "fits: yes", style="bold red" if problems else "bold green")
+    for problem in problems:
+        out().print(f"- {problem}", markup=False)
+    return not problems
+
+
+def _show(description: dict[str, Any]) -> None:
+    console = out()
+    console.print(_table(description) if console.is_terminal else _lines(description))
+
+
+def _table(description: dict[str, Any]) -> Table:
+    table = Table(show_header=False, box=SIMPLE)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(description):
+        table.add_row(name, Text(value))
+    return table
+
+
+def _lines(description: dict[str, Any]) -> Text:
+    return Text("".join(f"{name}: {value}\n" for name, value in _rows(description)))
+
+
+def _rows(description: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What there is, in words. None means that a thing has no such part, so there is nothing to show."""
+    for name, value in description.items():
+        if value is not None:
+            yield name.replace("_", " "), _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_text(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_text(item) for item in value)
+    return str(value)

@@ -1,0 +1,179 @@
+"""`jetspec train`: a recipe, the run it asks for, and how its checkpoints decode."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from jetspec.commands.screen import duration, err, working
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.data.corpus import Document, answer_spans
+from jetspec.engine.engine import Engine
+from jetspec.engine.llm import choose_device, choose_dtype
+from jetspec.files import check_replaceable
+from jetspec.models.head_folder import OWN_FILES
+from jetspec.models.heads import Head
+from jetspec.models.weights import Target, load_target
+from jetspec.train.checkpoint import checkpoints, claimed, step_of
+from jetspec.train.config import TrainConfig, load_recipe
+from jetspec.train.parallel import frozen_copy
+from jetspec.train.run import ROWS_FILE, check_files, join_processes, make_trainer
+from jetspec.train.trainer import Trainer
+from jetspec.types import SamplingParams
+
+Ask = tuple[list[int], int]
+"""A prompt, and how many tokens to write."""
+
+
+def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> None:
+    """Train, going on from the last checkpoint unless a fresh start is asked for."""
+    config = load_recipe(path, tuple(overrides))
+    check_files(config)
+    check_replaceable(Path(config.out) / "head", OWN_FILES)
+    device = join_processes() or choose_device(config.device)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    with claimed(Path(config.out)) if is_first and not dry_run else nullcontext():
+        train(config, device, fresh=fresh, dry_run=dry_run)
+
+
+def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bool) -> None:
+    """A run in a folder that is its own."""
+    with working(f"Loading {config.model}"):
+        target = load_target(config.model, choose_dtype(config.dtype, device), device)
+    trainer = make_trainer(config, target.decoder, listed=None if dry_run else Path(config.out) / ROWS_FILE)
+    if config.score is not False and trainer.validation is not None:
+        trainer.score = lambda head: score_head(target, head, asks_of(trainer.beginnings))
+    if fresh and trainer.rank == 0 and not dry_run:
+        shutil.rmtree(Path(config.out) / "checkpoints", ignore_errors=True)
+    step = 0 if fresh else trainer.resume()
+    if trainer.rank == 0:
+        show_plan(config, trainer, step)
+    if dry_run:
+        show_time(config, trainer)
+        return
+    try:
+        trainer.run()
+    except KeyboardInterrupt:
+        if trainer.rank == 0:
+            err().print(where_it_stopped(trainer))
+        raise
+    if trainer.rank == 0:
+        err().print(f"The head is in {Path(config.out) / 'head'}")
+
+
+def asks_of(documents: Sequence[Document]) -> list[Ask]:
+    """What it takes to have documents written again: one ask for every answer in them."""
+    return [
+        (document.tokens[:start].tolist(), end - start)
+        for document in documents
+        for start, end in answer_spans(document)
+    ]
+
+
+def score_head(target: Target, head: Head, asks: Sequence[Ask]) -> dict[str, float]:
+    """Tokens per round of a chain and of a tree when the engine really decodes with this head.
+
+    A few rounds are sooner done one by one than captured.
+    """
+    depth = head.head_config.depth
+    trees = {"chain": TreeConfig(budget=depth + 1, width=1), "tree_64": TreeConfig(budget=64)}
+    longest = max(len(prompt) + count for prompt, count in asks)
+    scores = {}
+    for name, tree in trees.items():
+        config = EngineConfig(max_batch=len(asks), max_len=longest, cache_gb=1, execution="eager")
+        engine = Engine(target.decoder, head, drafter="head", tree=tree, config=config, eos_tokens=target.eos_tokens)
+        for prompt, count in asks:
+            engine.add(prompt, SamplingParams(max_tokens=count))
+        tokens = rounds = 0
+        while engine.has_work:
+            for update in engine.step():
+                tokens, rounds = tokens + len(update.token_ids), rounds + 1
+        scores[name] = tokens / rounds
+    return scores
+
+
+def show_plan(config: TrainConfig, trainer: Trainer, step: int) -> None:
+    """What is about to happen, before it does."""
+    size = sum(p.numel() for p in trainer.parameters)
+    tokens = sum(len(document.tokens) for document in trainer.data.documents)
+    rows = config.rows * config.accumulate * trainer.world
+    table = Table(show_header=False, box=None)
+    table.add_row("target", config.model)
+    table.add_row("data", f"{len(trainer.data.documents):,} conversations, {tokens:,} tokens per pass")
+    kind = "an EAGLE-3" if config.head.kind == "eagle3" else "a causal" if config.head.causal else "a bidirectional"
+    table.add_row("trained", f"{size:,} weights of {kind} head")
+    table.add_row("step", f"{rows} rows of {config.row_len} tokens, {config.anchors} {config.head.drafts} each")
+    table.add_row(
+        "steps", f"{config.steps:,}, {config.steps * rows / trainer.data.rows_per_pass:.1f} passes over the data"
+    )
+    if config.minutes is not None:
+        table.add_row("minutes", f"{config.minutes:g} at most, {trainer.limit.used_s / 60:.1f} of them used")
+    table.add_row("runs on", runs_on(trainer))
+    table.add_row("starts at", f"step {step}" if step else "the beginning")
+    table.add_row("writes to", config.out)
+    err().print(table)
+
+
+def runs_on(trainer: Trainer) -> str:
+    """A machine whose GPU cannot be used trains on its processor, which is to be seen before days have passed."""
+    name = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "the processor, no GPU"
+    processes = f", {trainer.world} processes" if trainer.world > 1 else ""
+    return f"{name}, {str(trainer.target.embedding.dtype).removeprefix('torch.')}{processes}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that a run does again and again."""
+
+    name: str
+    seconds: float
+    times: int
+
+
+def show_time(config: TrainConfig, trainer: Trainer) -> None:
+    """How long it would take, from a few steps and what comes between steps, of which nothing is kept."""
+    steps_left = max(config.steps - trainer.step, 0)
+    trainer.train_step()
+    parts = [Part("step", seconds_of(trainer, trainer.train_step, 2), steps_left)]
+    if trainer.validation is not None:
+        seconds = seconds_of(trainer, lambda: (trainer.validate(), trainer.tree_lengths()))
+        parts.append(Part("validation", seconds, -(-steps_left // config.validate_every)))
+    head = frozen_copy(trainer.head, trainer.target.embedding.dtype)
+    if trainer.rank > 0:
+        return
+    if (score := trainer.score) is not None:
+        seconds = seconds_of(trainer, lambda: score(head))
+        parts.append(Part("checkpoint decoded", seconds, -(-steps_left // config.save_every)))
+    err().print(time_left(parts, config.minutes, trainer.limit.used_s / 60))
+
+
+def seconds_of(trainer: Trainer, run: Callable[[], object], times: int = 1) -> float:
+    began = time.perf_counter()
+    for _ in range(times):
+        run()
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / times
+
+
+def time_left(parts: Sequence[Part], limit: float | None, used: float) -> str:
+    """All of them, but no more than is left of a limit in minutes."""
+    minutes = sum(part.seconds * part.times for part in parts) / 60
+    if limit is not None:
+        minutes = min(minutes, max(limit - used, 0.0))
+    each = ", ".join(f"{part.seconds:.2f} s per {part.name}" for part in parts)
+    return f"{each}; {duration(60 * minutes)} for what is left. Nothing was written."
+
+
+def where_it_stopped(trainer: Trainer) -> str:
+    saved = checkpoints(trainer.folder / "checkpoints")
+    last = f"the last checkpoint is of step {step_of(saved[-1])}" if saved else "there is no checkpoint yet"
+    return f"stopped at step {trainer.step}; {last}"

@@ -1,0 +1,438 @@
+"""Conversations the target wrote -> packed rows of tokens, the same for every run with the same seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+from typing import Generic, Self, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetspec.data.prompts import OnBad, text_lines
+
+T = TypeVar("T")
+
+ROW = re.compile(
+    r'\{"id": "([^"\\]*)", "token_ids": \[(\d[^\]]*\d)\], "spans": (\[\[[\d, \[\]]*\]\]), "finish": \["[a-z", ]*\]\}\s*'
+)
+"""A row as it is usually written. Its numbers are found faster this way than by a parser of all JSON."""
+LEADING_ZEROS = tuple(f", 0{digit}" for digit in range(10))
+"""Beginnings of what is no number in JSON."""
+ROWS_AT_ONCE = 1024
+NAMED_ROWS = 4
+"""Rows of one kind that a message names by file and line. The others it counts."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One conversation: its tokens, and which of them the target wrote."""
+
+    tokens: np.ndarray
+    written: np.ndarray
+    id: str | None = None
+    """Names its prompt. Answers to the same prompt share it, in one file or several."""
+
+
+class Documents(Sequence[Document]):
+    """Many conversations as slices of two flat arrays: five bytes per token, and a few numbers per conversation."""
+
+    def __init__(
+        self,
+        token_N: np.ndarray,
+        written_N: np.ndarray,
+        start_D: np.ndarray,
+        end_D: np.ndarray,
+        file_D: np.ndarray,
+        prompt_D: np.ndarray,
+    ) -> None:
+        self.token_N, self.written_N = token_N, written_N
+        self.start_D, self.end_D = start_D, end_D
+        self.file_D = file_D
+        """Number of the file each came from."""
+        self.prompt_D = prompt_D
+        """Number of the prompt each answers. One without an id has a prompt of its own."""
+
+    @classmethod
+    def join(cls, found: Sequence[tuple[int, Document]]) -> Documents:
+        """From files' numbers and documents."""
+        end_D = np.cumsum([len(document.tokens) for _, document in found])
+        first: dict[str, int] = {}
+        ids = (document.id for _, document in found)
+        return cls(
+            np.concatenate([document.tokens.astype(np.int32) for _, document in found]),
+            np.concatenate([document.written for _, document in found]),
+            np.concatenate(([0], end_D[:-1])),
+            end_D,
+            np.array([file for file, _ in found]),
+            np.array([i if id is None else first.setdefault(id, i) for i, id in enumerate(ids)]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.start_D)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Documents: ...
+
+    def __getitem__(self, index: int | slice) -> Document | Documents:
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        inside = slice(self.start_D[index], self.end_D[index])
+        return Document(self.token_N[inside], self.written_N[inside])
+
+    def take(self, index: np.ndarray) -> Documents:
+        """These, in this order, some perhaps more than once. The tokens are shared."""
+        own = (self.start_D, self.end_D, self.file_D, self.prompt_D)
+        return Documents(self.token_N, self.written_N, *(each[index] for each in own))
+
+    def hold_out(self, most: int, seed: int) -> tuple[Documents, Documents]:
+        """Some kept out, and the rest, both shuffled: a tenth of the prompts but at most so many, with all answers.
+
+        They are drawn from everywhere: files list short answers first, because those were finished first.
+        """
+        shuffled = self.take(np.random.default_rng(seed).permutation(len(self)))
+        _, first_P = np.unique(shuffled.prompt_D, return_index=True)
+        if len(first_P) < 2:
+            raise ValueError("the data has one prompt, so none can be kept out: add more, or set validation_rows to 0")
+        count = max(1, min(len(first_P) // 10, most))
+        held_D = np.isin(shuffled.prompt_D, shuffled.prompt_D[np.sort(first_P)[:count]])
+        return shuffled.take(np.flatnonzero(held_D)), shuffled.take(np.flatnonzero(~held_D))
+
+
+class OnDevice:
+    """A dataclass of tensors that travels as one."""
+
+    def to(self, device: torch.device) -> Self:
+        """Without waiting, where the tensors are pinned."""
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    def pinned(self) -> Self:
+        return self._map(Tensor.pin_memory)
+
+    def copy_(self, other: Self) -> None:
+        """Take what another of the same sizes holds, without waiting where that is pinned."""
+        for name, value in vars(self).items():
+            value.copy_(getattr(other, name), non_blocking=True)
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(value.shape for value in vars(self).values())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(**{name: change(value) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class PackedBatch(OnDevice):
+    """Documents one behind the other in rows of T tokens. Padding belongs to document -1."""
+
+    token_RT: Tensor
+    position_RT: Tensor
+    document_RT: Tensor
+    written_RT: Tensor
+
+    def rows(self, first: int, count: int) -> PackedBatch:
+        return self._map(lambda x: x[first : first + count])
+
+    def padded(self, count: int) -> PackedBatch:
+        """With empty rows behind it, up to `count`."""
+        more = count - len(self.token_RT)
+        empty = {"document_RT": -1}
+        return PackedBatch(
+            **{
+                name: torch.cat((value, value.new_full((more, value.shape[1]), empty.get(name, 0))))
+                for name, value in vars(self).items()
+            }
+        )
+
+    def documents(self) -> Iterator[Document]:
+        """The documents in it, row by row."""
+        for row in range(len(self.token_RT)):
+            document = self.document_RT[row]
+            for number in range(int(document.max()) + 1):
+                inside = document == number
+                yield Document(self.token_RT[row, inside].numpy(), self.written_RT[row, inside].numpy())
+
+
+class Places(list[str]):
+    """File and line of rows of one kind. In words, the first of them and how many more."""
+
+    def __str__(self) -> str:
+        more = f" and {len(self) - NAMED_ROWS:,} more" if len(self) > NAMED_ROWS else ""
+        return ", ".join(self[:NAMED_ROWS]) + more
+
+
+@dataclass
+class Tally:
+    """What became of the rows of some files."""
+
+    rows: int = 0
+    cut: Places = field(default_factory=Places)
+    """Longer than the limit."""
+    lost: Places = field(default_factory=Places)
+    """Cut before anything that the target wrote could teach, and left out."""
+    empty: Places = field(default_factory=Places)
+    """Left out because the target wrote nothing in them."""
+    short: Places = field(default_factory=Places)
+    """Left out because no answer in them is longer than one token."""
+    bad: Places = field(default_factory=Places)
+    """Broken, and left out."""
+    masked: Places = field(default_factory=Places)
+    """Left out because the mask token occurs in them."""
+
+    def kinds(self, max_len: int) -> dict[str, Places]:
+        """The rows that are not as they were in the files, by what was done and why."""
+        kinds = {
+            f"cut: longer than row_len {max_len}": self.cut,
+            "left out: the cut took all answers": self.lost,
+            "left out: the target wrote nothing": self.empty,
+            "left out: answers of one token only": self.short,
+            "left out: broken": self.bad,
+            "left out: the mask token occurs": self.masked,
+        }
+        return {kind: places for kind, places in kinds.items() if places}
+
+    def summary(self, max_len: int) -> str:
+        """A line for each kind; empty if all rows are as they were."""
+        kinds = self.kinds(max_len).items()
+        return "\n".join(f"{len(places):,} of {self.rows:,} rows {kind} ({places})" for kind, places in kinds)
+
+    def listing(self, max_len: int) -> str:
+        """A line for each row."""
+        kinds = self.kinds(max_len).items()
+        return "".join(f"{place} {kind}\n" for kind, places in kinds for place in places)
+
+    def names_all(self, max_len: int) -> bool:
+        """Whether the summary names every row."""
+        return all(len(places) <= NAMED_ROWS for places in self.kinds(max_len).values())
+
+
+def read_documents(
+    paths: Iterable[str | Path],
+    max_len: int,
+    vocab_size: int,
+    *,
+    mask_token: int | None = None,
+    on_bad: OnBad = "stop",
+    tally: Tally | None = None,
+) -> Documents:
+    """All rows of some files. Longer ones are cut, and those left out that teach nothing. Those of a file come in the
+    order of their ids: how the run that wrote them was shared out or broken off does not matter.
+
+    Broken rows, and those with the mask token, are an error or left out. `tally` counts what was done.
+    """
+    tally = Tally() if tally is None else tally
+    found = []
+    for file, path in enumerate(paths):
+        lines = lines_of(Path(path))
+        while block := list(islice(lines, ROWS_AT_ONCE)):
+            documents: Sequence[Document | None] | None = parse_usual([line for _, line in block], vocab_size)
+            if documents is None:
+                documents = [parse_or_skip(line, f"{path}:{number}", vocab_size, on_bad) for number, line in block]
+            for (number, _), document in zip(block, documents, strict=True):
+                kept = keep(document, f"{path}:{number}", max_len, tally)
+                if kept is not None and mask_token is not None and (kept.tokens == mask_token).any():
+                    tally.masked.append(f"{path}:{number}")
+                elif kept is not None:
+                    found.append((file, kept))
+    if tally.masked and on_bad == "stop":
+        raise ValueError(
+            f"the mask token {mask_token} occurs in {len(tally.masked):,} rows of the data ({tally.masked});"
+            " choose another head.mask_token, or leave such rows out with on_bad: skip"
+        )
+    if not found:
+        raise ValueError("; ".join(("the data has no row to learn from", *tally.summary(max_len).splitlines())))
+    found.sort(key=lambda numbered: (numbered[0], numbered[1].id or ""))
+    return Documents.join(found)
+
+
+def parse_or_skip(line: str | None, where: str, vocab_size: int, on_bad: OnBad) -> Document | None:
+    try:
+        return parse(line, where, vocab_size)
+    except ValueError as error:
+        if on_bad == "stop":
+            raise ValueError(f"{error}; mend it, or leave such rows out with on_bad: skip") from error
+        return None
+
+
+def keep(document: Document | None, where: str, max_len: int, tally: Tally) -> Document | None:
+    """What a row gives to training, if anything."""
+    tally.rows += 1
+    if document is None:
+        tally.bad.append(where)
+    elif not document.written.any():
+        tally.empty.append(where)
+    elif not teaches(document):
+        tally.short.append(where)
+    elif len(document.tokens) <= max_len:
+        return document
+    else:
+        tally.cut.append(where)
+        cut = Document(document.tokens[:max_len], document.written[:max_len], document.id)
+        if teaches(cut):
+            return cut
+        tally.lost.append(where)
+    return None
+
+
+def teaches(document: Document) -> bool:
+    """Whether an answer has two tokens or more. One of a single token, such as its end alone, gains nothing from a
+    draft: every round writes a token anyway."""
+    return bool((document.written[1:] & document.written[:-1]).any())
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str | None]]:
+    """Lines with their numbers, empty ones left out; None for one that is no text."""
+    try:
+        yield from text_lines(path)
+    except OSError as error:
+        raise ValueError(f"cannot read the data {path}: {error}") from error
+
+
+def parse(line: str | None, where: str, vocab_size: int) -> Document:
+    """A row {"token_ids": [..], "spans": [[start, end], ..]} as `jetspec data regenerate` writes it."""
+    if line is None:
+        raise ValueError(f"{where}: not UTF-8 text")
+    try:
+        raw = json.loads(line)
+        tokens, spans = np.asarray(raw["token_ids"]), [(int(a), int(b)) for a, b in raw["spans"]]
+        id = None if raw.get("id") is None else str(raw["id"])
+    except KeyError:
+        lacking = " and ".join(name for name in ("token_ids", "spans") if name not in raw)
+        makes = "which `jetspec data regenerate` makes of prompts"
+        raise ValueError(f"{where}: not a row of regenerated data: it lacks {lacking}, {makes}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{where}: not a row of regenerated data ({error!r})") from error
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"{where}: token_ids must be a list of whole numbers")
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        raise ValueError(f"{where}: a token id lies outside the model's vocabulary of {vocab_size}")
+    written = np.zeros(len(tokens), dtype=bool)
+    for start, end in spans:
+        if not 0 <= start <= end <= len(tokens):
+            raise ValueError(f"{where}: span [{start}, {end}) lies outside the {len(tokens)} tokens")
+        written[start:end] = True
+    return Document(tokens.astype(np.int64), written, id)
+
+
+def parse_usual(lines: Sequence[str | None], vocab_size: int) -> list[Document] | None:
+    """Many rows in their usual form at once. None: one has another form, perhaps a wrong one."""
+    rows = [found for line in lines if line is not None and (found := ROW.fullmatch(line))]
+    text = ", ".join(row[2] for row in rows)
+    if len(rows) < len(lines) or ", ," in text or any(zero in f", {text}" for zero in LEADING_ZEROS):
+        return None
+    try:
+        token_N = np.fromstring(text, np.int64, sep=",")
+        spans = json.loads(f"[{','.join(row[3] for row in rows)}]")
+    except ValueError:
+        return None
+    end_D = list(accumulate(row[2].count(", ") + 1 for row in rows))
+    if end_D[-1] != len(token_N) or token_N.min() < 0 or token_N.max() >= vocab_size:
+        return None
+    documents = [
+        Document(token_N[start:end], np.zeros(end - start, dtype=bool), row[1])
+        for row, (start, end) in zip(rows, pairwise((0, *end_D)), strict=True)
+    ]
+    for document, pairs in zip(documents, spans, strict=True):
+        for pair in pairs:
+            if len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= len(document.tokens):
+                return None
+            document.written[pair[0] : pair[1]] = True
+    return documents
+
+
+class PackedData:
+    """Rows by number: row `i` is the same whenever and wherever it is asked for, so a run can stop anywhere.
+
+    Every pass over the documents shuffles them anew and fills rows in that order.
+    """
+
+    def __init__(self, documents: Sequence[Document], row_len: int, seed: int) -> None:
+        self.documents, self.row_len, self.seed = documents, row_len, seed
+        self.passes: list[list[list[int]]] = []
+        self.first_rows = [0]
+
+    @property
+    def rows_per_pass(self) -> int:
+        return len(self._pass(0))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all tokens, and of which of them the target wrote."""
+        found = hashlib.blake2b(digest_size=8)
+        for document in self.documents:
+            found.update(document.tokens.tobytes())
+            found.update(document.written.tobytes())
+        return found.hexdigest()
+
+    def batch(self, first: int, count: int) -> PackedBatch:
+        rows = [self.row(first + i) for i in range(count)]
+        return PackedBatch(*(torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True)))
+
+    def row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        while number >= self.first_rows[-1]:
+            self._pass(len(self.passes))
+        which = bisect_right(self.first_rows, number) - 1
+        token, position = np.zeros(self.row_len, np.int64), np.zeros(self.row_len, np.int64)
+        document, written = np.full(self.row_len, -1, np.int64), np.zeros(self.row_len, bool)
+        start = 0
+        for i, index in enumerate(self.passes[which][number - self.first_rows[which]]):
+            source = self.documents[index]
+            end = start + len(source.tokens)
+            token[start:end], written[start:end] = source.tokens, source.written
+            position[start:end], document[start:end] = np.arange(end - start), i
+            start = end
+        return token, position, document, written
+
+    def _pass(self, number: int) -> list[list[int]]:
+        while len(self.passes) <= number:
+            order = np.random.default_rng((self.seed, len(self.passes))).permutation(len(self.documents))
+            rows: list[list[int]] = []
+            room = 0
+            for index in order.tolist():
+                size = len(self.documents[index].tokens)
+                if size > room:
+                    rows.append([])
+                    room = self.row_len
+                rows[-1].append(index)
+                room -= size
+            self.passes.append(rows)
+            self.first_rows.append(self.first_rows[-1] + len(rows))
+        return self.passes[number]
+
+
+class Ahead(Generic[T]):
+    """Makes things by number in a thread, each while the one before it is in use."""
+
+    def __init__(self, make: Callable[[int], T], stride: int) -> None:
+        self.make, self.stride = make, stride
+        self.pool = ThreadPoolExecutor(1)
+        self.next: tuple[int, Future[T]] | None = None
+
+    def take(self, number: int) -> T:
+        """The thing of that number. The one `stride` later is begun at once."""
+        expected, future = self.next or (None, None)
+        if future is None or expected != number:
+            future = self.pool.submit(self.make, number)
+        made = future.result()
+        self.next = number + self.stride, self.pool.submit(self.make, number + self.stride)
+        return made
+
+
+def answer_spans(document: Document) -> list[tuple[int, int]]:
+    """Where the target wrote: [start, end). The token before the start is the first anchor, so there must be one."""
+    edges = np.flatnonzero(np.diff(document.written, prepend=False, append=False)).tolist()
+    spans = ((max(start, 1), end) for start, end in zip(edges[::2], edges[1::2], strict=True))
+    return [(start, end) for start, end in spans if start < end]

@@ -1,0 +1,407 @@
+"""Prompts -> conversations in which the target wrote the answers, as rows of token ids.
+
+A row is one line of JSON: `token_ids` is the whole conversation, `spans` are the parts [start, end) that the target
+wrote, end tokens included, and `finish` says how each of them ended. A row depends on its prompt and the settings
+alone (in 16 bits up to near ties, which the batch may tip), not on order, shard or number of processes.
+
+One process reads the prompts and writes the rows; others only answer. So a run has one output file, and a run that was
+killed goes on from what the file holds.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from jetspec.data.prompts import BadPrompt, CutPrompt, OnBad, Prompt, PromptData, Responses, stable_hash
+from jetspec.data.rows import Row, RowFile, earlier_runs, finished_ids, record_of
+from jetspec.data.workers import Answer, Results, answer_in_processes
+from jetspec.models.hub import resolve
+from jetspec.models.tokenizer import Tokenizer
+from jetspec.models.weights import load_tokenizer, open_model
+from jetspec.record import shown, write_record
+from jetspec.types import Completion, SamplingParams
+
+PLACEHOLDER = secrets.token_hex(16)
+"""Stands for an answer in a rendered conversation: nobody's words hold it."""
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    """What decides the rows, beside the prompts."""
+
+    model: str
+    responses: Responses = "target"
+    max_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    max_len: int | None = None
+    """Longest conversation. None: the model's context."""
+
+    def longest(self, context: int) -> int:
+        return context if self.max_len is None else min(self.max_len, context)
+
+    def sampling(self, id: str) -> SamplingParams:
+        """Every prompt has its own seed, so nothing else about the run matters."""
+        seed = stable_hash(f"{self.seed}/{id}") >> 1
+        return SamplingParams(self.temperature, self.top_p, max_tokens=self.max_tokens, seed=seed)
+
+
+Check = Callable[[Prompt], "Conversation | BadPrompt"]
+"""What is known of a prompt before it is answered: how its conversation begins, or why it cannot be used."""
+
+
+class Answerer(Protocol):
+    """What writes the answers, such as an `LLM`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def max_prompt_tokens(self) -> int: ...
+
+    def complete(
+        self, prompts: Iterable[tuple[Conversation, Sequence[int], SamplingParams] | None]
+    ) -> Iterator[tuple[Conversation, Completion]]: ...
+
+
+# -- answering
+
+
+class Conversation:
+    """A prompt on its way to a row. `variables` are for the chat template."""
+
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, **variables: Any) -> None:
+        self.prompt, self.tokenizer, self.variables = prompt, tokenizer, variables
+        opening = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        self.messages = [*opening, _user(prompt.turns[0])]
+        self.token_ids = tokenizer.encode_chat(self.messages, **variables)
+        self.spans: list[tuple[int, int]] = []
+        self.finish: list[str] = []
+
+    @property
+    def has_next_turn(self) -> bool:
+        return len(self.spans) < len(self.prompt.turns)
+
+    @property
+    def row(self) -> Row:
+        return Row(self.prompt.id, self.token_ids, self.spans, self.finish)
+
+    def answer(self, token_ids: Sequence[int], finish: str) -> None:
+        start = len(self.token_ids)
+        self.token_ids = [*self.token_ids, *token_ids]
+        self.spans.append((start, len(self.token_ids)))
+        self.finish.append(finish)
+
+    def with_next_turn(self) -> list[int]:
+        """The tokens to continue after the next user message.
+
+        What the target wrote stays as it is, token by token; encoding its text again could cut it up differently.
+        """
+        self.messages += [_assistant(PLACEHOLDER), _user(self.prompt.turns[len(self.spans)])]
+        glue = self.tokenizer.encode_behind(PLACEHOLDER, self.messages, **self.variables)
+        has_end = bool(glue) and self.token_ids[-1] == glue[0]
+        return self.token_ids + glue[has_end:]
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def regenerate(answerer: Answerer, config: RegenerateConfig, prompts: Iterator[Prompt]) -> Results:
+    """Let the target answer every turn. A conversation that fills the context ends there, and is told as cut."""
+    require_template(answerer.tokenizer)
+    ready: deque[Conversation] = deque()
+    bad: deque[BadPrompt] = deque()
+    under_way = 0
+
+    def questions() -> Iterator[tuple[Conversation, Sequence[int], SamplingParams] | None]:
+        nonlocal under_way
+        for prompt in prompts:
+            while ready:
+                yield ask(ready.popleft())
+            conversation = start_conversation(prompt, answerer.tokenizer, answerer.max_prompt_tokens)
+            if isinstance(conversation, BadPrompt):
+                bad.append(conversation)
+            else:
+                under_way += 1
+                yield ask(conversation)
+        while under_way:
+            yield ask(ready.popleft()) if ready else None
+
+    def ask(conversation: Conversation) -> tuple[Conversation, Sequence[int], SamplingParams]:
+        return conversation, conversation.token_ids, config.sampling(conversation.prompt.id)
+
+    for conversation, completion in answerer.complete(questions()):
+        conversation.answer(completion.token_ids, completion.finish_reason)
+        if conversation.has_next_turn:
+            token_ids = conversation.with_next_turn()
+            if len(token_ids) <= answerer.max_prompt_tokens:
+                conversation.token_ids = token_ids
+                ready.append(conversation)
+                continue
+            prompt = conversation.prompt
+            yield CutPrompt(prompt.where, len(conversation.spans), len(prompt.turns))
+        under_way -= 1
+        yield conversation.row
+        while bad:
+            yield bad.popleft()
+    yield from bad
+
+
+def require_template(tokenizer: Tokenizer) -> None:
+    if tokenizer.chat_template is None:
+        raise ValueError("this model has no chat template, so it cannot answer turns; choose a chat model")
+
+
+def start_conversation(prompt: Prompt, tokenizer: Tokenizer, max_prompt_tokens: int) -> Conversation | BadPrompt:
+    try:
+        conversation = Conversation(prompt, tokenizer)
+    except ValueError as error:
+        return BadPrompt(prompt.where, f"cannot be encoded: {error}")
+    if (count := len(conversation.token_ids)) > max_prompt_tokens:
+        return BadPrompt(prompt.where, f"is longer than the context ({count} tokens, {max_prompt_tokens} fit)")
+    return conversation
+
+
+class Corpus:
+    """Takes the responses of the data as they stand, each with the end token that the chat template writes."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_tokens: frozenset[int], max_len: int) -> None:
+        require_template(tokenizer)
+        self.tokenizer, self.max_len = tokenizer, max_len
+        ended = [_user("."), _assistant(PLACEHOLDER)]
+        behind = tokenizer.encode_behind(PLACEHOLDER, ended, add_generation_prompt=False)
+        self.end = [token for token in behind[:1] if token in eos_tokens]
+
+    def converse(self, prompt: Prompt) -> Conversation | BadPrompt:
+        conversation = start_conversation(prompt, self.tokenizer, self.max_len)
+        if isinstance(conversation, BadPrompt):
+            return conversation
+        for response in prompt.responses:
+            if conversation.spans:
+                conversation.token_ids = conversation.with_next_turn()
+            if len(words := self.tokenizer.encode_words(response)) < 2:
+                return BadPrompt(prompt.where, f"has a response of one token ({response!r})")
+            conversation.answer([*words, *self.end], "stop")
+        if (count := len(conversation.token_ids)) > self.max_len:
+            return BadPrompt(prompt.where, f"is longer than the context ({count} tokens, {self.max_len} fit)")
+        return conversation
+
+    def answer(self, prompts: Iterator[Prompt]) -> Results:
+        for conversation in map(self.converse, prompts):
+            yield conversation if isinstance(conversation, BadPrompt) else conversation.row
+
+
+# -- the whole run
+
+
+@dataclass
+class Tally:
+    """What became of the prompts."""
+
+    on_bad: OnBad
+    todo: int = 0
+    already: int = 0
+    skipped: int = 0
+    unusable: set[str] = field(default_factory=set)
+    """Ids of prompts that are well written and cannot be used, such as those longer than the context."""
+    prompt_tokens: int = 0
+    answered: int = 0
+    cut: int = 0
+    """Answered, but not to the last turn."""
+    tokens: int = 0
+    began: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, row: Row) -> None:
+        self.answered += 1
+        self.tokens += row.num_written
+        self.seconds = time.monotonic() - self.began
+
+    def refuse(self, bad: BadPrompt) -> None:
+        if self.on_bad == "stop":
+            raise ValueError(f"{bad.where}: {bad.reason}; mend it, or leave such prompts out with --on-bad skip")
+        self.skipped += 1
+        tqdm.write(f"skipped {bad.where}: {bad.reason}", file=sys.stderr)
+
+    def cut_off(self, cut: CutPrompt) -> None:
+        self.cut += 1
+        left = f"the context is full after {cut.answered} of {cut.turns} turns; the rest is left out"
+        tqdm.write(f"cut {cut.where}: {left}", file=sys.stderr)
+
+    def where_it_stopped(self, out: Path) -> str:
+        done, wanted = self.already + self.answered, self.already + self.todo
+        return f"stopped: {done:,} of {wanted:,} prompts are answered in {out}; the same command goes on from there"
+
+    def summary(self, out: Path) -> str:
+        cut = f" ({self.cut:,} of them not to the last turn)" if self.cut else ""
+        written = out if self.answered + self.already else f"nothing is written to {out}"
+        return (
+            f"{self.answered:,} prompts answered{cut}, {self.already:,} already there, {self.skipped:,} skipped"
+            f" · {self.tokens:,} tokens in {self.seconds:.1f} s · {self.tokens_per_s:,.0f} tokens/s -> {written}"
+        )
+
+
+def write_rows(
+    out: Path,
+    data: PromptData,
+    config: RegenerateConfig,
+    check: Check,
+    starts: Sequence[Callable[[], Answer]],
+    on_bad: OnBad,
+) -> Tally:
+    """Answer every prompt that `out` does not hold yet, and append the rows to it.
+
+    Each of `starts` loads what answers, in a process of its own when there are several. What was run is recorded in
+    `out` + .meta.json.
+    """
+    with record_of(out) as meta, closing(RowFile(out)) as rows:
+        runs = _earlier_runs(meta, config) if rows.ids else []
+        tally = count(data, rows.ids, check, on_bad)
+        _write_meta(meta, config, data, runs)
+        if tally.todo:
+            try:
+                _answer_all(rows, _todo(data, rows.ids | tally.unusable), starts, tally)
+            except KeyboardInterrupt:
+                print(tally.where_it_stopped(out), file=sys.stderr)
+                raise
+            _write_meta(meta, config, data, [*runs, _run_entry(tally, len(starts))])
+    return tally
+
+
+def count(data: PromptData, done: set[str], check: Check, on_bad: OnBad) -> Tally:
+    """Look through all prompts before any work is done, so that bad ones are known at once."""
+    tally = Tally(on_bad)
+    with tqdm(data, desc="checking", unit=" prompts", leave=False, disable=None) as bar:
+        for prompt in bar:
+            if isinstance(prompt, BadPrompt):
+                tally.refuse(prompt)
+            elif prompt.id in done:
+                tally.already += 1
+            elif isinstance(begun := check(prompt), BadPrompt):
+                tally.refuse(begun)
+                tally.unusable.add(prompt.id)
+            else:
+                tally.todo += 1
+                tally.prompt_tokens += len(begun.token_ids) - begun.row.num_written
+    return tally
+
+
+def _todo(data: PromptData, without: set[str]) -> Iterator[Prompt]:
+    return (prompt for prompt in data if isinstance(prompt, Prompt) and prompt.id not in without)
+
+
+def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[[], Answer]], tally: Tally) -> None:
+    def timed() -> Iterator[Prompt]:
+        tally.began = time.monotonic()  # the models are loaded when the first prompt is asked for
+        yield from prompts
+
+    interval = 0.5 if sys.stderr.isatty() else 30
+    results = starts[0]()(timed()) if len(starts) == 1 else answer_in_processes(starts, timed())
+    bar = tqdm(total=tally.todo, desc="answering", unit=" prompts", mininterval=interval)
+    with bar, closing(results):
+        for result in results:
+            if isinstance(result, CutPrompt):
+                tally.cut_off(result)
+                continue
+            if isinstance(result, BadPrompt):
+                tally.refuse(result)
+            else:
+                rows.append(result)
+                tally.add(result)
+                bar.set_postfix_str(f"{tally.tokens_per_s:,.0f} tokens/s", refresh=False)
+            bar.update()
+
+
+def _earlier_runs(meta: Path, config: RegenerateConfig) -> list[dict[str, Any]]:
+    settings = _settings(config)
+    runs, changed = earlier_runs(meta, settings)
+    for key, before in changed.items():
+        raise ValueError(f"the rows there were made with {key} {before}, not {settings[key]}; choose another --out")
+    return runs
+
+
+def _write_meta(meta: Path, config: RegenerateConfig, data: PromptData, runs: list[dict[str, Any]]) -> None:
+    sources = [shown(str(path)) for path in data.paths] + ([data.hf_dataset] if data.hf_dataset else [])
+    prompts = {"data": sources, "limit": data.limit, "shard": list(data.shard)}
+    write_record(meta, {"settings": _settings(config), **prompts, "runs": runs})
+
+
+def _run_entry(tally: Tally, jobs: int) -> dict[str, Any]:
+    names = ("answered", "already", "skipped", "cut", "tokens", "seconds", "tokens_per_s")
+    return {"jobs": jobs, **{name: getattr(tally, name) for name in names}}
+
+
+def _settings(config: RegenerateConfig) -> dict[str, Any]:
+    """What decided the rows. How a target answers does not, where the corpus has the answers."""
+    settings = asdict(config) | {"model": shown(config.model)}
+    names = settings if config.responses == "target" else ("model", "responses", "max_len")
+    return {name: settings[name] for name in names}
+
+
+def plan(
+    out: Path, data: PromptData, config: RegenerateConfig, check: Check, places: Sequence[str], on_bad: OnBad
+) -> tuple[str, list[Prompt]]:
+    """What a run would do, in words and without loading the model; and the prompts that it would answer."""
+    done = finished_ids(out)
+    if done:
+        _earlier_runs(out.with_name(f"{out.name}.meta.json"), config)
+    tally = count(data, done, check, on_bad)
+    todo = list(_todo(data, done | tally.unusable))
+    most = config.max_tokens * sum(len(prompt.turns) for prompt in todo)
+    written = f"at most {most:,} to generate" if config.responses == "target" else "responses taken from the data"
+    asked = " before the first answers" if config.responses == "target" else ""
+    words = (
+        f"would answer {tally.todo:,} prompts with {config.model}"
+        f" ({tally.already:,} already in {out}, {tally.skipped:,} bad)\n"
+        f"{tally.prompt_tokens:,} prompt tokens{asked}, {written}\n"
+        f"in {len(places)} process{'es' if len(places) > 1 else ''} on {', '.join(dict.fromkeys(places))}"
+    )
+    return words, todo
+
+
+def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:
+    """A model's tokenizer, end tokens and context length, without its weights."""
+    opened = open_model(resolve(model))
+    return *load_tokenizer(opened), opened.config.max_len
+
+
+def load_corpus(config: RegenerateConfig) -> Corpus:
+    """What "answers" from the data itself."""
+    tokenizer, eos_tokens, longest = read_tokenizer(config.model)
+    return Corpus(tokenizer, eos_tokens, config.longest(longest))
+
+
+def load_check(config: RegenerateConfig) -> Check:
+    """What tells whether the target can answer a prompt, without its weights: room for one token must be left."""
+    tokenizer, _, longest = read_tokenizer(config.model)
+    require_template(tokenizer)
+    return partial(start_conversation, tokenizer=tokenizer, max_prompt_tokens=config.longest(longest) - 1)
+
+
+def places(device: str, jobs: int | None) -> list[str]:
+    """A device for each process: all GPUs in turn unless one is named; by default one process for each."""
+    num_gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    names = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu" if device == "auto" else device]
+    return [names[i % len(names)] for i in range(jobs or len(names))]

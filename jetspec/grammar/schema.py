@@ -1,0 +1,251 @@
+"""JSON schemas that a grammar keeps to the letter: whatever else they ask is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from jetspec.grammar.formats import FREE, LIBRARY, PATTERNS, is_safe, spelled_out
+from jetspec.grammar.schema_form import COUNTS, RANGE, check_form
+from jetspec.grammar.schema_parts import (
+    IMPLIED,
+    all_parts,
+    alternatives,
+    named_types,
+    only_values,
+    resolved,
+    type_of,
+    types_of,
+)
+
+ANNOTATIONS = frozenset(
+    {"$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "examples"}
+    | {"deprecated", "readOnly", "writeOnly", "discriminator"}
+)
+"""Keywords that ask nothing of the text; so do those that begin with x-."""
+ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+"""Keywords beside which the library reads over all others."""
+KNOWN = frozenset(
+    {"type", "pattern", "format", "multipleOf", "required", "additionalProperties", "propertyNames"}
+    | {*COUNTS, *RANGE, *ALONE, *IMPLIED}
+)
+OWN = "$formats"
+"""Where our expressions stand in a schema. No client's schema has this keyword: it is not known."""
+MAX_NAMES = 200
+"""Characters of names that a message repeats."""
+
+
+def enforceable(source: str) -> str:
+    """The schema in a form that a grammar enforces as a whole; what none can is refused by its name.
+
+    A text must not be promised more than it keeps. It may keep more: where branches of `oneOf` are told apart by a
+    property, it is always written.
+    """
+    try:
+        root = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
+    parts = all_parts(root)
+    for part in parts:
+        check_form(part)
+        _check_values(part)
+    ignored = {name for part in parts for name in _ignored(part, root)}
+    if ignored:
+        names = ", ".join(sorted(ignored))[:MAX_NAMES]
+        raise ValueError(f"the JSON schema uses {names} where it cannot be enforced")
+    for part in parts:
+        _separate(part, root)
+        _spell_out(part, root)
+    if not _all_end(root, parts):
+        raise ValueError("the JSON schema has a part that contains itself by $ref, so that no text of it ever ends")
+    return json.dumps(root)
+
+
+# ---- one part ----
+
+
+def _check_values(schema: dict[str, Any]) -> None:
+    """Refuse values that are not of the type beside them, so that no text fits."""
+    named = set(named_types(schema))
+    if "number" in named:
+        named.add("integer")
+    for value in only_values(schema):
+        if "type" in schema and type_of(value) not in named:
+            raise ValueError(f"the JSON schema wants a value that is not of its type {schema['type']!r}"[:MAX_NAMES])
+
+
+def _ignored(schema: dict[str, Any], root: Any) -> set[str]:
+    keywords = {keyword for keyword in schema.keys() - ANNOTATIONS if not keyword.startswith("x-")}
+    ignored = set(keywords - KNOWN)
+    if "pattern" in keywords:
+        ignored |= keywords & {"minLength", "maxLength", "format"}
+        ignored |= set() if is_safe(str(schema["pattern"])) else {"pattern"}
+    if "format" in keywords and schema["format"] not in FREE:
+        ignored |= {"format"} if schema["format"] not in PATTERNS.keys() | LIBRARY else set()
+        ignored |= keywords & ({"maxLength"} | ({"minLength"} if schema.get("minLength", 0) > 1 else set()))
+    if schema.get("type") != "integer" or keywords & {*RANGE}:
+        ignored |= keywords & {"multipleOf"}
+    required = set(schema.get("required", ()))
+    if required - schema.get("properties", {}).keys():
+        ignored |= {"required"}
+    if "propertyNames" in keywords and (
+        schema.get("properties") or types_of(schema["propertyNames"], root) != {"string"}
+    ):
+        ignored |= {"propertyNames"}
+    if schema.get("additionalProperties") is not False and _count(schema, "minProperties") > max(1, len(required)):
+        ignored |= {"minProperties"}  # names that are not in the schema may come twice, and then count once
+    if not re.fullmatch(r"#(/.*)?", str(schema.get("$ref", "#")), re.DOTALL):
+        ignored |= {"$ref"}
+    if alone := [keyword for keyword in ALONE if keyword in keywords]:
+        ignored |= keywords - {alone[0]} - ({"type"} if alone[0] in ("enum", "const") else set())
+        ignored |= {"allOf"} if len(schema.get("allOf", ())) > 1 else set()
+    elif not keywords & {"type", *IMPLIED}:
+        ignored |= keywords
+    return ignored
+
+
+def _spell_out(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    """Put our own expression in place of a format, and expressions into words that the library follows.
+
+    Formats stand under a name of their own, because one grammar for all strings of a format is much smaller.
+    """
+    name = schema.get("format")
+    if name in PATTERNS and schema.get("type") == "string":
+        root.setdefault(OWN, {})[name] = {"type": "string", "pattern": spelled_out(PATTERNS[name])}
+        for keyword in schema.keys() & KNOWN:
+            del schema[keyword]
+        schema["$ref"] = f"#/{OWN}/{name}"
+        return
+    if name in FREE or name in PATTERNS:
+        del schema["format"]
+    if name in PATTERNS:
+        schema["pattern"] = PATTERNS[name]
+        schema.pop("minLength", None)
+    if "pattern" in schema:
+        schema["pattern"] = spelled_out(schema["pattern"])
+
+
+def _count(schema: dict[str, Any], keyword: str) -> int:
+    value = schema.get(keyword)
+    return value if isinstance(value, int) else 0
+
+
+# ---- oneOf ----
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What tells one branch of `oneOf` from another."""
+
+    schema: dict[str, Any]
+    types: frozenset[str]
+    values: frozenset[str]
+    """The only values that it allows, as JSON."""
+    tags: dict[str, frozenset[str]]
+    """The same of its properties, for those that name them."""
+
+
+def _separate(schema: dict[str, Any], root: Any) -> None:
+    """Make `oneOf` an `anyOf`, which is the same if no value fits two branches, or refuse it."""
+    if "oneOf" not in schema:
+        return
+    branches = [_branch(part, root) for part in schema["oneOf"]]
+    for one, other in combinations(branches, 2):
+        if one.types.isdisjoint(other.types) or _differ(one.values, other.values):
+            continue
+        tag = next((name for name in one.tags if _differ(one.tags[name], other.tags.get(name))), None)
+        if tag is None or not one.types == other.types == {"object"}:
+            raise ValueError(
+                "the JSON schema uses oneOf with branches that one value may fit; they must differ in their types, or "
+                "in the const or enum of a property; or use anyOf"
+            )
+        for branch in (one, other):
+            required = branch.schema.setdefault("required", [])
+            if tag not in required:
+                required.append(tag)
+    schema["anyOf"] = schema.pop("oneOf")
+
+
+def _branch(schema: Any, root: Any) -> Branch:
+    whole = resolved(schema, root)
+    tags = {name: _keys(resolved(part, root)) for name, part in whole.get("properties", {}).items()}
+    return Branch(whole, types_of(schema, root), _keys(whole), {name: keys for name, keys in tags.items() if keys})
+
+
+def _keys(schema: dict[str, Any]) -> frozenset[str]:
+    """The only values of a schema, so that equal ones are equal; empty if some of them are no plain values."""
+    values = only_values(schema)
+    if any(isinstance(value, list | dict) for value in values):
+        return frozenset()
+    return frozenset(json.dumps(int(v) if isinstance(v, float) and v.is_integer() else v) for v in values)
+
+
+def _differ(one: frozenset[str], other: frozenset[str] | None) -> bool:
+    """Whether two sets of only values have none in common. Empty ones name no values."""
+    return bool(one and other) and one.isdisjoint(other or ())
+
+
+# ---- the whole ----
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way for a part to end: once all of these have."""
+
+    part: int
+    missing: set[int]
+
+
+def _all_end(root: Any, parts: Iterable[dict[str, Any]]) -> bool:
+    """Whether each part has a finite text: those first that need no other, then those that need only such."""
+    endless = {id(part) for part in parts}
+    ended: list[int] = []
+    waiting: defaultdict[int, list[Way]] = defaultdict(list)
+    for part in parts:
+        for needed in _ways(part, root):
+            way = Way(id(part), {id(other) for other in needed} & endless)
+            for other in way.missing:
+                waiting[other].append(way)
+            if not way.missing:
+                ended.append(way.part)
+    while ended:
+        part_id = ended.pop()
+        endless.discard(part_id)
+        for way in waiting.pop(part_id, ()):
+            way.missing.discard(part_id)
+            if not way.missing:
+                ended.append(way.part)
+    return not endless
+
+
+def _ways(schema: dict[str, Any], root: Any) -> list[list[Any]]:
+    """The ways to a finite text: for each, the schemas that must have one."""
+    if "$ref" in schema or "allOf" in schema:
+        return [alternatives(schema, root)]
+    if inner := alternatives(schema, root):
+        return [[part] for part in inner]
+    if "enum" in schema or "const" in schema:
+        return [[]]
+    return _needed(schema)
+
+
+def _needed(schema: dict[str, Any]) -> list[list[Any]]:
+    """For each type that a value may have, the schemas of those parts of it that cannot be left out."""
+    ways: list[list[Any]] = []
+    for kind in named_types(schema) or ["any"]:
+        needed: list[Any] = []
+        if kind == "object":
+            named, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+            needed += [named[name] for name in schema.get("required", ())]
+            needed += [others] if _count(schema, "minProperties") > len(named) else []
+        elif kind == "array":
+            first, least = schema.get("prefixItems") or [], _count(schema, "minItems")
+            needed += first[:least]
+            needed += [schema.get("items", True)] if least > len(first) else []
+        ways.append(needed)
+    return ways

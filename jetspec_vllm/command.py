@@ -1,0 +1,148 @@
+"""The command line that starts vLLM with trees. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jetspec.config import TreeConfig
+from jetspec.models.head_format import read_config, require_fit
+from jetspec.models.hub import DEFAULT_MODEL, head_path, local_file, resolve
+from jetspec.models.weights import read_json
+from jetspec_vllm import OPTIONS, WORKER
+from jetspec_vllm.options import TargetShape, head_refusals, say, tree_config
+
+CAPTURED_TREES = 16
+"""Requests that decode together in a captured pass; larger batches run as they are written."""
+DRAFTS = "the drafts are JetSpec's: say --head and --budget"
+OURS = {
+    "--worker-cls": "the worker is JetSpec's",
+    **dict.fromkeys(("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"), DRAFTS),
+}
+"""Options of vLLM that are written here, and what to do in their place."""
+ADDITIONAL = "--additional-config"
+FLAG = re.compile(r"-O.+|--(no|enable|disable|enforce|trust|async)-.*")
+"""Options of vLLM that take no value, or have it in the same word."""
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
+CHANGES_TARGET = {"--revision", "--hf-overrides", "--hf-config-path"}
+
+
+def serve_command(words: Sequence[str], head: str, tree: TreeConfig) -> list[str]:
+    """`vllm serve` with a head, for words that hold a target and options of vLLM's own in any order."""
+    for word in words:
+        if (name := option_name(word)) in OURS:
+            raise ValueError(f"{name} cannot be given here: {OURS[name]}")
+    model, more = take_model(words)
+    additional, more = take_value(more, ADDITIONAL)
+    settings = with_shape(additional, tree)
+    folder = resolve(head_path(head))
+    config = read_config(folder)
+    say(head_refusals(config, tree_config(settings, tree.budget - 1)))
+    if CHANGES_TARGET.isdisjoint(map(option_name, more)) and (target := local_shape(model)):
+        require_fit(head, config, target)
+    speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": tree.budget - 1}
+    return [
+        *("vllm", "serve", model),
+        *("--worker-cls", WORKER),
+        *("--speculative-config", json.dumps(speculative)),
+        *(ADDITIONAL, json.dumps(settings)),
+        *_graphs(tree, more),
+        *more,
+    ]
+
+
+def option_name(word: str) -> str | None:
+    """An option's name as vLLM spells it, less its value and the keys of a dotted one. None: the word is a value."""
+    found = re.match(r"--?[A-Za-z][^=.]*", word)
+    return found[0].replace("_", "-") if found else None
+
+
+def take_model(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The target, which is the first word that is neither an option nor the value of one; and the other words."""
+    may_be_value = False
+    for i, word in enumerate(words):
+        if name := option_name(word):
+            may_be_value = "=" not in word and not FLAG.fullmatch(name)
+        elif may_be_value:
+            may_be_value = False
+        else:
+            _check_loadable(word)
+            return word, [*words[:i], *words[i + 1 :]]
+    raise ValueError(
+        "there is no MODEL, or an option hides it: write it first, `jetspec vllm serve MODEL --head HEAD ..`"
+    )
+
+
+def _check_loadable(model: str) -> None:
+    if (model == DEFAULT_MODEL or model.endswith(".gguf")) and not Path(model).is_dir():
+        folder = Path(model).stem
+        raise ValueError(
+            f"vLLM cannot load {model}: run `jetspec export {model} --out {folder}`, then give the folder as MODEL"
+        )
+
+
+def take_value(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """What an option is given last, if it is, and the words without it."""
+    value, rest, left = None, [], list(words)
+    while left:
+        word = left.pop(0)
+        if option_name(word) != name:
+            rest.append(word)
+        elif "=" in word and "." not in word.split("=")[0]:
+            value = word.split("=", 1)[1]
+        elif "." not in word and left:
+            value = left.pop(0)
+        else:
+            raise ValueError(f"{word} cannot be given here: write {name} '{{..}}', in JSON")
+    return value, rest
+
+
+def with_shape(additional: str | None, tree: TreeConfig) -> dict[str, Any]:
+    """The user's own additional configuration, and the shape of the tree in it."""
+    try:
+        settings = json.loads(additional or "{}")
+    except ValueError as error:
+        raise ValueError(f"{ADDITIONAL} is not JSON: {error}") from None
+    if not isinstance(settings, Mapping) or not isinstance(given := settings.get(OPTIONS, {}), Mapping):
+        raise ValueError(f"{ADDITIONAL} is not a table, or {OPTIONS} in it is none")
+    shape = {"width": tree.width} | ({"depth": tree.depth} if tree.depth is not None else {})
+    for name, value in shape.items():
+        if given.get(name, value) != value:
+            raise ValueError(f"{name} is {given[name]} in {ADDITIONAL}, and {value} by --{name}: leave it to --{name}")
+    return {**settings, OPTIONS: {**given, **shape}}
+
+
+def local_shape(model: str) -> TargetShape | None:
+    """The shape of a target whose config.json is on this machine."""
+    if (path := local_file(model, "config.json")) is None:
+        return None
+    raw = read_json(path)
+    text = raw.get("text_config") or raw
+    sizes = [size for key in SIZES if isinstance(size := text.get(key), int)]
+    return TargetShape(*sizes) if len(sizes) == len(SIZES) else None
+
+
+def _graphs(tree: TreeConfig, more: Sequence[str]) -> list[str]:
+    """vLLM captures passes of up to 512 rows unless told otherwise, which is not many trees."""
+    told = ("--max-cudagraph", "--cudagraph", "--compilation-config", "-cc", "-O", "--optimization-level")
+    if any((option_name(word) or "").startswith(told) for word in more):
+        return []
+    return ["--max-cudagraph-capture-size", str(max(512, CAPTURED_TREES * tree.budget))]
+
+
+def run_command(command: list[str]) -> NoReturn:
+    """Become vLLM: the one of this environment, where the plugin is, before any other."""
+    if beside := shutil.which(command[0], path=str(Path(sys.executable).parent)):
+        os.execv(beside, command)
+    if find_spec("vllm"):
+        os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *command[1:]])
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"there is no {command[0]} on the path: pip install 'jetspec[vllm]'")
+    os.execvp(command[0], command)

@@ -1,0 +1,117 @@
+"""What vLLM is asked for, and what of it does not go together with trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
+from typing import Any
+
+from jetspec.config import TreeConfig
+from jetspec.models.draft_head import HeadConfig
+from jetspec.models.head_format import read_config, require_fit
+from jetspec.models.hub import resolve
+from jetspec_vllm import OPTIONS
+
+PROCESSORS = "vllm.logits_processors"
+"""The entry points by which packages bring logits processors."""
+
+
+def tree_config(additional: Mapping[str, Any], num_drafted: int) -> TreeConfig:
+    """The tree that `--additional-config '{"jetspec": {..}}'` describes; its budget is what vLLM drafts, and the
+    anchor."""
+    given = additional.get(OPTIONS) or {}
+    known = {field.name for field in fields(TreeConfig)} - {"budget"}
+    if not isinstance(given, Mapping) or (unknown := sorted(set(given) - known)):
+        what = f"{', '.join(unknown)} is not an option" if isinstance(given, Mapping) else "it is not a table"
+        raise ValueError(f"{OPTIONS} of --additional-config: {what}; the options are {', '.join(sorted(known))}")
+    try:
+        return TreeConfig(budget=num_drafted + 1, **given)
+    except ValueError as error:
+        raise ValueError(f"{OPTIONS} of --additional-config: {error}") from None
+
+
+def refusals(config: Any) -> list[str]:
+    """What in a vLLM configuration does not work with trees, by name. Some versions lack some of the options."""
+    parallel, model, speculative = config.parallel_config, config.model_config, config.speculative_config
+    if speculative is None or speculative.method != "dflash":
+        return ["a worker without --speculative-config of method dflash"]
+
+    method = getattr(speculative, "rejection_sample_method", "standard")
+
+    def asked(part: Any, name: str) -> bool:
+        return bool(getattr(part, name, None))
+
+    brought = [point.name for point in entry_points(group=PROCESSORS)]
+    cache, dtype = config.cache_config.cache_dtype, dtype_name(model)
+    backend = getattr(config.attention_config.backend, "name", None)
+    found = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "microbatches (DBO)": asked(parallel, "enable_dbo"),
+        "batch-sharded sampling": asked(parallel, "enable_batch_sharded_sampling"),
+        "adaptive verification": asked(speculative, "enable_adaptive_verification"),
+        "draft lengths by batch size": asked(speculative, "num_speculative_tokens_per_batch_size"),
+        "probabilistic drafts": speculative.draft_sample_method == "probabilistic",
+        f"rejection sampling by the method {method}": method != "standard",
+        "LoRA": config.lora_config is not None,
+        "KV connectors": config.kv_transfer_config is not None,
+        "watermarks": asked(config, "watermark_config"),
+        "replayed traces": asked(model, "enable_trace_replay"),
+        "sampling masks": asked(model, "return_sampling_mask"),
+        "logits processors of your own": asked(model, "logits_processors"),
+        f"logits processors that packages bring ({', '.join(brought)}): uninstall them": bool(brought),
+        "attention-free models": asked(model, "is_attention_free"),
+        "chunked local attention": asked(model, "attention_chunk_size"),
+        "multi-head latent attention": model.use_mla,
+        "recurrent or hybrid layers": model.is_hybrid,
+        "encoder-decoder models": model.is_encoder_decoder,
+        "multimodal models": model.is_multimodal_model,
+        "M-RoPE": model.uses_mrope,
+        "sliding windows": model.get_sliding_window() is not None,
+        f"a KV cache of {cache} beside a model of {dtype}": cache not in ("auto", dtype),
+        f"the attention backend {backend}": backend not in (None, "CUSTOM", "CPU_ATTN"),
+    }
+    return [name for name, is_asked in found.items() if is_asked]
+
+
+def dtype_name(model_config: Any) -> str:
+    """The model's dtype as vLLM's options spell it."""
+    return str(model_config.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a head must know of its target."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+
+
+def check_head(config: Any) -> None:
+    """Refuse a head that does not fit the target or the trees of a vLLM configuration."""
+    name, model = config.speculative_config.draft_model_config.model, config.model_config
+    tree = tree_config(config.additional_config, config.speculative_config.num_speculative_tokens)
+    target = TargetShape(model.get_vocab_size(), model.get_hidden_size(), model.get_total_num_hidden_layers())
+    head = read_config(resolve(name))
+    say(head_refusals(head, tree))
+    require_fit(name, head, target)
+
+
+def head_refusals(head: HeadConfig, tree: TreeConfig) -> list[str]:
+    """Why a head cannot draft these trees here."""
+    problems = []
+    if any(window is not None for window in head.layers.windows):
+        problems.append("heads with sliding windows")
+    if head.target_hidden_size is not None:
+        problems.append("heads that adapt the size of the target's states")
+    if tree.budget < head.block_size:
+        problems.append(f"a budget of {tree.budget} with this head, whose blocks take at least {head.block_size}")
+    return problems
+
+
+def say(refused: list[str]) -> None:
+    if refused:
+        raise ValueError(f"JetSpec's trees in vLLM do not support {', '.join(refused)}")

@@ -1,0 +1,278 @@
+"""Where a step of vLLM becomes a round: the rows of a request are placed as a tree, and one path of it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from jetspec import ops
+from jetspec.ops import SlotRows
+from jetspec.tree import Acceptance, DraftTree, walk
+from jetspec_vllm.attention import StepTrees
+from jetspec_vllm.compat import draw_tokens, is_processed, is_raw_logits, logprob_counts
+from jetspec_vllm.drafter import Committed, TreeDrafter
+
+StockRunner: Any = GPUModelRunner
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+
+    StockRunner = CPUModelRunner
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The trees of a step among its rows. A request without one is its last row alone."""
+
+    tree: DraftTree
+    is_tree_B: Tensor
+    row_BN: Tensor
+    """Rows of the nodes; those of padding are the anchor's."""
+    position_T: Tensor
+    """Consecutive positions of the rows, as vLLM counts them."""
+
+    def path_rows(self, verdict: Acceptance) -> tuple[Tensor, Tensor]:
+        """Rows of the accepted paths, (B, D + 1), and those in whose place plain decoding would have them.
+
+        Behind the end of a path both are the anchor's.
+        """
+        step_D1 = torch.arange(verdict.path_BD1.shape[1], device=self.row_BN.device)
+        kept_BD1 = step_D1 <= verdict.length_B[:, None]
+        anchor_B1 = self.row_BN[:, :1]
+        source_BD1 = torch.where(kept_BD1, self.row_BN.gather(1, verdict.path_BD1), anchor_B1)
+        return source_BD1, torch.where(kept_BD1, anchor_B1 + step_D1, anchor_B1)
+
+
+class TreeRunner(StockRunner):
+    """vLLM's model runner with trees for drafts."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.speculator = TreeDrafter(vllm_config, device)
+        self.step = StepTrees(self.max_num_reqs, self.speculator.tree.budget, device)
+        self.placed: Placed | None = None
+        self.target_rows: list[SlotRows | None] = []
+        """The target's caches by group."""
+        self.is_plain_R = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
+        """Requests whose sampling looks at the rows before, which are no history in a tree: they decode plainly."""
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            self.is_plain_R[self.req_states.req_id_to_index[request.req_id]] = needs_history(request.sampling_params)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        self.forget_cache()
+        super().initialize_kv_cache(*args, **kwargs)
+        for groups in self.attn_groups:
+            for group in groups:
+                group.get_metadata_builder().trees = self.step
+        layers = self.vllm_config.compilation_config.static_forward_context
+        drafting = self.speculator.draft_attn_layer_names
+        self.target_rows = [
+            slot_rows([layers[name] for name in group.layer_names if name not in drafting])
+            for group in self.kv_cache_config.kv_cache_groups
+        ]
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        super().profile_run(*args, **kwargs)
+        self.profile_trees()
+
+    @torch.inference_mode()
+    def profile_trees(self) -> None:
+        """Take once what the largest step of trees takes, so that vLLM counts it when it sizes its cache.
+
+        That is the logits of all nodes, beside them the sampler's copy, and then the drafts; the tapped states stay.
+        """
+        drafter, config = self.speculator, self.vllm_config.model_config
+        tap_TX = torch.zeros(
+            self.max_num_tokens, drafter.head.head_config.tap_size, dtype=self.dtype, device=self.device
+        )
+        rows = min(self.max_num_reqs * drafter.tree.budget, self.max_num_tokens)
+        hidden_RM = torch.zeros(rows, config.get_hidden_size(), dtype=self.dtype, device=self.device)
+        logits_RV = self.model.compute_logits(hidden_RM)
+        copy_RV = torch.empty_like(logits_RV, dtype=torch.float32)
+        del hidden_RM, logits_RV, copy_RV
+        drafter.profile(tap_TX)
+
+    def capture_model(self, **options: Any) -> int:
+        """vLLM captures twice: first against a cache that it then throws away, to see what memory it takes."""
+        size: int = super().capture_model(**options)
+        if options.get("profile_only"):
+            self.forget_cache()
+        return size
+
+    def forget_cache(self) -> None:
+        """Let go of all that holds a cache, or has written down where it is."""
+        self.target_rows = []
+        self.speculator.graphs = None
+
+    def prepare_attn(self, input_batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Slots come from consecutive positions, so every node has its own. Then the positions become those of the
+        trees."""
+        block_tables, self.slots = super().prepare_attn(input_batch)
+        if input_batch.num_draft_tokens:
+            self.placed = self.place(input_batch)
+            self.step.put(self.placed.tree.ancestor_BNW, self.placed.is_tree_B)
+            self.set_positions(input_batch, self.placed)
+        else:
+            self.placed = None
+            self.step.clear()
+        return block_tables, self.slots
+
+    def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        self.placed = None
+        self.step.clear()
+        placed: tuple[tuple[Tensor, ...], Tensor] = super().prepare_dummy_attn(*args, **kwargs)
+        return placed
+
+    def place(self, input_batch: Any) -> Placed:
+        """The proposed trees, as far as the scheduler has kept them: it cuts behind, so a parent is never missing."""
+        batch, trees = input_batch, self.speculator.trees
+        state_B, end_B = batch.idx_mapping.long(), batch.query_start_loc[1 : batch.num_reqs + 1].long()
+        drafted_B = batch.cu_num_logits[: batch.num_reqs + 1].diff().long() - 1
+        anchor_B = end_B - drafted_B - 1
+        position_T = batch.positions.clone()
+        # Drafts before the end of a prompt are placeholders of the scheduler: nobody has proposed them.
+        is_tree_B = (drafted_B > 0) & (position_T[anchor_B] >= self.req_states.prefill_len.gpu[state_B])
+        is_tree_B &= ~self.is_plain_R[state_B]
+        size_B = torch.where(is_tree_B, trees.size_R[state_B].minimum(drafted_B + 1), 1)
+        row_BN = anchor_B[:, None] + torch.where(trees.node_N < size_B[:, None], trees.node_N, 0)
+        token_BN = batch.input_ids[row_BN].long()
+        return Placed(trees.read(state_B, token_BN, size_B, self.speculator.depth), is_tree_B, row_BN, position_T)
+
+    def set_positions(self, input_batch: Any, placed: Placed) -> None:
+        """A node is as far behind the anchor as it is deep. The buffer stays the same."""
+        position_BN = placed.position_T[placed.row_BN[:, :1]] + placed.tree.depth_BN
+        input_batch.positions[placed.row_BN] = position_BN
+
+    def sample(
+        self, hidden_states: Tensor, input_batch: Any, grammar_output: Any
+    ) -> tuple[SamplerOutput, Tensor, Tensor]:
+        """Let vLLM's sampler choose a token after every node, and follow its choices."""
+        placed, batch = self.placed, input_batch
+        if placed is None:
+            self.speculator.committed = self.committed(batch)
+            plain: tuple[SamplerOutput, Tensor, Tensor] = super().sample(hidden_states, batch, grammar_output)
+            return plain
+        counts = logprob_counts(self.sampler, batch)
+        logits_RV, drawn_R = self.draw(hidden_states, batch, grammar_output, want_logprobs=counts is not None)
+        batch.positions.copy_(placed.position_T)
+        first_B1 = batch.cu_num_logits[: batch.num_reqs, None].long()
+        shift_B1 = first_B1 - placed.row_BN[:, :1]
+        verdict = walk(placed.tree, drawn_R[placed.row_BN + shift_B1])
+        source_BD1, target_BD1 = placed.path_rows(verdict)
+        logprobs = None
+        if counts is not None:
+            logprobs = self.logprobs(batch, counts, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
+        self.compact(source_BD1, target_BD1)
+        self.speculator.committed = self.committed(batch, source_BD1, target_BD1)
+        return self.report(batch, verdict.token_BD1, verdict.length_B, logprobs)
+
+    def draw(
+        self, hidden_states: Tensor, input_batch: Any, grammar_output: Any, *, want_logprobs: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Logits, as log-probabilities are reported of them, and a token after each row that has any.
+
+        vLLM's noise depends on seed and position. A path has one node per position, and the positions are still the
+        trees': what is drawn along it is what plain decoding draws.
+        """
+        batch = input_batch
+        logits_RV = self.model.compute_logits(hidden_states[batch.logits_indices])
+        if grammar_output is not None:
+            self.structured_outputs_worker.apply_grammar_bitmask(
+                logits_RV, batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
+            )
+        drawn_R, processed_RV = draw_tokens(self.sampler, logits_RV, batch, want_logprobs)
+        return processed_RV if is_processed(self.sampler) else logits_RV, drawn_R
+
+    def logprobs(
+        self,
+        input_batch: Any,
+        counts: tuple[int, int],
+        logits_RV: Tensor,
+        drawn_R: Tensor,
+        source_BD1: Tensor,
+        target_BD1: Tensor,
+    ) -> Any:
+        """Log-probabilities where a request wants them: vLLM reads the first rows of a request, so the path's come
+        first."""
+        row_R = torch.arange(len(drawn_R), device=self.device)
+        row_R[target_BD1] = source_BD1
+        return compute_topk_scores(
+            logits_RV[row_R],
+            counts[0],
+            drawn_R[row_R],
+            input_batch.cu_num_logits_np.tolist(),
+            self.sampler.logprob_token_ids_state,
+            input_batch.expanded_idx_mapping,
+            counts[1],
+            logits_mode=is_raw_logits(self.sampler),
+        )
+
+    def compact(self, source_BD1: Tensor, target_BD1: Tensor) -> None:
+        """Move K and V of the accepted paths to where plain decoding would have written them."""
+        for slot_T, rows in zip(self.slots, self.target_rows, strict=True):
+            if rows is not None:
+                ops.compact_rows(rows, slot_T[source_BD1], slot_T[target_BD1])
+
+    def committed(
+        self, input_batch: Any, source_BD1: Tensor | None = None, target_BD1: Tensor | None = None
+    ) -> Committed:
+        """Where the states of the committed tokens are: rows of paths, whose places are others, and all rows of a step
+        in which prompts are read. Positions are consecutive again."""
+        if source_BD1 is None or target_BD1 is None or input_batch.is_prefilling_np.any():
+            place_T = torch.arange(input_batch.num_tokens, device=self.device)
+            row_T = place_T.clone()
+            if source_BD1 is not None:
+                row_T[target_BD1] = source_BD1
+            return Committed(row_T, input_batch.positions[: len(place_T)], place_T, is_path=False)
+        target_T = target_BD1.flatten()
+        return Committed(source_BD1.flatten(), input_batch.positions[target_T], target_T, is_path=True)
+
+    def report(
+        self, input_batch: Any, token_BD1: Tensor, length_B: Tensor, logprobs: Any
+    ) -> tuple[SamplerOutput, Tensor, Tensor]:
+        """What was committed, in vLLM's words. Requests in the middle of their prompts commit nothing."""
+        batch = input_batch
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            (length_B + 1).int(),
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        sampled = token_BD1.new_zeros(batch.num_reqs, self.num_speculative_steps + 1)
+        sampled[:, : token_BD1.shape[1]] = token_BD1
+        return SamplerOutput(sampled, logprobs, None, num_sampled, num_rejected), num_sampled, num_rejected
+
+
+def slot_rows(layers: list[Any]) -> SlotRows | None:
+    """The caches of a group's layers, a row for K and V of all heads at a slot. None: the group has none."""
+    if not layers:
+        return None
+    caches = [layer.kv_cache.transpose(1, 2) for layer in layers]
+    if len({cache.shape[1:] for cache in caches}) > 1:
+        raise ValueError("JetSpec's trees in vLLM do not support layers with different shapes of keys and values")
+    if not all(cache.is_contiguous() for cache in caches):
+        raise ValueError("JetSpec's trees need pages that follow each other in vLLM's KV cache; these have gaps")
+    return SlotRows.of(cache.view(-1, cache.shape[2] * cache.shape[3]) for cache in caches)
+
+
+def needs_history(params: Any) -> bool:
+    """Whether what a request may write next depends on more than its path in the tree shows to vLLM's sampler."""
+    return params is not None and bool(
+        params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.bad_words
+        or params.structured_outputs
+        or getattr(params, "thinking_token_budget", None) is not None
+    )

@@ -1,0 +1,20 @@
+"""A tiny target, its heads and questions, for all that measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jetspec.engine.llm import LLM
+from tests.benchmarks.tiny_bench import write_setup
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_setup(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder / "model", device="cpu")

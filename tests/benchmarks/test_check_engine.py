@@ -1,0 +1,479 @@
+"""The checks of the engine run, hold on a tiny model, and fail where something is broken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import check_engine as check
+from benchmarks import soak
+from benchmarks.precision import (
+    FreshPass,
+    Remembering,
+    RoundedPass,
+    Texts,
+    find_differences,
+    readings,
+    shared_length,
+)
+from jetspec.config import EngineConfig
+from jetspec.engine.engine import Engine
+from jetspec.engine.graphs import Launched
+from jetspec.engine.kv_cache import KVCache
+from jetspec.engine.prefill import GraphPrefills, PrefillSizes
+from jetspec.engine.scheduler import Scheduler
+from jetspec.types import Request, SamplingParams
+from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head
+from tests.rerun import replay_all
+
+TARGET = tiny_decoder()
+MODELS = check.Models(TARGET, tiny_head(TARGET), eos_tokens=frozenset({7}))
+TOKENS = 20
+
+
+def some_prompts(count: int, longest: int = 12) -> dict[str, list[int]]:
+    draw = random.Random(5)
+    return {f"p{i}": [draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for i in range(count)}
+
+
+PROMPTS = some_prompts(8)
+
+
+def broken_compaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def advance_only(self: KVCache, row_B: torch.Tensor, batch: object, verdict: Any) -> None:
+        self.length_R.index_add_(0, row_B, verdict.length_B + 1)
+
+    monkeypatch.setattr(KVCache, "compact", advance_only)
+
+
+def test_speed() -> None:
+    sets: dict[str, Texts] = {"a": check.first(PROMPTS, 3), "b": {"last": PROMPTS["p7"]}}
+    results = check.check_speed(MODELS, sets, [4, 16], TOKENS)
+    assert results["correct"]
+    assert [(run["set"], run["budget"]) for run in results["runs"]] == [(s, b) for b in (1, 4, 16) for s in "ab"]
+    for run in results["runs"]:
+        assert run["tokens_per_s"] > 0 and run["different"] == 0
+        assert run["tokens_per_round"] == 1 if run["budget"] == 1 else run["tokens_per_round"] >= 1
+    assert results["noise"]["trees"] < 1e-4 > results["noise"]["steps"]
+
+
+def test_speed_captures_everything_before_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would decode all prompts again."""
+    replay_all(monkeypatch)
+    timed, decode = Counter[str](), check.decode
+
+    def noted(*args: Any) -> check.Decoded:
+        timed[args[-1]] += 1
+        return decode(*args)
+
+    sets: dict[str, Texts] = {"short": check.first(PROMPTS, 3), "long": {"x": [5] * 90, "y": [6] * 150}}
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "decode", noted)
+        check.check_speed(MODELS, sets, [4, 16], TOKENS)
+    labels = {f"{name}, budget {budget}" for name in sets for budget in (1, 4, 16)}
+    assert {label: timed[label] for label in labels} == dict.fromkeys(labels, 1)
+
+
+def test_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "STEADY_S", 0.0)
+    trees = [check.Tree.read(word) for word in ("8", "8:2", "1")]
+    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], trees, TOKENS, waves=2)
+    assert results["correct"] and set(results["best_speedup"]) == {1, 2, 4}
+    cells = [(run["budget"], run["depth"], run["batch"]) for run in results["runs"]]
+    assert cells == [(*tree, batch) for tree in ((1, None), (8, None), (8, 2)) for batch in (1, 2, 4)]
+    assert all(run["tokens_per_round"] <= 3 for run in results["runs"] if run["depth"])
+    assert all(run["different"] == 0 and run["tokens_per_s"] > 0 for run in results["runs"])
+
+
+def test_short_runs_are_repeated_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, took = check.decode, iter([0.5, 0.1, 0.9, 2.0])
+
+    def timed(*args: Any) -> check.Decoded:
+        done = decode(*args)
+        return check.Decoded(done.completions, next(took) if args[-1] else done.seconds)
+
+    monkeypatch.setattr(check, "decode", timed)
+    engine = MODELS.engine(1, check.engine_config(PROMPTS, TOKENS, 2))
+    runs = check.decode_steadily(engine, PROMPTS, TOKENS, 2, "twice")
+    assert [run.seconds for run in runs] == [0.1, 0.5, 0.9]
+    assert [run.seconds for run in check.decode_steadily(engine, PROMPTS, TOKENS, 2, "once")] == [2.0]
+
+
+def test_capturing_is_timed_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that only the first run of some batch needs, as a prompt of a new length does."""
+    make, decode = check.Models.engine, check.decode
+    slow_s = 60.0
+
+    def engine(self: check.Models, *args: Any) -> Any:
+        made: Any = make(self, *args)
+        made.graphs = SimpleNamespace(num_captured=0)
+        return made
+
+    def slow_at_first(engine: Any, prompts: Texts, tokens: int, batch: int, label: str | None = None) -> check.Decoded:
+        done = decode(engine, prompts, tokens, batch, label)
+        if label and engine.graphs.num_captured < batch:
+            engine.graphs.num_captured = batch
+            return check.Decoded(done.completions, done.seconds + slow_s)
+        return done
+
+    monkeypatch.setattr(check.Models, "engine", engine)
+    monkeypatch.setattr(check, "decode", slow_at_first)
+    monkeypatch.setattr(check, "STEADY_S", 0.0)
+    trees = [check.Tree(1), check.Tree(8), check.Tree.read("shrinking")]
+    results = check.check_batches(MODELS, PROMPTS, [1, 2, 4], trees, TOKENS, waves=1)
+    assert all(run["seconds"] < slow_s for run in results["runs"])
+
+
+@pytest.mark.parametrize(("count", "most"), [(10, 64), (64, 64), (65, 64), (320, 64), (1000, 64)])
+def test_noise_is_measured_on_all_kinds_of_prompts(count: int, most: int) -> None:
+    some = list(check.spread({str(i): [i] for i in range(count)}, most))
+    apart = {int(b) - int(a) for a, b in itertools.pairwise(some)}
+    assert len(some) <= most and len(apart) == 1 and int(some[-1]) + max(apart) >= count > 0 == int(some[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ties_are_measured_on_plain_texts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """In 16 bits a place is read several times, in 32 once: there a gap is what it is."""
+    monkeypatch.setattr(check, "NOISE_TEXTS", 4)
+    monkeypatch.setattr(check, "NOISE_TOKENS", 8)
+    models = check.Models(tiny_decoder().to(dtype), tiny_head(TARGET).to(dtype))
+    plain = check.decode(models.engine(1, check.engine_config(PROMPTS, TOKENS, 4)), PROMPTS, TOKENS, 4).texts
+    ties = check.measure_ties(models, PROMPTS, plain, 8)
+    assert ties.noise.positions == sum(len(text[:8]) for text in check.spread(plain, 4).values())
+    rounded = [known.judge for known in ties.judges if isinstance(known.judge, RoundedPass)]
+    is_exact = dtype == torch.float32
+    assert is_exact == (not rounded) == (ties.limit == check.STRICT_TIE)
+    assert is_exact or ties.limit == max(ties.noise.steps, ties.noise.trees) > 0
+
+
+def test_strict() -> None:
+    results = check.check_strict(MODELS, PROMPTS, batch=4, budget=12, tokens=TOKENS)
+    assert results["correct"] and results["differences"] == [] and results["tie_limit"] == 1e-4
+
+
+def test_strict_in_16_bits_lists_what_differs() -> None:
+    target = tiny_decoder().to(torch.bfloat16)
+    models = check.Models(target, tiny_head(target).to(torch.bfloat16))
+    results = check.check_strict(models, PROMPTS, batch=4, budget=12, tokens=TOKENS)
+    assert results["tie_limit"] == max(results["noise"]["steps"], results["noise"]["trees"]) > 0
+    assert results["correct"] and results["different"] == len(results["differences"])
+
+
+def test_strict_in_16_bits_notices_a_broken_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No noise of its own excuses an engine."""
+    broken_compaction(monkeypatch)
+    target = tiny_decoder().to(torch.bfloat16)
+    models = check.Models(target, tiny_head(target).to(torch.bfloat16))
+    results = check.check_strict(models, PROMPTS, batch=4, budget=12, tokens=TOKENS)
+    assert not results["correct"] and results["mistakes"] and results["widest_gap"] > results["tie_limit"]
+
+
+def test_strict_notices_a_broken_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_compaction(monkeypatch)
+    results = check.check_strict(MODELS, PROMPTS, batch=4, budget=12, tokens=TOKENS)
+    assert not results["correct"] and results["mistakes"] and results["widest_gap"] > 1e-2
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_soak(replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all is captured, and the host reads a round while the next one runs."""
+    if replays:
+        replay_all(monkeypatch)
+    results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=30, rounds=200)
+    assert results["correct"], results["problems"]
+    assert results["rounds"] >= 200 and results["caches_compared"] > 20
+    assert min(results[event] for event in ("finished", "cancelled", "preempted")) > 3
+    assert results["greedy_different"] == results["sampled_different"] == results["filtered_different"] == 0
+
+
+def leaking_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler.preempt
+
+    def leak(self: Scheduler, request: Request) -> None:
+        preempt(self, request)
+        self.cache.pool.allocate(1)
+
+    monkeypatch.setattr(Scheduler, "preempt", leak)
+
+
+def leaking_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for every round."""
+    publish, kept = Engine._publish, list[Launched]()
+
+    def leak(self: Engine, launched: Launched, rows: Any) -> None:
+        kept.append(launched)
+        publish(self, launched, rows)
+
+    monkeypatch.setattr(Engine, "_publish", leak)
+
+
+def leaking_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = itertools.count()
+    monkeypatch.setattr(soak, "resident_bytes", lambda: next(count) * soak.HOST_SLACK_BYTES // 20)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (broken_compaction, "differs from the plain text"),
+        (leaking_pages, "free, remembered or held"),
+        (leaking_objects, "more of Launched live than at rest"),
+        (leaking_bytes, "bytes of resident memory"),
+    ],
+)
+def test_the_soak_can_fail(damage: Any, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch)
+    results = check.check_soak(MODELS, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=50)
+    assert not results["correct"] and any(problem in found for found in results["problems"])
+
+
+def test_objects_of_any_kind_are_looked_through() -> None:
+    """Some libraries have kinds whose module is no word."""
+    strange = type("Strange", (), {"__module__": property(lambda self: "jetspec.types")})
+    before = soak.live_objects()
+    kept = [strange(), *(Request(0, [1], 1, SamplingParams(), 0, 9) for _ in range(3))]
+    assert (soak.live_objects() - before)["Request"] == len(kept) - 1
+
+
+def test_what_has_become_more_is_a_problem() -> None:
+    rest = soak.Rest(Counter(Request=2, Launched=1), 1 << 30, 7)
+    assert list(rest.problems(soak.Rest(Counter(Request=2), (1 << 30) + soak.SLACK_BYTES, 7))) == []
+    found = list(rest.problems(soak.Rest(Counter(Request=5), (1 << 30) + soak.SLACK_BYTES + 1, 9)))
+    assert [problem.split(" ", 1)[0] for problem in found] == ["3", "2", "65537"]
+
+
+@pytest.mark.parametrize(("max_batch", "max_len"), [(1, 100), (4, 54), (8, 1120), (64, 300)])
+def test_every_graph_of_several_prompts_is_captured_ahead(max_batch: int, max_len: int) -> None:
+    """Any prompts that can be prefilled together have the size of some that were."""
+    sizes = PrefillSizes.of(EngineConfig(max_batch=max_batch))
+    prefills = GraphPrefills.__new__(GraphPrefills)
+    prefills.sizes = sizes
+    engine: Any = SimpleNamespace(prefills=prefills, max_len=max_len)
+    captured = set()
+    for lengths in soak.joint_prefills(engine):
+        assert len(lengths) <= max_batch and all(1 <= length <= max_len - 2 for length in lengths)
+        captured.add(sizes.fitting([SimpleNamespace(tokens=[0] * length) for length in lengths]))  # type: ignore[misc]
+    draw = random.Random(0)
+    for _ in range(1000):
+        lengths = [draw.randint(1, max_len - 2) for _ in range(draw.randint(1, max_batch))]
+        chunks: Any = [SimpleNamespace(tokens=[0] * length) for length in lengths]
+        assert len(chunks) == 1 or sum(lengths) > sizes.tokens[-1] or sizes.fitting(chunks) in captured
+
+
+@pytest.mark.gpu
+def test_all_of_it_on_a_gpu() -> None:
+    target = tiny_decoder().cuda()
+    models = check.Models(target, tiny_head(target).cuda())
+    assert check.check_strict(models, PROMPTS, batch=4, budget=12, tokens=TOKENS)["correct"]
+    results = check.check_soak(models, some_prompts(6, 30), batch=4, budget=8, tokens=24, rounds=400)
+    assert results["correct"], results["problems"]
+
+
+# -- differences and noise
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shared"), [([], [], 0), ([1], [1, 2], 1), ([1, 2], [1, 3], 1), ([4], [5], 0), ([1, 2], [1, 2], 2)]
+)
+def test_shared_length(a: list[int], b: list[int], shared: int) -> None:
+    assert shared_length(a, b) == shared == shared_length(b, a)
+
+
+def test_a_difference_is_judged_by_a_fresh_pass_over_what_both_wrote() -> None:
+    fresh = FreshPass(TARGET, None, 64)
+    logits_V = fresh.logits([1, 2, 3, 4])[0]
+    best, second, *_, worst = logits_V.argsort(descending=True).tolist()
+    prompts, plain = {"x": [1, 2]}, {"x": [3, 4, best, 9]}
+    (near,) = find_differences(prompts, plain, {"x": [3, 4, second, 8]}, [fresh], 1e9)
+    assert (near.place, near.plain, near.other) == (2, best, second)
+    assert near.gap == pytest.approx(float(logits_V[best] - logits_V[second]))
+    assert near.gap is not None and near.tie
+    for limit, tie in ((near.gap, True), (near.gap * 0.99, False)):
+        assert find_differences(prompts, plain, {"x": [3, 4, second]}, [fresh], limit)[0].tie == tie
+    (far,) = find_differences(prompts, {"x": [3, 4, second]}, {"x": [3, 4, worst]}, readings(fresh), 0.0)
+    assert far.gap == pytest.approx(float(logits_V[best] - logits_V[worst])) == pytest.approx(far.least, abs=1e-4)
+    (shorter,) = find_differences(prompts, plain, {"x": [3, 4]}, [fresh], 1e9)
+    assert shorter.gap is None and not shorter.tie
+    assert find_differences(prompts, plain, plain, [fresh], 1e9) == []
+
+
+def test_a_text_is_read_once_for_all_that_leave_it_at_the_same_place() -> None:
+    fresh, read = FreshPass(TARGET, None, 64), list[list[int]]()
+
+    class Reader:
+        def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+            read.append(list(tokens))
+            return fresh.logits(tokens)
+
+    reader = Remembering(Reader())
+    for other in ([3, 4, 7], [3, 4, 8, 9], [3, 5]):
+        args = {"x": [1, 2]}, {"x": [3, 4, 6]}, {"x": other}
+        assert find_differences(*args, [reader], 0.0) == find_differences(*args, [fresh], 0.0)
+    assert read == [[1, 2, 3, 4], [1, 2, 3]]
+
+
+# -- the command
+
+
+class Words:
+    """Letters as tokens, and tokens as letters. Each message ends with a 0."""
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return [token for message in messages for token in (*(ord(c) % VOCAB for c in message["content"]), 0)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(VOCAB + token) for token in tokens)
+
+
+@pytest.fixture
+def tiny_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Prompts in a folder, and tiny models in place of any that are loaded."""
+    target = SimpleNamespace(decoder=TARGET, tokenizer=Words(), eos_tokens=frozenset())
+    monkeypatch.setattr(check, "load_target", lambda *_: target)
+    monkeypatch.setattr(check, "load_head", lambda *_: MODELS.head)
+    for name in check.SPEED_SETS:
+        turns = ["w" * (check.LONGEST_PROMPT + 1), *(f"{name} {i} of some words" for i in range(5))]
+        lines = [json.dumps({"id": f"{name}-{i}", "turns": [turn]}) for i, turn in enumerate(turns)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "speed --tokens 8 --prompts 2 --budgets 4 --other-prompts 0",
+        "batches --tokens 8 --batches 1 2 --trees 4 --waves 2",
+        "strict --tokens 8 --prompts 7 --batch 3 --budget 4",
+        "soak --tokens 30 --prompts 7 --batch 3 --budget 8 --rounds 80",
+    ],
+    ids=lambda words: words.split()[0],
+)
+def test_the_command_writes_a_record(words: str, tiny_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tiny_files / "made" / "record.json"
+    paths = ["--head", "folder/some-head", "--data", str(tiny_files), "--out", str(out)]
+    with pytest.raises(SystemExit) as ended:
+        check.main([*words.split(), *paths, "--dtypes", "float32", "--device", "cpu"])
+    record = json.loads(out.read_text())
+    result = record["results"]["float32"]
+    assert (record["check"], record["head"]) == (words.split()[0], "some-head") and record["hardware"]
+    assert record["max_tokens"] == int(words.split()[2])
+    assert result["correct"], result
+    assert record["holds"] == result.get("faster", True) == (ended.value.code == 0)
+    assert json.loads(capsys.readouterr().out)["holds"] == record["holds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("strict --data nowhere", "there is no folder nowhere"),
+        ("strict --data empty", "empty holds no JSONL files"),
+        ("speed --data empty", "there is no file empty/gsm8k.jsonl"),
+        ("strict --prompts 0", "'0' is no whole number of at least 1"),
+        ("strict --tokens -1", "'-1' is no whole number of at least 1"),
+        ("strict --budget 1", "'1' is no number of nodes of at least 2"),
+        ("strict --shortlist 3", "shortlist 3 is narrower than width 8"),
+        ("strict --device abacus", "abacus"),
+        ("batches --trees 0", "'0' is no tree: budget is 0"),
+        ("batches --trees 16:x", "'16:x' is no tree"),
+        ("batches --trees 16 --batches", "expected at least one argument"),
+        ("strict --out empty", "empty is a folder; name a file to write"),
+        ("soak --out file/record.json", "file/record.json cannot be written"),
+    ],
+)
+def test_careless_use_is_told_in_one_line_before_anything_is_loaded(
+    words: str, said: str, tiny_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny_files)
+    monkeypatch.setattr(check, "load_target", lambda *_: pytest.fail("loaded"))
+    Path("empty").mkdir()
+    Path("file").touch()
+    name, *rest = words.split()
+    with pytest.raises(SystemExit) as ended:
+        check.main([name, "--head", "h", "--data", ".", "--out", "record.json", *rest])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1 and said in told
+
+
+def test_too_few_prompts_are_told_in_one_line(tiny_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = ["--head", "h", "--data", str(tiny_files), "--out", str(tiny_files / "record.json")]
+    with pytest.raises(SystemExit) as ended:
+        check.main(["strict", *paths, "--prompts", "99", "--device", "cpu"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1 and "15 conversations" in told
+
+
+def test_what_was_measured_is_kept_where_the_next_fails(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_in_32_bits(*args: Any) -> dict[str, Any]:
+        if torch.float32 in args:
+            raise MemoryError
+        return {"correct": True}
+
+    monkeypatch.setattr(check, "run", fail_in_32_bits)
+    out = tiny_files / "record.json"
+    words = ["--head", "h", "--data", str(tiny_files), "--out", str(out), "--device", "cpu"]
+    with pytest.raises(MemoryError):
+        check.main(["strict", *words])
+    record = json.loads(out.read_text())
+    assert record["results"] == {"bfloat16": {"correct": True}}
+    assert record["unfinished"] == ["float32"] and not record["holds"]
+    with pytest.raises(SystemExit):
+        check.main(["strict", *words, "--dtypes", "bfloat16"])
+    record = json.loads(out.read_text())
+    assert "unfinished" not in record and record["holds"]
+
+
+def test_very_long_prompts_are_left_out(tiny_files: Path) -> None:
+    files, count = sorted(tiny_files.glob("*.jsonl")), 5 * len(check.SPEED_SETS)
+    drawn = check.draw(files, count, Words())  # type: ignore[arg-type]
+    assert len(drawn) == count and not any(name.endswith("-0") for name in drawn)
+    assert list(check.draw(files, 4, Words())) == list(drawn)[:4]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"mt_bench\.jsonl: {count} conversations .*, and {count + 1} are asked for"):
+        check.draw(files, count + 1, Words())  # type: ignore[arg-type]
+
+
+def test_later_turns_follow_what_plain_decoding_answered() -> None:
+    """The second conversation has no second turn, and that of the third would be too long."""
+    turns = {"a": ["one", "two", "three"], "b": ["four"], "c": ["five", "x" * check.LONGEST_PROMPT, "six"]}
+    prompts = check.every_turn(MODELS, Words(), turns, TOKENS)  # type: ignore[arg-type]
+    assert list(prompts) == ["a, turn 1", "b, turn 1", "c, turn 1", "a, turn 2", "a, turn 3"]
+    config = check.engine_config(prompts, TOKENS, 1)
+    for earlier, later, said in (("a, turn 1", "a, turn 2", "two"), ("a, turn 2", "a, turn 3", "three")):
+        answer = check.decode(MODELS.engine(1, config), {"": prompts[earlier]}, TOKENS, 1).texts[""]
+        assert prompts[later] == [*prompts[earlier], *answer, 0, *(ord(c) % VOCAB for c in said), 0]
+
+
+def test_transformers_is_timed_between_its_first_token_and_its_last() -> None:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    began = time.perf_counter()
+    rates = check.transformers_rates(model, check.first(PROMPTS, 2), 6)
+    assert len(rates) == 2 and min(rates) > 5 / (time.perf_counter() - began)
+
+
+def test_transformers_warms_up_as_long_as_it_is_timed_and_its_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    took, asked = iter([9.0, 1.0, 4.0, 2.0]), list[tuple[list[int], int]]()
+
+    def generate_s(model: object, prompt: list[int], tokens: int) -> float:
+        asked.append((prompt, tokens))
+        return next(took)
+
+    monkeypatch.setattr(check, "generate_s", generate_s)
+    results = check.check_speed(MODELS, {"a": check.first(PROMPTS, 4)}, [4], 5, other=SimpleNamespace())
+    assert asked == [(PROMPTS[name], 5) for name in ("p0", "p0", "p1", "p2")]
+    assert results["transformers_prompts"] == 3
+    for run in results["runs"]:
+        assert run["transformers_tokens_per_s"] == 2 and run["transformers_range"] == [1, 4]
+        assert run["speedup_over_transformers"] == run["tokens_per_s"] / 2

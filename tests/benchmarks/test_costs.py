@@ -1,0 +1,123 @@
+"""What drafting costs: an entry for every context and depth, from times that are all there."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import costs
+from benchmarks.command_bench import run_plan
+from benchmarks.command_report import show
+from benchmarks.costs import CostConfig, measure_cost
+from benchmarks.runs import ROWS_FILE
+from jetspec.models.decoder import Decoder
+from jetspec.profile import shapes
+from tests.train.tiny_model import write_model
+
+
+@pytest.fixture
+def folder_of_methods(tmp_path: Path) -> Path:
+    """Rows of `measure: methods`, as far as they matter here."""
+    folder = tmp_path / "methods"
+    folder.mkdir()
+    (folder / ROWS_FILE).write_text('{"cell": {"method": "plain"}, "repeat": 0, "group": 0}\n')
+    return folder
+
+
+def tiny_plan(folder: Path, **changes: Any) -> CostConfig:
+    model = folder / "model" if (folder / "model").exists() else write_model(folder / "model")
+    plan = CostConfig(str(model), contexts=(8, 32), depths=(1, 3, 7), head_layers=1, rounds=5, repeats=2, device="cpu")
+    return replace(plan, **changes)
+
+
+def test_the_table_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_plan(tmp_path)
+    assert run_plan(config, tmp_path / "run", "md")
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert "c in %" in head and len(lines) == 2 * 3
+    record = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert record["model"] == "model" and str(tmp_path) not in json.dumps(record)
+    assert {(cost["context"], cost["depth"]) for cost in record["costs"]} == {
+        (c, d) for c in (8, 32) for d in (1, 3, 7)
+    }
+    for cost in record["costs"]:
+        pairs = zip(cost["draft_ms"]["values"], cost["verify_ms"]["values"], strict=True)
+        assert cost["c_percent"]["values"] == pytest.approx([100 * d / (cost["depth"] * v) for d, v in pairs])
+        assert f"{cost['c_percent']['mean']:.3f} ± {cost['c_percent']['sd']:.3f}" in "\n".join(lines)
+    show([tmp_path / "run"], "csv")
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [float(row["draft_ms"]) for row in rows] == [cost["draft_ms"]["mean"] for cost in record["costs"]]
+
+
+def test_a_run_that_was_stopped_goes_on_and_times_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, run, timed = tiny_plan(tmp_path), tmp_path / "run", list[tuple[int, int]]()
+
+    def stop_after_two(target: Decoder, config: CostConfig, context: int, depth: int) -> dict[str, Any]:
+        if len(timed) == 2:
+            raise KeyboardInterrupt
+        timed.append((context, depth))
+        return measure_cost(target, config, context, depth)
+
+    monkeypatch.setattr(costs, "measure_cost", stop_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, run, "md")
+    held = (run / ROWS_FILE).read_bytes()
+    assert held.count(b"\n") == 2
+    with (run / ROWS_FILE).open("ab") as file:  # a kill may also cut a line in half
+        file.write(b'{"context": 8, "dep')
+    monkeypatch.undo()
+    assert run_plan(plan, run, "md")
+    assert (run / ROWS_FILE).read_bytes().startswith(held)
+    record = json.loads((run / "results.json").read_text())["costs"]
+    assert [json.loads(line) for line in held.splitlines()] == record[:2]
+    assert [(cost["context"], cost["depth"]) for cost in record] == [(c, d) for d in (1, 3, 7) for c in (8, 32)]
+
+    monkeypatch.setattr(costs, "open_target", lambda *_: pytest.fail("all is there, and no model is needed"))
+    before = (run / "results.json").read_bytes()
+    assert run_plan(plan, run, "md") and (run / "results.json").read_bytes() == before
+    assert "nothing was left to measure" in capsys.readouterr().err
+
+
+def test_fresh_forgets_and_other_settings_are_not_mixed_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder_of_methods: Path
+) -> None:
+    plan, run = tiny_plan(tmp_path, contexts=(8,), depths=(1,)), tmp_path / "run"
+    run_plan(plan, run, "md")
+    before = (run / ROWS_FILE).read_bytes()
+    with pytest.raises(ValueError, match="made with another rounds; choose another --out, or --fresh"):
+        run_plan(replace(plan, rounds=6), run, "md")
+    with pytest.raises(ValueError, match="--retry-failed is for questions"):
+        run_plan(plan, run, "md", retry_failed=True)
+    with pytest.raises(ValueError, match="not a row of such a benchmark"):
+        run_plan(plan, folder_of_methods, "md")
+    assert (run / ROWS_FILE).read_bytes() == before
+    run_plan(replace(plan, rounds=6), run, "md", fresh=True)
+    after = (run / ROWS_FILE).read_bytes()
+    assert after.count(b"\n") == 1 and after != before
+
+
+def test_a_model_that_the_memory_cannot_hold_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[torch.dtype] = []
+    monkeypatch.setattr(shapes, "free_memory", lambda device: 20_000_000_000)
+    monkeypatch.setattr(shapes, "random_target", lambda config, dtype, device: built.append(dtype))
+    plan = CostConfig("qwen3-8b", device="cpu", dtype="float32")
+    with pytest.raises(ValueError, match=r"qwen3-8b in float32 takes 3\d\.\d GB, and cpu has 20\.0 GB free"):
+        run_plan(plan, tmp_path / "run", "md")
+    shapes.open_target("qwen3-8b", "random", torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(shapes, "free_memory", lambda device: None)
+    shapes.open_target("qwen3-8b", "random", torch.float32, torch.device("cpu"))
+    assert built == [torch.bfloat16, torch.float32], "half as much fits, and what no system tells is tried"
+
+
+def test_free_memory_is_told_where_the_system_tells_it() -> None:
+    free = shapes.free_memory(torch.device("cpu"))
+    assert free is None or 0 < free < 1 << 50

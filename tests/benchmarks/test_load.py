@@ -1,0 +1,122 @@
+"""The load tool: arrivals as planned, every request accounted for, times in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.load import GIVEN_UP, Load, Part, Timing, percentiles, send_load, summarize
+from jetspec.commands.app import app
+from jetspec.serve.config import ServeConfig
+from tests.serve.live import Live, tiny_llm
+from tests.train.tiny_model import write_model
+
+CHATS = [[{"role": "user", "content": text}] for text in ("ab", "cd", "ef")]
+
+
+def plan(url: str = "http://127.0.0.1:1", requests: int = 12, rate: float | None = None) -> Load:
+    return Load(url, requests, 4, rate, 10, 0.0, None, None, 0)
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    times = plan(requests=20_000, rate=5.0).arrivals()
+    gaps = [later - sooner for sooner, later in pairwise(times)]
+    assert min(gaps) >= 0
+    assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.03)
+    assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.03), "gaps vary as much as they last"
+    assert plan(requests=9, rate=5.0).arrivals() == plan(requests=9, rate=5.0).arrivals()
+    assert plan().arrivals() == [0.0] * 12
+
+
+def test_summaries_add_up() -> None:
+    timings = [Timing(float(i), [i + 0.1, i + 0.5], i + 0.6, tokens=5, rounds=2) for i in range(10)]
+    summary = summarize([*timings, Timing(0.0, error="429: full")])
+    assert (summary["requests"], summary["failed"], summary["errors"]) == (11, 1, {"429: full": 1})
+    assert summary["tokens_per_s"] == pytest.approx(50 / 9.6)
+    assert summary["tokens_per_round"] == 2.5
+    assert summary["first_token_ms"]["p50"] == pytest.approx(100)
+    assert summary["between_tokens_ms"]["p99"] == pytest.approx(100)
+    assert summary["whole_ms"]["p95"] == pytest.approx(600)
+    assert percentiles([1, 2, 3])["p50"] == 2000
+    assert summarize([Timing(0.0, error="x")])["failed"] == 1
+
+
+@pytest.mark.parametrize("rate", [None, 50.0])
+def test_a_server_under_load(tmp_path: Path, rate: float | None) -> None:
+    """Every request is answered or counted as failed, the record holds them all, and there is a plot."""
+    out = tmp_path / "load.json"
+    with Live(tiny_llm(write_model(tmp_path / "tiny"), max_batch=2), ServeConfig(port=0, max_queue=1)) as live:
+        words = ["load", "--url", live.url, "--requests", "12", "--concurrency", "3", "-n", "8", "--json"]
+        words += ["--out", str(out)]
+        ran = CliRunner().invoke(app, words if rate is None else [*words, "--rate", str(rate)])
+        assert ran.exit_code == 0, ran.output
+        crowded = asyncio.run(send_load(Load(live.url, 12, 12, None, 60, 0.0, 1, None, 0), CHATS, None))
+        live.wait_for_rest()
+    printed, record = json.loads(ran.stdout), json.loads(out.read_text())
+    assert printed["failed"] == 0 and record["first_token_ms"] == printed["first_token_ms"]
+    assert len(record["timings"]) == 12 and record["load"]["rate"] == rate
+    for timing in record["timings"]:
+        assert 0 < timing["first_token_ms"] <= timing["whole_ms"]
+        assert 1 <= timing["tokens"] <= 8 and timing["rounds"] <= timing["tokens"]
+    assert out.with_suffix(".svg").read_text().startswith("<?xml")
+    assert {timing.error for timing in crowded} <= {None, "429: the queue is full; try again later"}
+    assert all(timing.rounds == timing.tokens for timing in crowded if timing.error is None), "budget 1 is plain"
+
+
+def test_a_stream_that_breaks_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also: an address that ends with /v1, as OpenAI's clients want it, is understood."""
+    with Live(tiny_llm(write_model(tmp_path / "tiny")), ServeConfig(port=0)) as live:
+        monkeypatch.setattr(live.llm.engine, "step", None)
+        (timing,) = asyncio.run(send_load(plan(f"{live.url}/v1/", requests=1), CHATS, None))
+    assert timing.error == "the engine has failed; the server needs a restart"
+
+
+def test_parts_of_a_load_are_the_whole(tmp_path: Path) -> None:
+    """Several senders send every request once, at its time, and get the texts that one would get."""
+    with Live(tiny_llm(write_model(tmp_path / "tiny")), ServeConfig(port=0)) as live:
+        load = plan(live.url, requests=7, rate=20.0)
+        whole = asyncio.run(send_load(load, CHATS, None))
+        began = time.perf_counter()
+        parts = [asyncio.run(send_load(load, CHATS, None, part=Part(i, 2, began))) for i in range(2)]
+    assert [len(part) for part in parts] == [4, 3]
+    assert [timing.text for timing in whole[0::2]] == [timing.text for timing in parts[0]]
+    assert [timing.text for timing in whole[1::2]] == [timing.text for timing in parts[1]] and whole[0].text
+    for timing, at in zip(parts[0], load.arrivals()[0::2], strict=True):
+        assert timing.arrived >= began + at
+
+
+def test_who_is_not_answered_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with Live(tiny_llm(write_model(tmp_path / "tiny")), ServeConfig(port=0)) as live:
+        monkeypatch.setattr(live.llm.engine, "step", list)  # nothing ever becomes visible
+        timings = asyncio.run(send_load(plan(live.url, requests=3, rate=50.0), CHATS, None, part=Part(patience_s=0.2)))
+        live.wait_for_rest()
+    assert [timing.error for timing in timings] == [GIVEN_UP] * 3
+
+
+def test_wrong_use_is_one_line(tmp_path: Path) -> None:
+    empty, binary = tmp_path / "empty", tmp_path / "binary"
+    empty.write_bytes(b"")
+    binary.write_bytes(b"\xff\xfe\x00")
+    for words, said in (
+        (["load", "--api-key", str(empty)], "holds no key"),
+        (["load", "--api-key", str(binary)], "not text in UTF-8"),
+        (["serve", "--api-keys", str(binary)], "not text in UTF-8"),
+        (["serve", "--chat-template", str(binary)], "not text in UTF-8"),
+        (["load", "--url", "localhost:1"], "http://"),
+        (["load", "--url", "http://127.0.0.1:1"], "is the server up?"),
+        (["load", "--rate", "-1"], "rate"),
+        (["load", "--out", "/nowhere/load.json"], "not a folder"),
+        (["serve", "--port", "99999"], "port"),
+        (["serve", "--allow-origin", "*"], "origin"),
+        (["serve", "--api-keys", "/nowhere"], "No such file"),
+        (["serve", "--host", "256.1.1.1"], "cannot listen"),
+    ):
+        ran = CliRunner().invoke(app, words)
+        assert ran.exit_code == 2 and said in ran.stderr.replace("\n", " "), ran.output

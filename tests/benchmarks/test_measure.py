@@ -1,0 +1,510 @@
+"""Measuring: the same questions for everybody, nothing lost, nothing measured twice."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import jetspec.record as records
+from benchmarks import command_bench as terminal_bench
+from benchmarks import measure
+from benchmarks.groups import GroupFile, read_lines
+from benchmarks.measure import Bench
+from benchmarks.methods import EngineMethod, Method, Reply, Timed, Unequal, open_method
+from benchmarks.recipe import BenchConfig, MethodConfig
+from benchmarks.report import ReportPlan, build_report
+from benchmarks.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE, read_inputs
+from benchmarks.summary import summary
+from jetspec.engine.llm import LLM
+from jetspec.models.head_format import save_head
+from jetspec.record import write_record
+from jetspec.train.config import from_dict
+from tests.benchmarks.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions
+from tests.engine.tiny import tiny_head
+from tests.train.tiny_model import CONTEXT, END_TOKEN
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def all_methods(folder: Path) -> list[Any]:
+    heads = {"dflash": "bidirectional", "ddtree": "bidirectional", "jetspec": "causal", "jetspec-edge": "edge"}
+    heads["jetspec-paper"] = "causal"
+    ours = [f"{name}={folder / head}" for name, head in heads.items()]
+    return ["ngram", *ours, "transformers", {"name": "transformers-lookup", "batches": [1]}]
+
+
+def test_every_method_writes_what_plain_decoding_writes(folder: Path, llm: LLM) -> None:
+    options: dict[str, Any] = {"tasks": ["talk"], "temperatures": [0, 1], "batches": [2]}
+    bench = make_bench(folder, "all", llm, methods=all_methods(folder), repeats=1, max_tokens=6, **options)
+    cells = results_of(bench)["cells"]
+    assert len(cells) == 2 * (8 + 2), "plain decoding comes in the batch size of prompt lookup, too"
+    for cell in cells:
+        compared = cell["lossless"]
+        can_compare = cell["method"] != "plain" and (cell["temperature"] == 0 or "transformers" not in cell["method"])
+        assert (compared is not None) == can_compare
+        if compared:
+            assert compared["identical"] == compared["compared"] == 2
+            assert compared["check"] == ("greedy tokens" if cell["temperature"] == 0 else "seeded tokens")
+        rounds = sum(cell["accepted"])
+        assert cell["tokens"] == rounds + sum(kept * count for kept, count in enumerate(cell["accepted"]))
+        assert cell["tokens_per_round"]["mean"] == pytest.approx(cell["tokens"] / rounds)
+        assert cell["tokens_per_s"]["mean"] > 0 and cell["prefill_s"]["mean"] > 0
+        assert (cell["budget"] is None) == ("transformers" in cell["method"])
+
+
+def test_all_methods_read_the_same_tokens(folder: Path, llm: LLM) -> None:
+    bench = make_bench(folder, "prompts", llm, methods=[f"jetspec={folder / 'causal'}", "transformers"], tasks=["talk"])
+    read: dict[str, set[str]] = {}
+    for row in bench.run().values():
+        assert all(len(digests) == 2 for digests in row["prompts"])
+        read.setdefault(row["cell"]["method"], set()).add(
+            json.dumps([row["ids"], row["prompts"], row["prompt_tokens"]])
+        )
+    assert len(read) == 3 and read["plain"] == read["jetspec"] == read["transformers"]
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_table(folder: Path, llm: LLM) -> None:
+    options: dict[str, Any] = {"tasks": ["sums", "talk"], "temperatures": [1]}
+    flags = ["--tasks", "sums,talk", "-r", "2", "-t", "1", "-n", "8", "--budgets", "6", "--methods", "ngram"]
+    flags += ["--data-dir", str(folder / "eval"), "--out", str(folder / "killed"), "--device", "cpu"]
+    rows = folder / "killed" / ROWS_FILE
+    command = [sys.executable, "-m", "jetspec", "bench", "--model", str(folder / "model"), *flags]
+    alike = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # only the same hardware goes on
+    child = subprocess.Popen(command, cwd=ROOT, env=alike, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not (rows.exists() and rows.read_bytes().count(b"\n") >= 4):
+            assert child.poll() is None, "it ended before it could be killed"
+            time.sleep(0.005)
+        child.send_signal(signal.SIGKILL)
+    finally:
+        child.wait()
+    whole = rows.read_bytes().rpartition(b"\n")[0]
+    with rows.open("ab") as file:  # a kill may also cut a line in half
+        file.write(b'{"cell": {"method": "pl')
+
+    killed = make_bench(folder, "killed", llm, **options, warmup=16)
+    done = killed.run()
+    undisturbed = make_bench(folder, "undisturbed", llm, **options, warmup=16)
+    assert without_times(results_of(killed, done)) == without_times(results_of(undisturbed))
+    after = rows.read_bytes()
+    assert after.startswith(whole) and len(whole) < len(after)
+    assert after.count(b"\n") == len(done) == len(read_lines(rows)[0])
+
+
+def test_every_method_is_measured_before_any_is_again(folder: Path, llm: LLM) -> None:
+    """Also by a run that goes on where another was stopped."""
+    options: dict[str, Any] = {"batches": [1, 2], "repeats": 2, "limit": 2, "max_tokens": 2}
+    make_bench(folder, "turns", llm, **options).run()
+    path = folder / "turns" / ROWS_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines]
+    assert [row["repeat"] for row in rows] == sorted(row["repeat"] for row in rows)
+    for repeat in range(2):
+        order = [(r["cell"]["method"], r["cell"]["batch"]) for r in rows if r["repeat"] == repeat]
+        there = [(m, b) for m in ("plain", "ngram") for b in (1, 2)]
+        assert list(dict.fromkeys(order)) == (there[::-1] if repeat else there), "there and back"
+    path.write_text("".join(lines[:: len(lines) // 5]))  # a few of all repeats
+    held = path.read_text().count("\n")
+    make_bench(folder, "turns", llm, **options).run()
+    later = [json.loads(line)["repeat"] for line in path.read_text().splitlines()[held:]]
+    assert later == sorted(later) and held + len(later) == len(lines)
+
+
+def test_what_failed_is_measured_again_when_asked(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is then the one of a run in which nothing failed, and what went well was left alone."""
+
+    def break_once(reply: Reply) -> Reply | str:
+        return "out of luck" if next(luck) == 2 else reply
+
+    luck = count()
+    options: dict[str, Any] = {"methods": ["ngram"], "batches": [2], "repeats": 2}
+    with monkeypatch.context() as patch:
+        meddle(patch, break_once)
+        broken = results_of(make_bench(folder, "retried", llm, **options))["cells"]
+    assert [len(cell["errors"]) for cell in broken] == [0, 1] and broken[1]["speedup"] is None
+    path = folder / "retried" / ROWS_FILE
+    before = path.read_bytes()
+    make_bench(folder, "retried", llm, **options).run()
+    assert path.read_bytes() == before, "nothing is asked again in silence"
+
+    bench = make_bench(folder, "retried", llm, **options)
+    retried = results_of(bench, bench.run(retry_failed=True))
+    after = path.read_bytes()
+    assert after.startswith(before) and after.count(b"\n") == before.count(b"\n") + 1
+    assert without_times(retried) == without_times(results_of(make_bench(folder, "lucky", llm, **options)))
+    bench.run(retry_failed=True)
+    assert path.read_bytes() == after
+
+
+def test_questions_may_be_passed_over(folder: Path, llm: LLM) -> None:
+    def asked(**options: Any) -> list[str]:
+        return [prompt.id for prompt in make_bench(folder, "skipped", llm, **options).questions["sums"]]
+
+    assert asked(skip={"sums": 3}) == asked(skip=3) and asked(skip={"gsm8k": 3}) == asked()
+    assert asked(skip=3) == ["sums-3", "sums-4"] and asked(skip=1, limit=2) == ["sums-1", "sums-2"]
+    with pytest.raises(ValueError, match="sums has 5 questions, none of them behind the first 5"):
+        asked(skip=5)
+
+
+def test_rows_of_other_questions_are_not_mixed_in(folder: Path, llm: LLM) -> None:
+    make_bench(folder, "questions", llm, limit=2, repeats=1).run()
+    for changes in ({"limit": 3}, {"limit": 2, "skip": 1}):
+        with pytest.raises(ValueError, match="other questions of sums"):
+            make_bench(folder, "questions", llm, repeats=1, **changes).run()
+
+
+def test_rows_that_are_not_asked_for_are_mentioned(folder: Path, llm: LLM) -> None:
+    wide: dict[str, Any] = {"methods": ["ngram"], "limit": 2, "repeats": 1, "batches": [1, 2]}
+    assert results_of(make_bench(folder, "narrow", llm, **wide))["notes"] == []
+    (note,) = results_of(make_bench(folder, "narrow", llm, **{**wide, "batches": [2]}))["notes"]
+    assert "holds 4 more groups" in note
+
+
+def test_what_is_there_is_not_measured_again(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_bench(folder, "again", llm).run()
+    before = (folder / "again" / ROWS_FILE).read_bytes()
+    make_bench(folder, "again", llm).run()
+    assert (folder / "again" / ROWS_FILE).read_bytes() == before
+    opened: list[str] = []
+
+    def open_seen(llm: LLM, method: MethodConfig, *args: Any, **options: Any) -> Method:
+        opened.append(method.name)
+        return open_method(llm, method, *args, **options)
+
+    monkeypatch.setattr(measure, "open_method", open_seen)
+    make_bench(folder, "again", llm, methods=["ngram", f"ddtree={folder / 'bidirectional'}"]).run()
+    assert set(opened) == {"ddtree"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_tokens": 9}, {"seed": 1}, {"warmup": 3}, {"methods": [{"name": "ngram", "width": 2}]}, {"limit": 3}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes: dict[str, Any]) -> None:
+    make_bench(folder, "settings", llm).run()
+    with pytest.raises(ValueError, match="choose another --out"):
+        make_bench(folder, "settings", llm, **changes).run()
+
+
+def test_a_record_tells_which_weights_were_measured_and_how_heads_were_trained(folder: Path, llm: LLM) -> None:
+    trained = shutil.copytree(folder / "edge", folder / "trained" / "head")
+    (trained / "README.md").write_text(
+        "# A head\n\n## Origin\n\n| | |\n|---|---|\n| command | `train me` |\n| commit | abc |\n"
+    )
+    methods = [f"jetspec-edge={trained}", f"jetspec={folder / 'causal'}", "ngram"]
+    record = results_of(make_bench(folder, "weights", llm, methods=methods, limit=1, repeats=1))
+    settings = json.loads((folder / "weights" / RUN_FILE).read_text())["settings"]
+    assert record["weights"] == settings["weights"]
+    edge, causal = ({"weights": settings[f"head of {name}"]} for name in ("jetspec-edge", "jetspec"))
+    assert record["heads"] == {"jetspec-edge": {**edge, "command": "train me", "commit": "abc"}, "jetspec": causal}
+    names = {method["name"]: method["head"] for method in record["recipe"]["methods"] if "head" in method}
+    assert names == {"jetspec-edge": "trained/head", "jetspec": f"{folder.name}/causal"}
+
+
+def test_every_repeat_is_made_ready_anew(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at the turn, where the last method of a repeat is the first of the next."""
+    opened: list[tuple[str, int | None]] = []
+
+    def count_opened(llm: LLM, method: MethodConfig, budget: int | None, *args: Any, **options: Any) -> Method:
+        opened.append((method.name, budget))
+        return open_method(llm, method, budget, *args, **options)
+
+    monkeypatch.setattr(measure, "open_method", count_opened)
+    make_bench(folder, "anew", llm, methods=["ngram"], budgets=[4, 6], repeats=3, limit=1).run()
+    there = [("plain", 1), ("ngram", 4), ("ngram", 6)]
+    assert opened == [*there, *reversed(there), *there]
+
+
+@pytest.mark.parametrize("what", ["versions", "tree of ngram 6"])
+def test_rows_of_other_packages_or_trees_are_not_mixed_in(folder: Path, llm: LLM, what: str, tmp_path: Path) -> None:
+    bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
+    bench.run()
+    path = tmp_path / "run" / RUN_FILE
+    record = json.loads(path.read_text())
+    record["settings"][what] = {**record["settings"][what], "torch": "0.1", "width": 1}
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"another {what}; choose another --out"):
+        bench.run()
+
+
+def test_another_grader_goes_on_with_the_same_rows(
+    folder: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers are graded by whoever writes the record, which says so; they were not decoded by it."""
+    bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
+    rows = bench.run()
+    found = importlib.metadata.version
+    monkeypatch.setattr(records, "version", lambda name: "9.9" if name in records.GRADERS else found(name))
+    assert bench.run() == rows and records.make_record({})["versions"]["math-verify"] == "9.9"
+    monkeypatch.setattr(records, "version", lambda name: "9.9")
+    with pytest.raises(ValueError, match="another versions"):
+        bench.run()
+
+
+def test_a_slow_method_may_be_asked_some_of_the_tasks(folder: Path, llm: LLM) -> None:
+    methods = [{"name": "transformers", "tasks": ["talk"]}, {"name": "ngram", "tasks": ["sums"]}]
+    bench = make_bench(folder, "some tasks", llm, methods=methods, tasks=["sums", "talk"], limit=1, repeats=2)
+    record = results_of(bench)
+    asked = [(cell["method"], cell["task"]) for cell in record["cells"]]
+    assert asked == [("plain", "sums"), ("plain", "talk"), ("transformers", "talk"), ("ngram", "sums")]
+    assert all(cell["speedup"]["mean"] > 0 and cell["errors"] == [] for cell in record["cells"])
+    over = {(c["method"], c["task"]): c["speedup_transformers"] for c in record["cells"]}
+    assert over["ngram", "sums"] is over["plain", "sums"] is None and over["plain", "talk"]["mean"] > 0
+    assert record["recipe"]["methods"][1]["tasks"] == ("talk",)
+    write_record(bench.folder / RESULTS_FILE, record)
+    inputs = read_inputs([bench.folder])
+    assert build_report(ReportPlan(inputs)) and len(summary(inputs, "jsonl").splitlines()) == len(asked)
+
+
+def test_a_run_that_went_on_names_all_commands(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for repeats in (1, 2, 2):
+        monkeypatch.setattr(sys, "argv", ["jetspec", "bench", "-r", str(repeats)])
+        bench = make_bench(folder, "commands", llm, repeats=repeats, limit=1)
+        record = results_of(bench)
+    told = [run["command"].partition(" bench ")[2] for run in record["runs"]]
+    assert told == ["-r 1", "-r 2"], "one that had nothing to measure made none of the rows"
+
+
+def test_rows_of_another_head_of_the_same_name_are_not_mixed_in(folder: Path, llm: LLM) -> None:
+    first, second = (tiny_head(llm.target.decoder, seed=seed) for seed in (1, 2))
+    save_head(first, folder / "mine", torch.float32)
+    options: dict[str, Any] = {"methods": [f"jetspec={folder / 'mine'}"], "limit": 1, "repeats": 1}
+    before = make_bench(folder, "trained", llm, **options).run()
+    save_head(second, folder / "mine", torch.float32)
+    with pytest.raises(ValueError, match="another head of jetspec; choose another --out"):
+        make_bench(folder, "trained", llm, **options).run()
+    save_head(first, folder / "mine", torch.float32)
+    assert make_bench(folder, "trained", llm, **options).run() == before
+
+
+def test_a_fresh_run_that_cannot_be_measured_forgets_nothing(folder: Path, llm: LLM) -> None:
+    make_bench(folder, "kept", llm).run()
+    before = {path.name: path.read_bytes() for path in (folder / "kept").iterdir()}
+    for wrong in ("server=http://127.0.0.1:9/v1", f"jetspec={folder / 'edge'}", f"jetspec={folder / 'nowhere'}"):
+        with pytest.raises(ValueError):
+            make_bench(folder, "kept", llm, methods=[wrong]).run(fresh=True)
+    with closing(GroupFile(folder / "kept" / ROWS_FILE)), pytest.raises(ValueError, match="another run is writing"):
+        make_bench(folder, "kept", llm).run(fresh=True)
+    assert {path.name: path.read_bytes() for path in (folder / "kept").iterdir()} == before
+
+
+def test_ids_need_be_unique_within_a_task_only(folder: Path, llm: LLM) -> None:
+    for task in ("left", "right"):
+        row = {"id": 0, "turns": [f"{task} of"], "answer": "0"}
+        (folder / "eval" / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
+    cells = results_of(make_bench(folder, "ids", llm, tasks=["left", "right"]))["cells"]
+    assert {cell["task"] for cell in cells} == {"left", "right"} and all(cell["questions"] == 1 for cell in cells)
+
+
+def test_a_question_that_fails_is_reported_and_the_others_are_answered(folder: Path, llm: LLM) -> None:
+    write_questions(folder, "long", [["short"], ["x" * CONTEXT], ["short as well"]])
+    bench = make_bench(folder, "long", llm, tasks=["long"], batches=[1, 3], max_tokens=4)
+    for cell in results_of(bench)["cells"]:
+        assert cell["questions"] == 3 and cell["speedup"] is not None
+        assert {error["id"] for error in cell["errors"]} == {"long-1"}
+        assert all("the context holds" in error["error"] for error in cell["errors"])
+        if cell["lossless"]:
+            assert cell["lossless"]["compared"] == 2
+
+
+def test_a_method_that_breaks_is_reported(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(reply: Reply) -> Reply:
+        raise RuntimeError("out of\nluck")
+
+    meddle(monkeypatch, break_down)
+    cells = results_of(make_bench(folder, "broken", llm))["cells"]
+    broken = next(cell for cell in cells if cell["method"] == "ngram")
+    assert [error["error"] for error in broken["errors"]] == ["RuntimeError: out of luck"] * 10
+    assert broken["speedup"] is None and broken["tokens"] == 0 and broken["tokens_per_s"]["mean"] is None
+
+
+def test_a_method_that_finds_no_room_is_reported_and_can_be_asked_again(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_no_room(llm: LLM, method: MethodConfig, budget: int | None, *args: Any, **options: Any) -> Method:
+        if budget == 6:
+            raise RuntimeError("out of memory")
+        return open_method(llm, method, budget, *args, **options)
+
+    bench = make_bench(folder, "room", llm, methods=["ngram"], budgets=[4, 6, 8], limit=2, repeats=1)
+    with monkeypatch.context() as without_room:
+        without_room.setattr(measure, "open_method", find_no_room)
+        cells = {cell["budget"]: cell for cell in results_of(bench)["cells"] if cell["method"] == "ngram"}
+    assert [error["error"] for error in cells[6]["errors"]] == ["RuntimeError: out of memory"] * 2
+    assert cells[4]["tokens"] and cells[8]["tokens"] and not cells[4]["errors"] + cells[8]["errors"]
+    rows = bench.run(retry_failed=True)
+    assert all(answer["error"] is None for row in rows.values() for answer in row["answers"])
+
+
+def test_without_room_for_plain_decoding_nothing_is_measured(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_no_room(*_: Any, **__: Any) -> Method:
+        raise ValueError("plain: no room for 1 texts")
+
+    monkeypatch.setattr(measure, "open_method", find_no_room)
+    with pytest.raises(ValueError, match="no room"):
+        make_bench(folder, "roomless", llm).run()
+
+
+def test_a_lost_gpu_ends_the_run_and_leaves_what_was_measured(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object) -> Reply:
+        raise RuntimeError("an illegal memory access")
+
+    meddle(monkeypatch, lose)
+    monkeypatch.setattr(measure, "check_alive", lose)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        make_bench(folder, "lost", llm, repeats=1).run()
+    rows, _ = read_lines(folder / "lost" / ROWS_FILE)
+    assert {cell.method for cell, _, _ in rows} == {"plain"} and len(rows) == 5
+
+
+def test_differences_are_listed_with_their_gap(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slip(reply: Reply) -> Reply:
+        ids = [*reply.token_ids]
+        ids[2] = (ids[2] + 1) % 100
+        return replace(reply, token_ids=ids)
+
+    meddle(monkeypatch, slip)
+    cells = results_of(make_bench(folder, "slips", llm, temperatures=[0, 1], repeats=1, max_tokens=4))["cells"]
+    for found in (cell["lossless"] for cell in cells if cell["method"] == "ngram"):
+        assert found["identical"] == 0 and found["compared"] == 5
+        assert [(d["turn"], d["position"]) for d in found["different"]] == [(0, 2)] * 5
+        assert all(d["gap"] > 0 for d in found["different"])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda r: replace(r, num_tokens=99), "wrote 99 tokens"),
+        (lambda r: replace(r, finish="length", token_ids=r.token_ids[:1], num_tokens=1), "stopped for its length"),
+        (lambda r: replace(r, token_ids=[END_TOKEN, *r.token_ids[1:]]), "went on after an end token"),
+        (lambda r: replace(r, finish="content_filter"), "ended by 'content_filter'"),
+        (lambda r: replace(r, finish="stop", token_ids=[1], num_tokens=1), "stopped without an end token"),
+        (lambda r: replace(r, num_read=r.num_read + 1), "tokens of a prompt of"),
+    ],
+)
+def test_other_rules_are_refused(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Change, why: str
+) -> None:
+    meddle(monkeypatch, change)
+    with pytest.raises(Unequal, match=why):
+        make_bench(folder, str(tmp_path / "rules"), llm).run()
+
+
+def test_other_prompts_are_refused(folder: Path, llm: LLM) -> None:
+    bench = make_bench(folder, "other", llm)
+    bench.run()
+    path = folder / "other" / ROWS_FILE
+    *lines, last = path.read_text().splitlines()
+    row = json.loads(last)
+    row["prompts"][0][0] = "0" * 16
+    path.write_text("\n".join([*lines, json.dumps(row)]) + "\n")
+    with pytest.raises(Unequal, match="read different prompts"):
+        bench.run()
+
+
+def test_a_group_in_which_a_graph_was_captured_is_decoded_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = EngineMethod(llm.with_drafter("ngram"))
+    pool, decoded = SimpleNamespace(num_captured=3), iter([Timed([], 5.0, 5.0), Timed([], 1.0, 1.0)])
+
+    def decode(asks: object) -> Timed:
+        pool.num_captured = 4
+        return next(decoded)
+
+    monkeypatch.setattr(method.llm.engine, "graphs", pool)
+    monkeypatch.setattr(method, "_decode", decode)
+    assert method.decode([]).decode_s == 1.0
+
+
+def test_prefill_and_decoding_add_up_to_the_whole(folder: Path, llm: LLM) -> None:
+    bench = make_bench(folder, "times", llm)
+    group = next(bench.groups())
+    opened = open_method(llm, bench.methods[0], 1, 1, bench.max_len)
+    began = time.perf_counter()
+    row = bench.decode(opened, group)
+    assert 0 < row["prefill_s"] + row["decode_s"] <= time.perf_counter() - began
+
+
+def test_draws_depend_on_question_turn_and_repeat_but_not_on_the_method(folder: Path, llm: LLM) -> None:
+    bench = make_bench(folder, "draws", llm, temperatures=[1], repeats=2)
+    sampling = bench.config.sampling
+    seeds = {sampling(1.0, repeat, id, turn).seed for repeat in (0, 1) for id in "ab" for turn in (0, 1)}
+    assert len(seeds) == 8
+    drawn: dict[tuple[str, int], list[list[int]]] = {}
+    for (cell, repeat, _), row in sorted(bench.run().items(), key=lambda item: item[0][2]):
+        drawn.setdefault((cell.method, repeat), []).append(row["answers"][0]["turn_tokens"][0])
+    assert all(drawn["plain", repeat] == drawn["ngram", repeat] for repeat in (0, 1))
+    assert drawn["plain", 0] != drawn["plain", 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"methods": ["jetspec=runs/none/head"]},
+            "no head in runs/none/head: there is no such folder; train it",
+        ),
+        ({"methods": ["jetspec"], "head": "runs/none/head"}, "no head in runs/none/head"),
+        ({"methods": ["jetspec=mine"]}, "no head in mine: it has no config.json; did you mean mine/head?"),
+        ({"methods": ["server=http://127.0.0.1:9/v1"]}, "no OpenAI-compatible server answers"),
+        ({"methods": [{"name": "transformers-assisted", "assistant": "no/such/model"}]}, "no/such/model"),
+        ({"tasks": ["torn"]}, "torn.jsonl:1"),
+    ],
+    ids=["head", "head of the recipe", "folder of a run", "server", "assistant", "questions"],
+)
+def test_what_is_not_there_is_found_before_the_target_is_loaded(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    def load(*_: Any, **options: Any) -> LLM:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(terminal_bench, "LLM", load)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "head").mkdir(parents=True)
+    (tmp_path / "mine" / "head" / "config.json").touch()
+    (folder / "eval" / "torn.jsonl").write_text('{"id": 1, "turns": [\n')
+    usual: dict[str, Any] = {"tasks": ["sums"], "data_dir": str(folder / "eval")}
+    config: BenchConfig = from_dict(BenchConfig, usual | changes, "")
+    with pytest.raises(ValueError, match=re.escape(why)):
+        terminal_bench.measure_methods(config, tmp_path / "run", fresh=False, retry_failed=False)
+
+
+def test_a_head_of_another_kind_is_refused(folder: Path, llm: LLM) -> None:
+    for method in ("jetspec", "ddtree", "eagle3"):
+        with pytest.raises(ValueError, match=f"{method} needs a head of kind .* is of kind edge"):
+            make_bench(folder, "kinds", llm, methods=[f"{method}={folder / 'edge'}"]).run()
+    with pytest.raises(ValueError, match="needs a head: name it as jetspec=FOLDER"):
+        make_bench(folder, "kinds", llm, methods=["jetspec"]).run()
+
+
+@pytest.mark.parametrize(
+    ("head", "method"), [("edge", "jetspec-edge"), ("causal", "jetspec"), ("bidirectional", "ddtree")]
+)
+def test_the_usual_methods_include_the_head_where_there_is_one(folder: Path, head: str, method: str) -> None:
+    def names(bench: Bench) -> list[str]:
+        return [method.name for method in bench.methods]
+
+    with_head = LLM(folder / "model", folder / head, device="cpu")
+    assert names(make_bench(folder, "usual", with_head, methods=None)) == ["plain", "ngram", method]
+    assert names(make_bench(folder, "usual", with_head, methods=["ngram"])) == ["plain", "ngram"]
+    assert names(make_bench(folder, "usual", LLM(folder / "model", device="cpu"), methods=None)) == ["plain", "ngram"]

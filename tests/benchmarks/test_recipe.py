@@ -1,0 +1,488 @@
+"""Tasks and recipes: what is asked, and that nothing a user writes is ignored."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.ablate import VARIANTS
+from benchmarks.command_bench import QUICK, read_plan
+from benchmarks.costs import CostConfig, cost_results
+from benchmarks.paper import OURS, OURS_ALONE, find_pairs, paper_costs, paper_rows, run_differences
+from benchmarks.recipe import KINDS, PLAIN, TRANSFORMERS, BenchConfig, MethodConfig
+from benchmarks.runs import CostRecord, Run
+from benchmarks.tables import cost_table
+from benchmarks.tasks import BUILTIN, BUILTIN_FILE, GRADED_AS, TASKS, check_tasks, read_task
+from jetspec.data.answers import read_questions
+from jetspec.train.config import load_recipe
+from tests.benchmarks.run_folders import make_result
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = sorted((ROOT / "benchmarks" / "recipes").glob("*.yaml"))
+RESULTS = ROOT / "docs" / "results"
+OUR_DRAFT_TEMPERATURE = "heat 0.8, in the paper 1"
+
+
+# -- tasks
+
+
+def test_the_built_in_questions_can_be_asked_and_their_answers_are_right() -> None:
+    prompts = read_questions(BUILTIN_FILE, 1000)
+    assert len(prompts) == 28 == len(read_task(BUILTIN, None, None)) and any(
+        len(prompt.turns) > 1 for prompt in prompts
+    )
+    kinds = [prompt.row.get(GRADED_AS) for prompt in prompts]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"gsm8k": 10, "mbpp": 10, None: 8}
+    assert len(set(kinds[:3])) == 3, "a few of them are a fair choice"
+    for prompt in prompts:
+        if prompt.row.get(GRADED_AS) == "mbpp":
+            tests = prompt.turns[0].partition("Your code should pass these tests:\n")[2]
+            assert tests.count("assert ") >= 2
+            exec(prompt.row["answer"] + tests, {})
+
+
+def test_a_quick_run_asks_for_answers_that_its_limit_does_not_cut() -> None:
+    prompts = read_questions(BUILTIN_FILE, QUICK["limit"])
+    graded = [prompt for prompt in prompts if GRADED_AS in prompt.row]
+    assert len(graded) >= 4
+    for prompt in graded:
+        task, _, _ = prompt.turns[0].partition("Your code should pass these tests:\n")
+        assert "one short sentence" in task or "the code alone" in task
+        assert len(prompt.row["answer"]) < 2 * QUICK["max_tokens"], "a token of code has two letters or more"
+
+
+def test_questions_come_from_a_folder_as_they_stand(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"id": "a", "turns": ["x"], "answer": 1}\n{"id": "b", "turns": ["y", "z"]}\n')
+    check_tasks(["mine", BUILTIN], tmp_path)
+    assert [prompt.turns for prompt in read_task("mine", tmp_path, None)] == [["x"], ["y", "z"]]
+    assert read_task("mine", tmp_path, 1)[0].row["answer"] == 1
+    with pytest.raises(ValueError, match="there is no task 'gsm8k' in"):
+        check_tasks(["gsm8k"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("gsm9k", "choose from gsm8k"), ("spec_bench", "give a folder with spec_bench.jsonl")]
+)
+def test_a_task_that_cannot_be_had_is_refused_by_name(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_tasks([name], None)
+
+
+SCRIPTED = ("livecodebench/code_generation_lite", "tatsu-lab/alpaca_eval")
+"""Datasets that come with a loading script."""
+HUB_ROW: dict[str, Any] = {"question": "1 + 1?", "problem": "1 + 1?", "answer": "so it is\n#### 1,002"}
+HUB_ROW |= {"prompt": ["a", "b"], "canonical_solution": "    pass", "test": "check", "entry_point": "f"}
+HUB_ROW |= {"text": "add", "test_list": ["assert f() == 1", "assert f() == 2"], "code": "def f(): ..."}
+HUB_ROW |= {"question_content": "read and add", "instruction": "why?"}
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.hub])
+def test_rows_of_hugging_face_become_questions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def load_dataset(name: str, *part: str, split: str, data_files: str = "", streaming: bool = False) -> Any:
+        """As newer versions do, without running what comes with a dataset."""
+        if name in SCRIPTED:
+            raise RuntimeError("Dataset scripts are no longer supported")
+        asked.append(data_files or name)
+        return iter([HUB_ROW] * 5)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    prompts = read_task(name, None, 3)
+    hub = TASKS[name].hub
+    assert hub is not None and all(hub.name in where for where in asked)
+    assert [prompt.id for prompt in prompts] == [f"{name}-{i:05d}" for i in range(3)]
+    assert len(prompts[0].turns) == (2 if name == "mt_bench" else 1)
+    if TASKS[name].grader == "math":
+        assert prompts[0].turns[0].endswith("\\boxed{}.") and prompts[0].row["answer"]
+    if name == "gsm8k":
+        assert prompts[0].row["answer"] == "1002"
+    if name == "mbpp":
+        assert prompts[0].turns[0].endswith("these tests:\nassert f() == 1\nassert f() == 2")
+
+
+def test_out_of_reach_of_hugging_face_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*name: str, split: str) -> None:
+        raise ConnectionError("no route\nto anywhere")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fail))
+    with pytest.raises(ValueError, match=r"\(no route\); give a folder with gsm8k.jsonl as --data-dir"):
+        read_task("gsm8k", None, None)
+
+
+# -- recipes
+
+
+def make_config(recipe: Path | None, settings: dict[str, Any]) -> BenchConfig:
+    plan = read_plan(recipe, settings)
+    assert isinstance(plan, BenchConfig)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"measure": "miles"}, "choose one of methods, costs"),
+        ({"measure": "costs", "tasks": ["gsm8k"]}, "what measures costs has no tasks"),
+        ({"measure": "costs", "depths": [5000]}, "depth is 5000"),
+        ({"budget": 3}, "unknown setting budget; did you mean budgets?"),
+        ({"assistent": "x"}, "unknown setting assistent; did you mean methods.assistant?"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"tasks": []}, "tasks must name at least one"),
+        ({"budgets": [16, 16]}, "none twice"),
+        ({"budgets": [0]}, "budget is 0"),
+        ({"batches": [0]}, "a batch is 0"),
+        ({"temperatures": [-1]}, "temperature is -1"),
+        ({"methods": ["ngram"], "budgets": [1]}, "ngram: a budget of 1 drafts nothing"),
+        ({"methods": [{"name": "ngram", "budgets": [4, 1]}]}, "ngram: a budget of 1 drafts nothing"),
+        ({"skip": -1}, "skip is -1"),
+        ({"skip": {"gsm8k": -1}}, "skip of gsm8k is -1"),
+        ({"skip": {"gsm8k": "all"}}, "skip.gsm8k is 'all'; expected int"),
+        ({"skip": {"gsmk8": 1}}, "there is no task gsmk8"),
+        ({"methods": ["jetspeck"]}, "choose from plain, ngram"),
+        ({"methods": ["plain=x"]}, "takes nothing behind an equals sign"),
+        ({"methods": ["server"]}, "server=VALUE"),
+        ({"methods": ["ngram", "ngram"]}, "none twice"),
+        ({"methods": ["ngram", {"name": "ngram", "width": 2}]}, "two methods are called ngram"),
+        ({"methods": [{"name": "ngram", "head": "x"}]}, "head means nothing to ngram"),
+        ({"methods": [{"name": "dflash", "head": "x", "width": 4}]}, "width means nothing to dflash"),
+        ({"methods": [{"name": "jetspec", "url": "x"}]}, "url means nothing to jetspec"),
+        ({"methods": [{"name": "mine", "kind": "server"}]}, "needs a url"),
+        ({"methods": [{"name": "plain", "kind": "ngram"}]}, "must be what its name says"),
+        ({"methods": [{"name": "jetspec", "score": "entropy", "entropy_weight": 1}]}, "only counts in the hybrid"),
+        ({"methods": ["transformers-lookup"], "batches": [1, 4]}, "give it batches"),
+        ({"methods": [{"name": "plain", "limit": 2}]}, "plain decoding has no limit of its own"),
+        ({"methods": [{"name": "plain", "temperatures": [0]}]}, "plain decoding has no temperatures of its own"),
+        ({"methods": [{"name": "ngram", "temperatures": [0, 0.5]}]}, "ngram: temperature 0.5 is none of the recipe's"),
+        ({"methods": [{"name": "plain", "tasks": ["builtin"]}]}, "plain decoding has no tasks of its own"),
+        ({"methods": [{"name": "ngram", "tasks": ["builtin", "mbpp"]}]}, "ngram: task mbpp is none of the recipe's"),
+        ({"methods": [{"name": "ngram", "tasks": []}]}, "tasks of ngram must name at least one"),
+        ({"methods": [{"name": "ngram", "temperatures": [0, 0]}]}, "temperatures of ngram must name at least one, and"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        make_config(None, settings)
+
+
+def test_plain_decoding_is_there_for_every_cell_of_every_method() -> None:
+    methods: list[Any] = ["ngram", {"name": "big", "kind": "jetspec", "batches": [32], "budgets": [256]}, "dflash"]
+    config = make_config(None, {"methods": methods, "batches": [1, 8], "temperatures": [0, 1], "tasks": ["a", "b"]})
+    cells = {method.name: config.cells(method) for method in config.contenders()}
+    assert [*cells] == ["plain", "ngram", "big", "dflash"]
+    for some in cells.values():
+        assert len(some) == len(set(some))
+        assert {cell.beside(PLAIN, 1) for cell in some} <= set(cells[PLAIN])
+    assert {cell.budget for cell in cells["dflash"]} == {16} and {cell.batch for cell in cells["big"]} == {32}
+
+
+def test_kinds_differ_as_the_papers_do() -> None:
+    trees = {name: MethodConfig(name, head="x").tree(64) for name in ("dflash", "ddtree", "jetspec-paper", "jetspec")}
+    assert trees["dflash"].width == 1 and trees["ddtree"].width > 1
+    assert trees["jetspec-paper"].expand == "paper" and trees["jetspec"].expand == trees["ddtree"].expand == "optimal"
+    heads = {name: kind.head for name, kind in KINDS.items()}
+    assert (
+        heads["dflash"] == heads["ddtree"] == "bidirectional" and heads["jetspec"] == heads["jetspec-paper"] == "causal"
+    )
+
+
+def test_flags_take_the_place_of_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("repeats: 7\nbudgets: [16]\nmethods: [ngram]\n")
+    config = make_config(path, {"budgets": [32]})
+    assert (config.repeats, config.budgets) == (7, (32,))
+
+
+def test_the_record_of_a_recipe_names_no_folders() -> None:
+    config = make_config(None, {"methods": ["jetspec=/home/me/heads/mine"], "data_dir": "/home/me/eval"})
+    assert "/home" not in str(config.to_dict(config.contenders()))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    plan = read_plan(path, {})
+    assert isinstance(plan, CostConfig) == (path.stem == "table12")
+    if isinstance(plan, BenchConfig):
+        assert len(plan.contenders()) > 1 and set(plan.tasks) <= set(TASKS)
+
+
+def test_the_script_of_a_recipe_trains_its_heads() -> None:
+    """On the same answers for the same number of steps, by recipes that are there and settings that they have."""
+    root, recipe = RECIPES[0].parents[2], RECIPES[0].parent / "smollm2.yaml"
+    words = ["bash", str(recipe.with_suffix(".sh")), "PROMPTS", "QUESTIONS", "70"]
+    done = subprocess.run(words, cwd=root, env={**os.environ, "JETSPEC": "echo"}, check=True, capture_output=True)
+    first, *trained, last = (line.split() for line in done.stdout.decode().splitlines())
+    configs = [load_recipe(root / line[1], tuple(line[3::2])) for line in trained]
+    plan = read_plan(recipe, {})
+    assert isinstance(plan, BenchConfig)
+    heads = {method.head for method in plan.contenders() if method.head} - {"smollm2-135m-instruct"}
+    assert heads == {f"{config.out}/head" for config in configs} and all(config.steps == 70 for config in configs)
+    assert all(config.data == (first[first.index("--out") + 1],) for config in configs)
+    assert last == ["bench", "benchmarks/recipes/smollm2.yaml", "--data-dir", "QUESTIONS"]
+
+
+def test_methods_of_recipes_have_their_paper_rows_or_are_ours_alone() -> None:
+    named = {row.method for row in paper_rows()}
+    assert {ours.name for ours in OURS.values()} == named, "all of the paper's methods are ours, too"
+    assert not set(OURS) & set(OURS_ALONE) and set(KINDS) <= {*OURS, *OURS_ALONE}
+    for path in RECIPES:
+        plan = read_plan(path, {})
+        methods = plan.contenders() if isinstance(plan, BenchConfig) else []
+        for method in methods:
+            assert method.name in OURS or method.name in OURS_ALONE, f"{path.stem}: {method.name}"
+
+
+def test_every_paper_table_has_a_recipe() -> None:
+    numbers = {row.table.number for row in paper_rows()} | {paper_costs()[0].number}
+    assert numbers == {1, 2, 3, 4, 5, 6, 7, 10, 11, 12}
+    assert {f"table{number:02d}" for number in numbers} == {path.stem for path in RECIPES if "table" in path.stem}
+
+
+def run_of(path: Path) -> Run:
+    """What a recipe would measure, with made-up numbers."""
+    plan = make_config(path, {})
+    return make_made_up(plan)
+
+
+def make_made_up(plan: BenchConfig, **record: Any) -> Run:
+    methods = plan.contenders()
+    cells = [make_result(cell) for method in methods for cell in plan.cells(method)]
+    return Run("run", {"model": plan.model, "recipe": plan.to_dict(methods), **record}, tuple(cells))
+
+
+@pytest.mark.parametrize("number", sorted({row.table.number for row in paper_rows()}))
+def test_a_run_of_a_tables_recipe_stands_beside_that_table(number: int) -> None:
+    run = run_of(next(path for path in RECIPES if path.stem == f"table{number:02d}"))
+    pairs = [pair for pair in find_pairs(run) if pair.row.table.number == number]
+    rows = [row for row in paper_rows() if row.table.number == number]
+    assert {id(pair.row) for pair in pairs} == {id(row) for row in rows}
+    paired = {pair.cell.method for pair in find_pairs(run)}
+    assert {cell.method for cell in run.cells} <= {*paired, PLAIN, *OURS_ALONE}
+    told = {pair.cell.method for pair in pairs if "lost" in pair.remark}
+    assert told == {name for name in paired if name.startswith(("lr-", "sft-lr-", "hybrid-"))}
+    for pair in pairs:
+        as_published = pair.cell.method not in ("jetspec", "jetspec-edge")
+        remark = (
+            pair.remark.removeprefix(OUR_DRAFT_TEMPERATURE) if pair.cell.method in ("ddtree", "eagle3") else pair.remark
+        )
+        assert "in the paper" not in remark or not as_published, f"{pair.cell.label}: {remark}"
+
+
+def test_heads_of_table_7_differ_in_their_training_alone() -> None:
+    run = run_of(next(path for path in RECIPES if path.stem == "table07"))
+    trees = [tree for method in run.recipe["methods"] if method.get("head") for tree in method["trees"]]
+    assert len(trees) == 8 and all(tree == trees[0] for tree in trees) and trees[0]["draft_temperature"] == 1
+
+
+def test_the_papers_tables_are_whole() -> None:
+    """Table 6 leaves out rows that repeat others: those of JetSpec itself."""
+    numbers = [row.table.number for row in paper_rows()]
+    tasks, draft_temperatures = 7, 2
+    assert {number: numbers.count(number) for number in numbers} == {
+        1: draft_temperatures * 3 * 2 * tasks,  # EAGLE-3, DFlash, JetSpec at two budgets
+        2: draft_temperatures * (1 + 2 * 3) * tasks,  # EAGLE-3 at one budget, DDTree and JetSpec at three
+        3: 5 * 2 * 2,  # rates, objectives, tasks
+        4: 3 * 4,
+        5: 2 * tasks,
+        6: 3 * (tasks - 1),
+        7: 2 * 4,
+        10: 2 + 6,
+        11: 5 * (1 + 4),
+    }
+    assert all(row.table.note for row in paper_rows()), "what was lost or is not stated is told"
+
+
+@pytest.mark.parametrize("budget", [16, 32, 64, 128, 256])
+def test_a_tree_as_published_can_be_as_deep_as_the_papers_texts_need(budget: int) -> None:
+    """Algorithm 1 expands the best ceil((B - 1) / W) nodes, so a path has no more levels than that."""
+    tree = MethodConfig("jetspec-paper", head="x").tree(budget)
+    levels = min(15, -(-(budget - 1) // tree.width))
+    most = max(row.tokens_per_round or 0 for row in paper_rows() if row.method == "JetSpec" and row.budget == budget)
+    assert levels + 1 > most
+    assert (tree.width == 1) == (budget == 16) and (tree.width == 7) == (budget >= 64)
+
+
+def remarks_of(method: dict[str, Any], budget: int = 64, temperature: float = 0) -> dict[str, str]:
+    """The paper's methods that a method of ours is set beside, and what is said of the pair."""
+    one = {"budgets": [budget], "temperatures": [temperature], "tasks": ["gsm8k"]}
+    plan = make_config(None, {"methods": [{"head": "x", **method}], **one})
+    return {p.row.method: p.remark for p in find_pairs(make_made_up(plan)) if not p.cell.is_plain}
+
+
+def test_a_name_alone_is_no_counterpart() -> None:
+    assert remarks_of({"name": "jetspec-paper"}) == {"JetSpec": ""}
+    assert remarks_of({"name": "jetspec-paper", "kind": "ngram", "head": None}) == {}
+    assert remarks_of({"name": "jetspec-paper", "kind": "ddtree", "draft_temperature": 1.0}) == {"DDTree": ""}
+    assert remarks_of({"name": "mine", "kind": "jetspec-paper"}) == {"JetSpec": ""}
+    assert "lr-0.02" in OURS and remarks_of({"name": "lr-0.02", "kind": "ngram", "head": None}) == {}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("shipped", "jetspec-edge"), ("eagle3-deep", "eagle3")])
+def test_what_the_paper_has_nothing_like_stands_alone(name: str, kind: str) -> None:
+    assert remarks_of({"name": kind}) and remarks_of({"name": "mine", "kind": kind})
+    assert name in OURS_ALONE and remarks_of({"name": name, "kind": kind}) == {}
+
+
+def test_every_difference_of_a_tree_is_told() -> None:
+    other = remarks_of({"name": "jetspec-paper", "width": 3, "depth": 4, "score": "entropy"})["JetSpec"]
+    assert "width 3, in the paper 7" in other and "depth 4" in other and "score entropy" in other
+    assert "a tree of the best nodes, in the paper of all children" in remarks_of({"name": "jetspec"})["JetSpec"]
+    assert "in the paper" not in remarks_of({"name": "jetspec-paper"}, budget=16)["JetSpec"]
+    assert "width 8, in the paper 1" in remarks_of({"name": "jetspec"}, budget=16)["JetSpec"]
+    assert "width 2, the paper's is not stated" in remarks_of({"name": "jetspec-paper"}, budget=32)["JetSpec"]
+
+
+@pytest.mark.parametrize(("temperature", "told"), [(0, OUR_DRAFT_TEMPERATURE), (1, "")])
+def test_a_heat_is_told_where_it_counts(temperature: float, told: str) -> None:
+    assert remarks_of({"name": "ddtree"}, temperature=temperature) == {"DDTree": told}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, []),
+        ({"thinking": True}, ["think first"]),
+        ({"thinking": None}, ["left to itself"]),
+        ({"dtype": "float32"}, ["float32"]),
+        ({"model": "Qwen/Qwen3-4B", "gpu": "A100"}, ["Qwen3-4B", "A100"]),
+    ],
+)
+def test_every_difference_of_a_run_is_told(changes: dict[str, Any], told: list[str]) -> None:
+    plan = make_config(None, {"model": "Qwen/Qwen3-8B", "thinking": False, "methods": ["dflash=x"]})
+    plan = replace(plan, thinking=changes.get("thinking", False), model=changes.get("model", plan.model))
+    record = {"dtype": changes.get("dtype", "bfloat16"), "hardware": {"gpu": changes.get("gpu", "NVIDIA H100")}}
+    run = make_made_up(plan, **record)
+    tables = {row.table.number: row.table for row in paper_rows()}
+    found = run_differences(run, tables[1])
+    assert len(found) == len(told) and all(word in line for word, line in zip(told, found, strict=True))
+    assert any("vLLM" in line for line in run_differences(run, tables[11]))
+
+
+def test_recipes_measure_what_people_use_and_as_the_paper_does() -> None:
+    """Plain decoding is ours and that of transformers; a table's recipe does not let the target think."""
+    for path in RECIPES:
+        plan = read_plan(path, {})
+        if not isinstance(plan, BenchConfig):
+            continue
+        methods = {method.name: method for method in plan.contenders()}
+        assert TRANSFORMERS in methods, path.stem
+        assert (methods[TRANSFORMERS].limit or 99) >= max(plan.batches), f"{path.stem}: batches that are never full"
+        assert plan.thinking is False or "table" not in path.stem, path.stem
+
+
+@pytest.mark.parametrize(
+    ("skip", "said"),
+    [
+        (0, "3 questions per task, at most"),
+        (40, "3 questions per task behind the first 40, at most"),
+        ({"gsm8k": 40, "mbpp": 9}, "3 questions per task, behind the first 40 of gsm8k, at most"),
+        ({"gsm8k": 40, "aime25": 9}, "3 questions per task, behind the first 40 of gsm8k and 9 of aime25, at most"),
+        ({"mbpp": 9}, "3 questions per task, at most"),
+    ],
+)
+def test_a_run_says_what_was_passed_over(skip: int | dict[str, int], said: str) -> None:
+    run = make_made_up(BenchConfig(tasks=("gsm8k", "aime25"), methods=("ngram",), skip=skip))
+    run = replace(run, cells=tuple(replace(cell, questions=3) for cell in run.cells))
+    assert said in run.setting
+
+
+def test_recipes_pass_over_the_questions_that_settings_were_chosen_on() -> None:
+    """Those of heads for the default model. Nothing was chosen on other tasks, some of which have but 30."""
+    chosen_on = {"gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval"}
+    for path in RECIPES:
+        plan = read_plan(path, {})
+        if isinstance(plan, BenchConfig) and plan.model == BenchConfig.model:
+            assert {plan.skip_of(task) for task in chosen_on & {*plan.tasks}} == {40}, path.stem
+
+
+def test_recipes_say_alike_what_their_heads_know() -> None:
+    """Of heads for the default model: what they were trained on, and what their trees were chosen on."""
+    plans = [plan for path in RECIPES if isinstance(plan := read_plan(path, {}), BenchConfig)]
+    known: dict[str, set[str]] = {
+        "opening of its test prompts": set(),
+        "were chosen on": set(),
+        "made up behind": set(),
+        "with heads like theirs": set(),
+    }
+    for plan in plans:
+        methods = [m for m in plan.contenders() if m.traits.head] if plan.model == BenchConfig.model else []
+        draft_temperatures = {
+            tree["draft_temperature"] for method in plan.to_dict(methods)["methods"] for tree in method["trees"]
+        }
+        needed = [bool(methods), bool(draft_temperatures - {1}), any(method.head == plan.model for method in methods)]
+        needed.append(
+            any(method.kind_name in ("ddtree", "eagle3") and method.draft_temperature != 1 for method in methods)
+        )
+        for (words, said), is_needed in zip(known.items(), needed, strict=True):
+            found = [note for note in plan.notes if words in note]
+            assert len(found) == is_needed, f"{plan.tasks}: {words}"
+            said.update(found)
+    assert all(len(said) == 1 for said in known.values())
+    coder, coder_long = [plan for plan in plans if "Coder" in plan.model]
+    assert all(word in note for word, note in zip(("4-bit", "greedy", "young"), coder.notes, strict=True))
+    assert coder_long.notes == coder.notes
+
+
+def test_baselines_draft_the_trees_that_are_best_for_their_heads() -> None:
+    """The heat that was best at every budget, and the least width that none of those tried is better than."""
+    draft_temperatures = {key: best_draft_temperatures(trees) for key, trees in tree_settings("tree_settings").items()}
+    widths = {key: least_width(trees) for key, trees in tree_settings("tree_settings_wide").items()}
+    seen = set()
+    for path in RECIPES:
+        plan = read_plan(path, {})
+        for method in plan.contenders() if isinstance(plan, BenchConfig) else ():
+            if (key := (method.kind_name, method.head or "")) in draft_temperatures:
+                assert {method.draft_temperature} == draft_temperatures[key] and method.width == widths[key], (
+                    f"{path.stem}: {method.name}"
+                )
+                seen.add(method.kind_name)
+    assert seen == {"ddtree", "eagle3"}
+
+
+def tree_settings(folder: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The trees that were tried, by method and head."""
+    records = [json.loads(path.read_text()) for path in (RESULTS / folder).glob("*.json")]
+    return {(record["name"], record["head"]): record["trees"] for record in records}
+
+
+def best_draft_temperatures(trees: list[dict[str, Any]]) -> set[float]:
+    """That of the best tree of every budget."""
+    return {max(trees, key=lambda tree: tree["mean"][budget])["draft_temperature"] for budget in trees[0]["mean"]}
+
+
+def least_width(trees: list[dict[str, Any]]) -> int:
+    """Others are better by less than one in a thousand, at every budget."""
+    best = {budget: max(tree["mean"][budget] for tree in trees) for budget in trees[0]["mean"]}
+    return min(tree["width"] for tree in trees if all(tree["mean"][b] > 0.999 * most for b, most in best.items()))
+
+
+def test_a_run_of_table_12_stands_beside_it() -> None:
+    plan = read_plan(next(path for path in RECIPES if path.stem == "table12"), {})
+    assert isinstance(plan, CostConfig)
+    _, paper = paper_costs()
+    asked = {(context, depth) for context in plan.contexts for depth in plan.depths}
+    assert asked == paper.keys()
+    time = {"mean": 1.0, "sd": 0.1, "values": [0.9, 1.1]}
+    costs = [{"context": c, "depth": d, "draft_ms": time, "verify_ms": time, "c_percent": time} for c, d in asked]
+    table = cost_table(CostRecord("run", cost_results(plan, costs, [])), beside_paper=True)
+    assert {row[-1] for row in table.rows} == {f"{paper[place]:.3f}" for place in asked}
+
+
+def test_heads_that_a_recipe_takes_from_the_ablations_are_made_there() -> None:
+    for path in RECIPES:
+        plan = read_plan(path, {})
+        methods = plan.contenders() if isinstance(plan, BenchConfig) else []
+        for method in methods:
+            if method.head and "ablations" in method.head:
+                assert Path(method.head).name in VARIANTS
+                made = VARIANTS[Path(method.head).name]
+                found = "edge" if made.edge_rank else "causal" if made.causal else "bidirectional"
+                assert found == method.traits.head, f"{path.stem}: {method.name}"

@@ -1,0 +1,413 @@
+"""Rows to a record: what may be claimed, what is graded, and the command that does it all."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+import jetspec.record as records
+from benchmarks import groups, measure
+from benchmarks.groups import histogram
+from benchmarks.measured import (
+    Measured,
+    accepted_lengths,
+    question_speedups,
+    round_questions,
+    speedup,
+    tokens_per_round,
+)
+from benchmarks.recipe import Cell
+from benchmarks.results import Results
+from benchmarks.runs import Result as CellResult
+from benchmarks.runs import commits_of
+from benchmarks.spread import Spread, to_record
+from jetspec.commands.app import app
+from jetspec.engine.llm import LLM
+from jetspec.record import write_record
+from tests.benchmarks.tiny_bench import make_bench, results_of
+
+
+def measured(speeds: Sequence[float], method: str = "mine", errors: Sequence[str] = ()) -> Measured:
+    """A cell of one question per repeat, which wrote so many tokens in a second."""
+    failed = [{"id": id, "tokens": [], "error": "no", "rounds": 0, "accepted": []} for id in errors]
+    rows = [
+        [
+            {
+                "ids": ["q", *errors],
+                "decode_s": 1.0,
+                "answers": [{"id": "q", "tokens": [speed], "error": None, "rounds": 1}, *failed],
+            }
+        ]
+        for speed in speeds
+    ]
+    return Measured(Cell(method, "task", 0.0, 1, 1), rows)
+
+
+# -- statistics
+
+
+def test_a_ratio_inside_the_spread_is_no_difference() -> None:
+    clear = speedup(measured([20, 21, 19]), measured([10, 10.5, 9.5], "plain"))
+    assert clear and clear["differs"] and clear["mean"] == pytest.approx(2) and clear["over"] == "plain"
+    unclear = speedup(measured([10, 12, 14]), measured([13, 9, 11], "plain"))
+    assert unclear and not unclear["differs"] and unclear["mean"] > 1
+
+
+def test_what_slows_both_down_in_the_same_repeat_is_no_spread() -> None:
+    """Methods take turns, so that a machine which is busy for a while is busy for all of them."""
+    found = speedup(measured([20, 10, 15]), measured([10.1, 5, 7.6], "plain"))
+    assert found and found["differs"] and found["sd"] < 0.05
+
+
+def test_nothing_is_faster_than_itself() -> None:
+    plain = measured([10, 14, 12], "plain")
+    found = speedup(plain, plain)
+    assert found and (found["mean"], found["sd"], found["differs"]) == (1, None, None)
+    read = Spread.read_ratios(found)
+    assert read is not None and read.text() == "1.00"
+
+
+SPEEDS = st.lists(st.floats(1, 100), min_size=2, max_size=5)
+
+
+@given(SPEEDS, SPEEDS)
+def test_as_much_slower_is_as_good_a_claim_as_as_much_faster(a: list[float], b: list[float]) -> None:
+    count = min(len(a), len(b))
+    one, other = measured(a[:count], "one"), measured(b[:count], "other")
+    up, down = speedup(one, other), speedup(other, one)
+    assert up and down and up["differs"] == down["differs"]
+    assert up["mean"] == pytest.approx(1 / down["mean"])
+    assert up["sd"] / up["mean"] == pytest.approx(down["sd"] / down["mean"], abs=1e-9)
+
+
+def test_neither_side_of_a_wide_spread_claims_anything() -> None:
+    plain, other = measured([8.3, 16.5, 24.7], "plain"), measured([1.2, 4.6, 8.0], "transformers")
+    found = [speedup(plain, other), speedup(other, plain)]
+    assert [one and one["differs"] for one in found] == [False, False]
+
+
+def test_an_answer_that_failed_half_way_counts_in_no_number() -> None:
+    """Nor does the time of its group, of which it took an unknown part."""
+
+    def answer(id: str, turns: list[int], error: str | None = None) -> dict[str, Any]:
+        return {"id": id, "tokens": turns, "error": error, "rounds": len(turns), "accepted": [len(turns)]}
+
+    def row(*answers: dict[str, Any]) -> dict[str, Any]:
+        return {"ids": [a["id"] for a in answers], "decode_s": 1.0, "prefill_s": 1.0, "answers": answers}
+
+    cell, lost = Cell("mine", "task", 0.0, 16, 2), "lost its connection"
+    whole, half = answer("a", [8, 8]), answer("b", [100], lost)
+    failed, alone = (Measured(cell, [rows] * 2) for rows in ([row(whole), row(half)], [row(whole)]))
+    beside = Measured(cell, [[row(whole), row(answer("c", [8, 8]), half)]] * 2)
+    assert failed.tokens == alone.tokens == 2 * 16 and beside.tokens == 2 * 32
+    assert failed.speeds == alone.speeds == beside.speeds == [16, 16]
+    assert failed.prefills == alone.prefills == beside.prefills == [1, 1]
+    assert tokens_per_round(failed) == tokens_per_round(alone) == tokens_per_round(beside) == [8, 8]
+    assert accepted_lengths(failed) == accepted_lengths(alone) == [4]
+    plain = Measured(cell.beside("plain", 1), [[row(whole), row(answer("b", [8, 8]))]] * 2)
+    assert speedup(failed, plain) is None and speedup(plain, failed) is None, "not the same questions"
+
+
+def test_one_repeat_has_no_spread_and_claims_nothing() -> None:
+    once = speedup(measured([50]), measured([1], "plain"))
+    assert once and once["sd"] is None and once["differs"] is None
+    assert to_record([3.0]) == {"mean": 3.0, "sd": None, "median": 3.0, "values": [3.0]}
+    assert to_record([1.0, 9.0, 2.0])["median"] == 2.0
+
+
+def test_no_speedup_over_other_questions() -> None:
+    base = measured([1, 1], errors=["hard"])
+    assert speedup(measured([2, 2], errors=["hard"]), base) is not None
+    assert speedup(measured([2, 2]), base) is None, "no group in common"
+    solved = [
+        [{**row, "answers": [{**a, "error": None} for a in row["answers"]]} for row in rows] for rows in base.repeats
+    ]
+    assert speedup(Measured(base.cell, solved), base) is None, "it did not fail where the other did"
+    assert speedup(measured([2, 2]), None) is None
+
+
+def test_a_method_with_a_limit_is_compared_on_its_own_questions(folder: Path, llm: LLM) -> None:
+    methods = ["ngram", {"name": "transformers", "limit": 2}]
+    bench = make_bench(folder, "limited", llm, methods=methods)
+    results = Results(bench, bench.run())
+    cells = {cell["method"]: cell for cell in results.record()["cells"]}
+    assert [cells[name]["questions"] for name in ("plain", "ngram", "transformers")] == [5, 5, 2]
+    mine, base = (
+        next(m for c, m in results.measured.items() if c.method == name) for name in ("ngram", "transformers")
+    )
+    assert mine.beside(base).speeds != mine.speeds and len(mine.beside(base).all_whole_answers) == 4
+    ratios = [a / b for a, b in zip(mine.beside(base).speeds, base.speeds, strict=True)]
+    assert cells["ngram"]["speedup_transformers"]["values"] == ratios
+    assert cells["ngram"]["speedup_transformers"]["mean"] == pytest.approx(math.prod(ratios) ** 0.5)
+
+
+def test_a_method_may_leave_temperatures_out(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    methods = ["ngram", {"name": "transformers", "limit": 1, "temperatures": [0]}]
+    options: dict[str, Any] = {"methods": methods, "temperatures": [0, 1], "limit": 1, "repeats": 1}
+    results = results_of(make_bench(folder, "colder", llm, **options))
+    there = {(cell["method"], cell["temperature"]): cell for cell in results["cells"]}
+    assert set(there) == {(name, draft_temperature) for name in ("plain", "ngram") for draft_temperature in (0, 1)} | {
+        ("transformers", 0)
+    }
+    assert there["ngram", 0]["speedup_transformers"] and not there["ngram", 1]["speedup_transformers"]
+    write_record(folder / "colder" / "results.json", results)
+    shown = CliRunner().invoke(app, ["report", str(folder / "colder"), "--out", str(tmp_path)])
+    assert not shown.exit_code, shown.output
+
+
+@given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=5), st.floats(0.1, 10))
+def test_a_speedup_is_the_same_whatever_the_speed(speeds: list[float], factor: float) -> None:
+    faster = measured([s * factor for s in speeds])
+    assert (found := speedup(faster, measured(speeds, "plain"))) and found["mean"] == pytest.approx(factor)
+
+
+def test_rounds_of_a_question_are_added_up_over_repeats() -> None:
+    def row(*answers: tuple[str, int, int, str | None]) -> dict[str, Any]:
+        made = [{"id": id, "tokens": [t], "rounds": r, "error": e, "accepted": []} for id, t, r, e in answers]
+        return {"ids": [id for id, *_ in answers], "decode_s": 1.0, "answers": made}
+
+    repeats = [[row(("a", 6, 2, None)), row(("b", 9, 9, "no"))], [row(("a", 8, 2, None)), row(("b", 5, 5, None))]]
+    cell = Cell("mine", "task", 0, 16, 1)
+    assert round_questions(Measured(cell, repeats)) == {"a": (14, 4), "b": (5, 5)}
+
+
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=40))
+def test_acceptance_counts_every_round_once(lengths: list[int]) -> None:
+    tokens = len(lengths) + sum(lengths)
+    answer = {"id": "q", "tokens": [tokens], "rounds": len(lengths), "accepted": histogram(lengths), "error": None}
+    mine = Measured(Cell("mine", "task", 0.0, 16, 1), [[{"decode_s": 1.0, "answers": [answer]}]])
+    counts = accepted_lengths(mine)
+    assert sum(counts) == len(lengths) and tokens_per_round(mine) == [tokens / len(lengths)]
+    assert sum(kept * count for kept, count in enumerate(counts)) == sum(lengths)
+
+
+# -- what a reader should know
+
+
+def test_batches_that_are_never_full_are_noted(folder: Path, llm: LLM) -> None:
+    notes = results_of(make_bench(folder, "full", llm, batches=[2, 8], repeats=1))["notes"]
+    assert notes == ["sums in batches of 8: there are only 5 questions"]
+
+
+def test_a_method_with_too_few_questions_does_not_pass_for_a_full_batch(folder: Path, llm: LLM) -> None:
+    few = {"name": "few", "kind": "ngram", "limit": 2}
+    results = results_of(make_bench(folder, "few", llm, batches=[4], repeats=1, methods=["ngram", few]))
+    assert results["notes"] == ["sums in batches of 4: few got only 2 questions"]
+    cells = [CellResult.read(cell) for cell in results["cells"]]
+    assert [(c.method, c.batch_text) for c in cells] == [("plain", "4"), ("ngram", "4"), ("few", "2 of 4")]
+
+
+def test_rows_of_several_sources_are_noted(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes_of(commit: str, repeats: int) -> list[str]:
+        monkeypatch.setattr(groups, "current_commit", lambda: commit)
+        notes: list[str] = results_of(make_bench(folder, "sources", llm, repeats=repeats))["notes"]
+        return notes
+
+    assert notes_of("old", 1) == notes_of("new", 1) == [], "the second time there is nothing left to measure"
+    (note,) = notes_of("new", 2)
+    assert note.endswith(": old, new")
+
+
+def test_what_another_command_measured_than_plain_decoding_is_noted(folder: Path, llm: LLM) -> None:
+    def notes_of(*methods: str, repeats: int) -> list[str]:
+        bench = make_bench(folder, "commands", llm, methods=list(methods), limit=1, repeats=repeats)
+        notes: list[str] = results_of(bench)["notes"]
+        return notes
+
+    assert notes_of("ngram", repeats=1) == notes_of("ngram", repeats=2) == [], "a repeat is whole: all took turns in it"
+    (note,) = notes_of("ngram", f"jetspec={folder / 'causal'}", repeats=2)
+    assert note.endswith("compared with: jetspec")
+
+
+def asked(method: str, speeds: Sequence[Mapping[str, float]], together: int = 1) -> Measured:
+    """Questions with their speeds, by repeat, so many in a group."""
+    repeats = []
+    for speed in speeds:
+        answers = [{"id": id, "tokens": [100 * value], "error": None} for id, value in speed.items()]
+        some = [answers[i : i + together] for i in range(0, len(answers), together)]
+        repeats.append([{"ids": [a["id"] for a in own], "decode_s": 100.0, "answers": own} for own in some])
+    return Measured(Cell(method, "sums", 0.0, 1, together), repeats)
+
+
+def test_speedups_know_how_much_questions_differ() -> None:
+    """Paired by question, whatever their order and speeds are; of its repeats the median counts."""
+    plain = asked("plain", [{"a": 1, "b": 10, "c": 5}] * 3)
+    mine = asked("mine", [{"a": 2, "b": 40, "c": 40}, {"c": 41, "a": 2, "b": 40}, {"b": 40, "c": 1, "a": 2}])
+    found = speedup(mine, plain)
+    assert found is not None
+    assert question_speedups(mine, plain) == found["questions"] == pytest.approx({"a": 2, "b": 4, "c": 8})
+    error = math.log(2) / math.sqrt(3)  # their logarithms are as far apart as that of 2
+    assert found["se_questions"] == pytest.approx(4 * error) and found["num_questions"] == 3  # of their mean, 4
+    read = Spread.read_ratios(found)
+    assert read and read.questions and read.questions.sd == pytest.approx(found["se_questions"])
+    assert read.questions.freedom == 2 and read.differs_from_1() == found["differs"]
+    assert read.questions.asked[0] == pytest.approx({"a": math.log(2), "b": math.log(4), "c": math.log(8)})
+    unnamed = Spread.read_ratios({key: value for key, value in found.items() if key != "questions"})
+    assert unnamed and unnamed.questions and unnamed.questions.sd == read.questions.sd and not unnamed.questions.asked
+    old = Spread.read_ratios({key: value for key, value in found.items() if "questions" not in key})
+    assert old and old.questions is None and old.sd == read.sd
+
+
+def test_what_repeats_show_and_questions_do_not_is_not_claimed() -> None:
+    plain = asked("plain", [{"a": 1, "b": 1, "c": 1, "d": 1}] * 3)
+    steady, uneven = ({"a": 2.0, "b": 2.0, "c": 2.1, "d": 1.9}, {"a": 0.5, "b": 1.0, "c": 4.0, "d": 2.5})
+    claims = [speedup(asked("mine", [speeds] * 3), plain) for speeds in (steady, uneven)]
+    assert [claim and (claim["mean"], claim["differs"]) for claim in claims] == [
+        (pytest.approx(2), True),
+        (pytest.approx(2), False),
+    ]
+
+
+def test_questions_that_were_decoded_together_have_no_times_of_their_own() -> None:
+    speeds = [{"a": 1.0, "b": 2.0, "c": 1.0}] * 2
+    found = speedup(asked("mine", speeds, together=2), asked("plain", speeds, together=2))
+    assert found is not None and found["se_questions"] is None and found["num_questions"] == 0
+    plain = asked("plain", speeds)
+    itself = speedup(plain, plain)
+    assert itself is not None and itself["se_questions"] is None, "beside itself nothing varies"
+
+
+# -- the command
+
+
+def run_command(folder: Path, *words: str) -> Result:
+    usual = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--tasks", "sums", "--device", "cpu"]
+    usual += ["-n", "6", "-r", "2", "--out", str(folder / "command")]
+    return CliRunner().invoke(app, ["bench", *usual, *words])
+
+
+def test_the_command_prints_the_record_that_it_writes(folder: Path) -> None:
+    asked = ["--methods", f"ngram,ddtree={folder / 'bidirectional'}", "--budgets", "4,8", "--batch", "2"]
+    done = run_command(folder, *asked, "--output", "jsonl")
+    assert done.exit_code == 0, done.output
+    shown = [json.loads(line) for line in done.stdout.splitlines()]
+    record = json.loads((folder / "command" / "results.json").read_text())
+    assert {"command", "commit", "hardware", "versions", "recipe"} <= set(record)
+    assert [method["name"] for method in record["recipe"]["methods"]] == ["plain", "ngram", "ddtree"]
+
+    def key(cell: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(cell[name] for name in ("method", "task", "temperature", "budget", "batch"))
+
+    measured = {key(cell): cell for cell in record["cells"]}
+    assert len(shown) == len(measured) == 1 + 2 + 2
+    for row in shown:
+        cell = measured[key(row)]
+        assert (row["tokens_per_s"], row["tokens_per_s_sd"]) == (
+            cell["tokens_per_s"]["mean"],
+            cell["tokens_per_s"]["sd"],
+        )
+        assert (row["speedup"], row["differs"]) == (cell["speedup"]["mean"], cell["speedup"]["differs"])
+        assert row["tokens_per_round"] == cell["tokens_per_round"]["mean"] and row["failed"] == 0
+    before = (folder / "command" / "rows.jsonl").read_bytes()
+    again = run_command(folder, *asked, "--output", "jsonl")
+    assert again.stdout == done.stdout and (folder / "command" / "rows.jsonl").read_bytes() == before
+
+
+def test_cells_are_counted_while_they_are_graded_and_compared(
+    folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = make_bench(folder, "counted", llm, limit=2, repeats=1)
+    rows = bench.run()
+    results_of(bench, rows)
+    assert capsys.readouterr().err == ""
+    Results(bench, rows).record(progress=True)
+    assert "grading and comparing: ngram sums: 100%" in (said := capsys.readouterr().err) and "2/2" in said
+    assert "running programs" not in said, "there are none"
+
+
+def test_a_report_is_one_command_away_and_shows_the_same_table(folder: Path) -> None:
+    where = ("--out", str(folder / "shown"))
+    done = run_command(folder, *where)
+    assert done.exit_code == 0 and done.stdout.startswith("| method") and " ± " in done.stdout
+    command = done.stderr.splitlines()[-1].partition(": jetspec ")[2]
+    report = CliRunner().invoke(app, shlex.split(command))
+    assert report.exit_code == 0 and report.stdout == done.stdout
+    assert (folder / "shown" / "report" / "report.html").exists()
+
+
+def test_a_fresh_run_keeps_nothing_and_makes_its_report(folder: Path) -> None:
+    where = ("--out", str(folder / "fresh"), "-r", "1")
+    first = run_command(folder, *where, "--methods", "ngram", "--budgets", "4")
+    fresh = run_command(folder, *where, "--methods", "plain", "--fresh", "--report")
+    assert first.exit_code == fresh.exit_code == 0 and "report.html" in fresh.stderr.splitlines()[-1]
+    assert len((folder / "fresh" / "rows.jsonl").read_bytes().splitlines()) == 5
+    assert "ngram" not in fresh.stdout + (folder / "fresh" / "report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--budgets", "many"], "budgets are numbers such as 1,8"),
+        (["--methods", "jetspec"], "jetspec needs a head: name it as jetspec=FOLDER"),
+        (["--tasks", "nowhere"], "there is no task 'nowhere'"),
+        (["--data-dir", "nowhere"], "is not a folder of questions"),
+        (["--repeats", "0"], "repeats is 0"),
+        (["--url", "http://127.0.0.1:9/v1"], "no OpenAI-compatible server answers"),
+        (["nowhere.yaml"], "cannot read the recipe nowhere.yaml"),
+    ],
+)
+def test_wrong_use_is_one_line_and_status_2(folder: Path, words: list[str], why: str) -> None:
+    done = run_command(folder, *words, "--out", str(folder / "wrong"))
+    assert done.exit_code == 2 and why in done.stderr.splitlines()[-1] and done.stdout == ""
+
+
+def test_a_run_that_measures_nothing_is_no_news(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record stays that of the commands that measured, whoever writes it again."""
+
+    def run_as(commit: str, *words: str) -> tuple[dict[str, Any], str]:
+        for module in (groups, records):
+            monkeypatch.setattr(module, "current_commit", lambda: commit * 8)
+        monkeypatch.setattr(records, "current_command", lambda: f"jetspec bench as {commit}")
+        done = run_command(folder, "--out", str(folder / "later"), "--limit", "1", *words)
+        assert done.exit_code == 0, done.output
+        return json.loads((folder / "later" / "results.json").read_text()), done.stderr
+
+    monkeypatch.setattr(measure, "date_now", lambda: "2026-01-01T00:20:00+00:00")
+    first, said = run_as("first")
+    assert "nothing was left" not in said
+    assert (first["commit"], first["date"]) == ("first" * 8, "2026-01-01T00:20:00+00:00")
+    again, said = run_as("later")
+    assert again == first
+    found = "all of it was measured by 2026-01-01 00:20:00 UTC at commit firstfi, and --fresh measures again"
+    assert found in " ".join(said.split())
+    monkeypatch.setattr(measure, "date_now", lambda: "2026-01-02T00:00:00+00:00")
+    more, said = run_as("later", "--budgets", "4,64")
+    assert "nothing was left" not in said and commits_of(more) == "firstfi, laterla"
+    assert (more["commit"], more["command"]) == ("later" * 8, "jetspec bench as later")
+    assert run_as("third")[0]["commit"] == "first" * 8, "what a command asks for is its own"
+    fresh, said = run_as("third", "--fresh")
+    assert "nothing was left" not in said and fresh["commit"] == "third" * 8 and len(fresh["runs"]) == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--fresh"]])
+@pytest.mark.parametrize("where", [(measure.Bench, "decode"), (Results, "cell")], ids=["measuring", "grading"])
+def test_a_run_that_is_interrupted_says_how_to_go_on(
+    where: tuple[Any, str], words: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, (owner, name) = [], where
+    whole = getattr(owner, name)
+
+    def stop(self: Any, *asked: Any) -> Any:
+        calls.append(asked)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(self, *asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stop)
+        stopped = run_command(folder, "--out", str(tmp_path / "run"), "--limit", "2", *words)
+    assert stopped.exit_code == 130 and stopped.stdout == "" and len(calls) == 2
+    same = "the same command, without --fresh, goes" if words else "the same command goes"
+    assert stopped.stderr.splitlines()[-1] == f"stopped: {same} on with what {tmp_path / 'run'} lacks"
+    held = (tmp_path / "run" / "rows.jsonl").read_bytes()
+    assert held and run_command(folder, "--out", str(tmp_path / "run"), "--limit", "2").exit_code == 0
+    assert (tmp_path / "run" / "rows.jsonl").read_bytes().startswith(held)

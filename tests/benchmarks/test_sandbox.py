@@ -1,0 +1,262 @@
+"""The sandbox: right programs pass, and nothing a program does makes a wrong one pass or reaches beyond it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import sandbox
+from benchmarks.sandbox import CHILD, Limits, run_tests
+from benchmarks.sandbox_child import MAY_READ_ALL, Landlock, get_capabilities
+
+TEST = "assert f(1) == 2"
+RIGHT = "\ndef f(x): return x + 1"
+BRIEF = Limits(seconds=0.5, memory_mb=256)
+
+
+def test_a_right_program_passes_and_a_wrong_one_says_which_test_failed() -> None:
+    assert run_tests(RIGHT, [TEST, "assert f(2) == 3"]).passed
+    verdict = run_tests(RIGHT, [TEST, "assert f(2) == 4"])
+    assert not verdict.passed and verdict.why.startswith("test 2: AssertionError")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from collections import namedtuple\nnamedtuple('P', 'a b')",
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int",
+        "import math, re, itertools, functools, heapq, typing",
+        "print('x' * (1 << 24))",
+        "open('inside.txt', 'w').write('x')\nassert open('inside.txt').read() == 'x'",
+        "import tempfile\nwith tempfile.TemporaryDirectory() as d: open(d + '/a', 'w').close()",
+        "open('/dev/null', 'w').write('x')",
+        "import zoneinfo, sqlite3, random, hashlib, datetime\nsqlite3.connect(':memory:')",
+        "if __name__ == '__main__': input()",
+    ],
+)
+def test_what_solutions_commonly_do_is_allowed(program: str) -> None:
+    assert run_tests(program + RIGHT, [TEST]).passed
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("import os\nwhile True: os.fork()", "os.fork"),
+        ("import subprocess; subprocess.run(['true'])", "not allowed"),
+        ("import os; os.system('true')", "not allowed"),
+        ("x = bytearray(1 << 32)", "MemoryError"),
+        ("x = []\nwhile True: x.append(bytes(1 << 20))", "MemoryError"),
+        ("import socket; socket.socket()", "socket"),
+        ("import urllib.request as u; u.urlopen('http://127.0.0.1')", "not allowed"),
+        ("import ctypes; ctypes.CDLL(None)", "not allowed"),
+        ("import os; os.kill(os.getppid(), 9)", "not allowed"),
+        ("open('big', 'w').write('x' * (1 << 24))", "File too large"),
+        ("import sys; sys.exit(0)", "SystemExit"),
+        ("import os; os._exit(0)", "ended before the tests did, with status 0"),
+        ("def f(x):\n    import os\n    os._exit(0)", "ended before the tests did, with status 0"),
+        ("def f(x", "SyntaxError"),
+        ("class E(Exception):\n    def __str__(self): raise self\nraise E", "E"),
+    ],
+)
+def test_what_goes_wrong_is_contained_and_named(program: str, why: str) -> None:
+    verdict = run_tests(f"{program}\n", [TEST], Limits(seconds=30, memory_mb=256))
+    assert not verdict.passed and why in verdict.why
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
+def test_what_takes_too_long_is_ended(program: str) -> None:
+    began = time.monotonic()
+    verdict = run_tests(f"{program}\n", [TEST], BRIEF)
+    assert not verdict.passed and "took more than 0.5 s" in verdict.why
+    assert time.monotonic() - began < 30
+
+
+WALLED = """
+import importlib.util, os, sys
+spec = importlib.util.spec_from_file_location("child", {child!r})
+child = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(child)
+os.chdir({folder!r})
+import pathlib, shutil
+{wall}
+{attempt}
+"""
+HAS_LANDLOCK = Landlock().version >= 1
+INTERPRETER = "child.take_away_what_has_no_event(); sys.addaudithook(child.make_guard('.', 100))"
+WALLS = [
+    pytest.param(INTERPRETER, id="interpreter"),
+    pytest.param(
+        "assert child.wall_files('.')",
+        id="kernel",
+        marks=pytest.mark.skipif(not HAS_LANDLOCK, reason="this kernel has no Landlock"),
+    ),
+]
+"""Each holds on its own, without the other and with the rights of whoever runs the tests."""
+
+
+def run_walled(wall: str, attempt: str, folder: Path) -> bool:
+    """Whether code got to its end."""
+    inside = folder / "inside"
+    inside.mkdir()
+    script = WALLED.format(child=str(CHILD), folder=str(inside), wall=wall, attempt=attempt)
+    ended = subprocess.run([sys.executable, "-I", "-S", "-B", "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0 or "PermissionError" in ended.stderr or "no attribute" in ended.stderr, ended.stderr
+    return ended.returncode == 0
+
+
+WRITING = [
+    "open({path!r}, 'w').write('x')",
+    "os.open({path!r}, os.O_CREAT | os.O_WRONLY)",
+    "os.mkdir({path!r})",
+    "os.mkfifo({path!r})",
+    "os.symlink('/', 'out'); open('out' + {path!r}, 'w')",
+    "os.chdir('/'); open({path!r}[1:], 'w')",
+    "open('a', 'w').close(); os.rename('a', {path!r})",
+    "pathlib.Path({path!r}).write_text('x')",
+    "open('a', 'w').close(); shutil.copy('a', {path!r})",
+    "os.open({name!r}, os.O_CREAT | os.O_WRONLY, dir_fd=os.open({parent!r}, os.O_RDONLY))",
+    "os.mkdir({name!r}, dir_fd=os.open({parent!r}, os.O_RDONLY))",
+]
+REMOVING = [
+    "os.remove({path!r})",
+    "os.remove({name!r}, dir_fd=os.open({parent!r}, os.O_RDONLY))",
+    "os.truncate({path!r}, 0)",
+    "os.rename({path!r}, 'mine')",
+    "shutil.rmtree({parent!r})",
+    "shutil.rmtree({parent!r}, ignore_errors=True)",
+]
+
+
+@pytest.mark.parametrize("wall", WALLS)
+@pytest.mark.parametrize("attempt", WRITING)
+def test_nothing_is_written_outside_the_folder(attempt: str, wall: str, tmp_path: Path) -> None:
+    path = tmp_path / "escaped"
+    words = {"path": str(path), "name": path.name, "parent": str(tmp_path)}
+    assert not run_walled(wall, attempt.format(**words), tmp_path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("wall", WALLS)
+@pytest.mark.parametrize("attempt", REMOVING)
+def test_a_file_outside_is_not_removed(attempt: str, wall: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("x")
+    run_walled(wall, attempt.format(path=str(kept), name=kept.name, parent=str(tmp_path)), tmp_path)
+    assert kept.read_text() == "x"
+
+
+@pytest.mark.parametrize("wall", WALLS)
+@pytest.mark.parametrize("attempt", ["open({path!r}).read()", "os.open({path!r}, os.O_RDONLY)"])
+def test_what_others_wrote_is_not_read(attempt: str, wall: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    assert not run_walled(wall, attempt.format(path=str(secret)), tmp_path)
+
+
+def test_no_folder_outside_is_opened_for_paths_to_start_from(tmp_path: Path) -> None:
+    """Events do not tell of it, so a path in a folder of the library would be taken for one inside."""
+    assert not run_walled(INTERPRETER, "os.open(sys.base_prefix, os.O_RDONLY)", tmp_path)
+    os.rmdir(tmp_path / "inside")
+    assert run_walled(INTERPRETER, "os.open('.', os.O_RDONLY); open(os.__file__).read()", tmp_path)
+
+
+@pytest.mark.parametrize("attempt", ["os.chmod(f.fileno(), 0o777)", "os.utime(f.fileno())"])
+def test_a_file_of_the_library_is_not_changed_through_its_descriptor(attempt: str, tmp_path: Path) -> None:
+    assert not run_walled(INTERPRETER, f"f = open(os.__file__)\n{attempt}", tmp_path)
+
+
+@pytest.mark.parametrize("attempt", [WRITING[0], WRITING[9], "import shutil; shutil.rmtree({parent!r})"])
+def test_all_walls_together_stand_in_front_of_a_program(attempt: str, tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o777)
+    (tmp_path / "kept").touch()
+    os.chmod(tmp_path / "kept", 0o666)
+    words = {"path": str(tmp_path / "escaped"), "name": "escaped", "parent": str(tmp_path)}
+    verdict = run_tests(f"import os\n{attempt.format(**words)}{RIGHT}", [TEST], BRIEF)
+    assert not verdict.passed and "not allowed" in verdict.why
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("change", ["open(name, 'w').write('x' * 1000)", "os.mkdir(name)", "os.symlink('a', name)"])
+def test_a_program_cannot_fill_the_disk_with_small_files(change: str) -> None:
+    program = f"import os\nfor name in map(str, range({{}})): {change}{RIGHT}"
+    assert run_tests(program.format(5), [TEST], Limits(changes=5)).passed
+    verdict = run_tests(program.format(6), [TEST], Limits(changes=5))
+    assert not verdict.passed and "more than 5 changes" in verdict.why
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or (os.geteuid() == 0 and not get_capabilities() & MAY_READ_ALL),
+    reason="root that may not give its right to read to another user stays root, behind Landlock alone",
+)
+def test_a_program_is_not_root_and_starts_nothing() -> None:
+    assert run_tests("import os", ["assert os.geteuid() == os.getuid() != 0"]).passed
+    verdict = run_tests("import _thread\n_thread.start_new_thread(print, ())", ["pass"])
+    assert not verdict.passed and "can't start new thread" in verdict.why, "root is above that limit"
+
+
+def test_where_no_wall_stands_no_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root that cannot become anybody else, on a kernel without Landlock."""
+    helpless = CHILD.read_text().replace(
+        'if __name__ == "__main__":', "drop_root = wall_files = lambda *_: False\nif 1:"
+    )
+    (tmp_path / "child.py").write_text(helpless)
+    monkeypatch.setattr(sandbox, "CHILD", tmp_path / "child.py")
+    with pytest.raises(ValueError, match=r"programs are not run here: .*; run as another user"):
+        run_tests(RIGHT, [TEST])
+
+
+def leaves_network() -> bool:
+    words = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--user"]), "true"]
+    return shutil.which("unshare") is not None and subprocess.run(words, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not leaves_network(), reason="this system gives no process a network of its own")
+def test_the_kernel_shows_no_network() -> None:
+    program = "import socket\ndevices = [name for _, name in socket.if_nameindex()]"
+    assert run_tests(program, ["assert devices in ([], ['lo']), devices"]).passed
+
+
+def test_a_verdict_without_the_password_does_not_count() -> None:
+    forged = '{"password": "x", "passed": true, "why": ""}'
+    for descriptor in range(1, 12):
+        program = f"import os\ntry: os.write({descriptor}, b'{forged}\\n')\nexcept OSError: pass\nos._exit(0)"
+        assert not run_tests(program, [TEST], BRIEF).passed
+
+
+CLEARS = """
+import sys
+frame = sys._getframe()
+while frame:
+    for value in list(frame.f_locals.values()):
+        if isinstance(value, list): value.clear()
+    frame = frame.f_back
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        CLEARS,
+        "import builtins\nbuiltins.exec = builtins.compile = lambda *_: None",
+        "import json, os\njson.dumps = json.JSONEncoder.encode = lambda *_: '{}'",
+        "import builtins\nbuiltins.tuple = builtins.enumerate = builtins.len = lambda *_: ()",
+    ],
+)
+def test_a_wrong_program_does_not_pass_by_changing_what_judges_it(program: str) -> None:
+    verdict = run_tests(program, [TEST])
+    assert not verdict.passed and "test 1: NameError" in verdict.why
+
+
+def test_no_tests_are_no_pass() -> None:
+    assert not run_tests(RIGHT, []).passed
+
+
+def test_nothing_of_the_environment_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    assert run_tests("import os", ["assert 'SECRET' not in os.environ", "assert os.listdir('.') == []"]).passed

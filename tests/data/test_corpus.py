@@ -1,0 +1,293 @@
+"""Packing loses nothing, mixes nothing, and is the same whenever it is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetspec.data.corpus import (
+    NAMED_ROWS,
+    Ahead,
+    Document,
+    Documents,
+    PackedData,
+    Places,
+    Tally,
+    parse,
+    parse_usual,
+    read_documents,
+)
+
+sizes = st.lists(st.integers(2, 12), min_size=1, max_size=20)
+
+
+def numbered(lengths: list[int]) -> list[Document]:
+    """Documents whose tokens tell which one they are."""
+    return [Document(np.full(n, i), np.arange(n) > 0) for i, n in enumerate(lengths)]
+
+
+@given(sizes, st.integers(12, 30), st.integers(0, 5))
+def test_every_pass_holds_every_document_once_and_whole(lengths: list[int], row_len: int, seed: int) -> None:
+    data = PackedData(numbered(lengths), row_len, seed)
+    first = 0
+    for number in range(3):
+        count = len(data._pass(number))
+        batch = data.batch(first, count)
+        first += count
+        seen = {}
+        for row in range(count):
+            document = batch.document_RT[row].numpy()
+            for i in range(document.max() + 1):
+                inside = document == i
+                token = batch.token_RT[row].numpy()[inside]
+                assert len(set(token.tolist())) == 1 and token[0] not in seen
+                seen[token[0]] = inside.sum()
+                assert batch.position_RT[row].numpy()[inside].tolist() == list(range(inside.sum()))
+                assert batch.written_RT[row].numpy()[inside].tolist() == [j > 0 for j in range(inside.sum())]
+            assert not batch.written_RT[row].numpy()[document < 0].any()
+        assert seen == dict(enumerate(lengths))
+
+
+@given(sizes, st.integers(0, 40))
+def test_a_row_does_not_depend_on_what_was_asked_before(lengths: list[int], number: int) -> None:
+    one, other = PackedData(numbered(lengths), 12, 7), PackedData(numbered(lengths), 12, 7)
+    for i in range(number):
+        other.row(i)
+    assert all(np.array_equal(a, b) for a, b in zip(one.row(number), other.row(number), strict=True))
+
+
+def test_files_are_read_and_long_rows_cut(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [
+        {"token_ids": [1, 2, 3, 4, 5, 6], "spans": [[2, 6]]},
+        {"token_ids": [1, 2, 3, 4, 5, 6], "spans": [[5, 6]]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (document,) = read_documents([path], max_len=4, vocab_size=10)
+    assert document.tokens.tolist() == [1, 2, 3, 4] and document.written.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "not a row"),
+        pytest.param(b"[" * 100_000, "not a row", id="deep"),
+        (b'{"token_ids": [1, 2]}', "not a row .*: it lacks spans, which `jetspec data regenerate` makes of prompts"),
+        (b'{"turns": ["Why?"]}', "it lacks token_ids and spans, which `jetspec data regenerate` makes"),
+        (b'{"token_ids": [1, 99], "spans": [[0, 1]]}', "vocabulary"),
+        (b'{"token_ids": [1, 2], "spans": [[1, 5]]}', "outside"),
+        (b'{"token_ids": [1.5, 2], "spans": [[1, 2]]}', "whole numbers"),
+        (b'{"id": "\xff", "token_ids": [1, 2, 3], "spans": [[1, 3]]}', "not UTF-8"),
+    ],
+)
+def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path, tally = tmp_path / "a.jsonl", Tally()
+    good = b'{"token_ids": [1, 2, 3], "spans": [[1, 3]]}\n'
+    path.write_bytes(good + line + b"\n" + good)
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}.*; mend it, or .* on_bad: skip"):
+        read_documents([path], 10, 50)
+    assert len(read_documents([path], 10, 50, on_bad="skip", tally=tally)) == 2
+    assert tally.summary(10) == f"1 of 3 rows left out: broken ({path}:2)"
+
+
+spans = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), min_size=1, max_size=3)
+
+
+@given(st.lists(st.integers(0, 999_999), min_size=10, max_size=30), spans, st.text('ab-\\"é', max_size=5))
+def test_the_quick_way_to_read_a_row_finds_what_the_careful_one_does(
+    tokens: list[int], spans: list[list[int]], name: str
+) -> None:
+    row = {"id": name, "token_ids": tokens, "spans": spans, "finish": ["stop", "length"]}
+    quick, careful = json.dumps(row) + "\n", json.dumps(row, indent=1)
+    assert parse_usual([quick, careful], 1_000_000) is None
+    found = parse_usual([quick, quick], 1_000_000)
+    assert (found is None) == ("\\" in quick)
+    expected = parse(careful, "here", 1_000_000)
+    for document in found or ():
+        assert document.tokens.tolist() == expected.tokens.tolist() == tokens
+        assert document.written.tolist() == expected.written.tolist()
+        assert document.id == expected.id == name
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        "1, , 2",
+        "1, 2,",
+        ", 1",
+        "1 2",
+        "1,2",
+        "1.5, 2",
+        "1, x",
+        "1, null",
+        "1, [2",
+        "-1, 2",
+        "1e3, 2",
+        "1, 50",
+        "",
+        "007, 2",
+        "1, 00",
+        "1, 010",
+    ],
+)
+def test_unusual_numbers_are_left_to_the_careful_way(ids: str) -> None:
+    line = '{{"id": "a", "token_ids": [{}], "spans": [[0, 1]], "finish": ["stop"]}}'
+    assert parse_usual([line.format("1, 2")], 50) is not None
+    assert parse_usual([line.format(ids)], 50) is None
+    assert parse_usual([line.format("1, 2"), line.format(ids)], 50) is None
+
+
+@given(sizes, st.data())
+def test_flat_documents_are_the_documents(lengths: list[int], data: st.DataObject) -> None:
+    documents = numbered(lengths)
+    flat = Documents.join(list(enumerate(documents)))
+    index = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1))
+    taken = flat.take(np.array(index))
+    assert taken.file_D.tolist() == index and len(taken[1:]) == len(index) - 1
+    for found, i in zip(taken, index, strict=True):
+        assert np.array_equal(found.tokens, documents[i].tokens) and found.tokens.dtype == np.int32
+        assert np.array_equal(found.written, documents[i].written)
+
+
+@given(st.lists(st.integers(2, 30), min_size=1, max_size=3), st.integers(1, 20), st.integers(0, 9))
+def test_no_answer_to_a_prompt_that_was_kept_out_is_trained_on(counts: list[int], most: int, seed: int) -> None:
+    """Several files answer the same prompts, some of them all."""
+    documents = [
+        (file, Document(np.array([i, file]), np.array([False, True]), f"p{i}"))
+        for file, count in enumerate(counts)
+        for i in range(count)
+    ]
+    held_out, rest = Documents.join(documents).hold_out(most, seed)
+    held, trained = ({int(document.tokens[0]) for document in part} for part in (held_out, rest))
+    assert not held & trained and 1 <= len(held) <= most and trained
+    assert len(held_out) + len(rest) == len(documents)
+
+
+def test_documents_without_an_id_are_kept_out_one_by_one() -> None:
+    held_out, rest = Documents.join(list(enumerate(numbered([3] * 20)))).hold_out(5, 0)
+    assert (len(held_out), len(rest)) == (2, 18)
+
+
+def test_one_prompt_cannot_be_parted() -> None:
+    document = Document(np.arange(3), np.arange(3) > 0, "a")
+    with pytest.raises(ValueError, match="set validation_rows to 0"):
+        Documents.join([(0, document), (1, document)]).hold_out(4, 0)
+
+
+BAD_DATA = [
+    {"id": "long", "token_ids": [1, 2, 3, 4, 5, 6], "spans": [[2, 6]]},
+    {"id": "lost", "token_ids": [1, 2, 3, 4, 5, 6], "spans": [[4, 6]]},
+    {"id": "none", "token_ids": [1, 2], "spans": []},
+    {"id": "mask", "token_ids": [1, 2, 9], "spans": [[1, 3]]},
+    {"id": "broken", "token_ids": [1, 99], "spans": [[1, 2]]},
+    {"id": "one each", "token_ids": [1, 2, 3, 4], "spans": [[1, 2], [3, 4]]},
+    {"id": "good", "token_ids": [1, 2, 3], "spans": [[1, 3]]},
+]
+
+
+def test_what_is_cut_or_left_out_is_counted_and_named(tmp_path: Path) -> None:
+    path, tally = tmp_path / "a.jsonl", Tally()
+    path.write_text("".join(json.dumps(row) + "\n" for row in BAD_DATA))
+    documents = read_documents([path], 4, 50, mask_token=9, on_bad="skip", tally=tally)
+    assert sorted(document.tokens.tolist() for document in documents) == [[1, 2, 3], [1, 2, 3, 4]]
+    assert tally.summary(4).splitlines() == [
+        f"2 of 7 rows cut: longer than row_len 4 ({path}:1, {path}:2)",
+        f"1 of 7 rows left out: the cut took all answers ({path}:2)",
+        f"1 of 7 rows left out: the target wrote nothing ({path}:3)",
+        f"1 of 7 rows left out: answers of one token only ({path}:6)",
+        f"1 of 7 rows left out: broken ({path}:5)",
+        f"1 of 7 rows left out: the mask token occurs ({path}:4)",
+    ]
+    assert tally.listing(4).splitlines() == [
+        f"{path}:1 cut: longer than row_len 4",
+        f"{path}:2 cut: longer than row_len 4",
+        f"{path}:2 left out: the cut took all answers",
+        f"{path}:3 left out: the target wrote nothing",
+        f"{path}:6 left out: answers of one token only",
+        f"{path}:5 left out: broken",
+        f"{path}:4 left out: the mask token occurs",
+    ]
+    assert Tally(rows=6).summary(4) == ""
+
+
+@given(st.integers(0, 20))
+def test_the_first_places_are_named_and_the_others_counted(count: int) -> None:
+    places = Places(f"a:{number}" for number in range(count))
+    named, _, more = str(places).partition(" and ")
+    assert named == ", ".join(f"a:{number}" for number in range(min(count, NAMED_ROWS)))
+    assert more == (f"{count - NAMED_ROWS} more" if count > NAMED_ROWS else "")
+
+
+def test_a_mask_token_in_the_data_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in BAD_DATA[:4]))
+    with pytest.raises(ValueError, match=r"the mask token 9 occurs in 1 rows of the data \(.*a\.jsonl:4\);"):
+        read_documents([path], 10, 50, mask_token=9)
+
+
+def test_padding_adds_rows_without_documents() -> None:
+    batch = PackedData(numbered([5, 9, 3]), 12, seed=0).batch(0, 2)
+    padded = batch.padded(5)
+    assert len(padded.token_RT) == 5 and len(list(padded.documents())) == len(list(batch.documents()))
+    assert (padded.document_RT[2:] == -1).all() and not padded.written_RT[2:].any()
+
+
+def test_no_data_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read"):
+        read_documents([tmp_path / "none.jsonl"], 10, 50)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no row"):
+        read_documents([tmp_path / "empty.jsonl"], 10, 50)
+
+
+def test_documents_come_out_of_rows_as_they_went_in() -> None:
+    documents = numbered([5, 9, 3, 12, 4])
+    data = PackedData(documents, 12, seed=1)
+    found = list(data.batch(0, data.rows_per_pass).documents())
+    assert len(found) == 5
+    for document in found:
+        whole = documents[document.tokens[0]]
+        assert np.array_equal(document.tokens, whole.tokens) and np.array_equal(document.written, whole.written)
+
+
+def test_what_comes_next_is_made_ahead_and_any_other_number_on_demand() -> None:
+    made: list[int] = []
+
+    def make(number: int) -> int:
+        made.append(number)
+        return number * number
+
+    ahead = Ahead(make, stride=3)
+    assert [ahead.take(number) for number in (1, 4, 7, 20, 23)] == [1, 16, 49, 400, 529]
+    ahead.pool.shutdown()
+    assert made == [1, 4, 7, 10, 20, 23, 26]
+
+
+@given(st.permutations(range(6)), st.permutations(range(4)))
+def test_the_order_of_rows_in_a_file_does_not_matter(
+    tmp_path_factory: pytest.TempPathFactory, first: list[int], second: list[int]
+) -> None:
+    """A run that was killed, or had several processes, wrote the same rows in another order. Files keep theirs, and so
+    do rows without an id."""
+
+    def write(name: str, rows: list[dict[str, object]]) -> Path:
+        path = folder / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    def row(number: int) -> dict[str, object]:
+        return {"id": f"p{number}", "token_ids": [number] * (3 + number), "spans": [[1, 3 + number]]}
+
+    folder = tmp_path_factory.mktemp("rows")
+    nameless = {"token_ids": [9, 8, 7], "spans": [[0, 3]]}, {"token_ids": [7, 8, 9], "spans": [[0, 3]]}
+    paths = [write("b.jsonl", [row(i) for i in first]), write("a.jsonl", [*nameless, *(row(10 + i) for i in second)])]
+    found = read_documents(paths, 100, 100)
+    told = [document.tokens.tolist() for document in found]
+    assert told[:6] == [row(i)["token_ids"] for i in range(6)]
+    assert told[6:8] == [one["token_ids"] for one in nameless]
+    assert told[8:] == [row(10 + i)["token_ids"] for i in range(4)]

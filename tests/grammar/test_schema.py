@@ -1,0 +1,357 @@
+"""What a JSON schema promises is kept by every text that its grammar lets through; what cannot be is refused."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from datetime import date, datetime, timedelta
+from datetime import time as clock
+from enum import Enum, IntEnum
+from functools import cache
+from typing import Annotated, Any, Literal, Optional, Union
+from uuid import UUID
+
+import pydantic
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from jetspec.grammar.constraint import Grammars
+from jetspec.grammar.schema import enforceable
+from jetspec.grammar.schema_parts import types_of
+from jetspec.tree import unpack_bits
+from jetspec.types import Grammar
+from tests.train.tiny_model import END_TOKEN, byte_tokenizer
+from tests.train.tiny_model import VOCAB as BYTES
+
+pytest.importorskip("xgrammar", reason="grammars need xgrammar")
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(byte_tokenizer().token_bytes(), BYTES, frozenset({END_TOKEN}))
+
+
+def write(schema: dict[str, Any], seed: int, most: int = 4000) -> str:
+    """A random text of a schema: any token that may follow, but for spaces; what closes something is preferred."""
+    rng = random.Random(seed)
+    constraint = grammars().start(Grammar("json_schema", json.dumps(schema)))
+    text: list[int] = []
+    while len(text) < most:
+        mask_W = torch.full((-(-BYTES // 32),), -1, dtype=torch.int32)
+        constraint.allow(mask_W)
+        allowed = unpack_bits(mask_W, BYTES).nonzero().flatten().tolist()
+        if END_TOKEN in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            return bytes(text).decode()
+        printed = [token for token in allowed if 32 < token < 127]
+        closing = [token for token in printed if token in b'"]}']
+        text.append(rng.choice(closing if closing and rng.random() < 0.3 else printed))
+        assert constraint.advance(text[-1])
+    raise AssertionError("the text has no end")
+
+
+def allows(schema: dict[str, Any], text: str) -> bool:
+    constraint = grammars().start(Grammar("json_schema", json.dumps(schema)))
+    return all(constraint.advance(token) for token in [*text.encode(), END_TOKEN])
+
+
+# ---- models of pydantic, which is what most schemas come from ----
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Size(IntEnum):
+    S = 1
+    M = 2
+
+
+class Point(BaseModel):
+    x: int
+    y: Annotated[float, Field(ge=0, le=2.5)] = 0.5
+    colour: Colour = Colour.RED
+
+
+class Circle(BaseModel):
+    kind: Literal["circle"]
+    radius: Annotated[int, Field(gt=0, lt=1000)]
+
+
+class Square(BaseModel):
+    kind: Literal["square", "box"] = "square"
+    side: Size
+
+
+class Drawing(BaseModel):
+    title: Annotated[str, Field(min_length=1, max_length=8, description="What it shows")]
+    centre: Point
+    shapes: Annotated[list[Annotated[Circle | Square, Field(discriminator="kind")]], Field(min_length=1, max_length=3)]
+    note: Optional[str] = None  # noqa: UP045
+    scale: Union[int, str, None] = None  # noqa: UP007
+    mode: Literal["a", 1, None] = None
+    pair: tuple[int, bool] = (1, True)
+    code: Annotated[str, Field(pattern=r"^[A-Z]{2}\d{3}$")] = "AB123"
+    names: dict[str, int] = Field(default_factory=dict)
+
+
+class Node(BaseModel):
+    value: bool
+    children: list[Node] = Field(default_factory=list, max_length=2)
+
+
+class Moments(BaseModel):
+    day: date
+    moment: datetime
+    hour: clock
+    span: timedelta
+    id: UUID
+    host: ipaddress.IPv4Address
+    other: ipaddress.IPv6Address
+    secret: pydantic.SecretStr
+
+
+MODELS: list[Any] = [Drawing, Node, Moments, Point]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_a_model_of_pydantic_takes_what_its_schema_lets_through(model: Any, seed: int) -> None:
+    model.model_validate_json(write(model.model_json_schema(), seed))
+
+
+@pytest.mark.parametrize("model", [Drawing, Moments], ids=lambda model: model.__name__)
+def test_strict_schemas_of_the_openai_client_are_taken(model: Any) -> None:
+    openai = pytest.importorskip("openai", reason="needs the client whose requests these are")
+    parameters = openai.pydantic_function_tool(model)["function"]["parameters"]
+    model.model_validate_json(write(parameters, 1))
+
+
+# ---- what is kept ----
+
+FORMATS: dict[str, Callable[[str], object]] = {
+    "date": date.fromisoformat,
+    "date-time": datetime.fromisoformat,
+    "time": clock.fromisoformat,
+    "duration": pydantic.TypeAdapter(timedelta).validate_python,
+    "uuid": UUID,
+    "uuid7": lambda text: match("7", str(UUID(text).version)),
+    "ipv4": ipaddress.IPv4Address,
+    "ipv6": ipaddress.IPv6Address,
+    "hostname": lambda text: match(r"(?=.{1,253}$)[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*", text),
+    "email": lambda text: match(r"(?=.{1,64}@)[^@\s]+@[^@\s]+\.[a-z]+", text),
+    "uri": lambda text: match(r"[A-Za-z][A-Za-z0-9+.-]*:\S*", text),
+}
+
+
+def match(pattern: str, text: str) -> None:
+    assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_kept(name: str) -> None:
+    for seed in range(30):
+        FORMATS[name](json.loads(write({"type": "string", "format": name}, seed)))
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("date", ["2024-02-29", "2000-02-29", "0001-01-01", "9999-12-31"], ["2021-02-30", "1900-02-29", "2021-04-31"]),
+        ("date-time", ["2024-02-29T23:59:59Z", "2020-01-01T00:00:00.5+01:30"], ["2023-02-29T00:00:00Z"]),
+        ("ipv4", ["0.0.0.0", "255.255.255.255", "10.0.0.7"], ["256.0.0.1", "01.2.3.4", "1.2.3"]),
+        ("ipv6", ["::", "::1", "1::", "fe80::1:2", "1:2:3:4:5:6:7:8", "1::3:4:5:6:7:8"], ["1:2", "1::2::3", ":1"]),
+        ("email", ["a.b+c@example.org"], ["a b@c.de", "a@b", "@c.de"]),
+        ("duration", ["P1Y2M3DT4H5M6S", "PT0S", "P3W"], ["P", "PT", "1D"]),
+    ],
+)
+def test_a_format_lets_good_texts_through_and_no_bad_ones(name: str, good: list[str], bad: list[str]) -> None:
+    schema = {"type": "string", "format": name}
+    assert [text for text in good if not allows(schema, f'"{text}"')] == []
+    assert [text for text in bad if allows(schema, f'"{text}"')] == []
+    assert allows({"type": ["string", "null"], "format": name, "minLength": 1}, "null")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(r"a(xy+)?z", r"a(xy{1,2}){1,}z", r"a(xy{0,2}){0,}z", r"((ab+)?c)?d", r"(ab+)??c", r"[)?]+x", r"\(\)?x"),
+        *(r"^\d{3}-\w+\.[A-Z]$", r"(a|b+|)c", r"(?:a[bc]{1,2})?d", r"x{2,}y*?"),
+    ],
+)
+def test_a_pattern_is_kept(pattern: str) -> None:
+    for seed in range(20):
+        match(pattern, json.loads(write({"type": "string", "pattern": pattern}, seed)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_are_kept(seed: int) -> None:
+    number = {"type": "number", "exclusiveMinimum": -0.25, "maximum": 1.5}
+    integer = {"type": ["integer", "null"], "minimum": -17, "exclusiveMaximum": 120}
+    schema = {
+        "type": "object",
+        "properties": {
+            "numbers": {"type": "array", "prefixItems": [{"const": 0}], "items": number, "minItems": 2, "maxItems": 4},
+            "counted": {
+                "type": "object",
+                "properties": dict.fromkeys("abcd", integer),
+                "additionalProperties": False,
+                "minProperties": 2,
+                "maxProperties": 3,
+            },
+            "named": {"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": integer},
+            "odd": {"type": "integer", "multipleOf": 7},
+            "text": {"type": ["string", "null"], "minLength": 2, "maxLength": 3},
+        },
+        "required": ["numbers", "counted", "named", "odd", "text"],
+    }
+    found = json.loads(write(schema, seed))
+    assert found["numbers"][0] == 0 and 2 <= len(found["numbers"]) <= 4
+    assert all(-0.25 < value <= 1.5 for value in found["numbers"][1:])
+    assert (
+        2 <= len(found["counted"]) <= 3 and found["counted"].keys() <= set("abcd") and found["named"].keys() <= {*"xy"}
+    )
+    assert all(value is None or -17 <= value < 120 for part in ("counted", "named") for value in found[part].values())
+    assert found["odd"] % 7 == 0 and (found["text"] is None or 2 <= len(found["text"]) <= 3)
+
+
+def test_branches_of_one_of_are_told_apart() -> None:
+    """A text that would fit both, for want of the property that tells them apart, is not written."""
+    tagged = [{"type": "object", "properties": {"k": {"const": c}, "v": {"type": "integer"}}} for c in "ab"]
+    schema = {"oneOf": [*tagged, {"type": "null"}]}
+    assert allows(schema, '{"k":"b","v":1}') and allows(schema, "null")
+    assert not allows(schema, '{"v":1}') and not allows(schema, "{}")
+    assert allows({"oneOf": [{"const": "a"}, {"const": 1}, {"enum": ["b", 2]}]}, "2")
+
+
+ANNOTATED = {"type": "integer", "title": "t", "examples": [1], "readOnly": True, "x-order": 3, "$comment": "c"}
+
+
+def test_annotations_and_fitting_values_are_taken() -> None:
+    assert allows(ANNOTATED, "7")
+    assert allows({"type": ["string", "null"], "enum": ["a", None]}, "null")
+    assert allows({"type": "number", "const": 1}, "1")
+
+
+# ---- what is refused ----
+
+OVERLAPPING = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, "required"),
+        (
+            {"type": "object", "properties": {"a": {}}, "required": ["a", "b"], "additionalProperties": False},
+            "required",
+        ),
+        ({"type": "object", "properties": {"a": {}}, "minProperties": 2}, "minProperties"),
+        ({"type": "object", "properties": {"abc": {}}, "propertyNames": {"enum": ["a"]}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"enum": ["a", 1]}}, "propertyNames"),
+        ({"type": "integer", "enum": ["a", 1]}, "not of its type"),
+        ({"type": "string", "const": 5}, "not of its type"),
+        ({"type": "boolean", "const": 1}, "not of its type"),
+        *(
+            ({"type": "string", "format": name}, "format")
+            for name in ("iri", "idn-email", "regex", "zebra", "json-pointer")
+        ),
+        ({"type": "string", "format": "uuid", "maxLength": 3}, "maxLength"),
+        ({"type": "string", "format": "date", "minLength": 11}, "minLength"),
+        ({"type": "integer", "multipleOf": 3, "minimum": 10}, "multipleOf"),
+        ({"type": "string", "pattern": "(ab{1,2}){2,}"}, "pattern"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"oneOf": OVERLAPPING}, "oneOf"),
+        ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "oneOf"),
+        ({"type": "string", "minlength": 5}, "minlength"),
+        ({"type": "string", "contentEncoding": "base64"}, "contentEncoding"),
+        ({"type": "string", "nullable": True}, "nullable"),
+        ({"type": "string", "$dynamicRef": "#x"}, "\\$dynamicRef"),
+        ({"anyOf": []}, "anyOf .* empty"),
+        ({"enum": []}, "enum .* empty"),
+        ({"type": "string", "minLength": -5}, "minLength .* negative"),
+        ({"type": "string", "maxLength": 1e9}, "maxLength .* whole number"),
+        ({"type": "string", "maxLength": True}, "maxLength .* whole number"),
+        ({"type": "string", "y" * 9000: 1}, "yyy"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(schema: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word) as caught:
+        enforceable(json.dumps(schema))
+    assert len(str(caught.value)) < 400
+
+
+ODD: list[Any] = [None, True, -1, 2.5, "a", [], ["a"], [3], {}, {"a": 3}, {"a": {}}, [{}]]
+"""Values of every kind, of which each keyword takes a few."""
+TAKEN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("properties", "$defs", "definitions"), ({}, {"a": {}})),
+    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), (True, {}, {"a": 3}, {"a": {}})),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), ([], [{}])),
+    **dict.fromkeys(("$ref", "pattern", "format"), ("a",)),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (-1, 2.5)),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), (-1,)),
+    "type": (),
+    "enum": ([], ["a"], [3], [{}]),
+    "required": ([], ["a"]),
+}
+
+
+@pytest.mark.parametrize("keyword", TAKEN)
+@pytest.mark.parametrize("place", ["alone", "property", "definition"])
+def test_a_malformed_keyword_is_refused_by_its_name(keyword: str, place: str) -> None:
+    for value in ODD:
+        if any(type(value) is type(good) and value == good for good in TAKEN[keyword]):
+            continue
+        part = {"type": "object", keyword: value}
+        whole = {"alone": part, "property": {"properties": {"p": part}}, "definition": {"$defs": {"p": part}}}[place]
+        with pytest.raises(ValueError, match=f"^{re.escape(keyword)} in the JSON schema is not"):
+            enforceable(json.dumps(whole))
+
+
+@settings(max_examples=500)
+@given(
+    st.recursive(
+        st.sampled_from([*ODD, "integer", "object", "#", "#/properties/a", "date", 0]),
+        lambda inner: st.dictionaries(st.sampled_from([*TAKEN, "a", "const"]), inner, max_size=3) | st.lists(inner),
+        max_leaves=12,
+    )
+)
+def test_whatever_a_schema_holds_it_is_taken_or_refused(schema: Any) -> None:
+    try:
+        enforceable(json.dumps(schema))
+    except ValueError as error:
+        assert str(error)
+
+
+def test_a_chain_of_references_is_read_in_linear_time() -> None:
+    def seconds(length: int) -> float:
+        chain: dict[str, Any] = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(length)}
+        chain[str(length)] = {"type": "integer"}
+        source = json.dumps({"$ref": "#/$defs/0", "$defs": chain})
+        began = time.process_time()
+        enforceable(source)
+        return time.process_time() - began
+
+    assert min(seconds(4000) for _ in range(3)) < 30 * min(seconds(400) for _ in range(3))
+
+
+def test_a_schema_is_read_once() -> None:
+    source = json.dumps({"type": "integer", "minimum": 4711})
+    first = grammars().compile(Grammar("json_schema", source))
+    assert grammars().compile(Grammar("json_schema", source)) is first
+    given = Grammar("json_schema", "nobody reads this", compiled=first)
+    assert grammars().start(given).advance(ord("5"))
+
+
+def test_types_are_found_through_references() -> None:
+    root = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]}, "b": {"properties": {}}}}
+    assert types_of({"$ref": "#/$defs/a"}, root) == {"object"}
+    assert types_of({"enum": ["a", None, 1]}, root) == {"string", "null", "integer"}
+    assert "string" in types_of({"description": "anything"}, root)

@@ -1,0 +1,135 @@
+"""Drafts that are captured for some sizes of batches serve batches of any size."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment with vLLM; make test-vllm makes one")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from vllm.config import set_current_vllm_config
+from vllm.v1.worker.gpu.cudagraph_utils import _teardown_profiling_state
+
+from jetspec_vllm.draft_graphs import Captured, DraftGraphs, DraftInputs, batch_sizes
+from jetspec_vllm.drafter import TreeDrafter
+from jetspec_vllm.runner import StockRunner
+from tests.jetspec_vllm.cpu import counted, generate, model_runner, start
+from tests.jetspec_vllm.tiny import Oracle, random_prompts, write_head, write_target
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = random_prompts((20, 3, 60))
+
+
+class Replayed:
+    """In the place of a CUDA graph: reads and writes the same tensors each time."""
+
+    def __init__(self, draft: Callable[[DraftInputs], Tensor], inputs: DraftInputs, out: Tensor) -> None:
+        self.draft, self.inputs, self.out = draft, inputs, out
+
+    def replay(self) -> None:
+        self.out.copy_(self.draft(self.inputs))
+
+
+def capture(graphs: DraftGraphs, draft: Callable[[DraftInputs], Tensor], size: int) -> Captured:
+    inputs = graphs.inputs.first(size)
+    out = draft(inputs).clone()
+    return Captured(Replayed(draft, inputs, out), inputs, out)  # type: ignore[arg-type]
+
+
+def test_the_texts_are_the_same_and_so_is_the_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests of four: one of those that nobody has made takes part in most drafts."""
+    target, head = str(write_target(tmp_path / "target")), str(write_head(tmp_path / "head"))
+    texts = generate(start(target), PROMPTS, 30)
+    oracle, own = Oracle([p + t for p, t in zip(PROMPTS, texts, strict=True)]), TreeDrafter.guess
+    seen: dict[tuple[int, int], set[tuple[float, ...]]] = {}
+
+    def guess(drafter: Any, block: Any, anchor_B: Tensor, temperature_B: Tensor, cache: Any) -> Any:
+        tree, length_B = own(drafter, block, anchor_B, temperature_B, cache), block.layout.cached_len_B
+        assert tree.score_BN is not None
+        for anchor, length, score in zip(anchor_B.tolist(), length_B.tolist(), tree.score_BN.tolist(), strict=True):
+            seen.setdefault((anchor, length), set()).add(tuple(round(x, 2) for x in score[:4]))
+        return oracle.guess(drafter, block, anchor_B, temperature_B, cache)
+
+    monkeypatch.setattr(TreeDrafter, "guess", guess)
+    monkeypatch.setattr(DraftGraphs, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    trees = start(target, head, disable_log_stats=False)
+    assert generate(trees, PROMPTS, 30) == texts
+    rounds = counted(trees)["num_drafts"]
+    runner = model_runner(trees)
+    runner.speculator.capture_drafts()
+    assert trees.reset_prefix_cache()
+    assert generate(trees, PROMPTS, 30) == texts
+    assert counted(trees)["num_drafts"] == 2 * rounds < 0.7 * 2 * 30 * len(PROMPTS)
+    assert all(len(proposals) == 1 for (_, length), proposals in seen.items() if length), "a draft depends on its graph"
+
+
+class Addressed(Replayed):
+    """Knows its caches by their addresses, as a CUDA graph does."""
+
+    def __init__(self, drafter: TreeDrafter, inputs: DraftInputs, out: Tensor) -> None:
+        super().__init__(drafter.draft, inputs, out)
+        self.drafter, self.address = drafter, self.addresses(drafter)
+
+    @staticmethod
+    def addresses(drafter: TreeDrafter) -> list[int]:
+        return [layer.kv_cache.data_ptr() for layer in drafter.layers.values()]
+
+    def replay(self) -> None:
+        assert self.address == self.addresses(self.drafter), "the graph writes to a cache that is gone"
+        super().replay()
+
+
+def test_graphs_of_a_cache_that_is_made_anew_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM captures against a small cache, throws both away, and drafts before it captures again."""
+    target, head = str(write_target(tmp_path / "target")), str(write_head(tmp_path / "head"))
+    replayed: list[int] = []
+
+    class Noted(Addressed):
+        def replay(self) -> None:
+            replayed.append(len(self.inputs.anchor_B))
+            super().replay()
+
+    def capture(graphs: DraftGraphs, draft: Any, size: int) -> Captured:
+        inputs = graphs.inputs.first(size)
+        out = draft(inputs).clone()
+        return Captured(Noted(draft.__self__, inputs, out), inputs, out)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DraftGraphs, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    trees = start(target, head)
+    texts = generate(trees, PROMPTS, 12)
+    assert trees.reset_prefix_cache()
+    runner = model_runner(trees)
+    monkeypatch.setattr(StockRunner, "capture_model", lambda runner, **options: runner.speculator.capture_drafts() or 0)
+
+    runner.capture_model(profile_only=True)
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    old = [StorageWeakRef(layer.kv_cache.untyped_storage()) for layer in layers]
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_: None)
+    config = runner.kv_cache_config
+    _teardown_profiling_state(runner)
+    assert all(cache.expired() for cache in old), "something holds the cache that was thrown away"
+    elsewhere = torch.empty(64 << 20)  # the new cache is not to lie where the old one was
+    with set_current_vllm_config(runner.vllm_config):
+        runner.initialize_kv_cache(config)
+    assert generate(trees, PROMPTS, 12) == texts and not replayed
+
+    del elsewhere
+    runner.capture_model()
+    assert trees.reset_prefix_cache()
+    assert generate(trees, PROMPTS, 12) == texts and replayed
+
+
+def test_sizes() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(16) == [1, 2, 4, 8, 16]
