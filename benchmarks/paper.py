@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from benchmarks.recipe import PAPER_BUDGET, PAPER_DEPTH, PAPER_DRAFT_TEMPERATURE, PAPER_WIDTH, PLAIN, TRANSFORMERS
@@ -131,7 +131,7 @@ def paper_costs() -> tuple[PaperTable, dict[tuple[int, int], float]]:
 
 
 def _read() -> Any:
-    return json.loads(files("jetspec.bench").joinpath("paper_tables.json").read_text(encoding="utf-8"))
+    return json.loads(Path(__file__).with_name("paper_tables.json").read_text(encoding="utf-8"))
 
 
 def _table(raw: Any) -> PaperTable:
@@ -201,7 +201,8 @@ def tree_differences(ours: Counterpart, tree: Mapping[str, Any], temperature: fl
         found.append(f"score {tree['score']}, in the paper {ours.score}")
     if tree["depth"] is not None and tree["depth"] != PAPER_DEPTH:
         found.append(f"depth {tree['depth']}, in the paper that of a block or not stated")
-    if temperature == 0 and (draft_temperature := tree.get("heat", PAPER_DRAFT_TEMPERATURE)) != PAPER_DRAFT_TEMPERATURE:
+    draft_temperature = tree.get("draft_temperature", tree.get("heat", PAPER_DRAFT_TEMPERATURE))
+    if temperature == 0 and draft_temperature != PAPER_DRAFT_TEMPERATURE:
         found.append(f"heat {draft_temperature:g}, in the paper {PAPER_DRAFT_TEMPERATURE:g}")
     return found
 

@@ -57,7 +57,7 @@ class Kind:
         return max(1, (budget - 1) // PAPER_DEPTH) if self.narrows and budget < PAPER_BUDGET else self.width
 
 
-_TREE = ("budgets", "width", "depth", "heat")
+_TREE = ("budgets", "width", "depth", "draft_temperature")
 _SCORED = (*_TREE, "head", "expand", "score", "entropy_weight")
 _EAGER = (
     "`generate` as it comes: eager, with a cache that grows; nothing is compiled or captured, so on a GPU it is as fast"
@@ -92,7 +92,7 @@ KINDS: dict[str, Kind] = {
         takes=_SCORED,
     ),
     "jetspec": Kind(head="causal", takes=_SCORED),
-    "jetspec-edge": Kind(head="edge", takes=(*_SCORED, "shortlist", "likely")),
+    "jetspec-edge": Kind(head="edge", takes=(*_SCORED, "shortlist", "shortlist_parents")),
     TRANSFORMERS: Kind(budgets=(None,), about=_EAGER),
     "transformers-assisted": Kind(budgets=(None,), takes=("assistant",), one_at_a_time=True, about=_EAGER),
     "transformers-lookup": Kind(budgets=(None,), takes=("lookup_tokens",), one_at_a_time=True, about=_EAGER),
@@ -196,12 +196,13 @@ class MethodConfig:
         return self.traits.drafter is not None or self.traits.head is not None
 
     def tree(self, budget: int) -> TreeConfig:
-        names = ("width", "depth", "expand", "score", "entropy_weight", "heat", "shortlist", "likely")
+        names = [*_SCORED[1:], "shortlist", "shortlist_parents"]
+        names.remove("head")
         chosen = {key: value for key in names if (value := getattr(self, key)) is not None}
         fallback = {
             "width": self.traits.width_at(budget),
             "expand": self.traits.expand,
-            "heat": self.traits.draft_temperature,
+            "draft_temperature": self.traits.draft_temperature,
         }
         return TreeConfig(budget=budget, **{**fallback, **chosen})
 

@@ -9,7 +9,7 @@ prompts=${1:?$usage} questions=${2:?$usage}
 export STEPS=${3:-1000} JETSPEC=${JETSPEC:-jetspec} ANSWERS=runs/smollm2/greedy.jsonl
 
 train() { # NAME RECIPE [OPTIONS]
-    $JETSPEC train "recipes/$2.yaml" --set steps="$STEPS" --set "data=[$ANSWERS]" --set "out=runs/bench/$1" "${@:3}"
+    $JETSPEC train "jetspec/recipes/$2.yaml" --set steps="$STEPS" --set "data=[$ANSWERS]" --set "out=runs/bench/$1" "${@:3}"
 }
 export -f train
 
