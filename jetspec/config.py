@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jetspec.aliases import accepts_old_names
+
 Expand = Literal["optimal", "paper"]
 Score = Literal["accum_logp", "entropy", "hybrid"]
 DrafterName = Literal["head", "ngram", "none"]
@@ -45,6 +47,7 @@ class BatchTree:
         return tuple(BatchTree(*map(int, part)) for part in parts)
 
 
+@accepts_old_names("tree")
 @dataclass(frozen=True)
 class TreeConfig:
     """The shape of the draft tree. `budget=1` is plain decoding, `width=1` is a chain."""
@@ -107,6 +110,7 @@ class TreeConfig:
         return replace(self, budget=min(self.budget, found.budget), depth=min(depths, default=None), batch_trees=())
 
 
+@accepts_old_names("engine")
 @dataclass(frozen=True)
 class EngineConfig:
     """How the engine spends memory and time. None of it changes the text."""
