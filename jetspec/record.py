@@ -15,8 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from jetspec.files import write_whole
 
 WITH_CHANGES = " with changes"
@@ -118,6 +116,8 @@ def is_whole_commit(commit: str | None) -> bool:
 
 
 def hardware() -> dict[str, Any]:
+    import torch
+
     found: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # values are checked before torch is loaded
+    import torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 GrammarKind = Literal["json_object", "json_schema", "calls", "regex", "ebnf"]
@@ -43,12 +44,15 @@ class SamplingParams:
     """What a user may ask of one completion. Temperature 0 is greedy."""
 
     temperature: float = 0.0
+    """0 is greedy."""
     top_p: float = 1.0
+    """Keep the most probable tokens up to this total probability."""
     top_k: int = 0
     """Keep only the k most probable tokens. 0: off."""
     min_p: float = 0.0
     """Drop tokens less probable than this fraction of the best one."""
     max_tokens: int = 256
+    """Most tokens of the answer."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
     ignore_eos: bool = False
@@ -399,6 +403,8 @@ class RowSampling:
 
     @classmethod
     def of(cls, params: list[SamplingParams], seeds: list[int], device: torch.device | str) -> RowSampling:
+        import torch
+
         def column(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
