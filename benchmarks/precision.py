@@ -85,7 +85,7 @@ class FreshPass:
 
     @contextmanager
     def _admitted(self, tokens: Sequence[int]) -> Iterator[Request]:
-        request = Request(0, list(tokens), len(tokens), SamplingParams(), seed=0, longest=len(tokens))
+        request = Request(0, list(tokens), len(tokens), SamplingParams(), seed=0, max_len=len(tokens))
         if not self.cache.admit(request, tokens_ahead=1):
             raise ValueError(f"{len(tokens)} tokens are more than a pass was prepared for")
         try:

@@ -1,4 +1,7 @@
-"""Every setting, as frozen dataclasses. Checked once, here; trusted everywhere else."""
+"""Settings of trees and of the engine, as frozen dataclasses that check their values.
+
+The docstring of a field is also its help text on the command line.
+"""
 
 from __future__ import annotations
 
@@ -22,58 +25,59 @@ MAX_DRAFT_TEMPERATURE = 10
 
 @dataclass(frozen=True)
 class BatchTree:
-    """Smaller trees from so many requests on: the more there are, the more of a round each node costs."""
+    """Smaller trees for large batches: the more requests share a round, the larger the share of it each node costs."""
 
     batch: int
-    """Requests decoded together."""
+    """Requests decoded together from which this tree applies."""
     budget: int
+    """Most nodes in each tree, the anchor included."""
     depth: int | None = None
-    """Of what a head drafts."""
+    """Longest drafted path. Default: as in the tree of smaller batches."""
 
     def __post_init__(self) -> None:
-        _in_range("the batch of a shrink", self.batch, 1, MAX_BATCH)
+        _in_range("batch_trees batch", self.batch, 1, MAX_BATCH)
         TreeConfig(self.budget, depth=self.depth)
 
     @staticmethod
     def parse(text: str) -> tuple[BatchTree, ...]:
-        """BATCH:BUDGET or BATCH:BUDGET:DEPTH, separated by commas; `none` for none."""
+        """Parse BATCH:BUDGET[:DEPTH] entries, separated by commas; `none` for none."""
         if text == "none":
             return ()
         parts = [part.split(":") for part in text.split(",")]
         if not all(len(part) in (2, 3) and all(map(str.isdecimal, part)) for part in parts):
-            raise ValueError(
-                f"shrink is {text!r}; write BATCH:BUDGET or BATCH:BUDGET:DEPTH, with commas between, or none"
-            )
+            raise ValueError(f"batch_trees is {text!r}; write BATCH:BUDGET[:DEPTH],... or none")
         return tuple(BatchTree(*map(int, part)) for part in parts)
 
 
 @accepts_old_names("tree")
 @dataclass(frozen=True)
 class TreeConfig:
-    """The shape of the draft tree. `budget=1` is plain decoding, `width=1` is a chain."""
+    """Shape of the draft tree."""
 
     budget: int = 64
-    """Most nodes in the tree, the anchor included."""
+    """Most nodes in the tree, the anchor included, 1 to 1024. 1 is plain decoding."""
     width: int = 8
-    """Most children of one node. Heads that draft level by level go on from so many nodes of a level."""
+    """Most children of one node, 1 to 64; heads that draft level by level also expand this many nodes per level. 1 is
+    a chain."""
     depth: int | None = None
-    """Longest path below the anchor. None: as deep as the drafter reaches."""
+    """Longest path below the anchor, in tokens, 1 to 1023. Default: the depth of the drafter."""
     expand: Expand = "optimal"
-    """`optimal` keeps the best nodes; `paper` keeps all children of the best nodes (algorithm 1)."""
+    """Expansion rule: `optimal` keeps the best nodes, `paper` all children of the best nodes (algorithm 1)."""
     score: Score = "accum_logp"
-    """What a path is ranked by: log-probability, entropy of its depths, or both."""
+    """Ranking of paths: by log-probability (`accum_logp`), by the entropy of their depths (`entropy`), or both
+    (`hybrid`)."""
     entropy_weight: float = 0.0
-    """Weight of the entropy in the `hybrid` score."""
+    """Weight of the entropy in the `hybrid` score, 0 or more."""
     draft_temperature: float = 0.8
-    """Temperature at which a head drafts for greedy requests. A head learns how likely the target's tokens are; the
-    likeliest is the text more often than that. Sampled requests are drafted at their own temperature."""
+    """Temperature of the draft for greedy requests, above 0 to 10; below 1 the most probable token counts for more.
+    Sampled requests are drafted at their own temperature."""
     shortlist: int = 256
-    """Tokens per depth that an edge term may re-rank. 0: the whole vocabulary."""
+    """Candidate tokens per depth that the edge term of a head ranks, at least `width`. 0: the whole vocabulary."""
     shortlist_parents: int = 7
-    """Tokens of the depth before whose likely children make the shortlist. 0: it is what the head says of the depth
-    alone, whatever comes before."""
+    """Most probable tokens of the previous depth for whose children the shortlist is chosen, 0 to 32. 0: it holds the
+    most probable tokens of the depth, whatever their parent."""
     batch_trees: tuple[BatchTree, ...] = ()
-    """Smaller trees for larger batches."""
+    """Smaller trees for larger batches, as BATCH:BUDGET[:DEPTH],... in rising order of the batch, or `none`."""
 
     def __post_init__(self) -> None:
         _in_range("budget", self.budget, 1, MAX_BUDGET)
@@ -85,24 +89,22 @@ class TreeConfig:
         if not isinstance(self.entropy_weight, int | float) or not self.entropy_weight >= 0:
             raise ValueError(f"entropy_weight is {self.entropy_weight!r}; it must be a number, 0 or more")
         if self.entropy_weight and self.score != "hybrid":
-            raise ValueError(f"entropy_weight only counts in the hybrid score, not in {self.score}")
-        if (
-            not isinstance(self.draft_temperature, int | float)
-            or not 0 < self.draft_temperature <= MAX_DRAFT_TEMPERATURE
-        ):
+            raise ValueError(f"entropy_weight needs the score hybrid, not {self.score}")
+        temperature = self.draft_temperature
+        if not isinstance(temperature, int | float) or not 0 < temperature <= MAX_DRAFT_TEMPERATURE:
             raise ValueError(
-                f"heat is {self.draft_temperature!r}; it must be above 0, and at most {MAX_DRAFT_TEMPERATURE}"
+                f"draft_temperature is {temperature!r}; it must be above 0 and at most {MAX_DRAFT_TEMPERATURE}"
             )
         _in_range("shortlist", self.shortlist, 0, 1 << 24)
         _in_range("shortlist_parents", self.shortlist_parents, 0, MAX_SHORTLIST_PARENTS)
         if self.shortlist and self.shortlist < self.width:
-            raise ValueError(f"shortlist {self.shortlist} is narrower than width {self.width}")
+            raise ValueError(f"shortlist is {self.shortlist}; it must be at least the width, {self.width}")
         batches = [each.batch for each in self.batch_trees]
         if batches != sorted(set(batches)):
-            raise ValueError(f"shrink names batches of {', '.join(map(str, batches))}; name each once, in order")
+            raise ValueError(f"batch_trees has batches {', '.join(map(str, batches))}; they must rise")
 
     def at(self, batch: int) -> TreeConfig:
-        """The tree of each of so many requests that are decoded together: never a larger one."""
+        """Return the tree of each request in a batch of this size: never larger than `self`."""
         found = next((each for each in reversed(self.batch_trees) if each.batch <= batch), None)
         if found is None:
             return self
@@ -113,31 +115,31 @@ class TreeConfig:
 @accepts_old_names("engine")
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine spends memory and time. None of it changes the text."""
+    """Memory and scheduling of the engine. None of it changes the text."""
 
     max_batch: int = 8
-    """Requests decoded together; more wait in the queue."""
+    """Most requests decoded together, 1 to 4096; further ones are queued."""
     max_len: int | None = None
-    """Longest sequence, prompt included. None: the model's own context."""
+    """Longest sequence in tokens, prompt included. Default: the context length of the model."""
     page_size: int = 16
-    """Positions per page of the KV cache."""
+    """Tokens per page of the KV cache, 1 to 1024."""
     num_pages: int | None = None
-    """Pages in the pool. None: enough for every row of the batch to reach `max_len`, up to `cache_gb`."""
+    """Pages of the KV cache. Default: enough for `max_batch` sequences of `max_len` tokens, up to `cache_gb`."""
     cache_gb: float | None = None
-    """Most memory that the KV cache takes when `num_pages` is not given. None: 2 on a CPU, most of what is free
+    """Most memory of the KV cache in GB, when `num_pages` is not given. Default: 2 on a CPU, most of the free memory
     on a GPU."""
     prefill_chunk: int = 512
-    """Prompt tokens processed in one step."""
+    """Most prompt tokens processed in one step."""
     prefix_cache: bool = True
-    """Reuse the pages of prompts that start alike."""
+    """Reuse the KV cache pages of prompts with a common prefix."""
     execution: Execution = "auto"
-    """`graph` captures rounds and prefills once and replays them on the GPU, with nothing for the host to do; `eager`
-    runs them as they are written. Auto: graph on a GPU."""
+    """`graph` captures rounds and prefills as CUDA graphs and replays them, `eager` launches each kernel. `auto`, the
+    default: graph on a GPU."""
     overlap_rounds: int | None = None
-    """Rounds that start before the host has read an earlier one. None: 1 with graphs, else 0, as always with n-grams:
-    they are looked up in what was read."""
+    """Rounds launched before the host has read the results of an earlier one, 0 to 8. Default: 1 with graphs, else 0.
+    Always 0 with n-gram drafts, which need these results."""
     max_admission_delay: int = 0
-    """Rounds that a waiting request may be held back, so that more of them are prefilled together."""
+    """Most rounds that a queued request is held back so that several are prefilled together. 0, the default: none."""
 
     def __post_init__(self) -> None:
         _in_range("max_batch", self.max_batch, 1, MAX_BATCH)
@@ -152,7 +154,7 @@ class EngineConfig:
         if self.num_pages is not None:
             _in_range("num_pages", self.num_pages, 1, 1 << 31)
         if self.cache_gb is not None and self.cache_gb <= 0:
-            raise ValueError(f"cache_gb is {self.cache_gb}; it must be positive")
+            raise ValueError(f"cache_gb is {self.cache_gb}; it must be above 0")
 
 
 def _in_range(name: str, value: int, low: int, high: int) -> None:

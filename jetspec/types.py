@@ -1,4 +1,4 @@
-"""The types that layers share. Host-side ones hold no tensors.
+"""Types that several layers share. Those of the host hold no tensors.
 
 Shape suffixes, unless a module says otherwise: B requests, R rows of the page table, N nodes per tree (padded), D draft
 depth, K width, C shortlist, T tokens flattened, H query heads, G key/value heads, E head size, M model size, X width of
@@ -9,7 +9,7 @@ A digit behind a letter that it can add to does so: BD1 is (B, D + 1); else it i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -27,48 +27,51 @@ MAX_BIASED_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must look like. `source` is the schema, expression or grammar; any JSON object needs none.
+    """Form that the generated text must have.
 
-    `calls` is any text, but what stands between two tags in it follows a schema; its source is a JSON object of `begin`
-    and `end`, the tags, and the `schema`; with `once` the text ends with the first.
+    `source` is the JSON schema, regular expression or EBNF grammar; `json_object`, any JSON object, needs none.
+    `calls` is free text in which everything between two tags follows a schema. Its source is a JSON object with the
+    tags `begin` and `end`, the `schema`, and optionally `once`: the text then ends after the first call.
     """
 
     kind: GrammarKind
     source: str = ""
     compiled: Any = field(default=None, compare=False, repr=False)
-    """What `Grammars.compile` made of it, if somebody had it made beforehand."""
+    """Result of `Grammars.compile`, when the grammar was compiled beforehand."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a user may ask of one completion. Temperature 0 is greedy."""
+    """Sampling and length parameters of one completion."""
 
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature, 0 to 100. 0, the default, is greedy decoding."""
     top_p: float = 1.0
-    """Keep the most probable tokens up to this total probability."""
+    """Sample from the most probable tokens that together hold this probability, above 0 to 1. 1, the default: off."""
     top_k: int = 0
-    """Keep only the k most probable tokens. 0: off."""
+    """Sample from this many most probable tokens. 0, the default: off."""
     min_p: float = 0.0
-    """Drop tokens less probable than this fraction of the best one."""
+    """Drop tokens less probable than this fraction of the most probable one, 0 to 1. 0, the default: off."""
     max_tokens: int = 256
-    """Most tokens of the answer."""
+    """Most tokens to generate, at least 1."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
+    """Strings that end the text. They are not part of it."""
     ignore_eos: bool = False
+    """Generate past end tokens, up to `max_tokens`."""
     seed: int | None = None
-    """The same seed gives the same text, whatever the tree. None: a fresh one per request."""
+    """Seed of the random numbers, 0 to 2^63 - 1: the same seed gives the same text, whatever the tree. Default: a
+    fresh seed for each request."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that the answer holds already."""
+    """Amount subtracted from the logit of every token that the answer contains already, -2 to 2."""
     frequency_penalty: float = 0.0
-    """Taken from the logit of a token once for each time the answer holds it."""
+    """Amount subtracted from the logit of a token for each of its occurrences in the answer, -2 to 2."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """Added to the logits of these tokens."""
+    """Amounts added to the logits of these tokens, -100 to 100 each; at most 1024 tokens."""
     logprobs: int | None = None
-    """Report log-probabilities: of every token written and of so many most probable ones in its place, as the target
-    gives them, before penalties, temperature and filters."""
+    """Report the log-probability of every generated token and of this many most probable ones at its position, 0 to
+    20: those of the target, before penalties, temperature and filters. Default: none."""
     grammar: Grammar | None = None
-    """Write only what this allows."""
+    """Grammar that the text must follow. Default: free text."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 100:
@@ -82,7 +85,7 @@ class SamplingParams:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if any(not s for s in self.stop):
-            raise ValueError("a stop string is empty")
+            raise ValueError("stop contains an empty string")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -95,7 +98,7 @@ class SamplingParams:
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs is {self.logprobs}; it must be between 0 and {MAX_LOGPROBS}")
         if self.grammar is not None and self.ignore_eos:
-            raise ValueError("a grammar says where the text ends, so it does not go together with ignore_eos")
+            raise ValueError("grammar and ignore_eos exclude each other: the grammar decides when the text ends")
 
     @property
     def is_sampled(self) -> bool:
@@ -112,12 +115,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TreeLimits:
-    """A smaller tree than the engine's, for one request. A budget of 1 is plain decoding, a width of 1 a chain."""
+    """Limits of the draft tree of one request, below those of the engine."""
 
     budget: int
-    """Most nodes in the tree, the anchor included."""
+    """Most nodes in the tree, the anchor included. 1 is plain decoding."""
     width: int
-    """Most children of one node."""
+    """Most children of one node. 1 is a chain."""
 
     def __post_init__(self) -> None:
         for name, value in (("budget", self.budget), ("width", self.width)):
@@ -126,12 +129,12 @@ class TreeLimits:
 
 
 Drafting = Literal["whole", "limited", "none"]
-"""What a batch wants of the drafter: its trees, trees of which some are cut to a request's limits, or nothing."""
+"""Drafts of a batch: whole trees, trees cut to the limits of some requests, or none."""
 
 
 @dataclass(frozen=True)
 class RoundFeatures:
-    """What somebody in a batch asks for. A round does only the work that is asked for."""
+    """Optional steps that a decode round needs: those that at least one request of the batch uses."""
 
     sampled: bool = False
     filtered: bool = False
@@ -153,30 +156,30 @@ class RoundFeatures:
 
 
 class Constraint(Protocol):
-    """What one request may write, given what it has written. Stateful: it stands behind the committed text."""
+    """State machine of the tokens that a grammar allows after the committed text of one request."""
 
     def allow(self, mask_W: Tensor) -> None:
-        """Write down which tokens may come next: bit t % 32 of word t // 32 (int32, on the host) is token t."""
+        """Writes the mask of tokens allowed next: bit t % 32 of word t // 32 (int32, on the host) is token t."""
 
     def advance(self, token: int) -> bool:
-        """Go on by one token. False, and nothing changes, if it may not come next."""
+        """Advances by one token. Returns False, with the state unchanged, when the token is not allowed."""
 
     def rollback(self, count: int) -> None:
-        """Take back the last tokens that were gone on by."""
+        """Undoes the last `count` advances."""
 
 
 @dataclass
 class RoundStats:
-    """What one request cost. `completion_tokens == rounds + sum(accepted_lengths)` always holds:
-    the last round counts only what was kept of it."""
+    """Cost of one request. `completion_tokens == rounds + sum(accepted_lengths)` always holds: the last round counts
+    only its tokens that were kept."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     accepted_lengths: list[int] = field(default_factory=list)
-    """Draft tokens kept, per round."""
+    """Accepted draft tokens, per round."""
     prefill_s: float = 0.0
-    """While others write, on a GPU: only until it was told what to read, since nobody waits for it then."""
+    """Prefill time. On a GPU, while other requests decode, only the time to launch it: the host does not wait."""
     decode_s: float = 0.0
 
     @property
@@ -211,29 +214,29 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How probable the target found a token that was written, and what it found most probable there."""
+    """Log-probability of a generated token under the target, and the most probable tokens at its position."""
 
     token: int
     logprob: float
     top: list[tuple[int, float]]
-    """Tokens and their log-probabilities, best first; the token itself may be among them."""
+    """Tokens with their log-probabilities, best first; the generated token may be among them."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Finished output. `token_ids` ends with the end token when the model wrote one; `text` never shows it."""
+    """Output of a finished request. `token_ids` includes a generated end token, `text` does not."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: RoundStats
     logprobs: list[TokenLogprob] | None = None
-    """One per token, if the request asked for them."""
+    """One per token, with `SamplingParams.logprobs`."""
 
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """One round as it happened, on the host, for drawing. Node 0 is the anchor."""
+    """Tree and accepted path of one round, on the host, for drawing. Node 0 is the anchor."""
 
     tokens: list[int]
     parents: list[int]
@@ -246,13 +249,13 @@ class RoundTrace:
 
     @cached_property
     def logprobs(self) -> list[float]:
-        """Log-probability of each node after its parent, under the draft; 0 for the anchor."""
+        """Log-probability of each node given its parent, under the draft; 0 for the anchor."""
         return [score - self.scores[parent] for score, parent in zip(self.scores, self.parents, strict=True)]
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became visible of a request in one round."""
+    """New output of a request after one round."""
 
     request_id: int
     token_ids: list[int]
@@ -261,13 +264,13 @@ class Update:
     completion: Completion | None = None
     """Set on the last update."""
     trace: RoundTrace | None = None
-    """Set when the request asked for traces."""
+    """Set for requests with traces."""
     logprobs: list[TokenLogprob] | None = None
-    """Of `token_ids`, if the request asked for them."""
+    """One per token of `token_ids`, with `SamplingParams.logprobs`."""
     drafted: int = 0
-    """Draft tokens that the round checked."""
+    """Draft tokens that the round verified."""
     accepted: int = 0
-    """Those that the target agreed with. At the end of a text some may lie behind it, and are not in `token_ids`."""
+    """Draft tokens that the target accepted, also those past the end of the text, which are not in `token_ids`."""
 
 
 class RequestState(Enum):
@@ -281,8 +284,8 @@ class RequestState(Enum):
 class Request:
     """One sequence being decoded.
 
-    The last token is the anchor: known, not yet cached, root of the next tree. A request is ready to decode
-    once the cache holds every token but the anchor, so a prompt of P tokens needs P - 1 of them prefilled.
+    Its last token is the anchor: known, not yet cached, root of the next tree. A request is ready to decode once the
+    cache holds every token but the anchor, so a prompt of P tokens needs P - 1 of them prefilled.
     """
 
     id: int
@@ -290,32 +293,35 @@ class Request:
     prompt_len: int
     sampling: SamplingParams
     seed: int
-    """`sampling.seed`, or the one drawn in its place."""
-    longest: int
+    """`sampling.seed`, or a random one in its place."""
+    max_len: int
     """Tokens at which it ends, prompt included."""
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end it."""
+    _: KW_ONLY
+    limits: TreeLimits | None = None
+    """Limits of its trees. None: the tree of the engine."""
+    traced: bool = False
+    """Its updates carry a `RoundTrace`."""
+    quiet: bool = False
+    """Its only update is the last one, without text."""
+    cache_salt: str = ""
+    """Requests share cached pages only when they have the same salt."""
+    constraint: Constraint | None = None
+    """State of its grammar."""
+    prefix_leader: Request | None = None
+    """Request with the same prompt, queued earlier: this one is admitted once the leader's pages can be shared."""
     state: RequestState = RequestState.WAITING
     row: int = -1
     """Row of the page table while admitted."""
-    num_cached: int = 0
-    """Tokens in the cache, of target and head alike."""
-    capacity: int = 0
-    """Tokens cached up to which its pages suffice for the next round."""
     row_epoch: int = 0
-    """Times it gained or lost its row: what a round found before the last of them no longer counts."""
-    limits: TreeLimits | None = None
-    """None: the engine's own tree."""
-    want_trace: bool = False
-    quiet: bool = False
-    """Only the completion is wanted: no updates before it, and no text."""
-    cache_salt: str = ""
-    """Pages are shared only between requests of the same salt."""
-    prefix_leader: Request | None = None
-    """A request with the same prompt, whose pages are worth waiting for."""
-    constraint: Constraint | None = None
+    """Times it gained or lost its row. Results of rounds launched in an earlier epoch are dropped."""
+    num_cached: int = 0
+    """Tokens in the KV cache, of target and head alike."""
+    capacity: int = 0
+    """Most cached tokens for which its pages still suffice for another round."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of what it has written, if it asked for them."""
+    """One per generated token, with `SamplingParams.logprobs`."""
     stats: RoundStats = field(default_factory=RoundStats)
     finish_reason: FinishReason | None = None
 
@@ -326,29 +332,29 @@ class Request:
 
 @dataclass(frozen=True)
 class EdgeFactors:
-    """A low-rank term by which a child depends on its actual parent: edge(y, c) = <E1[y] * gate, E2[c]>, rank R."""
+    """Low-rank term that makes a child depend on its parent token: edge(y, c) = <E1[y] * gate, E2[c]>, of rank R."""
 
     gate_BDR: Tensor
-    """g0 + G h_d, divided by the temperature of the draft."""
+    """g0 + G h_d, divided by the draft temperature."""
     predecessor_VR: Tensor
-    """E1: a vector for the token we come from."""
+    """E1, one vector per parent token."""
     successor_VR: Tensor
-    """E2: a vector for the token we go to."""
+    """E2, one vector per child token."""
 
     def score(self, depth: int, parent_BW: Tensor, token_BC: Tensor) -> Tensor:
-        """edge(y, c) for every parent y and shortlisted token c, (B, W, C) float32."""
+        """Returns edge(y, c) for every parent y and shortlisted token c, (B, W, C) float32."""
         gated_BWR = self.predecessor_VR[parent_BW].float() * self.gate_BDR[:, depth - 1, None].float()
         return gated_BWR @ self.successor_VR[token_BC].float().mT
 
     def term(self, row: int, parent_DP: Tensor) -> Tensor:
-        """edge(y, c) for some parents of every depth of a request and all tokens c, (D, P, V) float32."""
+        """Returns edge(y, c) for P parents per depth of one request and all tokens c, (D, P, V) float32."""
         gated_DPR = self.predecessor_VR[parent_DP].float() * self.gate_BDR[row, :, None].float()
         return gated_DPR @ self.successor_VR.float().mT
 
 
 @dataclass(frozen=True)
 class KVPages:
-    """One layer's K and V storage, (pages, S, G, E) each. A pool is a tuple of these."""
+    """K and V storage of one layer, (pages, S, G, E) each. A pool is a tuple of these."""
 
     k: Tensor
     v: Tensor
@@ -356,28 +362,28 @@ class KVPages:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where the requests of a forward live: request b owns tokens query_start_B1[b] to query_start_B1[b + 1]."""
+    """Pages and query ranges of the requests of a forward: request b owns tokens query_start_B1[b] up to, and without,
+    query_start_B1[b + 1]."""
 
     page_BP: Tensor
     cached_len_B: Tensor
     query_start_B1: Tensor
     page_size: int
     max_queries: int
-    """Most tokens of one request, known without looking at the tensors."""
+    """Upper bound of the tokens per request, known on the host."""
     first_seen: int = 0
-    """Cached positions before this one are seen by nobody."""
+    """First cached position that is attended to; those before it are masked for all queries."""
     earlier: int = 0
-    """Tokens that former forwards left in flight, equally many in every request. They lie between the cached ones and
-    those of this forward, and the ancestor bits begin with them."""
+    """Uncommitted tokens of earlier forwards, equally many in every request. Their slots follow the cached ones, and
+    the ancestor bits begin with them."""
 
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Tokens placed for one forward: a tree says which tokens, this says where they live.
+    """Tokens of one forward, with their positions and KV cache slots.
 
-    `slot_T` is the place in storage (page * S + offset), `position_T` the place in the sequence. Siblings share
-    a position, never a slot. `ancestor_BNW` None means a chain: each token sees those before it, all of them this
-    forward's.
+    `slot_T` is the index in storage (page * S + offset), `position_T` the index in the sequence. Siblings share a
+    position, never a slot. `ancestor_BNW` None means a chain: each token attends to those before it.
     """
 
     token_T: Tensor
@@ -386,12 +392,12 @@ class TreeBatch:
     layout: BatchLayout
     ancestor_BNW: Tensor | None
     is_tree_B: Tensor | None = None
-    """Requests that the ancestor bits are about; the others are chains of any length. None: all of them."""
+    """Requests whose ancestor bits count; the others are chains of any length. None: all of them."""
 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """SamplingParams of a batch as tensors, one row per request. The two flags spare work that no row needs."""
+    """`SamplingParams` of a batch as tensors, one entry per request. The two flags skip steps that no request needs."""
 
     temperature_B: Tensor
     top_k_B: Tensor
@@ -421,10 +427,10 @@ class RowSampling:
 
 @dataclass(frozen=True)
 class RowPenalties:
-    """What to add to the target's logits, one row per request: a bias, less what the text so far costs a token."""
+    """Biases and penalties on the target's logits, one row per request."""
 
     presence_B: Tensor
     frequency_B: Tensor
     count_BV: Tensor
-    """How often each token was written."""
+    """Occurrences of each token in the generated text."""
     bias_BV: Tensor

@@ -1,4 +1,4 @@
-"""Settings mean what they say, and what cannot be meant is refused."""
+"""Tree settings per batch, and the values that are rejected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jetspec.config import BatchTree, TreeConfig
 
 
-def test_smaller_trees_begin_with_their_batch() -> None:
+def test_batch_trees_apply_from_their_batch_on() -> None:
     tree = TreeConfig(64, width=6, batch_trees=BatchTree.parse("8:32,24:16:8"))
     assert [tree.at(batch).budget for batch in (1, 7, 8, 23, 24, 64)] == [64, 64, 32, 32, 16, 16]
     assert [tree.at(batch).depth for batch in (1, 8, 24)] == [None, None, 8]
@@ -25,19 +25,13 @@ def test_no_batch_makes_a_tree_larger(budget: int, depth: int, other: int, other
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "name"),
     [
-        ("8", "write BATCH:BUDGET"),
-        ("8:x", "write BATCH:BUDGET"),
-        ("8:16:4:2", "write BATCH:BUDGET"),
-        ("", "write BATCH:BUDGET"),
-        ("0:16", "batch of a shrink is 0"),
-        ("8:0", "budget is 0"),
-        ("8:16:0", "depth is 0"),
-        ("16:8,8:16", "name each once, in order"),
-        ("8:8,8:16", "name each once, in order"),
+        *((text, "batch_trees") for text in ("8", "8:x", "8:16:4:2", "", "0:16", "16:8,8:16", "8:8,8:16")),
+        ("8:0", "budget"),
+        ("8:16:0", "depth"),
     ],
 )
-def test_what_is_no_shrink_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_batch_trees_are_rejected(text: str, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
         TreeConfig(batch_trees=BatchTree.parse(text))

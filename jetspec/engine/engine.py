@@ -143,7 +143,7 @@ class Engine:
         longest = min(len(tokens) + sampling.max_tokens, self.max_len)
         ends = frozenset() if sampling.ignore_eos else self.eos_tokens
         request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, longest, ends)
-        request.limits, request.want_trace, request.quiet = limits, trace, quiet
+        request.limits, request.traced, request.quiet = limits, trace, quiet
         request.cache_salt = cache_salt
         if sampling.grammar is not None:
             request.constraint = self._constraint(sampling.grammar)
@@ -261,7 +261,7 @@ class Engine:
             if request.row_epoch != row_epoch:
                 continue
             size, tokens, packed = rows[i]
-            trace = self._trace(launched.result, i) if request.want_trace else None
+            trace = self._trace(launched.result, i) if request.traced else None
             kept = self._append(request, tokens)
             request.num_cached += len(tokens)
             logprobs = self._logprobs(request, launched.result, packed, kept)
@@ -296,7 +296,7 @@ class Engine:
             stopped = text is not None and text.push(token)
             if stopped or token in request.end_tokens:
                 request.finish_reason = "stop"
-            elif len(written) >= request.longest:
+            elif len(written) >= request.max_len:
                 request.finish_reason = "length"
             else:
                 continue

@@ -41,7 +41,7 @@ class DecodeBatch:
             row_epoch=[request.row_epoch for request in requests],
             features=RoundFeatures.of((r.sampling for r in requests), [r.limits for r in requests]),
             is_constrained=is_constrained,
-            waits=is_constrained or any(request.want_trace for request in requests),
+            waits=is_constrained or any(request.traced for request in requests),
         )
 
     def is_of(self, requests: list[Request]) -> bool:
