@@ -104,3 +104,15 @@ def lock(file: IO[Any], refusal: str) -> None:
         raise ValueError(refusal) from None
     except (ImportError, OSError):
         return
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs an extra of this package, in a clone or beside an installed wheel."""
+    root = Path(__file__).parent.parent
+    in_clone = (root / "pyproject.toml").is_file()
+    return f"pip install -e '{root}[{extra}]'" if in_clone else f"pip install 'jetspec[{extra}]'"
+
+
+def missing_package(package: str, extra: str, purpose: str) -> ValueError:
+    """Error for an optional package that is not installed, with the command that installs it."""
+    return ValueError(f"{purpose} needs the package {package}: {install_hint(extra)}")

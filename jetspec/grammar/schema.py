@@ -11,11 +11,13 @@ from itertools import combinations
 from typing import Any
 
 from jetspec.grammar.formats import FREE, LIBRARY, PATTERNS, is_safe, spelled_out
-from jetspec.grammar.schema_form import COUNTS, RANGE, check_form
-from jetspec.grammar.schema_parts import (
+from jetspec.grammar.keywords import (
+    COUNTS,
     IMPLIED,
+    RANGE,
     all_parts,
     alternatives,
+    check_form,
     named_types,
     only_values,
     resolved,

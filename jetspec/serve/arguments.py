@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from jetspec.serve.schema import depth_of
+from jetspec.grammar.bounds import depth_of
 
 MAX_DEPTH = 64
 MAX_DIGITS = 4300

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 from jetspec.engine.detokenize import overlap
+from jetspec.grammar.tools import BEGIN, END
 from jetspec.serve.arguments import JSON, read_arguments
 from jetspec.serve.protocol import MAX_CALLS, CalledFunction, FunctionCall
 
-BEGIN, END = "<tool_call>", "</tool_call>"
 STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 CONTROL = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
 """Control characters, and what follows a backslash, which is left alone."""

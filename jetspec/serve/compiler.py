@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from jetspec.engine.llm import LLM
+from jetspec.grammar.compile_check import CompileChecker
 from jetspec.grammar.constraint import Grammars
-from jetspec.grammar.trial import Trial
 from jetspec.serve.errors import ApiError, stopping
 from jetspec.types import Grammar
 
@@ -107,7 +107,7 @@ class Compiler:
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         """Digests of grammars that took too long, the oldest first, and until when that is remembered."""
         self._thread = ThreadPoolExecutor(1, "compile")
-        self._trial: Trial | None = None
+        self._checker: CompileChecker | None = None
         self._is_stopped = False
 
     async def compile(self, grammar: Grammar, param: str, client: str) -> Grammar:
@@ -150,28 +150,28 @@ class Compiler:
             raise too_slow(param)
 
     def _find(self, grammar: Grammar) -> object | None:
-        return self._trial.grammars.find(grammar) if self._trial else None
+        return self._checker.grammars.find(grammar) if self._checker else None
 
     def stop(self) -> None:
         """End the process, and the thread after what it is at: it passed the trial, so that is not long."""
         self._is_stopped = True
-        if self._trial:
-            self._trial.stop()
+        if self._checker:
+            self._checker.stop()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, grammar: Grammar) -> None:
         """In the thread. The first time this reads the vocabulary, here and in the other process."""
-        if self._trial is None:
-            self._trial = Trial(self.llm.grammars)
+        if self._checker is None:
+            self._checker = CompileChecker(self.llm.grammars)
         if grammar.source:
-            self._trial.start()
+            self._checker.start()
 
     def _compile(self, grammar: Grammar, limit_s: float) -> object:
         """In the thread."""
-        assert self._trial is not None
-        grammars: Grammars = self._trial.grammars
+        assert self._checker is not None
+        grammars: Grammars = self._checker.grammars
         if grammar.source and grammars.find(grammar) is None:
-            self._trial.run(grammar, limit_s)
+            self._checker.check(grammar, limit_s)
         return grammars.compile(grammar)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
 
 from jetspec.config import TreeConfig
+from jetspec.grammar.bounds import check_bounds
+from jetspec.grammar.tools import BEGIN, check_functions, forced_call, free_calls
 from jetspec.models.tokenizer import Tokenizer, TooLong
 from jetspec.serve.arguments import told_arguments
-from jetspec.serve.calls import BEGIN
 from jetspec.serve.errors import ApiError
 from jetspec.serve.protocol import (
     ChatRequest,
@@ -26,8 +28,6 @@ from jetspec.serve.protocol import (
     ToolCall,
     ToolChoice,
 )
-from jetspec.serve.schema import bounded, check_bounds
-from jetspec.serve.tools import check_template, check_tools, forced_call, free_calls, told_tool
 from jetspec.serve.worker import Job
 from jetspec.types import Grammar, SamplingParams, TreeLimits
 
@@ -107,17 +107,26 @@ class RequestBuilder:
 
     def _grammar(self, asked: ChatRequest, tools: list[Tool], forced: bool) -> Grammar | None:
         """What the answer must look like: a call that is forced, calls of strict tools, or the format asked for."""
-        check_bounds([tool.function.parameters for tool in tools], "tools")
-        check_tools(tools)
+        functions = [tool.function for tool in tools]
+        with refused("tools"):
+            check_bounds([function.parameters for function in functions], "tools")
+            check_functions(functions)
         form = asked.response_format
         if isinstance(form, TextFormat):
             form = None
         if form and tools:
             raise ApiError("response_format and tools do not go together", param="response_format")
-        if tools:
-            return forced_call(tools) if forced else free_calls(tools, asked.parallel_tool_calls)
+        if forced:
+            return forced_call(functions)
+        if any(function.strict for function in functions):
+            return free_calls(functions, once=not asked.parallel_tool_calls)
+        if tools and not asked.parallel_tool_calls:
+            why = "parallel_tool_calls can be false only if a tool is strict or tool_choice forces a call"
+            raise ApiError(f"{why}: ask for one of these", param="parallel_tool_calls")
         if isinstance(form, SchemaFormat):
-            return Grammar("json_schema", bounded(form.json_schema.schema_, "response_format"))
+            with refused("response_format"):
+                check_bounds([form.json_schema.schema_], "response_format")
+            return Grammar("json_schema", json.dumps(form.json_schema.schema_))
         return Grammar("json_object") if form else None
 
     def _check_common(self, asked: Generation) -> None:
@@ -227,6 +236,30 @@ class RequestBuilder:
     def _too_long(self) -> ApiError:
         why = f"the prompt is too long; here it may have at most {self.max_prompt} tokens"
         return ApiError(why, code="context_length_exceeded")
+
+
+@contextmanager
+def refused(param: str) -> Iterator[None]:
+    """Turns a ValueError into an error for the client about this field."""
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(str(error), param=param) from error
+
+
+def check_template(template: str | None) -> None:
+    """Refuse tools if the chat template does not render them, or renders calls in another format."""
+    if template is None or "tools" not in template:
+        raise ApiError("tools are not supported: this model's chat template has none", param="tools")
+    if BEGIN not in template:
+        raise ApiError(
+            "tools are not supported: this model's chat template calls them in an unknown way", param="tools"
+        )
+
+
+def told_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as the chat template gets it: as sent, without `strict`, which concerns decoding only."""
+    return tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
 def chosen_tools(asked: ChatRequest) -> tuple[list[Tool], bool]:

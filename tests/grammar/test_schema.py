@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from jetspec.grammar.constraint import Grammars
+from jetspec.grammar.keywords import types_of
 from jetspec.grammar.schema import enforceable
-from jetspec.grammar.schema_parts import types_of
 from jetspec.tree import unpack_bits
 from jetspec.types import Grammar
 from tests.train.tiny_model import END_TOKEN, byte_tokenizer

@@ -17,9 +17,10 @@ import httpx
 import pytest
 
 from jetspec.engine.llm import LLM
+from jetspec.grammar import bounds
+from jetspec.grammar.compile_check import CompileChecker
 from jetspec.grammar.constraint import Grammars
-from jetspec.grammar.trial import Trial
-from jetspec.serve import compiler, schema
+from jetspec.serve import compiler
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import ApiError
 from jetspec.types import Grammar
@@ -43,52 +44,52 @@ def copies(process: BaseProcess) -> str:
 
 
 @pytest.mark.parametrize("slow", [SLOW, SLOW_CALLS], ids=lambda grammar: grammar.kind)
-def test_a_trial_ends_what_takes_too_long(alone: LLM, slow: Grammar) -> None:
+def test_checker_ends_slow_compilation(alone: LLM, slow: Grammar) -> None:
     """And is ready for the next one, in the same process. What is slow here takes minutes."""
-    others, trial = children(), Trial(alone.grammars)
+    others, checker = children(), CompileChecker(alone.grammars)
     try:
-        trial.run(QUICK, AMPLE_S)
+        checker.check(QUICK, AMPLE_S)
         (process,) = children() - others
         for _ in range(2):
             with pytest.raises(TimeoutError):
-                trial.run(slow, 0.3)
-            trial.run(QUICK, AMPLE_S)
+                checker.check(slow, 0.3)
+            checker.check(QUICK, AMPLE_S)
         assert children() - others == {process} and copies(process) == ""
         with pytest.raises(ValueError, match="negative"):
-            trial.run(Grammar("json_schema", '{"type": "string", "minLength": -1}'), AMPLE_S)
-        trial.run(QUICK, AMPLE_S)
+            checker.check(Grammar("json_schema", '{"type": "string", "minLength": -1}'), AMPLE_S)
+        checker.check(QUICK, AMPLE_S)
     finally:
-        trial.stop()
+        checker.stop()
     wait_until(lambda: not children() - others)
     with pytest.raises(ChildProcessError):
-        trial.run(QUICK, AMPLE_S)
+        checker.check(QUICK, AMPLE_S)
 
 
 def test_processes_are_copies_of_one_that_is_ready(alone: LLM) -> None:
     """Not of this one, which has threads."""
     others, parents = children(), []
     for _ in range(2):
-        trial = Trial(alone.grammars)
+        checker = CompileChecker(alone.grammars)
         try:
-            trial.run(QUICK, AMPLE_S)
+            checker.check(QUICK, AMPLE_S)
             (process,) = children() - others
             status = Path(f"/proc/{process.pid}/status").read_text()
             parents.append(int(status.split("PPid:")[1].split()[0]))
         finally:
-            trial.stop()
+            checker.stop()
         wait_until(lambda: not children() - others)
     assert parents[0] == parents[1] != os.getpid()
 
 
 def test_a_stop_does_not_wait_for_a_grammar(alone: LLM) -> None:
-    trial = Trial(alone.grammars)
-    trial.run(QUICK, AMPLE_S)
+    checker = CompileChecker(alone.grammars)
+    checker.check(QUICK, AMPLE_S)
     with ThreadPoolExecutor(1) as pool:
-        trying = pool.submit(trial.run, SLOW, 2 * AMPLE_S)
+        trying = pool.submit(checker.check, SLOW, 2 * AMPLE_S)
         wait_until(lambda: any(map(copies, children())))
         (process,) = [child for child in children() if copies(child)]
         copy = Path(f"/proc/{copies(process).strip()}")
-        trial.stop()
+        checker.stop()
         with pytest.raises(ChildProcessError):
             trying.result(timeout=AMPLE_S)
     wait_until(lambda: not copy.exists())
@@ -102,7 +103,7 @@ def counted(number: int) -> dict[str, Any]:
 def test_a_slow_schema_does_not_disable_those_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = children()
     monkeypatch.setattr(compiler, "COMPILE_S", 1.0)
-    monkeypatch.setattr(schema, "MAX_STATES", 1 << 30)
+    monkeypatch.setattr(bounds, "MAX_STATES", 1 << 30)
     with Live(tiny_llm(folder), ServeConfig(port=0)) as server, ThreadPoolExecutor(1) as pool:
 
         def ask(schema: dict[str, Any]) -> httpx.Response:
@@ -123,7 +124,7 @@ def test_who_waits_too_long_for_the_schemas_of_others_is_refused(folder: Path, m
     """What is compiled already does not wait."""
     runs, may_end = Event(), Event()
 
-    def held(trial: Trial, grammar: Grammar, limit_s: float) -> None:
+    def held(checker: CompileChecker, grammar: Grammar, limit_s: float) -> None:
         runs.set()
         assert may_end.wait(AMPLE_S)
 
@@ -133,7 +134,7 @@ def test_who_waits_too_long_for_the_schemas_of_others_is_refused(folder: Path, m
             return server.chat(response_format=schema_format({"type": kind}), max_tokens=4)
 
         assert ask("null").status_code == 200
-        monkeypatch.setattr(Trial, "run", held)
+        monkeypatch.setattr(CompileChecker, "check", held)
         monkeypatch.setattr(compiler, "WAIT_S", 0.1)
         slow = pool.submit(ask, "boolean")
         try:
@@ -147,7 +148,7 @@ def test_who_waits_too_long_for_the_schemas_of_others_is_refused(folder: Path, m
 
 def test_many_slow_schemas_of_one_client_keep_back_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "COMPILE_S", 1.0)
-    monkeypatch.setattr(schema, "MAX_STATES", 1 << 30)
+    monkeypatch.setattr(bounds, "MAX_STATES", 1 << 30)
     keys = ("first-key-0123456789", "other-key-0123456789")
     with Live(tiny_llm(folder), ServeConfig(port=0, keys=keys)) as server, ThreadPoolExecutor(6) as pool:
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from jetspec.serve.calls import BEGIN, END
+from jetspec.grammar.tools import BEGIN, END
 from jetspec.serve.config import ServeConfig
 from tests.serve.live import NAME, Live, events, tiny_llm
 from tests.serve.test_forms import CLOCK, COUNTED, TOOL_TEMPLATE, schema_format

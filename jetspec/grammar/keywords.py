@@ -1,0 +1,171 @@
+"""Keywords of a JSON schema: the form of their values, the schemas inside a schema, and the types it allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
+"""Keywords that imply a type: without a `type`, xgrammar generates values of this one only."""
+TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+CHOICES = ("anyOf", "oneOf", "allOf")
+INNER_SCHEMAS = ("items", "additionalProperties", "propertyNames")
+
+# ---- form of the values ----
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_type(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+FORMS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
+    (("type",), _is_type, f"a type ({', '.join(sorted(TYPES))}) or a list of some"),
+    (("$ref", "pattern", "format"), _is_text, "a string"),
+    (COUNTS, lambda value: _is_number(value) and isinstance(value, int), "a whole number"),
+    ((*RANGE, "multipleOf"), _is_number, "a number"),
+    (("enum",), lambda value: isinstance(value, list), "a list"),
+    (("required",), _list_of(_is_text), "a list of names"),
+    ((*CHOICES, "prefixItems"), _list_of(_is_schema), "a list of schemas"),
+    (NAMED_SCHEMAS, lambda v: isinstance(v, dict) and all(map(_is_schema, v.values())), "an object of schemas"),
+    (INNER_SCHEMAS, _is_schema, "a schema"),
+]
+
+
+def check_form(schema: dict[str, Any]) -> None:
+    """Refuse a keyword whose value has the wrong form; xgrammar would ignore it."""
+    for keywords, is_good, form in FORMS:
+        for keyword in keywords:
+            if keyword in schema and not is_good(schema[keyword]):
+                raise ValueError(f"{keyword} in the JSON schema is not {form}")
+    for keyword in COUNTS:
+        if schema.get(keyword, 0) < 0:
+            raise ValueError(f"{keyword} in the JSON schema is negative")
+    if schema.get("multipleOf", 1) <= 0:
+        raise ValueError("multipleOf in the JSON schema is not above 0")
+    for keyword in (*CHOICES, "enum"):
+        if schema.get(keyword) == []:
+            raise ValueError(f"{keyword} in the JSON schema is empty, so that no value is valid")
+
+
+# ---- structure ----
+
+
+def all_parts(root: Any) -> list[dict[str, Any]]:
+    """Returns a schema and all schemas inside it or referenced by it, each once."""
+    found: dict[int, dict[str, Any]] = {}
+    left = [root]
+    while left:
+        schema = left.pop()
+        if isinstance(schema, dict) and id(schema) not in found:
+            found[id(schema)] = schema
+            left += inner_schemas(schema)
+            left += [target(root, schema["$ref"])] if "$ref" in schema else []
+    return list(found.values())
+
+
+def inner_schemas(schema: dict[str, Any]) -> list[Any]:
+    """Returns the schemas directly inside a schema, without property names and constant values."""
+    parts: list[Any] = []
+    for keyword, value in schema.items():
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            parts += value.values()
+        elif keyword in (*CHOICES, "prefixItems") and isinstance(value, list):
+            parts += value
+        elif keyword in INNER_SCHEMAS:
+            parts.append(value)
+    return parts
+
+
+def target(root: Any, ref: Any) -> Any:
+    """Returns the schema of a reference; None if there is none, which xgrammar reports."""
+    for name in str(ref).split("/")[1:]:
+        root = root.get(name) if isinstance(root, dict) else None
+    return root
+
+
+def resolved(schema: Any, root: Any) -> dict[str, Any]:
+    """Follows `$ref` and a single `allOf` to the schema behind them."""
+    seen: set[int] = set()
+    while isinstance(schema, dict) and id(schema) not in seen:
+        seen.add(id(schema))
+        if "$ref" in schema:
+            schema = target(root, schema["$ref"])
+        elif "allOf" in schema:
+            (schema,) = schema["allOf"]
+        else:
+            return schema
+    return {}
+
+
+def alternatives(schema: dict[str, Any], root: Any) -> list[Any]:
+    """Returns the schemas behind a `$ref`, `anyOf`, `oneOf` or `allOf`; empty if there is none."""
+    if "$ref" in schema:
+        return [target(root, schema["$ref"])]
+    return next((schema[keyword] for keyword in CHOICES if keyword in schema), [])
+
+
+# ---- types and values ----
+
+
+def types_of(schema: Any, root: Any) -> frozenset[str]:
+    """Returns the types that values of a schema may have. A number includes integers."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    left = [schema]
+    while left:
+        part = left.pop()
+        if not isinstance(part, dict):
+            found |= TYPES if part is not False else set()
+        elif id(part) not in seen:
+            seen.add(id(part))
+            if inner := alternatives(part, root):
+                left += inner
+            elif values := only_values(part):
+                found |= {type_of(value) for value in values}
+            else:
+                found |= set(named_types(part)) or TYPES
+    return frozenset(found | {"integer"} if "number" in found else found)
+
+
+def named_types(schema: dict[str, Any]) -> list[str]:
+    """Returns the types that a schema names or implies."""
+    type = schema.get("type")
+    implied = [kind for keyword, kind in IMPLIED.items() if keyword in schema]
+    return ([type] if isinstance(type, str) else type) or implied
+
+
+def only_values(schema: dict[str, Any]) -> list[Any]:
+    """Returns the values listed by `const` or `enum`; empty if there are none."""
+    if "const" in schema:
+        return [schema["const"]]
+    return list(schema.get("enum", ()))
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "integer" if value == value // 1 else "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object" if isinstance(value, dict) else "null"
