@@ -8,6 +8,7 @@ from threading import Thread
 
 import pytest
 
+from jetspec import files
 from jetspec.files import check_writable, write_whole
 
 
@@ -47,3 +48,12 @@ def test_a_file_that_cannot_be_written_is_told_beforehand(tmp_path: Path, monkey
     for bad in ("file", "new", "a/b/new"):
         with pytest.raises(ValueError, match=f"{tmp_path} is read-only"):
             check_writable(tmp_path / bad)
+
+
+@pytest.mark.parametrize("in_clone", [True, False])
+def test_install_hint_fits_the_installation(in_clone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "jetspec" / "files.py"))
+    if in_clone:
+        (tmp_path / "pyproject.toml").touch()
+    named = f"-e '{tmp_path}[serve]'" if in_clone else "'jetspec[serve]'"
+    assert str(files.missing_package("xgrammar", "serve", "a grammar")).endswith(f"xgrammar: pip install {named}")
