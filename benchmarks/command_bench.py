@@ -28,7 +28,7 @@ from jetspec.commands.screen import err, working
 from jetspec.data.rows import earlier_runs
 from jetspec.engine.llm import LLM
 from jetspec.record import write_record
-from jetspec.train.config import from_dict, read_recipe
+from jetspec.settings import from_dict, read_settings
 
 Plan = BenchConfig | CostConfig
 
@@ -40,7 +40,7 @@ SHOWN = 8
 
 def read_plan(recipe: Path | None, changes: Mapping[str, Any]) -> Plan:
     """A recipe file, or none, with settings that take the place of its own."""
-    raw = {**(read_recipe(recipe) if recipe is not None else {}), **changes}
+    raw = {**(read_settings(recipe) if recipe is not None else {}), **changes}
     plans = {"methods": BenchConfig, "costs": CostConfig}
     if (measure := raw.pop("measure", "methods")) not in plans:
         raise ValueError(f"measure is {measure!r}; choose one of {', '.join(plans)}")

@@ -27,7 +27,8 @@ from jetspec.models.decoder import Decoder
 from jetspec.profile.rounds import Decoding, StandingRound, Workload
 from jetspec.profile.shapes import open_head, open_target, shape_of
 from jetspec.record import date_now, hardware, package_versions, shown
-from jetspec.train.config import HeadShape, at_least
+from jetspec.settings import at_least
+from jetspec.train.config import HeadShape
 
 TIMED = ("draft", "build", "verify")
 """Stages up to the last that counts; each works on what the one before it left."""

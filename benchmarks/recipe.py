@@ -16,7 +16,7 @@ from jetspec.config import DrafterName, Expand, Score, TreeConfig
 from jetspec.data.prompts import stable_hash
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.record import shown, shown_head
-from jetspec.train.config import at_least
+from jetspec.settings import at_least
 from jetspec.types import SamplingParams
 
 PLAIN, TRANSFORMERS = "plain", "transformers"

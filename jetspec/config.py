@@ -21,6 +21,8 @@ MAX_WIDTH = 64
 MAX_DEPTH = MAX_BUDGET - 1
 MAX_SHORTLIST_PARENTS = 32
 MAX_DRAFT_TEMPERATURE = 10
+EAGLE3_DEPTH, EAGLE3_TAPS = 7, 3
+"""Steps that an EAGLE-3 head is trained for by default, and target layers that it taps."""
 
 
 @dataclass(frozen=True)

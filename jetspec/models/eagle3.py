@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from jetspec import ops
-from jetspec.config import TreeConfig
+from jetspec.config import EAGLE3_DEPTH, EAGLE3_TAPS, TreeConfig
 from jetspec.models.decoder import (
     Attend,
     Attention,
@@ -44,10 +44,6 @@ from jetspec.ops import HeadNorm, Residual
 from jetspec.tree import GrowingTree
 from jetspec.types import KVPages, TreeBatch
 
-NUM_TAPS = 3
-DEPTH = 7
-"""Steps that its authors train for."""
-
 
 @dataclass(frozen=True)
 class Eagle3Config:
@@ -59,7 +55,7 @@ class Eagle3Config:
     """Target layers it reads: outputs, counted from 0."""
     draft_vocab_size: int
     """Tokens it can draft."""
-    depth: int = DEPTH
+    depth: int = EAGLE3_DEPTH
     """Steps that it drafts unless a tree asks for another depth."""
     target_hidden_size: int | None = None
     """Set when the target's hidden size is not the head's."""
@@ -71,7 +67,7 @@ class Eagle3Config:
 
     @property
     def tap_size(self) -> int:
-        return (self.target_hidden_size or self.layers.hidden_size) * NUM_TAPS
+        return (self.target_hidden_size or self.layers.hidden_size) * EAGLE3_TAPS
 
     def draft_depth(self, asked: int | None) -> int:
         """Depth of trees that ask for one, or not: who drafts step by step can always go on."""

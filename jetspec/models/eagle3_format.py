@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.config import MAX_DEPTH
+from jetspec.config import EAGLE3_DEPTH, EAGLE3_TAPS, MAX_DEPTH
 from jetspec.models.decoder import DecoderConfig
-from jetspec.models.eagle3 import DEPTH, NUM_TAPS, Eagle3Config, Eagle3Head, eagle3_tap_layers
+from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
 from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
 from jetspec.models.head_folder import (
     CONFIG_FILE,
@@ -171,7 +171,7 @@ def _from_published(raw: Mapping[str, Any]) -> Eagle3Config:
         layers=layers,
         tap_layers=_tap_layers(raw, own) or (eagle3_tap_layers(num_target_layers) if num_target_layers else ()),
         draft_vocab_size=outer.integer("draft_vocab_size", 1, layers.vocab_size, layers.vocab_size),
-        depth=Fields(own).integer("ttt_length", 1, MAX_DEPTH, DEPTH),
+        depth=Fields(own).integer("ttt_length", 1, MAX_DEPTH, EAGLE3_DEPTH),
         target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
         num_target_layers=num_target_layers,
         norm_before_residual=outer.flag("norm_before_residual"),
@@ -195,8 +195,8 @@ def _tap_layers(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ..
         ids = section.get(key.rpartition(".")[2])
         if ids is None:
             continue
-        if not isinstance(ids, list) or len(ids) != NUM_TAPS:
-            raise ValueError(f"{key} does not name {NUM_TAPS} layers")
+        if not isinstance(ids, list) or len(ids) != EAGLE3_TAPS:
+            raise ValueError(f"{key} does not name {EAGLE3_TAPS} layers")
         said[key] = tuple(Fields({key: i}).integer(key, more, MAX_LAYERS) - more for i in ids)
     if len(set(said.values())) > 1:
         raise ValueError("contradictory: " + ", ".join(f"{key} means layers {list(said[key])}" for key in said))

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
-import types
-import typing
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-
-from jetspec.config import MAX_DEPTH
+from jetspec.config import EAGLE3_DEPTH, EAGLE3_TAPS, MAX_DEPTH
 from jetspec.data.prompts import OnBad
-from jetspec.models.eagle3 import DEPTH, NUM_TAPS
+from jetspec.settings import apply_override, at_least, fraction, from_dict, positive, read_settings
 
 COUNTS = (
     *("steps", "rows", "row_len", "anchors", "anchors_at_once", "accumulate"),
@@ -28,26 +20,6 @@ COUNTS = (
 BLOCK_ONLY = ("num_layers", "block_size", "causal", "mask_token", "edge_rank")
 EAGLE3_ONLY = ("depth", "draft_vocab")
 """Settings of a head that mean nothing to the other kind."""
-
-NEAR = 0.6
-"""How alike a name must be to be the one that was meant."""
-
-NUMBER_TAGS = INT_TAG, FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-
-
-def at_least(least: int, name: str, value: int | None) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def positive(name: str, value: float | None, otherwise: str = "") -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value}; it must be positive and finite{otherwise}")
-
-
-def share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; it must be from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -88,8 +60,8 @@ class HeadShape:
                 raise ValueError(f"head.{name} does not apply to a head of kind {self.kind}; leave it out")
         at_least(1, "head.depth", self.depth)
         at_least(1, "head.draft_vocab", self.draft_vocab)
-        if self.kind == "eagle3" and self.tap_layers is not None and len(self.tap_layers) != NUM_TAPS:
-            raise ValueError(f"head.tap_layers names {len(self.tap_layers)} layers; an EAGLE-3 head taps {NUM_TAPS}")
+        if self.kind == "eagle3" and self.tap_layers is not None and len(self.tap_layers) != EAGLE3_TAPS:
+            raise ValueError(f"head.tap_layers names {len(self.tap_layers)} layers; an EAGLE-3 head taps {EAGLE3_TAPS}")
         at_least(1, "head.num_layers", self.num_layers)
         at_least(2, "head.block_size", self.block_size)
         if self.block_size > 1 + MAX_DEPTH:
@@ -110,7 +82,7 @@ class HeadShape:
     @property
     def span(self) -> int:
         """Tokens that a draft covers, its anchor included."""
-        return self.block_size if self.kind == "block" else 1 + (self.depth or DEPTH)
+        return self.block_size if self.kind == "block" else 1 + (self.depth or EAGLE3_DEPTH)
 
 
 @dataclass(frozen=True)
@@ -156,8 +128,8 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.betas has {beta}; each must be at least 0 and below 1")
         if not self.clip > 0:
             raise ValueError(f"optimizer.clip is {self.clip}; it must be positive")
-        share("optimizer.warmup_frac", self.warmup_frac)
-        share("optimizer.final_lr_frac", self.final_lr_frac)
+        fraction("optimizer.warmup_frac", self.warmup_frac)
+        fraction("optimizer.final_lr_frac", self.final_lr_frac)
 
 
 @dataclass(frozen=True)
@@ -231,152 +203,9 @@ class TrainConfig:
         return tuple(DataFile(item) if isinstance(item, str) else item for item in self.data)
 
 
-class StrictLoader(yaml.SafeLoader):
-    """YAML in which a setting that is given twice is an error, and numbers are decimal.
-
-    YAML itself takes 010 for 8 and 1:30 for 90, and 1e-3 for text.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise ValueError(f"{key.value} is given twice, again in line {key.start_mark.line + 1}")
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag not in NUMBER_TAGS]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-StrictLoader.add_implicit_resolver(INT_TAG, re.compile(r"[-+]?(0|[1-9]\d*)\Z", re.ASCII), list("-+0123456789"))
-StrictLoader.add_implicit_resolver(
-    FLOAT_TAG,
-    re.compile(r"([-+]?(((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?|\.inf)|\.nan)\Z", re.ASCII),
-    list("-+.0123456789"),
-)
-
-
-def read_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, StrictLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
-
-
 def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
     """A recipe file with `key.key=value` overrides on top."""
-    raw = read_recipe(path)
+    raw = read_settings(path)
     for override in overrides:
         apply_override(raw, override)
-    return from_dict(TrainConfig, raw, "")
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The settings in a recipe file, as they stand."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    raw = read_yaml(text, str(path))
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must be a mapping of settings")
-    return raw
-
-
-def apply_override(raw: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    if not equals:
-        raise ValueError(f"{override!r} is not of the form key.key=value")
-    *folders, last = name.split(".")
-    for folder in folders:
-        raw = raw.setdefault(folder, {})
-        if not isinstance(raw, dict):
-            raise ValueError(f"{name!r}: {folder} is not a group of settings")
-    raw[last] = read_yaml(text, f"the value of {name}")
-
-
-def from_dict(cls: type[Any], raw: dict[str, Any], where: str, root: type[Any] | None = None) -> Any:
-    """A dataclass from a mapping. An unknown key is an error that names the nearest known one, of any group of `root`.
-
-    `root` None: `cls` is the whole recipe.
-    """
-    hints, root = typing.get_type_hints(cls), root or cls
-    for key in raw:
-        if key not in hints:
-            near = nearest(root, where, str(key))
-            hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(where + k for k in hints)}"
-            raise ValueError(f"unknown setting {where}{key}; {hint}")
-    values = {key: convert(hints[key], value, where + key, root) for key, value in raw.items()}
-    missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and not has_default(f)]
-    if missing:
-        raise ValueError(f"the recipe lacks {', '.join(where + name for name in missing)}")
-    return cls(**values)
-
-
-def nearest(root: type[Any], where: str, key: str) -> list[str]:
-    """Paths of the settings that are named most like `key`. Of equally near ones those in its own group count."""
-    likeness = {path: alike(key, path.rpartition(".")[2]) for path in setting_paths(root)}
-    best = max(likeness.values())
-    near = [path for path, value in likeness.items() if value == best >= NEAR]
-    return [path for path in near if path == where + path.rpartition(".")[2]] or near
-
-
-def alike(key: str, name: str) -> float:
-    """From 0 to 1. Initials are as good as the words that they stand for."""
-    words = key.split("_")
-    is_short = len(words) > 1 and "".join(word[:1] for word in words) == name
-    return 1.0 if is_short else SequenceMatcher(None, key, name).ratio()
-
-
-def setting_paths(hint: Any, where: str = "") -> Iterator[str]:
-    """The full paths of all settings in a type, groups and their members alike."""
-    if dataclasses.is_dataclass(hint):
-        for name, inner in typing.get_type_hints(hint).items():
-            yield where + name
-            yield from setting_paths(inner, f"{where}{name}.")
-    else:
-        for choice in typing.get_args(hint):
-            yield from setting_paths(choice, where)
-
-
-def has_default(item: dataclasses.Field[Any]) -> bool:
-    return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
-
-
-def convert(hint: Any, value: Any, where: str, root: type[Any]) -> Any:
-    """A YAML value as the type that a field declares, or a ValueError that says what was expected."""
-    origin, choices = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} must be a group of settings")
-        return from_dict(hint, value, where + ".", root)  # type: ignore[arg-type]
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in choices:
-            return None
-        groups = [c for c in choices if dataclasses.is_dataclass(c) or typing.get_origin(c) is dict]
-        plain = [c for c in choices if c not in groups and c is not type(None)]
-        return convert((groups if isinstance(value, dict) and groups else plain)[0], value, where, root)
-    if origin is Literal:
-        if value not in choices:
-            raise ValueError(f"{where} is {value!r}; choose one of {', '.join(map(str, choices))}")
-        return value
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} must be a group of settings")
-        keys = [convert(choices[0], key, where, root) for key in value]
-        return {key: convert(choices[1], value[key], f"{where}.{key}", root) for key in keys}
-    if origin is tuple:
-        items = value if isinstance(value, list) else [value]
-        if choices[-1] is not Ellipsis and len(items) != len(choices):
-            raise ValueError(f"{where} must have {len(choices)} values")
-        return tuple(convert(choices[0], item, where, root) for item in items)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is hint:
-        return value
-    raise ValueError(f"{where} is {value!r}; expected {getattr(hint, '__name__', hint)}")
+    return from_dict(TrainConfig, raw)

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from jetspec.config import EAGLE3_DEPTH
 from jetspec.data.corpus import Documents, PackedData, Tally, read_documents
 from jetspec.files import write_whole
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
-from jetspec.models.eagle3 import DEPTH, Eagle3Config, Eagle3Head, eagle3_tap_layers
+from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
 from jetspec.models.heads import Head, load_any_head
 from jetspec.record import shown
 from jetspec.train.config import HeadShape, TrainConfig
@@ -194,7 +195,7 @@ def eagle3_config(shape: HeadShape, target: DecoderConfig) -> Eagle3Config:
         layers=replace(layers_like(target, 1, shape.inner_size), family="llama", qk_norm=False),
         tap_layers=taps,
         draft_vocab_size=vocab,
-        depth=shape.depth or DEPTH,
+        depth=shape.depth or EAGLE3_DEPTH,
         num_target_layers=target.num_layers,
     )
 

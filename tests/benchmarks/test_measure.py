@@ -34,7 +34,7 @@ from benchmarks.summary import summary
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
 from jetspec.record import write_record
-from jetspec.train.config import from_dict
+from jetspec.settings import from_dict
 from tests.benchmarks.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions
 from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import CONTEXT, END_TOKEN

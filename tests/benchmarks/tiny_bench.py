@@ -21,7 +21,7 @@ from benchmarks.results import Results
 from benchmarks.scores import Grader
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
-from jetspec.train.config import from_dict
+from jetspec.settings import from_dict
 from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import write_model
 
