@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
-T = TypeVar("T")
-
 LINE_S = 10.0
 """Seconds between two lines in a log."""
-LINE_FORMAT = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+LINE_FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 def progress(
-    items: Iterable[T] | None = None,
+    items: Iterable[Any] | None = None,
     *,
     total: int | None = None,
     desc: str = "",
@@ -25,21 +23,21 @@ def progress(
     initial: int = 0,
     leave: bool = True,
     disable: bool = False,
-) -> tqdm[T]:
+) -> tqdm[Any]:
     """A progress bar over `items`, or one that `update` advances. In a log a bar that does not `leave` is silent
     unless it takes longer than `LINE_S`."""
-    options: dict[str, Any] = {"desc": desc, "initial": initial, "leave": leave, "disable": disable}
+    options: Any = {"desc": desc, "initial": initial, "leave": leave, "disable": disable}
     if sys.stderr is not None and sys.stderr.isatty():
         return tqdm(items, total=total, unit=unit, **options)
-    return LineProgress(items, total=total, unit=unit.strip(), **options)
+    return LineProgress(items, total=total, unit=f" {unit.strip()}", **options)
 
 
-class LineProgress(tqdm):  # type: ignore[type-arg]
+class LineProgress(tqdm):
     """Progress as whole lines without carriage returns: one per `LINE_S` seconds, and the last state."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, items: Any, **options: Any) -> None:
         self.last_line_s = time.monotonic()
-        super().__init__(*args, bar_format=LINE_FORMAT, **options)
+        super().__init__(items, bar_format=LINE_FORMAT, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         if time.monotonic() - self.last_line_s >= LINE_S:

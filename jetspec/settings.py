@@ -263,7 +263,7 @@ class Setting:
     """Docstring of the field."""
 
 
-def describe_settings(cls: type[Any], where: str = "") -> list[Setting]:
+def describe_settings(cls: Any, where: str = "") -> list[Setting]:
     """All settings of a dataclass, those of its groups under `group.field`."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     found: list[Setting] = []
@@ -271,7 +271,7 @@ def describe_settings(cls: type[Any], where: str = "") -> list[Setting]:
         hint = hints[item.name]
         group = next((c for c in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(c)), None)
         if group is not None and typing.get_origin(hint) is not tuple:
-            found += describe_settings(typing.cast(type[Any], group), f"{where}{item.name}.")
+            found += describe_settings(group, f"{where}{item.name}.")
             continue
         made = item.default_factory
         default = item.default if made is dataclasses.MISSING else made()
@@ -294,12 +294,10 @@ def type_words(hint: Any) -> str:
 
 
 @cache
-def field_docs(cls: type[Any]) -> dict[str, str]:
+def field_docs(cls: Any) -> dict[str, str]:
     """Docstrings under the fields of a dataclass, each on one line. Those of base classes are included."""
     docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
+    for base in [each for each in reversed(cls.__mro__) if hasattr(each, "__dataclass_fields__")]:
         try:
             (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         except OSError:  # no source, such as in a frozen application

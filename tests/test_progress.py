@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from jetspec import progress as module
 from jetspec.progress import progress
 
 
 def test_logs_get_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with progress(total=100, desc="training", unit=" steps") as bar:
         for _ in range(100):
             now += 1
