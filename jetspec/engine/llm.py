@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from jetspec.engine.engine import Engine, check_drafter
 from jetspec.engine.garbage import settled
 from jetspec.grammar.constraint import Grammars
 from jetspec.interrupt import uninterrupted
+from jetspec.models.head_format import shipped_head_name
 from jetspec.models.heads import Head, load_any_head
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.tokenizer import Tokenizer
@@ -62,6 +64,8 @@ class LLM:
         loaded, head = None, head or shipped_head(model)
         if head is not None and drafter in (None, "head"):
             loaded = load_any_head(head, target.decoder.config, dtype=target.decoder.embedding.dtype, device=place)
+        elif drafter in (None, "head") and (name := shipped_head_name(target.decoder.config)):
+            print(f"a draft head fits this model: --head {name} (in Python: head={name!r})", file=sys.stderr)
         self._start(target, loaded, drafter, tree, engine or EngineConfig())
 
     def _start(

@@ -31,7 +31,7 @@ from jetspec.models.head_folder import (
     table,
     write_folder,
 )
-from jetspec.models.hub import head_path, resolve
+from jetspec.models.hub import DEFAULT_MODEL, head_path, resolve, shipped_head
 from jetspec.models.weights import DType
 
 ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
@@ -81,6 +81,16 @@ def load_head(
         raise ValueError(f"{folder}: {error}") from None
     head.load_state_dict(tensors.weights(head, dtype, device), assign=True)
     return head.to(device).requires_grad_(False).eval()
+
+
+def shipped_head_name(target: DecoderConfig) -> str | None:
+    """Returns the name of a shipped head that was trained for a model of this shape, such as another quantisation."""
+    folder = shipped_head(DEFAULT_MODEL)
+    if folder is None:
+        return None
+    head = read_config(folder)
+    is_same = not check_fits(head, target) and (head.layers.rope, head.layers.max_len) == (target.rope, target.max_len)
+    return DEFAULT_MODEL if is_same else None
 
 
 def save_head(

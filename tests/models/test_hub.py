@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -93,7 +94,8 @@ def full_disk(_: Path) -> tuple[int, str]:
 
 FAILURES: dict[str, tuple[Pip, str]] = {
     "no pip": (lambda _: (1, "/usr/bin/python: No module named pip\n"), "No module named pip"),
-    "no network": (lambda _: (1, "WARNING: retrying\nERROR: No matching distribution\n"), "No matching distribution"),
+    "no such version": (lambda _: (1, "WARNING: old\nERROR: No matching distribution\n"), "No matching distribution"),
+    "no network": (lambda _: (1, "WARNING: NewConnectionError(...)\nERROR: No matching\n"), "offline"),
     "pip crashes": (
         lambda _: (2, "ERROR: Exception:\nTraceback:\n  File\nOSError: [Errno 28] No space left on device\n"),
         "No space left on device",
@@ -184,20 +186,36 @@ def test_hugging_face_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(Path(file).match(pattern) for file in unwanted for pattern in asked["patterns"])
 
 
-def test_hugging_face_id_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_unfetchable_id_is_named(is_offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:
-        raise ConnectionError("no route\nmany more lines")
+        try:
+            raise ConnectionError("no route") if is_offline else KeyError("no such repository")
+        except Exception as cause:
+            raise OSError("cannot list files\nmany more lines") from cause
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(ValueError, match=r"owner/model is no local path.*no route") as caught:
+    with pytest.raises(ValueError, match="owner/model") as caught:
         hub.resolve("owner/model")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and ("offline" in str(caught.value)) == is_offline
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "../up/and/away", "a/b/c", "/no/such/file.gguf", "owner/", ""])
-def test_names_that_are_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["no-such-model", "a/b/c", ""])
+def test_names_that_are_nothing_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="neither a file or folder"):
+    with pytest.raises(ValueError, match=repr(name)):
+        hub.resolve(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["./nothere", "../nothere", "/nothere", "~/nothere", "owner/", "/no/such.gguf", "a/b.gguf"]
+)
+def test_missing_path_is_no_hugging_face_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(
+        ValueError, match=f"{re.escape(name)}: there is no such {'file' if 'gguf' in name else 'folder'}"
+    ):
         hub.resolve(name)
 
 
