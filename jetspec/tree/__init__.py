@@ -1,8 +1,9 @@
-"""Draft trees: what they are, how they are built from candidates, and which path of them the target keeps."""
+"""Draft trees: their representation, their construction from candidates, and the acceptance of a path by the target."""
 
 from jetspec.tree.accept import Acceptance, accept, walk
 from jetspec.tree.adjust import forbid, penalize
-from jetspec.tree.build import Candidates, GrowingTree, build_tree, build_tree_reference
+from jetspec.tree.build import GrowingTree, build_tree, build_tree_reference
+from jetspec.tree.candidates import Candidates
 from jetspec.tree.draft_tree import WORD, DraftTree, children_of, draw, pack_bits, unpack_bits
 from jetspec.tree.sample import choose_nodes, choose_token, filter_logits, gumbel
 

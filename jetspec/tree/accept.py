@@ -1,7 +1,7 @@
-"""Which path of a tree the target keeps.
+"""Acceptance: the path of a draft tree that agrees with the target.
 
-Every committed token is the target's own choice after its own prefix, greedy or sampled; the tree only decides how
-many of these choices one forward can serve. So the output follows the target exactly, whatever the head proposed.
+Every committed token is the target's own choice after its own prefix, greedy or sampled. The tree only decides how many
+of these choices one forward serves, so the output follows the target exactly, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jetspec.types import RowSampling
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Outcome of a round: the path kept and the token the target adds after it."""
+    """Outcome of a round: the accepted path and the target's token after it."""
 
     path_BD1: Tensor
     """Node indices, anchor first, padded with the last accepted node. D is the tree's `max_depth`."""
     length_B: Tensor
-    """Draft tokens kept, 0 to D."""
+    """Accepted draft tokens, 0 to D."""
     bonus_B: Tensor
     """The target's own next token: the next anchor."""
     token_BD1: Tensor
-    """What is committed: the path's draft tokens, then the bonus, repeated to the end of the row."""
+    """Committed tokens: the draft tokens of the path, then the bonus, repeated to the end of the row."""
 
     @classmethod
     def of(cls, tree: DraftTree, path_BD1: Tensor, length_B: Tensor, bonus_B: Tensor) -> Acceptance:
@@ -40,12 +40,12 @@ class Acceptance:
 
 
 def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
-    """Follow the target: at each node take its choice, go to the child that carries it, stop when none does.
+    """Walk from the anchor to the child that carries the target's choice, until no child does.
 
-    The anchor sits at position `cached_len_B`, so the choice after a node of depth d is for `cached_len_B + d + 1`.
+    The anchor is at position `cached_len_B`, so the choice after a node of depth d is for `cached_len_B + d + 1`.
     """
     if uses_kernel(logits_BNV):
-        # A greedy batch never looks at positions, so none are computed for it.
+        # A greedy choice does not depend on the position.
         position_BN = cached_len_B[:, None] + tree.depth_BN + 1 if sampling.any_sampled else tree.depth_BN
         return walk(tree, choose_nodes(logits_BNV, sampling, position_BN))
     row_B = torch.arange(len(cached_len_B), device=cached_len_B.device)
@@ -53,20 +53,20 @@ def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_le
     def choose(node_B: Tensor, depth: int) -> Tensor:
         return choose_token(logits_BNV[row_B, node_B], sampling, cached_len_B + depth + 1)
 
-    return _follow(tree, choose)
+    return _walk(tree, choose)
 
 
 def walk(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
-    """`accept` where the target's choice after every node is known already."""
+    """`accept` for choices of the target that are given, one per node."""
     if uses_kernel(choice_BN):
         from jetspec.tree.accept_triton import accept_triton
 
-        return accept_triton(tree, choice_BN)
-    return _follow(tree, lambda node_B, depth: choice_BN.gather(1, node_B[:, None])[:, 0])
+        return Acceptance(*accept_triton(tree, choice_BN))
+    return _walk(tree, lambda node_B, depth: choice_BN.gather(1, node_B[:, None])[:, 0])
 
 
-def _follow(tree: DraftTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
-    """The walk, with the target's choices at some nodes, one per request, of a depth."""
+def _walk(tree: DraftTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
+    """The walk in torch. `choose(node_B, depth)` returns the target's choices at one node per request."""
     node_B = length_B = bonus_B = torch.zeros_like(tree.size_B)
     walking_B = torch.ones_like(node_B, dtype=torch.bool)
     path = []
@@ -74,13 +74,13 @@ def _follow(tree: DraftTree, choose: Callable[[Tensor, int], Tensor]) -> Accepta
         path.append(node_B)
         choice_B = choose(node_B, depth)
         bonus_B = torch.where(walking_B, choice_B, bonus_B)
-        # Padding has depth 0 and so is nobody's child here.
+        # Padding has depth 0, so it never counts as a child.
         child_BN = (tree.parent_BN == node_B[:, None]) & (tree.token_BN == choice_B[:, None])
         child_BN &= tree.depth_BN == depth + 1
         walking_B = walking_B & child_BN.any(1)
         node_B = torch.where(walking_B, child_BN.int().argmax(1), node_B)
         length_B = length_B + walking_B
-        # On a CPU a look at the result is free and saves the deeper choices; on a GPU it would be a host sync.
+        # Stopping early reads a tensor: free on a CPU, a host sync on a GPU.
         if node_B.device.type == "cpu" and not walking_B.any():
             break
     path += [node_B] * (tree.max_depth + 1 - len(path))

@@ -1,4 +1,8 @@
-"""The Triton kernel of `accept`: one program walks one tree."""
+"""Triton kernel of `accept`: one program walks one tree.
+
+All tensors are contiguous int64: token, parent, depth and choice are (B, N), the path and the committed tokens are
+(B, D + 1) with D = `max_depth`, the length and the bonus are (B,).
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -9,12 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.tree.accept import Acceptance
 from jetspec.tree.draft_tree import DraftTree
 
 
-def accept_triton(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
-    """`choice_BN` is the target's token after every node."""
+def accept_triton(tree: DraftTree, choice_BN: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of `Acceptance`, in order. `choice_BN` holds the target's token after every node."""
     B, N = choice_BN.shape
     path_BD1 = choice_BN.new_empty(B, tree.max_depth + 1)
     token_BD1 = torch.empty_like(path_BD1)
@@ -34,7 +37,7 @@ def accept_triton(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
             NODES=triton.next_power_of_2(N),
             num_warps=1 if N <= 256 else 4,
         )
-    return Acceptance(path_BD1, length_B, bonus_B, token_BD1)
+    return path_BD1, length_B, bonus_B, token_BD1
 
 
 @triton.jit
@@ -51,26 +54,30 @@ def _accept_kernel(
     max_depth,
     NODES: tl.constexpr,
 ):
-    """Step by step to the child that carries the choice. After the last one the walk stands still to fill its row.
+    """Step to the child that carries the choice, `max_depth + 1` times; past the last child the node stays the same.
 
-    Where the walk stands, the choice after it is the next committed token: a draft token if the walk goes on, else
-    the bonus.
+    The choice after the current node is the next committed token: a draft token if a child carries it, else the bonus.
     """
+    # load the tree
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     token = tl.load(token_ptr + row * N + node, mask=node < N, other=-1)
     parent = tl.load(parent_ptr + row * N + node, mask=node < N, other=-1)
-    # Padding has depth 0 and so is nobody's child. The root is its own parent, of depth 0 too.
+    # Padding and the root have depth 0, so they never count as children.
     is_child = tl.load(depth_ptr + row * N + node, mask=node < N, other=0) > 0
-    at = tl.zeros([], tl.int32)
+
+    # walk
+    current = tl.zeros([], tl.int32)
     length = tl.zeros([], tl.int32)
     for step in range(max_depth + 1):
-        choice = tl.load(choice_ptr + row * N + at)
+        choice = tl.load(choice_ptr + row * N + current)
         out = row * (max_depth + 1) + step
-        tl.store(path_ptr + out, at)
+        tl.store(path_ptr + out, current)
         tl.store(committed_ptr + out, choice)
-        child = tl.min(tl.where(is_child & (parent == at) & (token == choice), node, NODES))
+        child = tl.min(tl.where(is_child & (parent == current) & (token == choice), node, NODES))
         length += (child < NODES).to(tl.int32)
-        at = tl.where(child < NODES, child, at)
+        current = tl.where(child < NODES, child, current)
+
+    # store length and bonus
     tl.store(length_ptr + row, length)
-    tl.store(bonus_ptr + row, tl.load(choice_ptr + row * N + at))
+    tl.store(bonus_ptr + row, tl.load(choice_ptr + row * N + current))

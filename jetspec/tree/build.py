@@ -1,9 +1,9 @@
-"""From what a head proposes to the tree the target will check.
+"""Construction of draft trees from the candidates of a head.
 
-`build_tree` works on the device: level by level in torch, or by the search of `build_tree_triton`, one program per
-request. `build_tree_reference` is the textbook search with a heap. All give the same tree to the last bit, because all
-follow one total order of nodes: higher score, then smaller depth, then better parent, then better rank among its
-siblings. (With edges the sums behind a score may round differently.)
+`build_tree` runs on the device: level by level in torch, or as best-first search in `build_tree_triton`, one program
+per request. `build_tree_reference` is the textbook search with a heap. All return the same tree to the last bit,
+because all follow one total order of nodes: higher score, then smaller depth, then better parent, then better rank
+among its siblings. (With edges the sums behind a score may round differently.)
 """
 
 from __future__ import annotations
@@ -19,59 +19,25 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.ops.select import uses_kernel
+from jetspec.tree.candidates import Candidates
 from jetspec.tree.draft_tree import DraftTree
-from jetspec.types import EdgeFactors
 
 MAX_SHORTLIST = 2048
-"""Longest shortlist that the kernel ranks for every parent there can be. Beyond, those that there are cost less."""
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """What a head proposes: C tokens per depth with full-vocabulary log-probabilities (float32), best first; where an
-    edge term is to rank them, in any order.
-
-    Depth d, counted from 1, is row d - 1. A log-probability of -inf marks an absent candidate; as the worst, it comes
-    last. Its token may be any valid id.
-    """
-
-    token_BDC: Tensor
-    logprob_BDC: Tensor
-    entropy_BD: Tensor | None = None
-    edge: EdgeFactors | None = None
-
-    def children(self, depth: int, parent_BW: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The K = min(width, C) best tokens at `depth` for each parent token at `depth - 1`: token_BWK, logprob_BWK.
-
-        Without edges all parents share one list. With them each parent re-ranks the shortlist, which keeps its mass:
-        log q(c|y) = z_c - logsumexp(z) + logsumexp(logprob) with z = logprob + edge, sums over the shortlist.
-        """
-        token_BC, logprob_BC = self.token_BDC[:, depth - 1], self.logprob_BDC[:, depth - 1]
-        num_parents = parent_BW.shape[1]
-        token_BWC = token_BC[:, None].expand(-1, num_parents, -1)
-        logprob_BWC = logprob_BC[:, None].expand(-1, num_parents, -1)
-        if self.edge is None:
-            return token_BWC[..., :width], logprob_BWC[..., :width]
-
-        z_BWC = logprob_BWC + self.edge.score(depth, parent_BW, token_BC)
-        # One call for both sums: equal rows give equal bits, so an edge of 0 changes nothing. The clamp keeps a depth
-        # without candidates at -inf instead of NaN.
-        mass_2BW = torch.stack((logprob_BWC, z_BWC)).logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
-        ranked_BWC, order_BWC = (z_BWC - (mass_2BW[1] - mass_2BW[0])[..., None]).sort(descending=True, stable=True)
-        return token_BWC.gather(-1, order_BWC[..., :width]), ranked_BWC[..., :width]
+"""Longest shortlist of the kernel, which ranks it for every possible parent. For longer ones it is faster to rank it
+for the actual parents only, as the reference does."""
 
 
 def build_tree(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:
-    """Spend `config.budget` nodes on the best paths of at most `depth` tokens. Fixed shapes, no host sync.
+    """Build trees of at most `config.budget` nodes and `depth` levels. Fixed shapes, no host sync.
 
-    `optimal` takes the nodes of highest score. `paper` adds all children of a node when it is popped: that is to take
-    the nodes whose *parents* have the highest score, family by family. Nodes come out in the order in which best-first
-    search adds them, so in either case a smaller budget gives a prefix of the larger tree.
+    `optimal` takes the nodes of highest score. `paper` adds all children of a node when the node is popped, that is,
+    the nodes whose *parents* have the highest score. Nodes are in the order in which best-first search adds them, so
+    in either case a smaller budget gives a prefix of the larger tree.
     """
     if config.budget == 1:
-        return _build_by_level(anchor_B, candidates, config, depth)  # the anchor, whatever the candidates
+        return _build_by_level(anchor_B, candidates, config, depth)  # the anchor alone
     if config.score != "accum_logp" and candidates.entropy_BD is None:
-        raise ValueError(f"score {config.score!r} needs entropies, which this drafter does not give; use accum_logp")
+        raise ValueError(f"score {config.score!r} needs entropies, which this drafter lacks; use accum_logp")
     if uses_kernel(anchor_B) and (candidates.edge is None or candidates.token_BDC.shape[-1] <= MAX_SHORTLIST):
         from jetspec.tree.build_triton import build_tree_triton
 
@@ -80,16 +46,16 @@ def build_tree(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, dep
 
 
 def _build_by_level(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:
-    """`build_tree` in plain torch: the best children of every level, then the best nodes of all levels.
+    """`build_tree` in torch: the best children of every level, then the best nodes of all levels.
 
-    A node's merit is its own score (`optimal`) or its parent's (`paper`), and the rest is shared. Merit never rises
-    along a path, hence the best nodes contain their parents, and since they hold at least one node of every level
-    above, at most `budget - d` of them lie at depth d: keeping that many per level loses nothing.
+    The merit of a node is its own score (`optimal`) or its parent's (`paper`); all else is shared. Merit never rises
+    along a path, so the best nodes include their parents. A node at depth d has d ancestors, so at most `budget - d`
+    of the best nodes are at depth d: keeping that many per level loses nothing.
     """
     max_depth = min(depth, config.budget - 1)
     zero_B1 = torch.zeros_like(anchor_B)[:, None]
     levels = [_Level(anchor_B[:, None], zero_B1, zero_B1.float(), zero_B1.float())]
-    first = 0  # number of the level's first node, all levels counted through
+    first = 0  # index of the level's first node among those of all levels
     for d in range(1, max_depth + 1):
         parents = levels[-1]
         levels.append(_next_level(parents, first, candidates, config, d))
@@ -99,17 +65,17 @@ def _build_by_level(anchor_B: Tensor, candidates: Candidates, config: TreeConfig
 
 @dataclass(frozen=True)
 class _Level:
-    """Nodes of one depth, best merit first. Absent ones are last, with merit and score -inf."""
+    """Nodes of one depth, best merit first. Absent nodes are last, with merit and score -inf."""
 
     token_BW: Tensor
     parent_BW: Tensor
-    """Number of the parent, all levels counted through."""
+    """Index of the parent among the nodes of all levels."""
     score_BW: Tensor
     merit_BW: Tensor
 
 
 def _next_level(parents: _Level, first: int, candidates: Candidates, config: TreeConfig, depth: int) -> _Level:
-    """The children worth keeping. Laid out by parent, then rank, a stable sort by merit respects the order of nodes."""
+    """Return the best children. Laid out by parent, then rank: a stable sort by merit keeps the node order."""
     token_BWK, logprob_BWK = candidates.children(depth, parents.token_BW, config.width)
     above_BW1 = parents.score_BW[..., None]
     score_BWK = above_BW1 + _increment(logprob_BWK, candidates.entropy_BD, config, depth)
@@ -120,7 +86,7 @@ def _next_level(parents: _Level, first: int, candidates: Candidates, config: Tre
 
 
 def _rank(token_BWK: Tensor, score_BWK: Tensor, merit_BWK: Tensor, first: int, count: int) -> _Level:
-    """The `count` best of some parents' children, where `first` is the number of the first parent."""
+    """Return the `count` best children; `first` is the index of the first parent."""
     merit_BX, index_BX = _best_first(merit_BWK.flatten(1), count)
     return _Level(
         token_BW=token_BWK.flatten(1).gather(1, index_BX),
@@ -131,10 +97,10 @@ def _rank(token_BWK: Tensor, score_BWK: Tensor, merit_BWK: Tensor, first: int, c
 
 
 def _increment(logprob_BWK: Tensor, entropy_BD: Tensor | None, config: TreeConfig, depth: int) -> Tensor:
-    """What a node adds to its parent's score.
+    """Return the difference between a node's score and its parent's.
 
-    The entropy score is summed along the path as well. That is our reading of the paper's entropy-guided score: the
-    entropy of a node's depth alone could rise along a path, and best nodes would then lack their parents.
+    The entropy score is summed along the path as well. This is our reading of the paper's entropy-guided score: the
+    entropy of a node's depth alone could rise along a path, and the best nodes would then lack their parents.
     """
     step_BWK = logprob_BWK
     if config.score != "accum_logp":
@@ -147,20 +113,20 @@ def _increment(logprob_BWK: Tensor, entropy_BD: Tensor | None, config: TreeConfi
 
 
 def _never_up(step: Tensor) -> Tensor:
-    """At most 0, so that rounding cannot lift a child over its parent. What is not a number would be sorted before all
-    that are, the anchor among them."""
+    """Clamp to at most 0, so that rounding cannot rank a child above its parent. NaN, which would sort first, becomes
+    -inf."""
     return step.clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def _best_nodes(levels: list[_Level], budget: int, max_depth: int) -> DraftTree:
-    """The nodes of highest merit over all levels. The levels are joined in order, so of equals the shallower wins."""
+    """Return the tree of the nodes of highest merit. Levels are joined in order, so of equals the shallower wins."""
     merit_BX = torch.cat([level.merit_BW for level in levels], dim=1)
-    merit_BN, number_BN = _best_first(merit_BX, budget)
-    node_BN = torch.arange(merit_BN.shape[1], device=merit_BN.device).expand_as(number_BN)
-    place_BX = torch.zeros_like(merit_BX, dtype=torch.long).scatter(1, number_BN, node_BN)
+    merit_BN, index_BN = _best_first(merit_BX, budget)
+    node_BN = torch.arange(merit_BN.shape[1], device=merit_BN.device).expand_as(index_BN)
+    place_BX = torch.zeros_like(merit_BX, dtype=torch.long).scatter(1, index_BN, node_BN)
 
     def pick(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts, dim=1).gather(1, number_BN)
+        return torch.cat(parts, dim=1).gather(1, index_BN)
 
     return DraftTree.from_parents(
         token_BN=pick([level.token_BW for level in levels]),
@@ -172,17 +138,17 @@ def _best_nodes(levels: list[_Level], budget: int, max_depth: int) -> DraftTree:
 
 
 def _best_first(value_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest values and their places; the earlier of equals first, which topk does not promise."""
+    """Return the `count` largest values and their indices, the earlier of equals first, unlike `topk`."""
     value_BX, index_BX = value_BX.sort(dim=1, descending=True, stable=True)
     return value_BX[:, :count], index_BX[:, :count]
 
 
 class GrowingTree:
-    """A tree for drafters that read what they have drafted before they go on (EAGLE-2): a beam with memory.
+    """Tree built level by level, for drafters that run on their own drafts (EAGLE-2): a beam search with memory.
 
-    Every level has a frontier, its `width` best nodes. The drafter names the best children of each; all of them become
-    candidates, and the best of them the next frontier. In the end the best candidates of all levels are the tree. Their
-    parents are among them, because a score never rises along a path. Fixed shapes, no host sync.
+    Every level has a frontier, its `width` best nodes. The drafter gives the best children of each frontier node; all
+    of them become candidates, and the best of them the next frontier. The final tree holds the best candidates of all
+    levels, which include their parents, because a score never rises along a path. Fixed shapes, no host sync.
     """
 
     def __init__(self, anchor_B: Tensor, width: int, budget: int) -> None:
@@ -192,13 +158,13 @@ class GrowingTree:
 
     @property
     def frontier_BW(self) -> Tensor:
-        """Tokens of the nodes to go on from, best first."""
+        """Tokens of the nodes to expand next, best first."""
         return self.levels[-1].token_BW[:, : self.width]
 
     def extend(self, token_BWK: Tensor, logprob_BWK: Tensor) -> Tensor:
-        """Add the children of the frontier, best first for each of its nodes.
+        """Add children of the frontier, best first for each of its nodes.
 
-        Returns the place of each new frontier node's parent in the old frontier, (B, W).
+        Returns the index of each new frontier node's parent in the old frontier, (B, W).
         """
         above, depth = self.levels[-1], len(self.levels)
         first = sum(level.token_BW.shape[1] for level in self.levels[:-1])
@@ -208,13 +174,13 @@ class GrowingTree:
         return level.parent_BW[:, : self.width] - first
 
     def tree(self, budget: int | None = None) -> DraftTree:
-        """The best candidates so far: `budget` of them, which may be fewer than were planned for."""
+        """Return the tree of the `budget` best candidates so far. Default: the budget of the constructor, the most."""
         budget = self.budget if budget is None else budget
         return _best_nodes(self.levels, budget, min(len(self.levels), budget) - 1)
 
 
 class _Node(NamedTuple):
-    """Compared field by field, as tuples are, the smaller node is the better one: this is the order of nodes."""
+    """Node of the reference. The order of nodes is the order of these tuples; the smallest is the best."""
 
     cost: float
     """Minus the score."""
@@ -231,9 +197,9 @@ def build_tree_reference(
     depth: int,
     entropy: list[float] | None = None,
 ) -> DraftTree:
-    """The same tree for one request by best-first search with a heap. Slow and obvious; the oracle.
+    """Build the tree of one request by best-first search with a heap: slow and obvious, the oracle of the others.
 
-    `children(depth, parent_token)` lists tokens and log-probabilities, best first; `entropy[d - 1]` belongs to depth d.
+    `children(depth, parent_token)` returns tokens and log-probabilities, best first; `entropy[d - 1]` is of depth d.
     """
 
     def step(logprob: float, d: int) -> np.float32:

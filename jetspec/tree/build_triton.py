@@ -1,7 +1,10 @@
-"""The Triton kernels of `build_tree`: best-first search with one program per request, then masks from parents.
+"""Triton kernels of `build_tree`: best-first search with one program per request, then masks from parents.
 
 Siblings are lazy: a node enters the frontier when its better sibling leaves it. So every pop adds at most one entry
-(its first child) and exchanges one (its own, for the next sibling), and a frontier of N slots is enough for N pops.
+(the first child) and replaces one (the popped node by its next sibling): a frontier of N slots suffices for N pops.
+
+Layout, contiguous: candidate tokens are (B, D, C); their log-probabilities (B, D, C), with edges (B, D, C, K) with
+indices of the same shape; entropies (B, D); tokens, parents, depths and scores of nodes (B, N); masks (B, N, W).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,15 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.config import TreeConfig
-from jetspec.tree.build import Candidates
+from jetspec.tree.candidates import Candidates
 from jetspec.tree.draft_tree import WORD, DraftTree
 from jetspec.tree.edge_triton import edge_children_triton
 
 NODES = 32
-"""Nodes whose masks one program writes."""
+"""Nodes per program of the mask kernel."""
 
 # Key of an empty slot, above any other.
-GONE = tl.constexpr(1 << 62)
+EMPTY = tl.constexpr(1 << 62)
 
 
 def build_tree_triton(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:
@@ -76,7 +79,7 @@ def build_tree_triton(anchor_B: Tensor, candidates: Candidates, config: TreeConf
 
 
 def _most_nodes(budget: int, width: int, max_depth: int) -> int:
-    """Nodes of a tree that lacks no candidate. Depth d has room for `budget - d` of them, as there is a path to it."""
+    """Return the size of a tree when no candidate is absent. Depth d holds at most `budget - d` nodes: d are above."""
     total = level = 1
     for d in range(1, max_depth + 1):
         level = min(level * width, budget - d)
@@ -107,13 +110,14 @@ def _build_tree_kernel(
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Pop the best entry, write what it adds to the tree, put its sibling in its place and its first child at the end.
+    """Pop the best entry, add its nodes to the tree, replace it by its next sibling and append its first child.
 
-    An entry is a key, which says how good it is and who it is (`_key`), and three facts about its parent that save
-    looking it up: its score, its place in the shortlist, and the number that its first child has in a `paper` tree.
-    A family is a row of K log-probabilities; with edges every parent has its own, and `index_ptr` says which token
-    a child is.
+    An entry has a key (`_key`: score and identity of the node) and three values of its parent: `above`, its score;
+    `place`, its index in the shortlist; `first`, the index of its first child in a `paper` tree. The children of a
+    parent are a row of K log-probabilities. With edges every parent has its own row, and `index_ptr` holds the
+    children's indices in the shortlist.
     """
+    # empty frontier with the root
     row = tl.program_id(0).to(tl.int64)
     node_token_ptr += row * N
     node_parent_ptr += row * N
@@ -123,11 +127,11 @@ def _build_tree_kernel(
     slot = tl.arange(0, SLOTS)
     rank_K = tl.arange(0, WIDTH)
 
-    key_S = tl.where(slot == 0, 0, GONE).to(tl.int64)
+    key_S = tl.where(slot == 0, 0, EMPTY).to(tl.int64)
     above_S = tl.zeros([SLOTS], tl.float32)
     place_S = tl.zeros([SLOTS], tl.int32)
     first_S = tl.zeros([SLOTS], tl.int32)
-    deepest = max_depth  # of the entries that are worth popping
+    deepest = max_depth  # depth of the last nodes to expand
     count = 0
     if PAPER:
         deepest -= 1
@@ -136,13 +140,15 @@ def _build_tree_kernel(
 
     pops = 0
     key, above, place, first = tl.reduce((key_S, above_S, place_S, first_S), 0, _better)
-    while (count < N) & (key != GONE):
+    while (count < N) & (key != EMPTY):
+        # locate the node, its siblings and its children
         score, depth, parent, rank = _read_key(key)
         siblings = _family(row, depth, place, D, C, K, index_ptr)
         own_place = rank if index_ptr is None else tl.load(index_ptr + siblings + rank, mask=depth > 0, other=0)
         children = _family(row, depth + 1, own_place, D, C, K, index_ptr)
         added = count
 
+        # add all children (paper) or the node itself (optimal)
         if PAPER:
             logprob_K = tl.load(
                 logprob_ptr + children + rank_K, mask=(rank_K < K) & (depth < max_depth), other=-float("inf")
@@ -172,6 +178,7 @@ def _build_tree_kernel(
             )
             count += 1
 
+        # keys of the next sibling and of the first child
         has_sibling = (depth > 0) & (rank + 1 < K)
         logprob = tl.load(logprob_ptr + siblings + rank + 1, mask=has_sibling, other=-float("inf"))
         step = _increment(logprob, entropy_ptr, entropy_weight, row * D + depth - 1, has_sibling, SCORE)
@@ -181,6 +188,7 @@ def _build_tree_kernel(
         step = _increment(logprob, entropy_ptr, entropy_weight, row * D + depth, has_child, SCORE)
         child_key = _key(score + step, depth + 1, pops, 0)
 
+        # update the frontier
         pops += 1
         is_new = slot == pops
         key_S = tl.where(key_S == key, sibling_key, tl.where(is_new, child_key, key_S))
@@ -189,6 +197,7 @@ def _build_tree_kernel(
         first_S = tl.where(is_new, added, first_S)
         key, above, place, first = tl.reduce((key_S, above_S, place_S, first_S), 0, _better)
 
+    # store the size and the padding
     size = tl.minimum(count, N)
     tl.store(size_ptr + row, size)
     padding = (slot >= size) & (slot < N)
@@ -197,7 +206,7 @@ def _build_tree_kernel(
 
 @triton.jit
 def _better(key_a, above_a, place_a, first_a, key_b, above_b, place_b, first_b):
-    """The entry of the smaller key, with all that belongs to it."""
+    """Return the entry with the smaller key."""
     a = key_a <= key_b
     return (
         tl.where(a, key_a, key_b),
@@ -209,26 +218,26 @@ def _better(key_a, above_a, place_a, first_a, key_b, above_b, place_b, first_b):
 
 @triton.jit
 def _key(score, depth, parent, rank):
-    """The total order of nodes as a number, the smallest the best: cost (31 bits), depth (10), parent (10), rank (6).
+    """Return the total order of nodes as a number, smallest best: cost (31 bits), depth (10), parent (10), rank (6).
 
-    A score is never above 0, so its bits without the sign rise as it falls. `parent` counts pops.
+    A score is at most 0, so its bits without the sign rise as it falls. `parent` is numbered by pops.
     """
     cost = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     key = cost.to(tl.int64) << 26 | (depth << 16 | parent << 6 | rank).to(tl.int64)
-    return tl.where(score > -float("inf"), key, GONE)
+    return tl.where(score > -float("inf"), key, EMPTY)
 
 
 @triton.jit
 def _read_key(key):
-    """What a key was made of."""
+    """Return the score, depth, parent and rank of a key."""
     score = 0.0 - (key >> 26).to(tl.int32).to(tl.float32, bitcast=True)
-    who = key.to(tl.int32)
-    return score, who >> 16 & 1023, who >> 6 & 1023, who & 63
+    low = key.to(tl.int32)
+    return score, low >> 16 & 1023, low >> 6 & 1023, low & 63
 
 
 @triton.jit
 def _family(row, depth, place, D, C, K, index_ptr):
-    """Where the children at `depth` of the parent at `place` of its shortlist begin."""
+    """Return the offset of the children at `depth` of the parent with index `place` in its shortlist."""
     level = (row * D + depth - 1) * C
     if index_ptr is not None:
         level = (level + place) * K
@@ -237,11 +246,11 @@ def _family(row, depth, place, D, C, K, index_ptr):
 
 @triton.jit
 def _increment(logprob, entropy_ptr, entropy_weight, level, mask, SCORE: tl.constexpr):
-    """What a node adds to its parent's score: at most 0, and -inf if it is absent, or not a number, of which a GPU
-    takes the minimum with 0 to be 0."""
+    """Return the difference between a node's score and its parent's: at most 0, -inf if absent or NaN. NaN is tested
+    for, because its minimum with 0 is 0 on a GPU."""
     step = logprob
     if SCORE != "accum_logp":
-        # One entropy serves a whole level: every lane loads the same number.
+        # A level has one entropy: every lane loads the same number.
         entropy = tl.load(entropy_ptr + level + tl.zeros_like(logprob).to(tl.int32), mask=mask, other=0.0)
         if SCORE == "hybrid":
             step = logprob - entropy_weight * entropy
@@ -260,14 +269,15 @@ def _write(token_ptr, parent_ptr, depth_ptr, score_ptr, node, token, parent, dep
 
 @triton.jit
 def _ancestor_kernel(parent_ptr, ancestor_ptr, N, W, max_depth, NODES: tl.constexpr, WORDS: tl.constexpr):
-    """Masks of some nodes of a tree: climb from each to the root, which is its own parent, and set a bit per step."""
+    """Masks of a block of nodes: climb from each to the root, which is its own parent, setting one bit per step."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1) * NODES + tl.arange(0, NODES)
     word = tl.arange(0, WORDS)
-    at = node
+    current = node
     bits = tl.zeros([NODES, WORDS], tl.int32)
     for _ in range(max_depth + 1):
-        bits |= tl.where((at // 32)[:, None] == word[None, :], (tl.full([NODES], 1, tl.int32) << at % 32)[:, None], 0)
-        at = tl.load(parent_ptr + row * N + at, mask=node < N, other=0).to(tl.int32)
+        bit = tl.full([NODES], 1, tl.int32) << current % 32
+        bits |= tl.where((current // 32)[:, None] == word[None, :], bit[:, None], 0)
+        current = tl.load(parent_ptr + row * N + current, mask=node < N, other=0).to(tl.int32)
     out_ptr = ancestor_ptr + (row * N + node[:, None]) * W + word[None, :]
     tl.store(out_ptr, bits, mask=(node < N)[:, None] & (word < W)[None, :])

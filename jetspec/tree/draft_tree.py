@@ -1,4 +1,4 @@
-"""DraftTree: a batch of token trees in parent-pointer form, with ancestor bitmasks for attention."""
+"""Draft trees as parent pointers, with ancestor bitmasks for attention."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WORD = 32
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A batch of token trees, padded to N nodes, parent before child.
+    """Batch of token trees, padded to N nodes, parents before children.
 
-    Node 0 is the anchor. Rows past `size_B` are padding: token 0, depth 0, their parent is themselves. They see
-    only themselves (a softmax over no keys is NaN) and no real node sees them.
+    Node 0 is the anchor. Nodes from `size_B` on are padding: token 0, depth 0, parent is the node itself. Padding
+    attends only to itself (a softmax over no keys is NaN), and no real node attends to it.
     """
 
     token_BN: Tensor
@@ -26,20 +26,20 @@ class DraftTree:
     depth_BN: Tensor
     """int64; the root has depth 0."""
     ancestor_BNW: Tensor
-    """int32 words; bit j of row i: node i may attend node j, itself included."""
+    """int32 words; bit j of row i: node i attends to node j. Includes the node itself."""
     size_B: Tensor
     max_depth: int
-    """Bound on the depth, known without looking at the tensors."""
+    """Upper bound of the depth, known on the host."""
     score_BN: Tensor | None = None
-    """float32; what the draft ranks a node by, summed along its path. -inf on padding."""
+    """float32; ranking score of the draft, summed along the path. -inf on padding."""
 
     @classmethod
     def from_parents(
         cls, token_BN: Tensor, parent_BN: Tensor, size_B: Tensor, max_depth: int, score_BN: Tensor | None = None
     ) -> DraftTree:
-        """Depths and ancestors by pointer doubling: each step looks twice as far up. No host sync.
+        """Compute depths and ancestors by pointer doubling: each step doubles the levels covered. No host sync.
 
-        Whatever the rows past `size_B` hold becomes padding.
+        Nodes from `size_B` on become padding, whatever their values.
         """
         num_nodes = token_BN.shape[1]
         node_N = torch.arange(num_nodes, device=token_BN.device)
@@ -61,32 +61,32 @@ class DraftTree:
 
     @classmethod
     def root(cls, anchor_B: Tensor) -> DraftTree:
-        """The anchor alone: a round with this tree is a plain decoding step."""
+        """Return trees of the anchor alone: a round with them is a plain decoding step."""
         return cls.chain(anchor_B[:, None])
 
     @classmethod
     def chain(cls, token_BN: Tensor) -> DraftTree:
-        """The degenerate tree: each token's parent is the one before."""
+        """Return chains: the parent of each token is the previous one."""
         batch, num_nodes = token_BN.shape
         parent_N = torch.arange(-1, num_nodes - 1, device=token_BN.device).clamp(min=0)
         size_B = torch.full((batch,), num_nodes, device=token_BN.device)
         return cls.from_parents(token_BN, parent_N.expand(batch, -1), size_B, num_nodes - 1)
 
     def limited(self, budget_B: Tensor, width_B: Tensor) -> DraftTree:
-        """What is left when a tree of the batch may have so many nodes, and a node of it so many children.
+        """Return the trees cut to at most `budget_B` nodes and `width_B` children per node. A limit of 0 counts as 1.
 
-        Nodes come best first, so the best are kept, and with them their parents. A limit of 0 counts as 1.
+        Nodes are ordered best first, so the best nodes stay, and with them their parents.
         """
         node_N = torch.arange(self.token_BN.shape[1], device=self.token_BN.device)
-        twin_BNN = self.parent_BN[:, :, None] == self.parent_BN[:, None]
+        sibling_BNN = self.parent_BN[:, :, None] == self.parent_BN[:, None]
         # The root is its own parent, but not its own child.
-        rank_BN = (twin_BNN & (node_N[:, None] > node_N) & (node_N > 0)).sum(-1)
+        rank_BN = (sibling_BNN & (node_N[:, None] > node_N) & (node_N > 0)).sum(-1)
         fits_BN = (rank_BN < width_B.clamp(min=1)[:, None]) & (node_N < self.size_B[:, None])
         kept_BN = (self.ancestor_BNW & ~pack_bits(fits_BN)[:, None] == 0).all(-1)
         kept_BN &= kept_BN.cumsum(1) <= budget_B.clamp(min=1)[:, None]
         size_B, place_BN = kept_BN.sum(1), kept_BN.cumsum(1) - 1
         order_BN = (~kept_BN).int().sort(stable=True).indices
-        if order_BN.device.type == "cpu":  # a look is free, and every node that is not there saves time
+        if order_BN.device.type == "cpu":  # no sync here, and fewer nodes save time
             order_BN = order_BN[:, : int(size_B.max())]
         return DraftTree.from_parents(
             token_BN=self.token_BN.gather(1, order_BN),
@@ -97,11 +97,11 @@ class DraftTree:
         )
 
     def visible_BNN(self) -> Tensor:
-        """The mask as booleans: entry (i, j) says whether node i may attend node j."""
+        """Return the mask as booleans: entry (i, j) is true when node i attends to node j."""
         return unpack_bits(self.ancestor_BNW, self.token_BN.shape[1])
 
     def validate(self) -> None:
-        """Assert every invariant of the class. For tests and debugging: it looks at the tensors."""
+        """Assert every invariant of the class. For tests and debugging: it reads the tensors."""
         num_nodes = self.token_BN.shape[1]
         node_N = torch.arange(num_nodes, device=self.token_BN.device)
         real_BN = node_N < self.size_B[:, None]
@@ -121,9 +121,9 @@ class DraftTree:
         assert self.ancestor_BNW.dtype == torch.int32
         assert (self.ancestor_BNW == inherited_BNW | own_NW).all(), "mask is not the parent's row plus the own bit"
 
-        twin_BNN = (parent_BN[:, :, None] == parent_BN[:, None]) & (self.token_BN[:, :, None] == self.token_BN[:, None])
+        same_BNN = (parent_BN[:, :, None] == parent_BN[:, None]) & (self.token_BN[:, :, None] == self.token_BN[:, None])
         both_BNN = child_BN[:, :, None] & child_BN[:, None] & (node_N[:, None] < node_N)
-        assert not (twin_BNN & both_BNN).any(), "siblings carry the same token"
+        assert not (same_BNN & both_BNN).any(), "siblings carry the same token"
         if self.score_BN is not None:
             rises_BN = self.score_BN > self.score_BN.gather(1, parent_BN)
             assert not (rises_BN & child_BN).any(), "a child outranks its parent"
@@ -131,14 +131,14 @@ class DraftTree:
     def show(
         self, decode: Callable[[int], str] | None = None, row: int = 0, path: Collection[int] | None = None
     ) -> str:
-        """Drawing of one tree of the batch, with scores; the nodes of `path` are marked."""
+        """Draw one tree of the batch with its scores; the nodes of `path` are marked."""
         size = int(self.size_B[row])
         scores = None if self.score_BN is None else self.score_BN[row, :size].tolist()
         return draw(self.token_BN[row, :size].tolist(), self.parent_BN[row, :size].tolist(), scores, path or (), decode)
 
 
 def children_of(parents: Sequence[int]) -> list[list[int]]:
-    """Children of every node, in node order. The root is nobody's child, and padding is left alone."""
+    """Return the children of every node, in node order. The root and padding are children of no node."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents):
         if parent != node:
@@ -147,7 +147,7 @@ def children_of(parents: Sequence[int]) -> list[list[int]]:
 
 
 def pack_bits(visible_BNN: Tensor) -> Tensor:
-    """Booleans (..., N) to int32 words (..., ceil(N / 32)); bit j of the row is entry j."""
+    """Pack booleans (..., N) into int32 words (..., ceil(N / 32)); bit j of the row is entry j."""
     num_bits = visible_BNN.shape[-1]
     padded = torch.nn.functional.pad(visible_BNN.long(), (0, -num_bits % WORD))
     bit = torch.arange(WORD, device=visible_BNN.device)
@@ -156,7 +156,7 @@ def pack_bits(visible_BNN: Tensor) -> Tensor:
 
 
 def unpack_bits(word_BNW: Tensor, num_bits: int) -> Tensor:
-    """The inverse of `pack_bits`: int32 words to booleans (..., num_bits)."""
+    """Inverse of `pack_bits`: int32 words to booleans (..., num_bits)."""
     bit = torch.arange(WORD, dtype=torch.int32, device=word_BNW.device)
     return (word_BNW[..., None] >> bit & 1).flatten(-2)[..., :num_bits].bool()
 
@@ -168,7 +168,7 @@ def draw(
     path: Collection[int] = (),
     decode: Callable[[int], str] | None = None,
 ) -> str:
-    """A tree as text, one node per line: token, score, and a mark on the nodes of `path`."""
+    """Return a tree as text, one node per line: token, score, and a mark on the nodes of `path`."""
     children = children_of(parents)
 
     def label(node: int) -> str:
@@ -189,5 +189,5 @@ def draw(
 
 
 def _rows(x_BNW: Tensor, index_BN: Tensor) -> Tensor:
-    """Row index_BN[b, i] of x_BNW[b], for every i."""
+    """Return row index_BN[b, i] of x_BNW[b] for every i."""
     return x_BNW.gather(1, index_BN[..., None].expand(-1, -1, x_BNW.shape[-1]))

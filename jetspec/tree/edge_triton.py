@@ -1,4 +1,8 @@
-"""The Triton kernel of `Candidates.children`: the shortlist of a depth, ranked for every parent there can be."""
+"""Triton kernel of `Candidates.children`: the shortlist of a depth, ranked for every possible parent.
+
+Layout, contiguous: tokens and log-probabilities of the shortlists are (B, D, C), gates (B, D, R), predecessor and
+successor vectors (V, R), outputs (B, D, C, K).
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -11,19 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.tree.build import Candidates
+from jetspec.tree.candidates import Candidates
 
 FEW_PARENTS = 16 * 512
-"""512 programs, with 16 of them each, fit on a large GPU."""
+"""512 programs of 16 parents each run at once on a large GPU."""
 CHILDREN_BYTES = 64 * 1024
+"""Most shared memory for the successor vectors of a tile."""
 
-# Stands for no logit. Finite, since the difference of two infinities is not a number.
+# Stands for no logit. Finite, since the difference of two infinities is NaN.
 LOWEST = tl.constexpr(-3.0e38)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What one program multiplies at once: so many parents with so many children, over so much of the rank."""
+    """Sizes of the product of one program: parents x ranks times ranks x children."""
 
     parents: int
     children: int
@@ -33,10 +38,11 @@ class Tiling:
 def edge_children_triton(
     anchor_B: Tensor, candidates: Candidates, width: int, max_depth: int, tiling: Tiling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`Candidates.children` for every parent there can be: places in the shortlist and log-probabilities, (B, D, C, K).
+    """Return indices into the shortlist and log-probabilities of the K best children of every possible parent, (B, D,
+    C, K) each.
 
-    Row c of depth d belongs to the parent that is token c of the shortlist of depth d - 1; depth 1 has one row, the
-    anchor's.
+    Row c of depth d belongs to the parent that is token c of the shortlist of depth d - 1; depth 1 has one row, for the
+    anchor.
     """
     B, D, C = candidates.token_BDC.shape
     edge = candidates.edge
@@ -69,11 +75,12 @@ def edge_children_triton(
 
 
 def find_tiling(rank: int, dtype: torch.dtype, parents: int) -> Tiling:
-    """The whole rank at once if it fits beside the rest in 100 KB: then parents are read and gated only once.
+    """Return the tiling. The whole rank is one tile where 100 KB of shared memory suffice: parents are then read and
+    gated only once.
 
-    Few parents are a matter of latency: there is a multiprocessor for any 16 of them, which sees all children of a
-    shortlist at once. Of many the children are read less often by tiles of 64, 16 for each warp, so that none need ask
-    another for the best child of a parent.
+    Few parents: latency counts, so every program takes 16 of them and as many children at once as possible. Many
+    parents: tiles of 64 re-read the children less often. Each warp has 16 of the rows, so that the best child of a
+    parent needs no exchange between warps.
     """
     ranks = max(16, triton.next_power_of_2(rank))
     if dtype != torch.bfloat16:
@@ -102,10 +109,11 @@ def _edge_children_kernel(
     RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Re-rank one shortlist for a tile of parents, some children at a time; per parent K of those seen are kept."""
+    """Rank one shortlist for a tile of parents, a tile of children at a time, keeping the K best per parent."""
+    # load parents
     depth = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    level = row * D + depth  # of the children, depth by depth and request by request
+    level = row * D + depth  # index of the children's shortlist in (B, D)
     token_ptr += level * C
     logprob_ptr += level * C
     parent = tl.program_id(0) * PARENTS + tl.arange(0, PARENTS)
@@ -117,17 +125,19 @@ def _edge_children_kernel(
     else:
         parent_token = tl.load(token_ptr - C + parent, mask=parent < C, other=0)
 
-    # Logits of the best children so far and their places in the shortlist, in any order: at first none, each past the
-    # end at a place of its own. What is beyond the K-th is padding, which no child can replace.
+    # Logits of the best children so far and their indices in the shortlist, in any order. Initially none, with distinct
+    # indices past the end. Slots from K on are padding: +inf, so that no child replaces them.
     slot = tl.zeros([PARENTS, WIDTH], tl.int32) + tl.arange(0, WIDTH)[None, :]
     value = tl.where(slot < K, -float("inf"), float("inf"))
     place = C + slot
     top, total = tl.full([PARENTS], LOWEST, tl.float32), tl.zeros([PARENTS], tl.float32)
     base_top, base_total = tl.full([1], LOWEST, tl.float32), tl.zeros([1], tl.float32)
     for start in range(0, C, CHILDREN):
+        # load children
         child = start + tl.arange(0, CHILDREN)
         token = tl.load(token_ptr + child, mask=child < C, other=0)
         logprob = tl.load(logprob_ptr + child, mask=child < C, other=-float("inf"))[None, :]
+        # scores
         z = tl.zeros([PARENTS, CHILDREN], tl.float32)
         for first in range(0, R, RANKS):
             r = first + tl.arange(0, RANKS)
@@ -136,11 +146,13 @@ def _edge_children_kernel(
             e2 = tl.load(successor_ptr + token[None, :] * R + r[:, None], mask=(r < R)[:, None], other=0.0)
             z = _add_product(z, e1.to(tl.float32) * gate[None, :], e2)
         z += logprob
+        # online log-sum-exp, and the K best
         best = tl.max(z, axis=1)
         top, total = _add_exp(top, total, z, best)
         base_top, base_total = _add_exp(base_top, base_total, logprob, tl.max(logprob, axis=1))
         value, place = _keep_best(value, place, z, child, best)
 
+    # sort the K best and store them
     mass = _log_sum(top, total) - _log_sum(base_top, base_total)
     value = tl.where(slot < K, value, -float("inf"))
     out = (level * C + parent) * K
@@ -154,7 +166,7 @@ def _edge_children_kernel(
 
 @triton.jit
 def _add_product(z, gated, e2):
-    """Near fp32 on tensor cores. What is bf16 is multiplied as it is, the other factor in two parts of 8 bits."""
+    """Near-fp32 product on tensor cores. A bf16 factor stays as it is; the other is split into two bf16 parts."""
     if e2.dtype == tl.bfloat16:
         coarse = gated.to(tl.bfloat16)
         fine = (gated - coarse.to(tl.float32)).to(tl.bfloat16)
@@ -165,7 +177,7 @@ def _add_product(z, gated, e2):
 
 @triton.jit
 def _keep_best(value, place, z, child, best):
-    """Exchange the worst that a row keeps for its best child while that is better. Of equals the earlier is better."""
+    """Replace the worst kept child of a row by its best new child while that is better. Of equals the earlier wins."""
     worst = tl.min(value, axis=1)
     better = best > worst
     while tl.max(better.to(tl.int32)) > 0:
@@ -183,12 +195,12 @@ def _keep_best(value, place, z, child, best):
 
 @triton.jit
 def _add_exp(top, total, x, best):
-    """Add rows to sums of exponentials of the distances to the greatest so far. `best` is the greatest of each row."""
+    """Add rows to online sums of exp(x - top), where `top` is the maximum so far and `best` that of each new row."""
     higher = tl.maximum(top, best)
     return higher, total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
 
 
 @triton.jit
 def _log_sum(top, total):
-    """Of nothing but -inf it is a very low number, so that a difference with it is one."""
+    """Return the log-sum-exp. Rows of -inf alone give a very low finite number, so that differences stay finite."""
     return top + tl.log(tl.maximum(total, 1e-30))

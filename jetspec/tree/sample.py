@@ -1,7 +1,7 @@
-"""The target's choice at a node: argmax, or a draw that depends only on (seed, position, token).
+"""Sampling at a node: argmax, or a draw that depends only on (seed, position, token).
 
 Adding Gumbel noise to log-probabilities and taking the argmax samples from them. The noise comes from a counter-based
-generator, so a request's token at a position is the same whatever tree, batch or device it is verified in.
+generator, so the token of a request at a position does not depend on the tree, batch or device that verifies it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def choose_token(logits_BV: Tensor, sampling: RowSampling, position_B: Tensor) -> Tensor:
-    """The target's token for each row's position: argmax for greedy rows, a draw for the others. int64 (B,)."""
+    """Return the target's token at each row's position: argmax for greedy rows, a draw for the others. int64 (B,)."""
     greedy_B = logits_BV.argmax(-1)
     if not sampling.any_sampled:
         return greedy_B
@@ -31,7 +31,7 @@ def choose_token(logits_BV: Tensor, sampling: RowSampling, position_B: Tensor) -
 
 
 def choose_nodes(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
-    """`choose_token` for several nodes of each request, which share its sampling parameters. int64 (B, N)."""
+    """`choose_token` for several nodes per request, which share its sampling parameters. int64 (B, N)."""
     if uses_kernel(logits_BNV):
         from jetspec.tree.sample_triton import choose_nodes_triton
 
@@ -45,10 +45,10 @@ def choose_nodes(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor)
 
 
 def filter_logits(logits_BV: Tensor, sampling: RowSampling) -> Tensor:
-    """Temperature, then top-k, top-p, min-p on what is left; -inf for dropped tokens. float32.
+    """Apply temperature, then top-k, top-p and min-p in turn; dropped tokens become -inf. float32.
 
-    Each filter keeps the tokens from some value up, so one sort finds the lowest value that all three keep. Tokens
-    that tie with it stay. Greedy rows count as temperature 1.
+    Each filter keeps the tokens above some value, so one sort finds the lowest value that all three keep. Tokens that
+    tie with it stay. Greedy rows count as temperature 1.
     """
     # Below 1e-6 a draw is the argmax anyway, and the quotient could overflow.
     temperature_B = torch.where(sampling.temperature_B > 0, sampling.temperature_B.clamp(min=1e-6), 1.0)
@@ -71,17 +71,17 @@ def filter_logits(logits_BV: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def gumbel(seed_B: Tensor, position_B: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise (B, V), float32, a function of (seed, position, token) alone.
+    """Standard Gumbel noise (B, V), float32: a function of (seed, position, token) alone.
 
-    Token t takes word t % 4 of the generator's block t // 4.
+    Token t uses word t % 4 of the generator's block t // 4.
     """
     block_Q = torch.arange(-(-vocab // 4), device=seed_B.device)[None]
     zero = torch.zeros_like(block_Q[:, :1])
     key = (seed_B[:, None] & _MASK32, seed_B[:, None] >> 32 & _MASK32)
     words = philox((block_Q, position_B[:, None], zero, zero), key)
     word_BV = torch.stack(words, dim=-1).flatten(1)[:, :vocab]
-    # The winner is the token with the smallest exponential over its probability: small u decide, so they are kept
-    # precise by log1p. The largest u would round to 1 and give infinity.
+    # The token with the smallest exponential over its probability wins: small u decide, so log1p keeps them precise.
+    # The largest u would round to 1 and give infinity.
     uniform_BV = ((word_BV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -(-torch.log1p(-uniform_BV)).log()
 
@@ -99,7 +99,6 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a product of two 32-bit numbers, all of whose bits an int64 holds: past its largest number
-    it goes on with the smallest."""
+    """Return the high and low word of a product of 32-bit numbers. int64 wraps around, so it holds all 64 bits."""
     product = x * factor
     return product >> 32 & _MASK32, product & _MASK32

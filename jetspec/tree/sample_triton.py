@@ -1,6 +1,9 @@
-"""The Triton kernels of `choose_nodes`: the best token of every chunk of a row, then of the row.
+"""Triton kernels of `choose_nodes`: the best token of every chunk of a row, then of the row.
 
-Filters need no sort: each keeps the tokens from some value up, and a bisection over the bits of a float finds it.
+The filters need no sort: each keeps the tokens above some value, found by bisection over the bits of a float.
+
+Layout: logits are (B * N, V), contiguous; temperature, seed and the filters are (B,), positions, thresholds and chosen
+tokens (B * N,), the keys of the chunks (B * N, chunks).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,9 +18,9 @@ from torch import Tensor
 from jetspec.types import RowSampling
 
 CHUNK = 4096
-"""Logits that one program of the choice looks at."""
+"""Logits per program of the choice."""
 BLOCK = 8192
-"""Logits that the threshold kernel reads at a time."""
+"""Logits per load of the threshold kernel."""
 
 
 def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
@@ -49,7 +52,7 @@ def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: 
 
 
 def _thresholds(logits_BNV: Tensor, sampling: RowSampling) -> Tensor:
-    """The least value, after temperature, that a row's filters keep. -inf for rows without."""
+    """Return the least value, after temperature, that the filters of a row keep. -inf for rows without filters."""
     B, N, V = logits_BNV.shape
     threshold_BN = torch.empty(B, N, dtype=torch.float32, device=logits_BNV.device)
     with torch.cuda.device_of(logits_BNV):
@@ -81,11 +84,13 @@ def _choose_nodes_kernel(
     SAMPLED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The best token of a chunk as a key: its value, as an integer of the same order, above the token's complement."""
+    """Best token of a chunk, as a key: the order-preserving integer of its value above the complement of the token."""
+    # load logits
     node, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(logits_ptr + node * V + token, mask=token < V, other=-float("inf")).to(tl.float32)
     if SAMPLED:
+        # temperature, filters, noise
         request = node // N
         temperature = tl.load(temperature_ptr + request)
         if temperature > 0:
@@ -94,13 +99,15 @@ def _choose_nodes_kernel(
                 value = tl.where(value < tl.load(threshold_ptr + node), -float("inf"), value)
             seed, position = tl.load(seed_ptr + request), tl.load(position_ptr + node)
             value += _gumbel(seed, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
-    value = tl.where(value == 0, 0.0, value)  # one zero, not two
+    # argmax of the chunk
+    value = tl.where(value == 0, 0.0, value)  # -0 and 0 are equal
     key = ordered(value.to(tl.int32, bitcast=True)).to(tl.int64) << 32 | (0x7FFFFFFF - token).to(tl.int64)
     tl.store(key_ptr + node * tl.num_programs(1) + chunk, tl.max(key))
 
 
 @triton.jit
 def _best_chunk_kernel(key_ptr, token_ptr, num_chunks, CHUNKS: tl.constexpr):
+    """Best token of a row, from the keys of its chunks."""
     node = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     key = tl.load(key_ptr + node * num_chunks + chunk, mask=chunk < num_chunks, other=-(1 << 63))
@@ -109,10 +116,10 @@ def _best_chunk_kernel(key_ptr, token_ptr, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _gumbel(seed, position, block):
-    """Gumbel noise of the four tokens of each block, in the order of the tokens."""
+    """Return the Gumbel noise of the four tokens of each block, in token order."""
     words = _philox_words(seed, position, block)
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
-    # log1p(-u): what rounding takes from 1 - u, the quotient gives back.
+    # log1p(-u): the quotient corrects the rounding of 1 - u.
     rest = 1 - uniform
     log1p = tl.where(rest == 1, -uniform, tl.log(rest) * (uniform / (1 - rest)))
     return -tl.log(-log1p)
@@ -120,7 +127,7 @@ def _gumbel(seed, position, block):
 
 @triton.jit
 def _philox_words(seed, position, block):
-    """The words of `philox` at counters (block, position, 0, 0), four per block, one after another."""
+    """Return the words of `philox` at counters (block, position, 0, 0): four per block, one after another."""
     zero = tl.zeros_like(block)
     w0, w1, w2, w3 = tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -138,10 +145,10 @@ def _threshold_kernel(
     V,
     BLOCK: tl.constexpr,
 ):
-    """What `filter_logits` finds in a sorted row: the k-th value, then the least that top-p keeps, then min-p's.
+    """Least value of a row that top-k, then top-p, then min-p keep, without the sort of `filter_logits`.
 
-    A value t is kept by top-p if the values from the k-th up to t hold more than 1 - p of the mass. Both conditions
-    are monotone in t. Bisections are over the integers that are ordered like floats.
+    top-p keeps a value t if the values from the k-th largest up to t hold more than 1 - p of the mass. Both conditions
+    are monotone in t. Bisection is over the integers that are ordered like floats.
     """
     node = tl.program_id(0).to(tl.int64)
     request = node // N
@@ -153,11 +160,13 @@ def _threshold_kernel(
     lane = tl.arange(0, BLOCK)
     top_k, top_p, min_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request), tl.load(min_p_ptr + request)
 
+    # maximum
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
     for start in range(0, V, BLOCK):
         highest = tl.maximum(highest, _scaled_block(row_ptr, start + lane, V, temperature))
     top = tl.max(highest)
 
+    # top-k
     kth = -float("inf")
     if (top_k > 0) & (top_k < V):
         low, high = _bits(kth), _bits(top)  # at least k values from `low` up
@@ -173,16 +182,18 @@ def _threshold_kernel(
             high = tl.where(enough, high, middle - 1)
         kth = _float(low)
 
+    # top-p
     least = kth
     if top_p < 1:
-        wanted = (1 - top_p) * _mass(row_ptr, V, temperature, kth, top, top, lane)
+        dropped_mass = (1 - top_p) * _mass(row_ptr, V, temperature, kth, top, top, lane)
         low, high = _bits(kth), _bits(top)  # `high` is kept
         while low < high:
             middle = (low + high) >> 1
-            enough = _mass(row_ptr, V, temperature, kth, _float(middle), top, lane) > wanted
+            enough = _mass(row_ptr, V, temperature, kth, _float(middle), top, lane) > dropped_mass
             high = tl.where(enough, middle, high)
             low = tl.where(enough, low, middle + 1)
         least = _float(low)
+    # min-p
     if min_p > 0:
         least = tl.maximum(least, top + tl.log(min_p))
     tl.store(threshold_ptr + node, least)
@@ -190,7 +201,7 @@ def _threshold_kernel(
 
 @triton.jit
 def _mass(row_ptr, V, temperature, low, high, top, lane):
-    """Sum of exp(x - top) over the values x from `low` to `high`."""
+    """Return the sum of exp(x - top) over the values x from `low` to `high`."""
     total = tl.zeros_like(lane).to(tl.float32)
     for start in range(0, V, lane.shape[0]):
         value = _scaled_block(row_ptr, start + lane, V, temperature)
@@ -210,7 +221,7 @@ def _scaled(logit, temperature):
 
 @triton.jit
 def _bits(value):
-    """A float as an integer of the same order, wide enough to add two of them."""
+    """Return a float as an integer of the same order, wide enough to add two of them."""
     return ordered(value.to(tl.int32, bitcast=True)).to(tl.int64)
 
 
@@ -221,5 +232,5 @@ def _float(bits):
 
 @triton.jit
 def ordered(bits):
-    """Bits of a float to an integer of the same order, and back: below zero all but the sign turn over."""
+    """Map the bits of a float to an integer of the same order, and back: negative ones flip all bits but the sign."""
     return bits ^ (bits >> 31 & 0x7FFFFFFF)

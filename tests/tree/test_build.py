@@ -364,7 +364,7 @@ def check_keys() -> None:
     key_N, read_4N = torch.empty(32, dtype=torch.int64), torch.empty(4, 32)
     keys_kernel.__globals__.update(tl=tl, kernel=kernel)
     triton.jit(keys_kernel)[(1,)](node_4N, key_N, read_4N)
-    assert torch.equal(read_4N, node_4N) and (key_N.diff() > 0).all() and key_N[-1] < kernel.GONE.value
+    assert torch.equal(read_4N, node_4N) and (key_N.diff() > 0).all() and key_N[-1] < kernel.EMPTY.value
 
 
 def test_keys_hold_whatever_a_tree_may_have(interpreter: Executor) -> None:
