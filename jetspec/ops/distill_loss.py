@@ -20,19 +20,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Kind = Literal["forward_kl", "reverse_kl", "sft"]
+from jetspec.ops.layouts import LossKind, RowScores
+
 Implementation = Literal["auto", "reference", "triton"]
 
-Rows = tuple[Tensor, Tensor, Tensor]
-"""Loss, hit and label probability, (R,) each."""
-ScoreRows = Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Kind, float, bool], Rows]
+ScoreRows = Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, LossKind, float, bool], RowScores]
 """What `distill_loss_reference` states and a kernel may do faster."""
 Student = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Hidden, edge, successor and output matrix."""
 
 HAS_TRITON = find_spec("triton") is not None
 CHUNK = 4096
-"""Rows at a time: enough to keep a GPU busy, and a gigabyte of logits over a vocabulary of 128k."""
+"""RowScores at a time: enough to keep a GPU busy, and a gigabyte of logits over a vocabulary of 128k."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def distill_loss(
     label_R: Tensor,
     weight_R: Tensor,
     *,
-    kind: Kind = "forward_kl",
+    kind: LossKind = "forward_kl",
     temperature: float = 1.0,
     edge_RQ: Tensor | None = None,
     successor_VQ: Tensor | None = None,
@@ -74,7 +73,7 @@ def distill_loss(
         reverse_kl   T^2 * sum q (log q - log p)
         sft          -log q(label), with T = 1 and no teacher
 
-    A student without an output matrix of its own uses `lm_head`. Rows that one state teaches may share it: with
+    A student without an output matrix of its own uses `lm_head`. RowScores that one state teaches may share it: with
     `teacher_of_R`, `teacher` has equally many states for every chunk, and a row is taught by that one of its chunk's.
     Gradients reach `hidden`, `edge`, `successor` and
     `student_head`; everything else is constant. The logits of at most `chunk` rows
@@ -136,10 +135,10 @@ def distill_loss_reference(
     teacher_of_R: Tensor | None,
     label_R: Tensor,
     weight_R: Tensor,
-    kind: Kind,
+    kind: LossKind,
     temperature: float,
     want_grad: bool,
-) -> Rows:
+) -> RowScores:
     """Score rows of logits, against the teacher's row of the same number or the one that `teacher_of_R` says. With
     `want_grad`, `z_RV` becomes d(weight * loss) / dz.
 
@@ -186,7 +185,7 @@ class _Lesson:
     lm_head_VM: Tensor
     label_R: Tensor
     weight_R: Tensor
-    kind: Kind
+    kind: LossKind
     temperature: float
     chunk: int
     score_rows: ScoreRows
@@ -244,7 +243,7 @@ class _DistillLoss(torch.autograd.Function):
 
 
 def _score(student: Student, grads: Sequence[Tensor | None], lesson: _Lesson) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The weighted sum, then `Rows`. Fills those of the student's gradients that are not None."""
+    """The weighted sum, then `RowScores`. Fills those of the student's gradients that are not None."""
     hidden, (d_hidden, d_edge, _, _) = student[0], grads
     dtype = _compute_dtype(hidden)
     lesson = replace(lesson, lm_head_VM=lesson.lm_head_VM.to(dtype))
@@ -276,7 +275,7 @@ def _side_by_side(student: Student, grads: Sequence[Tensor | None], lm_head_VM: 
     )
 
 
-def _score_chunk(rows: slice, logits: _Logits, lesson: _Lesson) -> Rows:
+def _score_chunk(rows: slice, logits: _Logits, lesson: _Lesson) -> RowScores:
     """A function of its own, so that the logits of a chunk are gone before those of the next are made."""
     x_RK, w_VK = logits.x_RK[rows], logits.w_VK
     z_RV = x_RK @ w_VK.T

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.distill_loss import Kind, Rows
+from jetspec.ops.layouts import LossKind, RowScores
 
 BLOCK = 1024
 NUM_WARPS = 8
@@ -24,10 +24,10 @@ def distill_loss_triton(
     teacher_of_R: Tensor | None,
     label_R: Tensor,
     weight_R: Tensor,
-    kind: Kind,
+    kind: LossKind,
     temperature: float,
     want_grad: bool,
-) -> Rows:
+) -> RowScores:
     R, V = z_RV.shape
     assert z_RV.is_contiguous() and (u_SV is None or u_SV.is_contiguous())
     loss_R = torch.zeros(R, dtype=torch.float32, device=z_RV.device)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-from jetspec.ops.select import uses_kernel
+from jetspec.ops.layouts import SlotRows
+from jetspec.ops.select import select
 from jetspec.types import KVPages
 
 
 def store_kv(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor) -> None:
     """Write K and V of T tokens to their slots. On a GPU a token whose slot is negative is not written."""
-    if uses_kernel(pages.k):
-        from jetspec.ops.kv_write_triton import store_kv_triton
+    select("store_kv", store_kv_reference, pages.k)(pages, k_TGE, v_TGE, slot_T)
 
-        store_kv_triton(pages, k_TGE, v_TGE, slot_T)
-    else:
-        pages.k.flatten(0, 1).index_copy_(0, slot_T, k_TGE)
-        pages.v.flatten(0, 1).index_copy_(0, slot_T, v_TGE)
+
+def store_kv_reference(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor) -> None:
+    pages.k.flatten(0, 1).index_copy_(0, slot_T, k_TGE)
+    pages.v.flatten(0, 1).index_copy_(0, slot_T, v_TGE)
 
 
 def compact_kv(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -> None:
@@ -29,37 +25,19 @@ def compact_kv(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -> None:
     `storage` is a whole pool, (2, L, pages, S, G, E). Rows are independent: no row's source is another's target.
     Targets that repeat within a row must come from equal sources.
     """
-    if uses_kernel(storage):
-        from jetspec.ops.kv_write_triton import compact_kv_triton
-
-        compact_kv_triton(storage, source_BD1, target_BD1)
-    else:
-        flat = storage.flatten(2, 3)
-        flat.index_copy_(2, target_BD1.flatten(), flat.index_select(2, source_BD1.flatten()))
+    select("compact_kv", compact_kv_reference, storage)(storage, source_BD1, target_BD1)
 
 
-@dataclass(frozen=True)
-class SlotRows:
-    """Layers that are stored apart, each with a row per slot: (slots, size). K and V of a slot may share its row."""
-
-    rows_L: tuple[Tensor, ...]
-    address_L: Tensor
-    """Where the layers begin, for a kernel that serves all of them."""
-
-    @classmethod
-    def of(cls, layers: Iterable[Tensor]) -> SlotRows:
-        rows_L = tuple(layers)
-        assert all(rows.is_contiguous() and rows.shape[1] == rows_L[0].shape[1] for rows in rows_L)
-        address_L = torch.tensor([rows.data_ptr() for rows in rows_L], dtype=torch.int64, device=rows_L[0].device)
-        return cls(rows_L, address_L)
+def compact_kv_reference(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -> None:
+    flat = storage.flatten(2, 3)
+    flat.index_copy_(2, target_BD1.flatten(), flat.index_select(2, source_BD1.flatten()))
 
 
 def compact_rows(layers: SlotRows, source_BD1: Tensor, target_BD1: Tensor) -> None:
     """`compact_kv` for layers that are stored apart."""
-    if uses_kernel(layers.rows_L[0]):
-        from jetspec.ops.kv_write_triton import compact_rows_triton
+    select("compact_rows", compact_rows_reference, layers.rows_L[0])(layers, source_BD1, target_BD1)
 
-        compact_rows_triton(layers, source_BD1, target_BD1)
-    else:
-        for rows in layers.rows_L:
-            rows.index_copy_(0, target_BD1.flatten(), rows.index_select(0, source_BD1.flatten()))
+
+def compact_rows_reference(layers: SlotRows, source_BD1: Tensor, target_BD1: Tensor) -> None:
+    for rows in layers.rows_L:
+        rows.index_copy_(0, target_BD1.flatten(), rows.index_select(0, source_BD1.flatten()))

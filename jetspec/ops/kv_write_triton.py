@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.kv_write import SlotRows
+from jetspec.ops.layouts import SlotRows
 from jetspec.types import KVPages
 
 COMPACT_BLOCK = 128

@@ -15,12 +15,13 @@ queue. On a CPU it is the library, for a few rows with a weight that was rearran
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jetspec.ops.layouts import Residual
 from jetspec.ops.norm_rope import rms_norm
 from jetspec.ops.select import uses_kernel
 from jetspec.ops.swiglu import swiglu
@@ -43,16 +44,6 @@ MANY_OUTPUTS = 32_768
 """Of a product without anything around it: more keep a library busy long enough that how it starts does not matter."""
 
 HAS_MKL_PACKING = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
-
-
-class Residual(NamedTuple):
-    """Rows that layers add to. Who wrote them may have begun the norm that comes next: see `add_linear`."""
-
-    x: Tensor
-    scaled: Tensor | None = None
-    """The rows times the norm's weight."""
-    squares: Tensor | None = None
-    """(parts, rows): sums of squares over parts of each row."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

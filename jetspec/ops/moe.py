@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.ops.linear import FEW_ROWS_OF_A_GPU, Residual, begins_norm, copied, linear
+from jetspec.ops.layouts import Residual
+from jetspec.ops.linear import FEW_ROWS_OF_A_GPU, begins_norm, copied, linear
 from jetspec.ops.norm_rope import rms_norm
 from jetspec.ops.select import uses_kernel
 from jetspec.ops.swiglu import swiglu_reference

@@ -6,44 +6,20 @@ The kernels work in fp32 and take tensors of one dtype. Mixed ones, which autoca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from jetspec.ops.kv_write import store_kv
-from jetspec.ops.select import uses_kernel
+from jetspec.ops.layouts import HeadNorm, RotaryTables, equal_distance
+from jetspec.ops.select import select
 from jetspec.types import KVPages
-
-Tables = tuple[Tensor, Tensor]
-"""Cos and signed sin of some positions, (..., 1, E) each: the second is negative in its first half."""
-
-
-@dataclass(frozen=True)
-class HeadNorm:
-    """RMS norms over single heads of q and of k: weights (E,) each, or (L, E) of several layers."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
-
-    @classmethod
-    def joined(cls, norms: Sequence[HeadNorm]) -> HeadNorm:
-        return cls(torch.stack([n.q for n in norms]), torch.stack([n.k for n in norms]), norms[0].eps)
-
-    def layer(self, i: int) -> HeadNorm:
-        return HeadNorm(self.q[i], self.k[i], self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension. The statistics are in fp32 whatever the dtype."""
-    if _has_kernel(x, weight):
-        from jetspec.ops.norm_rope_triton import rms_norm_triton
-
-        return rms_norm_triton(x, weight, eps)
-    return rms_norm_reference(x, weight, eps)
+    return select("rms_norm", rms_norm_reference, x, weight)(x, weight, eps)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,39 +34,34 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def rope(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:
-    """Tables for `rotate` at integer positions (...)."""
-    if uses_kernel(position):
-        from jetspec.ops.norm_rope_triton import rope_triton
-
-        return rope_triton(position, inv_freq, scale, dtype)
-    return rope_reference(position, inv_freq, scale, dtype)
+def rope(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> RotaryTables:
+    """RotaryTables for `rotate` at integer positions (...)."""
+    return select("rope", rope_reference, position)(position, inv_freq, scale, dtype)
 
 
-def rope_reference(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:
+def rope_reference(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> RotaryTables:
     angle = position.to(torch.float32)[..., None, None] * inv_freq
     cos, sin = angle.cos() * scale, angle.sin() * scale
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def rotate(x: Tensor, tables: Tables) -> Tensor:
+def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
     """Turn each pair (i, i + E/2) of the last dimension by its position's angle."""
     cos, signed_sin = tables
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
-def rotate_qkv(qkv: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_qkv(
+    qkv: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Heads of attention, (..., H + 2G, E), to q (..., H, E) and k, v (..., G, E): q and k normed, if a norm is
     given, and rotated. There may be no query heads."""
-    if _has_kernel(qkv, *tables, *_weights(norm)):
-        from jetspec.ops.norm_rope_triton import rotate_qkv_triton
-
-        return rotate_qkv_triton(qkv, num_kv_heads, tables, norm)
-    return rotate_qkv_reference(qkv, num_kv_heads, tables, norm)
+    kernel = select("rotate_qkv", rotate_qkv_reference, qkv, *tables, *_weights(norm))
+    return kernel(qkv, num_kv_heads, tables, norm)
 
 
 def rotate_qkv_reference(
-    qkv: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None
+    qkv: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     G, H = num_kv_heads, qkv.shape[-2] - 2 * num_kv_heads
     qk, v = qkv.split((H + G, G), -2)
@@ -103,44 +74,37 @@ def rotate_qkv_reference(
 
 
 def rotate_store(
-    qkv_TXE: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
+    qkv_TXE: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
 ) -> Tensor:
     """`rotate_qkv` that writes K and V to their slots of the paged cache and returns q_THE. X is H + 2G here."""
-    if _has_kernel(qkv_TXE, pages.k, *tables, *_weights(norm)):
-        from jetspec.ops.norm_rope_triton import rotate_store_triton
+    kernel = select("rotate_store", rotate_store_reference, qkv_TXE, pages.k, *tables, *_weights(norm))
+    return kernel(qkv_TXE, num_kv_heads, tables, norm, pages, slot_T)
 
-        return rotate_store_triton(qkv_TXE, num_kv_heads, tables, norm, pages, slot_T)
+
+def rotate_store_reference(
+    qkv_TXE: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
+) -> Tensor:
     q_THE, k_TGE, v_TGE = rotate_qkv(qkv_TXE, num_kv_heads, tables, norm)
     store_kv(pages, k_TGE, v_TGE, slot_T)
     return q_THE
 
 
 def rotate_store_layers(
-    kv_TLXE: Tensor, tables: Tables, norm_L: HeadNorm | None, pages_L: Sequence[KVPages], slot_T: Tensor
+    kv_TLXE: Tensor, tables: RotaryTables, norm_L: HeadNorm | None, pages_L: Sequence[KVPages], slot_T: Tensor
 ) -> None:
     """`rotate_store` of keys and values in several layers. X is 2G here."""
-    distance = equal_distance(pages_L)
-    if distance is not None and _has_kernel(kv_TLXE, pages_L[0].k, *tables, *_weights(norm_L)):
-        from jetspec.ops.norm_rope_triton import rotate_store_layers_triton
+    inputs, equal = (kv_TLXE, pages_L[0].k, *tables, *_weights(norm_L)), equal_distance(pages_L) is not None
+    kernel = select("rotate_store_layers", rotate_store_layers_reference, *inputs, equal_distance=equal)
+    kernel(kv_TLXE, tables, norm_L, pages_L, slot_T)
 
-        rotate_store_layers_triton(kv_TLXE, tables, norm_L, pages_L[0], distance, slot_T)
-        return
+
+def rotate_store_layers_reference(
+    kv_TLXE: Tensor, tables: RotaryTables, norm_L: HeadNorm | None, pages_L: Sequence[KVPages], slot_T: Tensor
+) -> None:
     for i, (kv_TXE, pages) in enumerate(zip(kv_TLXE.unbind(1), pages_L, strict=True)):
         norm = None if norm_L is None else norm_L.layer(i)
         rotate_store(kv_TXE, kv_TXE.shape[1] // 2, tables, norm, pages, slot_T)
 
 
-def equal_distance(pages_L: Sequence[KVPages]) -> int | None:
-    """Elements between the storage of one layer and the next, where they are as many for all, for K and for V."""
-    starts = [(pages.k.data_ptr(), pages.v.data_ptr()) for pages in pages_L]
-    steps = {(k - before_k, v - before_v) for (before_k, before_v), (k, v) in pairwise(starts)} or {(0, 0)}
-    k, v = steps.pop()
-    return k // pages_L[0].k.element_size() if not steps and k == v else None
-
-
 def _weights(norm: HeadNorm | None) -> tuple[Tensor, ...]:
     return () if norm is None else (norm.q, norm.k)
-
-
-def _has_kernel(*inputs: Tensor) -> bool:
-    return uses_kernel(*inputs) and all(x.dtype == inputs[0].dtype for x in inputs)

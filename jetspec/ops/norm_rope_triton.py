@@ -5,6 +5,7 @@ must be cheap: no tensor is made but the outputs, and strides follow from consta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.kv_write_triton import check_slots
-from jetspec.ops.norm_rope import HeadNorm, Tables
+from jetspec.ops.layouts import HeadNorm, RotaryTables, equal_distance
 from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.ops.rows import new_rows
 from jetspec.types import KVPages
@@ -72,7 +73,7 @@ def _rms_norm_rows_kernel(
     tl.store(out_ptr + place, x * scale[:, None] * weight[None], mask=inside)
 
 
-def rope_triton(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Tables:
+def rope_triton(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> RotaryTables:
     half, position = len(inv_freq), position.contiguous()
     cos = torch.empty((*position.shape, 1, 2 * half), dtype=dtype, device=position.device)
     signed_sin = torch.empty_like(cos)
@@ -110,7 +111,7 @@ def _rope_kernel(
 
 
 def rotate_qkv_triton(
-    qkv: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None
+    qkv: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q and k are new, v is a view of the input."""
     qkv = qkv.contiguous()
@@ -122,7 +123,7 @@ def rotate_qkv_triton(
 
 
 def rotate_store_triton(
-    qkv_TXE: Tensor, num_kv_heads: int, tables: Tables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
+    qkv_TXE: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
 ) -> Tensor:
     check_slots(pages)
     assert pages.k.shape[2] == num_kv_heads
@@ -134,9 +135,11 @@ def rotate_store_triton(
 
 
 def rotate_store_layers_triton(
-    kv_TLXE: Tensor, tables: Tables, norm: HeadNorm | None, pages: KVPages, distance: int, slot_T: Tensor
+    kv_TLXE: Tensor, tables: RotaryTables, norm: HeadNorm | None, pages_L: Sequence[KVPages], slot_T: Tensor
 ) -> None:
-    """`pages` are those of the first layer. The tables may be just made, so it does not start early."""
+    """The tables may be just made, so the kernel does not start early."""
+    pages, distance = pages_L[0], equal_distance(pages_L)
+    assert distance is not None
     check_slots(pages)
     _, L, X, E = kv_TLXE.shape
     assert pages.k.shape[2] == X // 2 and (norm is None or norm.k.shape == (L, E))
@@ -148,7 +151,7 @@ def rotate_store_layers_triton(
 def _launch_rotate(
     qkv: Tensor,
     num_kv_heads: int,
-    tables: Tables,
+    tables: RotaryTables,
     norm: HeadNorm | None,
     q: Tensor,
     k: Tensor,

@@ -13,24 +13,18 @@ before it is over and seen by all. The end of a kernel alone, without a wait, pr
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.select import enabled
+
 
 def overlap(x: Tensor) -> dict[str, Any]:
     """Launch options of a kernel that takes part, where the device of `x` can."""
-    return _overlap(x.device)
-
-
-@cache
-def _overlap(device: torch.device) -> dict[str, Any]:
-    can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"OVERLAP": True, "launch_pdl": True} if can else {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True} if enabled("overlap", x.device) else {"OVERLAP": False}
 
 
 @triton.jit

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from jetspec.ops.select import uses_kernel
-
-
-class Places(NamedTuple):
-    page_BP: Tensor
-    length_B: Tensor
-    position_BN: Tensor
-    """length + depth: siblings share one."""
-    slot_BN: Tensor
-    """The slot of position length + node, which no two nodes share."""
+from jetspec.ops.layouts import Places
+from jetspec.ops.select import select
 
 
 def place(page_RP: Tensor, length_R: Tensor, row_B: Tensor, depth_BN: Tensor, page_size: int) -> Places:
     """Positions and slots of nodes, with the page tables and lengths of their requests' rows. Integers, int64."""
-    if uses_kernel(page_RP):
-        from jetspec.ops.place_triton import place_triton
-
-        return place_triton(page_RP, length_R, row_B, depth_BN, page_size)
-    return place_reference(page_RP, length_R, row_B, depth_BN, page_size)
+    return select("place", place_reference, page_RP)(page_RP, length_R, row_B, depth_BN, page_size)
 
 
 def place_reference(page_RP: Tensor, length_R: Tensor, row_B: Tensor, depth_BN: Tensor, page_size: int) -> Places:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.place import Places
+from jetspec.ops.layouts import Places
 
 BLOCK = 256
 

@@ -10,13 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetspec.ops.select import uses_kernel
-from jetspec.ops.topk_logprob import MAX_K, apply_temperature, topk_logprob
+from jetspec.ops.select import select
+from jetspec.ops.topk_logprob import apply_temperature, topk_logprob
 from jetspec.types import EdgeFactors
-
-MAX_RANK = {2: 512, 4: 128}
-"""Highest rank of an edge term that the kernels take, by the bytes of a number: a program holds it whole, and of 32
-bits in parts."""
 
 
 def shortlist(
@@ -34,12 +30,9 @@ def shortlist(
     `temperature_B`; the gates of the edge already are.
     """
     parents_BDP = topk_logprob(logits_BDV, num_parents)[0]
-    fits = count <= MAX_K and edge.gate_BDR.shape[-1] <= MAX_RANK.get(edge.successor_VR.itemsize, 0)
-    if fits and uses_kernel(logits_BDV):
-        from jetspec.ops.shortlist_triton import shortlist_triton
-
-        return shortlist_triton(logits_BDV, root_B, parents_BDP, edge, count, temperature_B)
-    return shortlist_reference(logits_BDV, root_B, parents_BDP, edge, count, temperature_B)
+    rank, size = edge.gate_BDR.shape[-1], edge.successor_VR.itemsize
+    kernel = select("shortlist", shortlist_reference, logits_BDV, count=count, rank=rank, rank_bytes=size)
+    return kernel(logits_BDV, root_B, parents_BDP, edge, count, temperature_B)
 
 
 def shortlist_reference(

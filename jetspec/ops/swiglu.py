@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.ops.select import uses_kernel
+from jetspec.ops.select import select
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -13,11 +13,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
     The kernel rounds the product alone, the reference silu(gate) too: in bf16 they differ by a rounding.
     """
-    if uses_kernel(gate_up):
-        from jetspec.ops.swiglu_triton import swiglu_triton
-
-        return swiglu_triton(gate_up)
-    return swiglu_reference(gate_up)
+    return select("swiglu", swiglu_reference, gate_up)(gate_up)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Draft trees: their representation, their construction from candidates, and the acceptance of a path by the target."""
 
-from jetspec.tree.accept import Acceptance, accept, walk
+from jetspec.tree.accept import accept, walk
 from jetspec.tree.adjust import forbid, penalize
 from jetspec.tree.build import GrowingTree, build_tree, build_tree_reference
 from jetspec.tree.candidates import Candidates
-from jetspec.tree.draft_tree import WORD, DraftTree, children_of, draw, pack_bits, unpack_bits
+from jetspec.tree.draft_tree import WORD, Acceptance, DraftTree, children_of, draw, pack_bits, unpack_bits
 from jetspec.tree.sample import choose_nodes, choose_token, filter_logits, gumbel
 
 __all__ = [

@@ -7,36 +7,14 @@ of these choices one forward serves, so the output follows the target exactly, w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from jetspec.ops.select import uses_kernel
-from jetspec.tree.draft_tree import DraftTree
+from jetspec.ops.select import select
+from jetspec.tree.draft_tree import Acceptance, DraftTree
 from jetspec.tree.sample import choose_nodes, choose_token
 from jetspec.types import RowSampling
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Outcome of a round: the accepted path and the target's token after it."""
-
-    path_BD1: Tensor
-    """Node indices, anchor first, padded with the last accepted node. D is the tree's `max_depth`."""
-    length_B: Tensor
-    """Accepted draft tokens, 0 to D."""
-    bonus_B: Tensor
-    """The target's own next token: the next anchor."""
-    token_BD1: Tensor
-    """Committed tokens: the draft tokens of the path, then the bonus, repeated to the end of the row."""
-
-    @classmethod
-    def of(cls, tree: DraftTree, path_BD1: Tensor, length_B: Tensor, bonus_B: Tensor) -> Acceptance:
-        draft_BD, bonus_B1 = tree.token_BN.gather(1, path_BD1[:, 1:]), bonus_B[:, None]
-        step_D1 = torch.arange(path_BD1.shape[1], device=bonus_B.device)
-        token_BD1 = torch.where(step_D1 < length_B[:, None], torch.cat((draft_BD, bonus_B1), dim=1), bonus_B1)
-        return cls(path_BD1, length_B, bonus_B, token_BD1)
 
 
 def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
@@ -44,10 +22,18 @@ def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_le
 
     The anchor is at position `cached_len_B`, so the choice after a node of depth d is for `cached_len_B + d + 1`.
     """
-    if uses_kernel(logits_BNV):
-        # A greedy choice does not depend on the position.
-        position_BN = cached_len_B[:, None] + tree.depth_BN + 1 if sampling.any_sampled else tree.depth_BN
-        return walk(tree, choose_nodes(logits_BNV, sampling, position_BN))
+    return select("accept", accept_by_depth, logits_BNV)(tree, logits_BNV, sampling, cached_len_B)
+
+
+def accept_by_nodes(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
+    """`accept` that chooses a token after every node at once, for a GPU."""
+    # A greedy choice does not depend on positions, so none are computed for it.
+    position_BN = cached_len_B[:, None] + tree.depth_BN + 1 if sampling.any_sampled else tree.depth_BN
+    return walk(tree, choose_nodes(logits_BNV, sampling, position_BN))
+
+
+def accept_by_depth(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
+    """`accept` that chooses tokens along the path alone, for a CPU."""
     row_B = torch.arange(len(cached_len_B), device=cached_len_B.device)
 
     def choose(node_B: Tensor, depth: int) -> Tensor:
@@ -58,10 +44,10 @@ def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_le
 
 def walk(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
     """`accept` for choices of the target that are given, one per node."""
-    if uses_kernel(choice_BN):
-        from jetspec.tree.accept_triton import accept_triton
+    return select("walk", walk_reference, choice_BN)(tree, choice_BN)
 
-        return Acceptance(*accept_triton(tree, choice_BN))
+
+def walk_reference(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
     return _walk(tree, lambda node_B, depth: choice_BN.gather(1, node_B[:, None])[:, 0])
 
 

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.tree.draft_tree import DraftTree
+from jetspec.tree.draft_tree import Acceptance, DraftTree
 
 
-def accept_triton(tree: DraftTree, choice_BN: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `Acceptance`, in order. `choice_BN` holds the target's token after every node."""
+def accept_triton(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
+    """`choice_BN` holds the target's token after every node."""
     B, N = choice_BN.shape
     path_BD1 = choice_BN.new_empty(B, tree.max_depth + 1)
     token_BD1 = torch.empty_like(path_BD1)
@@ -37,7 +37,7 @@ def accept_triton(tree: DraftTree, choice_BN: Tensor) -> tuple[Tensor, Tensor, T
             NODES=triton.next_power_of_2(N),
             num_warps=1 if N <= 256 else 4,
         )
-    return path_BD1, length_B, bonus_B, token_BD1
+    return Acceptance(path_BD1, length_B, bonus_B, token_BD1)
 
 
 @triton.jit

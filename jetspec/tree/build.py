@@ -18,13 +18,9 @@ import torch
 from torch import Tensor
 
 from jetspec.config import TreeConfig
-from jetspec.ops.select import uses_kernel
+from jetspec.ops.select import select
 from jetspec.tree.candidates import Candidates
 from jetspec.tree.draft_tree import DraftTree
-
-MAX_SHORTLIST = 2048
-"""Longest shortlist of the kernel, which ranks it for every possible parent. For longer ones it is faster to rank it
-for the actual parents only, as the reference does."""
 
 
 def build_tree(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:
@@ -38,11 +34,9 @@ def build_tree(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, dep
         return _build_by_level(anchor_B, candidates, config, depth)  # the anchor alone
     if config.score != "accum_logp" and candidates.entropy_BD is None:
         raise ValueError(f"score {config.score!r} needs entropies, which this drafter lacks; use accum_logp")
-    if uses_kernel(anchor_B) and (candidates.edge is None or candidates.token_BDC.shape[-1] <= MAX_SHORTLIST):
-        from jetspec.tree.build_triton import build_tree_triton
-
-        return build_tree_triton(anchor_B, candidates, config, depth)
-    return _build_by_level(anchor_B, candidates, config, depth)
+    # The kernel ranks a shortlist for every possible parent; a long one is faster ranked for the actual parents.
+    ranked = 0 if candidates.edge is None else candidates.token_BDC.shape[-1]
+    return select("build_tree", _build_by_level, anchor_B, count=ranked)(anchor_B, candidates, config, depth)
 
 
 def _build_by_level(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:

@@ -191,3 +191,24 @@ def draw(
 def _rows(x_BNW: Tensor, index_BN: Tensor) -> Tensor:
     """Return row index_BN[b, i] of x_BNW[b] for every i."""
     return x_BNW.gather(1, index_BN[..., None].expand(-1, -1, x_BNW.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Outcome of a round: the accepted path and the target's token after it."""
+
+    path_BD1: Tensor
+    """Node indices, anchor first, padded with the last accepted node. D is the tree's `max_depth`."""
+    length_B: Tensor
+    """Accepted draft tokens, 0 to D."""
+    bonus_B: Tensor
+    """The target's own next token: the next anchor."""
+    token_BD1: Tensor
+    """Committed tokens: the draft tokens of the path, then the bonus, repeated to the end of the row."""
+
+    @classmethod
+    def of(cls, tree: DraftTree, path_BD1: Tensor, length_B: Tensor, bonus_B: Tensor) -> Acceptance:
+        draft_BD, bonus_B1 = tree.token_BN.gather(1, path_BD1[:, 1:]), bonus_B[:, None]
+        step_D1 = torch.arange(path_BD1.shape[1], device=bonus_B.device)
+        token_BD1 = torch.where(step_D1 < length_B[:, None], torch.cat((draft_BD, bonus_B1), dim=1), bonus_B1)
+        return cls(path_BD1, length_B, bonus_B, token_BD1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.ops.select import uses_kernel
+from jetspec.ops.select import select
 from jetspec.types import RowSampling
 
 _MASK32 = 0xFFFFFFFF
@@ -32,10 +32,10 @@ def choose_token(logits_BV: Tensor, sampling: RowSampling, position_B: Tensor) -
 
 def choose_nodes(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
     """`choose_token` for several nodes per request, which share its sampling parameters. int64 (B, N)."""
-    if uses_kernel(logits_BNV):
-        from jetspec.tree.sample_triton import choose_nodes_triton
+    return select("choose_nodes", choose_nodes_reference, logits_BNV)(logits_BNV, sampling, position_BN)
 
-        return choose_nodes_triton(logits_BNV, sampling, position_BN)
+
+def choose_nodes_reference(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
     num_nodes = logits_BNV.shape[1]
     columns: dict[str, Any] = {
         k: v.repeat_interleave(num_nodes) for k, v in vars(sampling).items() if torch.is_tensor(v)

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jetspec.ops.distill_loss import DistillLoss, Implementation, Kind, Rows, distill_loss, label_prob
+from jetspec.ops.distill_loss import DistillLoss, Implementation, distill_loss, label_prob
+from jetspec.ops.layouts import LossKind, RowScores
 from tests.kernels import compile_for_hopper
 
 module = importlib.import_module("jetspec.ops.distill_loss")
 
-KINDS: list[Kind] = ["forward_kl", "reverse_kl", "sft"]
+KINDS: list[LossKind] = ["forward_kl", "reverse_kl", "sft"]
 
 
 @dataclass
@@ -34,13 +35,13 @@ class Problem:
     weight: Tensor
     edge: Tensor | None
     successor: Tensor | None
-    kind: Kind
+    kind: LossKind
     temperature: float
     teacher_of: Tensor | None = None
 
     @staticmethod
     def draw(
-        kind: Kind = "forward_kl",
+        kind: LossKind = "forward_kl",
         rows: int = 7,
         vocab: int = 23,
         rank: int | None = 3,
@@ -150,7 +151,7 @@ def assert_same(a: DistillLoss, b: DistillLoss, atol: float, rtol: float = 0.0) 
     seed=st.integers(0, 999),
 )
 def test_equals_autograd_over_full_logits(
-    kind: Kind, rows: int, vocab: int, rank: int | None, temperature: float, chunk: int, seed: int
+    kind: LossKind, rows: int, vocab: int, rank: int | None, temperature: float, chunk: int, seed: int
 ) -> None:
     problem = Problem.draw(kind, rows, vocab, rank, temperature, seed).trainable()
     result, expected = problem.solve(chunk), naive(problem)
@@ -161,7 +162,7 @@ def test_equals_autograd_over_full_logits(
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 0.2)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_narrow_inputs_stay_close_to_wide_ones(kind: Kind, dtype: torch.dtype, atol: float) -> None:
+def test_narrow_inputs_stay_close_to_wide_ones(kind: LossKind, dtype: torch.dtype, atol: float) -> None:
     narrow = Problem.draw(kind, rows=11, temperature=2.0, dtype=dtype)
     wide = narrow.to(torch.float64).trainable()
     result, expected = narrow.trainable().solve(chunk=4), wide.solve()
@@ -174,7 +175,7 @@ def test_narrow_inputs_stay_close_to_wide_ones(kind: Kind, dtype: torch.dtype, a
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("chunk", "states"), [(3, 2), (4, 4), (20, 5), (1, 1)])
-def test_rows_may_share_their_teachers(kind: Kind, chunk: int, states: int) -> None:
+def test_rows_may_share_their_teachers(kind: LossKind, chunk: int, states: int) -> None:
     shared, alone = Problem.draw(kind, rows=10).trainable().shared(chunk, states)
     result, expected = shared.solve(chunk), alone.solve(chunk)
     assert_same(result, expected, atol=1e-13)
@@ -183,7 +184,7 @@ def test_rows_may_share_their_teachers(kind: Kind, chunk: int, states: int) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(kind: Kind) -> None:
+def test_gradcheck(kind: LossKind) -> None:
     problem = Problem.draw(kind, rows=4, vocab=6, rank=2, temperature=1.5, size=3).trainable()
 
     def loss_sum(hidden: Tensor, edge: Tensor, successor: Tensor) -> Tensor:
@@ -202,7 +203,7 @@ def test_backward_scales_and_may_run_again() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_weight_zero_are_skipped(kind: Kind) -> None:
+def test_rows_of_weight_zero_are_skipped(kind: LossKind) -> None:
     problem = Problem.draw(kind, rows=6, rank=None)
     problem.hidden[1] = torch.nan
     result = problem.trainable().solve(chunk=3)
@@ -242,7 +243,7 @@ class Spy:
     wants: set[bool]
     last: list[weakref.ref[Tensor]]
 
-    def __call__(self, z: Tensor, u: Tensor | None, *rest: Any) -> Rows:
+    def __call__(self, z: Tensor, u: Tensor | None, *rest: Any) -> RowScores:
         assert all(ref() is None for ref in self.last)
         logits = [x for x in (z, u) if x is not None]
         self.last = [weakref.ref(x) for x in logits]
@@ -263,13 +264,13 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_chunk_of_logits_exists_at_a_time(kind: Kind, spy: Spy) -> None:
+def test_one_chunk_of_logits_exists_at_a_time(kind: LossKind, spy: Spy) -> None:
     Problem.draw(kind, rows=11).trainable().solve(chunk=4).loss_sum.backward()
     assert spy.rows == [4, 4, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_gradients_none_are_made(kind: Kind, spy: Spy) -> None:
+def test_without_gradients_none_are_made(kind: LossKind, spy: Spy) -> None:
     problem = Problem.draw(kind).trainable()
     with torch.no_grad():
         result = problem.solve(chunk=3)
@@ -353,19 +354,19 @@ def compare_interpreted(problem: Problem, block: int, tolerance: float = 1e-5) -
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [2, 16, 37, 64])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_kernel_equals_reference(interpreter: Executor, kind: Kind, vocab: int, temperature: float) -> None:
+def test_kernel_equals_reference(interpreter: Executor, kind: LossKind, vocab: int, temperature: float) -> None:
     problem = Problem.draw(kind, rows=6, vocab=vocab, temperature=temperature, dtype=torch.float32, seed=vocab)
     interpreter.submit(compare_interpreted, problem, 16).result()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_finds_shared_teachers(interpreter: Executor, kind: Kind) -> None:
+def test_kernel_finds_shared_teachers(interpreter: Executor, kind: LossKind) -> None:
     problem, _ = Problem.draw(kind, rows=7, vocab=37, dtype=torch.float32).shared(chunk=3, states=2)
     interpreter.submit(compare_interpreted, problem, 16).result()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_survives_logits_far_from_zero(interpreter: Executor, kind: Kind) -> None:
+def test_kernel_survives_logits_far_from_zero(interpreter: Executor, kind: LossKind) -> None:
     problem = Problem.draw(kind, vocab=37, rank=None, dtype=torch.float32)
     problem.lm_head[:, 0] += 100
     problem.hidden[:, 0] = problem.teacher[:, 0] = 5
@@ -383,7 +384,7 @@ def test_kernel_reads_labels_and_weights_of_any_stride(interpreter: Executor) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_compiles_without_a_gpu(kind: Kind) -> None:
+def test_kernel_compiles_without_a_gpu(kind: LossKind) -> None:
     """The interpreter runs plain Python; what the language allows only its compiler knows."""
     kernel = importlib.import_module("jetspec.ops.distill_loss_triton")._distill_loss_kernel
     constants = {"KIND": kind, "WANT_GRAD": True, "BLOCK": 1024} | ({"u_ptr": None} if kind == "sft" else {})
@@ -403,7 +404,7 @@ def test_kernel_compiles_without_a_gpu(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [49152, 50257, 151936])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
-def test_kernel_on_a_gpu(kind: Kind, vocab: int, dtype: torch.dtype, rtol: float) -> None:
+def test_kernel_on_a_gpu(kind: LossKind, vocab: int, dtype: torch.dtype, rtol: float) -> None:
     """The same logits to both. They work in fp32 alike, so that bf16 gradients differ by a rounding at most."""
     from jetspec.ops.distill_loss_triton import distill_loss_triton
 
@@ -425,7 +426,7 @@ def test_kernel_on_a_gpu(kind: Kind, vocab: int, dtype: torch.dtype, rtol: float
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("autocast", [True, False])
-def test_bf16_on_a_gpu_stays_close_to_fp32(kind: Kind, autocast: bool) -> None:
+def test_bf16_on_a_gpu_stays_close_to_fp32(kind: LossKind, autocast: bool) -> None:
     """Loss to 1 %, gradients to 4 % of their norm: rounding the logits alone to bf16 moves them by 2 %."""
     narrow = Problem.draw(kind, rows=700, vocab=49152, rank=64, size=576, seed=1, dtype=torch.bfloat16, device="cuda")
     narrow.lm_head *= 0.1

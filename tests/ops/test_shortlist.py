@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from jetspec.ops import shortlist
-from jetspec.ops.select import force
-from jetspec.ops.shortlist import MAX_RANK
+from jetspec.ops.select import MAX_RANK, force
 from jetspec.types import EdgeFactors
 from tests.kernels import compile_for_hopper, fetches_early, shared_bytes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from concurrent.futures import Executor
-from typing import Any
 
 import pytest
 import torch
@@ -12,20 +11,14 @@ from torch import Tensor
 
 from jetspec.ops import topk_logprob
 from jetspec.ops.select import force
-from jetspec.ops.topk_logprob import SORTED_K
 from tests.kernels import compile_for_hopper
 
 
-def compare(logits: Tensor, k: int, chunk: int = 0, select: bool | None = None) -> None:
-    """Against a stable sort, so that ties count as well. `chunk` replaces the size that suits a GPU, `select` the rule
-    by which short lists are sorted and long ones selected."""
-    rule: Any = importlib.import_module("jetspec.ops.topk_logprob")
+def compare(logits: Tensor, k: int, chunk: int = 0) -> None:
+    """Against a stable sort, so that ties count as well. `chunk` replaces the size that suits a GPU."""
     with pytest.MonkeyPatch.context() as patch, force("triton"):
         if chunk:
             patch.setattr("jetspec.ops.topk_logprob_triton.CHUNK", chunk)
-            patch.setattr("jetspec.ops.topk_select_triton.CHUNK", chunk)
-        if select is not None:
-            patch.setattr(rule, "SORTED_K", 0 if select else rule.MAX_K)
         token, logprob = topk_logprob(logits, k)
     with force("reference"):
         expected = topk_logprob(logits, k)
@@ -38,7 +31,6 @@ def compare_hot(logits_BDV: Tensor, k: int, temperature_B: Tensor) -> None:
     """Against logits that were divided before."""
     with pytest.MonkeyPatch.context() as patch, force("triton"):
         patch.setattr("jetspec.ops.topk_logprob_triton.CHUNK", 64)
-        patch.setattr("jetspec.ops.topk_select_triton.CHUNK", 64)
         token, logprob = topk_logprob(logits_BDV, k, temperature_B)
     divided = logits_BDV.float() / temperature_B[:, None, None]
     assert torch.equal(token, logits_BDV.float().sort(descending=True, stable=True).indices[..., :k])
@@ -62,16 +54,15 @@ def test_one_heat_serves_all_requests(interpreter: Executor, k: int) -> None:
     interpreter.submit(compare_hot, logits, k, torch.tensor([0.8, 100.0, 0.01])[:1].expand(3)).result()
 
 
-@pytest.mark.parametrize("select", [False, True])
 @pytest.mark.parametrize(("vocab", "k", "chunk"), [(3, 3, 16), (37, 1, 16), (100, 3, 16), (70, 4, 64)])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_equal_a_sort(
-    interpreter: Executor, dtype: torch.dtype, vocab: int, k: int, chunk: int, ties: bool, select: bool
+    interpreter: Executor, dtype: torch.dtype, vocab: int, k: int, chunk: int, ties: bool
 ) -> None:
     logits = 3 * torch.randn(1, 2, vocab, generator=torch.Generator().manual_seed(vocab))
     logits[0, 0, : vocab // 2] = -torch.inf
-    interpreter.submit(compare, (logits.round() if ties else logits).to(dtype), k, chunk, select).result()
+    interpreter.submit(compare, (logits.round() if ties else logits).to(dtype), k, chunk).result()
 
 
 @pytest.mark.parametrize(("vocab", "k"), [(2049, 257), (5000, 512), (1024, 1024)])
@@ -83,33 +74,32 @@ def test_long_lists_equal_a_sort(interpreter: Executor, vocab: int, k: int) -> N
         interpreter.submit(compare, logits.to(dtype), k, 1024).result()
 
 
-@pytest.mark.parametrize(("k", "select"), [(300, True), (5, True), (5, False)])
-def test_a_list_of_equals_is_in_the_order_of_tokens(interpreter: Executor, k: int, select: bool) -> None:
+@pytest.mark.parametrize("k", [300, 5])
+def test_a_list_of_equals_is_in_the_order_of_tokens(interpreter: Executor, k: int) -> None:
     """Where a row ties as a whole, at its end, or but for a few that come last."""
     steps = torch.arange(1500.0)
     logits = torch.stack((torch.zeros(1500), steps.clamp(min=1300).flip(0), steps.clamp(min=1480)))
-    interpreter.submit(compare, logits, k, 512, select).result()
+    interpreter.submit(compare, logits, k, 512).result()
 
 
-@pytest.mark.parametrize("select", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_comes_first(interpreter: Executor, dtype: torch.dtype, select: bool) -> None:
+def test_what_is_no_number_comes_first(interpreter: Executor, dtype: torch.dtype) -> None:
     """As in torch, whatever its sign; and then no log-probability of the row is a number."""
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     logits[0, 50] = torch.nan
     logits[1, ::30] = -torch.tensor(torch.nan)
-    interpreter.submit(compare, logits.to(dtype), 8, 32, select).result()
+    interpreter.submit(compare, logits.to(dtype), 8, 32).result()
 
 
 def test_many_rows(interpreter: Executor) -> None:
     logits = torch.randn(130, 200, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    interpreter.submit(compare, logits, 40, 64, True).result()
+    interpreter.submit(compare, logits, 40, 64).result()
 
 
 @pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("rows", ["FEW", "MANY"])
 def test_selection_compiles_without_a_gpu(logits: str, rows: str) -> None:
-    module = importlib.import_module("jetspec.ops.topk_select_triton")
+    module = importlib.import_module("jetspec.ops.topk_logprob_triton")
     tiling = getattr(module, rows)
     names = ("V", "num_leaders", "capacity", "span", "k", "most_reaching", "num_chunks")
     types = dict.fromkeys(names, "i32") | dict.fromkeys(("leader_ptr", "passed_ptr", "token_ptr"), "*i64")
@@ -120,20 +110,6 @@ def test_selection_compiles_without_a_gpu(logits: str, rows: str) -> None:
     assert "st.global" in compile_for_hopper(module._pass_kernel, types, sizes, num_warps=8)
     sizes = {"CHUNKS": 64, "OWN": tiling.OWN, "BLOCK": tiling.BLOCK}
     assert "st.global" in compile_for_hopper(module._rank_kernel, types, sizes)
-
-
-@pytest.mark.parametrize(("logits", "k"), [("*bf16", 8), ("*fp32", SORTED_K)])
-def test_kernels_compile_without_a_gpu(logits: str, k: int) -> None:
-    module = importlib.import_module("jetspec.ops.topk_logprob_triton")
-    types = {"logits_ptr": logits, "token_ptr": "*i32", "best_token_ptr": "*i64"}
-    types |= dict.fromkeys(("V", "num_chunks", "k", "rows_of_a_heat", "temperature_stride"), "i32") | {
-        "value_ptr": logits
-    }
-    short = {"SHORT": logits == "*bf16"}
-    chunk = {"K": k, "GROUP": module.GROUP, "GROUPS": module.CHUNK // module.GROUP, **short}
-    assert "st.global" in compile_for_hopper(module._topk_chunk_kernel, types, chunk)
-    merge = {"K": k, "GROUP": module.GROUP, "GROUPS": 8 * k, "CHUNKS": 64, **short}
-    assert "st.global" in compile_for_hopper(module._topk_merge_kernel, types, merge)
 
 
 @pytest.mark.gpu
@@ -149,11 +125,10 @@ def test_heats_on_a_gpu(k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(15, 151936, 8), (960, 49152, 8), (15, 151936, 128), (120, 50257, 8)])
-@pytest.mark.parametrize("select", [False, True])
-def test_kernels_on_a_gpu(rows: int, vocab: int, k: int, dtype: torch.dtype, select: bool) -> None:
+def test_kernels_on_a_gpu(rows: int, vocab: int, k: int, dtype: torch.dtype) -> None:
     """bf16 logits of this many tokens are full of ties."""
     generator = torch.Generator("cuda").manual_seed(0)
-    compare((3 * torch.randn(rows, vocab, generator=generator, device="cuda")).to(dtype), k, select=select)
+    compare((3 * torch.randn(rows, vocab, generator=generator, device="cuda")).to(dtype), k)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetspec.ops import select
+from jetspec.ops.place import place_reference
+from jetspec.ops.select import Device, device_of, force, uses_kernel, without
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes the inputs, as far as choices are concerned."""
+    pytest.importorskip("triton")
+    select._first.cache_clear()
+    monkeypatch.setattr(select, "_forced", "triton")
+
+
+def chosen(operation: str, *inputs: Tensor, **facts: int) -> str:
+    def reference() -> None: ...
+
+    return select.select(operation, reference, *inputs, **facts).__name__
+
+
+def test_a_cpu_runs_the_reference() -> None:
+    assert select.select("place", place_reference, torch.zeros(1)) is place_reference
+    with force("reference"):
+        assert not uses_kernel(torch.zeros(1))
+
+
+def test_the_first_row_whose_condition_holds_is_chosen(on_gpu: None) -> None:
+    x = torch.zeros(1)
+    assert chosen("place", x) == "place_triton"
+    assert chosen("topk_logprob", x, count=2048) == "topk_logprob_triton"
+    assert chosen("topk_logprob", x, count=2049) == "reference"
+    assert chosen("rms_norm", x, x) == "rms_norm_triton"
+    assert chosen("rms_norm", x, x.half()) == "reference"
+
+
+def test_rows_can_be_left_out(on_gpu: None) -> None:
+    x = torch.zeros(1)
+    with without("place", "swiglu"):
+        assert chosen("place", x) == chosen("swiglu", x) == "reference"
+    assert chosen("place", x) == "place_triton"
+    with pytest.raises(ValueError, match="nowhere"), without("nowhere"):
+        pass
+
+
+def test_gradients_go_through_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "HAS_TRITON", True)
+    x, trained = SimpleNamespace(is_cuda=True, requires_grad=False), SimpleNamespace(is_cuda=True, requires_grad=True)
+    assert uses_kernel(x) and not uses_kernel(x, trained)  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert uses_kernel(x, trained)  # type: ignore[arg-type]
+    monkeypatch.setattr(select, "HAS_TRITON", False)
+    assert not uses_kernel(x)  # type: ignore[arg-type]
+
+
+def test_every_row_names_a_function(on_gpu: None) -> None:
+    for operation, choices in select.TABLE.items():
+        for row in choices:
+            assert callable(select._load(row.kernel, operation)), row.name
+
+
+def test_device_properties_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=78, shared_memory_per_multiprocessor=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert device_of.__wrapped__(torch.device("cuda")) == Device("cuda", (8, 9), 78, 100)
