@@ -41,9 +41,9 @@ from benchmarks.precision import (
 from benchmarks.soak import Soak, plain_texts
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import DTYPES, GPU_TREE, choose_device
-from jetspec.engine.warm_up import courses
+from jetspec.engine.sizes import batch_sizes
+from jetspec.engine.warm_up import warm_up_batches
 from jetspec.files import check_writable
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
@@ -238,7 +238,7 @@ def check_speed(
     for budget in (1, *budgets):
         engine = models.engine(budget, config)
         warm_up(engine, everything, 1)
-        for course in courses(engine):  # prompts of every length
+        for course in warm_up_batches(engine):  # prompts of every length
             course.run(engine)
         for name, prompts in sets.items():
             done[name, budget] = decode_timed(engine, prompts, tokens, 1, f"{name}, budget {budget}")

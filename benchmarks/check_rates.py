@@ -30,8 +30,8 @@ from benchmarks.check_serve import ServerProcess
 from benchmarks.command_load import read_chats
 from benchmarks.load import GIVEN_UP, Load, Message, Part, Timing, send_load, summarize
 from benchmarks.plot_rates import fill_page
-from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import DTYPES, choose_device, choose_dtype
+from jetspec.engine.sizes import batch_sizes
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.record import current_commit, write_record
 

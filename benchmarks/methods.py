@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from benchmarks.recipe import HeadKind, MethodConfig
 from jetspec.config import EngineConfig
-from jetspec.engine.graphs import batch_sizes
 from jetspec.engine.llm import LLM
+from jetspec.engine.sizes import batch_sizes
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_folder import nested_head
 from jetspec.models.hub import HUGGING_FACE_ID, head_path, resolve

@@ -17,8 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.precision import FreshPass, Texts, cached_rows, find_differences
 from jetspec.engine.engine import Engine
-from jetspec.engine.prefill import GraphPrefills
-from jetspec.engine.warm_up import courses
+from jetspec.engine.warm_up import warm_up_batches
 from jetspec.types import Completion, Request, SamplingParams
 
 KINDS = {
@@ -89,15 +88,15 @@ class Soak:
         """So many rounds, looked at in between so many times."""
         self._warm_up()
         at_rest = self._rest()
-        count_calls(self.engine.rounds, "launch", self.counts)
+        count_calls(self.engine.runner, "launch_round", self.counts)
         count_calls(self.engine.scheduler, "preempt", self.counts)
         due = 0
         with tqdm(total=rounds, desc="soak", unit="round", leave=False) as bar:
-            while self.counts["launch"] < rounds and not self.is_stuck:
+            while self.counts["launch_round"] < rounds and not self.is_stuck:
                 self._arrivals_and_cancels()
                 self._step()
-                bar.update(self.counts["launch"] - bar.n)
-                if self.counts["launch"] > due:
+                bar.update(self.counts["launch_round"] - bar.n)
+                if self.counts["launch_round"] > due:
                     due += max(1, rounds // checks)
                     self._check_pages()
                     self._check_cache()
@@ -111,7 +110,7 @@ class Soak:
     def _warm_up(self) -> None:
         """Capture every graph and touch every kernel, so that memory should stay as it is from here on."""
         kinds = [replace(kind, max_tokens=1) for kind in KINDS.values()]
-        for course in courses(self.engine, kinds):
+        for course in warm_up_batches(self.engine, kinds):
             course.run(self.engine)
         for lengths in joint_prefills(self.engine):
             for i, length in enumerate(lengths):
@@ -129,7 +128,7 @@ class Soak:
         return Rest(live_objects(), self._memory(), captured)
 
     def _arrivals_and_cancels(self) -> None:
-        chance = QUIET if self.counts["launch"] // PHASE % 2 else BUSY
+        chance = QUIET if self.counts["launch_round"] // PHASE % 2 else BUSY
         room = QUEUE * len(self.engine.cache.pages_of) > len(self.engine.requests)
         if room and self.random.random() < chance:
             name, kind = self.random.choice(list(self.prompts)), self.random.choice(list(KINDS))
@@ -149,11 +148,11 @@ class Soak:
         return self.idle_steps > PATIENCE
 
     def _step(self) -> None:
-        before = self.counts["launch"]
+        before = self.counts["launch_round"]
         for update in self.engine.step():
             if update.completion:
                 self._check_text(*self.asked.pop(update.request_id), update.completion)
-        is_idle = self.engine.has_work and self.counts["launch"] == before
+        is_idle = self.engine.has_work and self.counts["launch_round"] == before
         self.idle_steps = self.idle_steps + 1 if is_idle else 0
 
     def _check_text(self, name: str, kind: str, limit: int, done: Completion) -> None:
@@ -232,7 +231,7 @@ class Soak:
         return {
             "correct": not self.problems,
             "problems": self.problems,
-            "rounds": c["launch"],
+            "rounds": c["launch_round"],
             **{name: c[name] for name in ("joined", "finished", "cancelled")},
             "preempted": c["preempt"],
             **{f"{kind}_different": c[f"{kind}_different"] for kind in KINDS},
@@ -280,9 +279,9 @@ def resident_bytes() -> int:
 def joint_prefills(engine: Engine) -> Iterator[list[int]]:
     """Lengths of prompts that are prefilled together, for every graph of several: as few as need it, of as few tokens,
     and the first as long as may be, which takes the fewest pages."""
-    if not isinstance(engine.prefills, GraphPrefills):
+    if not engine.uses_graphs:
         return
-    sizes, longest = engine.prefills.sizes, engine.max_len - 2
+    sizes, longest = engine.runner.prefill_sizes, engine.max_len - 2
     for (before, tokens), (fewer, most) in product(pairwise([0, *sizes.tokens]), pairwise(sizes.chunks)):
         count = max(fewer + 1, -(-(before + 1) // longest))
         if count <= min(most, tokens):

@@ -20,7 +20,7 @@ def replay_all(patch: pytest.MonkeyPatch) -> None:
     """Engines capture prefills and rounds, and replay them, as on a GPU. What a round leaves is the host's own."""
     patch.setattr(Engine, "_uses_graphs", lambda self, config: True)
     patch.setattr("jetspec.engine.engine.GraphPool", RerunPool)
-    patch.setattr("jetspec.engine.graphs.Download", lambda source: Download(source.clone()))
+    patch.setattr("jetspec.engine.runner.Download", lambda source: Download(source.clone()))
 
 
 class Rerun:

@@ -35,8 +35,8 @@ def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | No
 
 
 def _warm_up(llm: LLM) -> None:
-    from jetspec.engine.warm_up import courses
+    from jetspec.engine.warm_up import warm_up_batches
 
-    planned = courses(llm.engine)
-    for course in tqdm(planned, desc="warming up", unit="graph", leave=False, disable=not planned):
-        course.run(llm.engine)
+    planned = warm_up_batches(llm.engine)
+    for batch in tqdm(planned, desc="warming up", unit="graph", leave=False, disable=not planned):
+        batch.run(llm.engine)

@@ -1,4 +1,4 @@
-"""Tokens of prompts on their way to the device: what one prefill reads, and how it is filled up to a given size."""
+"""Prompt tokens of one prefill, packed for the device."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from jetspec.types import Request
 
 
 class Chunk(NamedTuple):
-    """Tokens of one row that follow each other."""
+    """Consecutive tokens of one row."""
 
     row: int
     first: int
-    """The position of the first one."""
+    """Position of the first token."""
     tokens: list[int]
 
     @staticmethod
     def of(request: Request, count: int) -> Chunk:
-        """The next tokens of a prompt."""
+        """The next `count` tokens of a prompt."""
         return Chunk(request.row, request.num_cached, request.tokens[request.num_cached : request.num_cached + count])
 
 
 def pad(chunks: Sequence[Chunk], num_tokens: int, num_chunks: int, idle_row: int) -> list[Chunk]:
-    """So many chunks with so many tokens in all, at least one more chunk than before. What is missing is a text of the
-    idle row, behind the others; further chunks are empty."""
+    """Pads to `num_tokens` tokens in `num_chunks` chunks, at least one more than given.
+
+    Padding tokens form one chunk of the idle row behind the others; further chunks are empty.
+    """
     missing = num_tokens - sum(len(chunk.tokens) for chunk in chunks)
     empty = [Chunk(idle_row, 0, [])] * (num_chunks - len(chunks) - 1)
     return [*chunks, Chunk(idle_row, 0, [0] * missing), *empty]
 
 
 class ChunkTensors(NamedTuple):
-    """Chunks, one behind the other."""
+    """Concatenated chunks."""
 
     position_T: Tensor
     token_T: Tensor
@@ -48,13 +50,13 @@ class ChunkTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackedChunks:
-    """Chunks on the device in one piece, and what must be known of them without a look at it."""
+    """Concatenated chunks in one device tensor, so that they are uploaded by one copy, and their sizes on the host."""
 
     packed: Tensor
     num_tokens: int
     num_chunks: int
     longest: int
-    """No chunk has more tokens."""
+    """Upper bound of the tokens in a chunk."""
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], device: torch.device, longest: int | None = None) -> PackedChunks:
@@ -67,6 +69,9 @@ class PackedChunks:
             *(chunk.row for chunk in chunks),
         ]
         return cls(upload(packed, torch.int64, device), sum(lengths), len(chunks), longest or max(lengths))
+
+    def copy_(self, source: PackedChunks) -> None:
+        self.packed.copy_(source.packed)
 
     def unpack(self) -> ChunkTensors:
         T, B = self.num_tokens, self.num_chunks

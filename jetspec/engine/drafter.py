@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.engine.kv_cache import KVCache
+from jetspec.engine.rows import RowTable
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
@@ -34,6 +35,11 @@ class RoundState:
     features: RoundFeatures = field(default_factory=RoundFeatures)
     limits: tuple[Tensor, Tensor] | None = None
     """Budget and width per request, where one of them wants less than the whole tree."""
+
+    @staticmethod
+    def of(rows: RowTable, row_B: Tensor, features: RoundFeatures, requests: list[Request]) -> RoundState:
+        limits = rows.limits(row_B) if features.drafting == "limited" else None
+        return RoundState(row_B, rows.anchor_R[row_B], rows.sampling(row_B, features), requests, features, limits)
 
     @property
     def is_constrained(self) -> bool:

@@ -16,11 +16,11 @@ from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.chunk import Chunk
 from jetspec.engine.detokenize import Decode, TextStream
 from jetspec.engine.drafter import Drafter, Eagle3Drafter, HeadDrafter, NgramDrafter, NoDrafter
-from jetspec.engine.graphs import DecodeBatch, EagerRounds, GraphRounds, Launched, RoundRow, Rounds
 from jetspec.engine.kv_cache import KVCache, page_bytes
-from jetspec.engine.prefill import EagerPrefills, GraphPrefills, Prefills, PrefillSizes
 from jetspec.engine.round import Round, RoundResult
+from jetspec.engine.runner import DecodeBatch, Launched, RoundRow, Runner
 from jetspec.engine.scheduler import Scheduler
+from jetspec.engine.sizes import PrefillSizes
 from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import Decoder
 from jetspec.models.eagle3 import Eagle3Head
@@ -99,13 +99,8 @@ class Engine:
             pages = self.cache.pool.num_pages
             raise ValueError(f"a cache of {pages} pages cannot hold a tree of {tree.budget} nodes; give it more memory")
         self.round = Round(target, self.drafter, self.cache)
-        self.rounds: Rounds = EagerRounds(self.round)
-        self.prefills: Prefills = EagerPrefills(self.round)
-        self.graphs: GraphPool | None = None
-        if self.uses_graphs:
-            self.graphs = GraphPool(self.device)
-            self.rounds = GraphRounds(self.round, config.max_batch, self.graphs)
-            self.prefills = GraphPrefills(self.round, PrefillSizes.of(config), self.graphs)
+        self.graphs = GraphPool(self.device) if self.uses_graphs else None
+        self.runner = Runner(self.round, config, self.graphs)
         self.scheduler = Scheduler(self.cache, lookahead, config.prefill_chunk, config.max_admission_delay)
         self.requests: dict[int, Request] = {}
         self.texts: dict[int, TextStream] = {}
@@ -214,8 +209,8 @@ class Engine:
                 self._form_batch(batch)
             self.cache.flush()
             self.drafter.prepare(batch)
-            self.in_flight.append(self.rounds.launch(self.decode_batch))
-        self._read(self.overlap_rounds if batch and not self.decode_batch.waits else 0)
+            self.in_flight.append(self.runner.launch_round(self.decode_batch))
+        self._read(self.overlap_rounds if batch and not self.decode_batch.is_synchronous else 0)
 
     def _read(self, left: int) -> None:
         """Publish what rounds wrote, until so many are left under way."""
@@ -246,7 +241,7 @@ class Engine:
             return
         began = self.clock()
         self.cache.flush()
-        self.prefills.launch([Chunk.of(request, count) for request, count in chunks])
+        self.runner.launch_prefill([Chunk.of(request, count) for request, count in chunks])
         if self.device.type == "cuda" and not self.in_flight:  # nobody is kept waiting by a look at the clock
             torch.cuda.synchronize()
         for request, count in chunks:
@@ -396,7 +391,7 @@ class Engine:
             device=self.device,
             prefix_cache=config.prefix_cache,
             feature_size=feature_size,
-            idle_len=max(lookahead, PrefillSizes.of(config).most_padding) if self.uses_graphs else 0,
+            idle_len=max(lookahead, PrefillSizes.of(config).max_padding) if self.uses_graphs else 0,
         )
 
     def _cache_bytes(self, config: EngineConfig) -> int:

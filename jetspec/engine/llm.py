@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from jetspec.config import BatchTree, DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine, check_drafter
-from jetspec.engine.garbage import settled
+from jetspec.gc_control import freeze_objects
 from jetspec.grammar.constraint import Grammars
 from jetspec.interrupt import uninterrupted
 from jetspec.models.head_format import shipped_head_name
@@ -158,7 +158,10 @@ class LLM:
                 with uninterrupted():
                     ids.append(engine.add(tokens, param))
             followed = frozenset(ids)
-            with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar, settled(len(ids)):
+            with (
+                tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar,
+                freeze_objects(len(ids)),
+            ):
                 while len(done) < len(ids):
                     for update in self._updates(followed):
                         if update.completion:
@@ -179,7 +182,7 @@ class LLM:
         source, engine = iter(prompts), self.engine
         keys: dict[int, K] = {}
         try:
-            with settled(self.config.max_batch):
+            with freeze_objects(self.config.max_batch):
                 while True:
                     while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
                         key, tokens, sampling = prompt

@@ -1,4 +1,4 @@
-"""What first requests would wait for, done ahead of them: kernels are compiled and graphs captured."""
+"""Warm-up: compiles kernels and captures graphs before the first requests arrive."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import GraphRounds
-from jetspec.engine.prefill import GraphPrefills
 from jetspec.types import SamplingParams
 
 KINDS = (SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, temperature=1.0))
-"""What most requests ask for. Others capture a graph of their own when they first come."""
+"""Sampling of most requests. Other kinds capture their graphs at their first request."""
 SALT = "warm-up"
-"""Keeps the prompts of a warm-up from being found by others."""
+"""Cache salt of warm-up prompts: no other request reuses their pages."""
 
 
 @dataclass(frozen=True)
-class Course:
-    """Prompts that join together."""
+class WarmUpBatch:
+    """Prompts that are decoded together."""
 
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
@@ -30,20 +28,18 @@ class Course:
             engine.step()
 
 
-def courses(engine: Engine, kinds: Sequence[SamplingParams] = KINDS) -> list[Course]:
-    """One for every graph that requests of these kinds need. None where rounds are not captured."""
-    return [*_batches(engine, kinds), *_prompts(engine)]
+def warm_up_batches(engine: Engine, kinds: Sequence[SamplingParams] = KINDS) -> list[WarmUpBatch]:
+    """One batch for every graph that requests of these kinds use; none for an engine without graphs."""
+    return [*_rounds(engine, kinds), *_prefills(engine)] if engine.uses_graphs else []
 
 
-def _batches(engine: Engine, kinds: Sequence[SamplingParams]) -> Iterator[Course]:
-    """Prompts of one token have nothing to prefill: all are in the first round."""
-    if isinstance(engine.rounds, GraphRounds):
-        for sampling in kinds:
-            yield from (Course([[0]] * size, sampling) for size in engine.rounds.sizes)
+def _rounds(engine: Engine, kinds: Sequence[SamplingParams]) -> Iterator[WarmUpBatch]:
+    """Prompts of one token need no prefill, so all of them take part in the first round."""
+    for sampling in kinds:
+        yield from (WarmUpBatch([[0]] * size, sampling) for size in engine.runner.batch_sizes)
 
 
-def _prompts(engine: Engine) -> Iterator[Course]:
-    """The last token of a prompt is not prefilled. No two prompts begin alike, so that none finds another's pages."""
-    if isinstance(engine.prefills, GraphPrefills):
-        lengths = {min(size + 1, engine.max_len - 1) for size in engine.prefills.sizes.tokens}
-        yield from (Course([[i] * length], KINDS[0]) for i, length in enumerate(sorted(lengths)))
+def _prefills(engine: Engine) -> Iterator[WarmUpBatch]:
+    """The last token of a prompt is not prefilled. First tokens differ, so no prompt reuses the pages of another."""
+    lengths = {min(size + 1, engine.max_len - 1) for size in engine.runner.prefill_sizes.tokens}
+    yield from (WarmUpBatch([[i] * length], KINDS[0]) for i, length in enumerate(sorted(lengths)))

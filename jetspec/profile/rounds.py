@@ -13,9 +13,9 @@ from jetspec import ops
 from jetspec.config import MAX_BATCH, EngineConfig, TreeConfig
 from jetspec.engine.drafter import RoundState
 from jetspec.engine.engine import CPU_CACHE_GB, GPU_CACHE_FRAC, Engine
-from jetspec.engine.graphs import EagerRounds, GraphRounds, Rounds, round_state
 from jetspec.engine.kv_cache import page_bytes
 from jetspec.engine.round import Round, RoundResult
+from jetspec.engine.runner import Runner
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead
 from jetspec.ops.transfer import upload
@@ -207,8 +207,8 @@ class Decoding:
 
     def run(self, rounds: int) -> Loop:
         """Let the engine go on, up to so many rounds or the first request that reaches the end of its context."""
-        engine, before, watched = self.engine, self.engine.rounds, WatchedRound(self.engine.round, rounds)
-        self.prepared = engine.rounds = self._prepare(watched)  # graphs of a pool end together
+        engine, before, watched = self.engine, self.engine.runner, WatchedRound(self.engine.round, rounds)
+        self.prepared = engine.runner = self._prepare(watched)  # graphs of a pool end together
         watched.forget()
         tokens, count, requests = list[int](), 0, len(engine.requests)
         began = Moment(self.device)
@@ -216,18 +216,17 @@ class Decoding:
             tokens += [len(update.token_ids) for update in engine.step()]
             count += 1
         whole_ms = began.ms_until(Moment(self.device))
-        engine.rounds = before
+        engine.runner = before
         return Loop(whole_ms / count, watched.idle_frac(), statistics.fmean(tokens))
 
-    def _prepare(self, round: Round) -> Rounds:
-        """Rounds of the engine's batch, as the engine runs them, captured before their time."""
-        decode_batch, pool = self.engine.decode_batch, self.engine.graphs
-        if pool is None:
-            return EagerRounds(round)
-        key = len(decode_batch.requests), decode_batch.features
-        rounds = GraphRounds(round, len(decode_batch.requests), pool)
-        rounds.graphs[key] = rounds.capture(*key)
-        return rounds
+    def _prepare(self, round: Round) -> Runner:
+        """A runner for the engine's batch. On a GPU its round is captured before it is timed."""
+        decode_batch = self.engine.decode_batch
+        size = len(decode_batch.requests)
+        runner = Runner(round, EngineConfig(max_batch=size), self.engine.graphs)
+        if self.engine.uses_graphs:
+            runner.capture_round(size, decode_batch.features)
+        return runner
 
 
 def cache_gb(target: Decoder, head: DraftHead | None, tree: TreeConfig, work: Workload, max_tokens: int) -> float:
@@ -292,7 +291,7 @@ class StandingRound:
         self.table = engine.cache.rows
         self.length_R, self.anchor_R = self.table.length_R.clone(), self.table.anchor_R.clone()
         row_B = upload(engine.decode_batch.rows, torch.int64, self.device)
-        self.state = round_state(self.table, row_B, engine.decode_batch.features, engine.decode_batch.requests)
+        self.state = RoundState.of(self.table, row_B, engine.decode_batch.features, engine.decode_batch.requests)
 
     def time_beside(self, floor: Floor, rounds: int) -> TimedBeside:
         """In turns with its floor: a GPU that must save power slows down both."""

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from jetspec.engine.engine import Engine
-from jetspec.engine.garbage import settled
+from jetspec.gc_control import freeze_objects
 from jetspec.serve.errors import ApiError, failed, stopping, unread
 from jetspec.types import SamplingParams, TreeLimits, Update
 
@@ -229,7 +229,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            with settled(self.max_batch):
+            with freeze_objects(self.max_batch):
                 while self._obey():
                     if self.engine.has_work:
                         self._deliver(self.engine.step())

@@ -29,10 +29,10 @@ from benchmarks.precision import (
 )
 from jetspec.config import EngineConfig
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import Launched
 from jetspec.engine.kv_cache import KVCache
-from jetspec.engine.prefill import GraphPrefills, PrefillSizes
+from jetspec.engine.runner import Launched
 from jetspec.engine.scheduler import Scheduler
+from jetspec.engine.sizes import PrefillSizes
 from jetspec.types import Request, SamplingParams
 from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head
 from tests.rerun import replay_all
@@ -257,9 +257,7 @@ def test_what_has_become_more_is_a_problem() -> None:
 def test_every_graph_of_several_prompts_is_captured_ahead(max_batch: int, max_len: int) -> None:
     """Any prompts that can be prefilled together have the size of some that were."""
     sizes = PrefillSizes.of(EngineConfig(max_batch=max_batch))
-    prefills = GraphPrefills.__new__(GraphPrefills)
-    prefills.sizes = sizes
-    engine: Any = SimpleNamespace(prefills=prefills, max_len=max_len)
+    engine: Any = SimpleNamespace(uses_graphs=True, runner=SimpleNamespace(prefill_sizes=sizes), max_len=max_len)
     captured = set()
     for lengths in soak.joint_prefills(engine):
         assert len(lengths) <= max_batch and all(1 <= length <= max_len - 2 for length in lengths)

@@ -21,9 +21,8 @@ from jetspec.config import EngineConfig
 from jetspec.engine import detokenize, kv_cache, scheduler
 from jetspec.engine import engine as engines
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import GraphRounds
 from jetspec.engine.llm import LLM
-from jetspec.engine.prefill import GraphPrefills
+from jetspec.engine.runner import Runner
 from jetspec.grammar.constraint import mask_tree
 from jetspec.interrupt import uninterrupted
 from jetspec.ops.transfer import Download
@@ -57,9 +56,9 @@ class Heard:
 
 
 PLACES = [
-    (GraphPrefills, "launch", "after"),
+    (Runner, "launch_prefill", "after"),
     (Rerun, "replay", "after"),  # the device is ahead of what anybody knows
-    (GraphRounds, "launch", "after"),
+    (Runner, "launch_round", "after"),
     (Download, "read", "before"),
     (Engine, "_append", "before"),
 ]

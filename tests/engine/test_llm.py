@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import jetspec.engine.garbage as garbage
 import jetspec.engine.llm as module
+import jetspec.gc_control as gc_control
 from jetspec.config import DrafterName, EngineConfig
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
@@ -81,7 +81,7 @@ def searched() -> Iterator[None]:
 def test_what_lives_is_not_searched_for_garbage_while_a_large_batch_is_decoded(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, searched: None, decode: Callable[[LLM], None], frozen: bool, many: int
 ) -> None:
-    monkeypatch.setattr(garbage, "MANY", many)
+    monkeypatch.setattr(gc_control, "MIN_BATCH", many)
     seen: list[int] = []
     work, number = llm.engine.work, count()
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.chunk import Chunk, PackedChunks, pad
 from jetspec.engine.engine import Engine
-from jetspec.engine.graphs import EagerRounds
-from jetspec.engine.prefill import MOST_CHUNKS, MOST_TOKENS, TOKEN_STEP, GraphPrefills, PrefillSizes
+from jetspec.engine.sizes import MAX_CHUNKS, MAX_TOKENS, TOKEN_STEP, PrefillSizes
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
 from jetspec.ops.select import force
@@ -44,10 +43,9 @@ def replaying(target: Decoder, head: Head | None, config: EngineConfig, sizes: P
     with pytest.MonkeyPatch.context() as patch:
         replay_all(patch)
         engine = make_engine(target, "head" if head else "none", head, TreeConfig(budget=8, width=4), config)
-    engine.rounds = EagerRounds(engine.round)
+    engine.runner.rounds.pool = None
     if sizes is not None:
-        assert isinstance(engine.prefills, GraphPrefills)
-        engine.prefills.sizes = sizes
+        engine.runner.prefill_sizes = sizes
     return engine
 
 
@@ -124,8 +122,8 @@ def test_text_after_replayed_prefills_is_the_targets_own(who: str) -> None:
 def test_sizes_are_few_and_little_of_them_is_padding(prefill_chunk: int, max_batch: int, data: st.DataObject) -> None:
     sizes = PrefillSizes.of(EngineConfig(prefill_chunk=prefill_chunk, max_batch=max_batch))
     assert len(sizes.tokens) <= 14 and len(sizes.chunks) <= 4
-    assert sizes.chunks[-1] == min(max_batch, MOST_CHUNKS)
-    assert min(prefill_chunk, MOST_TOKENS) <= sizes.tokens[-1] <= MOST_TOKENS
+    assert sizes.chunks[-1] == min(max_batch, MAX_CHUNKS)
+    assert min(prefill_chunk, MAX_TOKENS) <= sizes.tokens[-1] <= MAX_TOKENS
     for before, after in pairwise([0, *sizes.tokens]):
         assert before < after <= max(before + TOKEN_STEP, before * 1.5)
 
@@ -133,13 +131,13 @@ def test_sizes_are_few_and_little_of_them_is_padding(prefill_chunk: int, max_bat
     num_tokens = data.draw(st.integers(count, max(count, prefill_chunk)))
     chunks = [Chunk(i, 0, [5]) for i in range(count - 1)] + [Chunk(count - 1, 0, [5] * (num_tokens - count + 1))]
     size = sizes.fitting(chunks)
-    assert (size is None) == (count > MOST_CHUNKS or num_tokens > sizes.tokens[-1])
+    assert (size is None) == (count > MAX_CHUNKS or num_tokens > sizes.tokens[-1])
     if size is not None:
         padded = pad(chunks, size[0], size[1] + 1, idle_row=max_batch)
         assert padded[:count] == chunks and len(padded) == size[1] + 1
         assert sum(len(chunk.tokens) for chunk in padded) == size[0]
         for rest in padded[count:]:
-            assert rest.row == max_batch and rest.first == 0 and len(rest.tokens) <= sizes.most_padding
+            assert rest.row == max_batch and rest.first == 0 and len(rest.tokens) <= sizes.max_padding
 
 
 def test_a_size_is_captured_once() -> None:
