@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,6 +82,12 @@ class RoundInputs:
         self.row_B.copy_(source.row_B)
 
 
+def run_round(round: Round, inputs: RoundInputs) -> tuple[RoundResult, Tensor]:
+    state = RoundState.of(round.cache.rows, inputs.row_B, inputs.features, inputs.requests)
+    result = round(state)
+    return result, result.packed
+
+
 RoundKey = tuple[int, RoundFeatures]
 
 
@@ -96,7 +103,7 @@ class Runner:
         self.round, self.device, self.idle_row = round, round.cache.device, round.cache.idle_row
         self.batch_sizes = batch_sizes(config.max_batch, round.drafter.tree.batch_trees)
         self.prefill_sizes = PrefillSizes.of(config)
-        self.rounds = CapturedFn(self._run_round, pool)
+        self.rounds = CapturedFn(partial(run_round, round), pool)  # a bound method would be a reference cycle
         self.prefills = CapturedFn(round.prefill, pool)
         self.decode_batch: DecodeBatch | None = None
         """The batch whose rows are on the device."""
@@ -108,7 +115,7 @@ class Runner:
             self.decode_batch = None  # in case the upload is interrupted
             self._load(decode_batch, key)
             self.decode_batch = decode_batch
-        result, packed = self._run_round(self.inputs) if key is None else self.rounds.replay(key)
+        result, packed = self.rounds.run(self.inputs) if key is None else self.rounds.replay(key)
         return Launched(decode_batch, result, Download(packed))
 
     def launch_prefill(self, chunks: list[Chunk]) -> None:
@@ -146,8 +153,3 @@ class Runner:
 
     def _inputs(self, rows: list[int], features: RoundFeatures, requests: list[Request]) -> RoundInputs:
         return RoundInputs(upload(rows, torch.int64, self.device), features, requests)
-
-    def _run_round(self, inputs: RoundInputs) -> tuple[RoundResult, Tensor]:
-        state = RoundState.of(self.round.cache.rows, inputs.row_B, inputs.features, inputs.requests)
-        result = self.round(state)
-        return result, result.packed
