@@ -1,4 +1,4 @@
-"""The device's own clock, read between operations that may be part of a graph."""
+"""Timestamps of the device's own clock, between operations that may be captured in a graph."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from jetspec.ops.select import select
 
 
 def note_time(time_S: Tensor, count_1: Tensor) -> None:
-    """Write the time, in nanoseconds, behind those that were noted before, and count it. Both are int64. What comes
-    after the end is written over the first ones."""
+    """Append the time, in nanoseconds, to a ring buffer and increment its count. Both are int64."""
     select("note_time", note_time_reference, time_S)(time_S, count_1)
 
 

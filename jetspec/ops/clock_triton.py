@@ -1,4 +1,4 @@
-"""The Triton kernel of `note_time`. It starts when all before it is over."""
+"""Triton kernel of `note_time`. It starts when all earlier kernels have finished."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

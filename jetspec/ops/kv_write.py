@@ -1,4 +1,4 @@
-"""Writing the paged KV cache. A slot is page * page size + offset: the flat index of a position in storage."""
+"""Writes to the paged KV cache. A slot is page * page_size + offset: the flat index of a token in storage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jetspec.types import KVPages
 
 
 def store_kv(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor) -> None:
-    """Write K and V of T tokens to their slots. On a GPU a token whose slot is negative is not written."""
+    """Write K and V of T tokens to their slots. The kernel skips tokens with a negative slot."""
     select("store_kv", store_kv_reference, pages.k)(pages, k_TGE, v_TGE, slot_T)
 
 
@@ -20,10 +20,10 @@ def store_kv_reference(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Ten
 
 
 def compact_kv(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -> None:
-    """Copy slots in every layer at once, as if all of a row were read before any of it is written.
+    """Copy slots in every layer at once, as if all sources of a row were read before any target is written.
 
-    `storage` is a whole pool, (2, L, pages, S, G, E). Rows are independent: no row's source is another's target.
-    Targets that repeat within a row must come from equal sources.
+    `storage` is a whole pool, (2, L, pages, S, G, E). Rows are independent: the source of a row is never the target of
+    another. Repeated targets within a row must have equal sources.
     """
     select("compact_kv", compact_kv_reference, storage)(storage, source_BD1, target_BD1)
 
@@ -34,7 +34,7 @@ def compact_kv_reference(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor
 
 
 def compact_rows(layers: SlotRows, source_BD1: Tensor, target_BD1: Tensor) -> None:
-    """`compact_kv` for layers that are stored apart."""
+    """`compact_kv` for layers in separate allocations."""
     select("compact_rows", compact_rows_reference, layers.rows_L[0])(layers, source_BD1, target_BD1)
 
 

@@ -1,4 +1,8 @@
-"""The Triton kernels of `kv_write`."""
+"""Triton kernels of `kv_write`.
+
+Layout: K and V pages are (pages, S, G, E); slot s starts at s * ROW, head g of it at g * HEAD. New K and V are rows of
+G * E numbers. Source and target slots of a compaction are (B, NUM), contiguous.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -15,14 +19,14 @@ COMPACT_BLOCK = 128
 
 
 def check_slots(pages: KVPages) -> None:
-    """Kernels find slots and heads by a stride each, which K and V share."""
+    """Assert that K and V share one stride per slot and one per head."""
     k = pages.k
     assert k.stride() == pages.v.stride() and k.stride(3) == 1 and k.stride(0) == k.shape[1] * k.stride(1)
 
 
 def store_kv_triton(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor) -> None:
     check_slots(pages)
-    k, v = k_TGE.flatten(1), v_TGE.flatten(1)  # views, also of heads cut from a wider row
+    k, v = k_TGE.flatten(1), v_TGE.flatten(1)  # views, also for slices of a wider row
     T, size = k.shape
     if T:
         _store_kv_kernel[(T,)](
@@ -56,7 +60,7 @@ def _store_kv_kernel(
     HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program copies the SIZE = G * E numbers of K and of V of one token, unless its slot is negative."""
+    """One token: copy its SIZE = G * E numbers of K and of V, unless its slot is negative."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -87,7 +91,7 @@ def compact_kv_triton(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -
 
 
 def compact_rows_triton(layers: SlotRows, source_BD1: Tensor, target_BD1: Tensor) -> None:
-    """Rows are moved as words of 32 bits, whatever they hold."""
+    """Copy rows as 32-bit words, whatever their dtype."""
     assert source_BD1.shape == target_BD1.shape
     B, num = source_BD1.shape
     first = layers.rows_L[0]
@@ -114,9 +118,9 @@ def _compact_rows_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `_compact_kv_kernel`, for layers that are somewhere each."""
+    """`_compact_kv_kernel` for layers at separate addresses."""
     storage_ptr = tl.load(address_ptr + tl.program_id(1)).to(tl.pointer_type(tl.int32))
-    _move_rows(storage_ptr, source_ptr, target_ptr, NUM, NUM_PADDED, SIZE, BLOCK)
+    _copy_rows(storage_ptr, source_ptr, target_ptr, NUM, NUM_PADDED, SIZE, BLOCK)
 
 
 @triton.jit
@@ -130,16 +134,13 @@ def _compact_kv_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program moves some elements of all slots of a row in one layer's K or V, by way of registers.
-
-    No other program touches these elements. Its own threads do, so that none may write before all have read.
-    """
+    """One block of elements, in all slots of a row, of one layer's K or V."""
     plane = tl.program_id(1).to(tl.int64)
-    _move_rows(storage_ptr + plane * num_slots * SIZE, source_ptr, target_ptr, NUM, NUM_PADDED, SIZE, BLOCK)
+    _copy_rows(storage_ptr + plane * num_slots * SIZE, source_ptr, target_ptr, NUM, NUM_PADDED, SIZE, BLOCK)
 
 
 @triton.jit
-def _move_rows(
+def _copy_rows(
     storage_ptr,
     source_ptr,
     target_ptr,
@@ -148,14 +149,18 @@ def _move_rows(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy a block of elements from source to target slots, through registers.
+
+    Only this program touches these elements. Its threads may not write before all of them have read.
+    """
     row = tl.program_id(0)
     entry = tl.arange(0, NUM_PADDED)
     source = tl.load(source_ptr + row * NUM + entry, mask=entry < NUM, other=0).to(tl.int64)
     target = tl.load(target_ptr + row * NUM + entry, mask=entry < NUM, other=0).to(tl.int64)
     element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    moves = (source != target)[:, None] & (element < SIZE)[None]
+    copied = (source != target)[:, None] & (element < SIZE)[None]
 
     base = storage_ptr + element[None]
-    x = tl.load(base + source[:, None] * SIZE, mask=moves)
+    x = tl.load(base + source[:, None] * SIZE, mask=copied)
     tl.debug_barrier()
-    tl.store(base + target[:, None] * SIZE, x, mask=moves)
+    tl.store(base + target[:, None] * SIZE, x, mask=copied)

@@ -61,15 +61,15 @@ class SlotRows:
         return cls(rows_L, address_L)
 
 
-class Places(NamedTuple):
-    """Positions and slots of the nodes of a batch of trees."""
+class Placement(NamedTuple):
+    """Positions and slots of the nodes of B trees, with the page tables and lengths of their requests."""
 
     page_BP: Tensor
     length_B: Tensor
     position_BN: Tensor
-    """length + depth: siblings share one."""
+    """length + depth: siblings share a position."""
     slot_BN: Tensor
-    """The slot of position length + node, which no two nodes share."""
+    """Slot of position length + node: nodes never share a slot."""
 
 
 def equal_distance(pages_L: Sequence[KVPages]) -> int | None:

@@ -1,6 +1,6 @@
-"""RMS normalisation and rotary positions: what happens to rows between the matrix products of a layer.
+"""RMS normalization and rotary position embeddings (RoPE).
 
-The kernels work in fp32 and take tensors of one dtype. Mixed ones, which autocast makes, go through the references.
+The kernels compute in fp32 and take tensors of one dtype. Mixed dtypes, as under autocast, use the references.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jetspec.types import KVPages
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension. The statistics are in fp32 whatever the dtype."""
+    """Return x / rms(x) * weight over the last dimension. The statistics are in fp32 for every dtype."""
     return select("rms_norm", rms_norm_reference, x, weight)(x, weight, eps)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """A plain step on a CPU norms one row at a time, and there half a dozen small operations cost more than the
-    arithmetic: a dot product and a number do."""
+    """`rms_norm` in torch. One row on a CPU, as in plain decoding, has a shortcut: half a dozen small operations would
+    cost more than the arithmetic."""
     if x.device.type == "cpu" and x.numel() == x.shape[-1] and x.dtype == torch.float32 and not x.requires_grad:
         row = x.flatten()
         return (x * weight).mul_((float(row.dot(row)) / len(row) + eps) ** -0.5)
@@ -35,7 +35,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> RotaryTables:
-    """RotaryTables for `rotate` at integer positions (...)."""
+    """Return the tables of `rotate` for integer positions (...)."""
     return select("rope", rope_reference, position)(position, inv_freq, scale, dtype)
 
 
@@ -46,7 +46,7 @@ def rope_reference(position: Tensor, inv_freq: Tensor, scale: float, dtype: torc
 
 
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
-    """Turn each pair (i, i + E/2) of the last dimension by its position's angle."""
+    """Rotate each pair (i, i + E/2) of the last dimension by the angle of its position."""
     cos, signed_sin = tables
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
@@ -54,8 +54,8 @@ def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
 def rotate_qkv(
     qkv: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads of attention, (..., H + 2G, E), to q (..., H, E) and k, v (..., G, E): q and k normed, if a norm is
-    given, and rotated. There may be no query heads."""
+    """Split attention heads, (..., H + 2G, E), into q (..., H, E) and k, v (..., G, E), with q and k normalized, if a
+    norm is given, and rotated. H may be 0."""
     kernel = select("rotate_qkv", rotate_qkv_reference, qkv, *tables, *_weights(norm))
     return kernel(qkv, num_kv_heads, tables, norm)
 
@@ -76,7 +76,7 @@ def rotate_qkv_reference(
 def rotate_store(
     qkv_TXE: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
 ) -> Tensor:
-    """`rotate_qkv` that writes K and V to their slots of the paged cache and returns q_THE. X is H + 2G here."""
+    """Apply `rotate_qkv`, write K and V to their slots of the paged cache and return q_THE. X is H + 2G here."""
     kernel = select("rotate_store", rotate_store_reference, qkv_TXE, pages.k, *tables, *_weights(norm))
     return kernel(qkv_TXE, num_kv_heads, tables, norm, pages, slot_T)
 
@@ -92,7 +92,7 @@ def rotate_store_reference(
 def rotate_store_layers(
     kv_TLXE: Tensor, tables: RotaryTables, norm_L: HeadNorm | None, pages_L: Sequence[KVPages], slot_T: Tensor
 ) -> None:
-    """`rotate_store` of keys and values in several layers. X is 2G here."""
+    """`rotate_store` for keys and values of several layers. X is 2G here."""
     inputs, equal = (kv_TLXE, pages_L[0].k, *tables, *_weights(norm_L)), equal_distance(pages_L) is not None
     kernel = select("rotate_store_layers", rotate_store_layers_reference, *inputs, equal_distance=equal)
     kernel(kv_TLXE, tables, norm_L, pages_L, slot_T)

@@ -1,13 +1,17 @@
-"""The Triton kernels of `norm_rope`. They run dozens of times a pass, on as little as one row, so that launching them
-must be cheap: no tensor is made but the outputs, and strides follow from constants."""
+"""Triton kernels of `norm_rope`.
+
+They run dozens of times per forward, on as little as one row, so launches must be cheap: only outputs are allocated,
+and strides follow from constants.
+
+Layout, contiguous: heads are (T, L, H + 2G, E) with L = 1 but for `rotate_store_layers`, tables (T, E), norm weights
+(L, E); pages as in `kv_write_triton`.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,11 +25,11 @@ from jetspec.types import KVPages
 
 ROPE_ROWS = 4
 HEADS = 8
-"""Heads of one program: few, so that even a single token is spread over several multiprocessors."""
+"""Heads per program: few, so that even a single token is spread over several multiprocessors."""
 MANY_TOKENS, MANY_HEADS, NORM_ROWS = 4096, 16, 4
-"""With so many tokens a program takes so many heads, and so many rows to norm,"""
+"""From this many tokens on, heads per program of a rotation, and rows per program of a norm."""
 MANY_COLUMNS = 4096
-"""unless they are longer than this."""
+"""Longest row of the norm with several rows per program."""
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,12 +52,14 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, eps, M: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False
 ):
-    """A program norms one row."""
+    """One row."""
+    # load weights, which no preceding kernel writes
     start = tl.program_id(0).to(tl.int64) * M
     lane = tl.arange(0, BLOCK)
     inside = lane < M
     weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
     wait(OVERLAP)
+    # load, normalize and store the row
     x = tl.load(x_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / M + eps)
     tl.store(out_ptr + start + lane, x * scale * weight, mask=inside)
@@ -63,7 +69,7 @@ def _rms_norm_kernel(
 def _rms_norm_rows_kernel(
     x_ptr, weight_ptr, out_ptr, eps, num_rows, M: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """A program norms a few rows at once: with many of them this keeps more loads under way."""
+    """A few rows at once: more loads in flight when there are many rows."""
     row, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + lane, mask=lane < M, other=0.0).to(tl.float32)
     place = row.to(tl.int64)[:, None] * M + lane[None]
@@ -96,7 +102,7 @@ def _rope_kernel(
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """HALF may be any number; PAIRS is the power of two that holds it."""
+    """Tables of a few positions. PAIRS is HALF rounded up to a power of two."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, PAIRS)
     inside = (row < num_rows)[:, None] & (pair < HALF)[None]
@@ -113,7 +119,7 @@ def _rope_kernel(
 def rotate_qkv_triton(
     qkv: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k are new, v is a view of the input."""
+    """`rotate_qkv`: q and k are new tensors, v is a view of the input."""
     qkv = qkv.contiguous()
     *lead, X, E = qkv.shape
     q = torch.empty((*lead, X - 2 * num_kv_heads, E), dtype=qkv.dtype, device=qkv.device)
@@ -137,15 +143,14 @@ def rotate_store_triton(
 def rotate_store_layers_triton(
     kv_TLXE: Tensor, tables: RotaryTables, norm: HeadNorm | None, pages_L: Sequence[KVPages], slot_T: Tensor
 ) -> None:
-    """The tables may be just made, so the kernel does not start early."""
+    """`rotate_store_layers`. It does not start early: the preceding kernel may be the one that writes the tables."""
     pages, distance = pages_L[0], equal_distance(pages_L)
     assert distance is not None
     check_slots(pages)
     _, L, X, E = kv_TLXE.shape
     assert pages.k.shape[2] == X // 2 and (norm is None or norm.k.shape == (L, E))
     kv, none = kv_TLXE.contiguous(), kv_TLXE.new_empty(0)
-    late = {"OVERLAP": False}
-    _launch_rotate(kv, X // 2, tables, norm, none, pages.k, pages.v, slot_T.contiguous(), L, distance, late)
+    _launch_rotate(kv, X // 2, tables, norm, none, pages.k, pages.v, slot_T.contiguous(), L, distance, early=False)
 
 
 def _launch_rotate(
@@ -159,7 +164,7 @@ def _launch_rotate(
     slot: Tensor | None,
     layers: int = 1,
     distance: int = 0,
-    start: dict[str, Any] | None = None,
+    early: bool = True,
 ) -> None:
     X, E = qkv.shape[-2:]
     cos, signed_sin = tables
@@ -187,7 +192,7 @@ def _launch_rotate(
             HEADS=at_once,
             ROW=num_kv_heads * E if slot is None else k.stride(1),
             HEAD=E if slot is None else k.stride(2),
-            **(overlap(qkv) if start is None else start),
+            **(overlap(qkv) if early else {}),
         )
 
 
@@ -213,15 +218,13 @@ def _rotate_qkv_kernel(
     HEAD: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """A program takes a few heads of a token in a layer, as two halves: element i of the one turns with element i of
-    the other. HALF may be any number; PAIRS is the power of two that holds it. A token's heads in all layers lie side
-    by side; pages of two layers are `distance` apart.
+    """A few heads of one token in one layer, as two halves: element i of one is rotated with element i of the other.
 
-    Keys and values go to row `slot` of theirs, or without slots to the token's own; ROW lies between two rows, HEAD
-    between two heads. Values are only copied, and without a `v_ptr` not even that. Like the reference, this rounds
-    after the norm and after the rotation. Slots, tables and weights are older than the kernel before this one, which
-    makes the heads, so they are loaded first.
+    PAIRS is HALF rounded up to a power of two. Pages of consecutive layers are `distance` elements apart. Keys and
+    values are stored in row `slot`, without slots in row `token`, with strides ROW and HEAD. Values are only copied, or
+    skipped without a `v_ptr`. Like the reference, this rounds after the norm and after the rotation.
     """
+    # load slot, tables and norm weights: the preceding kernel, which writes the heads, does not write these
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     layer = tl.program_id(2).to(tl.int64)
@@ -240,26 +243,30 @@ def _rotate_qkv_kernel(
         low_weight = _head_weight(q_norm_ptr, k_norm_ptr, first, is_pair, is_q)
         high_weight = _head_weight(q_norm_ptr, k_norm_ptr, first + HALF, is_pair, is_q)
 
+    # load heads
     wait(OVERLAP)
     row_of_heads = token * tl.num_programs(2) + layer
     source = qkv_ptr + row_of_heads * ((H + 2 * G) * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
     inside = (head < H + 2 * G)[:, None] & is_pair[None]
     low_in, high_in = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)
+    # RMS norm
     low, high = low_in.to(tl.float32), high_in.to(tl.float32)
     if q_norm_ptr is not None:
         square = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
         low, high = _round(low * scale * low_weight, low_in.dtype), _round(high * scale * high_weight, low_in.dtype)
 
-    turned_low = low * low_cos + high * low_sin
-    turned_high = high * high_cos + low * high_sin
+    # rotate
+    rotated_low = low * low_cos + high * low_sin
+    rotated_high = high * high_cos + low * high_sin
 
+    # store q, k, v
     q_out = q_ptr + token * (H * 2 * HALF) + head[:, None] * (2 * HALF) + pair[None]
-    tl.store(q_out, turned_low, mask=is_q[:, None] & is_pair[None])
-    tl.store(q_out + HALF, turned_high, mask=is_q[:, None] & is_pair[None])
+    tl.store(q_out, rotated_low, mask=is_q[:, None] & is_pair[None])
+    tl.store(q_out + HALF, rotated_high, mask=is_q[:, None] & is_pair[None])
     k_out = k_ptr + layer * distance + row * ROW + (head - H)[:, None] * HEAD + pair[None]
-    tl.store(k_out, turned_low, mask=is_k[:, None] & is_pair[None])
-    tl.store(k_out + HALF, turned_high, mask=is_k[:, None] & is_pair[None])
+    tl.store(k_out, rotated_low, mask=is_k[:, None] & is_pair[None])
+    tl.store(k_out + HALF, rotated_high, mask=is_k[:, None] & is_pair[None])
     if v_ptr is not None:
         v_out = v_ptr + layer * distance + row * ROW + (head - H - G)[:, None] * HEAD + pair[None]
         tl.store(v_out, low_in, mask=is_v[:, None] & is_pair[None])

@@ -1,4 +1,8 @@
-"""The Triton kernel of `place`: one launch instead of a dozen small ones."""
+"""Triton kernel of `place`: one launch instead of a dozen small ones.
+
+Layout, int64: the page table is (R, P) and cached lengths (R,), both contiguous; rows (B,), depths (B, N) with unit
+stride in N; outputs are page tables (B, P), lengths (B,), positions and slots (B, N), contiguous.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -9,12 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.layouts import Places
+from jetspec.ops.layouts import Placement
 
 BLOCK = 256
+"""Pages, and nodes, per program."""
 
 
-def place_triton(page_RP: Tensor, length_R: Tensor, row_B: Tensor, depth_BN: Tensor, page_size: int) -> Places:
+def place_triton(page_RP: Tensor, length_R: Tensor, row_B: Tensor, depth_BN: Tensor, page_size: int) -> Placement:
     (B, N), P = depth_BN.shape, page_RP.shape[1]
     assert page_RP.is_contiguous() and depth_BN.stride(1) == 1
     page_BP, position_BN, slot_BN = (torch.empty(B, n, dtype=torch.int64, device=row_B.device) for n in (P, N, N))
@@ -35,7 +40,7 @@ def place_triton(page_RP: Tensor, length_R: Tensor, row_B: Tensor, depth_BN: Ten
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return Places(page_BP, length_B, position_BN, slot_BN)
+    return Placement(page_BP, length_B, position_BN, slot_BN)
 
 
 @triton.jit(do_not_specialize=["N", "P", "depth_stride_b"])
@@ -54,16 +59,19 @@ def _place_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A run of pages and a run of nodes of one request."""
+    """One block of pages and one block of nodes of a request."""
+    # copy the length
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + request)
     length = tl.load(length_ptr + row)
-    tl.store(length_out_ptr + request, length)  # every run of the request stores the same
+    tl.store(length_out_ptr + request, length)  # the same value from every block
 
+    # copy the page table
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     page = tl.load(page_ptr + row * P + lane, mask=lane < P)
     tl.store(page_out_ptr + request * P + lane, page, mask=lane < P)
 
+    # positions and slots of nodes
     is_node = lane < N
     depth = tl.load(depth_ptr + request * depth_stride_b + lane, mask=is_node)
     tl.store(position_ptr + request * N + lane, length + depth, mask=is_node)

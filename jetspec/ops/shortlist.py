@@ -1,8 +1,7 @@
-"""The tokens of each depth that an edge term will rank: those that some likely parent would choose.
+"""Shortlists: the tokens of each depth that an edge term ranks, chosen as children of probable parents.
 
-What a head says of a depth alone is no guide to them. A token that few parents have for a child, but those surely, is
-among the least likely of its depth; and the edge term is trained together with the head, so that neither is a
-distribution without the other.
+The logits of a depth alone are not enough to choose them: the edge term is trained together with the head, so a child
+that is nearly certain after one parent may be improbable at its depth when the parent is unknown.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ def shortlist(
     num_parents: int,
     temperature_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`count` tokens of every depth, in no particular order, and their log-probabilities without an edge, in fp32.
+    """Return `count` tokens of every depth, in any order, and their log-probabilities without the edge, in fp32.
 
-    Chosen are those c for which log q(c|y) is greatest, for the best of some parents y: the `num_parents` most likely
-    tokens of the depth before, at the first depth the root; and no parent at all. The logits are to be divided by
-    `temperature_B`; the gates of the edge already are.
+    The tokens c are those of greatest log q(c|y), maximized over parents y: the `num_parents` most probable tokens of
+    the previous depth (at the first depth the root), and no parent. The logits are divided by `temperature_B`; the
+    gates of the edge have been.
     """
     parents_BDP = topk_logprob(logits_BDV, num_parents)[0]
     rank, size = edge.gate_BDR.shape[-1], edge.successor_VR.itemsize
@@ -44,18 +43,21 @@ def shortlist_reference(
     temperature_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     alone_BDV = apply_temperature(logits_BDV, temperature_B).float().log_softmax(-1)
-    token_BDC = worth_reference(alone_BDV, root_B, parents_BDP, edge).topk(count)[1]
+    token_BDC = _best_logprob(alone_BDV, root_B, parents_BDP, edge).topk(count)[1]
     return token_BDC, alone_BDV.gather(-1, token_BDC)
 
 
-def worth_reference(alone_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors) -> Tensor:
-    """How likely each token is, at best. All parents of a request are taken in one product, which reads the factors
-    once; requests come one by one, as a row for every parent and token is large."""
+def _best_logprob(alone_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors) -> Tensor:
+    """Return the log-probability of each token, maximized over its parents.
+
+    One product serves all parents of a request, so that the factors are read once. Requests are processed in turn,
+    because (D, P, V) numbers per request are many.
+    """
     first_B1P = root_B[:, None, None].expand(-1, 1, parents_BDP.shape[-1])
     parent_BDP = torch.cat((first_B1P, parents_BDP[:, :-1]), 1)
-    worth = []
+    best = []
     for row, alone_DV in enumerate(alone_BDV):
         given_DPV = edge.term(row, parent_BDP[row]).add_(alone_DV[:, None])
         given_DPV -= given_DPV.logsumexp(-1, keepdim=True)
-        worth.append(torch.maximum(alone_DV, given_DPV.amax(1)))
-    return torch.stack(worth)
+        best.append(torch.maximum(alone_DV, given_DPV.amax(1)))
+    return torch.stack(best)

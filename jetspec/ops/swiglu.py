@@ -1,4 +1,4 @@
-"""The gate of an MLP."""
+"""SwiGLU: the gated activation of an MLP."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jetspec.ops.select import select
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for (..., 2I) with the gate first: (..., I).
+    """Return silu(gate) * up, (..., I), for (..., 2I) with the gate first.
 
-    The kernel rounds the product alone, the reference silu(gate) too: in bf16 they differ by a rounding.
+    The kernel rounds only the product, the reference also silu(gate): in bf16 they differ by one rounding.
     """
     return select("swiglu", swiglu_reference, gate_up)(gate_up)
 

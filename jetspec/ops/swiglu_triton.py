@@ -1,4 +1,4 @@
-"""The Triton kernel of `swiglu`."""
+"""Triton kernel of `swiglu`: rows (2I,) with the gate first to rows (I,), contiguous. Computes in fp32."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -26,6 +26,7 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_kernel(gate_up_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False):
+    """One block of columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER

@@ -1,4 +1,4 @@
-"""Copies between the host and the device that do not stop the host."""
+"""Copies between the host and the device that do not block the host."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 from jetspec.ops.select import select
 
 
-def copy_to_host(news: Tensor, place: Tensor) -> None:
-    """Write a tensor to the host, pinned where it comes from a GPU: it has arrived when an event behind this happened.
+def copy_to_host(source: Tensor, target: Tensor) -> None:
+    """Copy a tensor to host memory, pinned for a GPU. The copy is complete when a later event has completed.
 
-    A kernel writes a few numbers in less time than it takes to hand over to a copy engine and back.
+    For a few numbers a kernel takes less time than the switch to a copy engine and back.
     """
-    assert place.shape == news.shape and place.dtype == news.dtype
-    select("copy_to_host", copy_to_host_reference, news)(news, place)
+    assert target.shape == source.shape and target.dtype == source.dtype
+    select("copy_to_host", copy_to_host_reference, source)(source, target)
 
 
-def copy_to_host_reference(news: Tensor, place: Tensor) -> None:
-    place.copy_(news, non_blocking=True)
+def copy_to_host_reference(source: Tensor, target: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 class Download:
-    """A tensor on its way to the host. On a GPU the host goes on with other work until it reads it, or drops it: nobody
-    else knows that the device writes to its memory, so that is kept until it has arrived."""
+    """Asynchronous copy of a tensor to the host. Its pinned memory is kept until the copy is complete, also when the
+    object is deleted before it was read: the allocator does not track writes of the device."""
 
     arrived: torch.cuda.Event | None = None
 
@@ -45,15 +45,15 @@ class Download:
         return self.tensor
 
     def __del__(self) -> None:
-        with suppress(RuntimeError):  # a device that failed writes no more
+        with suppress(RuntimeError):  # the device has failed: no write is pending
             self.read()
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor on the device."""
+    """Create a small tensor on the device without blocking the host."""
     return send(torch.tensor(values, dtype=dtype), device)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device. On a GPU the host does not wait for it to arrive."""
+    """Copy a host tensor to the device without blocking the host."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The Triton kernel of `copy_to_host`."""
+"""Triton kernel of `copy_to_host`: device memory to pinned host memory, both flat and contiguous."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -12,14 +12,14 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def copy_to_host_triton(news: Tensor, place: Tensor) -> None:
-    size, news = news.numel(), news.contiguous()
-    assert place.is_contiguous()
-    with torch.cuda.device_of(news):
-        _copy_to_host_kernel[(triton.cdiv(size, BLOCK),)](news, place, size, BLOCK=BLOCK)
+def copy_to_host_triton(source: Tensor, target: Tensor) -> None:
+    size, source = source.numel(), source.contiguous()
+    assert target.is_contiguous()
+    with torch.cuda.device_of(source):
+        _copy_to_host_kernel[(triton.cdiv(size, BLOCK),)](source, target, size, BLOCK=BLOCK)
 
 
 @triton.jit(do_not_specialize=["size"])
-def _copy_to_host_kernel(news_ptr, place_ptr, size, BLOCK: tl.constexpr):
+def _copy_to_host_kernel(source_ptr, target_ptr, size, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(place_ptr + i, tl.load(news_ptr + i, mask=i < size), mask=i < size)
+    tl.store(target_ptr + i, tl.load(source_ptr + i, mask=i < size), mask=i < size)

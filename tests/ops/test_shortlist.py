@@ -132,7 +132,7 @@ def test_kernels_choose_the_same(
     interpreter.submit(compare, guesses(B, D, V, R), count, num_parents, draft_temperature, 1e-4, programs).result()
 
 
-@pytest.mark.parametrize("kernel", ["_mass_kernel", "_worth_kernel", "_sum_kernel", "_take_kernel"])
+@pytest.mark.parametrize("kernel", ["_mass_kernel", "_best_logprob_kernel", "_sum_kernel", "_gather_logprob_kernel"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_kernels_compile_without_a_gpu(kernel: str, scaled: bool) -> None:
     from jetspec.ops import shortlist_triton
@@ -147,10 +147,10 @@ def test_kernels_compile_without_a_gpu(kernel: str, scaled: bool) -> None:
     if "temperature_ptr" in found.arg_names and not scaled:
         constants["temperature_ptr"] = None
     ptx = compile_for_hopper(found, types, constants)
-    assert "st.global" in ptx and (kernel not in ("_mass_kernel", "_worth_kernel") or fetches_early(ptx))
+    assert "st.global" in ptx and (kernel not in ("_mass_kernel", "_best_logprob_kernel") or fetches_early(ptx))
 
 
-@pytest.mark.parametrize("kernel", ["_mass_kernel", "_worth_kernel"])
+@pytest.mark.parametrize("kernel", ["_mass_kernel", "_best_logprob_kernel"])
 @pytest.mark.parametrize(
     ("dtype", "itemsize", "rank"),
     [("bf16", 2, 32), ("bf16", 2, 256), ("fp32", 4, 128)],

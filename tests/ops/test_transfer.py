@@ -32,7 +32,7 @@ def test_kernel_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
     from jetspec.ops.transfer_triton import BLOCK, _copy_to_host_kernel
 
-    types = {"news_ptr": "*i64", "place_ptr": "*i64", "size": "i32"}
+    types = {"source_ptr": "*i64", "target_ptr": "*i64", "size": "i32"}
     assert "st.global" in compile_for_hopper(_copy_to_host_kernel, types, {"BLOCK": BLOCK}, num_warps=4)
 
 
