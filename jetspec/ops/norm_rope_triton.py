@@ -12,6 +12,7 @@ Layout, contiguous: heads are (T, L, H + 2G, E) with L = 1 but for `rotate_store
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl

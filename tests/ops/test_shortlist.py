@@ -1,4 +1,4 @@
-"""The tokens that an edge term will rank: those that some likely parent would choose."""
+"""A shortlist holds the best children of probable parents; its kernels agree with the definition."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jetspec.types import EdgeFactors
 from tests.kernels import compile_for_hopper, fetches_early, shared_bytes
 
 
-def guesses(
+def random_drafts(
     B: int, D: int, V: int, R: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, EdgeFactors]:
     torch.manual_seed(0)
     logits_BDV = 2 * torch.randn(B, D, V)
     edge = EdgeFactors(torch.randn(B, D, R), torch.randn(V, R).to(dtype), 2 * torch.randn(V, R).to(dtype))
-    moved = EdgeFactors(**{name: x.to(device) for name, x in vars(edge).items()})
-    return logits_BDV.to(device, dtype), torch.randint(V, (B,)).to(device), moved
+    edge = EdgeFactors(**{name: x.to(device) for name, x in vars(edge).items()})
+    return logits_BDV.to(device, dtype), torch.randint(V, (B,)).to(device), edge
 
 
-def worth_of(logits: Tensor, root: int, edge: EdgeFactors, row: int, depth: int, num_parents: int) -> Tensor:
-    """Of every token, parent by parent."""
+def best_logprob(logits: Tensor, root: int, edge: EdgeFactors, row: int, depth: int, num_parents: int) -> Tensor:
+    """Log-probability of every token, maximized parent by parent."""
     alone = logits[row, depth].float()
     before = logits[row, depth - 1].float().sort(descending=True, stable=True).indices
     parents = before[:num_parents].tolist() if depth else [root]
@@ -37,29 +37,29 @@ def worth_of(logits: Tensor, root: int, edge: EdgeFactors, row: int, depth: int,
 
 
 @pytest.mark.parametrize("num_parents", [1, 3])
-def test_it_holds_what_some_likely_parent_would_choose(num_parents: int) -> None:
-    logits, root_B, edge = guesses(B=2, D=3, V=50, R=4)
+def test_shortlist_holds_the_best_children_of_probable_parents(num_parents: int) -> None:
+    logits, root_B, edge = random_drafts(B=2, D=3, V=50, R=4)
     token, logprob = shortlist(logits, root_B, edge, 7, num_parents)
     for row in range(2):
         for depth in range(3):
-            worth = worth_of(logits, int(root_B[row]), edge, row, depth, num_parents)
-            assert set(token[row, depth].tolist()) == set(worth.topk(7).indices.tolist())
+            best = best_logprob(logits, int(root_B[row]), edge, row, depth, num_parents)
+            assert set(token[row, depth].tolist()) == set(best.topk(7).indices.tolist())
     torch.testing.assert_close(logprob, logits.log_softmax(-1).gather(-1, token))
 
 
-def test_a_child_that_only_its_parent_makes_likely_is_found() -> None:
-    """Alone it is the least likely token of its depth."""
-    logits, root_B, edge = guesses(B=1, D=2, V=40, R=4)
-    shortlist_parents = int(logits[0, 0].argmax())
+def test_child_that_only_its_parent_makes_probable_is_found() -> None:
+    """Without the edge it is the least probable token of its depth."""
+    logits, root_B, edge = random_drafts(B=1, D=2, V=40, R=4)
+    parent = int(logits[0, 0].argmax())
     edge.gate_BDR[0, 1] *= 10
-    child = int((edge.successor_VR @ (edge.predecessor_VR[shortlist_parents] * edge.gate_BDR[0, 1])).argmax())
+    child = int((edge.successor_VR @ (edge.predecessor_VR[parent] * edge.gate_BDR[0, 1])).argmax())
     logits[0, 1, child] = logits[0, 1].min() - 1
     alone = logits[0, 1].topk(8).indices.tolist()
     assert child not in alone and child in shortlist(logits, root_B, edge, 8, 1)[0][0, 1]
 
 
-def test_without_an_edge_it_is_the_best_of_the_depth() -> None:
-    logits, root_B, edge = guesses(B=2, D=3, V=30, R=4)
+def test_zero_edge_gives_the_best_tokens_of_the_depth() -> None:
+    logits, root_B, edge = random_drafts(B=2, D=3, V=30, R=4)
     none = EdgeFactors(torch.zeros_like(edge.gate_BDR), edge.predecessor_VR, edge.successor_VR)
     token, logprob = shortlist(logits, root_B, none, 6, 2)
     best = logits.log_softmax(-1).topk(6)
@@ -67,8 +67,8 @@ def test_without_an_edge_it_is_the_best_of_the_depth() -> None:
     torch.testing.assert_close(logprob, best.values)
 
 
-def test_heat_divides_the_logits() -> None:
-    logits, root_B, edge = guesses(B=3, D=2, V=30, R=4)
+def test_temperature_divides_the_logits() -> None:
+    logits, root_B, edge = random_drafts(B=3, D=2, V=30, R=4)
     temperature_B = torch.tensor([0.5, 1.0, 2.0])
     got = shortlist(logits, root_B, edge, 6, 2, temperature_B)
     want = shortlist(logits / temperature_B[:, None, None], root_B, edge, 6, 2)
@@ -80,18 +80,18 @@ def compare(
     inputs: tuple[Tensor, Tensor, EdgeFactors],
     count: int,
     num_parents: int,
-    draft_temperature: str,
+    temperature: str,
     slack: float,
     programs: int | None = None,
 ) -> None:
-    """Rounding may exchange tokens that are worth the same, but for `slack`."""
+    """Rounding may exchange tokens whose log-probabilities differ by at most `slack`."""
     from jetspec.ops import shortlist_triton
 
     logits, root_B, edge = inputs
     temperature_B = None
-    if draft_temperature == "own":
+    if temperature == "own":
         temperature_B = torch.linspace(0.5, 1.5, len(logits), device=logits.device)
-    elif draft_temperature == "shared":
+    elif temperature == "shared":
         temperature_B = torch.tensor([0.7], device=logits.device).expand(len(logits))
     programs = programs or shortlist_triton.PROGRAMS
     with force("triton"), patch.object(shortlist_triton, "PROGRAMS", programs):
@@ -101,8 +101,8 @@ def compare(
     for row in range(len(logits)):
         for depth in range(logits.shape[1]):
             assert len(token[row, depth].unique()) == count
-            worth = worth_of(scaled, int(root_B[row]), edge, row, depth, num_parents)
-            missing = worth.topk(count).values[-1] - worth[token[row, depth]].min()
+            best = best_logprob(scaled, int(root_B[row]), edge, row, depth, num_parents)
+            missing = best.topk(count).values[-1] - best[token[row, depth]].min()
             assert missing <= slack, f"{missing} at depth {depth}"
 
 
@@ -115,9 +115,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("B", "D", "V", "R", "count", "num_parents", "draft_temperature"), CASES)
+@pytest.mark.parametrize(("B", "D", "V", "R", "count", "num_parents", "temperature"), CASES)
 @pytest.mark.parametrize("programs", [1, 1024])
-def test_kernels_choose_the_same(
+def test_kernels_equal_the_definition(
     interpreter: Executor,
     B: int,
     D: int,
@@ -125,56 +125,53 @@ def test_kernels_choose_the_same(
     R: int,
     count: int,
     num_parents: int,
-    draft_temperature: str,
+    temperature: str,
     programs: int,
 ) -> None:
-    """However many programs share the vocabulary."""
-    interpreter.submit(compare, guesses(B, D, V, R), count, num_parents, draft_temperature, 1e-4, programs).result()
+    interpreter.submit(compare, random_drafts(B, D, V, R), count, num_parents, temperature, 1e-4, programs).result()
 
 
-@pytest.mark.parametrize("kernel", ["_mass_kernel", "_best_logprob_kernel", "_sum_kernel", "_gather_logprob_kernel"])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_kernels_compile_without_a_gpu(kernel: str, scaled: bool) -> None:
+TYPES = dict.fromkeys(("root_ptr", "parents_ptr", "token_ptr"), "*i64") | dict.fromkeys(
+    ("V", "span", "temperature_stride", "num_chunks", "count"), "i32"
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes"), [("_sum_kernel", {"CHUNKS": 256}), ("_gather_logprob_kernel", {"D": 15, "BLOCK": 256})]
+)
+def test_kernel_compiles(kernel: str, sizes: dict[str, int]) -> None:
     from jetspec.ops import shortlist_triton
 
-    found: Any = getattr(shortlist_triton, kernel)
-    weights = ("logits_ptr", "predecessor_ptr", "successor_ptr")
-    types = {name: "*bf16" if name in weights else "*i64" for name in (*weights, "root_ptr", "top_ptr", "token_ptr")}
-    types |= dict.fromkeys(("V", "span", "temperature_stride", "num_chunks", "count"), "i32")
-    sizes = {"D": 15, "P": 7, "R": 128, "RANKS": 128, "DEPTHS": 8, "TILE": 64, "PARENTS": 8, "CHUNKS": 256}
-    sizes["BLOCK"] = 256
-    constants: dict[str, Any] = {name: size for name, size in sizes.items() if name in found.arg_names}
-    if "temperature_ptr" in found.arg_names and not scaled:
-        constants["temperature_ptr"] = None
-    ptx = compile_for_hopper(found, types, constants)
-    assert "st.global" in ptx and (kernel not in ("_mass_kernel", "_best_logprob_kernel") or fetches_early(ptx))
+    types = TYPES | {"logits_ptr": "*bf16"}
+    assert "st.global" in compile_for_hopper(getattr(shortlist_triton, kernel), types, sizes)
 
 
 @pytest.mark.parametrize("kernel", ["_mass_kernel", "_best_logprob_kernel"])
 @pytest.mark.parametrize(
-    ("dtype", "itemsize", "rank"),
-    [("bf16", 2, 32), ("bf16", 2, 256), ("fp32", 4, 128)],
+    ("dtype", "itemsize", "rank", "scaled"), [("bf16", 2, 128, True), ("bf16", 2, 256, True), ("fp32", 4, 128, False)]
 )
-def test_tensor_cores_make_the_products(kernel: str, dtype: str, itemsize: int, rank: int) -> None:
-    """Of each precision: without them a product of fp32 takes far longer than to read its factors. And smaller GPUs
-    have room for the kernels, too."""
+def test_products_use_tensor_cores_and_fit_small_gpus(
+    kernel: str, dtype: str, itemsize: int, rank: int, scaled: bool
+) -> None:
+    """Without tensor cores an fp32 product takes far longer than reading its factors."""
     from jetspec.ops import shortlist_triton
 
     found: Any = getattr(shortlist_triton, kernel)
-    types = dict.fromkeys(("logits_ptr", "predecessor_ptr", "successor_ptr"), f"*{dtype}")
-    types |= dict.fromkeys(("root_ptr", "top_ptr"), "*i64") | dict.fromkeys(("V", "span", "temperature_stride"), "i32")
+    types = TYPES | dict.fromkeys(("logits_ptr", "predecessor_ptr", "successor_ptr"), f"*{dtype}")
     tile, depths = shortlist_triton.num_tokens(rank, itemsize), shortlist_triton.num_depths(15, 8, rank, itemsize)
     options = {"num_stages": shortlist_triton.num_stages(rank, itemsize)}
     options["num_warps"] = shortlist_triton.num_warps(8 * depths)
-    constants = {"D": 15, "P": 7, "R": rank, "RANKS": rank, "DEPTHS": depths, "TILE": tile, "PARENTS": 8}
+    sizes = {"D": 15, "P": 7, "R": rank, "RANKS": rank, "DEPTHS": depths, "TILE": tile, "PARENTS": 8}
+    constants: dict[str, Any] = sizes if scaled else {**sizes, "temperature_ptr": None}
     assert rank <= MAX_RANK[itemsize]
-    assert "wgmma.mma_async" in compile_for_hopper(found, types, constants, **options)
+    ptx = compile_for_hopper(found, types, constants, **options)
+    assert "wgmma.mma_async" in ptx and fetches_early(ptx)
     assert shared_bytes(found, types, constants, 89, options) <= 99 * 1024
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("B", "D", "V", "R", "count", "num_parents", "draft_temperature"),
+    ("B", "D", "V", "R", "count", "num_parents", "temperature"),
     [
         (1, 15, 49152, 128, 256, 7, "shared"),
         (8, 15, 151_936, 128, 512, 4, "own"),
@@ -190,8 +187,8 @@ def test_kernels_on_a_gpu(
     R: int,
     count: int,
     num_parents: int,
-    draft_temperature: str,
+    temperature: str,
     dtype: torch.dtype,
     slack: float,
 ) -> None:
-    compare(guesses(B, D, V, R, dtype, "cuda"), count, num_parents, draft_temperature, slack)
+    compare(random_drafts(B, D, V, R, dtype, "cuda"), count, num_parents, temperature, slack)
