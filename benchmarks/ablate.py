@@ -26,8 +26,9 @@ from tqdm import tqdm
 from benchmarks.methods import kind_of
 from benchmarks.recipe import KINDS, USUAL
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.data.answers import Answerer, find_tasks, fingerprint, read_questions
+from jetspec.data.answers import Answerer, fingerprint
 from jetspec.data.corpus import Document, Documents, PackedData
+from jetspec.data.prompts import find_tasks, read_questions
 from jetspec.engine.llm import LLM
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head, save_any_head

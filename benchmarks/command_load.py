@@ -15,7 +15,7 @@ from benchmarks.load import PERCENTILES, Load, Message, Timing, send_load, summa
 from jetspec.commands.compare import DEMO_PROMPTS
 from jetspec.commands.generate import write_json
 from jetspec.commands.screen import err, out
-from jetspec.data.answers import read_questions
+from jetspec.data.prompts import read_questions
 from jetspec.files import read_text
 from jetspec.record import write_record
 

@@ -13,8 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from jetspec.data.answers import find_tasks, read_questions
-from jetspec.data.prompts import BadPrompt, Prompt, load_rows, parse_prompt
+from jetspec.data.prompts import BadPrompt, Prompt, find_tasks, load_rows, parse_prompt, read_questions
 
 Grader = Literal["math", "tests"]
 Row = Mapping[str, Any]

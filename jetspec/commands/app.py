@@ -435,7 +435,7 @@ def eval_head(
     from jetspec.commands.eval_head import EvalPlan
     from jetspec.commands.eval_head import eval_head as run_eval
     from jetspec.commands.screen import working
-    from jetspec.data.answers import find_tasks
+    from jetspec.data.prompts import find_tasks
 
     files = find_tasks(data_dir, tasks.split(",") if tasks else None)
     plan = EvalPlan(head, files, limit, max_tokens, tuple(budgets.split(",")), shape, real, out)
@@ -728,14 +728,14 @@ def invent(
     """
     if opening and openings:
         raise typer.BadParameter("give --opening or --openings, not both", param_hint="--opening")
-    from jetspec.commands.data_invent import invent_data
     from jetspec.commands.data_regenerate import Machines
-    from jetspec.data.invent import InventConfig
-    from jetspec.data.openings import read_openings
+    from jetspec.commands.data_synthesize import synthesize_data
+    from jetspec.data.prefixes import read_prefixes
+    from jetspec.data.synthesize import SynthesizeConfig
 
-    begun = tuple(opening) if opening else read_openings(openings or "builtin")
-    config = InventConfig(model, begun, system, max_tokens, temperature, top_p, seed)
-    invent_data(out, count, config, Machines(device, jobs, dtype, batch), dry_run=dry_run)
+    begun = tuple(opening) if opening else read_prefixes(openings or "builtin")
+    config = SynthesizeConfig(model, begun, system, max_tokens, temperature, top_p, seed)
+    synthesize_data(out, count, config, Machines(device, jobs, dtype, batch), dry_run=dry_run)
 
 
 profile_app = typer.Typer(invoke_without_command=True)

@@ -14,8 +14,9 @@ from rich.table import Table
 from jetspec.commands.generate import write_json
 from jetspec.commands.screen import err, out
 from jetspec.config import TreeConfig
-from jetspec.data.answers import Answerer, Decoded, decode, fingerprint, read_questions
+from jetspec.data.answers import Answerer, Decoded, decode, fingerprint
 from jetspec.data.corpus import Document
+from jetspec.data.prompts import read_questions
 from jetspec.engine.engine import check_drafter
 from jetspec.files import check_writable
 from jetspec.record import shown_head, write_record

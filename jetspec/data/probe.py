@@ -1,4 +1,4 @@
-"""How long answering prompts would take, from a few answers that are thrown away."""
+"""Estimates the time that answering prompts takes, from a few answers that are discarded."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jetspec.data.regenerate import Answerer, RegenerateConfig, regenerate
 from jetspec.data.rows import Row
 
 WARM_UP_TOKENS, PROBE_TOKENS = 4, 64
-"""Most tokens of an answer that goes before the clock starts, and of one that is timed."""
+"""Most tokens of an answer before the clock starts, and of a timed one."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a few answers took, none of them longer than a probe is."""
+    """Timing of a few answers of at most `PROBE_TOKENS` tokens."""
 
     prompts: int
     tokens: int
     ends: int
-    """Answers that came to their end by themselves."""
+    """Answers that ended before the limit."""
     seconds: float
 
     @property
@@ -29,17 +29,17 @@ class Probe:
         return self.tokens / self.seconds
 
     def answer_tokens(self, most: int) -> float:
-        """Tokens of an answer of at most `most`, if every token is as likely to be the last as one of these was."""
+        """Expected tokens of an answer of at most `most`, with the same probability to end at every token."""
         chance = self.ends / self.tokens
         return (1 - (1 - chance) ** most) / chance if chance else most
 
     def seconds_for(self, answers: int, most: int, devices: int) -> float:
-        """For so many answers of at most `most` tokens."""
+        """Estimated seconds for so many answers of at most `most` tokens."""
         return answers * self.answer_tokens(most) / (self.tokens_per_s * devices)
 
 
 def probe(answerer: Answerer, config: RegenerateConfig, prompts: Sequence[Prompt], batch: int) -> Probe | None:
-    """Answer a full batch of prompts, from the first to the last of all. None: none of them can be answered."""
+    """Times a full batch of prompts, spread evenly over all. Returns None if none of them can be answered."""
     some = list(prompts[:: max(1, len(prompts) // batch)][:batch])
 
     def answers(most: int) -> list[Row]:

@@ -1,34 +1,45 @@
-"""Prompts as they lie on disk: files of JSON lines, or a Hugging Face dataset."""
+"""Prompts from files of JSON lines or a Hugging Face dataset."""
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 Responses = Literal["target", "corpus"]
-"""Who answers: the target, or the data itself."""
+"""Source of the answers: the target, or the data itself."""
 DATA_ENDINGS = (".jsonl", ".jsonl.gz")
 OnBad = Literal["stop", "skip"]
-"""What to do about a row that cannot be used."""
+"""Treatment of a row that cannot be used."""
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bing", "bard"), "assistant"),
+}
+"""Roles of chat messages, in the names of OpenAI and of ShareGPT."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """User messages to answer one after the other, and the answers of the corpus where it has them."""
+    """User messages to answer one after the other, with the answers of the data where they are used."""
 
     id: str
     turns: list[str]
     responses: list[str]
     system: str | None
     where: str
+    """File and line."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The row of the data as it stands, with what an answer is graded by."""
+    """The unchanged row of the data. Graders read the expected answer from it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class CutPrompt:
 
 @dataclass(frozen=True)
 class PromptData:
-    """Where prompts come from, and which of them are meant. Iterating reads them anew."""
+    """Sources of prompts and the selection from them. Every iteration reads them anew."""
 
     paths: tuple[Path, ...] = ()
     """JSONL files, gzipped or not, or folders of them."""
@@ -64,80 +75,129 @@ class PromptData:
     """Use part i of n. Parts are chosen by id, so they do not depend on order."""
     responses: Responses = "target"
 
+    @property
+    def sources(self) -> list[str]:
+        return [*map(str, self.paths), *([self.hf_dataset] if self.hf_dataset else [])]
+
     def __iter__(self) -> Iterator[Prompt | BadPrompt]:
-        seen: set[str] = set()
+        ids: set[str] = set()
+        is_empty = True
         shard, num_shards = self.shard
         for where, default_id, raw in self._rows():
-            if len(seen) == self.limit:
+            is_empty = False
+            if len(ids) == self.limit:
                 return
             found = raw if isinstance(raw, BadPrompt) else parse_prompt(raw, where, default_id, self.responses)
-            if isinstance(found, Prompt) and found.id in seen:
+            if isinstance(found, Prompt) and found.id in ids:
                 found = BadPrompt(where, f"the id {found.id!r} appears twice")
             if isinstance(found, Prompt):
-                seen.add(found.id)
+                ids.add(found.id)
             if isinstance(found, BadPrompt) or stable_hash(f"shard/{found.id}") % num_shards == shard:
                 yield found
+        if is_empty:
+            raise ValueError(f"no prompts in {', '.join(self.sources)}")
 
     def _rows(self) -> Iterator[tuple[str, str, Any]]:
-        """File and line, the beginning of the id of a row that has none, and the row."""
+        """File and line, the first part of the id of a row without one, and the row."""
         if self.hf_dataset:
             for number, row in enumerate(load_rows(self.hf_dataset, self.split)):
                 yield f"{self.hf_dataset}:{number}", f"{self.hf_dataset}/{number}", row
         for file in _data_files(self.paths):
             name = file.name.removesuffix(".gz").removesuffix(".jsonl")
-            for number, line in text_lines(file):
-                where = f"{file}:{number}"
-                yield where, f"{name}/{number}", _parse_json(line, where)
+            for number, row in _json_rows(file):
+                yield f"{file}:{number}", f"{name}/{number}", row
 
 
 def parse_prompt(raw: Any, where: str, default_id: str, responses: Responses = "target") -> Prompt | BadPrompt:
-    """Read `turns` (with `response`, a text or one per turn), or a chat under `messages`.
+    """Reads `turns` or `prompt` (with `response`, a text or one per turn), or a chat: `messages` of role and content,
+    or ShareGPT's `conversations` of from and value.
 
-    A row without an id is named by its place and what the user says, so one that was edited is another prompt.
+    A row without an id is named by its place and its user messages, so an edited row is another prompt.
     """
-    if not isinstance(raw, Mapping):
-        return BadPrompt(where, "is not a JSON object")
-    system = None
-    if "turns" in raw:
-        turns, answers = raw["turns"], raw.get("response")
-        answers = [answers] if isinstance(answers, str) else answers or []
-    elif "messages" in raw:
-        try:
-            said = [(message["role"], message["content"]) for message in raw["messages"]]
-        except (TypeError, KeyError):
-            return BadPrompt(where, "messages is not a list of objects with role and content")
-        if next((role for role, _ in said if role != "system"), None) == "assistant":
-            return BadPrompt(where, "begins with a message of the assistant, not of the user")
-        system = next((text for role, text in said if role == "system"), None) or None
-        turns = [text for role, text in said if role == "user"]
-        answers = [text for role, text in said if role == "assistant"]
-    else:
-        return BadPrompt(where, "has neither turns nor messages")
-    if not isinstance(turns, list) or not turns:
-        return BadPrompt(where, "has no turns")
-    if not all(map(_is_text, turns)):
-        return BadPrompt(where, "has a turn that is empty or not text")
-    if system is not None and not _is_text(system):
-        return BadPrompt(where, "has a system message that is not text")
-    if responses == "corpus":
-        if not isinstance(answers, list) or len(answers) != len(turns):
-            return BadPrompt(where, f"does not have one response per turn ({len(turns)})")
-        if not all(map(_is_text, answers)):
-            return BadPrompt(where, "has a response that is empty or not text")
-    if raw.get("id") is not None and not _is_text(str(raw["id"])):
-        return BadPrompt(where, "has an id that is empty or not text")
+    try:
+        if not isinstance(raw, Mapping):
+            raise ValueError("is not a JSON object")
+        system, turns, answers = _read_turns(raw)
+        if responses == "corpus":
+            if not isinstance(answers, list) or len(answers) != len(turns):
+                raise ValueError(f"does not have one response per turn ({len(turns)})")
+            for number, answer in enumerate(answers, 1):
+                _check_text(answer, f"response {number}")
+        if raw.get("id") is not None:
+            _check_text(str(raw["id"]), "the id")
+    except ValueError as error:
+        return BadPrompt(where, str(error))
     used = answers if responses == "corpus" else []
     mark = stable_hash(json.dumps([system, *turns])) >> 32
     id = f"{default_id}-{mark:08x}" if raw.get("id") is None else str(raw["id"])
     return Prompt(id, turns, used, system, where, raw)
 
 
-def _is_text(value: object) -> bool:
-    """Whether it says something, in valid Unicode."""
+def _read_turns(raw: Mapping[str, Any]) -> tuple[str | None, list[str], Any]:
+    """System message, user messages, and the unchecked answers of a row."""
+    system, answers, name = None, raw.get("response"), "user message"
+    if "turns" in raw:
+        turns, name = raw["turns"], "turn"
+        if not isinstance(turns, list):
+            raise ValueError("turns is not a list")
+        if not turns:
+            raise ValueError("turns is empty")
+    elif "messages" in raw:
+        system, turns, answers = _read_chat(raw["messages"], "messages", "role", "content")
+    elif "conversations" in raw:
+        system, turns, answers = _read_chat(raw["conversations"], "conversations", "from", "value")
+    elif "prompt" in raw:
+        turns, name = [raw["prompt"]], "prompt"
+    else:
+        raise ValueError("has none of turns, prompt, messages and conversations")
+    for number, turn in enumerate(turns, 1):
+        _check_text(turn, name if name == "prompt" else f"{name} {number}")
+    return system, turns, [answers] if isinstance(answers, str) else answers or []
+
+
+def _read_chat(chat: Any, key: str, role_key: str, text_key: str) -> tuple[str | None, list[Any], list[Any]]:
+    """System message, messages of the user, and those of the assistant."""
     try:
-        return isinstance(value, str) and bool(value.strip().encode())
+        messages = [(message[role_key], message[text_key]) for message in chat]
+    except (TypeError, KeyError):
+        raise ValueError(f"{key} is not a list of objects with {role_key} and {text_key}") from None
+    for role, _ in messages:
+        if not isinstance(role, str) or role not in ROLES:
+            raise ValueError(f"unknown role {role!r}")
+    said = [(ROLES[role], text) for role, text in messages]
+    first = next((role for role, _ in said if role != "system"), None)
+    if first != "user":
+        raise ValueError(f"begins with a message of the {first}, not of the user" if first else "has no user message")
+    system = next((text for role, text in said if role == "system"), None) or None
+    if system is not None:
+        _check_text(system, "the system message")
+    return system, [text for role, text in said if role == "user"], [t for role, t in said if role == "assistant"]
+
+
+def _check_text(value: object, name: str) -> None:
+    """Refuses everything but text in valid Unicode that holds more than white space."""
+    try:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is not text")
+        if not value.strip().encode():
+            raise ValueError(f"{name} is empty text")
     except UnicodeEncodeError:
-        return False
+        raise ValueError(f"{name} is not text in valid Unicode") from None
+
+
+def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of a file with their numbers: one per line, or the objects of a single JSON list. A row that cannot be
+    read is a `BadPrompt`."""
+    lines = text_lines(file)
+    head = list(islice(lines, 1))
+    if head and (head[0][1] or "").lstrip().startswith("["):
+        head += lines
+        whole = _parse_json("\n".join(line or "" for _, line in head), "")
+        if isinstance(whole, list) and all(isinstance(row, Mapping) for row in whole):
+            yield from enumerate(whole, 1)
+            return
+    for number, line in chain(head, lines):
+        yield number, _parse_json(line, f"{file}:{number}")
 
 
 def _parse_json(line: str | None, where: str) -> Any:
@@ -165,23 +225,50 @@ def _data_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def text_lines(file: Path) -> Iterator[tuple[int, str | None]]:
-    """Lines with their numbers, empty ones left out; None for one that is no text."""
+    """Lines with their numbers, without blank ones and the byte-order mark; None for one that is not UTF-8."""
     with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
         try:
             for number, line in enumerate(stream, 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     try:
                         yield number, line.decode()
                     except UnicodeDecodeError:
                         yield number, None
         except (EOFError, gzip.BadGzipFile, zlib.error):
-            raise ValueError(f"{file} is no whole gzip file; fetch it again") from None
+            raise ValueError(f"{file} is not a complete gzip file; download it again") from None
+
+
+def find_tasks(folder: Path, names: Sequence[str] | None) -> dict[str, Path]:
+    """Files FOLDER/NAME.jsonl, or else .jsonl.gz, by name; without names, all of them."""
+    files = [path for path in sorted(folder.glob("*.jsonl*"), reverse=True) if path.name.endswith(DATA_ENDINGS)]
+    found = {path.name.partition(".jsonl")[0]: path for path in files}
+    if not found:
+        raise ValueError(f"{folder} holds no .jsonl files of questions")
+    for name in names or ():
+        if name not in found:
+            raise ValueError(f"there is no task {name!r} in {folder}; it has {', '.join(sorted(found))}")
+    return {name: found[name] for name in names or sorted(found)}
+
+
+def read_questions(path: Path, limit: int | None) -> list[Prompt]:
+    """The first prompts of a file or folder, or all of them.
+
+    A bad one is an error: results are comparable only for the same questions.
+    """
+    prompts = []
+    for prompt in PromptData((path,), limit=limit):
+        if isinstance(prompt, BadPrompt):
+            raise ValueError(f"{prompt.where} {prompt.reason}")
+        prompts.append(prompt)
+    return prompts
 
 
 def load_rows(name: str, split: str, part: str | None = None, file: str | None = None) -> Iterable[Any]:
-    """The rows of a Hugging Face dataset, of one part of it, or of one of its JSON files, read as far as it is asked.
+    """Rows of a Hugging Face dataset, of one part of it, or, read lazily, of one of its JSON files.
 
-    A dataset that comes with a loading script is read by file: nothing that others wrote is run.
+    A dataset with a loading script is read by file: no downloaded code is run.
     """
     try:
         from datasets import load_dataset
@@ -205,5 +292,5 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def stable_hash(text: str) -> int:
-    """64 bits, the same in every process."""
+    """A hash of 64 bits, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:8], "big")

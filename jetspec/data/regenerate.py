@@ -1,11 +1,11 @@
-"""Prompts -> conversations in which the target wrote the answers, as rows of token ids.
+"""Regenerates training data: the target answers prompts, and conversations are written as rows of token ids.
 
 A row is one line of JSON: `token_ids` is the whole conversation, `spans` are the parts [start, end) that the target
-wrote, end tokens included, and `finish` says how each of them ended. A row depends on its prompt and the settings
-alone (in 16 bits up to near ties, which the batch may tip), not on order, shard or number of processes.
+wrote, end tokens included, and `finish` is the reason that ended each of them. A row depends only on its prompt and
+the settings (in 16 bits up to near ties, which depend on the batch), not on order, shard or number of processes.
 
-One process reads the prompts and writes the rows; others only answer. So a run has one output file, and a run that was
-killed goes on from what the file holds.
+One process reads the prompts and writes the rows; workers only answer. So a run has one output file, and a killed run
+resumes from the rows in it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,26 @@ import torch
 from tqdm import tqdm
 
 from jetspec.data.prompts import BadPrompt, CutPrompt, OnBad, Prompt, PromptData, Responses, stable_hash
-from jetspec.data.rows import Row, RowFile, earlier_runs, finished_ids, record_of
+from jetspec.data.rows import Row, RowFile, finished_ids, record_of, resumable_runs, run_entry
 from jetspec.data.workers import Answer, Results, answer_in_processes
 from jetspec.models.hub import resolve
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_tokenizer, open_model
+from jetspec.progress import progress
 from jetspec.record import shown, write_record
 from jetspec.types import Completion, SamplingParams
 
 PLACEHOLDER = secrets.token_hex(16)
-"""Stands for an answer in a rendered conversation: nobody's words hold it."""
+"""Stands for an answer in a rendered conversation. It is random, so no message contains it."""
+
+
+RUN_COUNTS = ("answered", "already", "skipped", "cut", "tokens", "seconds", "tokens_per_s")
+"""Counts that the record of a run keeps."""
 
 
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """What decides the rows, beside the prompts."""
+    """Settings that, with the prompts, determine the rows."""
 
     model: str
     responses: Responses = "target"
@@ -54,17 +59,17 @@ class RegenerateConfig:
         return context if self.max_len is None else min(self.max_len, context)
 
     def sampling(self, id: str) -> SamplingParams:
-        """Every prompt has its own seed, so nothing else about the run matters."""
+        """Sampling parameters of a prompt. The seed depends on its id alone, so a row does not depend on the run."""
         seed = stable_hash(f"{self.seed}/{id}") >> 1
         return SamplingParams(self.temperature, self.top_p, max_tokens=self.max_tokens, seed=seed)
 
 
 Check = Callable[[Prompt], "Conversation | BadPrompt"]
-"""What is known of a prompt before it is answered: how its conversation begins, or why it cannot be used."""
+"""Checks a prompt before it is answered: returns its conversation, or the reason that it cannot be used."""
 
 
 class Answerer(Protocol):
-    """What writes the answers, such as an `LLM`."""
+    """A generator of answers, such as an `LLM`."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -81,12 +86,11 @@ class Answerer(Protocol):
 
 
 class Conversation:
-    """A prompt on its way to a row. `variables` are for the chat template."""
+    """The tokens of a prompt and its answers so far. `variables` are passed to the chat template."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, **variables: Any) -> None:
         self.prompt, self.tokenizer, self.variables = prompt, tokenizer, variables
-        opening = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        self.messages = [*opening, _user(prompt.turns[0])]
+        self.messages = [*system_messages(prompt.system), user_message(prompt.turns[0])]
         self.token_ids = tokenizer.encode_chat(self.messages, **variables)
         self.spans: list[tuple[int, int]] = []
         self.finish: list[str] = []
@@ -106,26 +110,31 @@ class Conversation:
         self.finish.append(finish)
 
     def with_next_turn(self) -> list[int]:
-        """The tokens to continue after the next user message.
+        """Tokens of the conversation up to the next answer.
 
-        What the target wrote stays as it is, token by token; encoding its text again could cut it up differently.
+        Tokens that the target wrote are kept: encoding their text again could split it differently.
         """
-        self.messages += [_assistant(PLACEHOLDER), _user(self.prompt.turns[len(self.spans)])]
-        glue = self.tokenizer.encode_behind(PLACEHOLDER, self.messages, **self.variables)
-        has_end = bool(glue) and self.token_ids[-1] == glue[0]
-        return self.token_ids + glue[has_end:]
+        self.messages += [assistant_message(PLACEHOLDER), user_message(self.prompt.turns[len(self.spans)])]
+        between = self.tokenizer.encode_behind(PLACEHOLDER, self.messages, **self.variables)
+        has_end = bool(between) and self.token_ids[-1] == between[0]
+        return self.token_ids + between[has_end:]
 
 
-def _user(text: str) -> dict[str, str]:
+def system_messages(text: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def user_message(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _assistant(text: str) -> dict[str, str]:
+def assistant_message(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
 def regenerate(answerer: Answerer, config: RegenerateConfig, prompts: Iterator[Prompt]) -> Results:
-    """Let the target answer every turn. A conversation that fills the context ends there, and is told as cut."""
+    """Rows of prompts whose turns the target answered. A conversation that fills the context ends there, with a
+    `CutPrompt` before its row."""
     require_template(answerer.tokenizer)
     ready: deque[Conversation] = deque()
     bad: deque[BadPrompt] = deque()
@@ -181,12 +190,12 @@ def start_conversation(prompt: Prompt, tokenizer: Tokenizer, max_prompt_tokens: 
 
 
 class Corpus:
-    """Takes the responses of the data as they stand, each with the end token that the chat template writes."""
+    """Answers from the data, unchanged, each followed by the end token of the chat template."""
 
     def __init__(self, tokenizer: Tokenizer, eos_tokens: frozenset[int], max_len: int) -> None:
         require_template(tokenizer)
         self.tokenizer, self.max_len = tokenizer, max_len
-        ended = [_user("."), _assistant(PLACEHOLDER)]
+        ended = [user_message("."), assistant_message(PLACEHOLDER)]
         behind = tokenizer.encode_behind(PLACEHOLDER, ended, add_generation_prompt=False)
         self.end = [token for token in behind[:1] if token in eos_tokens]
 
@@ -214,18 +223,18 @@ class Corpus:
 
 @dataclass
 class Tally:
-    """What became of the prompts."""
+    """Counts of one run."""
 
     on_bad: OnBad
     todo: int = 0
     already: int = 0
     skipped: int = 0
     unusable: set[str] = field(default_factory=set)
-    """Ids of prompts that are well written and cannot be used, such as those longer than the context."""
+    """Ids of well-formed prompts that cannot be used, such as those longer than the context."""
     prompt_tokens: int = 0
     answered: int = 0
     cut: int = 0
-    """Answered, but not to the last turn."""
+    """Prompts answered, but not to the last turn."""
     tokens: int = 0
     began: float = 0.0
     seconds: float = 0.0
@@ -241,7 +250,7 @@ class Tally:
 
     def refuse(self, bad: BadPrompt) -> None:
         if self.on_bad == "stop":
-            raise ValueError(f"{bad.where}: {bad.reason}; mend it, or leave such prompts out with --on-bad skip")
+            raise ValueError(f"{bad.where}: {bad.reason}; fix it, or leave such prompts out with --on-bad skip")
         self.skipped += 1
         tqdm.write(f"skipped {bad.where}: {bad.reason}", file=sys.stderr)
 
@@ -250,9 +259,9 @@ class Tally:
         left = f"the context is full after {cut.answered} of {cut.turns} turns; the rest is left out"
         tqdm.write(f"cut {cut.where}: {left}", file=sys.stderr)
 
-    def where_it_stopped(self, out: Path) -> str:
+    def interrupted(self, out: Path) -> str:
         done, wanted = self.already + self.answered, self.already + self.todo
-        return f"stopped: {done:,} of {wanted:,} prompts are answered in {out}; the same command goes on from there"
+        return f"stopped: {done:,} of {wanted:,} prompts are answered in {out}; the same command resumes there"
 
     def summary(self, out: Path) -> str:
         cut = f" ({self.cut:,} of them not to the last turn)" if self.cut else ""
@@ -271,29 +280,29 @@ def write_rows(
     starts: Sequence[Callable[[], Answer]],
     on_bad: OnBad,
 ) -> Tally:
-    """Answer every prompt that `out` does not hold yet, and append the rows to it.
+    """Answers every prompt without a row in `out`, and appends the rows to it.
 
-    Each of `starts` loads what answers, in a process of its own when there are several. What was run is recorded in
-    `out` + .meta.json.
+    Each of `starts` loads an answerer, in a process of its own when there are several. The run is recorded in `out` +
+    .meta.json.
     """
     with record_of(out) as meta, closing(RowFile(out)) as rows:
-        runs = _earlier_runs(meta, config) if rows.ids else []
+        runs = resumable_runs(meta, _settings(config)) if rows.ids else []
         tally = count(data, rows.ids, check, on_bad)
         _write_meta(meta, config, data, runs)
         if tally.todo:
             try:
-                _answer_all(rows, _todo(data, rows.ids | tally.unusable), starts, tally)
+                _answer_all(rows, _unanswered(data, rows.ids | tally.unusable), starts, tally)
             except KeyboardInterrupt:
-                print(tally.where_it_stopped(out), file=sys.stderr)
+                print(tally.interrupted(out), file=sys.stderr)
                 raise
-            _write_meta(meta, config, data, [*runs, _run_entry(tally, len(starts))])
+            _write_meta(meta, config, data, [*runs, run_entry(tally, RUN_COUNTS, len(starts))])
     return tally
 
 
 def count(data: PromptData, done: set[str], check: Check, on_bad: OnBad) -> Tally:
-    """Look through all prompts before any work is done, so that bad ones are known at once."""
+    """Checks all prompts before the first is answered, so that bad ones are reported at once."""
     tally = Tally(on_bad)
-    with tqdm(data, desc="checking", unit=" prompts", leave=False, disable=None) as bar:
+    with progress(data, desc="checking", unit=" prompts", leave=False) as bar:
         for prompt in bar:
             if isinstance(prompt, BadPrompt):
                 tally.refuse(prompt)
@@ -308,18 +317,17 @@ def count(data: PromptData, done: set[str], check: Check, on_bad: OnBad) -> Tall
     return tally
 
 
-def _todo(data: PromptData, without: set[str]) -> Iterator[Prompt]:
+def _unanswered(data: PromptData, without: set[str]) -> Iterator[Prompt]:
     return (prompt for prompt in data if isinstance(prompt, Prompt) and prompt.id not in without)
 
 
 def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[[], Answer]], tally: Tally) -> None:
     def timed() -> Iterator[Prompt]:
-        tally.began = time.monotonic()  # the models are loaded when the first prompt is asked for
+        tally.began = time.monotonic()  # workers take the first prompt once their models are loaded
         yield from prompts
 
-    interval = 0.5 if sys.stderr.isatty() else 30
     results = starts[0]()(timed()) if len(starts) == 1 else answer_in_processes(starts, timed())
-    bar = tqdm(total=tally.todo, desc="answering", unit=" prompts", mininterval=interval)
+    bar = progress(total=tally.todo, desc="answering", unit=" prompts")
     with bar, closing(results):
         for result in results:
             if isinstance(result, CutPrompt):
@@ -334,27 +342,13 @@ def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Calla
             bar.update()
 
 
-def _earlier_runs(meta: Path, config: RegenerateConfig) -> list[dict[str, Any]]:
-    settings = _settings(config)
-    runs, changed = earlier_runs(meta, settings)
-    for key, before in changed.items():
-        raise ValueError(f"the rows there were made with {key} {before}, not {settings[key]}; choose another --out")
-    return runs
-
-
 def _write_meta(meta: Path, config: RegenerateConfig, data: PromptData, runs: list[dict[str, Any]]) -> None:
-    sources = [shown(str(path)) for path in data.paths] + ([data.hf_dataset] if data.hf_dataset else [])
-    prompts = {"data": sources, "limit": data.limit, "shard": list(data.shard)}
+    prompts = {"data": [shown(source) for source in data.sources], "limit": data.limit, "shard": list(data.shard)}
     write_record(meta, {"settings": _settings(config), **prompts, "runs": runs})
 
 
-def _run_entry(tally: Tally, jobs: int) -> dict[str, Any]:
-    names = ("answered", "already", "skipped", "cut", "tokens", "seconds", "tokens_per_s")
-    return {"jobs": jobs, **{name: getattr(tally, name) for name in names}}
-
-
 def _settings(config: RegenerateConfig) -> dict[str, Any]:
-    """What decided the rows. How a target answers does not, where the corpus has the answers."""
+    """Settings that the rows depend on. Those of sampling do not count where the answers come from the data."""
     settings = asdict(config) | {"model": shown(config.model)}
     names = settings if config.responses == "target" else ("model", "responses", "max_len")
     return {name: settings[name] for name in names}
@@ -363,22 +357,25 @@ def _settings(config: RegenerateConfig) -> dict[str, Any]:
 def plan(
     out: Path, data: PromptData, config: RegenerateConfig, check: Check, places: Sequence[str], on_bad: OnBad
 ) -> tuple[str, list[Prompt]]:
-    """What a run would do, in words and without loading the model; and the prompts that it would answer."""
+    """A description of the run, made without loading the model, and the prompts that it would answer."""
     done = finished_ids(out)
     if done:
-        _earlier_runs(out.with_name(f"{out.name}.meta.json"), config)
+        resumable_runs(out.with_name(f"{out.name}.meta.json"), _settings(config))
     tally = count(data, done, check, on_bad)
-    todo = list(_todo(data, done | tally.unusable))
+    todo = list(_unanswered(data, done | tally.unusable))
     most = config.max_tokens * sum(len(prompt.turns) for prompt in todo)
     written = f"at most {most:,} to generate" if config.responses == "target" else "responses taken from the data"
     asked = " before the first answers" if config.responses == "target" else ""
-    words = (
+    description = (
         f"would answer {tally.todo:,} prompts with {config.model}"
         f" ({tally.already:,} already in {out}, {tally.skipped:,} bad)\n"
-        f"{tally.prompt_tokens:,} prompt tokens{asked}, {written}\n"
-        f"in {len(places)} process{'es' if len(places) > 1 else ''} on {', '.join(dict.fromkeys(places))}"
+        f"{tally.prompt_tokens:,} prompt tokens{asked}, {written}\n" + in_processes(places)
     )
-    return words, todo
+    return description, todo
+
+
+def in_processes(places: Sequence[str]) -> str:
+    return f"in {len(places)} process{'es' if len(places) > 1 else ''} on {', '.join(dict.fromkeys(places))}"
 
 
 def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:
@@ -388,20 +385,20 @@ def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:
 
 
 def load_corpus(config: RegenerateConfig) -> Corpus:
-    """What "answers" from the data itself."""
+    """The answerer of `responses="corpus"`."""
     tokenizer, eos_tokens, longest = read_tokenizer(config.model)
     return Corpus(tokenizer, eos_tokens, config.longest(longest))
 
 
 def load_check(config: RegenerateConfig) -> Check:
-    """What tells whether the target can answer a prompt, without its weights: room for one token must be left."""
+    """The check of `responses="target"`, made without the weights: the context must leave space for one token."""
     tokenizer, _, longest = read_tokenizer(config.model)
     require_template(tokenizer)
     return partial(start_conversation, tokenizer=tokenizer, max_prompt_tokens=config.longest(longest) - 1)
 
 
 def places(device: str, jobs: int | None) -> list[str]:
-    """A device for each process: all GPUs in turn unless one is named; by default one process for each."""
+    """The device of each process: all GPUs in turn unless one is named; by default one process per GPU."""
     num_gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
     names = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu" if device == "auto" else device]
     return [names[i % len(names)] for i in range(jobs or len(names))]

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from jetspec.files import lock, naming
 
 SYNC_S = 5.0
-"""Rows reach the system at once and the disk at least this often."""
+"""Most seconds between two syncs to disk. Rows reach the operating system at once."""
 ROW_START = b'{"id": '
-"""How every row begins on disk."""
+"""First bytes of every row on disk."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Row:
 
 
 class LineFile(ABC):
-    """Lines of JSON on disk, only ever appended to. What a kill left of a last one is cut off on opening."""
+    """An append-only file of JSON lines. An incomplete last line, left by a kill, is cut off on opening."""
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_file():
@@ -50,7 +50,7 @@ class LineFile(ABC):
 
     @abstractmethod
     def read(self) -> int:
-        """Take in what is there, and say where its last whole line ends, in bytes."""
+        """Reads the lines of the file; returns the end of the last complete one, in bytes."""
 
     def write(self, line: Mapping[str, Any]) -> None:
         with naming(self.path):
@@ -60,7 +60,7 @@ class LineFile(ABC):
                 self._sync()
 
     def close(self) -> None:
-        """A file without lines is not left behind."""
+        """Closes the file, and removes it if it has no lines."""
         with naming(self.path), self.file:
             self._sync()
             if not os.fstat(self.file.fileno()).st_size:
@@ -72,7 +72,7 @@ class LineFile(ABC):
 
 
 class RowFile(LineFile):
-    """Rows on disk."""
+    """The output of `jetspec data regenerate`."""
 
     def read(self) -> int:
         self.ids, end = _read_ids(self.file)
@@ -84,7 +84,7 @@ class RowFile(LineFile):
 
 @contextmanager
 def record_of(out: Path) -> Iterator[Path]:
-    """Where it stands how a file was made: beside it, and not without it."""
+    """Path of the record beside a file. The record is removed if the file does not exist afterwards."""
     meta = out.with_name(f"{out.name}.meta.json")
     try:
         yield meta
@@ -94,9 +94,9 @@ def record_of(out: Path) -> Iterator[Path]:
 
 
 def earlier_runs(meta: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The runs that wrote to a file before, and which of `settings` were others then, as they were.
+    """Earlier runs that wrote to a file, and the former values of those `settings` that have changed since.
 
-    What was made with other settings must not be mixed in. A file without a record is taken as it is.
+    Rows of different settings must not be mixed. A file without a record passes.
     """
     if not meta.exists():
         return [], {}
@@ -109,8 +109,25 @@ def earlier_runs(meta: Path, settings: dict[str, Any]) -> tuple[list[dict[str, A
     return runs, changed
 
 
+def resumable_runs(meta: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Earlier runs that wrote to a file, which must have had the same settings."""
+    runs, changed = earlier_runs(meta, settings)
+    if changed:
+        words = " and ".join(
+            f"another {key}" if isinstance(before, list) else f"{key} {before}, not {settings[key]}"
+            for key, before in changed.items()
+        )
+        raise ValueError(f"the rows there were made with {words}; choose another --out")
+    return runs
+
+
+def run_entry(tally: object, counts: Sequence[str], jobs: int) -> dict[str, Any]:
+    """The entry of a run in a record."""
+    return {"jobs": jobs, **{name: getattr(tally, name) for name in counts}}
+
+
 def finished_ids(path: Path) -> set[str]:
-    """The ids of all whole rows in a file, which need not exist."""
+    """Ids of all complete rows of a file; none if it does not exist."""
     if not path.is_file():
         return set()
     with path.open("rb") as file:
@@ -118,7 +135,7 @@ def finished_ids(path: Path) -> set[str]:
 
 
 def _read_ids(file: BinaryIO) -> tuple[set[str], int]:
-    """The ids of all whole rows, and where the last of them ends. A file that holds anything else is refused."""
+    """Ids of all complete rows, and the end of the last one in bytes. A file with anything else is refused."""
     ids: set[str] = set()
     end = 0
     file.seek(0)

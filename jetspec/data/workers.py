@@ -1,4 +1,4 @@
-"""Answering in several processes, which get prompts from the one that started them and give it rows."""
+"""Worker processes that answer prompts. The parent process sends prompts and receives rows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jetspec.data.rows import Row
 
 Results = Generator[Row | BadPrompt | CutPrompt, None, None]
 Answer = Callable[[Iterator[Prompt]], Results]
-"""Turns prompts into rows, in any order. A prompt that was cut has a row as well."""
+"""Turns prompts into rows, in any order. A `CutPrompt` comes with a row as well."""
 
-LAST_WORDS_S = 10.0
-"""How long a worker may take to end."""
-HAND_OUT = 8
-"""Prompts that a worker process gets at a time: few, so that none takes much more than it can answer at once."""
+EXIT_S = 10.0
+"""Seconds that a worker may take to exit."""
+PROMPTS_PER_MESSAGE = 8
+"""Prompts sent to a worker at a time: few, so that workers finish at about the same time."""
 
 
 def answer_in_processes(starts: Sequence[Callable[[], Answer]], prompts: Iterator[Prompt]) -> Results:
-    """Share prompts among worker processes, each with its own answerer, as they ask for more."""
+    """Distributes prompts over worker processes, each with its own answerer, on their request."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // len(starts))
     workers: dict[Connection, multiprocessing.process.BaseProcess] = {}
@@ -35,7 +35,7 @@ def answer_in_processes(starts: Sequence[Callable[[], Answer]], prompts: Iterato
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(start, theirs, threads), daemon=True)
             process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
+            theirs.close()  # the pipe then closes with the process
             workers[ours] = process
         open_ends = list(workers)
         while open_ends:
@@ -45,18 +45,18 @@ def answer_in_processes(starts: Sequence[Callable[[], Answer]], prompts: Iterato
                 if isinstance(message, Exception):
                     raise message
                 if message == "more":
-                    end.send(list(islice(prompts, HAND_OUT)))
+                    end.send(list(islice(prompts, PROMPTS_PER_MESSAGE)))
                 elif message == "done":
                     open_ends.remove(end)
                 else:
                     yield message
         for worker in workers.values():
-            worker.join(LAST_WORDS_S)
+            worker.join(EXIT_S)
     finally:
         for worker in workers.values():
             worker.terminate()
         for worker in workers.values():
-            worker.join(LAST_WORDS_S)
+            worker.join(EXIT_S)
             worker.kill()
             worker.join()
 
@@ -71,7 +71,7 @@ def _receive(end: Connection, process: multiprocessing.process.BaseProcess) -> A
 
 
 def ending(status: int) -> str:
-    """How a process ended, in words. Below 0 it was a signal, and the process had no time to say anything."""
+    """Describes the exit status of a process. A negative one is the number of a signal."""
     if status >= 0:
         return f"status {status}; see above"
     name = {item.value: item.name for item in signal.Signals}.get(-status, f"signal {-status}")
@@ -79,9 +79,9 @@ def ending(status: int) -> str:
 
 
 def _work(start: Callable[[], Answer], pipe: Connection, num_threads: int) -> None:
-    """A worker's life. When the parent is gone the pipe breaks, and the worker with it.
+    """Main function of a worker. It ends when the pipe breaks because the parent is gone.
 
-    It does not leave while a GPU works for it: that may end others, which share the GPU through MPS.
+    It exits only after its GPU work is done: exiting earlier may kill other processes that share the GPU through MPS.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -21,7 +21,7 @@ from benchmarks.recipe import KINDS, PLAIN, TRANSFORMERS, BenchConfig, MethodCon
 from benchmarks.runs import CostRecord, Run
 from benchmarks.tables import cost_table
 from benchmarks.tasks import BUILTIN, BUILTIN_FILE, GRADED_AS, TASKS, check_tasks, read_task
-from jetspec.data.answers import read_questions
+from jetspec.data.prompts import read_questions
 from jetspec.train.config import load_recipe
 from tests.benchmarks.run_folders import make_result
 

@@ -20,9 +20,9 @@ from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.data.answers import Answerer, decode, find_tasks, read_questions
+from jetspec.data.answers import Answerer, decode
 from jetspec.data.corpus import Document, answer_spans
-from jetspec.data.prompts import Prompt
+from jetspec.data.prompts import Prompt, find_tasks, read_questions
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import Head

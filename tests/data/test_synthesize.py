@@ -1,4 +1,4 @@
-"""Prompts follow from the settings alone; a kill loses nothing and doubles nothing; what is no prompt is dropped."""
+"""Synthesized prompts depend on the settings alone; a killed run resumes; attempts without a prompt are dropped."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
-from jetspec.data.invent import (
+from jetspec.data.prefixes import BUILTIN_FILE, builtin_prefixes, read_prefixes
+from jetspec.data.prompts import Prompt, PromptData
+from jetspec.data.rows import Row
+from jetspec.data.synthesize import (
     GIVE_UP,
-    InventConfig,
     PromptFile,
+    SynthesizeConfig,
     Tally,
     UserTurn,
     around_user_text,
     attempt_number,
     fingerprint,
-    in_order,
-    invent,
-    judge,
-    read_held,
+    read_attempt,
+    read_content,
+    synthesize,
     write_prompts,
 )
-from jetspec.data.openings import KINDS, builtin_openings, read_openings
-from jetspec.data.prompts import Prompt, PromptData
-from jetspec.data.rows import Row
 from jetspec.data.workers import Answer, Results
 from jetspec.models.tokenizer import Tokenizer
+from jetspec.settings import read_settings
 from jetspec.types import Completion, RoundStats, SamplingParams
 from tests.train.tiny_model import END_TOKEN, TEMPLATE, byte_tokenizer, write_model
 
 TOKENIZER = byte_tokenizer()
 TURN = UserTurn(TOKENIZER, frozenset({END_TOKEN}))
-CONFIG = InventConfig("tiny", ("", "Why is", "List "), max_tokens=12)
+CONFIG = SynthesizeConfig("tiny", ("", "Why is", "List "), max_tokens=12)
 
 Begun = tuple[Row, Sequence[int], SamplingParams]
 
 
 class FakeWriter:
-    """What it writes depends on the tokens and the seed; it comes out of order, and `window` are under way at once."""
+    """A writer whose text depends on the tokens and the seed, with `window` attempts in flight and out of order."""
 
     def __init__(self, window: int = 3) -> None:
         self.window, self.order = window, random.Random(window)
@@ -72,24 +72,24 @@ class FakeWriter:
 
 
 def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completion:
-    """Few letters and spaces: some texts are empty, some short, some repeated, some without an end."""
+    """Few letters and spaces, so that some texts are empty, short, repeated or without an end."""
     pick = random.Random(f"{list(tokens)} {sampling.seed}")
     written = [pick.choice(b"ab  ") for _ in range(pick.randint(0, sampling.max_tokens))]
     ends = len(written) < sampling.max_tokens
     return Completion("", written + [END_TOKEN] * ends, "stop" if ends else "length", RoundStats())
 
 
-def start_fake(window: int = 3, config: InventConfig = CONFIG) -> Answer:
-    return partial(invent, FakeWriter(window), config, TURN)
+def start_fake(window: int = 3, config: SynthesizeConfig = CONFIG) -> Answer:
+    return partial(synthesize, FakeWriter(window), config, TURN)
 
 
-def write(out: Path, count: int, *starts: Callable[[], Answer], config: InventConfig = CONFIG) -> Tally:
+def write(out: Path, count: int, *starts: Callable[[], Answer], config: SynthesizeConfig = CONFIG) -> Tally:
     return write_prompts(out, count, config, TURN, starts or [partial(start_fake, config=config)])
 
 
-def written_row(text: str, finish: str = "stop", opening: str = "", turn: UserTurn = TURN) -> Row:
-    """What an attempt that wrote `text` gives; control tokens are spelled out in it."""
-    begun, ids = turn.begin(opening), turn.tokenizer.encode(text)
+def written_row(text: str, finish: str = "stop", prefix: str = "", turn: UserTurn = TURN) -> Row:
+    """The row of an attempt that wrote `text`, in which control tokens are spelled out."""
+    begun, ids = turn.encode_start(prefix), turn.tokenizer.encode(text)
     return Row("invented-s0-000000", [*begun, *ids], [(len(begun), len(begun) + len(ids))], [finish])
 
 
@@ -99,27 +99,27 @@ def with_template(template: str) -> Tokenizer:
 
 @pytest.fixture
 def no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jetspec.data.invent.write_record", lambda path, results: None)
+    monkeypatch.setattr("jetspec.data.synthesize.write_record", lambda path, results: None)
 
 
 # -- the turn
 
 
-def test_the_turn_ends_where_the_users_text_begins() -> None:
+def test_turn_starts_and_ends_with_the_template() -> None:
     assert TURN.before == "<|im_start|>user\n" and TURN.end_tokens == {END_TOKEN} and TURN.stop == ()
     steered = UserTurn(TOKENIZER, frozenset(), "Be kind.")
     assert steered.before == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
-    assert steered.end_tokens == {END_TOKEN}, "the template says how a turn ends where the model's files do not"
-    assert TURN.begin("Why") == TOKENIZER.encode("<|im_start|>user\nWhy")
+    assert steered.end_tokens == {END_TOKEN}, "the template names the end of a turn if the model's files do not"
+    assert TURN.encode_start("Why") == TOKENIZER.encode("<|im_start|>user\nWhy")
 
 
-def test_a_template_without_control_tokens_ends_the_turn_with_a_text() -> None:
+def test_template_without_control_tokens_ends_the_turn_with_text() -> None:
     turn = UserTurn(with_template("[INST] {{ messages[0]['content'] }} [/INST]"), frozenset({END_TOKEN}))
     assert turn.stop == ("[/INST]",) and turn.end_tokens == {END_TOKEN}
-    assert turn.begin("") == TOKENIZER.encode("[INST]"), "the space belongs to the first word"
-    assert turn.begin("Sort") == TOKENIZER.encode("[INST] Sort")
+    assert turn.encode_start("") == TOKENIZER.encode("[INST]"), "the space belongs to the first word"
+    assert turn.encode_start("Sort") == TOKENIZER.encode("[INST] Sort")
     for text in ("Sort [1, 2] now [/INST] Sure", "Sort [1, 2] now<|im_end|>"):
-        assert judge(turn, written_row(text, turn=turn), "", set()) == ("Sort [1, 2] now", None)
+        assert read_attempt(turn, written_row(text, turn=turn), "", set()) == ("Sort [1, 2] now", None)
 
 
 @pytest.mark.parametrize(
@@ -134,17 +134,17 @@ def test_a_template_without_control_tokens_ends_the_turn_with_a_text() -> None:
         ("m['content'] ~ m['content']", False),
     ],
 )
-def test_a_template_must_show_the_users_text_as_it_is(content: str, is_shown: bool) -> None:
+def test_template_must_contain_the_user_text_unchanged(content: str, is_shown: bool) -> None:
     tokenizer = with_template(TEMPLATE.replace("m['content']", content))
     if is_shown:
         assert around_user_text(tokenizer, None) == around_user_text(TOKENIZER, None)
     else:
-        with pytest.raises(ValueError, match="does not show the user's text"):
+        with pytest.raises(ValueError, match="chat template"):
             around_user_text(tokenizer, None)
 
 
 @pytest.mark.parametrize(
-    ("text", "finish", "opening", "expected"),
+    ("text", "finish", "prefix", "expected"),
     [
         ("Why is it so?<|im_end|>", "stop", "", ("Why is it so?", None)),
         (" the sky blue?\n<|im_end|>", "stop", "Why is", ("Why is the sky blue?", None)),
@@ -158,60 +158,66 @@ def test_a_template_must_show_the_users_text_as_it_is(content: str, is_shown: bo
         ("seen \n before<|im_end|>", "stop", "", ("seen \n before", "repeated")),
     ],
 )
-def test_what_is_dropped(text: str, finish: str, opening: str, expected: tuple[str, str | None]) -> None:
-    assert judge(TURN, written_row(text, finish, opening), opening, {fingerprint("seen before")}) == expected
+def test_unusable_attempts_are_dropped(text: str, finish: str, prefix: str, expected: tuple[str, str | None]) -> None:
+    assert read_attempt(TURN, written_row(text, finish, prefix), prefix, {fingerprint("seen before")}) == expected
 
 
-def test_half_a_character_is_dropped() -> None:
+def test_incomplete_character_is_dropped() -> None:
     row = written_row("one two é")
     cut = replace(row, token_ids=[*row.token_ids[:-1], END_TOKEN])
-    assert judge(TURN, cut, "", set())[1] == "garbled"
+    assert read_attempt(TURN, cut, "", set())[1] == "garbled"
 
 
-# -- openings
+# -- prefixes
 
 
-def test_built_in_openings_are_balanced() -> None:
-    openings = builtin_openings()
-    assert set(openings[1::2]) == {""} and len(set(openings[::2])) == len(openings) // 2 == 64
-    kind_of = {opening: kind for kind, group in KINDS.items() for opening in group}
-    for start in range(0, len(openings), 2 * len(KINDS)):
-        assert [kind_of[opening] for opening in openings[start : start + 2 * len(KINDS) : 2]] == [*KINDS]
-    assert all(opening == opening.strip(" ") for opening in openings), "a space belongs to the word behind it"
+def test_builtin_prefixes_are_balanced() -> None:
+    prefixes, kinds = builtin_prefixes(), read_settings(BUILTIN_FILE)
+    assert set(prefixes[1::2]) == {""} and len(set(prefixes[::2])) == len(prefixes) // 2 == 64
+    kind_of = {prefix: kind for kind, group in kinds.items() for prefix in group}
+    for start in range(0, len(prefixes), 2 * len(kinds)):
+        assert [kind_of[prefix] for prefix in prefixes[start : start + 2 * len(kinds) : 2]] == [*kinds]
+    assert all(prefix == prefix.strip(" ") for prefix in prefixes), "a space is part of the next word's token"
 
 
-def test_openings_come_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "openings.txt"
-    file.write_text("Why is\n\nList the\n")
-    assert read_openings(str(file)) == ("Why is", "", "List the")
-    assert read_openings("none") == ("",) and read_openings("builtin") == builtin_openings()
-    file.write_text("")
-    with pytest.raises(ValueError, match="no openings"):
-        read_openings(str(file))
-    file.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="UTF-8"):
-        read_openings(str(file))
+def test_prefixes_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prefixes.txt"
+    file.write_bytes(b"\xef\xbb\xbfWhy is\n\nList the\n")
+    assert read_prefixes(str(file)) == ("Why is", "", "List the")
+    assert read_prefixes("none") == ("",) and read_prefixes("builtin") == builtin_prefixes()
+    for content in (b"", b"\xff"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="prefixes"):
+            read_prefixes(str(file))
 
 
-def test_prompts_begin_with_their_openings(tmp_path: Path, no_record: None) -> None:
+def test_prompts_start_with_their_prefixes(tmp_path: Path, no_record: None) -> None:
     write(tmp_path / "p.jsonl", 30)
     for prompt in PromptData((tmp_path / "p.jsonl",)):
-        assert isinstance(prompt, Prompt), "what is written can be read"
-        opening = CONFIG.openings[attempt_number(prompt.id) % 3]
-        assert prompt.turns[0].startswith(opening.strip()) and len(prompt.turns[0].split()) >= 2
+        assert isinstance(prompt, Prompt)
+        prefix = CONFIG.prefixes[attempt_number(prompt.id) % 3]
+        assert prompt.turns[0].startswith(prefix.strip()) and len(prompt.turns[0].split()) >= 2
 
 
 # -- the file
 
 
+def test_files_of_earlier_releases_resume(tmp_path: Path) -> None:
+    out = tmp_path / "p.jsonl"
+    write(out, 5)
+    first, meta = out.read_bytes().splitlines()[0], out.with_name("p.jsonl.meta.json")
+    assert first.startswith(b'{"id": "invented-s0-') and json.loads(meta.read_text())["settings"]["openings"]
+    assert CONFIG.sampling("invented-s0-000001").seed == 1455213231347089529
+
+
 @settings(max_examples=20)
 @given(window=st.integers(1, 12), count=st.integers(1, 25))
-def test_the_file_does_not_depend_on_the_batch_and_grows(
+def test_file_does_not_depend_on_batch_and_processes(
     tmp_path_factory: pytest.TempPathFactory, window: int, count: int
 ) -> None:
     folder = tmp_path_factory.mktemp("prompts")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jetspec.data.invent.write_record", lambda path, results: None)
+        patch.setattr("jetspec.data.synthesize.write_record", lambda path, results: None)
         write(folder / "whole.jsonl", 25)
         tally = write(folder / "part.jsonl", count, partial(start_fake, window))
         part, whole = ((folder / f"{name}.jsonl").read_bytes() for name in ("part", "whole"))
@@ -220,7 +226,7 @@ def test_the_file_does_not_depend_on_the_batch_and_grows(
         assert (folder / "part.jsonl").read_bytes() == whole
 
 
-def test_no_prompt_is_there_twice(tmp_path: Path, no_record: None) -> None:
+def test_prompts_are_unique(tmp_path: Path, no_record: None) -> None:
     tally = write(tmp_path / "p.jsonl", 150)
     texts = [" ".join(json.loads(line)["turns"][0].split()) for line in (tmp_path / "p.jsonl").open()]
     assert len(set(texts)) == len(texts) == 150
@@ -228,7 +234,7 @@ def test_no_prompt_is_there_twice(tmp_path: Path, no_record: None) -> None:
     assert f"{tally.dropped.total()} dropped ({tally.reasons})" in tally.summary(tmp_path)
 
 
-def test_cut_anywhere_a_run_goes_on_to_the_same_file(tmp_path: Path, no_record: None) -> None:
+def test_truncated_file_is_completed_to_the_same_content(tmp_path: Path, no_record: None) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     write(whole, 4)
     content = whole.read_bytes()
@@ -239,21 +245,12 @@ def test_cut_anywhere_a_run_goes_on_to_the_same_file(tmp_path: Path, no_record: 
         assert out.read_bytes() == content
 
 
-def test_another_seed_gives_other_prompts(tmp_path: Path) -> None:
+def test_settings_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", 10)
     write(tmp_path / "b.jsonl", 10, config=replace(CONFIG, seed=1))
     assert (tmp_path / "a.jsonl").read_bytes() != (tmp_path / "b.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="made with another seed;"):
+    with pytest.raises(ValueError, match="seed"):
         write(tmp_path / "a.jsonl", 12, config=replace(CONFIG, seed=1))
-
-
-def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
-    def no_model() -> Answer:
-        raise ValueError("no such model")
-
-    with pytest.raises(ValueError, match="no such model"):
-        write(tmp_path / "p.jsonl", 5, no_model)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_record_adds_up(tmp_path: Path) -> None:
@@ -262,7 +259,7 @@ def test_the_record_adds_up(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "p.jsonl.meta.json").read_text())
     assert [(run["kept"], run["already"]) for run in record["runs"]] == [(5, 0), (3, 5)]
     assert [run["dropped"] for run in record["runs"]] == [dict(tally.dropped) for tally in tallies[:2]]
-    assert record["settings"]["openings"] == [*CONFIG.openings]
+    assert record["settings"]["openings"] == [*CONFIG.prefixes]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +275,7 @@ def test_the_record_adds_up(tmp_path: Path) -> None:
         "[]\n",
     ],
 )
-def test_a_file_of_something_else_is_left_alone(content: str, tmp_path: Path) -> None:
+def test_foreign_file_is_not_touched(content: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(content)
     with pytest.raises(ValueError, match=r"out\.jsonl:1: .*another --out"):
@@ -286,13 +283,13 @@ def test_a_file_of_something_else_is_left_alone(content: str, tmp_path: Path) ->
     assert out.read_text() == content
 
 
-def test_prompts_of_several_seeds_have_ids_of_their_own() -> None:
+def test_ids_name_seed_and_attempt() -> None:
     one, other = (replace(CONFIG, seed=seed).attempt(7).id for seed in (0, 5))
     assert (one, other) == ("invented-s0-000007", "invented-s5-000007")
     assert attempt_number(one) == attempt_number(other) == 7
 
 
-def test_only_one_run_writes_and_only_to_a_regular_file(tmp_path: Path) -> None:
+def test_one_run_writes_to_a_regular_file(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     first = PromptFile(tmp_path / "out.jsonl")
     with pytest.raises(ValueError, match="another run"):
@@ -303,31 +300,16 @@ def test_only_one_run_writes_and_only_to_a_regular_file(tmp_path: Path) -> None:
         PromptFile(tmp_path)
 
 
-def test_a_run_without_new_prompts_gives_up(tmp_path: Path, no_record: None) -> None:
-    out, greedy = tmp_path / "out.jsonl", replace(CONFIG, openings=("",))
+def test_run_without_new_prompts_ends(tmp_path: Path, no_record: None) -> None:
+    out, greedy = tmp_path / "out.jsonl", replace(CONFIG, prefixes=("",))
 
     def same_again(attempts: Iterator[Any]) -> Results:
         for attempt in attempts:
             yield replace(written_row("one two<|im_end|>"), id=attempt.id)
 
-    with pytest.raises(ValueError, match=rf"last {GIVE_UP} attempts .*{GIVE_UP} repeated.*--temperature"):
+    with pytest.raises(ValueError, match=rf"{GIVE_UP} repeated"):
         write(out, 2, lambda: same_again, config=greedy)
-    assert read_held(out).num_rows == 1
-
-
-@given(st.permutations(range(3, 12)))
-def test_rows_come_in_order(numbers: list[int]) -> None:
-    def rows() -> Results:
-        for number in numbers:
-            yield Row(CONFIG.attempt(number).id, [number], [], [])
-
-    assert [row.token_ids for row in in_order(rows(), 3)] == [[number] for number in range(3, 12)]
-
-
-def test_processes_give_the_same_file(tmp_path: Path, no_record: None) -> None:
-    write(tmp_path / "one.jsonl", 60)
-    write(tmp_path / "two.jsonl", 60, start_fake, partial(start_fake, 7))
-    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+    assert read_content(out).num_rows == 1
 
 
 # -- the command, with a real engine
@@ -353,17 +335,17 @@ def run(*args: Any) -> Result:
     return CliRunner().invoke(app, arguments(*args))
 
 
-def test_prompts_of_a_real_engine_do_not_depend_on_the_batch(model: Path, tmp_path: Path) -> None:
+def test_engine_prompts_do_not_depend_on_the_batch(model: Path, tmp_path: Path) -> None:
     outs = [tmp_path / f"{batch}.jsonl" for batch in ("1", "5")]
     for out in outs:
         result = run(model, out, "--count", "3", "--batch", out.stem)
         assert result.exit_code == 0, result.output
-        assert "3 prompts invented, 0 already there" in result.stdout
+        assert "3 prompts synthesized, 0 already there" in result.stdout
     assert outs[0].read_bytes() == outs[1].read_bytes()
     assert "3 already there" in run(model, outs[0], "--count", "3").stdout
 
 
-def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes(model: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert run(model, whole, "--count", "12", "--batch", "16").exit_code == 0
     command = [sys.executable, "-m", "jetspec.commands.app", *arguments(model, out, "--count", "12", "--batch", "2")]
@@ -372,43 +354,35 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert 3 <= (before := read_held(out).num_rows) < 12
-    assert f"{12 - before} prompts invented, {before} already there" in run(model, out, "--count", "12").stdout
+    assert 3 <= (before := read_content(out).num_rows) < 12
+    assert f"{12 - before} prompts synthesized, {before} already there" in run(model, out, "--count", "12").stdout
     assert out.read_bytes() == whole.read_bytes()
 
 
-def test_a_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
+def test_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
     result = run(model, tmp_path / "out.jsonl", "--count", "9", "--system", "Be kind.", "--dry-run")
-    assert "would invent 9 prompts" in result.stdout and "Be kind.<|im_end|>" in result.stdout
+    assert "would synthesize 9 prompts" in result.stdout and "Be kind.<|im_end|>" in result.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_was_invented_can_be_answered(model: Path, tmp_path: Path) -> None:
-    prompts, rows = tmp_path / "p.jsonl", tmp_path / "rows.jsonl"
-    assert run(model, prompts, "--count", "3").exit_code == 0
-    files = ["--data", str(prompts), "--out", str(rows), "--model", str(model)]
-    answered = CliRunner().invoke(app, ["data", "regenerate", *files, "--max-tokens", "4", "--device", "cpu"])
-    assert "3 prompts answered" in answered.stdout
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (("--count", "0"), "--count"),
-        (("--temperature", "-1"), "temperature is -1"),
-        (("--batch", "0"), "max_batch is 0"),
+        (("--temperature", "-1"), "temperature"),
+        (("--batch", "0"), "batch"),
         (("--openings", "nowhere.txt"), "nowhere.txt"),
-        (("--openings", "none", "--opening", "Why"), "not both"),
+        (("--openings", "none", "--opening", "Why"), "--opening"),
         (("--opening", "x" * 300), "tokens"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(model: Path, tmp_path: Path, more: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_one_line_with_status_2(model: Path, tmp_path: Path, more: tuple[str, ...], message: str) -> None:
     result = run(model, tmp_path / "out.jsonl", "--count", "2", *more)
     assert result.exit_code == 2
     assert re.search(rf"^jetspec: error: .*{message}.*$", result.stderr, re.MULTILINE)
 
 
-def test_a_model_without_a_chat_template_is_refused(model: Path, tmp_path: Path) -> None:
+def test_model_without_chat_template_is_refused(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "base"
     shutil.copytree(model, folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
@@ -418,7 +392,7 @@ def test_a_model_without_a_chat_template_is_refused(model: Path, tmp_path: Path)
 
 
 @pytest.mark.model
-def test_a_published_model_asks_questions(tmp_path: Path) -> None:
+def test_published_model_writes_questions(tmp_path: Path) -> None:
     out = tmp_path / "p.jsonl"
     options = ["--count", "2", "--opening", "What is the", "--max-tokens", "60", "--device", "cpu"]
     assert CliRunner().invoke(app, ["data", "invent", "--out", str(out), *options]).exit_code == 0
