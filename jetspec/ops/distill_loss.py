@@ -1,49 +1,44 @@
-"""The distillation loss of drafted positions, computed together with the output matrix.
+"""Distillation loss of drafted positions, fused with the output projection.
 
 Logits are the largest tensors of training: a few thousand positions over a vocabulary of 152k take gigabytes, twice
-with the teacher's. So rows go through in chunks. Within a chunk the gradient overwrites the student's logits and is
-multiplied back to the states at once, which leaves backward nothing to do but scale.
+with the teacher's. So rows are processed in chunks. Within a chunk the gradient overwrites the student's logits and is
+multiplied back to the states at once; backward only scales.
 
-R counts rows, one per drafted position, S the teacher's, of which several rows may share one; Q is the rank of the edge
-term.
+R: rows, one per drafted position. S: rows of the teacher; several rows of the student may share one. Q: rank of the
+edge term.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jetspec.ops.layouts import LossKind, RowScores
+from jetspec.ops.select import select
 
-Implementation = Literal["auto", "reference", "triton"]
-
-ScoreRows = Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, LossKind, float, bool], RowScores]
-"""What `distill_loss_reference` states and a kernel may do faster."""
 Student = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Hidden, edge, successor and output matrix."""
 
-HAS_TRITON = find_spec("triton") is not None
 CHUNK = 4096
-"""RowScores at a time: enough to keep a GPU busy, and a gigabyte of logits over a vocabulary of 128k."""
+"""Rows per chunk: enough to keep a GPU busy, and a gigabyte of logits over a vocabulary of 128k."""
 
 
 @dataclass(frozen=True)
 class DistillLoss:
-    """A row of weight 0 is skipped: its numbers and its gradients are 0."""
+    """Loss and statistics per row. Rows of weight 0 are skipped: their values and gradients are 0."""
 
     loss_sum: Tensor
-    """Sum of weight * loss over the rows: what to differentiate. The caller divides by the sum of the weights, once
-    micro-batches and devices are added up."""
+    """Sum of weight * loss over the rows, the only differentiable value. The caller divides it by the sum of weights
+    over all micro-batches and devices."""
     loss_R: Tensor
     hit_R: Tensor
-    """Whether the student's best token is the label. Of equally good tokens the lowest is the best."""
+    """True where the student's most probable token, the lowest of equals, is the label."""
     label_prob_R: Tensor
     """q(label), at the temperature of the loss."""
 
@@ -62,9 +57,8 @@ def distill_loss(
     student_head_VM: Tensor | None = None,
     teacher_of_R: Tensor | None = None,
     chunk: int = CHUNK,
-    implementation: Implementation = "auto",
 ) -> DistillLoss:
-    """How far the student's distribution q is from the teacher's p, or from the label, row by row.
+    """Compute the divergence of the student's distribution q from the teacher's p, or from the label, for every row.
 
         z = student_head hidden (+ successor edge)     q = softmax(z / T)
         u = lm_head teacher                            p = softmax(u / T)
@@ -73,16 +67,16 @@ def distill_loss(
         reverse_kl   T^2 * sum q (log q - log p)
         sft          -log q(label), with T = 1 and no teacher
 
-    A student without an output matrix of its own uses `lm_head`. RowScores that one state teaches may share it: with
-    `teacher_of_R`, `teacher` has equally many states for every chunk, and a row is taught by that one of its chunk's.
-    Gradients reach `hidden`, `edge`, `successor` and
-    `student_head`; everything else is constant. The logits of at most `chunk` rows
-    exist at a time, in autocast's dtype where it is on and otherwise in that of `hidden`; losses and probabilities
-    are fp32 or wider. Every label is a token id, also where the weight is 0.
+    The student uses `lm_head` unless it has an output matrix of its own. With `teacher_of_R`, rows share states of the
+    teacher: `teacher` holds equally many for every chunk, and `teacher_of_R` indexes those of the row's chunk.
+
+    Gradients reach `hidden`, `edge`, `successor` and `student_head`; all other inputs are constants. The logits of at
+    most `chunk` rows exist at a time, in the dtype of autocast where enabled, else of `hidden`; losses and
+    probabilities are at least fp32. Every label is a token id, also where the weight is 0.
     """
     assert kind == "sft" or teacher_RM is not None
     assert (edge_RQ is None) == (successor_VQ is None)
-    lesson = _Lesson(
+    objective = _Objective(
         teacher_RM=None if kind == "sft" else teacher_RM,
         teacher_of_R=teacher_of_R,
         lm_head_VM=lm_head_VM,
@@ -91,13 +85,12 @@ def distill_loss(
         kind=kind,
         temperature=1.0 if kind == "sft" else temperature,
         chunk=chunk,
-        score_rows=_pick(implementation, hidden_RM.device),
     )
     student = (hidden_RM, edge_RQ, successor_VQ, student_head_VM)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student):
-        return DistillLoss(*_DistillLoss.apply(*student, lesson))
+        return DistillLoss(*_DistillLoss.apply(*student, objective))
     with torch.no_grad():
-        return DistillLoss(*_score(student, [None] * len(student), lesson))
+        return DistillLoss(*_score(student, [None] * len(student), objective))
 
 
 def label_prob(
@@ -109,9 +102,8 @@ def label_prob(
     successor_VQ: Tensor | None = None,
     student_head_VM: Tensor | None = None,
     chunk: int = CHUNK,
-    implementation: Implementation = "auto",
 ) -> Tensor:
-    """q(label) per row at temperature 1, without gradient: for weights that depend on it."""
+    """Return q(label) per row at temperature 1, without gradient: for weights that depend on it."""
     weight_R = torch.ones(len(label_R), device=label_R.device)
     with torch.no_grad():
         return distill_loss(
@@ -125,7 +117,6 @@ def label_prob(
             successor_VQ=successor_VQ,
             student_head_VM=student_head_VM,
             chunk=chunk,
-            implementation=implementation,
         ).label_prob_R
 
 
@@ -137,12 +128,12 @@ def distill_loss_reference(
     weight_R: Tensor,
     kind: LossKind,
     temperature: float,
-    want_grad: bool,
+    with_grad: bool,
 ) -> RowScores:
-    """Score rows of logits, against the teacher's row of the same number or the one that `teacher_of_R` says. With
-    `want_grad`, `z_RV` becomes d(weight * loss) / dz.
+    """Score rows of logits against the teacher's row of the same index, or that of `teacher_of_R`.
 
-    The divergence is a function of z / T and is multiplied by T^2, so its slope is multiplied by T.
+    With `with_grad`, `z_RV` becomes d(weight * loss) / dz. The divergence is T^2 times a function of z / T, so its
+    slope is multiplied by T.
     """
     skipped_R = weight_R == 0
     log_q = _log_softmax(z_RV, temperature)
@@ -155,7 +146,7 @@ def distill_loss_reference(
         diverge = _forward_kl if kind == "forward_kl" else _reverse_kl
         log_p = _log_softmax(u_SV, temperature)
         loss_R, slope = diverge(log_p if teacher_of_R is None else log_p[teacher_of_R], log_q)
-    if want_grad:
+    if with_grad:
         z_RV.copy_(weight_R[:, None] * (temperature * slope)).masked_fill_(skipped_R[:, None], 0)
     loss_R = temperature**2 * loss_R.masked_fill(skipped_R, 0)
     return loss_R, hit_R, label_logprob_R.exp().masked_fill(skipped_R, 0)
@@ -177,8 +168,8 @@ def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Lesson:
-    """What a student learns from, and how: all that gets no gradient."""
+class _Objective:
+    """Constants of the loss: inputs without gradients, and its parameters."""
 
     teacher_RM: Tensor | None
     teacher_of_R: Tensor | None
@@ -188,10 +179,9 @@ class _Lesson:
     kind: LossKind
     temperature: float
     chunk: int
-    score_rows: ScoreRows
 
     def teachers(self, rows: slice) -> Tensor | None:
-        """Those of a chunk."""
+        """Return the teacher states of a chunk."""
         if self.teacher_RM is None or self.teacher_of_R is None:
             return None if self.teacher_RM is None else self.teacher_RM[rows]
         chunks = math.ceil(len(self.label_R) / self.chunk)
@@ -200,10 +190,10 @@ class _Lesson:
 
 @dataclass(frozen=True)
 class _Logits:
-    """The student's logits as one product x w^T: states and edges lie side by side, as their matrices do.
+    """Factors of the student's logits x w^T, where x concatenates states and edges, and w their matrices.
 
-    Each part has columns of its own, and may want its gradients: dx in `dx_RK`, whose columns end where those of x do,
-    and dw in a tensor of the part's.
+    `dx_RK` takes the gradient of the last columns of x, if any is needed; `dws` lists the columns of w that need
+    gradients with the tensors that accumulate them.
     """
 
     x_RK: Tensor
@@ -212,12 +202,12 @@ class _Logits:
     dws: list[tuple[slice, Tensor]]
 
     @property
-    def wants_grad(self) -> bool:
+    def with_grad(self) -> bool:
         return self.dx_RK is not None or bool(self.dws)
 
 
 class _DistillLoss(torch.autograd.Function):
-    """Gradients are made in forward, while the logits exist. The loss is a scalar, so backward scales them."""
+    """Computes gradients in forward, while the logits exist. The loss is a scalar, so backward only scales them."""
 
     @staticmethod
     def forward(
@@ -226,12 +216,12 @@ class _DistillLoss(torch.autograd.Function):
         edge_RQ: Tensor | None,
         successor_VQ: Tensor | None,
         student_head_VM: Tensor | None,
-        lesson: _Lesson,
+        objective: _Objective,
     ) -> tuple[Tensor, ...]:
         student = (hidden_RM, edge_RQ, successor_VQ, student_head_VM)
-        wanted = zip(student, ctx.needs_input_grad[: len(student)], strict=True)
-        grads = [torch.zeros_like(x, dtype=_at_least_fp32(x)) if x is not None and want else None for x, want in wanted]
-        loss_sum, *rows = _score(student, grads, lesson)
+        needed = zip(student, ctx.needs_input_grad[: len(student)], strict=True)
+        grads = [torch.zeros_like(x, dtype=_at_least_fp32(x)) if x is not None and need else None for x, need in needed]
+        loss_sum, *rows = _score(student, grads, objective)
         ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(*rows)
         return loss_sum, *rows
@@ -242,27 +232,29 @@ class _DistillLoss(torch.autograd.Function):
         return *(None if grad is None else grad_sum * grad for grad in ctx.saved_tensors), None
 
 
-def _score(student: Student, grads: Sequence[Tensor | None], lesson: _Lesson) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The weighted sum, then `RowScores`. Fills those of the student's gradients that are not None."""
+def _score(
+    student: Student, grads: Sequence[Tensor | None], objective: _Objective
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the weighted sum, then `RowScores`. Fill the gradients of the student that are not None."""
     hidden, (d_hidden, d_edge, _, _) = student[0], grads
     dtype = _compute_dtype(hidden)
-    lesson = replace(lesson, lm_head_VM=lesson.lm_head_VM.to(dtype))
-    logits = _side_by_side(student, grads, lesson.lm_head_VM)
+    objective = replace(objective, lm_head_VM=objective.lm_head_VM.to(dtype))
+    logits = _concatenated(student, grads, objective.lm_head_VM)
 
     loss_R = torch.empty(len(hidden), dtype=_at_least_fp32(hidden), device=hidden.device)
     hit_R, label_prob_R = torch.empty_like(loss_R, dtype=torch.bool), torch.empty_like(loss_R)
-    for start in range(0, len(hidden), lesson.chunk):
-        rows = slice(start, start + lesson.chunk)
-        loss_R[rows], hit_R[rows], label_prob_R[rows] = _score_chunk(rows, logits, lesson)
+    for start in range(0, len(hidden), objective.chunk):
+        rows = slice(start, start + objective.chunk)
+        loss_R[rows], hit_R[rows], label_prob_R[rows] = _score_chunk(rows, logits, objective)
     if logits.dx_RK is not None:
         width = 0 if d_hidden is None else d_hidden.shape[1]
         for grad, found in ((d_hidden, logits.dx_RK[:, :width]), (d_edge, logits.dx_RK[:, width:])):
             if grad is not None:
                 grad.copy_(found)
-    return (lesson.weight_R * loss_R).sum(), loss_R, hit_R, label_prob_R
+    return (objective.weight_R * loss_R).sum(), loss_R, hit_R, label_prob_R
 
 
-def _side_by_side(student: Student, grads: Sequence[Tensor | None], lm_head_VM: Tensor) -> _Logits:
+def _concatenated(student: Student, grads: Sequence[Tensor | None], lm_head_VM: Tensor) -> _Logits:
     (hidden, edge, successor, head), (d_hidden, d_edge, d_successor, d_head) = student, grads
     M, dtype = hidden.shape[1], lm_head_VM.dtype
     x, w = hidden.to(dtype), lm_head_VM if head is None else head.to(dtype)
@@ -275,38 +267,28 @@ def _side_by_side(student: Student, grads: Sequence[Tensor | None], lm_head_VM: 
     )
 
 
-def _score_chunk(rows: slice, logits: _Logits, lesson: _Lesson) -> RowScores:
-    """A function of its own, so that the logits of a chunk are gone before those of the next are made."""
+def _score_chunk(rows: slice, logits: _Logits, objective: _Objective) -> RowScores:
+    """Score one chunk. A separate function, so that its logits are freed before those of the next are allocated."""
     x_RK, w_VK = logits.x_RK[rows], logits.w_VK
     z_RV = x_RK @ w_VK.T
-    teacher_SM, teacher_of_R = lesson.teachers(rows), lesson.teacher_of_R
-    u_SV = None if teacher_SM is None else teacher_SM.to(z_RV.dtype) @ lesson.lm_head_VM.T
+    teacher_SM, teacher_of_R = objective.teachers(rows), objective.teacher_of_R
+    u_SV = None if teacher_SM is None else teacher_SM.to(z_RV.dtype) @ objective.lm_head_VM.T
 
-    scores = lesson.score_rows(
+    scores = select("distill_loss", distill_loss_reference, z_RV)(
         z_RV,
         u_SV,
         None if teacher_of_R is None else teacher_of_R[rows],
-        lesson.label_R[rows],
-        lesson.weight_R[rows],
-        lesson.kind,
-        lesson.temperature,
-        logits.wants_grad,
+        objective.label_R[rows],
+        objective.weight_R[rows],
+        objective.kind,
+        objective.temperature,
+        logits.with_grad,
     )
     if logits.dx_RK is not None:
         torch.mm(z_RV, w_VK[:, -logits.dx_RK.shape[1] :], out=logits.dx_RK[rows])
     for columns, dw in logits.dws:
         dw.add_(z_RV.T @ x_RK[:, columns])
     return scores
-
-
-def _pick(implementation: Implementation, device: torch.device) -> ScoreRows:
-    if implementation == "auto":
-        implementation = "triton" if HAS_TRITON and device.type == "cuda" else "reference"
-    if implementation == "reference":
-        return distill_loss_reference
-    from jetspec.ops.distill_loss_triton import distill_loss_triton
-
-    return distill_loss_triton
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

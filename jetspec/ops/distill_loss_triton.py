@@ -1,4 +1,8 @@
-"""The Triton kernel of `distill_loss`: one program scores one row of logits."""
+"""Triton kernel of `distill_loss`: one program scores one row of logits.
+
+Layout, contiguous: logits of the student are (R, V), of the teacher (S, V); labels, weights and results are (R,). The
+gradient overwrites the student's logits.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -14,7 +18,7 @@ from jetspec.ops.layouts import LossKind, RowScores
 BLOCK = 1024
 NUM_WARPS = 8
 
-# Stands for no logit. Finite, since the difference of two infinities is not a number.
+# Stands for no logit. Finite, since the difference of two infinities is NaN.
 LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -26,7 +30,7 @@ def distill_loss_triton(
     weight_R: Tensor,
     kind: LossKind,
     temperature: float,
-    want_grad: bool,
+    with_grad: bool,
 ) -> RowScores:
     R, V = z_RV.shape
     assert z_RV.is_contiguous() and (u_SV is None or u_SV.is_contiguous())
@@ -45,7 +49,7 @@ def distill_loss_triton(
             V,
             temperature,
             KIND=kind,
-            WANT_GRAD=want_grad,
+            WITH_GRAD=with_grad,
             BLOCK=min(BLOCK, triton.next_power_of_2(V)),
             num_warps=NUM_WARPS,
         )
@@ -65,13 +69,13 @@ def _distill_loss_kernel(
     V,
     temperature,
     KIND: tl.constexpr,
-    WANT_GRAD: tl.constexpr,
+    WITH_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Pass 1 reads the row for all statistics and the loss; pass 2 reads it again and writes the gradient over z.
+    """Pass 1 computes all statistics and the loss of a row; pass 2 reads it again and overwrites z with the gradient.
 
-    Sums of exponentials are kept per lane, relative to the greatest logit that the lane has seen, and meet once,
-    after the loop. The mean of u - z under p (of z - u under q) is one more such sum, so pass 1 finds the loss too.
+    Sums of exponentials are kept per lane, relative to the lane's maximum so far, and combined once after the loop. The
+    mean of u - z under p (of z - u under q) is one more such sum, so pass 1 yields the loss too.
     """
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * V
@@ -80,12 +84,14 @@ def _distill_loss_kernel(
     lane = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + row)
 
+    # skipped row: zero gradient
     if weight == 0:
-        if WANT_GRAD:
+        if WITH_GRAD:
             for start in range(0, V, BLOCK):
                 index = start + lane
                 tl.store(z_ptr + index, tl.zeros([BLOCK], tl.float32), mask=index < V)
     else:
+        # pass 1: online sums
         scale = 1 / temperature
         z_top = tl.full([BLOCK], LOWEST, tl.float32)
         z_sum = tl.zeros([BLOCK], tl.float32)
@@ -97,17 +103,18 @@ def _distill_loss_kernel(
             index = start + lane
             z = _load(z_ptr, index, V, scale)
             best = tl.where(z > z_top, index, best)
-            z_top, keep, add = _meet(z_top, z)
+            z_top, keep, add = _online_sum(z_top, z)
             z_sum = z_sum * keep + add
             if KIND != "sft":
                 u = _load(u_ptr, index, V, scale)
                 if KIND == "reverse_kl":
                     gap_sum = gap_sum * keep + add * (z - u)
-                u_top, keep, add = _meet(u_top, u)
+                u_top, keep, add = _online_sum(u_top, u)
                 u_sum = u_sum * keep + add
                 if KIND == "forward_kl":
                     gap_sum = gap_sum * keep + add * (u - z)
 
+        # combine lanes: loss, hit, label probability
         label = tl.load(label_ptr + row)
         z_max, z_log = _log_sum(z_top, z_sum)
         label_logprob = tl.load(z_ptr + label).to(tl.float32) * scale - z_max - z_log
@@ -125,7 +132,8 @@ def _distill_loss_kernel(
         tl.store(hit_ptr + row, winner == label)
         tl.store(label_prob_ptr + row, tl.exp(label_logprob))
 
-        if WANT_GRAD:
+        # pass 2: gradient
+        if WITH_GRAD:
             for start in range(0, V, BLOCK):
                 index = start + lane
                 log_q = _load(z_ptr, index, V, scale) - z_max - z_log
@@ -147,14 +155,14 @@ def _load(ptr, index, V, scale):
 
 
 @triton.jit
-def _meet(top, x):
-    """The new top of each lane, what to keep of its sum, and what x adds: one exponential, as one of the two is 1."""
+def _online_sum(top, x):
+    """Return the new maximum per lane, the factor of its sum so far, and the term of x. One of the last two is 1."""
     decay = tl.exp(-tl.abs(x - top))
     return tl.maximum(top, x), tl.where(x > top, decay, 1.0), tl.where(x > top, 1.0, decay)
 
 
 @triton.jit
 def _log_sum(top, total):
-    """The two terms of a log-sum-exp. Apart, since their sum would round the smaller away."""
+    """Return the two terms of a log-sum-exp, whose sum would round away bits of the smaller."""
     highest = tl.max(top)
     return highest, tl.log(tl.sum(total * tl.exp(top - highest)))

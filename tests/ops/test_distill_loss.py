@@ -1,4 +1,4 @@
-"""The fused loss against plain autograd over full logits, and the Triton kernel against the reference."""
+"""The fused loss equals autograd over full logits, and the Triton kernel equals the reference."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jetspec.ops.distill_loss import DistillLoss, Implementation, distill_loss, label_prob
+from jetspec.ops.distill_loss import DistillLoss, distill_loss, label_prob
 from jetspec.ops.layouts import LossKind, RowScores
+from jetspec.ops.select import Kernels, force
 from tests.kernels import compile_for_hopper
 
 module = importlib.import_module("jetspec.ops.distill_loss")
@@ -66,7 +67,7 @@ class Problem:
         return Problem(hidden, teacher, lm_head, label, weight, edge, successor, kind, temperature)
 
     def shared(self, chunk: int, states: int) -> tuple[Problem, Problem]:
-        """This problem taught by a few states per chunk, and the same with a state for every row."""
+        """Return this problem with a few teacher states per chunk, and its equal with one state per row."""
         rows = len(self.label)
         teacher_of, chunk_of = torch.arange(rows) * 5 % 7 % states, torch.arange(rows) // chunk
         few = self.teacher.repeat(states, 1)[: states * (int(chunk_of[-1]) + 1)]
@@ -92,21 +93,21 @@ class Problem:
             successor=None if self.successor is None else self.successor.detach().to(dtype),
         )
 
-    def solve(self, chunk: int = 1024, implementation: Implementation = "auto") -> DistillLoss:
-        return distill_loss(
-            self.hidden,
-            None if self.kind == "sft" else self.teacher,
-            self.lm_head,
-            self.label,
-            self.weight,
-            kind=self.kind,
-            temperature=self.temperature,
-            edge_RQ=self.edge,
-            successor_VQ=self.successor,
-            teacher_of_R=self.teacher_of,
-            chunk=chunk,
-            implementation=implementation,
-        )
+    def solve(self, chunk: int = 1024, kernels: Kernels = "auto") -> DistillLoss:
+        with force(kernels):
+            return distill_loss(
+                self.hidden,
+                None if self.kind == "sft" else self.teacher,
+                self.lm_head,
+                self.label,
+                self.weight,
+                kind=self.kind,
+                temperature=self.temperature,
+                edge_RQ=self.edge,
+                successor_VQ=self.successor,
+                teacher_of_R=self.teacher_of,
+                chunk=chunk,
+            )
 
     def gradients(self, loss_sum: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(loss_sum, self.student))
@@ -134,6 +135,11 @@ def naive(problem: Problem) -> DistillLoss:
     return DistillLoss((problem.weight * loss).sum(), loss.detach() * active, hit, prob.detach() * active)
 
 
+def assert_same_gradients(got: list[Tensor], want: list[Tensor], atol: float, rtol: float = 0.0) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=rtol, check_dtype=False)
+
+
 def assert_same(a: DistillLoss, b: DistillLoss, atol: float, rtol: float = 0.0) -> None:
     for name in ("loss_sum", "loss_R", "label_prob_R"):
         torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=atol, rtol=rtol, check_dtype=False)
@@ -156,8 +162,7 @@ def test_equals_autograd_over_full_logits(
     problem = Problem.draw(kind, rows, vocab, rank, temperature, seed).trainable()
     result, expected = problem.solve(chunk), naive(problem)
     assert_same(result, expected, atol=1e-11)
-    for got, want in zip(problem.gradients(result.loss_sum), problem.gradients(expected.loss_sum), strict=True):
-        torch.testing.assert_close(got, want, atol=1e-11, rtol=0)
+    assert_same_gradients(problem.gradients(result.loss_sum), problem.gradients(expected.loss_sum), 1e-11)
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 0.2)])
@@ -168,19 +173,18 @@ def test_narrow_inputs_stay_close_to_wide_ones(kind: LossKind, dtype: torch.dtyp
     result, expected = narrow.trainable().solve(chunk=4), wide.solve()
     assert result.loss_sum.dtype == result.loss_R.dtype == torch.float32
     torch.testing.assert_close(result.loss_R.double(), expected.loss_R, atol=atol, rtol=0)
-    for got, want in zip(narrow.gradients(result.loss_sum), wide.gradients(expected.loss_sum), strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), want, atol=atol, rtol=0)
+    grads = narrow.gradients(result.loss_sum)
+    assert {grad.dtype for grad in grads} == {dtype}
+    assert_same_gradients(grads, wide.gradients(expected.loss_sum), atol)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("chunk", "states"), [(3, 2), (4, 4), (20, 5), (1, 1)])
-def test_rows_may_share_their_teachers(kind: LossKind, chunk: int, states: int) -> None:
+def test_rows_may_share_teacher_states(kind: LossKind, chunk: int, states: int) -> None:
     shared, alone = Problem.draw(kind, rows=10).trainable().shared(chunk, states)
     result, expected = shared.solve(chunk), alone.solve(chunk)
     assert_same(result, expected, atol=1e-13)
-    for got, want in zip(shared.gradients(result.loss_sum), alone.gradients(expected.loss_sum), strict=True):
-        torch.testing.assert_close(got, want, atol=1e-13, rtol=0)
+    assert_same_gradients(shared.gradients(result.loss_sum), alone.gradients(expected.loss_sum), 1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,8 +202,7 @@ def test_backward_scales_and_may_run_again() -> None:
     loss_sum = problem.solve(chunk=2).loss_sum
     once = torch.autograd.grad(loss_sum, problem.student, retain_graph=True)
     again = torch.autograd.grad(-3 * loss_sum, problem.student)
-    for a, b in zip(once, again, strict=True):
-        torch.testing.assert_close(-3 * a, b)
+    assert_same_gradients([-3 * grad for grad in once], list(again), 1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,7 +216,7 @@ def test_rows_of_weight_zero_are_skipped(kind: LossKind) -> None:
     assert not problem.gradients(result.loss_sum)[0][1].any()
 
 
-def test_only_the_student_learns() -> None:
+def test_only_the_student_gets_gradients() -> None:
     problem = Problem.draw().trainable()
     constants = [problem.teacher, problem.lm_head, problem.weight]
     for x in constants:
@@ -225,22 +228,21 @@ def test_only_the_student_learns() -> None:
     assert not any(x.requires_grad for x in (result.loss_R, result.hit_R, result.label_prob_R))
 
 
-def test_an_edge_term_trains_alone_on_a_frozen_head() -> None:
+def test_edge_term_trains_alone_on_a_frozen_head() -> None:
     problem = Problem.draw().trainable()
     together = problem.gradients(problem.solve().loss_sum)
     problem.hidden.requires_grad_(False)
     alone = torch.autograd.grad(problem.solve(chunk=2).loss_sum, problem.student[1:])
-    for a, b in zip(together[1:], alone, strict=True):
-        torch.testing.assert_close(a, b)
+    assert_same_gradients(together[1:], list(alone), 1e-12)
 
 
 @dataclass
 class Spy:
-    """Stands in for the reference; checks that the logits of the chunk before are gone when the next ones come."""
+    """Reference that records its calls and asserts that the logits of the previous chunk have been freed."""
 
     rows: list[int]
     dtypes: set[torch.dtype]
-    wants: set[bool]
+    with_grad: set[bool]
     last: list[weakref.ref[Tensor]]
 
     def __call__(self, z: Tensor, u: Tensor | None, *rest: Any) -> RowScores:
@@ -249,7 +251,7 @@ class Spy:
         self.last = [weakref.ref(x) for x in logits]
         self.rows.append(len(z))
         self.dtypes |= {x.dtype for x in logits}
-        self.wants.add(rest[-1])
+        self.with_grad.add(rest[-1])
         return reference(z, u, *rest)
 
 
@@ -270,7 +272,7 @@ def test_one_chunk_of_logits_exists_at_a_time(kind: LossKind, spy: Spy) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_gradients_none_are_made(kind: LossKind, spy: Spy) -> None:
+def test_no_gradients_are_computed_without_need(kind: LossKind, spy: Spy) -> None:
     problem = Problem.draw(kind).trainable()
     with torch.no_grad():
         result = problem.solve(chunk=3)
@@ -279,7 +281,7 @@ def test_without_gradients_none_are_made(kind: LossKind, spy: Spy) -> None:
     for other in (result, frozen.solve(chunk=3)):
         assert not other.loss_sum.requires_grad
         assert_same(other, naive(problem), atol=1e-11)
-    assert spy.wants == {False}
+    assert spy.with_grad == {False}
 
 
 def test_label_prob_is_the_softmax_at_the_label(spy: Spy) -> None:
@@ -289,7 +291,7 @@ def test_label_prob_is_the_softmax_at_the_label(spy: Spy) -> None:
     )
     expected = full_logits(problem).softmax(-1).gather(1, problem.label[:, None])[:, 0]
     torch.testing.assert_close(prob, expected.detach())
-    assert not prob.requires_grad and spy.wants == {False}
+    assert not prob.requires_grad and spy.with_grad == {False}
 
 
 def test_autocast_decides_the_dtype_of_products_only(spy: Spy) -> None:
@@ -300,9 +302,9 @@ def test_autocast_decides_the_dtype_of_products_only(spy: Spy) -> None:
     expected = narrow.solve(chunk=4)
     assert spy.dtypes == {torch.bfloat16}
     assert_same(result, expected, atol=0)
-    for got, want in zip(wide.gradients(result.loss_sum), narrow.gradients(expected.loss_sum), strict=True):
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got.bfloat16(), want, atol=0, rtol=0)
+    grads = wide.gradients(result.loss_sum)
+    assert {grad.dtype for grad in grads} == {torch.float32}
+    assert_same_gradients([grad.bfloat16() for grad in grads], narrow.gradients(expected.loss_sum), 0)
 
 
 def test_many_small_chunks_add_up() -> None:
@@ -319,27 +321,20 @@ def test_many_small_chunks_add_up() -> None:
     torch.testing.assert_close(total.float(), 600 * single.float(), atol=0, rtol=0.01)
 
 
-def test_of_equal_logits_the_lowest_token_is_best() -> None:
+def test_lowest_of_equal_tokens_is_best() -> None:
     problem = tied()
     assert problem.solve().hit_R.tolist() == [True, False]
 
 
 def tied() -> Problem:
-    """Tokens 2 and 3 of 6 score alike and best; the rows are labelled with one each."""
+    """Tokens 2 and 3 of 6 tie for the best; they are the labels of the two rows."""
     lm_head = torch.tensor([0.0, -1, 1, 1, 0, -1])[:, None]
     ones, label = torch.ones(2, 1), torch.tensor([2, 3])
     return Problem(ones, ones, lm_head, label, torch.ones(2), None, None, "forward_kl", 1.0)
 
 
-def test_the_kernel_is_for_gpus_that_have_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HAS_TRITON", True)
-    assert module._pick("auto", torch.device("cpu")) is reference
-    monkeypatch.setattr(module, "HAS_TRITON", False)
-    assert module._pick("auto", torch.device("cuda")) is reference
-
-
 def compare_interpreted(problem: Problem, block: int, tolerance: float = 1e-5) -> None:
-    """Both implementations without gradients, then with them."""
+    """Compare both implementations, without gradients and with them."""
     kernel = importlib.import_module("jetspec.ops.distill_loss_triton")
     kernel.BLOCK = block  # type: ignore[attr-defined]
     torch.set_num_threads(1)
@@ -347,26 +342,25 @@ def compare_interpreted(problem: Problem, block: int, tolerance: float = 1e-5) -
     problem.trainable()
     result, expected = problem.solve(3, "triton"), problem.solve(3, "reference")
     assert_same(result, expected, tolerance, tolerance)
-    for got, want in zip(problem.gradients(result.loss_sum), problem.gradients(expected.loss_sum), strict=True):
-        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    grads, expected_grads = problem.gradients(result.loss_sum), problem.gradients(expected.loss_sum)
+    assert_same_gradients(grads, expected_grads, tolerance, tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab", [2, 16, 37, 64])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(("vocab", "temperature"), [(2, 1.0), (37, 2.5), (64, 1.0)])
 def test_kernel_equals_reference(interpreter: Executor, kind: LossKind, vocab: int, temperature: float) -> None:
     problem = Problem.draw(kind, rows=6, vocab=vocab, temperature=temperature, dtype=torch.float32, seed=vocab)
     interpreter.submit(compare_interpreted, problem, 16).result()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_finds_shared_teachers(interpreter: Executor, kind: LossKind) -> None:
+def test_kernel_reads_shared_teachers(interpreter: Executor, kind: LossKind) -> None:
     problem, _ = Problem.draw(kind, rows=7, vocab=37, dtype=torch.float32).shared(chunk=3, states=2)
     interpreter.submit(compare_interpreted, problem, 16).result()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_survives_logits_far_from_zero(interpreter: Executor, kind: LossKind) -> None:
+def test_kernel_is_accurate_for_large_logits(interpreter: Executor, kind: LossKind) -> None:
     problem = Problem.draw(kind, vocab=37, rank=None, dtype=torch.float32)
     problem.lm_head[:, 0] += 100
     problem.hidden[:, 0] = problem.teacher[:, 0] = 5
@@ -384,10 +378,9 @@ def test_kernel_reads_labels_and_weights_of_any_stride(interpreter: Executor) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_compiles_without_a_gpu(kind: LossKind) -> None:
-    """The interpreter runs plain Python; what the language allows only its compiler knows."""
+def test_kernel_compiles(kind: LossKind) -> None:
     kernel = importlib.import_module("jetspec.ops.distill_loss_triton")._distill_loss_kernel
-    constants = {"KIND": kind, "WANT_GRAD": True, "BLOCK": 1024} | ({"u_ptr": None} if kind == "sft" else {})
+    constants = {"KIND": kind, "WITH_GRAD": True, "BLOCK": 1024} | ({"u_ptr": None} if kind == "sft" else {})
     special = {
         "teacher_of_ptr": "*i64",
         "label_ptr": "*i64",
@@ -405,7 +398,7 @@ def test_kernel_compiles_without_a_gpu(kind: LossKind) -> None:
 @pytest.mark.parametrize("vocab", [49152, 50257, 151936])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
 def test_kernel_on_a_gpu(kind: LossKind, vocab: int, dtype: torch.dtype, rtol: float) -> None:
-    """The same logits to both. They work in fp32 alike, so that bf16 gradients differ by a rounding at most."""
+    """Both compute in fp32, so bf16 gradients of the same logits differ by at most one rounding."""
     from jetspec.ops.distill_loss_triton import distill_loss_triton
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -415,8 +408,7 @@ def test_kernel_on_a_gpu(kind: LossKind, vocab: int, dtype: torch.dtype, rtol: f
     teacher = None if kind == "sft" else u
     expected_grad, grad = z.clone(), z.clone()
     expected = reference(expected_grad, teacher, *rest)
-    loss, hit, prob = module._pick("auto", z.device)(grad, teacher, *rest)
-    assert module._pick("auto", z.device) is distill_loss_triton
+    loss, hit, prob = distill_loss_triton(grad, teacher, *rest)
     torch.testing.assert_close(loss, expected[0], atol=1e-4, rtol=1e-5)
     assert torch.equal(hit, expected[1])
     torch.testing.assert_close(prob, expected[2], atol=1e-7, rtol=1e-4)
@@ -427,13 +419,13 @@ def test_kernel_on_a_gpu(kind: LossKind, vocab: int, dtype: torch.dtype, rtol: f
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("autocast", [True, False])
 def test_bf16_on_a_gpu_stays_close_to_fp32(kind: LossKind, autocast: bool) -> None:
-    """Loss to 1 %, gradients to 4 % of their norm: rounding the logits alone to bf16 moves them by 2 %."""
+    """Loss within 1 %, gradients within 4 % of their norm: rounding the logits to bf16 alone changes them by 2 %."""
     narrow = Problem.draw(kind, rows=700, vocab=49152, rank=64, size=576, seed=1, dtype=torch.bfloat16, device="cuda")
     narrow.lm_head *= 0.1
     assert narrow.successor is not None
     narrow.successor *= 0.1
     wide = narrow.to(torch.float32).trainable()
-    expected = wide.solve(implementation="reference")
+    expected = wide.solve(kernels="reference")
     if autocast:
         with torch.autocast("cuda", torch.bfloat16):
             result = wide.solve(chunk=256)
