@@ -1,4 +1,6 @@
-"""The routes. They translate between HTTP and tickets; nothing is decoded here."""
+"""Routes of the server. To add an endpoint: add a function to `_add_api` (OpenAI's API) or `_add_operations` (health,
+metrics, page), and its request and response schemas to `protocol`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,33 +19,31 @@ from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jetspec
 from jetspec.engine.llm import LLM
-from jetspec.serve.answer import DONE, Answer, ChatAnswer, Chunk, TextAnswer, Vocabulary, event
-from jetspec.serve.body import JsonRoute
+from jetspec.serve.builder import PreparedRequest, RequestBuilder
 from jetspec.serve.compiler import Compiler
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import ApiError, add_handlers, gone, note, stopping
-from jetspec.serve.guard import Guard
-from jetspec.serve.log import facts
+from jetspec.serve.errors import ApiError, add_handlers, client_disconnected, shutting_down
+from jetspec.serve.log import request_fields
 from jetspec.serve.metrics import Metrics
-from jetspec.serve.prepare import Prepared, RequestBuilder
+from jetspec.serve.middleware import JsonRoute, Middleware
 from jetspec.serve.protocol import (
     ChatChunk,
     ChatCompletion,
     ChatRequest,
     CompletionRequest,
-    ErrorAnswer,
-    Generation,
+    ErrorResponse,
+    GenerationRequest,
     Health,
     ModelCard,
     ModelList,
     TextCompletion,
     TreeShape,
 )
-from jetspec.serve.stream import EventStream, watched
+from jetspec.serve.response import ChatResponse, ResponseBuilder, TextResponse, Vocabulary
 from jetspec.serve.worker import EngineThread, RequestHandle
 
 STATIC = Path(__file__).parent / "static"
@@ -54,50 +54,50 @@ PAGE_POLICY = "; ".join(
         *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors")),
     )
 )
-"""The page may load what this server has, and nothing else: no script or style of the page's own text."""
-PREPARERS = 2
-"""Threads that make token ids of requests, so that a long prompt does not keep everybody waiting."""
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": text}
+"""Content security policy of the page: only files of this server, no inline scripts or styles."""
+PREPARE_THREADS = 2
+"""Threads that tokenize requests; with one, a long prompt would delay all others."""
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": text}
     for status, text in {
-        400: "The request is wrong, or asks for what is not supported; the message names it.",
+        400: "The request is invalid or not supported; the message names the field.",
         401: "The API key is missing or wrong.",
-        404: "There is no such model.",
+        404: "The model does not exist.",
         408: "The request did not arrive in time.",
         413: "The request is too large.",
-        415: "The body is compressed, or in another charset than UTF-8.",
-        417: "The request expects what the server does not do.",
-        429: "The queue is full; Retry-After says when to come back.",
+        415: "The body is compressed, or not in UTF-8.",
+        417: "The expectation is not supported.",
+        429: "The queue is full; Retry-After says when to try again.",
         500: "The engine has failed.",
-        503: "The server is shutting down, or reads the schemas of others; Retry-After says when to come back.",
+        503: "The server shuts down, or compiles other schemas; Retry-After says when to try again.",
     }.items()
 }
 
 
-def may_stream(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """How a route answers that sends these chunks when asked to stream."""
+def streaming_responses(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses of a route that can stream these chunks."""
     schema = {"$ref": f"#/components/schemas/{chunk.__name__}"}
-    return {200: {"content": {"text/event-stream": {"schema": schema}}}, **REFUSALS}
+    return {200: {"content": {"text/event-stream": {"schema": schema}}}, **ERRORS}
 
 
-def with_chunks(document: dict[str, Any]) -> dict[str, Any]:
-    """The OpenAPI document with the schema of chunks, which no route returns as its whole body."""
+def add_chunk_schema(document: dict[str, Any]) -> dict[str, Any]:
+    """Adds the schema of chat chunks to the OpenAPI document; no route has them as its whole body."""
     schema = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
     document["components"]["schemas"] |= {**schema.pop("$defs"), "ChatChunk": schema}
     return document
 
 
 class Server:
-    """The application over one LLM: its engine thread, its metrics, its routes."""
+    """The ASGI application over one LLM, with its engine thread and metrics."""
 
     def __init__(self, llm: LLM, config: ServeConfig) -> None:
         self.config = config
         self.model_name = config.model_name or llm.model_name
         self.created = int(time.time())
-        self.words = Vocabulary(llm.tokenizer)
+        self.vocab = Vocabulary(llm.tokenizer)
         self.metrics = Metrics(llm.engine, self.model_name)
         self.compiler = Compiler(llm)
-        self.writer = ThreadPoolExecutor(1, "write")
+        self.serializer = ThreadPoolExecutor(1, "serialize")
         self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
         self.builder = RequestBuilder(
             llm.tokenizer,
@@ -128,35 +128,35 @@ class Server:
         app.router.route_class = JsonRoute
         self._add_api(app)
         self._add_operations(app)
-        app.openapi = lambda: with_chunks(type(app).openapi(app))  # type: ignore[method-assign]
-        return Guard(app, self.config, self.metrics.answered)
+        app.openapi = lambda: add_chunk_schema(type(app).openapi(app))  # type: ignore[method-assign]
+        return Middleware(app, self.config, self.metrics.on_response)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "prepare"))
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
         self.worker.start()
         yield
-        self.worker.refuse_all(stopping())
+        self.worker.abort_all(shutting_down())
         await asyncio.to_thread(self.worker.stop)
         self.compiler.stop()
-        self.writer.shutdown(wait=False, cancel_futures=True)
+        self.serializer.shutdown(wait=False, cancel_futures=True)
 
     def _add_api(self, app: FastAPI) -> None:
-        @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=may_stream(ChatChunk))
-        async def chat(asked: ChatRequest, request: Request) -> Response:
-            """Answer a conversation. With `stream`, chunks come as server-sent events, one per round."""
-            return await self._answer(asked, request, self.builder.chat, ChatAnswer)
+        @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=streaming_responses(ChatChunk))
+        async def chat(body: ChatRequest, request: Request) -> Response:
+            """Complete a conversation. With `stream`, chunks are server-sent events, one per round."""
+            return await self._generate(body, request, self.builder.chat, ChatResponse)
 
-        @app.post("/v1/completions", response_model=TextCompletion, responses=may_stream(TextCompletion))
-        async def complete(asked: CompletionRequest, request: Request) -> Response:
-            """Go on with a text. With `stream`, chunks come as server-sent events, one per round."""
-            return await self._answer(asked, request, self.builder.completion, TextAnswer)
+        @app.post("/v1/completions", response_model=TextCompletion, responses=streaming_responses(TextCompletion))
+        async def complete(body: CompletionRequest, request: Request) -> Response:
+            """Complete a text. With `stream`, chunks are server-sent events, one per round."""
+            return await self._generate(body, request, self.builder.completion, TextResponse)
 
-        @app.get("/v1/models", responses=REFUSALS)
+        @app.get("/v1/models", responses=ERRORS)
         async def models() -> ModelList:
             return ModelList(data=[self._card()])
 
-        @app.get("/v1/models/{name:path}", responses=REFUSALS)
+        @app.get("/v1/models/{name:path}", responses=ERRORS)
         async def model(name: str) -> ModelCard:
             if name != self.model_name:
                 raise ApiError("there is no such model here", status=404, code="model_not_found")
@@ -165,20 +165,20 @@ class Server:
     def _add_operations(self, app: FastAPI) -> None:
         @app.get("/health", responses={503: {"model": Health}})
         async def health() -> Response:
-            """Whether the engine lives."""
-            return _state("failed", 503) if self.worker.failure else _state("ok")
+            """Status 200 while the engine works."""
+            return _status("failed", 503) if self.worker.failure else _status("ok")
 
         @app.get("/ready", responses={503: {"model": Health}})
         async def ready() -> Response:
-            """Whether another request would be taken."""
+            """Status 200 while another request would be accepted."""
             if self.worker.is_ready:
-                return _state("ready")
-            dead = self.worker.failure is not None
-            return _state("failed" if dead else "stopping" if self.worker.is_stopping else "busy", 503)
+                return _status("ready")
+            has_failed = self.worker.failure is not None
+            return _status("failed" if has_failed else "stopping" if self.worker.is_stopping else "busy", 503)
 
         @app.get("/metrics", response_class=Response)
         async def metrics() -> Response:
-            """Counters for Prometheus."""
+            """Metrics for Prometheus."""
             return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
         if (STATIC / "index.html").exists():
@@ -191,79 +191,116 @@ class Server:
     def _card(self) -> ModelCard:
         return ModelCard(id=self.model_name, created=self.created, jetspec=self.shape)
 
-    async def _answer(
+    async def _generate(
         self,
-        asked: Generation,
+        body: GenerationRequest,
         request: Request,
-        prepare: Callable[[Any, str], Prepared],
-        make_answer: Callable[..., Answer],
+        prepare: Callable[[Any, str], PreparedRequest],
+        make_response: Callable[[PreparedRequest, Vocabulary, str], ResponseBuilder],
     ) -> Response:
-        said = facts.get()
-        if asked.user:
-            said["user"] = asked.user
+        fields = request_fields.get()
+        if body.user:
+            fields["user"] = body.user
         if self.config.log_text:
-            said["asked"] = asked.model_dump(exclude_unset=True)
-        prepared = await asyncio.to_thread(prepare, asked, said.get("tenant", ""))
+            fields["asked"] = body.model_dump(exclude_unset=True)
+        prepared = await asyncio.to_thread(prepare, body, fields.get("tenant", ""))
         if prepared.grammar is not None:
             param = "tools" if prepared.reads_tools else "response_format"
-            client = said.get("tenant") or (request.client.host if request.client else "")
+            client = fields.get("tenant") or (request.client.host if request.client else "")
             prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param, client))
-        answer = make_answer(prepared, self.words, self.model_name)
+        response = make_response(prepared, self.vocab, self.model_name)
         handle = self.worker.submit(prepared.jobs)
         try:
-            async with watched(request.receive, handle):
-                await asyncio.wait([handle.joined])
-            if handle.joined.cancelled():
-                raise gone()
-            handle.joined.result()
+            async with cancel_on_disconnect(request.receive, handle):
+                await asyncio.wait([handle.admitted])
+            if handle.admitted.cancelled():
+                raise client_disconnected()
+            handle.admitted.result()
         except BaseException:
             self.worker.close(handle)
             raise
-        if asked.stream:
-            has_bill = asked.stream_options is not None and asked.stream_options.include_usage
-            events = self._events(handle, answer, has_bill)
-            close = partial(self._close, handle, answer, said)
-            return EventStream(events, handle, close)
-        return await self._collect(request, handle, answer, said)
+        if body.stream:
+            has_usage = body.stream_options is not None and body.stream_options.include_usage
+            events = self._events(handle, response, has_usage)
+            return EventStream(events, handle, partial(self._close, handle, response, fields))
+        return await self._collect(request, handle, response, fields)
 
-    async def _collect(self, request: Request, handle: RequestHandle, answer: Answer, said: dict[str, Any]) -> Response:
+    async def _collect(
+        self, request: Request, handle: RequestHandle, response: ResponseBuilder, fields: dict[str, Any]
+    ) -> Response:
         try:
-            async with watched(request.receive, handle):
+            async with cancel_on_disconnect(request.receive, handle):
                 async for index, update in handle.updates():
-                    answer.keep(index, update)
+                    response.add(index, update)
         finally:
-            self._close(handle, answer, said)
-        if len(answer.completions) < handle.num_answers:
-            raise gone()
-        # With log-probabilities it can be long.
-        writing = asyncio.get_running_loop().run_in_executor(self.writer, lambda: answer.whole().model_dump_json())
-        return Response(await writing, media_type="application/json")
+            self._close(handle, response, fields)
+        if len(response.completions) < handle.num_completions:
+            raise client_disconnected()
+        # In a thread: with log-probabilities a response can have megabytes.
+        loop = asyncio.get_running_loop()
+        content = await loop.run_in_executor(self.serializer, lambda: response.whole().model_dump_json())
+        return Response(content, media_type="application/json")
 
-    async def _events(self, handle: RequestHandle, answer: Answer, has_bill: bool) -> AsyncGenerator[bytes]:
+    async def _events(self, handle: RequestHandle, response: ResponseBuilder, has_usage: bool) -> AsyncGenerator[bytes]:
+        # Chunks are ASCII only: some line readers take characters such as U+2028 for line breaks.
         try:
             async for index, update in handle.updates():
-                if chunk := answer.take(index, update):
-                    yield _event(chunk)
-            if has_bill and len(answer.completions) == handle.num_answers:
-                yield _event(answer.bill())
-            yield DONE
-        except ApiError as why:
-            note(why)
-            yield event(json.dumps(why.body()))
+                if chunk := response.chunk(index, update):
+                    yield event(chunk.model_dump_json(ensure_ascii=True))
+            if has_usage and len(response.completions) == handle.num_completions:
+                yield event(response.usage_chunk().model_dump_json(ensure_ascii=True))
+            yield event("[DONE]")
+        except ApiError as error:
+            error.log()
+            yield event(json.dumps(error.body()))
 
-    def _close(self, handle: RequestHandle, answer: Answer, said: dict[str, Any]) -> None:
+    def _close(self, handle: RequestHandle, response: ResponseBuilder, fields: dict[str, Any]) -> None:
+        """Release a request and complete its log line."""
         self.worker.close(handle)
-        said["answers"] = f"{len(answer.completions)} of {handle.num_answers}"
-        said["prompt_tokens"] = sum(len(job.tokens) for job in handle.jobs)
-        said["completion_tokens"], said["rounds"] = handle.num_tokens, handle.num_rounds
+        fields["answers"] = f"{len(response.completions)} of {handle.num_completions}"
+        fields["prompt_tokens"] = sum(len(job.tokens) for job in handle.jobs)
+        fields["completion_tokens"], fields["rounds"] = handle.num_tokens, handle.num_rounds
         if self.config.log_text:
-            said["answered"] = [done.text for done in answer.completions.values()]
+            fields["answered"] = [done.text for done in response.completions.values()]
 
 
-def _event(chunk: Chunk) -> bytes:
-    """All ASCII: some readers of lines take characters such as U+2028 for the end of one."""
-    return event(chunk.model_dump_json(ensure_ascii=True))
+class EventStream(Response):
+    """Response of server-sent events. A client that disconnects or is cut off cancels its request."""
+
+    def __init__(self, events: AsyncGenerator[bytes], handle: RequestHandle, close: Callable[[], None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self.events, self.handle, self.close = events, handle, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self.events) as events, cancel_on_disconnect(receive, self.handle):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self.close()
 
 
-def _state(status: str, code: int = 200) -> Response:
+def event(data: str) -> bytes:
+    """One server-sent event. JSON text has no line breaks."""
+    return f"data: {data}\n\n".encode()
+
+
+@asynccontextmanager
+async def cancel_on_disconnect(receive: Receive, handle: RequestHandle) -> AsyncIterator[None]:
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        handle.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+def _status(status: str, code: int = 200) -> Response:
     return JSONResponse({"status": status}, code)

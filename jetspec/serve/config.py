@@ -1,4 +1,4 @@
-"""How the server listens, and where its patience ends."""
+"""Settings of the server: where it listens, who may use it, and its limits."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from pathlib import Path
 from jetspec.files import read_text
 
 ORIGIN = re.compile(r"https?://[a-z0-9.:\[\]_-]+")
-"""As browsers send it: anything else would never match."""
+"""An origin as browsers send it; any other spelling would never match."""
 MIN_KEY = 16
-"""Shortest API key in characters: shorter ones can be guessed."""
+"""Minimum length of an API key, in characters: shorter ones can be guessed."""
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Everything about the server that is not about the model."""
+    """Settings of the HTTP server. `EngineConfig` has those of the engine."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every IPv4 interface."""
     port: int = 8000
-    """0: any free one."""
+    """TCP port; 0 selects a free one."""
     model_name: str | None = None
-    """What clients call the model. None: its own name."""
+    """Name of the model in the API; by default the model's own name."""
     keys: tuple[str, ...] = ()
-    """API keys. None at all: whoever reaches the port may ask."""
+    """API keys; without any, every client that reaches the port is served."""
     origins: tuple[str, ...] = ()
-    """Web pages of other hosts that may ask from a browser."""
+    """Origins whose web pages may call the API from a browser (CORS), such as https://example.org; by default none."""
     max_queue: int = 64
-    """Answers that may wait while others are written; one more is refused with 429."""
+    """Completions that may wait for the batch; a request beyond them is refused with status 429."""
     max_requests: int = 512
-    """HTTP requests at a time, whatever they want."""
+    """HTTP requests at a time; one beyond them is refused with status 429."""
     max_body: int = 4 << 20
-    """Bytes of a request."""
+    """Size limit of a request body, in bytes."""
     max_prompt: int | None = None
-    """Tokens of a prompt. None: what the context holds."""
+    """Length limit of a prompt, in tokens; by default one less than the context."""
     max_tokens: int | None = None
-    """Tokens of an answer. None: what the context holds."""
+    """Length limit of a completion, in tokens; by default the context."""
     read_timeout_s: float = 30.0
-    """A client that takes longer to send its request is cut off."""
+    """Seconds in which a client has to send its request."""
     write_timeout_s: float = 60.0
-    """A client that takes no byte of its answer for so long is cut off."""
+    """Seconds after which a client that reads nothing of its response is disconnected."""
     drain_s: float = 30.0
-    """Time that answers have to come to their end when the server is told to stop. 0: they are broken off."""
+    """Seconds that running completions have to finish at shutdown; 0 aborts them at once."""
     log_text: bool = False
-    """Whether prompts and answers appear in the log."""
+    """Write prompts and completions to the log."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -59,17 +60,17 @@ class ServeConfig:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if not 0 <= self.drain_s < math.inf:
-            raise ValueError(f"drain is {self.drain_s:g} seconds; it must be finite and at least 0")
+            raise ValueError(f"drain_s is {self.drain_s:g}; it must be finite and at least 0")
         for origin in self.origins:
             if not ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"{origin!r} is no origin; one is written as https://example.org, in small letters and with no "
-                    "slash at its end, and there is no wildcard"
+                    f"{origin!r} is not an origin; write it as https://example.org, in lower case and without a "
+                    "trailing slash; there is no wildcard"
                 )
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """The server is reachable from this machine only."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -77,12 +78,12 @@ class ServeConfig:
 
     @property
     def shown_host(self) -> str:
-        """The host as addresses write it."""
+        """The host as URLs write it."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """API keys from a file, one per line. On a command line they would be visible to every user of the machine."""
+    """Returns the API keys in a file, one per line. On a command line every user of the machine could see them."""
     keys = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
     if not keys:
         raise ValueError(f"{path} holds no key; write one per line")

@@ -1,4 +1,4 @@
-"""One connection of a client: when it has waited, or is waited for, too long, and when there are too many."""
+"""One client connection: timeouts, memory limits and eviction, on top of uvicorn's HTTP/1.1 protocol."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jetspec.serve.config import ServeConfig
 
-MAX_WAITING = 256 << 20
-"""Bytes of answers that wait for their clients, of all together. Beyond, the client that most waits for is cut off."""
+MAX_UNSENT = 256 << 20
+"""Bytes of responses that wait for their clients, over all connections. Beyond it the largest is dropped."""
 PIECE = 8 << 10
-"""Bytes that are parsed before the next look at what they were. The event loop stands still meanwhile."""
+"""Bytes parsed before the limits are checked again. The event loop is blocked meanwhile."""
 SPARE_FRAMING, PER_FRAMING = 16 << 10, 64
-"""Bytes around the chunks of a body that are always let through, and how many of the body itself pay for one more."""
+"""Chunk framing allowed per body: a constant number of bytes, and one more per this many bytes of payload."""
 LINGER_S = 2.0
-"""What a client that is still sending has to read why it was refused."""
+"""Time for which a client that is still sending can read its error response."""
 
 
-def most_connections(config: ServeConfig) -> int:
-    """Twice the requests that are let in, so that there is room to refuse some; half of the files that may be open."""
-    most = 2 * config.max_requests
+def max_connections(config: ServeConfig) -> int:
+    """Twice the request limit, so that requests beyond it get a response; at most half of the file descriptors."""
+    limit = 2 * config.max_requests
     try:
         import resource
-    except ImportError:  # a system without such limits
-        return most
+    except ImportError:  # not a POSIX system
+        return limit
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if files == resource.RLIM_INFINITY else min(most, files // 2)
+    return limit if files == resource.RLIM_INFINITY else min(limit, files // 2)
 
 
-class Closing:
-    """A transport that asks somebody else to close it. uvicorn closes as soon as it has written."""
+class DelegatedClose:
+    """A transport with another `close`. uvicorn closes as soon as it has written."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport, self.close = transport, close
@@ -47,119 +47,119 @@ class Closing:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which by itself waits for ever: for the head of a request, and for a client to read its answer.
+    """uvicorn's protocol with the timeouts it lacks: for the head of a request, and for a client to read a response.
 
-    It also stops listening to a client that sends more than one request, and so would not hear it leave. Here what
-    comes ahead of its turn is kept, up to the size of a request.
+    uvicorn also stops reading from a client that pipelines requests, and so misses its disconnect. Here reading goes
+    on: pipelined bytes are buffered, up to the size limit of a request.
     """
 
-    def __init__(self, limits: ServeConfig, most: int, **given: Any) -> None:
-        super().__init__(**given)
-        self.limits, self.most = limits, most
+    def __init__(self, limits: ServeConfig, max_connections: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.limits, self.max_connections = limits, max_connections
         self._deadline: asyncio.TimerHandle | None = None
-        self._untaken, self._moved_s = 0, 0.0
-        self._ahead = bytearray()
-        """What the client has sent after the request that is being answered."""
+        self._unacked, self._progress_s = 0, 0.0
+        self._pipelined = bytearray()
+        """Received bytes behind the request that is being answered."""
         self._framing, self._payload = 0, 0
-        """Bytes around the parts of the present body, and of these."""
-        self._is_deaf, self._is_parting = False, False
+        """Bytes of chunk framing and of payload in the current body."""
+        self._discards_input, self._is_lingering = False, False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
-        super().connection_made(cast(asyncio.Transport, Closing(transport, self._part)))
-        self._watch()
-        if len(self.connections) > self.most:
-            self._make_room()
+        super().connection_made(cast(asyncio.Transport, DelegatedClose(transport, self._close)))
+        self._update_deadline()
+        if len(self.connections) > self.max_connections:
+            self._evict_idle()
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_deaf:
-            self._ahead += data
-            self._read_on()
-            if len(self._ahead) > self.limits.max_body:
+        if not self._discards_input:
+            self._pipelined += data
+            self._parse()
+            if len(self._pipelined) > self.limits.max_body:
                 self.cut_off()
-        self._watch()
+        self._update_deadline()
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self._has_asked:
-            self.flow.resume_reading()  # to hear the client leave
+        if self._awaits_response:
+            self.flow.resume_reading()  # a disconnect is only noticed by reading
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._framing = self._payload = 0
-        self._read_on()
+        self._parse()
 
     @property
-    def _has_asked(self) -> bool:
-        """Whether there is a whole request, and its answer is not complete."""
+    def _awaits_response(self) -> bool:
+        """The request is complete and its response is not."""
         return not self.is_idle and not self.cycle.more_body
 
-    def _read_on(self) -> None:
-        """Parse what has come, up to the end of a request that is not answered yet."""
-        while self._ahead and not (self._is_deaf or self._has_asked or self._socket.is_closing()):
-            piece = bytes(self._ahead[:PIECE])
-            del self._ahead[:PIECE]
+    def _parse(self) -> None:
+        """Parse received bytes up to the end of a request without a complete response."""
+        while self._pipelined and not (self._discards_input or self._awaits_response or self._socket.is_closing()):
+            piece = bytes(self._pipelined[:PIECE])
+            del self._pipelined[:PIECE]
             is_body = not self.is_idle
             before = len(self.cycle.body) if is_body else 0
             super().data_received(piece)
             if is_body:
-                self._weigh(len(piece), len(self.cycle.body) - before)
-        if self._has_asked and self.conn.their_state is h11.MUST_CLOSE:
-            self._ahead.clear()  # the client said that this is its last request
+                self._check_framing(len(piece), len(self.cycle.body) - before)
+        if self._awaits_response and self.conn.their_state is h11.MUST_CLOSE:
+            self._pipelined.clear()  # the client has declared this its last request
 
-    def _weigh(self, size: int, payload: int) -> None:
-        """A body in many small chunks is refused: each takes as long to parse as thousands of bytes in one."""
+    def _check_framing(self, size: int, payload: int) -> None:
+        """Refuse a body in many small chunks: parsing one takes as long as thousands of bytes of a large chunk."""
         self._payload += payload
         self._framing += size - payload
         if self._framing > SPARE_FRAMING + self._payload // PER_FRAMING and self.cycle.more_body:
-            self._is_deaf = True
+            self._discards_input = True
             self.scope["state"]["badly_framed"] = True
             self.cycle.message_event.set()
 
-    def _part(self) -> None:
-        """Close. To a client in the midst of its body the system would say so before it has read its answer."""
+    def _close(self) -> None:
+        """Close. In the middle of a body first stop writing only: a reset would discard the unread response."""
         is_unread = self.cycle is not None and self.cycle.more_body
-        if not is_unread or self._is_parting or self._socket.is_closing():
+        if not is_unread or self._is_lingering or self._socket.is_closing():
             self._socket.close()
             return
-        self._is_deaf = self._is_parting = True
-        self._ahead.clear()
-        self.flow.resume_reading()  # what still comes is dropped
+        self._discards_input = self._is_lingering = True
+        self._pipelined.clear()
+        self.flow.resume_reading()
         self._socket.write_eof()
         self.loop.call_later(LINGER_S, self._socket.abort)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client may offer another protocol; going on with this one is an answer."""
+        """No warning: the server may ignore an offered upgrade."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._cancel_deadline()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """More waits for this client than is sent ahead. All that waits is in memory."""
+        """Called when this client's write buffer is full. All unsent bytes are in memory."""
         super().pause_writing()
-        waiting = {other: other.transport.get_write_buffer_size() for other in self._all()}
-        if sum(waiting.values()) > MAX_WAITING:
-            max(waiting, key=lambda other: waiting[other]).cut_off()
+        unsent = {other: other.transport.get_write_buffer_size() for other in self._all()}
+        if sum(unsent.values()) > MAX_UNSENT:
+            max(unsent, key=lambda other: unsent[other]).cut_off()
 
-    def look(self, now: float) -> None:
-        """Cut off a client that has taken nothing for too long.
+    def check_write_timeout(self, now: float) -> None:
+        """Disconnect a client that has read nothing for too long.
 
-        While writing pauses and after the end of an answer nothing is added, so whatever changes was taken.
+        Nothing is added while writing pauses or after the end of a response, so any change is progress of the client.
         """
-        untaken = num_untaken(self.transport) if self.flow.write_paused or self.is_idle else 0
-        if untaken == 0 or untaken != self._untaken:
-            self._untaken, self._moved_s = untaken, now
-        elif now - self._moved_s > self.limits.write_timeout_s:
+        unacked = num_unacked(self.transport) if self.flow.write_paused or self.is_idle else 0
+        if unacked == 0 or unacked != self._unacked:
+            self._unacked, self._progress_s = unacked, now
+        elif now - self._progress_s > self.limits.write_timeout_s:
             self.cut_off()
 
     def cut_off(self) -> None:
-        """Forget what waits for this client; the system, too, is to forget what it has."""
+        """Disconnect at once; unsent bytes are dropped, those in the system's buffer too."""
         if self.scope is not None:
             self.scope["state"]["cut_off"] = True
         with suppress(OSError):
-            at_once = struct.pack("ii", 1, 0)
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            no_linger = struct.pack("ii", 1, 0)
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
         self.transport.abort()
 
     def _all(self) -> list[Connection]:
@@ -169,40 +169,40 @@ class Connection(H11Protocol):
     def is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def _make_room(self) -> None:
-        """Of the others without a request, the one that has waited longest for its first goes; if there is none, this.
+    def _evict_idle(self) -> None:
+        """Close the connection that has been idle longest, or this one if no other is idle.
 
-        So whoever asks at once is answered, however many connections somebody else opens.
+        A client that sends its request at once is served however many connections another one opens.
         """
-        others = [other for other in self._all() if other.is_idle and other is not self]
-        others = [other for other in others if not other.transport.is_closing()]
-        (min(others, key=lambda other: other._gives_up_s) if others else self).transport.abort()
+        idle = [other for other in self._all() if other.is_idle and other is not self]
+        idle = [other for other in idle if not other.transport.is_closing()]
+        (min(idle, key=lambda other: other._deadline_s) if idle else self).transport.abort()
 
     @property
-    def _gives_up_s(self) -> float:
+    def _deadline_s(self) -> float:
         return self._deadline.when() if self._deadline else math.inf
 
-    def _watch(self) -> None:
-        """Between requests time runs, and single bytes do not stop it."""
+    def _update_deadline(self) -> None:
+        """The read timeout runs between requests; single bytes do not restart it."""
         if not self.is_idle:
-            self._forget()
+            self._cancel_deadline()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self.limits.read_timeout_s, self.transport.close)
 
-    def _forget(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
 
-def num_untaken(transport: asyncio.Transport) -> int:
-    """Bytes that were written and that the other side has not acknowledged, in our buffer and the system's."""
+def num_unacked(transport: asyncio.Transport) -> int:
+    """Bytes written that the client has not acknowledged, in the transport's buffer and the system's."""
     size, connection = transport.get_write_buffer_size(), transport.get_extra_info("socket")
     try:
         import fcntl
         import termios
 
         (kept,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
-    except (ImportError, OSError):  # a system that does not tell
+    except (ImportError, OSError):  # the system does not report it
         return size
     return size + int(kept)

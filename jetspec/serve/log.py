@@ -9,60 +9,60 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-facts: ContextVar[dict[str, Any]] = ContextVar("facts")
-"""What the log line of the present request will say. Whoever handles it adds to them."""
-MAX_LINES, LIMITED_S = 10, 60.0
-"""How often the event loop may warn, and how often the web server."""
+log = logging.getLogger("jetspec.serve")
+request_fields: ContextVar[dict[str, Any]] = ContextVar("request_fields")
+"""Fields of the log line of the current request; handlers add to them."""
+MAX_LINES, WINDOW_S = 10, 60.0
+"""Lines per time window that the event loop and uvicorn may log."""
 
 
-class JsonLines(logging.Formatter):
-    """What happened and its facts. Of an exception the whole traceback: logs are for those who run the server."""
+class JsonFormatter(logging.Formatter):
+    """Formats a record with its `fields`, and the whole traceback of an exception: operators read the log."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "event": record.getMessage().strip(),
-            **getattr(record, "facts", {}),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
-class Sparingly(logging.Filter):
-    """Lets through the first lines of a minute, and says with the next minute's how many it kept back.
+class RateLimit(logging.Filter):
+    """Passes the first lines of each window; the first line of the next window counts the suppressed ones.
 
-    Warnings and errors are counted apart: who provokes the one must not hide the other.
+    Levels are limited separately: warnings that a client provokes must not hide errors.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._levels: dict[int, tuple[float, int]] = {}
-        """When the minute of each began, and its lines since."""
+        """Level -> start of its window, lines since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        began_s, count = self._levels.get(record.levelno, (-LIMITED_S, 0))
-        if record.created - began_s >= LIMITED_S:
+        start_s, count = self._levels.get(record.levelno, (-WINDOW_S, 0))
+        if record.created - start_s >= WINDOW_S:
             if count > MAX_LINES:
-                record.facts = {"left_out": count - MAX_LINES}
-            began_s, count = record.created, 0
-        self._levels[record.levelno] = began_s, count + 1
+                record.fields = {"left_out": count - MAX_LINES}
+            start_s, count = record.created, 0
+        self._levels[record.levelno] = start_s, count + 1
         return count < MAX_LINES
 
 
 def set_up_log() -> None:
-    """Our own lines, and the warnings of the web server and of the event loop, in one form.
+    """Send the server's lines and the warnings of uvicorn and asyncio to stderr, as JSON.
 
-    What the event loop warns of, such as a want of files, it may repeat thousands of times a second, and the web server
+    The last two are rate-limited: out of file descriptors asyncio warns thousands of times per second, and uvicorn
     warns of every request that is not HTTP.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    levels = {"jetspec.serve": logging.INFO, "uvicorn.error": logging.WARNING, "asyncio": logging.WARNING}
-    for name, level in levels.items():
+    handler.setFormatter(JsonFormatter())
+    for name, level in ((log.name, logging.INFO), ("uvicorn.error", logging.WARNING), ("asyncio", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).filters = [Sparingly()]
+        if name != log.name:
+            logger.filters = [RateLimit()]

@@ -1,7 +1,8 @@
-"""What the server counts, for Prometheus.
+"""Prometheus metrics of the server. To add one: create it in `Metrics.__init__` and update it in an `on_` method, or
+for a value that is read when scraped add a row to `_add_gauges`.
 
-Quantities that vLLM publishes, too, carry its names, prefix included, because dashboards and `vllm bench serve` look
-for exactly these. What only a tree decoder has is named `jetspec:`.
+Quantities that vLLM publishes too have its names, prefix included, because dashboards and `vllm bench serve` read
+these. Those of tree decoding are named `jetspec:`.
 """
 
 from __future__ import annotations
@@ -16,86 +17,87 @@ from jetspec.types import Update
 
 FIRST_TOKEN_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 BETWEEN_TOKENS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
-WHOLE_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+REQUEST_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 WINDOW_S = 10.0
-"""Speeds are means over this time."""
-ANSWER_ROUTES = ("/v1/chat/completions", "/v1/completions")
+"""Time over which rates are averaged."""
+COMPLETION_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 
 class Metrics:
-    """Counters of one server. `joined` and `saw` are called in the engine's thread, the rest in the event loop."""
+    """Metrics of one server. The engine's thread calls `on_admission` and `on_update`, the event loop the rest."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         disable_created_metrics()  # their names begin like those of the counters, and readers would add them up
         self.registry = CollectorRegistry()
         self._model = {"model_name": model_name}
         self._recent: deque[tuple[float, int]] = deque()
-        """When rounds ended, and the tokens they committed."""
+        """(end time, committed tokens) of the rounds in the window."""
 
         requests = Counter("jetspec:requests", "HTTP requests.", ["route", "status"], registry=self.registry)
         self._requests = requests
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self._tokens = self._counter("vllm:generation_tokens", "Tokens written.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.")
+        self._tokens = self._counter("vllm:generation_tokens", "Generated tokens.")
         self._success = Counter(
-            "vllm:request_success", "Answers completed.", ["model_name", "finished_reason"], registry=self.registry
+            "vllm:request_success", "Finished completions.", ["model_name", "finished_reason"], registry=self.registry
         )
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
-        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens checked.")
+        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         self._accepted_at = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by place in the draft.",
+            "Draft tokens accepted, by position in the draft.",
             ["model_name", "position"],
             registry=self.registry,
         )
-        self._rounds = Counter("jetspec:rounds", "Rounds, counted per answer.", registry=self.registry)
+        self._rounds = Counter("jetspec:rounds", "Rounds, counted per completion.", registry=self.registry)
         self._accepted_length = Histogram(
             "jetspec:accepted_length",
             "Draft tokens accepted per round.",
             buckets=[*range(16), 31, 63, 255],
             registry=self.registry,
         )
-        self._first = self._times("vllm:time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN_S)
-        self._between = self._times(
-            "vllm:inter_token_latency_seconds", "Between tokens: a round's time by its tokens.", BETWEEN_TOKENS_S
+        self._first = self._latency("vllm:time_to_first_token_seconds", "Time to the first token.", FIRST_TOKEN_S)
+        self._between = self._latency(
+            "vllm:inter_token_latency_seconds", "Time of a round divided by its tokens.", BETWEEN_TOKENS_S
         )
-        self._whole = self._times("vllm:e2e_request_latency_seconds", "From request to last token.", WHOLE_S)
-        self._watch(engine)
+        self._whole = self._latency("vllm:e2e_request_latency_seconds", "Time of a whole request.", REQUEST_S)
+        self._add_gauges(engine)
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(name, help, ["model_name"], registry=self.registry).labels(**self._model)
 
-    def _times(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+    def _latency(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, help, ["model_name"], buckets=buckets, registry=self.registry)
         return family.labels(**self._model)
 
-    def _watch(self, engine: Engine) -> None:
-        """Quantities that are looked up when somebody asks."""
+    def _add_gauges(self, engine: Engine) -> None:
+        """Values that are read when the metrics are scraped."""
         pool, scheduler = engine.cache.pool, engine.scheduler
 
-        def used() -> int:
+        def pages_in_use() -> int:
             return pool.num_pages - pool.num_available
 
-        shared = {
-            "vllm:num_requests_running": ("Answers being written.", lambda: len(scheduler.running)),
-            "vllm:num_requests_waiting": ("Answers that wait.", lambda: len(scheduler.waiting)),
-            "vllm:kv_cache_usage_perc": ("Share of pages in use, 0 to 1.", lambda: used() / pool.num_pages),
+        with_model = {
+            "vllm:num_requests_running": ("Completions in the batch.", lambda: len(scheduler.running)),
+            "vllm:num_requests_waiting": ("Completions in the queue.", lambda: len(scheduler.waiting)),
+            "vllm:kv_cache_usage_perc": ("Share of pages in use, 0 to 1.", lambda: pages_in_use() / pool.num_pages),
         }
-        for name, (help, look) in shared.items():
-            Gauge(name, help, ["model_name"], registry=self.registry).labels(**self._model).set_function(look)
+        for name, (help, read) in with_model.items():
+            Gauge(name, help, ["model_name"], registry=self.registry).labels(**self._model).set_function(read)
         own = {
-            "jetspec:pages_in_use": ("Pages of the KV cache in use.", used),
+            "jetspec:pages_in_use": ("Pages of the KV cache in use.", pages_in_use),
             "jetspec:pages": ("Pages of the KV cache.", lambda: pool.num_pages),
             "jetspec:tokens_per_second": (f"Mean of the last {WINDOW_S:g} s.", self.tokens_per_s),
             "jetspec:tokens_per_round": (f"Mean of the last {WINDOW_S:g} s.", self.tokens_per_round),
         }
-        for name, (help, look) in own.items():
-            Gauge(name, help, registry=self.registry).set_function(look)
+        for name, (help, read) in own.items():
+            Gauge(name, help, registry=self.registry).set_function(read)
 
-    def joined(self, prompt_tokens: int) -> None:
+    def on_admission(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)
 
-    def saw(self, update: Update, waited_s: float, is_first: bool) -> None:
+    def on_update(self, update: Update, waited_s: float, is_first: bool) -> None:
+        """`waited_s` is the time since the previous update of the completion, or since the request arrived."""
         num, now = len(update.token_ids), time.monotonic()
         self._recent.append((now, num))
         while self._recent[0][0] < now - WINDOW_S:
@@ -116,9 +118,9 @@ class Metrics:
         if update.completion:
             self._success.labels(**self._model, finished_reason=update.completion.finish_reason).inc()
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
+    def on_response(self, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route, status).inc()
-        if route in ANSWER_ROUTES and status == 200:
+        if route in COMPLETION_ROUTES and status == 200:
             self._whole.observe(seconds)
 
     def tokens_per_s(self) -> float:
@@ -133,4 +135,5 @@ class Metrics:
         return [(ended, num) for ended, num in tuple(self._recent) if ended >= oldest]
 
     def page(self) -> bytes:
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""What clients send and get, as schemas. Bounds stand here, so that the OpenAPI document states them.
+"""Schemas of requests and responses, with their bounds, which the OpenAPI document therefore states.
 
 Requests follow OpenAI's. A field that is not here is refused by its name; null is the same as leaving a field out.
 """
@@ -23,19 +23,19 @@ from typing_extensions import TypedDict
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
 from jetspec.types import MAX_BIASED_TOKENS, MAX_LOGPROBS
 
-MAX_ANSWERS = 16
-"""Answers to a prompt."""
+MAX_CHOICES = 16
+"""Completions of a prompt."""
 MAX_PROMPTS = 16
 MAX_STOPS = 16
 MAX_TOOLS = 64
 MAX_MESSAGES = 2048
 MAX_CALLS = 1024
-"""Calls of a message."""
+"""Tool calls of a message."""
 
 ShortText = Annotated[str, StringConstraints(max_length=256)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-"""One way to write each, so that no two names are of the same token."""
+"""Canonical decimal, so that no two keys name the same token."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Stops = Annotated[
@@ -46,8 +46,8 @@ Stops = Annotated[
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, fail_fast=True)]
 
 
-def form_of_prompt(prompt: Any) -> str:
-    """Which of its forms a prompt is meant to have, by its first entry: errors are about that one."""
+def prompt_tag(prompt: Any) -> str:
+    """Returns the alternative of the union that a prompt means, by its first entry; errors are about that one."""
     if not isinstance(prompt, list):
         return "str"
     first = prompt[0] if prompt else None
@@ -60,82 +60,81 @@ Prompt = Annotated[
     | Annotated[TokenIds, Tag("list[int]")]
     | Annotated[list[str], Several, Tag("list[str]")]
     | Annotated[list[TokenIds], Several, Tag("list[list[int]]")],
-    Discriminator(form_of_prompt),
+    Discriminator(prompt_tag),
 ]
 
 
 def check_size(biases: Any) -> Any:
-    """Pydantic counts the entries of a dictionary only after it has looked at each."""
+    """Limits the entries of a dictionary before pydantic validates each of them."""
     if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:
         raise PydanticCustomError("too_long", "too many", {"max_length": MAX_BIASED_TOKENS})
     return biases
 
 
-def untold(description: Any) -> Any:
-    """Refuse a description that the model would not be told of."""
+def refuse_description(description: Any) -> Any:
     if description is not None:
-        raise PydanticCustomError("untold", "it is not told to the model; say it in a message")
+        raise PydanticCustomError("not_in_prompt", "it does not reach the model; put it in a message")
     return description
 
 
-class Asked(BaseModel):
-    """Something that a client sends: types are not converted, and unknown fields are refused.
+class RequestModel(BaseModel):
+    """Base of everything a client sends: types are not converted, and unknown fields are refused.
 
-    What a client can send many of stops at the first mistake (`fail_fast`), or one wrong body would take seconds.
+    Validation of long lists stops at the first error (`fail_fast`); all errors of a large body would take seconds.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    NEUTRAL: ClassVar[dict[str, Any]] = {}
-    """Values beyond those of its fields that change nothing, and that clients send all the same."""
-    REPEATED: ClassVar[frozenset[str]] = frozenset()
-    """Unknown fields that OpenAI's client adds to an answer that it hands back: they say again what others say."""
+    NO_EFFECT: ClassVar[dict[str, Any]] = {}
+    """Field -> value that clients send although it changes nothing. The pair is dropped."""
+    REDUNDANT: ClassVar[frozenset[str]] = frozenset()
+    """Fields that OpenAI's client adds when it sends a response back. They repeat other fields and are dropped."""
 
     @model_validator(mode="before")
     @classmethod
-    def leave_out(cls, value: Any) -> Any:
-        """What means nothing. Of the fields that are not known, the first is enough to refuse the whole."""
+    def drop_ignored(cls, value: Any) -> Any:
+        """Drops nulls and fields without effect. Of unknown fields the first is kept: it suffices to refuse all."""
         if not isinstance(value, dict):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        given = {name: entry for name, entry in value.items() if entry is not None and not cls._is_neutral(name, entry)}
+        given = {name: entry for name, entry in value.items() if entry is not None and not cls._is_ignored(name, entry)}
         unknown = next((name for name in given if name not in known), None)
         return {name: entry for name, entry in given.items() if name in known or name == unknown}
 
     @classmethod
-    def _is_neutral(cls, name: str, entry: Any) -> bool:
-        """Numbers may be written in any way, but neither true nor false is one."""
-        if name not in cls.NEUTRAL:
-            return name in cls.REPEATED
-        neutral = cls.NEUTRAL[name]
-        return bool(entry == neutral) and isinstance(entry, bool) == isinstance(neutral, bool)
+    def _is_ignored(cls, name: str, entry: Any) -> bool:
+        """1 and 1.0 are the same value, 1 and true are not."""
+        if name not in cls.NO_EFFECT:
+            return name in cls.REDUNDANT
+        ignored = cls.NO_EFFECT[name]
+        return bool(entry == ignored) and isinstance(entry, bool) == isinstance(ignored, bool)
 
 
-class StreamOptions(Asked):
+class StreamOptions(RequestModel):
     include_usage: bool = False
-    """A last chunk with what the request cost."""
+    """Send a last chunk with the usage."""
 
 
-class TreeOptions(Asked):
-    """JetSpec's own extension: the tree of this request, and a look at it."""
+class TreeOptions(RequestModel):
+    """JetSpec's extension: a smaller tree for this request, and a trace of its rounds."""
 
     budget: Annotated[int, Field(ge=1, le=MAX_BUDGET)] | None = None
-    """Most nodes of a tree, up to the server's own budget; 1 is plain decoding."""
+    """Node limit of the tree, up to the server's budget; 1 is plain decoding."""
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] | None = None
-    """Most children of a node, up to the server's own width; 1 is a chain."""
+    """Child limit of a node, up to the server's width; 1 is a chain."""
     trace: bool = False
-    """Put every round's tokens and tree into the chunks of the stream."""
+    """Add each round's tokens and tree to the chunks of the stream."""
 
 
-class Generation(Asked):
-    """What chats and plain completions have in common."""
+class GenerationRequest(RequestModel):
+    """Fields of chat and text completions."""
 
-    NEUTRAL = {"repetition_penalty": 1, "top_k": -1}  # `vllm bench serve` always sends the one; vLLM's word for 0
+    NO_EFFECT = {"repetition_penalty": 1, "top_k": -1}  # `vllm bench serve` always sends the first; -1 is vLLM's 0
 
     model: ShortText
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
@@ -143,47 +142,47 @@ class Generation(Asked):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     stop: Stops = []
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    """Answers 2 to n take the numbers that follow."""
+    """Seed of the first completion; each of the others has the next number."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[
         dict[TokenIdText, Bias], Field(max_length=MAX_BIASED_TOKENS), BeforeValidator(check_size)
     ] = {}
-    """Token ids, and what is added to their logits."""
+    """Token id -> value added to its logit."""
     ignore_eos: bool = False
     cache_salt: ShortText | None = None
-    """Prompts share cached prefixes only with those of the same salt (and the same API key). Empty: none."""
+    """Cached prefixes are shared only between requests of the same salt and API key. Empty: no salt."""
     user: ShortText | None = None
-    """A name for the log; it changes nothing."""
+    """Name in the log, without other effect."""
     jetspec: TreeOptions | None = None
 
 
-class TextPart(Asked):
+class TextPart(RequestModel):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Asked):
-    """A call, as it may be handed back. What an answer calls is held to the same."""
+class CalledFunction(RequestModel):
+    """A function call in a message. Calls in a completion must satisfy the same rules."""
 
-    REPEATED = frozenset({"parsed_arguments"})
+    REDUNDANT = frozenset({"parsed_arguments"})
 
     name: ToolName
     arguments: str
-    """A JSON object, which `read_arguments` reads."""
+    """A JSON object."""
 
 
-class ToolCall(Asked):
-    REPEATED = frozenset({"index"})  # of a stream
+class ToolCall(RequestModel):
+    REDUNDANT = frozenset({"index"})  # in a stream
 
     id: ShortText
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Asked):
-    NEUTRAL = {"annotations": []}  # OpenAI's client hands an answer back as it came, with this in it
-    REPEATED = frozenset({"parsed"})
+class Message(RequestModel):
+    NO_EFFECT = {"annotations": []}  # in OpenAI's responses, which may be sent back as messages
+    REDUNDANT = frozenset({"parsed"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -191,15 +190,15 @@ class Message(Asked):
     tool_call_id: ShortText | None = None
 
     @model_validator(mode="after")
-    def says_something(self) -> Message:
+    def check_role(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("a message needs content")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("only an assistant calls tools")
+            raise ValueError("only an assistant message has tool_calls")
         if self.role == "tool" and not self.tool_call_id:
-            raise ValueError("a message of a tool needs the tool_call_id that it answers")
+            raise ValueError("a tool message needs the tool_call_id that it answers")
         if self.tool_call_id and self.role != "tool":
-            raise ValueError("only a message of a tool has a tool_call_id")
+            raise ValueError("only a tool message has a tool_call_id")
         return self
 
     @property
@@ -209,57 +208,57 @@ class Message(Asked):
         return self.content or ""
 
 
-class FunctionSpec(Asked):
+class FunctionSpec(RequestModel):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] = {}
     strict: bool | None = None
-    """Calls that the model makes by itself follow the schema, too. A call that is forced always does."""
+    """Calls follow the schema even where the model decides to call; forced calls always do."""
 
 
-class Tool(Asked):
+class Tool(RequestModel):
     type: Literal["function"]
     function: FunctionSpec
 
 
-class ChosenFunction(Asked):
+class ChosenFunction(RequestModel):
     name: ToolName
 
 
-class ToolChoice(Asked):
+class ToolChoice(RequestModel):
     type: Literal["function"]
     function: ChosenFunction
 
 
-class NamedSchema(Asked):
+class NamedSchema(RequestModel):
     name: ToolName
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    description: Annotated[None, BeforeValidator(untold)] = None
-    """Refused: the model sees the messages only."""
+    description: Annotated[None, BeforeValidator(refuse_description)] = None
+    """Refused: the prompt holds the messages only."""
     strict: bool | None = None
-    """It changes nothing: an answer always follows its schema."""
+    """Without effect: a completion always follows its schema."""
 
 
-class TextFormat(Asked):
+class TextFormat(RequestModel):
     type: Literal["text"]
 
 
-class ObjectFormat(Asked):
+class ObjectFormat(RequestModel):
     type: Literal["json_object"]
 
 
-class SchemaFormat(Asked):
+class SchemaFormat(RequestModel):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
-class TemplateArguments(Asked):
-    """What a client may tell the chat template."""
+class TemplateOptions(RequestModel):
+    """Variables for the chat template."""
 
     enable_thinking: bool | None = None
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -269,27 +268,27 @@ class ChatRequest(Generation):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """False: an answer ends with its first call. A call that is forced is the only one."""
-    chat_template_kwargs: TemplateArguments | None = None
+    """False: a completion ends with its first call. A forced call is always the only one."""
+    chat_template_kwargs: TemplateOptions | None = None
 
 
-class CompletionRequest(Generation):
-    NEUTRAL = {**Generation.NEUTRAL, "best_of": 1, "echo": False}  # as benchmarks send them
+class CompletionRequest(GenerationRequest):
+    NO_EFFECT = {**GenerationRequest.NO_EFFECT, "best_of": 1, "echo": False}  # sent by benchmarks
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-WhenThere = Field(exclude_if=lambda value: value is None)
-"""For what is left out of an answer that does not have it; OpenAI's other nullable fields are there, as null."""
+OmitNull = Field(exclude_if=lambda value: value is None)
+"""Marks fields that are left out when null. OpenAI's other nullable fields are sent as null."""
 
 
 class CachedTokens(BaseModel):
     cached_tokens: int
 
 
-class Rounds(BaseModel):
+class RoundUsage(BaseModel):
     rounds: int
     tokens_per_round: float
 
@@ -299,11 +298,11 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    jetspec: Rounds
+    jetspec: RoundUsage
 
 
 class TopLogprob(TypedDict):
-    """A dictionary and no model, because an answer may hold hundreds of thousands."""
+    """A dictionary, not a model: a response may hold hundreds of thousands."""
 
     token: str
     logprob: float
@@ -330,125 +329,124 @@ class FunctionCall(BaseModel):
     arguments: str
 
 
-class MadeCall(BaseModel):
+class ResponseToolCall(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class MadeCallDelta(MadeCall):
-    """In a stream a call says which of the answer's calls it is."""
-
+class ToolCallDelta(ResponseToolCall):
     index: int
+    """Number of the call in its completion."""
 
 
-class AnswerMessage(BaseModel):
+class ResponseMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    """Never one; OpenAI's clients expect the field."""
-    tool_calls: Annotated[list[MadeCall] | None, WhenThere] = None
+    """Always null; OpenAI's clients expect the field."""
+    tool_calls: Annotated[list[ResponseToolCall] | None, OmitNull] = None
 
 
-Finish = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(BaseModel):
     index: int
-    message: AnswerMessage
+    message: ResponseMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish
+    finish_reason: FinishReason
 
 
 class Delta(BaseModel):
-    role: Annotated[Literal["assistant"] | None, WhenThere] = None
-    content: Annotated[str | None, WhenThere] = None
-    tool_calls: Annotated[list[MadeCallDelta] | None, WhenThere] = None
+    role: Annotated[Literal["assistant"] | None, OmitNull] = None
+    content: Annotated[str | None, OmitNull] = None
+    tool_calls: Annotated[list[ToolCallDelta] | None, OmitNull] = None
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
 
 
 class TextChoice(BaseModel):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
 
 
 class TracedToken(BaseModel):
-    """A token that a round committed."""
+    """A committed token of a round."""
 
     text: str
     depth: int
-    """Place in the round, from 1; the last one is the target's own, after the path."""
+    """Position in the round, from 1. The last token is the bonus token, after the accepted path."""
     logprob: float
-    """Under the target."""
-    draft_logprob: Annotated[float | None, WhenThere] = None
-    """Under the draft; the last token was not drafted."""
+    """Log-probability under the target."""
+    draft_logprob: Annotated[float | None, OmitNull] = None
+    """Log-probability under the draft; the bonus token has none."""
 
 
 class TracedTree(BaseModel):
-    """The tree of a round, node by node; node 0 is the anchor."""
+    """Draft tree of a round, by node; node 0 is the anchor."""
 
     tokens: list[str]
     parents: list[int]
     scores: list[float]
     """Cumulative log-probabilities under the draft."""
     path: list[int]
-    """Accepted nodes, the anchor first."""
+    """Accepted nodes, anchor first."""
     bonus: str
-    """The target's own token after the path."""
+    """Token sampled from the target after the path."""
 
 
 class TracedRound(BaseModel):
-    """What a chunk carries when the request asked for a trace."""
+    """Trace of a round, in the chunks of a request with `trace`."""
 
     round: int
-    """From 1."""
+    """Number of the round, from 1."""
     tokens: list[TracedToken]
     tree: TracedTree
     tokens_per_s: float
-    """Of this answer, from its first round to this one."""
+    """Speed of this completion since the end of its first round."""
 
 
-class ChatCompletion(BaseModel):
+class ResponseModel(BaseModel):
+    """Fields of every response, and of every chunk of a stream."""
+
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
+    object: str
     created: int
     model: str
+
+
+class ChatCompletion(ResponseModel):
+    object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatChunk(BaseModel):
-    id: str
+class ChatChunk(ResponseModel):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Annotated[Usage | None, WhenThere] = None
-    jetspec: Annotated[TracedRound | None, WhenThere] = None
+    usage: Annotated[Usage | None, OmitNull] = None
+    jetspec: Annotated[TracedRound | None, OmitNull] = None
 
 
-class TextCompletion(BaseModel):
-    """Whole, or a chunk of a stream."""
+class TextCompletion(ResponseModel):
+    """A text completion, or a chunk of its stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: Annotated[Usage | None, WhenThere] = None
-    jetspec: Annotated[TracedRound | None, WhenThere] = None
+    usage: Annotated[Usage | None, OmitNull] = None
+    jetspec: Annotated[TracedRound | None, OmitNull] = None
 
 
 class TreeShape(BaseModel):
-    """How this server decodes; requests may want less of it."""
+    """Decoding settings of this server, upper bounds for a request."""
 
     drafter: str
     budget: int
@@ -481,5 +479,5 @@ class ErrorBody(BaseModel):
     code: str | None
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     error: ErrorBody

@@ -1,4 +1,4 @@
-"""The server as a process: its socket, its signals, its end."""
+"""The server process: its socket, signals and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ import uvicorn
 from jetspec.engine.llm import LLM
 from jetspec.serve.app import Server
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.connection import Connection, most_connections
-from jetspec.serve.errors import stopping
-from jetspec.serve.guard import MAX_HEADERS
+from jetspec.serve.connection import Connection, max_connections
+from jetspec.serve.errors import shutting_down
 from jetspec.serve.log import set_up_log
+from jetspec.serve.middleware import MAX_HEADERS
 from jetspec.types import SamplingParams
 
-LAST_WORDS_S = 3.0
-"""What clients have to read the end of their answers once the engine is done with them."""
-AT_ONCE = 16
-"""Connections that are taken before the first of them is looked at: each is an open file."""
+LAST_READ_S = 3.0
+"""Time for clients to read the end of their responses once the engine is done."""
+ACCEPT_BATCH = 16
+"""Connections accepted before the first of them is served; each is an open file."""
 BACKLOG = 1024
-"""Connections that the system keeps until they are taken."""
+"""Connections that the system queues until they are accepted."""
 
 
 def open_socket(config: ServeConfig) -> socket.socket:
-    """Take the port.
+    """Bind the port.
 
-    Only of a socket that says it is TCP does asyncio send every write at once. Otherwise the second part of an answer
-    waits for the peer to acknowledge the first, which takes it some 40 ms.
+    The protocol is named because asyncio sets TCP_NODELAY only then. Without it the second part of a response waits
+    some 40 ms for the acknowledgement of the first.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -45,41 +45,40 @@ def open_socket(config: ServeConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise taken(config, error) from None
+        raise _cannot_listen(config, error) from None
     return listener
 
 
 def listen(listener: socket.socket, config: ServeConfig) -> None:
-    """Take connections. Another program may have bound the same port and been faster."""
+    """Accept connections. It fails if another program has bound the same port and listens already."""
     try:
         listener.listen()
     except OSError as error:
-        raise taken(config, error) from None
+        raise _cannot_listen(config, error) from None
 
 
-def taken(config: ServeConfig, error: OSError) -> ValueError:
+def _cannot_listen(config: ServeConfig, error: OSError) -> ValueError:
     fix = "; --port 0 takes any free one" if error.errno == errno.EADDRINUSE else ""
     return ValueError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}{fix}")
 
 
-class Host(uvicorn.Server):
-    """uvicorn with a graceful end: answers have `drain_s` to be finished, then their clients are told."""
+class HttpServer(uvicorn.Server):
+    """uvicorn with a graceful shutdown: completions have `drain_s` to finish, then clients get an error."""
 
     def __init__(self, server: Server) -> None:
         self.worker, self.drain_s = server.worker, server.config.drain_s
         self.num_signals = 0
-        self.max_connections = most_connections(server.config)
         super().__init__(
             uvicorn.Config(
                 server.app(),
-                http=partial(Connection, server.config, self.max_connections),  # type: ignore[arg-type]  # only called
+                http=partial(Connection, server.config, max_connections(server.config)),  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
                 access_log=False,
-                backlog=AT_ONCE,
+                backlog=ACCEPT_BATCH,
                 server_header=False,
                 proxy_headers=False,
-                timeout_graceful_shutdown=int(self.drain_s + LAST_WORDS_S),
+                timeout_graceful_shutdown=int(self.drain_s + LAST_READ_S),
                 h11_max_incomplete_event_size=MAX_HEADERS,
             )
         )
@@ -87,39 +86,39 @@ class Host(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or []:
-            listener.listen(BACKLOG)  # asyncio has one number for this and for what it takes at once
+            listener.listen(BACKLOG)  # asyncio uses one number for the backlog and for what it accepts at once
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection):
-                connection.look(now)
+                connection.check_write_timeout(now)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.worker.is_stopping = True
-        deadline = self.loop.call_later(self.drain_s, self.give_up)
+        deadline = self.loop.call_later(self.drain_s, self.abort_all)
         await super().shutdown(sockets)
         deadline.cancel()
 
-    def give_up(self) -> None:
-        """Break off every answer; clients are told."""
+    def abort_all(self) -> None:
+        """End every request with an error."""
         self.worker.is_stopping = True
-        self.worker.refuse_all(stopping())
+        self.worker.abort_all(shutting_down())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets answers finish, the second breaks them off, a third waits for nobody."""
+        """The first signal starts the shutdown, the second aborts all requests, the third exits at once."""
         self.num_signals += 1
         if self.num_signals == 2:
-            self.loop.call_soon_threadsafe(self.give_up)
+            self.loop.call_soon_threadsafe(self.abort_all)
         else:
             super().handle_exit(sig, frame)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A signal asks for a graceful end, and that is then the end: it is not raised again."""
+        """Unlike uvicorn's, it does not raise the signal again after the shutdown: the exit status is 0."""
         self.loop = asyncio.get_running_loop()
-        if threading.current_thread() is not threading.main_thread():  # only this one may listen to signals
+        if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -131,7 +130,7 @@ class Host(uvicorn.Server):
 
 
 def serve(llm: LLM, config: ServeConfig, listener: socket.socket) -> None:
-    """Answer requests until told to stop. A first answer goes to nobody, so that no client waits for a cold start."""
+    """Serve requests until a signal. A warm-up request first spares clients the cold start."""
     set_up_log()
     llm.generate([llm.tokenizer.encode("Hello")], SamplingParams(max_tokens=2))
-    Host(Server(llm, config)).run(sockets=[listener])
+    HttpServer(Server(llm, config)).run(sockets=[listener])

@@ -1,13 +1,12 @@
-"""The engine in a thread of its own. Handlers hand in tickets and await what comes of them.
+"""The engine's thread. The event loop submits jobs to it and awaits their updates.
 
-Everything that touches the engine happens in this one thread, between two steps: so a request that joins or leaves
-does so within a round, and the engine needs no locks.
+Only this thread touches the engine, between two steps. A request therefore joins or leaves within a round, and the
+engine needs no locks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 import time
@@ -15,27 +14,25 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
 
 from jetspec.engine.engine import Engine
 from jetspec.gc_control import freeze_objects
-from jetspec.serve.errors import ApiError, failed, stopping, unread
+from jetspec.serve.errors import ApiError, engine_failed, read_too_slowly, shutting_down
+from jetspec.serve.log import log
+from jetspec.serve.metrics import Metrics
 from jetspec.types import SamplingParams, TreeLimits, Update
 
-LONGEST_RETRY_S = 60
-FORGETTING = 0.2
-"""Weight of the latest answer in the mean time that answers take."""
-
+MAX_RETRY_S = 60
+MEAN_WEIGHT = 0.2
+"""Weight of the latest request in the running mean of request times."""
 MAX_UNREAD = 1 << 22
-"""Tokens of finished answers that wait for their readers, with those of log-probabilities and traces: about 100 bytes
-each."""
-
-log = logging.getLogger("jetspec.serve")
+"""Size limit, in tokens of about 100 bytes, of unread updates of finished requests. Tokens of log-probabilities and
+traces count too."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Answers to one prompt that the engine is to write."""
+    """`count` completions of one prompt."""
 
     tokens: list[int]
     sampling: SamplingParams
@@ -45,129 +42,121 @@ class Job:
     cache_salt: str = ""
 
 
-class Watcher(Protocol):
-    """Sees every update, in the engine's thread."""
-
-    def joined(self, prompt_tokens: int) -> None: ...
-
-    def saw(self, update: Update, waited_s: float, is_first: bool) -> None:
-        """`waited_s` is the time since the update before, or since the request came."""
-
-
 class RequestHandle:
-    """The answers to one HTTP request, as the event loop sees them."""
+    """The completions of one HTTP request, as the event loop sees them."""
 
-    def __init__(
-        self, jobs: Sequence[Job], leave: Callable[[RequestHandle], None], written: Callable[[RequestHandle], None]
-    ) -> None:
-        self.jobs = jobs
-        self.num_answers = sum(job.count for job in jobs)
+    def __init__(self, jobs: Sequence[Job], worker: EngineThread) -> None:
+        self.jobs, self._worker = jobs, worker
+        self.num_completions = sum(job.count for job in jobs)
         self.num_tokens, self.num_rounds = 0, 0
-        """Written so far, whether anybody has read it or not."""
+        """Generated so far, read or not."""
         self.num_unread = 0
-        """What `num_kept` counts of the updates that nobody has taken yet."""
+        """Size of the unread updates, as `update_size` counts it."""
         self.loop = asyncio.get_running_loop()
-        self.arrived = time.perf_counter()
-        self.joined: asyncio.Future[None] = self.loop.create_future()
-        """Done once the engine has taken the jobs, or has refused one."""
-        self._news: asyncio.Queue[tuple[int, Update] | ApiError | None] = asyncio.Queue()
-        self._left, self._unwritten = self.num_answers, self.num_answers
-        self._leave, self._written = leave, written
+        self.arrival_s = time.perf_counter()
+        self.admitted: asyncio.Future[None] = self.loop.create_future()
+        """Done once the engine has accepted or refused the jobs."""
+        self._queue: asyncio.Queue[tuple[int, Update] | ApiError | None] = asyncio.Queue()
+        self._unread, self._unfinished = self.num_completions, self.num_completions
+        """Completions whose last update is not read, not generated."""
 
     @property
     def is_open(self) -> bool:
-        return self._left > 0
+        return self._unread > 0
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """Which answer, and what is new of it, until all are complete. A ticket that was given back just ends."""
+        """Yields (completion index, update) until all completions are finished or the request is cancelled."""
         while self.is_open:
-            news = await self._news.get()
-            if news is None:
+            item = await self._queue.get()
+            if item is None:
                 return
-            if isinstance(news, ApiError):
-                raise news
-            index, update = news
-            self._left -= update.completion is not None
-            self.num_unread -= num_kept(update)
+            if isinstance(item, ApiError):
+                raise item
+            index, update = item
+            self._unread -= update.completion is not None
+            self.num_unread -= update_size(update)
             yield index, update
 
-    def give_back(self) -> None:
-        """Nobody waits for the answers any more."""
+    def cancel(self) -> None:
         if self.is_open:
-            self._left = 0
-            self._news.put_nowait(None)
-            self.joined.cancel()
-            self._leave(self)
+            self._unread = 0
+            self._queue.put_nowait(None)
+            self.admitted.cancel()
+            self._worker.drop(self)
 
-    def tell(self, news: list[tuple[int, Update]]) -> None:
-        for index, update in news:
+    def admit(self) -> None:
+        if not self.admitted.done():
+            self.admitted.set_result(None)
+
+    def deliver(self, updates: list[tuple[int, Update]]) -> None:
+        for index, update in updates:
             self.num_tokens += len(update.token_ids)
             self.num_rounds += 1
-            self.num_unread += num_kept(update)
-            self._unwritten -= update.completion is not None
-            self._news.put_nowait((index, update))
-        if not self._unwritten:
-            self._written(self)
+            self.num_unread += update_size(update)
+            self._unfinished -= update.completion is not None
+            self._queue.put_nowait((index, update))
+        if not self._unfinished:
+            self._worker.on_finished(self)
 
-    def forget(self, why: ApiError) -> None:
-        """Drop what was not read yet. Who reads on is told why."""
-        while not self._news.empty():
-            self._news.get_nowait()
+    def discard_unread(self, error: ApiError) -> None:
+        """Drop the unread updates; the reader gets the error instead."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
         self.num_unread = 0
-        self._news.put_nowait(why)
+        self._queue.put_nowait(error)
 
-    def refuse(self, why: ApiError) -> None:
-        if not self.joined.done():
-            self._left = 0
-            self.joined.set_exception(why)
-        self._news.put_nowait(why)
+    def fail(self, error: ApiError) -> None:
+        if not self.admitted.done():
+            self._unread = 0
+            self.admitted.set_exception(error)
+        self._queue.put_nowait(error)
 
 
-def num_kept(update: Update) -> int:
-    """Tokens that an update holds."""
+def update_size(update: Update) -> int:
+    """Tokens in an update, those of log-probabilities and traces included."""
     traced = len(update.trace.tokens) if update.trace else 0
     return len(update.token_ids) + sum(len(entry.top) for entry in update.logprobs or []) + traced
 
 
 @dataclass
-class Place:
-    """Where the updates of one engine request go. Lives in the engine's thread."""
+class Sink:
+    """Destination of one engine request's updates. Used in the engine's thread only."""
 
     handle: RequestHandle
     index: int
     last_s: float
+    """Time of the latest update, or of the arrival."""
     is_first: bool = True
 
 
 class EngineThread:
-    """Runs an engine's steps while there is work, and tells tickets what became of them."""
+    """Runs engine steps while there is work, and delivers updates to the handles."""
 
-    def __init__(self, engine: Engine, watcher: Watcher, max_batch: int, max_queue: int) -> None:
-        self.engine, self.watcher = engine, watcher
+    def __init__(self, engine: Engine, metrics: Metrics, max_batch: int, max_queue: int) -> None:
+        self.engine, self.metrics = engine, metrics
         self.max_batch, self.max_open = max_batch, max_batch + max_queue
         self.failure: BaseException | None = None
         self.is_stopping = False
         self._open: dict[RequestHandle, int] = {}
-        """Tickets that the engine works for, and their answers; known to the event loop only."""
+        """Unfinished requests -> number of completions. Used in the event loop only."""
         self._unread: dict[RequestHandle, None] = {}
-        """Tickets that the engine is done with and that are still being read, the oldest first. They have no place in
-        the queue, so a slow reader keeps nobody waiting. But they are in memory: beyond `MAX_UNREAD`, the oldest are
-        forgotten."""
+        """Finished requests that are still being read, oldest first. They take no place in the queue, so a slow reader
+        delays nobody; beyond `MAX_UNREAD` the oldest are discarded."""
         self._mean_s = 1.0
-        self._places: dict[int, Place] = {}
-        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._sinks: dict[int, Sink] = {}
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step that it is in."""
-        self._orders.put(None)
+        """End the thread after its current step."""
+        self._commands.put(None)
         if self._thread.ident is not None:
             self._thread.join()
 
-    # Called by the event loop.
+    # Called in the event loop.
 
     @property
     def num_open(self) -> int:
@@ -178,134 +167,130 @@ class EngineThread:
         return self._thread.is_alive() and not (self.failure or self.is_stopping) and self.num_open < self.max_open
 
     def submit(self, jobs: Sequence[Job]) -> RequestHandle:
-        """Queue jobs, or refuse them at once: the engine has failed, the server stops, or the queue is full."""
+        """Queue jobs. Raises ApiError if the engine has failed, the server shuts down or the queue is full."""
         if self.failure:
-            raise failed()
+            raise engine_failed()
         if self.is_stopping:
-            raise stopping()
-        handle = RequestHandle(jobs, self._give_back, self._written)
-        wanted = handle.num_answers
-        if wanted > self.max_open:
-            raise ApiError(f"this request wants {wanted} answers; at most {self.max_open} can wait at a time")
-        if self.num_open + wanted > self.max_open:
+            raise shutting_down()
+        handle = RequestHandle(jobs, self)
+        count = handle.num_completions
+        if count > self.max_open:
+            raise ApiError(f"the request has {count} completions; batch and queue hold {self.max_open}")
+        if self.num_open + count > self.max_open:
             raise ApiError(
                 "the queue is full; try again later", status=429, code="queue_full", retry_after=self._retry_after()
             )
-        self._open[handle] = wanted
-        self._orders.put(partial(self._join, handle))
+        self._open[handle] = count
+        self._commands.put(partial(self._join, handle))
         return handle
 
     def close(self, handle: RequestHandle) -> None:
-        """Be done with a ticket, finished or not."""
-        handle.give_back()
+        """Release a request, finished or not."""
+        handle.cancel()
         self._open.pop(handle, None)
         self._unread.pop(handle, None)
 
-    def refuse_all(self, why: ApiError) -> None:
+    def abort_all(self, error: ApiError) -> None:
         for handle in list(self._open):
-            self._give_back(handle)
-            handle.refuse(why)
+            self.drop(handle)
+            handle.fail(error)
 
-    def _give_back(self, handle: RequestHandle) -> None:
-        self._orders.put(partial(self._drop, handle))
+    def drop(self, handle: RequestHandle) -> None:
+        """Cancel a request in the engine."""
+        self._commands.put(partial(self._cancel, handle))
 
-    def _written(self, handle: RequestHandle) -> None:
-        """The engine is done with a ticket: its places are free."""
+    def on_finished(self, handle: RequestHandle) -> None:
+        """Free the places of a request whose completions are all generated."""
         if self._open.pop(handle, None) is None:
             return
-        self._mean_s += FORGETTING * (time.perf_counter() - handle.arrived - self._mean_s)
+        self._mean_s += MEAN_WEIGHT * (time.perf_counter() - handle.arrival_s - self._mean_s)
         self._unread[handle] = None
         while sum(handle.num_unread for handle in self._unread) > MAX_UNREAD:
             oldest = next(iter(self._unread))
             del self._unread[oldest]
-            oldest.forget(unread())
+            oldest.discard_unread(read_too_slowly())
 
     def _retry_after(self) -> int:
-        """About when a place in the queue will be free."""
+        """Estimated seconds until a place in the queue is free."""
         waiting = max(self.num_open - self.max_batch, 1)
-        return max(1, min(LONGEST_RETRY_S, math.ceil(waiting / self.max_batch * self._mean_s)))
+        return max(1, min(MAX_RETRY_S, math.ceil(waiting / self.max_batch * self._mean_s)))
 
     # Called in the engine's thread.
 
     def _run(self) -> None:
         try:
             with freeze_objects(self.max_batch):
-                while self._obey():
+                while self._run_commands():
                     if self.engine.has_work:
                         self._deliver(self.engine.step())
         except BaseException as error:
             self.failure = error
             log.error("engine failed", exc_info=error)
-            for place in self._places.values():
-                self._tell(place.handle, partial(place.handle.refuse, failed()))
-            self._places.clear()
-            while order := self._orders.get():  # tickets that came in meanwhile
-                order()
+            for sink in self._sinks.values():
+                self._call(sink.handle, sink.handle.fail, engine_failed())
+            self._sinks.clear()
+            while command := self._commands.get():  # requests submitted meanwhile
+                command()
 
-    def _obey(self) -> bool:
-        """Carry out what was ordered; wait for an order when there is nothing else to do. False: stop."""
-        while not (self._orders.empty() and self.engine.has_work):
-            order = self._orders.get()
-            if order is None:
+    def _run_commands(self) -> bool:
+        """Run queued commands; wait for one if the engine is idle. Returns False at the stop command."""
+        while not (self._commands.empty() and self.engine.has_work):
+            command = self._commands.get()
+            if command is None:
                 return False
-            order()
+            command()
         return True
 
     def _join(self, handle: RequestHandle) -> None:
         if self.failure:
-            self._tell(handle, partial(handle.refuse, failed()))
+            self._call(handle, handle.fail, engine_failed())
             return
         try:
             ids = [request_id for job in handle.jobs for request_id in self._add(job)]
         except Exception as error:
-            self._tell(handle, partial(handle.refuse, _refusal(error)))
-            for request_id in self.engine.requests.keys() - self._places.keys():
+            self._call(handle, handle.fail, _as_api_error(error))
+            for request_id in self.engine.requests.keys() - self._sinks.keys():
                 self.engine.cancel(request_id)
             return
         for index, request_id in enumerate(ids):
-            self._places[request_id] = Place(handle, index, handle.arrived)
-        self.watcher.joined(sum(len(job.tokens) for job in handle.jobs))
-        self._tell(handle, partial(_set_done, handle.joined))
+            self._sinks[request_id] = Sink(handle, index, handle.arrival_s)
+        self.metrics.on_admission(sum(len(job.tokens) for job in handle.jobs))
+        self._call(handle, handle.admit)
 
     def _add(self, job: Job) -> list[int]:
         return self.engine.add_several(
             job.tokens, job.sampling, job.count, limits=job.limits, trace=job.trace, cache_salt=job.cache_salt
         )
 
-    def _drop(self, handle: RequestHandle) -> None:
-        for request_id in [id for id, place in self._places.items() if place.handle is handle]:
-            del self._places[request_id]
+    def _cancel(self, handle: RequestHandle) -> None:
+        for request_id in [id for id, sink in self._sinks.items() if sink.handle is handle]:
+            del self._sinks[request_id]
             self.engine.cancel(request_id)
 
     def _deliver(self, updates: list[Update]) -> None:
-        """One message per ticket and step, however many answers it has."""
+        """Send each handle one message per step, however many completions it has."""
         now = time.perf_counter()
-        news: dict[RequestHandle, list[tuple[int, Update]]] = {}
+        messages: dict[RequestHandle, list[tuple[int, Update]]] = {}
         for update in updates:
-            place = self._places[update.request_id]
-            self.watcher.saw(update, now - place.last_s, place.is_first)
-            place.last_s, place.is_first = now, False
-            news.setdefault(place.handle, []).append((place.index, update))
+            sink = self._sinks[update.request_id]
+            self.metrics.on_update(update, now - sink.last_s, sink.is_first)
+            sink.last_s, sink.is_first = now, False
+            messages.setdefault(sink.handle, []).append((sink.index, update))
             if update.completion:
-                del self._places[update.request_id]
-        for handle, items in news.items():
-            self._tell(handle, partial(handle.tell, items))
+                del self._sinks[update.request_id]
+        for handle, items in messages.items():
+            self._call(handle, handle.deliver, items)
 
     @staticmethod
-    def _tell(handle: RequestHandle, call: Callable[[], None]) -> None:
-        handle.loop.call_soon_threadsafe(call)
+    def _call(handle: RequestHandle, method: Callable[..., None], *args: object) -> None:
+        handle.loop.call_soon_threadsafe(method, *args)
 
 
-def _refusal(error: Exception) -> ApiError:
-    """What is said of a request that the engine did not take."""
+def _as_api_error(error: Exception) -> ApiError:
+    """The API error for an exception of `Engine.add`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValueError):
         return ApiError(str(error))
     log.error("a request could not be started", exc_info=error)
     return ApiError("this request could not be started", status=500, code="request_failed")
-
-
-def _set_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

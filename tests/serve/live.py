@@ -18,7 +18,7 @@ from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.llm import LLM
 from jetspec.serve.app import Server
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.run import Host, open_socket
+from jetspec.serve.run import HttpServer, open_socket
 
 NAME = "tiny"
 
@@ -34,7 +34,7 @@ class Live:
     def __init__(self, llm: LLM, config: ServeConfig) -> None:
         self.llm, self.config = llm, config
         self.server = Server(llm, config)
-        self.host = Host(self.server)
+        self.host = HttpServer(self.server)
         self.listener = open_socket(config)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.thread = threading.Thread(target=lambda: asyncio.run(self.host.serve([self.listener])))

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import LLM
+from jetspec.serve.builder import RequestBuilder
 from jetspec.serve.errors import ApiError
-from jetspec.serve.prepare import RequestBuilder
 from jetspec.serve.protocol import ChatChunk, ChatCompletion, CompletionRequest, TextCompletion
 from jetspec.types import SamplingParams
 from tests.serve.live import NAME, Live, events, streaming

@@ -177,10 +177,10 @@ def test_turns_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     async def run() -> list[str]:
-        turns, done, may_end = compiler.Turns(), [], asyncio.Event()
+        turns, done, may_end = compiler.FairLock(), [], asyncio.Event()
 
         async def take(client: str, name: str) -> None:
-            async with turns.of(client, is_slow="slow" in name):
+            async with turns.hold(client, is_slow="slow" in name):
                 await may_end.wait()
                 turns.charge(client, AMPLE_S if client == "a" else 0.0)
                 done.append(name)

@@ -14,13 +14,13 @@ import pytest
 
 from benchmarks.check_serve import ServerProcess
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.connection import most_connections
-from jetspec.serve.log import LIMITED_S, MAX_LINES, Sparingly
+from jetspec.serve.connection import max_connections
+from jetspec.serve.log import MAX_LINES, WINDOW_S, RateLimit
 from tests.serve.live import Live, streaming, tiny_llm, wait_until
 
 
 def test_idle_connections_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jetspec.serve.run.most_connections", lambda config: 8)
+    monkeypatch.setattr("jetspec.serve.run.max_connections", lambda config: 8)
     with Live(tiny_llm(folder), ServeConfig(port=0)) as server, ExitStack() as stack:
         open_now = server.host.server_state.connections
         with streaming(server, max_tokens=200, ignore_eos=True) as response:
@@ -37,7 +37,7 @@ def test_idle_connections_make_room(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_connections_are_fewer_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for files, most in ((200, 100), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
-        assert most_connections(ServeConfig()) == most
+        assert max_connections(ServeConfig()) == most
 
 
 def test_more_connections_than_files(folder: Path) -> None:
@@ -60,19 +60,19 @@ def test_more_connections_than_files(folder: Path) -> None:
 
 def test_the_event_loop_warns_sparingly() -> None:
     """At most so often per minute, and then it says how many lines are missing."""
-    limit, kept = Sparingly(), []
-    for second in range(int(2 * LIMITED_S) + 1):
+    limit, kept = RateLimit(), []
+    for second in range(int(2 * WINDOW_S) + 1):
         for _ in range(10):
             record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "out of files", None, None)
             record.created = float(second)
             kept += [record] if limit.filter(record) else []
     assert len(kept) == 3 * MAX_LINES
-    missing = [getattr(record, "facts", {}).get("left_out") for record in kept]
-    assert missing[MAX_LINES] == LIMITED_S * 10 - MAX_LINES and missing[0] is None
+    missing = [getattr(record, "fields", {}).get("left_out") for record in kept]
+    assert missing[MAX_LINES] == WINDOW_S * 10 - MAX_LINES and missing[0] is None
 
 
 def test_warnings_do_not_hide_errors() -> None:
-    limit = Sparingly()
+    limit = RateLimit()
     warning, error = (logging.LogRecord("", level, "", 0, "", None, None) for level in (logging.WARNING, logging.ERROR))
     assert [limit.filter(warning) for _ in range(MAX_LINES + 1)] == [True] * MAX_LINES + [False]
     assert limit.filter(error)

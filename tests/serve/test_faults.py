@@ -153,7 +153,7 @@ def test_a_reader_that_never_reads_is_cut_off(folder: Path, caplog: pytest.LogCa
         wait_until(lambda: server.server.worker.num_open)
         server.wait_for_rest()
         wait_until(lambda: is_closed(client))
-    facts: list[dict[str, Any]] = [getattr(record, "facts", {}) for record in caplog.records]
+    facts: list[dict[str, Any]] = [getattr(record, "fields", {}) for record in caplog.records]
     (said,) = [line for line in facts if line.get("route") == "/v1/completions"]
     assert said["completion_tokens"] > 0 and said["rounds"] > 0
     assert said.get("cut_off", False) == stream, "an answer in one piece was handed to the system before"
@@ -201,7 +201,7 @@ def test_a_slow_reader_has_no_place_in_the_queue(folder: Path, monkeypatch: pyte
 
 def test_what_waits_for_readers_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole answers are handed over in one piece; the largest that nobody reads goes first."""
-    monkeypatch.setattr("jetspec.serve.connection.MAX_WAITING", 600_000)
+    monkeypatch.setattr("jetspec.serve.connection.MAX_UNSENT", 600_000)
     with Live(tiny_llm(folder), ServeConfig(port=0)) as server:
         large = small_reader(server, n=8, stream=False, logprobs=20)
         server.wait_for_rest()

@@ -310,7 +310,7 @@ def test_what_goes_wrong_is_said_in_words(open_page: Open, errors: list[str]) ->
     page = open_page()
     ask(page, "long " * 100)
     alert = page.get_by_role("alert")
-    expect(alert).to_contain_text(re.compile(r"The prompt is too long; here it may have at most \d+ tokens"))
+    expect(alert).to_contain_text("The prompt is too long")
     assert page.get_by_label("Your message").input_value() == ("long " * 100).strip()
     page.route("**/chat/completions", lambda route: route.abort())
     ask(page)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec.grammar.tools import BEGIN, END
-from jetspec.serve.calls import ToolReader, read_calls
+from jetspec.serve.builder import check_template, template_message
 from jetspec.serve.errors import ApiError
-from jetspec.serve.prepare import check_template, template_message
 from jetspec.serve.protocol import MAX_CALLS, FunctionCall, Message
+from jetspec.serve.tools import ToolReader, read_calls
 
 CALL = json.dumps({"name": "add", "arguments": {"a": 1, "b": [2, "<"]}})
 OTHER = json.dumps([{"name": "now", "arguments": {}}, {"name": "say", "arguments": '{"x": "é"}'}])

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetspec.serve.answer import ChatAnswer, Offsets, Trail, Vocabulary
+from jetspec.serve.builder import PreparedRequest
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.prepare import Prepared
+from jetspec.serve.response import ChatResponse, SpeedMeter, TextOffsets, Vocabulary
 from jetspec.serve.worker import Job
 from jetspec.types import Completion, RoundStats, SamplingParams, TokenLogprob, Update
 from tests.serve.live import NAME, Live, events, streaming
@@ -54,18 +54,18 @@ def test_what_openai_requires_is_there_as_null(live: Live) -> None:
 
 
 def test_a_message_of_calls_has_no_content_and_says_so() -> None:
-    answer = ChatAnswer(Prepared([Job([1], SamplingParams())], reads_tools=True, in_call=True), words(), NAME)
+    answer = ChatResponse(PreparedRequest([Job([1], SamplingParams())], reads_tools=True, in_call=True), words(), NAME)
     text = '{"name": "clock", "arguments": {}}</tool_call>'
-    answer.keep(0, Update(0, [5], text, Completion(text, [5], "stop", RoundStats())))
+    answer.add(0, Update(0, [5], text, Completion(text, [5], "stop", RoundStats())))
     message = answer.whole().model_dump()["choices"][0]["message"]
     assert message["content"] is None and message["tool_calls"][0]["function"]["name"] == "clock"
 
 
 @pytest.mark.parametrize(("end", "finish"), [("</tool_call>", "tool_calls"), ("</tool_call><tool_call>{", "length")])
 def test_a_call_that_the_limit_cuts_off_is_said_to_be_cut(end: str, finish: str) -> None:
-    answer = ChatAnswer(Prepared([Job([1], SamplingParams())], reads_tools=True), words(), NAME)
+    answer = ChatResponse(PreparedRequest([Job([1], SamplingParams())], reads_tools=True), words(), NAME)
     text = '<tool_call>{"name": "clock", "arguments": {}}' + end
-    answer.keep(0, Update(0, [5], text, Completion(text, [5], "length", RoundStats())))
+    answer.add(0, Update(0, [5], text, Completion(text, [5], "length", RoundStats())))
     (choice,) = answer.whole().choices
     assert choice.finish_reason == finish and len(choice.message.tool_calls or []) == 1
 
@@ -77,7 +77,7 @@ def words() -> Vocabulary:
 @given(st.text("aé漢🙂", max_size=20), st.randoms(use_true_random=False))
 def test_offsets_are_places_in_the_text(text: str, chance: random.Random) -> None:
     """However its bytes are cut into tokens."""
-    data, start, offsets = text.encode(), 0, Offsets()
+    data, start, offsets = text.encode(), 0, TextOffsets()
     while start < len(data):
         size = chance.randint(1, 5)
         offset = offsets.next(data[start : start + size])
@@ -88,7 +88,7 @@ def test_offsets_are_places_in_the_text(text: str, chance: random.Random) -> Non
 @given(st.binary(max_size=20))
 def test_offsets_of_broken_text(data: bytes) -> None:
     """A byte that begins a character stands where the text of all before it ends."""
-    offsets = Offsets()
+    offsets = TextOffsets()
     for place in range(len(data)):
         offset = offsets.next(data[place : place + 1])
         if data[place] & 0xC0 != 0x80:
@@ -107,31 +107,31 @@ def test_offsets_go_on_from_chunk_to_chunk(live: Live) -> None:
 
 def test_speed_is_that_of_the_rounds_after_the_first() -> None:
     """Two rounds of three tokens in a second each, after a first one of fifty: three tokens per second."""
-    trail, speeds = Trail(), []
+    trail, speeds = SpeedMeter(), []
     for second, count in enumerate((50, 3, 3)):
-        speeds.append(trail.follow(Update(0, [0] * count, ""), 100.0 + second))
+        speeds.append(trail.add(Update(0, [0] * count, ""), 100.0 + second))
     assert speeds == [0.0, 3.0, 3.0]
 
 
 def test_a_long_answer_keeps_nobody_waiting(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is put together beside the event loop, and chunks that nobody asked for are not made."""
     loop_thread, found = live.thread, list[Any]()
-    whole = ChatAnswer.whole
+    whole = ChatResponse.whole
 
-    def noted(self: ChatAnswer) -> Any:
+    def noted(self: ChatResponse) -> Any:
         found.append(threading.current_thread())
         return whole(self)
 
-    monkeypatch.setattr(ChatAnswer, "whole", noted)
-    monkeypatch.setattr(ChatAnswer, "take", lambda *given: found.append("a chunk"))
+    monkeypatch.setattr(ChatResponse, "whole", noted)
+    monkeypatch.setattr(ChatResponse, "chunk", lambda *given: found.append("a chunk"))
     assert live.chat(max_tokens=20, logprobs=True, top_logprobs=20).status_code == 200
     assert len(found) == 1 and found[0] is not loop_thread
 
 
 def test_many_log_probabilities_are_written_fast() -> None:
     logprobs = [TokenLogprob(i % 256, -1.0, [(k, -1.0) for k in range(20)]) for i in range(8000)]
-    answer = ChatAnswer(Prepared([Job([1], SamplingParams())], shows_logprobs=True), words(), NAME)
-    answer.keep(0, Update(0, [1], "x", Completion("x", [1], "length", RoundStats(), logprobs)))
+    answer = ChatResponse(PreparedRequest([Job([1], SamplingParams())], shows_logprobs=True), words(), NAME)
+    answer.add(0, Update(0, [1], "x", Completion("x", [1], "length", RoundStats(), logprobs)))
     began = time.process_time()
     assert len(answer.whole().model_dump_json()) > 5_000_000
     assert time.process_time() - began < 1.5, "four times what it takes"

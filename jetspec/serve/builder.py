@@ -1,0 +1,314 @@
+"""API requests become jobs for the engine. Runs in threads beside the event loop, because texts can be long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from jetspec.config import TreeConfig
+from jetspec.grammar.bounds import check_bounds
+from jetspec.grammar.tools import BEGIN, check_functions, forced_call, free_calls
+from jetspec.models.tokenizer import Tokenizer, TooLong
+from jetspec.serve.errors import ApiError
+from jetspec.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    SchemaFormat,
+    TemplateOptions,
+    TextFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from jetspec.serve.tools import template_arguments
+from jetspec.serve.worker import Job
+from jetspec.types import Grammar, SamplingParams, TreeLimits
+
+FORCED_CALL = f"{BEGIN}\n"
+"""Beginning of the model's turn where it must call a tool."""
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """Jobs for the engine, and how their text is read."""
+
+    jobs: list[Job]
+    shows_logprobs: bool = False
+    reads_tools: bool = False
+    """Completions may contain tool calls."""
+    in_call: bool = False
+    """Completions begin inside a tool call."""
+
+    @property
+    def num_completions(self) -> int:
+        return sum(job.count for job in self.jobs)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar, which all jobs share."""
+        return self.jobs[0].sampling.grammar
+
+    def with_grammar(self, grammar: Grammar) -> PreparedRequest:
+        jobs = [replace(job, sampling=replace(job.sampling, grammar=grammar)) for job in self.jobs]
+        return replace(self, jobs=jobs)
+
+
+class RequestBuilder:
+    """Turns API requests into jobs. Refuses by name whatever this server's model and engine do not support."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tree: TreeConfig,
+        *,
+        model_name: str,
+        max_len: int,
+        max_prompt: int | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.tokenizer, self.tree, self.model_name = tokenizer, tree, model_name
+        self.vocab_size = tokenizer.vocab_size
+        self.max_prompt = min(max_prompt or max_len, max_len - 1)
+        self.max_tokens = min(max_tokens or max_len, max_len)
+
+    def chat(self, request: ChatRequest, tenant: str) -> PreparedRequest:
+        self._check(request)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ApiError("top_logprobs needs logprobs", param="top_logprobs")
+        tools, is_forced = chosen_tools(request)
+        if tools or any(message.role == "tool" or message.tool_calls for message in request.messages):
+            check_template(self.tokenizer.chat_template)
+            check_call_ids(request.messages)
+        grammar = self._grammar(request, tools, is_forced)
+        variables: dict[str, Any] = {"tools": [template_tool(tool) for tool in tools]} if tools else {}
+        if request.chat_template_kwargs:
+            variables |= template_options(request.chat_template_kwargs, self.tokenizer.chat_template)
+        messages = [template_message(message, f"messages.{i}") for i, message in enumerate(request.messages)]
+        tokens = self._encode_chat(messages, FORCED_CALL if is_forced else "", variables)
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        jobs = self._jobs(request, [tokens], tenant, chat_limit(request), logprobs, grammar)
+        return PreparedRequest(jobs, request.logprobs, reads_tools=bool(tools), in_call=is_forced)
+
+    def completion(self, request: CompletionRequest, tenant: str) -> PreparedRequest:
+        self._check(request)
+        given = request.prompt
+        prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        is_given = "max_tokens" in request.model_fields_set
+        limit = request.max_tokens if is_given else min(request.max_tokens, self.max_tokens)
+        tokens = [self._encode(prompt) for prompt in prompts]
+        jobs = self._jobs(request, tokens, tenant, limit, request.logprobs, None)
+        return PreparedRequest(jobs, request.logprobs is not None)
+
+    def _grammar(self, request: ChatRequest, tools: list[Tool], is_forced: bool) -> Grammar | None:
+        """The grammar of a completion: a forced call, calls of strict tools, or the response format."""
+        functions = [tool.function for tool in tools]
+        with refused("tools"):
+            check_bounds([function.parameters for function in functions], "tools")
+            check_functions(functions)
+        form = request.response_format
+        if isinstance(form, TextFormat):
+            form = None
+        if form and tools:
+            raise ApiError("response_format and tools cannot be combined", param="response_format")
+        if is_forced:
+            return forced_call(functions)
+        if any(function.strict for function in functions):
+            return free_calls(functions, once=not request.parallel_tool_calls)
+        if tools and not request.parallel_tool_calls:
+            why = "parallel_tool_calls can be false only if a tool is strict or tool_choice forces a call"
+            raise ApiError(why, param="parallel_tool_calls")
+        if isinstance(form, SchemaFormat):
+            with refused("response_format"):
+                check_bounds([form.json_schema.schema_], "response_format")
+            return Grammar("json_schema", json.dumps(form.json_schema.schema_))
+        return Grammar("json_object") if form else None
+
+    def _check(self, request: GenerationRequest) -> None:
+        if request.model != self.model_name:
+            raise ApiError(
+                f"the model {request.model!r} is not served here; {self.model_name!r} is",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        if request.stream_options and not request.stream:
+            raise ApiError("stream_options needs stream", param="stream_options")
+        if request.jetspec and request.jetspec.trace and not request.stream:
+            raise ApiError("jetspec.trace needs stream", param="jetspec.trace")
+
+    def _encode_chat(self, messages: list[dict[str, Any]], begin: str, variables: dict[str, Any]) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            raise ApiError("this model has no chat template; use /v1/completions", param="messages")
+        try:
+            return self.tokenizer.encode_chat(messages, begin, self.max_prompt, **variables)
+        except TooLong as error:
+            raise self._too_long() from error
+        except ValueError as error:
+            if error.__cause__ is None:
+                raise ApiError(str(error), param="messages") from error
+            # Messages of `raise_exception` in a template are for users; other failures are internals.
+            why = f": {error.__cause__}" if type(error.__cause__) is TemplateError else ""
+            raise ApiError(f"the chat template does not accept this conversation{why}", param="messages") from error
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            self._check_tokens(prompt, "prompt")
+            return prompt
+        with refused("prompt"):
+            try:
+                return self.tokenizer.encode(prompt, add_special=True, most=self.max_prompt)
+            except TooLong as error:
+                raise self._too_long() from error
+
+    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        if tokens and max(tokens) >= self.vocab_size:
+            raise ApiError(f"token id {max(tokens)} is not in the vocabulary", param=param)
+
+    def _jobs(
+        self,
+        request: GenerationRequest,
+        prompts: list[list[int]],
+        tenant: str,
+        limit: int | None,
+        logprobs: int | None,
+        grammar: Grammar | None,
+    ) -> list[Job]:
+        for tokens in prompts:
+            if not tokens:
+                raise ApiError("the prompt is empty", param="prompt")
+            if len(tokens) > self.max_prompt:
+                raise self._too_long()
+        limits, trace = self._tree_limits(request), bool(request.jetspec and request.jetspec.trace)
+        if trace and logprobs is None:
+            logprobs = 0
+        sampling = self._sampling(request, limit, logprobs, grammar)
+        salt = json.dumps([tenant, request.cache_salt or ""]) if tenant or request.cache_salt else ""
+        return [Job(tokens, sampling, request.n, limits, trace, salt) for tokens in prompts]
+
+    def _sampling(
+        self, request: GenerationRequest, limit: int | None, logprobs: int | None, grammar: Grammar | None
+    ) -> SamplingParams:
+        if limit is not None and limit > self.max_tokens:
+            raise ApiError(f"max_tokens is {limit}; here it may be at most {self.max_tokens}", param="max_tokens")
+        if grammar and request.ignore_eos:
+            why = "ignore_eos cannot be combined with response_format, forced calls or strict tools"
+            raise ApiError(why, param="ignore_eos")
+        bias = {int(token): value for token, value in request.logit_bias.items()}
+        self._check_tokens(list(bias), "logit_bias")
+        return SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            max_tokens=limit or self.max_tokens,
+            stop=tuple(request.stop),
+            ignore_eos=request.ignore_eos,
+            seed=request.seed,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=bias,
+            logprobs=logprobs,
+            grammar=grammar,
+        )
+
+    def _tree_limits(self, request: GenerationRequest) -> TreeLimits | None:
+        tree = request.jetspec
+        if tree is None or (tree.budget is None and tree.width is None):
+            return None
+        for name, value, limit in (("budget", tree.budget, self.tree.budget), ("width", tree.width, self.tree.width)):
+            if value is not None and value > limit:
+                raise ApiError(f"{name} is {value}; this server's trees have {limit}", param=f"jetspec.{name}")
+        return TreeLimits(tree.budget or self.tree.budget, tree.width or self.tree.width)
+
+    def _too_long(self) -> ApiError:
+        why = f"the prompt is too long; it may have at most {self.max_prompt} tokens here"
+        return ApiError(why, code="context_length_exceeded")
+
+
+@contextmanager
+def refused(param: str) -> Iterator[None]:
+    """Turns a ValueError into an ApiError about the field `param`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(str(error), param=param) from error
+
+
+def chosen_tools(request: ChatRequest) -> tuple[list[Tool], bool]:
+    """Returns the tools in the prompt, and whether the model must call one."""
+    choice = request.tool_choice
+    if choice == "none":
+        return [], False
+    if choice == "auto":
+        return request.tools, False
+    names = [tool.function.name for tool in request.tools]
+    name = choice.function.name if isinstance(choice, ToolChoice) else None
+    tools = [tool for tool in request.tools if name in (None, tool.function.name)]
+    if not tools:
+        raise ApiError(f"tool_choice names no tool of this request; it has {names}", param="tool_choice")
+    return tools, True
+
+
+def chat_limit(request: ChatRequest) -> int | None:
+    """The length limit, which has two names."""
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise ApiError(f"max_tokens is {old}, but max_completion_tokens is {new}; give one of them", param="max_tokens")
+    return new or old
+
+
+def check_template(template: str | None) -> None:
+    """Refuse tools if the chat template does not render them, or renders calls in another format."""
+    if template is None or "tools" not in template:
+        raise ApiError("tools are not supported: this model's chat template has none", param="tools")
+    if BEGIN not in template:
+        raise ApiError(f"tools are not supported: this model's chat template does not use {BEGIN}", param="tools")
+
+
+def check_call_ids(messages: Sequence[Message]) -> None:
+    """A tool message must answer an earlier call."""
+    ids: set[str] = set()
+    for number, message in enumerate(messages):
+        if message.tool_call_id and message.tool_call_id not in ids:
+            raise ApiError("no earlier call has this tool_call_id", param=f"messages.{number}.tool_call_id")
+        ids.update(call.id for call in message.tool_calls or [])
+
+
+def template_options(options: TemplateOptions, template: str | None) -> dict[str, Any]:
+    """Variables for the chat template. One that it does not use is refused."""
+    given = options.model_dump(exclude_none=True)
+    for name in given:
+        if name not in (template or ""):
+            where = f"chat_template_kwargs.{name}"
+            raise ApiError(f"{where} is not supported: this model's chat template does not use it", param=where)
+    return given
+
+
+def template_tool(tool: Tool) -> dict[str, Any]:
+    """A tool for the chat template: as sent, without `strict`, which concerns decoding only."""
+    return tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+
+
+def template_call(call: ToolCall, place: str) -> dict[str, Any]:
+    with refused(f"{place}.function.arguments"):
+        arguments = template_arguments(call.function.arguments)
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def template_message(message: Message, place: str) -> dict[str, Any]:
+    """A message for the chat template: content as plain text, arguments of calls as objects."""
+    role = "system" if message.role == "developer" else message.role
+    result: dict[str, Any] = {"role": role, "content": message.text}
+    if message.tool_calls:
+        calls = enumerate(message.tool_calls)
+        result["tool_calls"] = [template_call(call, f"{place}.tool_calls.{i}") for i, call in calls]
+    if message.tool_call_id:
+        result["tool_call_id"] = message.tool_call_id
+    return result

@@ -1,0 +1,313 @@
+"""Engine updates become a response body, or the chunks of a stream."""
+
+from __future__ import annotations
+
+import codecs
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from jetspec.models.tokenizer import Tokenizer
+from jetspec.serve.builder import PreparedRequest
+from jetspec.serve.protocol import (
+    CachedTokens,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatTokenLogprob,
+    Delta,
+    FinishReason,
+    FunctionCall,
+    ResponseMessage,
+    ResponseToolCall,
+    RoundUsage,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    ToolCallDelta,
+    TopLogprob,
+    TracedRound,
+    TracedToken,
+    TracedTree,
+    Usage,
+)
+from jetspec.serve.tools import ToolReader
+from jetspec.serve.worker import Job
+from jetspec.types import Completion, RoundTrace, TokenLogprob, Update
+
+Chunk = ChatChunk | TextCompletion
+
+
+class SpeedMeter:
+    """Tokens per second of one completion. The clock starts at the end of the first round, which has no speed."""
+
+    def __init__(self) -> None:
+        self.start_s: float | None = None
+        self.rounds, self.tokens = 0, 0
+        """`tokens` leaves out those of the first round."""
+
+    def add(self, update: Update, now: float) -> float:
+        self.rounds += 1
+        if self.start_s is None:
+            self.start_s = now
+            return 0.0
+        self.tokens += len(update.token_ids)
+        return self.tokens / (now - self.start_s) if now > self.start_s else 0.0
+
+
+class Vocabulary:
+    """Text and bytes of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._bytes = tokenizer, tokenizer.token_bytes()
+        self._shown: dict[int, tuple[str, list[int]]] = {}
+
+    def raw(self, token: int) -> bytes:
+        """Bytes that the token adds to a text; a control token adds none."""
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def label(self, token: int) -> str:
+        """One printable line."""
+        return self._tokenizer.token_text(token)
+
+    def shown(self, token: int) -> tuple[str, list[int]]:
+        """Text and bytes in the API: a control token has its name as text. Cached: up to 20 per generated token."""
+        if token not in self._shown:
+            raw = self.raw(token)
+            self._shown[token] = raw.decode(errors="replace") or self.label(token), list(raw)
+        return self._shown[token]
+
+    def top(self, token: int, logprob: float) -> TopLogprob:
+        text, raw = self.shown(token)
+        return {"token": text, "logprob": logprob, "bytes": raw}
+
+
+class TextOffsets:
+    """Offsets of tokens in their text, in characters. A token inside a character has the offset of the character."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, raw: bytes) -> int:
+        if raw and raw[0] & 0xC0 != 0x80:  # first byte of a character, so the previous one is complete
+            self._length += len(self._decoder.decode(b"", final=True))
+        offset = self._length
+        self._length += len(self._decoder.decode(raw))
+        return offset
+
+
+def chat_logprobs(entries: list[TokenLogprob], vocab: Vocabulary) -> ChatLogprobs:
+    content: list[ChatTokenLogprob] = [
+        {**vocab.top(entry.token, entry.logprob), "top_logprobs": [vocab.top(*top) for top in entry.top]}
+        for entry in entries
+    ]
+    return ChatLogprobs.model_construct(content=content)
+
+
+def text_logprobs(entries: list[TokenLogprob], vocab: Vocabulary, offsets: TextOffsets) -> TextLogprobs:
+    return TextLogprobs(
+        tokens=[vocab.shown(entry.token)[0] for entry in entries],
+        token_logprobs=[entry.logprob for entry in entries],
+        top_logprobs=[{vocab.shown(token)[0]: logprob for token, logprob in entry.top} for entry in entries],
+        text_offset=[offsets.next(vocab.raw(entry.token)) for entry in entries],
+    )
+
+
+class ResponseBuilder:
+    """Collects the updates of one HTTP request and builds its response."""
+
+    prefix: ClassVar[str]
+    """Of the response id."""
+
+    def __init__(self, prepared: PreparedRequest, vocab: Vocabulary, model: str) -> None:
+        self.vocab, self.jobs, self.shows_logprobs = vocab, prepared.jobs, prepared.shows_logprobs
+        self.head: dict[str, Any] = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.speeds = [SpeedMeter() for _ in range(prepared.num_completions)]
+        self.completions: dict[int, Completion] = {}
+
+    def add(self, index: int, update: Update) -> object:
+        """Record an update of one completion."""
+        raise NotImplementedError
+
+    def chunk(self, index: int, update: Update) -> Chunk | None:
+        """Record an update. Returns its chunk, if there is something to send."""
+        raise NotImplementedError
+
+    def whole(self) -> ChatCompletion | TextCompletion:
+        """The response with all completions."""
+        raise NotImplementedError
+
+    def usage_chunk(self) -> Chunk:
+        raise NotImplementedError
+
+    def _visible(self, logprobs: list[TokenLogprob] | None) -> list[TokenLogprob]:
+        """Entries of the tokens that add to the text: not that of the end token, for instance."""
+        return [entry for entry in logprobs or [] if self.vocab.raw(entry.token)] if self.shows_logprobs else []
+
+    def _usage(self) -> Usage:
+        return count_usage(self.jobs, self.completions)
+
+    def _trace(self, index: int, update: Update) -> TracedRound | None:
+        """The round of an update, if the request asked for a trace."""
+        if update.trace is None:
+            return None
+        speed = self.speeds[index].add(update, time.perf_counter())
+        return TracedRound(
+            round=self.speeds[index].rounds,
+            tokens=traced_tokens(update, update.trace, self.vocab),
+            tree=TracedTree(
+                tokens=[self.vocab.label(token) for token in update.trace.tokens],
+                parents=update.trace.parents,
+                scores=update.trace.scores,
+                path=update.trace.path,
+                bonus=self.vocab.label(update.trace.bonus),
+            ),
+            tokens_per_s=speed,
+        )
+
+
+@dataclass
+class ChatState:
+    """One completion of a chat so far."""
+
+    reader: ToolReader | None
+    is_begun: bool = False
+    """A chunk with the role was sent."""
+    text: str = ""
+    calls: list[ResponseToolCall] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+class ChatResponse(ResponseBuilder):
+    """Response of `/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+
+    def __init__(self, prepared: PreparedRequest, vocab: Vocabulary, model: str) -> None:
+        super().__init__(prepared, vocab, model)
+        readers = [ToolReader(prepared.in_call) if prepared.reads_tools else None for _ in self.speeds]
+        self.states = [ChatState(reader) for reader in readers]
+
+    def add(self, index: int, update: Update) -> tuple[str, list[ToolCallDelta]]:
+        """Record an update. Returns its text and its tool calls."""
+        state = self.states[index]
+        text, found = update.text, list[FunctionCall]()
+        if state.reader:
+            text, found = state.reader.push(text, is_last=update.completion is not None)
+        calls = [ResponseToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=call) for call in found]
+        deltas = [ToolCallDelta(index=len(state.calls) + i, **vars(call)) for i, call in enumerate(calls)]
+        state.text += text
+        state.calls += calls
+        if update.completion:
+            self.completions[index] = update.completion
+            state.finish = finish_reason(state, update.completion)
+        return text, deltas
+
+    def chunk(self, index: int, update: Update) -> Chunk | None:
+        """The first chunk has the role. It is sent with the first token: clients measure that time."""
+        text, calls = self.add(index, update)
+        state, logprobs = self.states[index], self._visible(update.logprobs)
+        trace = self._trace(index, update)
+        if not (text or calls or update.completion or trace or logprobs):
+            return None
+        content = text or (None if state.is_begun or state.calls else "")  # a completion without any text has ""
+        delta = Delta(role=None if state.is_begun else "assistant", content=content, tool_calls=calls or None)
+        state.is_begun = True
+        choice = ChatChunkChoice(
+            index=index,
+            delta=delta,
+            logprobs=chat_logprobs(logprobs, self.vocab) if logprobs else None,
+            finish_reason=state.finish,
+        )
+        return ChatChunk(**self.head, choices=[choice], jetspec=trace)
+
+    def whole(self) -> ChatCompletion:
+        choices = []
+        for index, state in enumerate(self.states):
+            assert state.finish is not None
+            content = state.text or (None if state.calls else "")
+            message = ResponseMessage(content=content, tool_calls=state.calls or None)
+            entries = self._visible(self.completions[index].logprobs)
+            logprobs = chat_logprobs(entries, self.vocab) if self.shows_logprobs else None
+            choices.append(ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=state.finish))
+        return ChatCompletion(**self.head, choices=choices, usage=self._usage())
+
+    def usage_chunk(self) -> ChatChunk:
+        return ChatChunk(**self.head, choices=[], usage=self._usage())
+
+
+def finish_reason(state: ChatState, done: Completion) -> FinishReason:
+    """`tool_calls` if there are any, unless the length limit has cut one off."""
+    is_cut = state.reader is not None and state.reader.is_cut and done.finish_reason == "length"
+    return "tool_calls" if state.calls and not is_cut else done.finish_reason
+
+
+class TextResponse(ResponseBuilder):
+    """Response of `/v1/completions`."""
+
+    prefix = "cmpl"
+
+    def __init__(self, prepared: PreparedRequest, vocab: Vocabulary, model: str) -> None:
+        super().__init__(prepared, vocab, model)
+        self.offsets = [TextOffsets() for _ in self.speeds]
+
+    def add(self, index: int, update: Update) -> None:
+        if update.completion:
+            self.completions[index] = update.completion
+
+    def chunk(self, index: int, update: Update) -> Chunk | None:
+        self.add(index, update)
+        finish = update.completion.finish_reason if update.completion else None
+        logprobs = self._logprobs(update.logprobs, self.offsets[index])
+        trace = self._trace(index, update)
+        if not (update.text or finish or trace or logprobs):
+            return None
+        choice = TextChoice(index=index, text=update.text, logprobs=logprobs, finish_reason=finish)
+        return TextCompletion(**self.head, choices=[choice], jetspec=trace)
+
+    def whole(self) -> TextCompletion:
+        choices = []
+        for index, done in sorted(self.completions.items()):
+            logprobs = self._logprobs(done.logprobs, TextOffsets())
+            choices.append(TextChoice(index=index, text=done.text, logprobs=logprobs, finish_reason=done.finish_reason))
+        return TextCompletion(**self.head, choices=choices, usage=self._usage())
+
+    def usage_chunk(self) -> TextCompletion:
+        return TextCompletion(**self.head, choices=[], usage=self._usage())
+
+    def _logprobs(self, entries: list[TokenLogprob] | None, offsets: TextOffsets) -> TextLogprobs | None:
+        return text_logprobs(self._visible(entries), self.vocab, offsets) if self.shows_logprobs else None
+
+
+def count_usage(jobs: Sequence[Job], completions: dict[int, Completion]) -> Usage:
+    """Usage of all completions. Those of one prompt share it: it counts once, with the first one's cached tokens."""
+    stats = [completions[index].stats for index in range(len(completions))]
+    firsts = [stats[sum(job.count for job in jobs[:number])] for number in range(len(jobs))]
+    prompt, generated = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in stats)
+    rounds = sum(s.rounds for s in stats)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=CachedTokens(cached_tokens=sum(s.cached_tokens for s in firsts)),
+        jetspec=RoundUsage(rounds=rounds, tokens_per_round=generated / max(rounds, 1)),
+    )
+
+
+def traced_tokens(update: Update, trace: RoundTrace, vocab: Vocabulary) -> list[TracedToken]:
+    assert update.logprobs is not None, "a request with a trace has log-probabilities"
+    tokens = []
+    for depth, entry in enumerate(update.logprobs, 1):
+        draft = trace.logprobs[trace.path[depth]] if depth < len(trace.path) else None
+        text = vocab.raw(entry.token).decode(errors="replace")
+        tokens.append(TracedToken(text=text, depth=depth, logprob=entry.logprob, draft_logprob=draft))
+    return tokens
