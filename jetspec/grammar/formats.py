@@ -1,22 +1,21 @@
-"""Expressions that a grammar follows to the letter, and formats of strings written as such.
+"""Regular expressions in JSON schemas: those that xgrammar follows, and our own for the formats of strings.
 
-The grammar library's own formats let through days and addresses that do not exist. Ours allow at most what the format
-does, and less of what nobody writes: no leap seconds, no quoted mailboxes.
+xgrammar's formats accept dates and addresses that do not exist. Ours are subsets of the standards: no leap seconds, no
+quoted mailboxes.
 """
 
 from __future__ import annotations
 
 import re
 
-READ_OVER = re.compile(r"\(\?(?!:|<\w|P<\w)|(?<=[^|(])\^|\$(?=[^|)])|\)\{0*([2-9]|[1-9]\d+),\}")
-"""Parts of an expression that the library reads over: what looks ahead, flags, anchors that are not at an end. And
-groups that are repeated at least twice, and then without bound, of which it loses parts."""
+UNSUPPORTED = re.compile(r"\(\?(?!:|<\w|P<\w)|(?<=[^|(])\^|\$(?=[^|)])|\)\{0*([2-9]|[1-9]\d+),\}")
+"""Syntax that xgrammar ignores (lookahead, flags, anchors inside), or compiles wrongly (groups with {2,})."""
 REPEATED = re.compile(r"\\.|\[(?:\\.|[^]\\])*\]|\)(?:\?|\{0*([01]),\})|[$^]", re.DOTALL)
-"""A group that may be missing, or is repeated without bound; an anchor; or an escape or a class, to be left alone."""
+"""An optional or unbounded group, or an anchor; also escapes and classes, which must not be changed."""
 
 YEAR = r"(\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)"
 LEAP = r"(0[48]|[2468][048]|[13579][26])"
-"""Two digits that 4 divides, without 00."""
+"""Two digits divisible by 4, without 00."""
 MONTHS = r"((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
 DATE = rf"({YEAR}-{MONTHS}|(\d\d{LEAP}|{LEAP}00)-02-29)"
 TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
@@ -31,7 +30,7 @@ BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 HEX = "[0-9a-fA-F]"
 WORD = rf"{HEX}{{1,4}}"
 SHORT = "|".join(rf"({WORD}:){{{n}}}(:{WORD}){{1,{7 - n}}}" for n in range(1, 7))
-"""Addresses of at most seven words, some of them left out in the middle."""
+"""Addresses of at most seven words with `::` in the middle."""
 
 PATTERNS = {
     "date": DATE,
@@ -46,26 +45,25 @@ PATTERNS = {
     "ipv6": rf"(({WORD}:){{7}}{WORD}|{SHORT}|({WORD}:){{1,7}}:|:(:{WORD}){{1,7}}|::)",
 }
 LIBRARY = frozenset({"uri", "uri-reference", "uri-template"})
-"""Those in which the library's own forms are right."""
+"""Formats of which xgrammar's own expressions are right."""
 FREE = frozenset({"password", "binary", "path"})
-"""Formats that any text has: they say how it is shown or used."""
+"""Formats that every text satisfies; they describe its use."""
 
 
 def is_safe(pattern: str) -> bool:
-    """Whether an expression is followed to the letter.
+    """Returns true if xgrammar follows an expression exactly.
 
-    The library reads over what looks ahead, flags, and anchors in the middle, and takes escapes that it does not know
-    for plain letters. A character that a JSON string must escape it would write bare.
+    It ignores `UNSUPPORTED` syntax, reads unknown escapes as letters, and generates characters without JSON escapes.
     """
     escapes = re.findall(r"\\(.)", pattern, re.DOTALL)
     is_known = all(e in "dDsSwW" or not (e.isalnum() or e == "\\") for e in escapes)
-    return pattern.isprintable() and '"' not in pattern and is_known and not READ_OVER.search(_bare(pattern))
+    return pattern.isprintable() and '"' not in pattern and is_known and not UNSUPPORTED.search(_bare(pattern))
 
 
 def spelled_out(pattern: str) -> str:
-    """The same expression in words that the library follows: it would lose the beginning of `(ab+)?`.
+    """Returns an equal expression that xgrammar follows: it would drop the beginning of `(ab+)?`.
 
-    Anchors go: it matches whole texts only, and says so of each anchor on stderr.
+    Anchors are removed: it matches whole texts only, and prints a warning for each anchor.
     """
 
     def spell(found: re.Match[str]) -> str:
@@ -77,5 +75,5 @@ def spelled_out(pattern: str) -> str:
 
 
 def _bare(pattern: str) -> str:
-    """An expression with a letter in place of each escape and each class of characters."""
+    """Replaces each escape and character class by a letter."""
     return re.sub(r"\[[^]]*\]", "x", re.sub(r"\\.", "x", pattern))

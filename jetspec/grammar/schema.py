@@ -1,4 +1,4 @@
-"""JSON schemas that a grammar keeps to the letter: whatever else they ask is refused by its name."""
+"""Checks that a grammar can enforce a JSON schema completely, and rewrites the schema for xgrammar."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ ANNOTATIONS = frozenset(
     {"$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "examples"}
     | {"deprecated", "readOnly", "writeOnly", "discriminator"}
 )
-"""Keywords that ask nothing of the text; so do those that begin with x-."""
+"""Keywords without an effect on valid texts; so are those that begin with x-."""
 ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-"""Keywords beside which the library reads over all others."""
+"""Keywords beside which xgrammar ignores all others."""
 KNOWN = frozenset(
     {"type", "pattern", "format", "multipleOf", "required", "additionalProperties", "propertyNames"}
     | {*COUNTS, *RANGE, *ALONE, *IMPLIED}
 )
 OWN = "$formats"
-"""Where our expressions stand in a schema. No client's schema has this keyword: it is not known."""
+"""Keyword that holds our own expressions. It is unknown to clients: a schema that has it is refused."""
 MAX_NAMES = 200
-"""Characters of names that a message repeats."""
+"""Limit on the names in an error message, in characters."""
 
 
 def enforceable(source: str) -> str:
-    """The schema in a form that a grammar enforces as a whole; what none can is refused by its name.
+    """Returns the schema in a form that xgrammar enforces completely; ValueError names keywords that it cannot.
 
-    A text must not be promised more than it keeps. It may keep more: where branches of `oneOf` are told apart by a
-    property, it is always written.
+    Every generated text is valid, but not every valid text can be generated: a property that tells branches of `oneOf`
+    apart becomes required.
     """
     try:
         root = json.loads(source)
@@ -72,16 +72,17 @@ def enforceable(source: str) -> str:
 
 
 def _check_values(schema: dict[str, Any]) -> None:
-    """Refuse values that are not of the type beside them, so that no text fits."""
+    """Refuse constants that contradict the `type` beside them: no text would be valid."""
     named = set(named_types(schema))
     if "number" in named:
         named.add("integer")
     for value in only_values(schema):
         if "type" in schema and type_of(value) not in named:
-            raise ValueError(f"the JSON schema wants a value that is not of its type {schema['type']!r}"[:MAX_NAMES])
+            raise ValueError(f"the JSON schema has a value that is not of its type {schema['type']!r}"[:MAX_NAMES])
 
 
 def _ignored(schema: dict[str, Any], root: Any) -> set[str]:
+    """Returns the keywords of one part that xgrammar would not enforce."""
     keywords = {keyword for keyword in schema.keys() - ANNOTATIONS if not keyword.startswith("x-")}
     ignored = set(keywords - KNOWN)
     if "pattern" in keywords:
@@ -100,7 +101,7 @@ def _ignored(schema: dict[str, Any], root: Any) -> set[str]:
     ):
         ignored |= {"propertyNames"}
     if schema.get("additionalProperties") is not False and _count(schema, "minProperties") > max(1, len(required)):
-        ignored |= {"minProperties"}  # names that are not in the schema may come twice, and then count once
+        ignored |= {"minProperties"}  # xgrammar may repeat a name, which counts once
     if not re.fullmatch(r"#(/.*)?", str(schema.get("$ref", "#")), re.DOTALL):
         ignored |= {"$ref"}
     if alone := [keyword for keyword in ALONE if keyword in keywords]:
@@ -112,9 +113,9 @@ def _ignored(schema: dict[str, Any], root: Any) -> set[str]:
 
 
 def _spell_out(schema: dict[str, Any], root: dict[str, Any]) -> None:
-    """Put our own expression in place of a format, and expressions into words that the library follows.
+    """Replaces a format by our expression, and an expression by one that xgrammar follows.
 
-    Formats stand under a name of their own, because one grammar for all strings of a format is much smaller.
+    Each format becomes one definition under `OWN`, so that the grammar contains it once.
     """
     name = schema.get("format")
     if name in PATTERNS and schema.get("type") == "string":
@@ -142,18 +143,18 @@ def _count(schema: dict[str, Any], keyword: str) -> int:
 
 @dataclass(frozen=True)
 class Branch:
-    """What tells one branch of `oneOf` from another."""
+    """Properties by which branches of `oneOf` are told apart."""
 
     schema: dict[str, Any]
     types: frozenset[str]
     values: frozenset[str]
-    """The only values that it allows, as JSON."""
+    """Its constants as JSON; empty: any value."""
     tags: dict[str, frozenset[str]]
-    """The same of its properties, for those that name them."""
+    """Constants of those of its properties that have some."""
 
 
 def _separate(schema: dict[str, Any], root: Any) -> None:
-    """Make `oneOf` an `anyOf`, which is the same if no value fits two branches, or refuse it."""
+    """Replaces `oneOf` by `anyOf`, which is equal if the branches are disjoint; refuses it otherwise."""
     if "oneOf" not in schema:
         return
     branches = [_branch(part, root) for part in schema["oneOf"]]
@@ -163,8 +164,8 @@ def _separate(schema: dict[str, Any], root: Any) -> None:
         tag = next((name for name in one.tags if _differ(one.tags[name], other.tags.get(name))), None)
         if tag is None or not one.types == other.types == {"object"}:
             raise ValueError(
-                "the JSON schema uses oneOf with branches that one value may fit; they must differ in their types, or "
-                "in the const or enum of a property; or use anyOf"
+                "the JSON schema uses oneOf with branches that may overlap; they must differ in their types, or in the "
+                "const or enum of a property; or use anyOf"
             )
         for branch in (one, other):
             required = branch.schema.setdefault("required", [])
@@ -180,7 +181,7 @@ def _branch(schema: Any, root: Any) -> Branch:
 
 
 def _keys(schema: dict[str, Any]) -> frozenset[str]:
-    """The only values of a schema, so that equal ones are equal; empty if some of them are no plain values."""
+    """Constants of a schema as normalised JSON; empty if some are lists or objects."""
     values = only_values(schema)
     if any(isinstance(value, list | dict) for value in values):
         return frozenset()
@@ -188,45 +189,40 @@ def _keys(schema: dict[str, Any]) -> frozenset[str]:
 
 
 def _differ(one: frozenset[str], other: frozenset[str] | None) -> bool:
-    """Whether two sets of only values have none in common. Empty ones name no values."""
+    """Returns true for two disjoint sets of constants. An empty set allows any value."""
     return bool(one and other) and one.isdisjoint(other or ())
 
 
-# ---- the whole ----
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way for a part to end: once all of these have."""
-
-    part: int
-    missing: set[int]
+# ---- finite texts ----
 
 
 def _all_end(root: Any, parts: Iterable[dict[str, Any]]) -> bool:
-    """Whether each part has a finite text: those first that need no other, then those that need only such."""
+    """Returns true if each part has a finite text.
+
+    Propagates as in Horn clauses, in linear time: a part ends once all parts that one of its ways needs have ended.
+    """
     endless = {id(part) for part in parts}
     ended: list[int] = []
-    waiting: defaultdict[int, list[Way]] = defaultdict(list)
+    waiting: defaultdict[int, list[tuple[int, set[int]]]] = defaultdict(list)
     for part in parts:
         for needed in _ways(part, root):
-            way = Way(id(part), {id(other) for other in needed} & endless)
-            for other in way.missing:
-                waiting[other].append(way)
-            if not way.missing:
-                ended.append(way.part)
+            missing = {id(other) for other in needed} & endless
+            for other in missing:
+                waiting[other].append((id(part), missing))
+            if not missing:
+                ended.append(id(part))
     while ended:
-        part_id = ended.pop()
-        endless.discard(part_id)
-        for way in waiting.pop(part_id, ()):
-            way.missing.discard(part_id)
-            if not way.missing:
-                ended.append(way.part)
+        ended_id = ended.pop()
+        endless.discard(ended_id)
+        for part_id, missing in waiting.pop(ended_id, ()):
+            missing.discard(ended_id)
+            if not missing:
+                ended.append(part_id)
     return not endless
 
 
 def _ways(schema: dict[str, Any], root: Any) -> list[list[Any]]:
-    """The ways to a finite text: for each, the schemas that must have one."""
+    """Returns the ways to a finite text: for each, the schemas that need one."""
     if "$ref" in schema or "allOf" in schema:
         return [alternatives(schema, root)]
     if inner := alternatives(schema, root):
@@ -237,7 +233,7 @@ def _ways(schema: dict[str, Any], root: Any) -> list[list[Any]]:
 
 
 def _needed(schema: dict[str, Any]) -> list[list[Any]]:
-    """For each type that a value may have, the schemas of those parts of it that cannot be left out."""
+    """Returns for each type of the schema the schemas of its required parts."""
     ways: list[list[Any]] = []
     for kind in named_types(schema) or ["any"]:
         needed: list[Any] = []
