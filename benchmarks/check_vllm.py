@@ -35,8 +35,8 @@ from typing import Any
 import torch
 
 from jetspec.files import write_whole
-from jetspec.models.head_folder import CONFIG_FILE
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
+from jetspec.models.tensor_files import CONFIG_FILE
 from jetspec.record import write_record
 from jetspec_vllm import OPTIONS, WORKER, register
 

@@ -24,9 +24,10 @@ import torch
 
 from benchmarks.pages import put_between
 from jetspec.data.corpus import lines_of
-from jetspec.models.head_folder import CARD_FILE, WEIGHTS_FILE
+from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.head_format import load_head, save_head
 from jetspec.models.hub import DEFAULT_MODEL, HEADS
+from jetspec.models.tensor_files import WEIGHTS_FILE
 
 LICENSES = {
     "dolly_3k": "CC BY-SA 3.0",

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from jetspec.config import TreeConfig
 from jetspec.models.head_format import read_config, require_fit
 from jetspec.models.hub import DEFAULT_MODEL, head_path, local_file, resolve
-from jetspec.models.weights import read_json
+from jetspec.models.tensor_files import read_json
 from jetspec_vllm import OPTIONS, WORKER
 from jetspec_vllm.options import TargetShape, head_refusals, say, tree_config
 

@@ -1,4 +1,4 @@
-"""What is in a model or a head, told from its files without loading the weights."""
+"""Describes a model or a head from its files, without loading the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jetspec.models.weights import OpenModel, load_tokenizer, open_model
 
 
 def describe(path_or_id: str | Path) -> dict[str, Any]:
-    """Facts about a target or a head, by name. Fetches what is not on disk yet."""
+    """Returns facts about a target or a head; fetches its files if needed."""
     path = resolve(path_or_id)
     head = describe_any_head(path)
     if head is not None:
@@ -25,7 +25,7 @@ def describe(path_or_id: str | Path) -> dict[str, Any]:
 
 
 def fits(model: dict[str, Any], head: dict[str, Any]) -> list[str]:
-    """Why two things that were described cannot work together. Empty: they can."""
+    """Returns the reasons why a described target and head do not fit each other."""
     if (model["kind"], head["kind"]) != ("target", "head"):
         return [f"a target and a head are needed, not a {model['kind']} and a {head['kind']}"]
     if "problem" in head:
@@ -70,7 +70,7 @@ def _shape(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _stored_as(model: OpenModel) -> dict[str, int] | str:
-    """Tensors per storage type, or the one dtype of a folder."""
+    """Returns the number of tensors per storage type of a GGUF file, or the dtype of a folder."""
     if isinstance(model.tensors, GGUFFile):
         return dict(Counter(info.type.name for info in model.tensors.tensors.values()).most_common())
     return str(model.dtype).removeprefix("torch.")

@@ -1,8 +1,7 @@
-"""EAGLE-3 heads on disk: the published layout, read and written, and the one of the speculators library, read.
+"""Reads and writes EAGLE-3 heads in the published layout; reads that of the speculators library.
 
-Layers are named by number, and there are two ways to count. `eagle_config.eagle_aux_hidden_state_layer_ids` names
-layers by their outputs, as we do; the key of that name at the top, and speculators, count the embedding as 0, so that
-every number is one more.
+Layer numbers: `eagle_config.eagle_aux_hidden_state_layer_ids` counts layers by their outputs, as we do. The top-level
+key of that name, and speculators, count the embedding as 0, so every number is one more.
 """
 
 from __future__ import annotations
@@ -20,38 +19,40 @@ from jetspec.models.decoder import DecoderConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
 from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
 from jetspec.models.head_folder import (
-    CONFIG_FILE,
     HeadTensors,
     Names,
+    agreed,
     architectures,
     layer_fields,
+    load_weights,
     misfits,
     published_tensors,
     raw_config,
     table,
     write_folder,
 )
+from jetspec.models.tensor_files import CONFIG_FILE, errors_name
 from jetspec.models.weights import DType
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 EMBEDDING = "embed_tokens.weight"
 TAPS = "eagle_aux_hidden_state_layer_ids"
 UNSUPPORTED = ("norm_before_fc", "norm_output", "parallel_drafting")
-"""Switches of other writers that change what a head computes."""
+"""Switches of other writers that change the computation."""
 NAMES = Names(
     own={
         "fc.weight": "fc.weight",
         "lm_head.weight": "lm_head.weight",
         "layers.0.hidden_norm.weight": "midlayer.hidden_norm.weight",
     },
-    # The last two are copies of the target's, which speculators keep for training.
+    # The last two are copies of the target's, which speculators keeps for training.
     aside=frozenset({"d2t", "t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight"}),
     layer="midlayer.",
 )
 
 
 def is_eagle3(folder: Path) -> bool:
-    """By its name, or by a reduced vocabulary: of the layouts without a name of their own only this one has it."""
+    """Detects the layout by its architecture, or by a reduced vocabulary, which no other unnamed layout has."""
     raw = raw_config(folder) if folder.is_dir() else {}
     if (kind := raw.get("speculators_model_type")) is not None:
         return bool(kind == "eagle3")
@@ -63,28 +64,26 @@ def is_eagle3(folder: Path) -> bool:
 def load_eagle3(
     folder: Path, config: Eagle3Config, dtype: DType = "auto", device: torch.device | str = "cpu"
 ) -> Eagle3Head:
-    """A head for inference. `config` is that of the folder, with all layers that it taps."""
+    """Loads a head for inference. `config` is that of the folder, with tap layers."""
     with torch.device("meta"):
         head = Eagle3Head(config)
-    try:
-        tensors = HeadTensors(folder, NAMES)
-        tensors.check(head)
-        state = tensors.weights(head, dtype, device)
-        state["token_of"] = _read_vocabulary(tensors, config)
+
+    def buffers(tensors: HeadTensors, dtype: torch.dtype) -> dict[str, Tensor]:
+        read = {"token_of": _read_vocabulary(tensors, config)}
         if config.own_embedding:
-            state["embedding"] = _read_embedding(tensors, config).to(device, state["fc.weight"].dtype)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-    head.load_state_dict(state, assign=True)
-    return head.to(device).requires_grad_(False).eval()
+            shape = (config.layers.vocab_size, config.layers.hidden_size)
+            read["embedding"] = _read_aside(tensors, EMBEDDING, shape).to(dtype)
+        return read
+
+    return load_weights(head, folder, NAMES, dtype, device, buffers)
 
 
 def _read_vocabulary(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
-    """The target's token for each of the head's. `d2t` says how much to add to the head's; `t2d` marks those taken."""
+    """Returns the target's token for each of the head's. `d2t` holds the differences, `t2d` a flag per target token."""
     size, vocab_size = config.draft_vocab_size, config.layers.vocab_size
-    if "d2t" not in tensors.aside:
+    if "d2t" not in tensors:
         if size != vocab_size:
-            raise ValueError(f"tensor d2t is missing: {size} of {vocab_size} tokens are drafted, and it says which")
+            raise ValueError(f"tensor d2t is missing: it maps the {size} drafted tokens to {vocab_size} of the target")
         return torch.arange(size)
     added = _read_aside(tensors, "d2t", (size,))
     if added.is_floating_point() or added.dtype == torch.bool:
@@ -92,28 +91,24 @@ def _read_vocabulary(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
     token = torch.arange(size) + added.long()
     if token.min() < 0 or token.max() >= vocab_size or len(token.unique()) < size:
         raise ValueError(f"tensor d2t does not name {size} different tokens of a vocabulary of {vocab_size}")
-    if "t2d" in tensors.aside:
+    if "t2d" in tensors:
         taken = _read_aside(tensors, "t2d", (vocab_size,)).bool()
         if not torch.equal(taken.nonzero()[:, 0], token.sort().values):
             raise ValueError("tensors d2t and t2d contradict each other")
     return token
 
 
-def _read_embedding(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
-    return _read_aside(tensors, EMBEDDING, (config.layers.vocab_size, config.layers.hidden_size))
-
-
 def _read_aside(tensors: HeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
     value = tensors.tensor(name)
     if value.shape != shape:
-        raise ValueError(f"tensor {name} has shape {tuple(value.shape)}; the config asks for {shape}")
+        raise ValueError(f"tensor {name} has shape {tuple(value.shape)}; the config implies {shape}")
     return value
 
 
 def save_eagle3(
     head: Eagle3Head, folder: str | Path, dtype: torch.dtype = torch.bfloat16, card: str | None = None
 ) -> None:
-    """Write a head in the published layout, with a model card if given. The folder appears complete or not at all."""
+    """Writes a head in the published layout, with a model card if given; see `write_folder`."""
     tensors = published_tensors(head, NAMES, dtype)
     token = head.token_of.cpu()
     tensors["d2t"] = token - torch.arange(len(token))
@@ -124,7 +119,7 @@ def save_eagle3(
 
 
 def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
-    """The contents of config.json. Readers elsewhere know one of the two keys for tapped layers: both are written."""
+    """Returns the contents of config.json, with the tapped layers under both keys that other readers know."""
     c = config.layers
     assert c.qkv_bias == c.out_bias and c.moe is None and not any(c.windows)
     own = {TAPS: list(config.tap_layers), "use_aux_hidden_state": True, "ttt_length": config.depth}
@@ -145,18 +140,15 @@ def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, A
 
 
 def read_eagle3_config(folder: Path) -> Eagle3Config:
-    """The config of a head's folder. Every number in it is checked here and trusted afterwards.
+    """Reads the config of a head's folder and checks every value.
 
-    `tap_layers` is empty where neither they nor the target's layers are named: then the target decides.
+    `tap_layers` is empty if the files name neither them nor the number of target layers; see `for_target`.
     """
-    try:
-        config = _from_published(raw_config(folder))
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
-    try:
-        return replace(config, own_embedding=EMBEDDING in HeadTensors(folder, NAMES).aside)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+    raw = raw_config(folder)
+    with errors_name(folder / CONFIG_FILE):
+        config = _from_published(raw)
+    with errors_name(folder):
+        return replace(config, own_embedding=EMBEDDING in HeadTensors(folder, NAMES))
 
 
 def _from_published(raw: Mapping[str, Any]) -> Eagle3Config:
@@ -181,30 +173,28 @@ def _from_published(raw: Mapping[str, Any]) -> Eagle3Config:
 def _layer_config(raw: Mapping[str, Any]) -> DecoderConfig:
     layers = config_from_hf({"model_type": "llama", **raw, "tie_word_embeddings": False})
     if layers.num_layers != 1:
-        raise ValueError(f"num_hidden_layers is {layers.num_layers}; EAGLE-3 heads of one layer can run")
+        raise ValueError(f"num_hidden_layers is {layers.num_layers}; EAGLE-3 heads have one layer here")
     if layers.moe is not None or any(layers.windows):
         raise ValueError("EAGLE-3 heads with experts or sliding windows are not supported")
     return layers
 
 
 def _tap_layers(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ...]:
-    """What any of the keys says, by our count. Empty: nothing does."""
+    """Returns the tapped layers under any of the keys, counted by outputs; empty if there are none."""
     keys = {TAPS: (raw, 1), "aux_hidden_state_layer_ids": (raw, 1), f"eagle_config.{TAPS}": (own, 0)}
-    said = {}
-    for key, (section, more) in keys.items():
+    found = {}
+    for key, (section, first) in keys.items():
         ids = section.get(key.rpartition(".")[2])
         if ids is None:
             continue
         if not isinstance(ids, list) or len(ids) != EAGLE3_TAPS:
             raise ValueError(f"{key} does not name {EAGLE3_TAPS} layers")
-        said[key] = tuple(Fields({key: i}).integer(key, more, MAX_LAYERS) - more for i in ids)
-    if len(set(said.values())) > 1:
-        raise ValueError("contradictory: " + ", ".join(f"{key} means layers {list(said[key])}" for key in said))
-    return next(iter(said.values()), ())
+        found[key] = tuple(Fields({key: i}).integer(key, first, MAX_LAYERS) - first for i in ids)
+    return agreed(found) or ()
 
 
 def describe_eagle3(folder: Path) -> dict[str, Any]:
-    """What a folder says about the head in it."""
+    """Returns facts about the head in a folder."""
     config = read_eagle3_config(folder)
     with torch.device("meta"):
         head = Eagle3Head(config)
@@ -224,16 +214,16 @@ def describe_eagle3(folder: Path) -> dict[str, Any]:
 
 
 def for_target(config: Eagle3Config, target: DecoderConfig) -> Eagle3Config:
-    """With the usual layers of the target, where the head's files name none."""
+    """Adds the default tap layers for a target, if the head's files name none."""
     return config if config.tap_layers else replace(config, tap_layers=eagle3_tap_layers(target.num_layers))
 
 
 def check_eagle3_fits(head: Eagle3Config, target: DecoderConfig) -> list[str]:
-    """Why a head cannot serve a target, in plain words. Empty: it can."""
+    """Returns the reasons why a head does not fit a target."""
     problems = []
     read_size = head.target_hidden_size or head.layers.hidden_size
     if read_size != target.hidden_size:
         problems.append(f"it reads states of size {read_size}, the target's have {target.hidden_size}")
     if head.layers.hidden_size != target.hidden_size and not head.own_embedding:
-        problems.append(f"its hidden size is {head.layers.hidden_size}, and it brings no embedding of that size")
+        problems.append(f"its hidden size is {head.layers.hidden_size}, and it has no embedding of that size")
     return problems + misfits(head.layers.vocab_size, head.num_target_layers, head.tap_layers, target)

@@ -99,6 +99,13 @@ def parts_of(name: str, is_expert: bool) -> Iterator[Part]:
         yield Part(f"model.layers.{layer}.{part.hf}{leaf}", f"blk.{layer}.{part.gguf}{leaf}", part.is_rotated)
 
 
+def part_rows(config: DecoderConfig, num_parts: int, rows: int) -> list[int]:
+    """Rows of each stored tensor behind a parameter of so many rows: q, k and v, or equal parts."""
+    if num_parts == 3:
+        return [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
+    return [rows // num_parts] * num_parts
+
+
 def stacked_experts_name(name: str) -> str:
     _, layer, inner = name.split(".", 2)
     return f"model.layers.{layer}.{STACKED_EXPERTS[inner]}"

@@ -1,174 +1,167 @@
-"""A head's folder: config.json, safetensors and perhaps a card. What all layouts of heads share.
+"""Folders of draft heads: config.json, safetensors and optionally a model card. Shared by all layouts of heads.
 
-Nothing in a folder is ever executed. Shapes and dtypes are checked before anything is read.
+Shapes and dtypes are checked before any tensor is read.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from jetspec.files import some, whole_folder
 from jetspec.models.decoder import DecoderConfig, DecoderStack, RopeConfig
-from jetspec.models.families import parts_of
-from jetspec.models.weights import DType, read_json
+from jetspec.models.families import part_rows, parts_of
+from jetspec.models.gguf import PLAIN
+from jetspec.models.tensor_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    TensorFiles,
+    errors_name,
+    open_safetensors,
+    read_json,
+    write_json,
+    write_tensors,
+)
+from jetspec.models.weights import DType
 
-CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
+CARD_FILE = "README.md"
 OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
-STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
 SCALE = "_scale"
-"""A matrix stored as int8 has a second tensor of this ending: a factor per row."""
+"""Suffix of the tensor that holds the factor per row of an int8 matrix."""
+T = TypeVar("T")
+H = TypeVar("H", bound=DecoderStack)
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a layout names its tensors."""
+    """Tensor names of a layout."""
 
     own: Mapping[str, str]
-    """Our names -> the published ones, for what a head has and a decoder has not."""
+    """Published names of the parameters that a decoder does not have."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other published names -> those that we write."""
+    """Other published names, with the names that are written."""
     aside: frozenset[str] = frozenset()
-    """Tensors that are no weights of the head: whoever knows the layout looks at them, or nobody."""
+    """Tensors that are not parameters of the head."""
     layer: str = "layers.0."
-    """What the names of the first layer begin with."""
+    """Prefix of the first layer's tensors."""
 
     def published(self, stored: str) -> str:
         name = stored.removeprefix("model.")
         name = self.aliases.get(name, name)
         return self.layer + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
-    def parts(self, name: str, c: DecoderConfig) -> Iterator[tuple[str, int]]:
-        """Names of the tensors behind one of our parameters, and the rows of each. 0: all."""
+    def parts(self, name: str, c: DecoderConfig, rows: int) -> dict[str, int]:
+        """Names and rows of the stored tensors behind a parameter of so many rows."""
         if name in self.own:
-            yield self.own[name], 0
-            return
+            return {self.own[name]: rows}
         names = [self.published(part.hf) for part in parts_of(name, is_expert=False)]
-        key_rows = c.num_kv_heads * c.head_dim
-        rows = {1: [0], 2: [c.inner_size] * 2, 3: [c.num_heads * c.head_dim, key_rows, key_rows]}[len(names)]
-        yield from zip(names, rows, strict=True)
+        return dict(zip(names, part_rows(c, len(names), rows), strict=True))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A stored tensor and the part of one of our parameters that it fills."""
+class HeadTensors(TensorFiles):
+    """Tensors of a head's folder under their published names."""
 
-    name: str
-    out: Tensor
-
-
-class HeadTensors:
-    """The tensors of a head's folder under their published names."""
+    dtypes: Mapping[str, torch.dtype] = {**PLAIN, "I8": torch.int8}
 
     def __init__(self, folder: Path, names: Names) -> None:
+        super().__init__()
         self.names = names
-        self.files: dict[str, tuple[Any, str]] = {}
-        self.aside: dict[str, tuple[Any, str]] = {}
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise ValueError(f"{WEIGHTS_FILE} is missing; weights in other files, such as pickles, are never opened")
         for path in paths:
-            self._add(path)
-
-    def _add(self, path: Path) -> None:
-        try:
-            file: Any = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path.name} cannot be read, it may be incomplete ({error})") from None
-        for stored in file.keys():  # noqa: SIM118  the handle is no mapping
-            name = self.names.published(stored)
-            if name in self.files or name in self.aside:
-                raise ValueError(f"tensor {name} is stored twice")
-            (self.aside if name in self.names.aside else self.files)[name] = file, stored
-
-    def dtype(self, name: str) -> torch.dtype:
-        file, stored = self.files[name]
-        kind = file.get_slice(stored).get_dtype()
-        if kind not in STORED:
-            raise ValueError(f"tensor {name} is stored as {kind}; {', '.join(STORED)} can be read")
-        return STORED[kind]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        file, stored = self.files[name]
-        return tuple(file.get_slice(stored).get_shape())
+            file = open_safetensors(path)
+            for stored in file.keys():  # noqa: SIM118  the handle is no mapping
+                name = self.names.published(stored)
+                if name in self.places:
+                    raise ValueError(f"tensor {name} is stored twice")
+                self.places[name] = file, stored
 
     def check(self, head: DecoderStack) -> None:
-        """Names, shapes and dtypes are those that the config asks for, no more and no fewer."""
-        pieces = [p for name, value in head.named_parameters() for p in self.pieces(name, head.config, value)]
-        wanted = {piece.name: tuple(piece.out.shape) for piece in pieces}
-        if missing := [name for name in wanted if name not in self.files]:
-            raise ValueError(f"tensors are missing: {some(missing)}")
-        scales = {name + SCALE for name in wanted if self.dtype(name) == torch.int8}
-        if missing := [name for name in scales if name not in self.files]:
-            raise ValueError(f"tensors are missing: {some(missing)}")
-        if unknown := [name for name in self.files if name not in wanted and name not in scales]:
+        """Raise ValueError unless names, shapes and dtypes are exactly those that the config implies."""
+        expected = {
+            name: tuple(part.shape)
+            for parameter, value in head.named_parameters()
+            for name, part in self.pieces(parameter, head.config, value)
+        }
+        self._require(expected)
+        scales = {name + SCALE: (shape[0], 1) for name, shape in expected.items() if self.dtype(name) == torch.int8}
+        self._require(scales)
+        expected |= scales
+        if unknown := [name for name in self.places if name not in expected and name not in self.names.aside]:
             raise ValueError(f"tensors are not part of the config: {some(unknown)}")
-        for name, shape in {**wanted, **{name: (wanted[name.removesuffix(SCALE)][0], 1) for name in scales}}.items():
+        for name, shape in expected.items():
             self.dtype(name)
             if self.shape(name) != shape:
-                raise ValueError(f"tensor {name} has shape {self.shape(name)}; the config asks for {shape}")
+                raise ValueError(f"tensor {name} has shape {self.shape(name)}; the config implies {shape}")
+
+    def _require(self, names: Mapping[str, object]) -> None:
+        if missing := [name for name in names if name not in self.places]:
+            raise ValueError(f"tensors are missing: {some(missing)}")
 
     def weights(self, head: DecoderStack, dtype: DType, device: torch.device | str) -> dict[str, Tensor]:
-        """All parameters of a head. `auto` is the dtype of the file, float32 for int8."""
-        stored_dtype = self.dtype("fc.weight") if dtype == "auto" else dtype
-        if stored_dtype == torch.int8:
-            stored_dtype = torch.float32
+        """Reads all parameters of a head. `auto` is the dtype of the file, float32 for int8."""
+        dtype = self.dtype("fc.weight") if dtype == "auto" else dtype
+        if dtype == torch.int8:
+            dtype = torch.float32
         state = {}
-        for name, parameter in head.named_parameters():
-            state[name] = torch.empty(parameter.shape, dtype=stored_dtype, device=device)
-            self._read(name, head.config, state[name])
+        for parameter, like in head.named_parameters():
+            state[parameter] = torch.empty(like.shape, dtype=dtype, device=device)
+            for name, part in self.pieces(parameter, head.config, state[parameter]):
+                value = self.tensor(name)
+                part.copy_(value.float() * self.tensor(name + SCALE).float() if value.dtype == torch.int8 else value)
         return state
 
-    def _read(self, name: str, c: DecoderConfig, out: Tensor) -> None:
-        """Fill one of our parameters."""
-        for piece in self.pieces(name, c, out):
-            value = self.tensor(piece.name)
-            if value.dtype == torch.int8:
-                value = value.float() * self.tensor(piece.name + SCALE).float()
-            piece.out.copy_(value)
-
-    def tensor(self, name: str) -> Tensor:
-        file, stored = self.files.get(name) or self.aside[name]
-        return file.get_tensor(stored)
-
-    def pieces(self, name: str, c: DecoderConfig, out: Tensor) -> Iterator[Piece]:
-        """Where the stored tensors go: rows of ours, which some writers stack as we do."""
-        parts = dict(self.names.parts(name, c))
+    def pieces(self, name: str, c: DecoderConfig, out: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yields stored tensors and the rows of a parameter that each fills. Some writers stack them as we do."""
+        parts = self.names.parts(name, c, len(out))
         first = next(iter(parts))
         stacked = first.replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
-        if len(parts) == 1 or stacked in self.files:
-            yield Piece(first if len(parts) == 1 else stacked, out)
+        if len(parts) == 1 or stacked in self:
+            yield first if len(parts) == 1 else stacked, out
         else:
-            yield from map(Piece, parts, out.split(list(parts.values())))
+            yield from zip(parts, out.split(list(parts.values())), strict=True)
+
+
+def load_weights(
+    head: H,
+    folder: Path,
+    names: Names,
+    dtype: DType,
+    device: torch.device | str,
+    buffers: Callable[[HeadTensors, torch.dtype], dict[str, Tensor]] | None = None,
+) -> H:
+    """Fills a head on the meta device from its folder, for inference. `buffers` reads what is not a parameter."""
+    with errors_name(folder):
+        tensors = HeadTensors(folder, names)
+        tensors.check(head)
+        state = tensors.weights(head, dtype, device)
+        if buffers is not None:
+            state |= buffers(tensors, state["fc.weight"].dtype)
+    head.load_state_dict(state, assign=True)
+    return head.to(device).requires_grad_(False).eval()
 
 
 def published_tensors(head: DecoderStack, names: Names, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters of a head, to be written. int8: rows as 8-bit numbers with a factor."""
+    """Returns the parameters of a head as they are written. int8: 8-bit rows with a factor each."""
     out: dict[str, Tensor] = {}
-    for name, parameter in head.named_parameters():
-        stored = dict(names.parts(name, head.config))
-        parts = parameter.detach().split([rows or len(parameter) for rows in stored.values()])
-        for key, part in zip(stored, parts, strict=True):
+    for parameter, value in head.named_parameters():
+        stored = names.parts(parameter, head.config, len(value))
+        for name, part in zip(stored, value.detach().split(list(stored.values())), strict=True):
             if dtype == torch.int8:
-                out |= _as_int8(key, part.to("cpu", torch.float32))
+                out |= _as_int8(name, part.to("cpu", torch.float32))
             else:
-                out[key] = part.to("cpu", dtype, copy=True)
+                out[name] = part.to("cpu", dtype, copy=True)
     return out
 
 
 def _as_int8(name: str, value: Tensor) -> dict[str, Tensor]:
-    """Rows as multiples of a 127th of their largest entry; norms stay as they are."""
+    """Quantises rows to multiples of a 127th of their largest entry; norms stay as they are."""
     if value.dim() == 1:
         return {name: value.clone()}
     scale = (value.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
@@ -176,40 +169,25 @@ def _as_int8(name: str, value: Tensor) -> dict[str, Tensor]:
 
 
 def write_folder(folder: str | Path, config: dict[str, Any], tensors: dict[str, Tensor], card: str | None) -> None:
-    """Make a head's folder, which appears complete or not at all.
+    """Writes a head's folder, which appears complete or not at all.
 
-    It replaces an older head; a folder that holds anything else is not touched.
+    It replaces an older head; a folder with other files in it is refused.
     """
     with whole_folder(Path(folder), OWN_FILES) as fresh:
-        (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(fresh / CONFIG_FILE, config)
         if card is not None:
             (fresh / CARD_FILE).write_text(card, encoding="utf-8")
         write_tensors(tensors, fresh / WEIGHTS_FILE)
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """A safetensors file that whoever may read its neighbours may read. What the system refuses is an OSError."""
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error
-    path.chmod(mode)  # the library's own choice is the owner alone
-
-
 def raw_config(folder: Path) -> dict[str, Any]:
-    """What config.json says; nothing where there is none."""
-    try:
+    """Returns the contents of config.json; empty if there is none."""
+    with errors_name(folder):
         return read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
 
 
 def nested_head(folder: Path) -> str | None:
-    """A hint for whoever names the folder of a run, which holds its head in a folder of that name."""
+    """Returns a hint if this is the folder of a training run, whose head is in a subfolder."""
     inner = folder / "head"
     return f"did you mean {inner}?" if (inner / CONFIG_FILE).is_file() else None
 
@@ -226,8 +204,15 @@ def architectures(raw: Mapping[str, Any]) -> set[str]:
     return set(map(str, names)) if isinstance(names, list) else set()
 
 
-class Target(Protocol):
-    """What a head must know of its target."""
+def agreed(values: Mapping[str, T]) -> T | None:
+    """Returns the value that several spellings of a key have; None if none is present."""
+    if len(set(values.values())) > 1:
+        raise ValueError("contradictory: " + ", ".join(f"{key} means {value}" for key, value in values.items()))
+    return next(iter(values.values()), None)
+
+
+class TargetShape(Protocol):
+    """Properties of a target that a head must fit."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -237,8 +222,10 @@ class Target(Protocol):
     def num_layers(self) -> int: ...
 
 
-def misfits(vocab_size: int, num_target_layers: int | None, tap_layers: Sequence[int], target: Target) -> list[str]:
-    """What keeps a head of any kind from a target, in plain words."""
+def misfits(
+    vocab_size: int, num_target_layers: int | None, tap_layers: Sequence[int], target: TargetShape
+) -> list[str]:
+    """Returns the reasons why a head of any kind does not fit a target."""
     problems = []
     if vocab_size != target.vocab_size:
         problems.append(f"its vocabulary has {vocab_size} tokens, the target's has {target.vocab_size}")
@@ -250,7 +237,7 @@ def misfits(vocab_size: int, num_target_layers: int | None, tap_layers: Sequence
 
 
 def layer_fields(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says about the layers, in any layout."""
+    """Returns the keys of config.json that describe decoder layers, in any layout."""
     return {
         "hidden_size": c.hidden_size,
         "num_hidden_layers": c.num_layers,
@@ -272,7 +259,7 @@ def layer_fields(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.divisors:
-        raise ValueError("rotary frequencies with a factor each cannot be written; they need a plain rope")
+        raise ValueError("a config.json cannot hold a factor for each rotary frequency")
     if rope.kind == "default":
         return None
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}

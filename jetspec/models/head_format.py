@@ -1,7 +1,6 @@
-"""Draft heads on disk: the published JetSpec and DFlash layout, read and written, our edge term beside it.
+"""Reads and writes draft heads in the published JetSpec and DFlash layout, with our edge term.
 
-A folder with config.json and safetensors. Nothing in it is ever executed. Other kinds of heads are recognised and
-refused by name.
+Other kinds of heads are recognised and refused by name.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default
 from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
 from jetspec.models.gguf import GGUFFile
 from jetspec.models.head_folder import (
-    CONFIG_FILE,
-    HeadTensors,
     Names,
-    Target,
+    TargetShape,
+    agreed,
     architectures,
     layer_fields,
+    load_weights,
     misfits,
     nested_head,
     published_tensors,
@@ -32,11 +31,12 @@ from jetspec.models.head_folder import (
     write_folder,
 )
 from jetspec.models.hub import DEFAULT_MODEL, head_path, resolve, shipped_head
+from jetspec.models.tensor_files import CONFIG_FILE, errors_name
 from jetspec.models.weights import DType
 
 ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
 MAX_BLOCK = 1 + MAX_DEPTH
-# The spellings of a flag: some inside dflash_config, some beside it.
+# Spellings of two flags, inside dflash_config and beside it.
 CAUSAL = ("dflash_config.causal_head", "dflash_config.causal", "is_causal")
 SHIFTED = (
     *("dflash_config.shift_label", "dflash_config.draft_shift", "dflash_config.sample_from_anchor"),
@@ -53,7 +53,7 @@ NAMES = Names(
         "edge.gate.weight": "edge.gate.weight",
     },
     aliases={"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
-    # Copies of the target's matrices, which some writers add. A head uses the target's own.
+    # Copies of the target's matrices, which some writers add.
     aside=frozenset({"embed_tokens.weight", "lm_head.weight"}),
 )
 
@@ -64,9 +64,9 @@ def load_head(
     dtype: DType = "auto",
     device: torch.device | str = "cpu",
 ) -> DraftHead:
-    """A head by its name, folder or Hugging Face id, for inference.
+    """Loads a head by its name, folder or Hugging Face id, for inference.
 
-    `auto` is the dtype of the file, float32 for int8. With a target given, the head must fit it.
+    `auto` is the dtype of the file, float32 for int8. A head that does not fit a given target is refused.
     """
     folder = resolve(head_path(path_or_id))
     config = read_config(folder)
@@ -74,13 +74,7 @@ def load_head(
         require_fit(path_or_id, config, target)
     with torch.device("meta"):
         head = DraftHead(config)
-    try:
-        tensors = HeadTensors(folder, NAMES)
-        tensors.check(head)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-    head.load_state_dict(tensors.weights(head, dtype, device), assign=True)
-    return head.to(device).requires_grad_(False).eval()
+    return load_weights(head, folder, NAMES, dtype, device)
 
 
 def shipped_head_name(target: DecoderConfig) -> str | None:
@@ -96,18 +90,17 @@ def shipped_head_name(target: DecoderConfig) -> str | None:
 def save_head(
     head: DraftHead, folder: str | Path, dtype: torch.dtype = torch.bfloat16, card: str | None = None
 ) -> None:
-    """Write a head in the published layout, with a model card if given. The folder appears complete or not at all.
+    """Writes a head in the published layout, with a model card if given; see `write_folder`.
 
-    `dtype` int8 stores each row of a matrix as 8-bit numbers with a factor: half the size, for JetSpec alone to read.
-    It replaces an older head; a folder that holds anything else is not touched.
+    `dtype` int8 stores 8-bit rows with a factor each: half the size, readable by JetSpec only.
     """
     write_folder(folder, write_config(head.head_config, dtype), published_tensors(head, NAMES, dtype), card)
 
 
 def describe_head(folder: str | Path) -> dict[str, Any] | None:
-    """What a folder says about the head in it. None: it holds no head.
+    """Returns facts about the head in a folder, None if there is none.
 
-    Of a kind that JetSpec cannot run it tells only `format` and `problem`.
+    A kind that JetSpec cannot run has only `format` and `problem`.
     """
     folder = Path(folder)
     if kind := _foreign(folder):
@@ -136,14 +129,14 @@ def describe_head(folder: str | Path) -> dict[str, Any] | None:
     }
 
 
-def require_fit(name: str | Path, head: HeadConfig, target: Target) -> None:
-    """Refuse a head for another model."""
+def require_fit(name: str | Path, head: HeadConfig, target: TargetShape) -> None:
+    """Raise ValueError for a head that does not fit a target."""
     if problems := check_fits(head, target):
         raise ValueError(f"{name} is a head for another model: {'; '.join(problems)}")
 
 
-def check_fits(head: HeadConfig, target: Target) -> list[str]:
-    """Why a head cannot serve a target, in plain words. Empty: it can."""
+def check_fits(head: HeadConfig, target: TargetShape) -> list[str]:
+    """Returns the reasons why a head does not fit a target."""
     problems = []
     if head.target_hidden_size not in (None, target.hidden_size):
         problems.append(f"it reads states of size {head.target_hidden_size}, the target's have {target.hidden_size}")
@@ -156,16 +149,15 @@ def check_fits(head: HeadConfig, target: Target) -> list[str]:
 
 
 def read_config(folder: Path) -> HeadConfig:
-    """The config of a head's folder. Every number in it is checked here and trusted afterwards."""
+    """Reads the config of a head's folder and checks every value."""
     if kind := _foreign(folder):
         raise ValueError(_refusal(folder, kind))
     if not _is_head(folder):
         why = nested_head(folder) or f"it needs a {CONFIG_FILE} that names DFlashDraftModel"
         raise ValueError(f"{folder} is not a draft head: {why}")
-    try:
-        return _from_published(raw_config(folder))
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
+    raw = raw_config(folder)
+    with errors_name(folder / CONFIG_FILE):
+        return _from_published(raw)
 
 
 def _from_published(raw: Mapping[str, Any]) -> HeadConfig:
@@ -191,7 +183,7 @@ def _from_published(raw: Mapping[str, Any]) -> HeadConfig:
 
 
 def _layers_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A head's layers are Qwen3's, whatever the model type says. Where layers have kinds, these say who is windowed."""
+    """Reads the layers as Qwen3's, whatever the model type. `layer_types` decides which ones have a window."""
     if "rope_theta" not in {**raw, **table(raw, "rope_parameters")}:
         raise ValueError("rope_theta is missing; a guess would only lower the acceptance")
     changes: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
@@ -217,18 +209,15 @@ def _edge_config(c: Fields) -> EdgeConfig:
 
 
 def _flag(raw: Mapping[str, Any], spellings: tuple[str, ...]) -> bool | None:
-    """What any of the spellings says. None: nothing does."""
+    """Returns the value of a flag in any of its spellings; None if there is none."""
     flat = {**raw, **{f"dflash_config.{key}": value for key, value in table(raw, "dflash_config").items()}}
-    said = {key: Fields(flat).flag(key) for key in spellings if flat.get(key) is not None}
-    if len(set(said.values())) > 1:
-        raise ValueError("contradictory: " + ", ".join(f"{key} is {str(said[key]).lower()}" for key in said))
-    return next(iter(said.values()), None)
+    return agreed({key: Fields(flat).flag(key) for key in spellings if flat.get(key) is not None})
 
 
 def write_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The contents of config.json. Readers elsewhere know one spelling of the causal flag each: all are written.
+    """Returns the contents of config.json, with the causal flag in all spellings that other readers know.
 
-    They take it for every layer. That only windowed layers are causal is said by leaving it out.
+    They apply the flag to every layer; without it, only layers with a window are causal.
     """
     c = config.layers
     assert c.qk_norm and c.qkv_bias == c.out_bias and not c.mlp_bias and c.moe is None, "the layers are not Qwen3's"
@@ -266,21 +255,21 @@ def _is_head(folder: Path) -> bool:
 
 
 def _foreign(path: Path) -> str | None:
-    """The kind of a head that is not ours, by the marks it is known for."""
+    """Returns the kind of a head in another layout, by its characteristic keys; None for ours."""
     if path.suffix == ".gguf":
         is_head = GGUFFile(path).metadata.get("general.architecture") == "dflash"
         return "GGUF (dflash)" if is_head else None
     raw = raw_config(path)
     names, own = architectures(raw), table(raw, "dflash_config")
-    marks = {
+    kinds = {
         f"speculators ({raw.get('speculators_model_type')})": "speculators_model_type" in raw,
         "DSpark": {"Qwen3DSparkModel", "DSparkDraftModel"} & names or "markov_rank" in {*raw, *own},
         "DFlash2": "DFlash2DraftModel" in names or "selector_rank" in own,
         "Domino": own.get("projector_type") == "domino",
         "EAGLE-3": any("Eagle3" in name for name in names) or "draft_vocab_size" in raw,
     }
-    return next((kind for kind, found in marks.items() if found), None)
+    return next((kind for kind, found in kinds.items() if found), None)
 
 
 def _refusal(path: Path, kind: str) -> str:
-    return f"{path} is a head of another kind, {kind}, which cannot run here; use a JetSpec or DFlash head"
+    return f"{path} is a head of kind {kind}, which is not supported here; use a JetSpec or DFlash head"

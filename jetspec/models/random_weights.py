@@ -1,4 +1,4 @@
-"""Models of a shape without weights of their own: random ones cost what real ones cost."""
+"""Models with random weights, for measurements: they run at the speed of trained ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jetspec.models.draft_head import DraftHead, HeadConfig
 S = TypeVar("S", bound=DecoderStack)
 STD = 0.02
 ADDING = ("attention.out.weight", "mlp.down", "mlp.down.weight")
-"""Weights whose products are added to the stream."""
+"""Weights whose products are added to the residual."""
 
 
 def random_target(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -33,7 +33,7 @@ def random_head(config: HeadConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _randomize(stack: S, dtype: torch.dtype, device: torch.device) -> S:
-    """Give a stack on the meta device weights, made where they stay: large ones would take long to send there."""
+    """Fills a stack on the meta device, directly on its final device: copying large weights takes long."""
     generator = torch.Generator(device).manual_seed(0)
 
     def values(name: str, shape: torch.Size) -> Tensor:
@@ -49,12 +49,9 @@ def _randomize(stack: S, dtype: torch.dtype, device: torch.device) -> S:
 
 
 def _std(config: DecoderConfig, name: str) -> float:
-    """Of a weight that keeps tokens apart through all layers, so that they go to experts of their own.
-
-    What all tokens have in common grows with every layer that hands it on, until nothing else is left. Models that
-    are to be trained begin as this does: the more layers, the less each of them adds.
-    """
-    if name == "embedding":  # of the size of what a layer reads; as logits it would be too large
+    """Standard deviation that keeps the states of different tokens different, so that they are routed to different
+    experts: deeper models add less per layer, as in usual initialisations."""
+    if name == "embedding":  # the scale of layer inputs; a tied one also computes logits
         return STD if config.tied_embedding else 1
     if name.endswith(ADDING):
         return STD / math.sqrt(2 * config.num_layers)

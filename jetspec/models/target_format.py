@@ -1,19 +1,17 @@
-"""A target as a Hugging Face folder, which other engines load: config, weights and tokenizer."""
+"""Writes a target as a Hugging Face folder that other engines load: config, weights and tokenizer."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from jetspec.files import whole_folder
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.families import config_from_hf
-from jetspec.models.head_folder import CONFIG_FILE, WEIGHTS_FILE, layer_fields, write_tensors
+from jetspec.models.head_folder import layer_fields
+from jetspec.models.tensor_files import CONFIG_FILE, WEIGHTS_FILE, write_json, write_tensors
 from jetspec.models.tokenizer import TOKENIZER_FILES
 from jetspec.models.weights import Target, hf_tensors
 
@@ -29,25 +27,21 @@ ARCHITECTURES = {
 
 
 def save_target(target: Target, folder: str | Path, dtype: torch.dtype) -> None:
-    """Write a target, dequantised, as a folder that appears complete or not at all."""
+    """Writes a target, dequantised, to a folder that appears complete or not at all."""
     config = write_config(target.decoder.config, dtype)
     ends: dict[str, Any] = {"eos_token_id": sorted(target.eos_tokens)}
     if target.tokenizer.bos_token is not None:
         ends["bos_token_id"] = target.tokenizer.bos_token
+    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in hf_tensors(target.decoder)}
     with whole_folder(Path(folder), OWN_FILES) as fresh:
-        _write_json(fresh / CONFIG_FILE, {**config, **ends})
-        _write_json(fresh / GENERATION_FILE, ends)
+        write_json(fresh / CONFIG_FILE, {**config, **ends})
+        write_json(fresh / GENERATION_FILE, ends)
         target.tokenizer.save(fresh)
-        write_tensors(dict(_tensors(target, dtype)), fresh / WEIGHTS_FILE)
-
-
-def _tensors(target: Target, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in hf_tensors(target.decoder):
-        yield name, tensor.detach().to("cpu", dtype).contiguous()
+        write_tensors(tensors, fresh / WEIGHTS_FILE)
 
 
 def write_config(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The contents of config.json. What is read from it is the same model, or it is refused."""
+    """Returns the contents of config.json; ValueError if they would not be read as the same model."""
     out = {
         "architectures": [ARCHITECTURES[c.family]],
         "model_type": c.family,
@@ -59,7 +53,7 @@ def write_config(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
     if (read := config_from_hf(out)) != c:
         wrong = [name for name in vars(c) if getattr(read, name) != getattr(c, name)]
-        raise ValueError(f"a Hugging Face config of this family cannot say its {', '.join(wrong)}")
+        raise ValueError(f"a Hugging Face config of family {c.family} cannot express its {', '.join(wrong)}")
     return out
 
 
@@ -84,7 +78,3 @@ def _mixture(c: DecoderConfig) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in range(c.num_layers) if i not in c.moe_layers],
     }
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

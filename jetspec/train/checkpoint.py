@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jetspec.files import lock
-from jetspec.models.head_folder import write_tensors
+from jetspec.models.tensor_files import write_tensors
 from jetspec.train.config import DataFile, TrainConfig
 from jetspec.train.parallel import split_like, whole
 

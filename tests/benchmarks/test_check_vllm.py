@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import check_vllm
 from benchmarks.check_vllm import QUESTIONS, Folders, compared, judged, prepare, run
-from jetspec.models.export import Reading, read_vllm
+from jetspec.models.export import ParsedHead, read_vllm
 from jetspec.models.families import config_from_hf
 from jetspec.models.head_format import check_fits, read_config
 from jetspec.profile.shapes import SHAPES
@@ -25,7 +25,7 @@ def test_a_shape_is_a_target_a_head_and_a_chain_that_fit_each_other(tmp_path: Pa
     target = config_from_hf(json.loads((Path(folders.target) / "config.json").read_text()))
     head = read_config(Path(folders.head))
     assert target == SHAPES["qwen3-8b"] and check_fits(head, target) == []
-    assert read_vllm(json.loads((Path(folders.chain) / "config.json").read_text())) == Reading.wanted(head)
+    assert read_vllm(json.loads((Path(folders.chain) / "config.json").read_text())) == ParsedHead.expected(head)
     assert all(0 <= token < target.vocab_size for prompt in folders.prompts() for token in prompt)
 
 

@@ -11,8 +11,9 @@ from benchmarks.pages import put_between
 from benchmarks.ship_head import MAX_BYTES, decoded, measured
 from jetspec.engine.llm import LLM
 from jetspec.models.draft_head import DraftHead
-from jetspec.models.head_folder import CARD_FILE, WEIGHTS_FILE
+from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
+from jetspec.models.tensor_files import WEIGHTS_FILE
 from jetspec.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]

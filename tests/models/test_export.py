@@ -20,7 +20,7 @@ from jetspec.models.export import ENGINES, Engine, check_export, export_head, wi
 from jetspec.models.head_format import load_head, save_head
 from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
 
-REFUSED = {"shifted": "predict the position behind", "adapter": "adapts the size"}
+REFUSED = {"shifted": "slots", "adapter": "adapts"}
 YARN = RopeConfig(theta=1000.0, kind="yarn", factor=4.0, original_len=32)
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)
@@ -31,11 +31,9 @@ each_head = pytest.mark.parametrize("name", HEADS)
 @each_head
 def test_a_head_is_written_as_the_engine_reads_it_or_refused(engine: Engine, name: str, tmp_path: Path) -> None:
     head, folder = random_head(HEADS[name]), tmp_path / "head"
-    said = REFUSED.get(name) or (
-        "differ in what they see" if (engine, name) == ("speculators", "windowed_mixed") else ""
-    )
-    if said:
-        with pytest.raises(ValueError, match=said):
+    why = REFUSED.get(name) or ("causal" if (engine, name) == ("speculators", "windowed_mixed") else None)
+    if why:
+        with pytest.raises(ValueError, match=why):
             export_head(head, folder, engine, torch.float32, "owner/target")
         assert not folder.exists()
         return
@@ -99,7 +97,7 @@ def test_the_check_finds_what_an_engine_would_misread(
 
 def test_other_numbers_are_found(tmp_path: Path) -> None:
     export_head(random_head(CAUSAL), tmp_path / "head", "vllm", torch.float32)
-    with pytest.raises(ValueError, match="was not stored as it is"):
+    with pytest.raises(ValueError, match="tensor "):
         check_export(tmp_path / "head", "vllm", random_head(CAUSAL, seed=1), torch.float32)
 
 

@@ -59,7 +59,7 @@ def test_what_was_written_is_the_same_model(family: str, tmp_path: Path) -> None
 
 def test_a_model_that_a_config_cannot_describe_is_refused() -> None:
     config = DecoderConfig("llama", 40, 32, 2, 4, 2, 8, 48, max_len=64, windows=(4, 4))
-    with pytest.raises(ValueError, match="cannot say its windows"):
+    with pytest.raises(ValueError, match="windows"):
         write_config(config, torch.float32)
 
 

@@ -70,7 +70,7 @@ def test_missing_tensor(tmp_path: Path) -> None:
 
 def test_wrong_shape(tmp_path: Path) -> None:
     edit_tensors(save_model(tmp_path), model__norm__weight=torch.zeros(31))
-    with pytest.raises(ValueError, match=r"tensor model\.norm\.weight has shape \(31,\); its config asks for \(32,\)"):
+    with pytest.raises(ValueError, match=r"tensor model\.norm\.weight has shape \(31,\).* \(32,\)"):
         load_decoder(tmp_path)
 
 
