@@ -608,7 +608,7 @@ def report(
     )
 )
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A YAML file of settings.", metavar="RECIPE")],
+    recipe: Annotated[str, typer.Argument(help="The name of a recipe, or a YAML file of settings.", metavar="RECIPE")],
     set_: Annotated[list[str] | None, _option("Change a setting; repeatable.", "--set", metavar="KEY=VALUE")] = None,
     fresh: Annotated[bool, _option("Delete the run's checkpoints and start over.", "--fresh")] = False,
     dry_run: Annotated[bool, _option("Say what would happen and how long it takes.", "--dry-run")] = False,

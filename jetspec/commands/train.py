@@ -33,18 +33,21 @@ Ask = tuple[list[int], int]
 """A prompt, and how many tokens to write."""
 
 
-def train_recipe(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> None:
+def train_recipe(recipe: str | Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> None:
     """Train, going on from the last checkpoint unless a fresh start is asked for."""
-    config = load_recipe(path, tuple(overrides))
+    config = load_recipe(recipe, overrides)
     check_files(config)
     check_replaceable(Path(config.out) / "head", OWN_FILES)
     device = join_processes() or choose_device(config.device)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     with claimed(Path(config.out)) if is_first and not dry_run else nullcontext():
-        train(config, device, fresh=fresh, dry_run=dry_run)
+        names = [override.partition("=")[0] for override in overrides]
+        train(config, device, fresh=fresh, dry_run=dry_run, overridden=names)
 
 
-def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bool) -> None:
+def train(
+    config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bool, overridden: Sequence[str] = ()
+) -> None:
     """A run in a folder that is its own."""
     with working(f"Loading {config.model}"):
         target = load_target(config.model, choose_dtype(config.dtype, device), device)
@@ -53,7 +56,7 @@ def train(config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bo
         trainer.score = lambda head: score_head(target, head, asks_of(trainer.beginnings))
     if fresh and trainer.rank == 0 and not dry_run:
         shutil.rmtree(Path(config.out) / "checkpoints", ignore_errors=True)
-    step = 0 if fresh else trainer.resume()
+    step = 0 if fresh else trainer.resume(overridden)
     if trainer.rank == 0:
         show_plan(config, trainer, step)
     if dry_run:

@@ -1,4 +1,4 @@
-"""Stopping and going on as if nothing had happened. Tensors in safetensors, the rest in JSON, nothing pickled."""
+"""Checkpoints: tensors in safetensors, the rest in JSON, nothing pickled. A resumed run equals an unbroken one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,19 +22,19 @@ from jetspec.train.config import DataFile, TrainConfig
 from jetspec.train.parallel import split_like, whole
 
 Numbers = list[dict[str, dict[str, float]]]
-"""Per optimizer and parameter, the state that is no tensor."""
+"""Scalar state per optimizer and parameter."""
 FREE = {
-    *("out", "device", "parallel", "compile", "anchors_at_once", "steps", "minutes"),
+    *("out", "device", "parallel", "compile", "anchors_at_once", "minutes"),
     *("log_every", "validate_every", "save_every", "keep", "score"),
 }
-"""Settings that may change between the parts of a run. Of those below, only the product has to stay."""
+"""Settings that may change when a run is resumed. `steps` may as an override. Of `BATCH` only the product is fixed."""
 BATCH = ("rows", "accumulate", "processes")
 STATE = {"step": int, "optimizers": list, "config": dict, "time": dict}
-"""What `state.json` must hold for a run to go on."""
+"""Required content of `state.json`."""
 
 
 def run_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Numbers]:
-    """All that a run needs to go on, on the host. Weights that are split are gathered, so all processes must ask."""
+    """Weights and optimizer state on the host. A collective: sharded tensors are gathered from all processes."""
     tensors, numbers = optimizer_state(head, optimizers)
     weights = {f"head.{name}": _on_host(x) for name, x in head.state_dict().items()}
     return weights | tensors, numbers
@@ -43,7 +43,7 @@ def run_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple
 def save_checkpoint(
     folder: Path, step: int, state: tuple[dict[str, Tensor], Numbers], keep: int, extra: dict[str, Any]
 ) -> Path:
-    """Write `folder/step-N` whole or not at all, and drop all but the newest `keep`."""
+    """Writes `folder/step-N`, whole or not at all, and removes all but the newest `keep` checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     final, draft = folder / f"step-{step:07d}", folder / f".writing-{os.getpid()}"
     shutil.rmtree(draft, ignore_errors=True)
@@ -76,7 +76,7 @@ def step_of(checkpoint: Path) -> int:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """One run at a time in a folder. What a killed one was writing is cleared away."""
+    """Locks the folder of a run, and removes the incomplete output of a killed one."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:
         lock(file, f"another run is training into {folder}; wait for it or choose another out")
@@ -87,22 +87,28 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def settings(config: TrainConfig, processes: int) -> dict[str, Any]:
-    """A recipe as it is kept in a checkpoint."""
+    """A recipe in the format of a checkpoint."""
     files = [asdict(file) for file in config.files]
     return json.loads(json.dumps(asdict(config) | {"data": files, "processes": processes}))
 
 
-def check_same(saved: dict[str, Any], now: dict[str, Any], out: str) -> None:
-    """Refuse to go on with settings that would have made another run. Of settings unknown back then nothing is said."""
+def check_same(saved: dict[str, Any], now: dict[str, Any], out: str, overridden: Collection[str] = ()) -> None:
+    """Refuses to resume a run with settings that change its result. Settings that the checkpoint lacks pass.
+
+    `overridden` are the names of settings given as overrides: a number of steps among them may differ.
+    """
     before, after = _fixed(saved), _fixed(now)
     changed = [name for name in before if name in after and before[name] != after[name]]
+    if "steps" in overridden and "steps" in changed:
+        changed.remove("steps")
     if changed:
-        words = " and ".join(f"{name} {_said(before[name])}, not {_said(after[name])}" for name in changed)
-        raise ValueError(f"the run in {out} was made with {words}; use --fresh or another out")
+        words = " and ".join(f"{name} {_shown(before[name])}, not {_shown(after[name])}" for name in changed)
+        steps = f"--set steps={now['steps']} to change the length, or " if changed == ["steps"] else ""
+        raise ValueError(f"the run in {out} was made with {words}; use {steps}--fresh or another out")
 
 
 def _fixed(raw: dict[str, Any]) -> dict[str, Any]:
-    """What has to stay, by its name in a recipe."""
+    """Settings that determine the result of a run, by their names in a recipe."""
     found: dict[str, Any] = {}
     for name, value in raw.items():
         if isinstance(value, dict):
@@ -116,23 +122,28 @@ def _fixed(raw: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def load_checkpoint(
-    path: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer], config: TrainConfig, processes: int
+    path: Path,
+    head: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    config: TrainConfig,
+    processes: int,
+    overridden: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Restore weights and optimizers in place, if the recipe is still the same; returns what was saved beside them."""
+    """Restores weights and optimizers in place, if the recipe is unchanged; returns the content of `state.json`."""
     try:
         tensors, raw = load_file(path / "state.safetensors"), json.loads((path / "state.json").read_text())
         if lacking := [name for name, kind in STATE.items() if not isinstance(raw.get(name), kind)]:
             raise ValueError(f"state.json lacks {', '.join(lacking)}")
     except Exception as error:
         raise ValueError(
-            f"the checkpoint {path} is damaged ({error}); delete it to go on from the one before"
+            f"the checkpoint {path} is damaged ({error}); delete it to resume from the one before"
         ) from error
-    check_same(raw["config"], settings(config, processes), config.out)
+    check_same(raw["config"], settings(config, processes), config.out, overridden)
     with torch.no_grad():
         for name, value in head.state_dict().items():
             value.copy_(split_like(tensors[f"head.{name}"], value))
@@ -141,7 +152,7 @@ def load_checkpoint(
 
 
 def optimizer_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Numbers]:
-    """State by the name of the parameter: tensors, and numbers apart."""
+    """Tensors of the optimizers by name, and their scalars per optimizer and parameter."""
     name_of = {id(p): name for name, p in head.named_parameters()}
     tensors: dict[str, Tensor] = {}
     numbers: Numbers = []

@@ -1,9 +1,11 @@
-"""A training recipe: what a YAML file says, checked to the last key."""
+"""Training recipes: YAML files, found by name or path and read as checked dataclasses. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +13,8 @@ from jetspec.config import EAGLE3_DEPTH, EAGLE3_TAPS, MAX_DEPTH
 from jetspec.data.prompts import OnBad
 from jetspec.settings import apply_override, at_least, fraction, from_dict, positive, read_settings
 
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""Recipes of the package."""
 COUNTS = (
     *("steps", "rows", "row_len", "anchors", "anchors_at_once", "accumulate"),
     *("log_every", "validate_every", "save_every", "keep"),
@@ -19,14 +23,16 @@ COUNTS = (
 
 BLOCK_ONLY = ("num_layers", "block_size", "causal", "mask_token", "edge_rank")
 EAGLE3_ONLY = ("depth", "draft_vocab")
-"""Settings of a head that mean nothing to the other kind."""
+"""Settings of one kind of head that do not apply to the other."""
 
 
 @dataclass(frozen=True)
 class DataFile:
+    """A file of training data."""
+
     path: str
     times: int = 1
-    """How often each of its rows is seen in one pass over the data."""
+    """Repetitions of each row in one pass over the data."""
 
     def __post_init__(self) -> None:
         at_least(1, "data.times", self.times)
@@ -34,24 +40,29 @@ class DataFile:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The head to train. What is None follows the target, or the head to start from."""
+    """Shape of the head to train. A value of None follows the target, or the head to start from."""
 
     kind: Literal["block", "eagle3"] = "block"
-    """`block` drafts all positions in one pass. `eagle3` goes step by step through a single layer, a baseline."""
+    """`block` drafts all positions in one pass. `eagle3`, a baseline, runs a single layer step by step."""
     num_layers: int = 5
+    """Decoder layers."""
     block_size: int = 16
+    """Tokens of a draft, the anchor included."""
     causal: bool = True
-    """False: all slots of a block see each other (DFlash)."""
+    """Causal attention within a block. False: bidirectional (DFlash)."""
     tap_layers: tuple[int, ...] | None = None
+    """Target layers whose outputs the head reads, counted from 0."""
     mask_token: int | None = None
-    """An id that never occurs in text, which only the reader of a vocabulary can tell: fresh heads need it given."""
+    """Token id that never occurs in text, such as a reserved one. A new block head requires it."""
     inner_size: int | None = None
+    """Width of the MLP."""
     edge_rank: int = 0
-    """Rank of the edge term. 0: none, or that of the head to start from."""
+    """Rank of the edge term. 0: no edge term, or that of the head to start from."""
     depth: int | None = None
-    """EAGLE-3: steps that training unrolls. None: 7, as in its paper."""
+    """EAGLE-3: unrolled steps in training. None: 7, as in its paper."""
     draft_vocab: int | None = None
-    """EAGLE-3: tokens that it can draft, the most frequent of the data. None: 32000, or all if those are fewer."""
+    """EAGLE-3: size of the draft vocabulary, the most frequent tokens of the data. None: 32000, or the target's if
+    smaller."""
 
     def __post_init__(self) -> None:
         others = EAGLE3_ONLY if self.kind == "block" else BLOCK_ONLY
@@ -76,25 +87,27 @@ class HeadShape:
 
     @property
     def drafts(self) -> str:
-        """What an anchor begins, in words."""
+        """The plural noun for drafts of this kind."""
         return "blocks" if self.kind == "block" else "chains"
 
     @property
     def span(self) -> int:
-        """Tokens that a draft covers, its anchor included."""
+        """Tokens of a draft, its anchor included."""
         return self.block_size if self.kind == "block" else 1 + (self.depth or EAGLE3_DEPTH)
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What a draft is measured by."""
+    """The distillation loss."""
 
     kind: Literal["forward_kl", "reverse_kl", "sft"] = "forward_kl"
+    """KL divergence of teacher and head, its reverse, or cross-entropy of the labels."""
     temperature: float = 1.0
+    """Temperature of both distributions."""
     gamma: float | None = None
-    """Position k weighs exp(-(k - 1) / gamma). None: all weigh the same."""
+    """Position k has weight exp(-(k - 1) / gamma). None: equal weights."""
     dpace: float | None = None
-    """D-PACE smoothing, 0.5 in its paper: weigh a position by the accepted prefix at stake. None: off."""
+    """D-PACE smoothing, 0.5 in its paper: weights from the expected accepted prefix. None: off."""
 
     def __post_init__(self) -> None:
         positive("loss.gamma", self.gamma, ", or null for no weighting")
@@ -107,17 +120,23 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    """Optimizer and learning rate schedule."""
+
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` for matrices between hidden states, with AdamW for everything else. One rate fits both: Muon's updates
-    are scaled to the size of AdamW's."""
+    """`muon` for matrices between hidden states, with AdamW for all other weights. Both use one learning rate: Muon's
+    updates are scaled to the size of AdamW's."""
     lr: float = 6e-4
+    """Peak learning rate."""
     warmup_frac: float = 0.04
+    """Fraction of the steps with a linear rise of the learning rate. A cosine decay follows."""
     final_lr_frac: float = 0.05
-    """Share of the learning rate that is left at the end of the cosine."""
+    """Fraction of the peak learning rate at the last step."""
     weight_decay: float = 0.01
+    """Weight decay of matrices. Norms and biases have none."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Momentum coefficients of AdamW."""
     clip: float = 1.0
-    """Longest gradient."""
+    """Maximum norm of the gradient."""
 
     def __post_init__(self) -> None:
         positive("optimizer.lr", self.lr)
@@ -134,78 +153,107 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. A step takes `rows` packed rows of `row_len` tokens on every device, `accumulate` times."""
+    """One training run. A step is `accumulate` micro-batches of `rows` packed rows of `row_len` tokens per device."""
 
     data: tuple[str | DataFile, ...]
-    """JSONL files that `jetspec data regenerate` wrote: paths, or `{path: .., times: 2}`."""
+    """JSONL files of `jetspec data regenerate`: paths, or `{path: .., times: 2}`."""
     out: str
-    """Folder for checkpoints, log and head."""
+    """Output folder of checkpoints, log and head."""
     on_bad: OnBad = "stop"
-    """What to do about a broken row of the data, or one that holds the mask token: stop, or leave it out."""
+    """Treatment of data rows that are broken or contain the mask token: `stop`, or `skip` to leave them out."""
     model: str = "smollm2-135m-instruct"
+    """Target: a name, folder, GGUF file or Hugging Face id."""
     start: str | None = None
-    """A head to start from instead of fresh weights. What the recipe says about `head` must agree with it; only an
-    edge term may be added."""
+    """A head to start from instead of new weights. Settings of `head` must agree with it; only an edge term may be
+    added."""
     train_only_edge: bool = False
-    """Freeze the rest of the head."""
+    """Train the edge term alone, with the rest of the head frozen."""
     head: HeadShape = field(default_factory=HeadShape)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 1000
+    """Updates of the weights. The learning rate schedule has this length."""
     minutes: float | None = None
-    """Stop training after this time, resumed parts counted together, even if steps are left; a last validation and
-    save follow. The learning rate then anneals by time or by steps, whichever is further. As no two runs keep the
-    same time, such a run does not repeat, nor go on from a checkpoint, bit for bit."""
+    """Stop after this time, summed over resumed parts, even if steps are left; a last validation and save follow. The
+    learning rate then follows time or steps, whichever has progressed further. Such a run is not reproducible bit for
+    bit, nor resumed so, because its timing varies."""
     rows: int = 8
+    """Packed rows of a micro-batch."""
     row_len: int = 1024
+    """Tokens of a packed row."""
     anchors: int = 64
     """Drafts per packed row."""
     anchors_at_once: int = 64
-    """Drafts per row in one pass of the head. More of them take further passes, and no more memory."""
+    """Drafts per row in one pass of the head. A smaller number takes more passes and less memory."""
     accumulate: int = 1
+    """Micro-batches per step."""
     validation_rows: int = 16
-    """Packed rows kept out of training, with all other answers to their prompts."""
+    """Packed rows held out for validation, with all other answers to their prompts."""
     seed: int = 0
+    """Seed of new weights, the order of the data, and anchors."""
     device: str = "auto"
+    """`cpu` or `cuda`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the target and of the head's products; the head's own weights are float32."""
+    """Precision of the target and of the head's matrix products. The head's weights are float32."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """With several processes: the whole head on each, or a part of every weight."""
+    """With several processes: `ddp` replicates the head, `fsdp` shards every weight."""
     compile: bool | None = None
-    """Whether the head's layers are compiled, and a step's passes captured as CUDA graphs. None: on a GPU."""
+    """Compile the head's layers, and capture a step's passes as CUDA graphs. None: on a GPU."""
     log_every: int = 10
+    """Steps between lines of the log."""
     validate_every: int = 500
+    """Steps between validations."""
     save_every: int = 500
+    """Steps between checkpoints."""
     keep: int = 2
-    """Checkpoints kept."""
+    """Checkpoints to keep."""
     score: bool | None = None
-    """Whether every save also decodes a few of the conversations kept out of training. None: if there are any."""
+    """Decode a few held-out conversations at every checkpoint. None: if there are any."""
 
     def __post_init__(self) -> None:
         if not self.data:
-            raise ValueError("data is empty; name at least one file that `jetspec data regenerate` wrote")
+            raise ValueError("data is empty; name at least one file of `jetspec data regenerate`")
         for name in COUNTS:
             at_least(1, name, getattr(self, name))
         at_least(0, "validation_rows", self.validation_rows)
         at_least(0, "seed", self.seed)
         positive("minutes", self.minutes, ", or null for no limit")
         if self.score and not self.validation_rows:
-            raise ValueError("score needs conversations kept out of training; set validation_rows, or leave score out")
+            raise ValueError("score needs held-out conversations; set validation_rows, or leave score out")
         if self.row_len <= self.head.span:
             raise ValueError(f"row_len {self.row_len} cannot hold a block of {self.head.span}")
         if self.train_only_edge and not self.head.edge_rank:
             raise ValueError("train_only_edge needs an edge term: set head.edge_rank")
         if self.train_only_edge and self.start is None:
-            raise ValueError("train_only_edge needs a finished head: name it with start")
+            raise ValueError("train_only_edge needs a trained head: name it with start")
 
     @property
     def files(self) -> tuple[DataFile, ...]:
         return tuple(DataFile(item) if isinstance(item, str) else item for item in self.data)
 
 
-def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
-    """A recipe file with `key.key=value` overrides on top."""
-    raw = read_settings(path)
+def recipes() -> dict[str, str]:
+    """Recipes of the package by name, each with its description: the first line of the file."""
+    found = sorted(RECIPES.glob("*.yaml"))
+    return {path.stem: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for path in found}
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe, by the name of a packaged one or by its path."""
+    known = recipes()
+    if str(name) in known:
+        return RECIPES / f"{name}.yaml"
+    path = Path(name)
+    if path.is_file():
+        return path
+    near = get_close_matches(path.stem, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(f"there is no recipe {name}; {hint}known are {', '.join(known)}, or give a YAML file")
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """A recipe, by name or path, with `section.field=value` overrides."""
+    raw = read_settings(find_recipe(name))
     for override in overrides:
         apply_override(raw, override)
     return from_dict(TrainConfig, raw)

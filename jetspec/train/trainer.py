@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -105,11 +106,20 @@ class Trainer:
         self.limit = TimeLimit(config.minutes)
         self.step = 0
 
-    def resume(self) -> int:
-        """Go on from the newest checkpoint of the run's folder, if there is one; returns the step."""
+    def resume(self, overridden: Collection[str] = ()) -> int:
+        """Restores the newest checkpoint of the run's folder, if there is one; returns the step.
+
+        `overridden` are the names of settings given as overrides: a number of steps among them may differ from before.
+        """
         found = checkpoints(self.folder / "checkpoints")
         if found:
-            state = load_checkpoint(found[-1], self.head, self.optimizers, self.config, self.world)
+            state = load_checkpoint(found[-1], self.head, self.optimizers, self.config, self.world, overridden)
+            before = state["config"].get("steps", self.config.steps)
+            if before != self.config.steps and self.rank == 0:
+                print(
+                    f"steps is {self.config.steps}, and was {before}: the learning rate follows the new length",
+                    file=sys.stderr,
+                )
             self._check_data(state)
             self.step, self.limit = state["step"], TimeLimit(self.config.minutes, **state["time"])
             self.results = state.get("results", {})
