@@ -26,7 +26,7 @@ def test_packaged_recipes_are_valid(name: str) -> None:
 def test_recipes_are_found_by_name_and_path(tmp_path: Path) -> None:
     path = recipe(tmp_path, "steps: 7\n")
     assert find_recipe("debug").name == "debug.yaml" and load_recipe(str(path)).steps == 7
-    with pytest.raises(ValueError, match="smollm2_135m.*qwen3_8b"):
+    with pytest.raises(ValueError, match=r"smollm2_135m.*qwen3_8b"):
         find_recipe("smolm2_135m")
     with pytest.raises(ValueError, match=r"nowhere\.yaml"):
         find_recipe(tmp_path / "nowhere.yaml")
