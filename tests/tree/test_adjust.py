@@ -1,4 +1,4 @@
-"""Every node gets the logits that plain decoding has at its place, bit for bit."""
+"""Every node gets the logits of plain decoding at its position, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def random_tree(rng: torch.Generator, num_rows: int, num_nodes: int) -> DraftTre
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), num_nodes=st.integers(1, 12))
-def test_a_node_counts_its_own_path(seed: int, num_nodes: int) -> None:
-    """Tokens repeat a lot here, in the committed text and along paths. The oracle is a tree of one node."""
+def test_node_counts_its_own_path(seed: int, num_nodes: int) -> None:
+    """Tokens repeat often, in the committed text and along paths. The oracle is a tree of one node."""
     rng = torch.Generator().manual_seed(seed)
     tree = random_tree(rng, 2, num_nodes)
     logits_BNV = torch.randn(2, num_nodes, VOCAB, generator=rng)
@@ -53,7 +53,7 @@ def test_a_node_counts_its_own_path(seed: int, num_nodes: int) -> None:
             assert torch.equal(adjusted_BNV[row, node], expected_11V[0, 0])
 
 
-def test_the_penalty_is_openais() -> None:
+def test_penalty_follows_the_formula_of_openai() -> None:
     penalties = RowPenalties(
         torch.tensor([0.5]), torch.tensor([0.25]), torch.tensor([[0, 1, 3]]), torch.tensor([[0.0, 0.0, 2.0]])
     )
@@ -61,7 +61,7 @@ def test_the_penalty_is_openais() -> None:
     assert adjusted_11V.tolist() == [[[0.0, -0.75, 2 - 0.5 - 0.75]]]
 
 
-def test_what_is_not_allowed_is_ruled_out_in_its_row_alone() -> None:
+def test_forbidden_tokens_are_masked_in_their_row_only() -> None:
     logits_BNV = torch.randn(3, 2, 40, generator=torch.Generator().manual_seed(0))
     allowed_RNV = torch.rand(1, 2, 40, generator=torch.Generator().manual_seed(1)) < 0.5
     found_BNV = forbid(logits_BNV, torch.tensor([1]), pack_bits(allowed_RNV))

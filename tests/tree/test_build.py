@@ -1,4 +1,4 @@
-"""The device builder gives the heap's tree, and the heap's tree is the best one."""
+"""The builders on the device return the tree of the heap, and that tree is the best one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logprob_configs = configs.filter(lambda config: config.score == "accum_logp")
 
 @dataclass(frozen=True)
 class LookupCandidates(Candidates):
-    """Candidates that depend on the parent through a table: `token_BDC` is not read."""
+    """Candidates looked up by parent in a table; `token_BDC` is not read."""
 
     token_BDVC: Tensor = field(kw_only=True)
     logprob_BDVC: Tensor = field(kw_only=True)
@@ -49,7 +49,7 @@ class LookupCandidates(Candidates):
 
 
 def random_candidates(seed: int, batch: int, depth: int, shortlist: int, ties: bool, own: bool) -> Candidates:
-    """Distinct tokens, falling log-probabilities, some absent. `ties`: few distinct values. `own`: per parent."""
+    """Return distinct tokens with falling log-probabilities, some absent. `ties`: few values. `own`: per parent."""
     rng = torch.Generator().manual_seed(seed)
     shape = (batch, depth, VOCAB, VOCAB)
     token = torch.rand(shape, generator=rng).argsort(-1)[..., :shortlist]
@@ -84,7 +84,7 @@ def heap_tree(anchor: int, candidates: Candidates, config: TreeConfig, depth: in
 
 
 def assert_same(tree: DraftTree, row: int, other: DraftTree, other_row: int = 0) -> None:
-    """Equal nodes, bit by bit; paddings may differ in length."""
+    """Assert equal nodes, bit by bit; paddings may differ in length."""
     size = int(tree.size_B[row])
     assert size == other.size_B[other_row]
     for name in ("token_BN", "parent_BN", "depth_BN", "score_BN"):
@@ -93,7 +93,7 @@ def assert_same(tree: DraftTree, row: int, other: DraftTree, other_row: int = 0)
 
 @settings(max_examples=300)
 @given(seeds, configs, sizes, st.booleans(), st.booleans())
-def test_device_and_heap_agree(
+def test_device_builder_equals_the_heap(
     seed: int, config: TreeConfig, size: tuple[int, int, int], ties: bool, own: bool
 ) -> None:
     batch, depth, _ = size
@@ -116,7 +116,7 @@ def grow(candidates: Candidates, batch: int, depth: int, width: int, frontier: i
 
 @settings(max_examples=100)
 @given(seeds, st.integers(1, 40), st.integers(1, VOCAB), sizes, st.booleans())
-def test_a_tree_that_grows_with_a_wide_frontier_is_the_best_one(
+def test_growing_tree_with_a_wide_frontier_is_the_best_tree(
     seed: int, budget: int, width: int, size: tuple[int, int, int], ties: bool
 ) -> None:
     batch, depth, _ = size
@@ -130,7 +130,7 @@ def test_a_tree_that_grows_with_a_wide_frontier_is_the_best_one(
 
 @settings(max_examples=100)
 @given(seeds, st.integers(1, 40), st.integers(1, 4), sizes, st.booleans())
-def test_a_tree_that_grows_is_whole_and_its_best_nodes_are_those_of_a_smaller_budget(
+def test_growing_tree_of_a_smaller_budget_is_a_prefix(
     seed: int, budget: int, frontier: int, size: tuple[int, int, int], ties: bool
 ) -> None:
     batch, depth, width = size
@@ -149,9 +149,7 @@ def test_a_tree_that_grows_is_whole_and_its_best_nodes_are_those_of_a_smaller_bu
 
 @settings(max_examples=60)
 @given(seeds, configs, sizes, st.integers(1, 24))
-def test_a_smaller_budget_gives_a_prefix(
-    seed: int, config: TreeConfig, size: tuple[int, int, int], budget: int
-) -> None:
+def test_smaller_budget_gives_a_prefix(seed: int, config: TreeConfig, size: tuple[int, int, int], budget: int) -> None:
     batch, depth, _ = size
     candidates = random_candidates(seed, *size, ties=True, own=False)
     tree = build_tree(torch.arange(batch), candidates, config, depth)
@@ -163,18 +161,9 @@ def test_a_smaller_budget_gives_a_prefix(
 @pytest.mark.parametrize("expand", get_args(Expand))
 @pytest.mark.parametrize(
     ("budget", "width", "depth", "num_nodes"),
-    [
-        (1, 3, 4, 1),
-        (2, 3, 4, 2),
-        (2, 1, 1, 2),
-        (9, 1, 4, 5),
-        (3, 1, 4, 3),
-        (400, 3, 3, 40),
-        (400, 3, 1, 4),
-        (7, 6, 3, 7),
-    ],
+    [(1, 3, 4, 1), (2, 1, 1, 2), (9, 1, 4, 5), (3, 1, 4, 3), (400, 3, 3, 40), (7, 6, 3, 7)],
 )
-def test_no_needless_padding(expand: Expand, budget: int, width: int, depth: int, num_nodes: int) -> None:
+def test_trees_have_no_needless_padding(expand: Expand, budget: int, width: int, depth: int, num_nodes: int) -> None:
     candidates = random_candidates(0, 2, depth, VOCAB, ties=False, own=False)
     tree = build_tree(torch.tensor([1, 2]), candidates, TreeConfig(budget=budget, width=width, expand=expand), depth)
     tree.validate()
@@ -183,14 +172,14 @@ def test_no_needless_padding(expand: Expand, budget: int, width: int, depth: int
         assert torch.equal(tree.parent_BN[0], torch.arange(-1, num_nodes - 1).clamp(min=0))
 
 
-def test_budget_1_asks_for_no_candidates() -> None:
+def test_budget_1_needs_no_candidates() -> None:
     empty = Candidates(torch.empty(2, 0, 0, dtype=torch.long), torch.empty(2, 0, 0))
     tree = build_tree(torch.tensor([3, 4]), empty, TreeConfig(budget=1), 15)
     assert tree.token_BN.tolist() == [[3], [4]] and tree.max_depth == 0
 
 
 def closed_subsets(tree: DraftTree, count: int) -> list[tuple[int, ...]]:
-    """All sets of `count` nodes with the root that hold the parents of their nodes."""
+    """Return all sets of `count` nodes with the root that contain the parents of their nodes."""
     parents = tree.parent_BN[0].tolist()
     subsets = (({0} | set(rest)) for rest in itertools.combinations(range(1, len(parents)), count - 1))
     return [tuple(nodes) for nodes in subsets if all(parents[node] in nodes for node in nodes)]
@@ -229,7 +218,7 @@ def test_entropy_scores_need_entropies() -> None:
 
 
 def edge_candidates(seed: int, batch: int, depth: int, shortlist: int, scale: float = 1.0) -> tuple[Candidates, Tensor]:
-    """Candidates with an edge term, and the head's full logits they come from."""
+    """Return candidates with an edge term, and the full logits of the head."""
     rng = torch.Generator().manual_seed(seed)
     logits_BDV = 2 * torch.randn(batch, depth, VOCAB, generator=rng)
     logprob_BDC, token_BDC = logits_BDV.log_softmax(-1).topk(shortlist)
@@ -241,7 +230,7 @@ def edge_candidates(seed: int, batch: int, depth: int, shortlist: int, scale: fl
 
 @settings(max_examples=30)
 @given(seeds, st.integers(1, VOCAB))
-def test_the_whole_vocabulary_as_shortlist_is_exact(seed: int, width: int) -> None:
+def test_whole_vocabulary_as_shortlist_is_exact(seed: int, width: int) -> None:
     candidates, logits_BDV = edge_candidates(seed, 2, 3, VOCAB)
     assert candidates.edge is not None
     parent_BW = torch.tensor([[0, 3, 5], [1, 1, 2]])
@@ -255,7 +244,7 @@ def test_the_whole_vocabulary_as_shortlist_is_exact(seed: int, width: int) -> No
 
 @settings(max_examples=30)
 @given(seeds, st.integers(1, VOCAB))
-def test_rescoring_keeps_the_mass_of_the_shortlist(seed: int, shortlist: int) -> None:
+def test_edges_keep_the_mass_of_the_shortlist(seed: int, shortlist: int) -> None:
     candidates, _ = edge_candidates(seed, 2, 1, shortlist)
     token_BWK, logprob_BWK = candidates.children(1, torch.tensor([[0, 3], [1, 2]]), shortlist)
     mass_B1 = candidates.logprob_BDC[:, 0].exp().sum(-1, keepdim=True)
@@ -265,7 +254,7 @@ def test_rescoring_keeps_the_mass_of_the_shortlist(seed: int, shortlist: int) ->
 
 @settings(max_examples=30)
 @given(seeds, logprob_configs, sizes)
-def test_a_zero_edge_gives_the_plain_tree(seed: int, config: TreeConfig, size: tuple[int, int, int]) -> None:
+def test_zero_edge_gives_the_tree_without_edges(seed: int, config: TreeConfig, size: tuple[int, int, int]) -> None:
     batch, depth, _ = size
     candidates, _ = edge_candidates(seed, *size, scale=0.0)
     tree = build_tree(torch.arange(batch), candidates, config, depth)
@@ -287,8 +276,8 @@ def test_edge_trees_are_trees(seed: int, config: TreeConfig, size: tuple[int, in
 
 
 @pytest.mark.parametrize("expand", get_args(Expand))
-def test_nothing_looks_at_the_values(expand: Expand) -> None:
-    """Meta tensors have shapes and no values: a host sync on one raises."""
+def test_building_needs_no_host_sync(expand: Expand) -> None:
+    """Meta tensors have no values: reading one raises."""
     candidates, _ = edge_candidates(0, 2, 4, 5)
     assert candidates.edge is not None
     shapes = Candidates(
@@ -311,7 +300,7 @@ def to(candidates: Candidates, device: str) -> Candidates:
 
 
 def compare_builders(candidates: Candidates, config: TreeConfig, device: str = "cpu") -> None:
-    """Kernel and torch: the same nodes to the last bit; with edges the same up to the rounding of scores."""
+    """Compare kernel and torch to the last bit; with edges up to the rounding of scores."""
     batch, depth, _ = candidates.token_BDC.shape
     anchor_B, candidates = torch.arange(batch, device=device), to(candidates, device)
     with force("reference"):
@@ -332,7 +321,7 @@ def score_config(score: Score, budget: int, width: int, expand: Expand) -> TreeC
 
 @pytest.mark.parametrize("expand", get_args(Expand))
 @pytest.mark.parametrize("score", get_args(Score))
-@pytest.mark.parametrize(("budget", "width"), [(2, 3), (4, 1), (7, 6), (16, 3)])
+@pytest.mark.parametrize(("budget", "width"), [(4, 1), (16, 3)])
 def test_kernel_equals_torch(interpreter: Executor, expand: Expand, score: Score, budget: int, width: int) -> None:
     for seed, ties in ((0, True), (1, True), (2, False)):
         candidates = random_candidates(seed, 1, 3, VOCAB, ties, own=False)
@@ -340,7 +329,7 @@ def test_kernel_equals_torch(interpreter: Executor, expand: Expand, score: Score
 
 
 def check_keys() -> None:
-    """Of the least and the greatest numbers that a node may have, in the order of nodes."""
+    """Keys of the extreme values of every field decode to them and rise in the order of nodes."""
     import triton
     import triton.language as tl
 
@@ -367,7 +356,7 @@ def check_keys() -> None:
     assert torch.equal(read_4N, node_4N) and (key_N.diff() > 0).all() and key_N[-1] < kernel.EMPTY.value
 
 
-def test_keys_hold_whatever_a_tree_may_have(interpreter: Executor) -> None:
+def test_keys_hold_every_node_of_the_largest_tree(interpreter: Executor) -> None:
     interpreter.submit(check_keys).result()
 
 
@@ -378,8 +367,8 @@ def test_deep_trees_on_a_gpu() -> None:
     compare_builders(Candidates(token, logprob), TreeConfig(610, 2), "cuda")
 
 
-def broken_candidates() -> Candidates:
-    """A head that says no numbers at the second depth."""
+def nan_candidates() -> Candidates:
+    """Return candidates with NaN at the second depth."""
     candidates = random_candidates(0, 1, 3, VOCAB, ties=False, own=False)
     logprob_BDC = candidates.logprob_BDC.clone()
     logprob_BDC[:, 1] = torch.nan
@@ -387,19 +376,18 @@ def broken_candidates() -> Candidates:
 
 
 @pytest.mark.parametrize("expand", get_args(Expand))
-def test_kernel_takes_what_is_no_number_for_absent(interpreter: Executor, expand: Expand) -> None:
-    interpreter.submit(compare_builders, broken_candidates(), TreeConfig(12, 3, expand=expand)).result()
+def test_kernel_treats_nan_as_absent(interpreter: Executor, expand: Expand) -> None:
+    interpreter.submit(compare_builders, nan_candidates(), TreeConfig(12, 3, expand=expand)).result()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("expand", get_args(Expand))
-def test_what_is_no_number_is_absent_on_a_gpu(expand: Expand) -> None:
-    compare_builders(broken_candidates(), TreeConfig(12, 3, expand=expand), "cuda")
+def test_nan_is_absent_on_a_gpu(expand: Expand) -> None:
+    compare_builders(nan_candidates(), TreeConfig(12, 3, expand=expand), "cuda")
 
 
 @pytest.mark.parametrize("expand", get_args(Expand))
-@pytest.mark.parametrize(("shortlist", "width"), [(1, 1), (VOCAB, 3), (VOCAB, VOCAB)])
-@pytest.mark.parametrize("scale", [0.0, 1.0])
+@pytest.mark.parametrize(("shortlist", "width", "scale"), [(1, 1, 1.0), (VOCAB, 3, 0.0), (VOCAB, VOCAB, 1.0)])
 def test_kernel_ranks_children_by_their_edges(
     interpreter: Executor, expand: Expand, shortlist: int, width: int, scale: float
 ) -> None:
@@ -410,10 +398,16 @@ def test_kernel_ranks_children_by_their_edges(
         interpreter.submit(compare_builders, problem, TreeConfig(12, width, expand=expand)).result()
 
 
-@pytest.mark.parametrize("expand", get_args(Expand))
-@pytest.mark.parametrize("score", get_args(Score))
-@pytest.mark.parametrize("edges", [False, True])
-def test_search_compiles_without_a_gpu(expand: Expand, score: Score, edges: bool) -> None:
+@pytest.mark.parametrize(
+    ("expand", "score", "edges"),
+    [
+        ("optimal", "accum_logp", True),
+        ("paper", "accum_logp", False),
+        ("optimal", "entropy", False),
+        ("paper", "hybrid", True),
+    ],
+)
+def test_search_kernel_compiles(expand: Expand, score: Score, edges: bool) -> None:
     module = importlib.import_module("jetspec.tree.build_triton")
     names = ("anchor_ptr", "token_ptr", "node_token_ptr", "node_parent_ptr", "node_depth_ptr", "size_ptr")
     types = dict.fromkeys(names, "*i64") | dict.fromkeys(("N", "D", "C", "K", "max_depth"), "i32")
@@ -425,7 +419,7 @@ def test_search_compiles_without_a_gpu(expand: Expand, score: Score, edges: bool
     assert "st.global" in compile_for_hopper(module._build_tree_kernel, types, constants, **options)
 
 
-def test_masks_compile_without_a_gpu() -> None:
+def test_mask_kernel_compiles() -> None:
     module = importlib.import_module("jetspec.tree.build_triton")
     types = dict.fromkeys(("N", "W", "max_depth"), "i32") | {"parent_ptr": "*i64", "ancestor_ptr": "*i32"}
     sizes = {"NODES": module.NODES, "WORDS": 32}
@@ -433,7 +427,7 @@ def test_masks_compile_without_a_gpu() -> None:
 
 
 def wide_candidates(batch: int, depth: int, shortlist: int, rank: int, dtype: torch.dtype) -> Candidates:
-    """Of the size that a real head gives; `rank` 0 leaves out the edges."""
+    """Return candidates of the size of a real head; `rank` 0 omits the edges."""
     rng = torch.Generator().manual_seed(shortlist)
     logits_BDV = 2 * torch.randn(batch, depth, 5000, generator=rng)
     logprob_BDC, token_BDC = logits_BDV.log_softmax(-1).topk(shortlist)
