@@ -1,4 +1,4 @@
-"""One decoder for every family: a table of numbers and switches (families.py) makes it llama, mistral or qwen."""
+"""The decoder of all model families; their differences are fields of `DecoderConfig` (see families.py)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jetspec.ops import HeadNorm, Residual, Routed
 from jetspec.types import KVPages, TreeBatch
 
 Rope = tuple[Tensor, Tensor]
-"""Tables that turn queries and keys to their positions."""
+"""Cos and sin tables of the tokens' positions."""
 
 Attend = Callable[[Tensor, Rope, HeadNorm | None], Tensor]
-"""Projected heads (.., H + 2G, E) of the in-flight tokens -> attention output (.., H, E). Where keys are stored and
-who sees whom is the caller's."""
+"""Maps projected heads (.., H + 2G, E) of the in-flight tokens to attention output (.., H, E). It contains the KV cache
+and the mask."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary frequencies. `kind` names how a model was stretched beyond `original_len`."""
+    """Rotary frequencies. `kind` is the method that extends the context beyond `original_len`."""
 
     theta: float = 10_000.0
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -38,10 +38,10 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     divisors: tuple[float, ...] = ()
-    """One number per pair that its frequency is divided by, for models whose files list them. Empty: none."""
+    """Divisor of each frequency, if the model's files list them."""
 
     def inv_freq(self, head_dim: int) -> Tensor:
-        """Angle per position for each of the head_dim / 2 pairs."""
+        """Returns the angle per position of each of the head_dim / 2 pairs."""
         base = self.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
         if self.divisors:
             base = base / torch.tensor(self.divisors)
@@ -63,7 +63,7 @@ class RopeConfig:
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def _llama3(self, base: Tensor) -> Tensor:
-        """Slow waves are stretched, fast ones kept, those between blended."""
+        """Divides low frequencies by `factor`, keeps high ones and interpolates between them."""
         turns = self.original_len * base / (2 * math.pi)
         blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blend = blend.clamp(0, 1)
@@ -71,7 +71,7 @@ class RopeConfig:
 
     def _yarn(self, base: Tensor, head_dim: int) -> Tensor:
         def pair(turns: float) -> float:
-            """The pair that makes so many turns over the original length."""
+            """Index of the pair with so many rotations over the original length."""
             return head_dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = max(math.floor(pair(self.beta_fast)), 0), min(math.ceil(pair(self.beta_slow)), head_dim - 1)
@@ -81,18 +81,18 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A router and its experts."""
+    """Shape of a mixture of experts."""
 
     num_experts: int
     num_chosen: int
     inner_size: int
     normalize: bool
-    """Whether the weights of the chosen experts are scaled to sum to 1."""
+    """Scale the weights of the chosen experts to sum to 1."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything about a decoder but its weights."""
+    """Architecture of a decoder."""
 
     family: str
     vocab_size: int
@@ -111,10 +111,10 @@ class DecoderConfig:
     qk_norm: bool = False
     tied_embedding: bool = False
     windows: tuple[int | None, ...] = ()
-    """Sliding window per layer. Empty: none has one."""
+    """Sliding window per layer; empty: none."""
     moe: MoEConfig | None = None
     moe_layers: tuple[int, ...] = ()
-    """Layers whose MLP is a mixture of experts."""
+    """Layers with a mixture of experts as MLP."""
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -126,7 +126,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Hidden:
-    """What a forward leaves: the states that `logits` reads, and the tapped layers side by side."""
+    """Result of a forward pass: normed final states, and the outputs of the tapped layers concatenated."""
 
     hidden_TM: Tensor
     tap_TX: Tensor | None
@@ -142,7 +142,7 @@ class Linear(nn.Module):
         return ops.linear(x, self.weight, self.bias)
 
     def add_to(self, total: Tensor, x: Tensor, next_norm: RMSNorm, tap: Tensor | None = None) -> Residual:
-        """total + forward(x), in place of `total`, and copied to `tap`."""
+        """Adds forward(x) to `total` in place, copies the sum to `tap`, and starts the next norm."""
         return ops.add_linear(total, x, self.weight, self.bias, next_norm.weight, tap)
 
 
@@ -157,14 +157,13 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention around an `Attend`. Leading dimensions are free: (..., M) in, (..., M) out.
+    """Grouped-query attention around an `Attend`, (..., M) -> (..., M).
 
-    Like an MLP it reads the norm of a stream and adds to it: the products can do both in passing, and begin the norm
-    that comes next.
+    Like an MLP it reads the norm of the residual and adds to it; the matrix products fuse both with the next norm.
     """
 
     def __init__(self, config: DecoderConfig, inputs: int | None = None) -> None:
-        """`inputs` is the width of what it reads, if that is not the hidden size."""
+        """`inputs` is the input width if it differs from the hidden size."""
         super().__init__()
         c = config
         self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
@@ -181,19 +180,19 @@ class Attention(nn.Module):
 
     def forward(self, residual: Residual, norm: RMSNorm, rope: Rope, attend: Attend, next_norm: RMSNorm) -> Residual:
         qkv = ops.norm_linear(residual, norm.weight, norm.eps, self.qkv.weight, self.qkv.bias)
-        return self.out.add_to(residual.x, self.look(qkv, rope, attend), next_norm)
+        return self.out.add_to(residual.x, self.attend(qkv, rope, attend), next_norm)
 
-    def look(self, qkv: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """What the queries see, head by head, side by side."""
+    def attend(self, qkv: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """Returns the attention output with its heads concatenated."""
         return attend(qkv.unflatten(-1, (-1, self.head_dim)), rope, self.head_norm).flatten(-2)
 
     def context(self, c: Tensor) -> Tensor:
-        """Key and value heads (.., 2G, E) of rows that are only looked at: no queries, no MLP, no input norm."""
+        """Returns K and V heads (.., 2G, E) of context rows, which have no queries, MLP or input norm."""
         return ops.linear(c, *self.context_weights).unflatten(-1, (-1, self.head_dim))
 
     @property
     def context_weights(self) -> tuple[Tensor, Tensor | None]:
-        """The rows of `qkv` that make keys and values, and their bias."""
+        """Weight rows and bias of the K and V projections."""
         first = self.num_heads * self.head_dim
         return self.qkv.weight[first:], None if self.qkv.bias is None else self.qkv.bias[first:]
 
@@ -212,7 +211,7 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router sends each token to its best experts."""
+    """Mixture of SwiGLU experts."""
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
@@ -225,7 +224,7 @@ class MoE(nn.Module):
         return ops.add_mixture(residual.x, self.route(residual, norm), self.gate_up, self.down, next_norm.weight, tap)
 
     def route(self, residual: Residual, norm: RMSNorm) -> Routed:
-        """Which experts each token of a stream visits."""
+        """Selects the experts of each token."""
         c = self.config
         return ops.norm_route(residual, norm.weight, norm.eps, self.router.weight, c.num_chosen, c.normalize)
 
@@ -247,7 +246,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderStack(nn.Module):
-    """Layers with their rotary positions: the body of a target and of a head."""
+    """Decoder layers with rotary positions: the body of targets and heads."""
 
     inv_freq: Tensor
 
@@ -258,33 +257,33 @@ class DecoderStack(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(make_layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        with torch.device("cpu"):  # real numbers even while the weights are on the meta device: nothing loads it
+        with torch.device("cpu"):  # not loaded from files, so it must not be on the meta device
             self.register_buffer("inv_freq", config.rope.inv_freq(config.head_dim), persistent=False)
 
     def prepare(self) -> None:
-        """Do now what the first products over a few rows would otherwise stop to do."""
+        """Packs the weights now, not during the first small matrix products."""
         for module in self.modules():
             if isinstance(module, Linear):
                 ops.pack(module.weight)
 
     def run(self, x: Tensor, rope: Rope, attends: Sequence[Attend], tap_layers: tuple[int, ...] = ()) -> Hidden:
-        """All layers. A tap is the output of a layer, before any norm: a copy, since the next may add in place."""
+        """Runs all layers. A tap is a copy of a layer's output before any norm; later layers add in place."""
         tap = x.new_empty((*x.shape[:-1], len(tap_layers), x.shape[-1])) if tap_layers else None
         residual, layers = Residual(x), [cast(DecoderLayer, layer) for layer in self.layers]
         next_norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
         for i, (layer, attend, next_norm) in enumerate(zip(layers, attends, next_norms, strict=True)):
             taps = [] if tap is None else [tap[..., j, :] for j, tapped in enumerate(tap_layers) if tapped == i]
             residual = layer(residual, rope, attend, next_norm, taps[0] if taps else None)
-            for again in taps[1:]:
-                again.copy_(taps[0])
+            for duplicate in taps[1:]:
+                duplicate.copy_(taps[0])
         return Hidden(self.norm(residual.x), None if tap is None else tap.flatten(-2))
 
     def rope(self, position: Tensor) -> Rope:
-        """To be asked for before tokens are embedded: layers look at it before they wait for what comes before them."""
+        """Returns the rope tables. Call it before `embed`: kernels prefetch them while the previous one still runs."""
         return ops.rope(position, self.inv_freq, self.config.rope.scale, self.norm.weight.dtype)
 
     def paged(self, batch: TreeBatch, cache: Sequence[KVPages]) -> list[Attend]:
-        """How each layer attends when K and V live in pages: store the new ones, then look at all."""
+        """Returns the attention of each layer over a paged KV cache: store new K and V, then attend to all."""
         plan = ops.plan_attention(batch)
         scale, G = self.config.head_dim**-0.5, self.config.num_kv_heads
 
@@ -296,7 +295,7 @@ class DecoderStack(nn.Module):
 
 
 class Decoder(DecoderStack):
-    """A target model: token ids in, hidden states and taps out, K and V in pages."""
+    """A target model with a paged KV cache: token ids -> hidden states and taps."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -313,12 +312,12 @@ class Decoder(DecoderStack):
         return self.embedding[token]
 
     def forward(self, batch: TreeBatch, cache: Sequence[KVPages], tap_layers: tuple[int, ...] = ()) -> Hidden:
-        """One pass over the in-flight tokens."""
+        """Runs one pass over the in-flight tokens."""
         rope = self.rope(batch.position_T)
         return self.run(self.embed(batch.token_T), rope, self.paged(batch, cache), tap_layers)
 
     def forward_dense(self, token: Tensor, position: Tensor, visible: Visible, tap_layers: tuple[int, ...]) -> Hidden:
-        """The same without a cache, for training: tokens (.., T) that see each other as `visible` (.., T, T) says."""
+        """Runs tokens (.., T) without a cache, for training. `visible` (.., T, T) is the attention mask."""
         seen = {window: narrow(visible, position, position, window) for window in self.config.distinct_windows}
         attends = [partial(self._attend_dense, seen[self.config.window(i)]) for i in range(self.config.num_layers)]
         rope = self.rope(position)

@@ -1,18 +1,17 @@
-"""The EAGLE-3 head: one decoder layer that drafts token by token on its own hidden states. A baseline.
+"""The EAGLE-3 head, a baseline: one decoder layer that drafts token by token on its own hidden states.
 
-It reads tokens one step ahead of features. The *feature* f_p of a position is three tapped layers of the target, fused
-to one vector by `fc`. The *row* of a token is what the layer's attention reads of it:
+The *feature* f_p of a position is three tapped layers of the target, fused to one vector by `fc`. The *row* of a token
+is the input of the layer's attention:
 
     row p = [ input_norm(embedding of x_p) ; hidden_norm(f_{p-1}) ]
 
-So the feature at p - 1 and the token at p together predict the token at p + 1. Position 0 has no feature before it:
-it has no row, and nobody sees its place in the cache. Row p is a function of the tokens up to p, like all else that is
-cached at position p, and prefixes can be shared. (Others keep the same row at position p - 1; attention feels only
-the distance between rows.)
+So the feature at p - 1 and the token at p predict the token at p + 1. Position 0 has no row, and its place in the cache
+is masked. Row p depends on the tokens up to p only, so prefixes can be shared. (Other engines store the same row at
+position p - 1, which is equal: attention depends on distances.)
 
-The tree is grown from the anchor x_n. Its row reads the feature f_{n-1}; further down the target has seen nothing yet,
-and a node's row reads the layer's own output at its parent in place of a feature. The layer's output, before its
-norm, is what the next step reads; after the norm, `lm_head` turns it into logits over a reduced vocabulary.
+A tree grows from the anchor x_n, whose row contains the feature f_{n-1}. Deeper nodes have no feature yet: their rows
+contain the layer's output at the parent, before its norm. After the norm, `lm_head` computes logits over a reduced
+vocabulary.
 """
 
 from __future__ import annotations
@@ -47,49 +46,49 @@ from jetspec.types import KVPages, TreeBatch
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Everything about a head but its weights."""
+    """Architecture of a head."""
 
     layers: DecoderConfig
-    """Shape of its one layer; `vocab_size` is the target's."""
+    """Its one layer; `vocab_size` is the target's."""
     tap_layers: tuple[int, ...]
-    """Target layers it reads: outputs, counted from 0."""
+    """Target layers whose outputs it reads, counted from 0."""
     draft_vocab_size: int
-    """Tokens it can draft."""
+    """Number of tokens that it can draft."""
     depth: int = EAGLE3_DEPTH
-    """Steps that it drafts unless a tree asks for another depth."""
+    """Default depth of a tree."""
     target_hidden_size: int | None = None
-    """Set when the target's hidden size is not the head's."""
+    """The target's hidden size if it differs from the head's."""
     num_target_layers: int | None = None
     norm_before_residual: bool = False
-    """Whether the layer adds to the norm of what it reads, instead of to what it reads."""
+    """The residual starts from the normed input of the layer."""
     own_embedding: bool = False
-    """Whether it brings an embedding. If not, it borrows the target's."""
+    """It has an embedding of its own; otherwise it uses the target's."""
 
     @property
     def tap_size(self) -> int:
         return (self.target_hidden_size or self.layers.hidden_size) * EAGLE3_TAPS
 
-    def draft_depth(self, asked: int | None) -> int:
-        """Depth of trees that ask for one, or not: who drafts step by step can always go on."""
-        return asked or self.depth
+    def draft_depth(self, requested: int | None) -> int:
+        """Returns the depth of trees with a requested depth: any, since drafting is autoregressive."""
+        return requested or self.depth
 
     def num_in_flight(self, tree: TreeConfig) -> int:
-        """Most nodes that a round passes through the layer: the anchor and the frontiers of all levels but the last."""
+        """Largest number of nodes in the layer: the anchor and the frontiers of all levels but the last."""
         levels = min(self.draft_depth(tree.depth), tree.budget - 1)
         return 1 + max(levels - 1, 0) * self.frontier(tree)
 
     def frontier(self, tree: TreeConfig) -> int:
-        """Nodes of a level that it goes on from."""
+        """Number of nodes of a level that are expanded."""
         return min(tree.width, self.draft_vocab_size)
 
 
 def eagle3_tap_layers(num_target_layers: int) -> tuple[int, ...]:
-    """The layers its authors tap: the inputs of layers 2, N / 2 and N - 3, which are outputs of those before."""
+    """Returns the authors' tap layers: the inputs of layers 2, N / 2 and N - 3, as outputs of the layers before."""
     return (1, num_target_layers // 2 - 1, num_target_layers - 4)
 
 
 class Eagle3Layer(DecoderLayer):
-    """A decoder layer over two streams: attention reads both side by side, the residual is that of the hidden one."""
+    """A decoder layer over embedding and hidden state: attention reads both, the residual is the hidden state."""
 
     def __init__(self, config: DecoderConfig, layer: int, norm_before_residual: bool) -> None:
         super().__init__(config, layer)
@@ -100,21 +99,21 @@ class Eagle3Layer(DecoderLayer):
     def row(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
 
-    def forward(  # type: ignore[override]  # two streams: only its own stack calls it
+    def forward(  # type: ignore[override]  # two inputs
         self, x: Tensor, h: Tensor, rope: Rope, attend: Attend, next_norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
-        """From an embedding x and a hidden state h to the next hidden state and its norm."""
-        seen = self.attention.look(self.attention.qkv(self.row(x, h)), rope, attend)
-        hidden = (self.hidden_norm(h) if self.norm_before_residual else h) + self.attention.out(seen)
+        """Returns the next hidden state and its norm, from an embedding x and a hidden state h."""
+        attended = self.attention.attend(self.attention.qkv(self.row(x, h)), rope, attend)
+        hidden = (self.hidden_norm(h) if self.norm_before_residual else h) + self.attention.out(attended)
         hidden = self.mlp(Residual(hidden), self.post_norm, next_norm).x
         return hidden, next_norm(hidden)
 
 
 class Eagle3Head(DecoderStack):
-    """The layer with what surrounds it."""
+    """The layer with its feature projection, vocabulary and output matrix."""
 
     token_of: Tensor
-    """The target's token for each of the head's, ascending."""
+    """Target token of each token of the head, ascending."""
     embedding: Tensor | None
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -132,12 +131,12 @@ class Eagle3Head(DecoderStack):
         return cast(Eagle3Layer, self.layers[0])
 
     def init_weights(self, seed: int = 0) -> Eagle3Head:
-        """Fresh weights."""
+        """Initialises the weights."""
         return init_weights(self, seed)
 
     @torch.no_grad()
     def adopt(self, token_of: Tensor, target: Decoder) -> None:
-        """Draft these tokens, and start from the rows by which the target predicts them."""
+        """Sets the vocabulary, and copies its rows of the target's output matrix."""
         self.token_of.copy_(token_of)
         self.lm_head.weight.copy_(target.lm_head[token_of])
 
@@ -153,9 +152,9 @@ class Eagle3Head(DecoderStack):
         cache: Sequence[KVPages],
         feature_SM: Tensor,
     ) -> None:
-        """Cache features and rows of newly committed tokens. `before_T` is the slot of the position before each.
+        """Writes features, K and V of newly committed tokens. `before_T` is the slot of the position before each.
 
-        With a single layer, what later tokens see of a row needs no attention.
+        K and V of a single layer need no attention.
         """
         rope = self.rope(batch.position_T)
         feature_SM.index_copy_(0, batch.slot_T, self.fc(tap_TX))
@@ -165,12 +164,12 @@ class Eagle3Head(DecoderStack):
     def step(
         self, batch: TreeBatch, hidden_TM: Tensor, target: Embedder, cache: Sequence[KVPages]
     ) -> tuple[Tensor, Tensor]:
-        """From nodes and the hidden states of their parents to their own: as the next step reads them, and normed."""
+        """Returns the hidden states of nodes and their norms, from the hidden states of their parents."""
         (attend,), rope = self.paged(batch, cache), self.rope(batch.position_T)
         return self.layer(self.embed(batch.token_T, target), hidden_TM, rope, attend, self.norm)
 
     def best_tokens(self, normed: Tensor, count: int, draft_temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The best tokens after states (.., M), best first, and their log-probabilities over the head's vocabulary."""
+        """Returns the best tokens after states (.., M), best first, and their log-probabilities."""
         logits = self.lm_head(normed)
         if draft_temperature is not None:
             logits = logits.float() / draft_temperature
@@ -187,36 +186,36 @@ class Eagle3Head(DecoderStack):
         cache: Sequence[KVPages],
         temperature_B: Tensor | None = None,
     ) -> GrowingTree:
-        """Extend a tree to `depth`, a pass for each level. `feature_BM` is the feature before each anchor.
+        """Extends a tree to `depth`, with a pass per level. `feature_BM` is the feature before each anchor.
 
-        `nodes` says where the anchor and the frontiers go, one level behind the other; the mask of each is its own bit.
-        Where nothing is cached there is no feature, and no child.
+        `nodes` holds positions and slots of the anchor and the frontiers, level by level; the mask of each is its own
+        bit. A request without cached tokens has no feature, so its anchor gets no child.
         """
         B, layout = len(feature_BM), replace(nodes.layout, first_seen=1)
         position_BN, slot_BN = (x.view(B, -1) for x in (nodes.position_T, nodes.slot_T))
         assert nodes.ancestor_BNW is not None
         temperature_B11 = None if temperature_B is None else temperature_B[:, None, None]
-        hidden_BWM, seen_BWw, first = feature_BM[:, None], nodes.ancestor_BNW[:, :1], 0
+        hidden_BWM, mask_BWw, first = feature_BM[:, None], nodes.ancestor_BNW[:, :1], 0
         for level in range(depth):
             token_BW = tree.frontier_BW
             W = token_BW.shape[1]
-            places = slice(first, first + W)
+            span = slice(first, first + W)
             if level:
-                seen_BWw = seen_BWw | nodes.ancestor_BNW[:, places]
+                mask_BWw = mask_BWw | nodes.ancestor_BNW[:, span]
             start_B1 = torch.arange(0, B * W + 1, W, device=token_BW.device)
             batch = TreeBatch(
                 token_BW.flatten(),
-                position_BN[:, places].flatten(),
-                slot_BN[:, places].flatten(),
+                position_BN[:, span].flatten(),
+                slot_BN[:, span].flatten(),
                 replace(layout, query_start_B1=start_B1, max_queries=W, earlier=first),
-                seen_BWw,
+                mask_BWw,
             )
             hidden_TM, normed_TM = self.step(batch, hidden_BWM.flatten(0, 1), target, cache)
             token_BWK, logprob_BWK = self.best_tokens(normed_TM.unflatten(0, (B, W)), tree.width, temperature_B11)
             if not level:
                 logprob_BWK = logprob_BWK.masked_fill((layout.cached_len_B == 0)[:, None, None], -torch.inf)
             parent_BW = tree.extend(token_BWK, logprob_BWK)
-            hidden_BWM, seen_BWw = _rows(hidden_TM.unflatten(0, (B, W)), parent_BW), _rows(seen_BWw, parent_BW)
+            hidden_BWM, mask_BWw = _rows(hidden_TM.unflatten(0, (B, W)), parent_BW), _rows(mask_BWw, parent_BW)
             first += W
         return tree
 
@@ -229,19 +228,18 @@ class Eagle3Head(DecoderStack):
         drafted: Tensor,
         visible: Visible,
     ) -> Tensor:
-        """The drafts of chains that spell the text, without a cache, for training: its own states in place of features.
+        """Runs chains along the text without a cache, for training, on the layer's own states as in drafting.
 
-        Text as embeddings (R, T, M), taps (R, T, X) and positions (R, T); chains from `anchor` (R, A) on, whose tokens'
-        embeddings are `drafted` (R, A, D, M). `visible` (R, A, T): the rows of the text that a chain sees, which are
-        those before its anchor. Returns the normed states of every step, (R, A, D, M): step s speaks about the token
-        s + 1 places behind the anchor.
+        The text is given as embeddings (R, T, M), taps (R, T, X) and positions (R, T); chains start at `anchor` (R, A),
+        with embeddings `drafted` (R, A, D, M). `visible` (R, A, T) is the mask of a chain over the text before its
+        anchor. Returns normed states (R, A, D, M): step s predicts the token s + 1 positions after the anchor.
         """
-        # At the start of a text it is another's, but nobody sees that row.
+        # The first row of a text gets another text's feature; it is masked.
         before = self.fc(tap).to(self.norm.weight.dtype).roll(1, -2)
         k, v = self._keys(embedded, before, self.rope(position))
         hidden, at = _rows(before, anchor), position.gather(-1, anchor)
         steps = torch.arange(drafted.shape[-2], device=at.device)
-        # Keys of the chain so far, the newest first, with room for all, so that every step has the same shapes.
+        # Keys of the chain so far, newest first, padded to a fixed shape.
         k_own, v_own = (
             x.new_zeros(*anchor.shape, len(steps) - 1, *x.shape[-2:]).requires_grad_(x.requires_grad) for x in (k, v)
         )
@@ -256,7 +254,7 @@ class Eagle3Head(DecoderStack):
         return torch.stack(states, -2)
 
     def _keys(self, embedded: Tensor, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """K and V of rows, turned to their positions."""
+        """Returns K and V of rows, with rope."""
         kv = self.layer.attention.context(self.layer.row(embedded, hidden))
         _, k, v = ops.rotate_qkv(kv, self.config.num_kv_heads, rope, self.layer.attention.head_norm)
         return k, v
@@ -273,17 +271,17 @@ class Eagle3Head(DecoderStack):
         rope: Rope,
         norm: HeadNorm | None,
     ) -> Tensor:
-        """Attention of one step of every chain: over the text before its anchor, the chain so far, and itself."""
+        """Returns attention of one step of all chains over the text before the anchor, the chain so far, and itself."""
         q, k_self, v_self = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
         k_own, v_own = torch.cat((k_own, k_self.unsqueeze(-3)), -3), torch.cat((v_own, v_self.unsqueeze(-3)), -3)
         return attend_own(q, k, v, visible, k_own, v_own, nn.functional.pad(filled, (0, 1), value=True))
 
 
 def _push(own: Tensor, new: Tensor) -> Tensor:
-    """The new one in front, the last one gone."""
+    """Prepends an entry and drops the last one."""
     return torch.cat((new.unsqueeze(-3), own[..., :-1, :, :]), -3)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows (.., W, X) of (.., N, X) by their numbers (.., W)."""
+    """Gathers rows (.., W, X) of (.., N, X) by index (.., W)."""
     return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))

@@ -1,6 +1,6 @@
-"""What tells one model family from another, in two tables: how its config is read and how its weights are called.
+"""Model families, in two tables: how a config is read, and the names of the weights.
 
-A config comes with a download, so every number in it is checked here and trusted afterwards.
+Configs are untrusted: every value is checked here, and not again later.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ MAX_LAYERS, MAX_SIZE, MAX_VOCAB, MAX_LEN, MAX_EXPERTS = 1024, 1 << 20, 1 << 24, 
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table. The switches of `DecoderConfig` that a config file does not spell out."""
+    """Properties of a family that its config files do not contain."""
 
     architecture: str
-    """Its name in GGUF files."""
-    biases: Literal["none", "asked", "qkv"] = "none"
-    """Whether attention has biases: never, where `attention_bias` says so, always on q, k and v."""
+    """Name in GGUF files."""
+    biases: Literal["none", "optional", "qkv"] = "none"
+    """Attention biases: none, if `attention_bias` is set, or always on q, k and v."""
     mlp_biases: bool = False
-    """Whether `mlp_bias` counts."""
+    """Use `mlp_bias`."""
     qk_norm: bool = False
     windows: Literal["none", "all", "switched", "layers"] = "none"
-    """Which layers have a sliding window: none, all, all where `use_sliding_window` says so, or then those that
-    `layer_types` or `max_window_layers` picks."""
+    """Layers with a sliding window: none, all, all if `use_sliding_window` is set, or if so those that `layer_types`
+    or `max_window_layers` selects."""
     head_dim: int | None = None
-    """Head size of configs that do not name it. None: hidden size / heads."""
+    """Default head size. None: hidden size / heads."""
     sparse: bool = False
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", biases="asked", mlp_biases=True),
+    "llama": Family("llama", biases="optional", mlp_biases=True),
     "mistral": Family("llama", windows="all"),
     "qwen2": Family("qwen2", biases="qkv", windows="layers"),
-    "qwen3": Family("qwen3", biases="asked", qk_norm=True, windows="layers", head_dim=128),
-    "qwen3_moe": Family("qwen3moe", biases="asked", qk_norm=True, windows="switched", sparse=True),
+    "qwen3": Family("qwen3", biases="optional", qk_norm=True, windows="layers", head_dim=128),
+    "qwen3_moe": Family("qwen3moe", biases="optional", qk_norm=True, windows="switched", sparse=True),
 }
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -52,12 +52,12 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor and its name in either layout. Ours are made of one or more, stacked along the rows."""
+    """A stored tensor with its names in both layouts. Parameters consist of one or more, stacked along the rows."""
 
     hf: str
     gguf: str
     is_rotated: bool = False
-    """Whether its rows are turned by positions: llama.cpp stores those of llama models in another order."""
+    """Rotary positions apply to its rows; llama.cpp stores those of llama models in another order."""
 
 
 TOP: dict[str, tuple[Part, ...]] = {
@@ -85,11 +85,11 @@ EXPERTS: dict[str, tuple[Part, ...]] = {
     "mlp.down": (Part("mlp.experts.{e}.down_proj", "ffn_down_exps"),),
 }
 STACKED_EXPERTS = {"mlp.gate_up": "mlp.experts.gate_up_proj", "mlp.down": "mlp.experts.down_proj"}
-"""Names in folders that store all experts of a layer as one tensor, shaped as ours."""
+"""Names in folders that store all experts of a layer as one tensor of our shape."""
 
 
 def parts_of(name: str, is_expert: bool) -> Iterator[Part]:
-    """Full names of the stored tensors behind one of our parameters. Those of single experts keep an `{e}`."""
+    """Yields the stored tensors of a parameter. Names of single experts contain `{e}`."""
     module, leaf = (name[:-5], ".bias") if name.endswith(".bias") else (name.removesuffix(".weight"), ".weight")
     if module in TOP:
         yield from (Part(part.hf + leaf, part.gguf + leaf) for part in TOP[module])
@@ -100,7 +100,7 @@ def parts_of(name: str, is_expert: bool) -> Iterator[Part]:
 
 
 def part_rows(config: DecoderConfig, num_parts: int, rows: int) -> list[int]:
-    """Rows of each stored tensor behind a parameter of so many rows: q, k and v, or equal parts."""
+    """Returns the rows of each stored tensor of a parameter with `rows` rows: q, k and v, or equal parts."""
     if num_parts == 3:
         return [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
     return [rows // num_parts] * num_parts
@@ -112,7 +112,7 @@ def stacked_experts_name(name: str) -> str:
 
 
 class GGUFHeader(Protocol):
-    """What a config needs of a GGUF file."""
+    """Parts of a GGUF file that a config needs."""
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...
@@ -122,7 +122,7 @@ class GGUFHeader(Protocol):
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The contents of a `config.json` -> DecoderConfig."""
+    """Reads the contents of a `config.json`."""
     name = str(raw.get("model_type"))
     if name not in FAMILIES:
         raise ValueError(f"model family {_short(name)} is not supported; choose one of {', '.join(FAMILIES)}")
@@ -133,7 +133,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"activation {_short(raw['hidden_act'])} is not supported; the families use silu")
     hidden_size, num_heads = c.size("hidden_size"), c.size("num_attention_heads")
     num_layers = c.integer("num_hidden_layers", 1, MAX_LAYERS)
-    asked_bias = family.biases == "asked" and c.flag("attention_bias")
+    has_bias = family.biases == "optional" and c.flag("attention_bias")
     moe = _moe_from_hf(c) if family.sparse else None
     return check_config(
         DecoderConfig(
@@ -148,8 +148,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
             max_len=c.integer("max_position_embeddings", 1, MAX_LEN),
             norm_eps=c.real("rms_norm_eps", 0, 1, 1e-6),
             rope=rope_from_hf(raw),
-            qkv_bias=family.biases == "qkv" or asked_bias,
-            out_bias=asked_bias,
+            qkv_bias=family.biases == "qkv" or has_bias,
+            out_bias=has_bias,
             mlp_bias=family.mlp_biases and c.flag("mlp_bias"),
             qk_norm=family.qk_norm,
             tied_embedding=c.flag("tie_word_embeddings"),
@@ -161,7 +161,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_from_gguf(file: GGUFHeader) -> DecoderConfig:
-    """The header of a GGUF file -> DecoderConfig."""
+    """Reads the header of a GGUF file."""
     architecture = str(file.metadata.get("general.architecture"))
     names = {family.architecture: name for name, family in reversed(FAMILIES.items())}
     if architecture not in names:
@@ -203,13 +203,13 @@ def config_from_gguf(file: GGUFHeader) -> DecoderConfig:
 
 
 def dtype_from_hf(raw: Mapping[str, Any]) -> torch.dtype:
-    """The dtype a folder says its model is meant to run in."""
+    """Returns the dtype that a config names, else bf16."""
     known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     return known.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.bfloat16)
 
 
 def rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: `rope_parameters` with everything, or `rope_theta` beside `rope_scaling`."""
+    """Reads both spellings: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
     nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(nested, Mapping):
         raise ValueError("rope_parameters is not a table")
@@ -243,10 +243,10 @@ def rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
 
 
 def windows_from_hf(rule: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Sliding window per layer, empty where none has one."""
+    """Returns the sliding window per layer; empty: none."""
     c = Fields(raw)
-    switched_on = rule == "all" or (rule in ("switched", "layers") and c.flag("use_sliding_window"))
-    if not switched_on or raw.get("sliding_window", 4096) is None:
+    has_windows = rule == "all" or (rule in ("switched", "layers") and c.flag("use_sliding_window"))
+    if not has_windows or raw.get("sliding_window", 4096) is None:
         return ()
     window = c.integer("sliding_window", 1, MAX_LEN, 4096)
     if rule != "layers":
@@ -262,21 +262,21 @@ def windows_from_hf(rule: str, raw: Mapping[str, Any], num_layers: int) -> tuple
 
 
 def check_config(config: DecoderConfig) -> DecoderConfig:
-    """What must hold between the numbers. Each alone was checked as it was read."""
+    """Checks relations between values, each of which was checked as it was read."""
     c = config
     if c.num_heads % c.num_kv_heads:
         raise ValueError(f"{c.num_heads} heads cannot share {c.num_kv_heads} key/value heads evenly")
     if c.head_dim % 2:
-        raise ValueError(f"head size {c.head_dim} is odd; rotary positions turn pairs")
+        raise ValueError(f"head size {c.head_dim} is odd; rotary positions need pairs")
     if c.num_heads * c.head_dim > MAX_SIZE or c.vocab_size > MAX_VOCAB:
-        raise ValueError("the config describes a model larger than any")
+        raise ValueError("the config describes a model that is too large")
     if c.moe and c.moe.num_chosen > c.moe.num_experts:
         raise ValueError(f"{c.moe.num_chosen} experts per token, but only {c.moe.num_experts} exist")
     return config
 
 
 class Fields:
-    """Checked reads from a table that someone else wrote. A default of None means: required."""
+    """Checked reads from an untrusted table. Values without a default are required."""
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
         self.raw, self.prefix = raw, prefix
@@ -333,7 +333,7 @@ def _moe_from_gguf(c: Fields) -> MoEConfig:
         num_experts=c.integer("expert_count", 1, MAX_EXPERTS),
         num_chosen=c.integer("expert_used_count", 1, MAX_EXPERTS),
         inner_size=c.size("expert_feed_forward_length"),
-        normalize=True,  # the format has no key for it, and every published qwen3_moe model does
+        normalize=True,  # GGUF has no key for it; all published qwen3_moe models normalise
     )
 
 
@@ -368,7 +368,7 @@ def _checked_rope(rope: RopeConfig) -> RopeConfig:
 
 
 def _attention_factor(c: Fields, factor: float) -> float | None:
-    """Yarn's factor on cos and sin where a config changes it."""
+    """Returns YaRN's factor on cos and sin if a config overrides it."""
     if c.raw.get("attention_factor") is not None:
         return c.real("attention_factor", 0, 1e6)
     mscale, all_dim = c.real("mscale", 0, 1e6, 0.0), c.real("mscale_all_dim", 0, 1e6, 0.0)
@@ -380,11 +380,11 @@ def _stretch(factor: float, weight: float = 1.0) -> float:
 
 
 def _divisors(file: GGUFHeader, head_dim: int) -> tuple[float, ...]:
-    """Llama 3 stretches each frequency by its own factor; converters store the factors as a tensor."""
+    """Reads the divisors of the rotary frequencies, which converters store as a tensor for Llama 3."""
     if "rope_freqs.weight" not in file:
         return ()
     if file.shape("rope_freqs.weight") != (head_dim // 2,):
-        raise ValueError(f"tensor rope_freqs.weight has not one number for each of {head_dim // 2} frequencies")
+        raise ValueError(f"tensor rope_freqs.weight does not have one number per frequency, {head_dim // 2}")
     divisors = torch.empty(head_dim // 2)
     file.read("rope_freqs.weight", divisors)
     if not (divisors.isfinite() & (divisors > 0)).all():

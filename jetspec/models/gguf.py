@@ -1,7 +1,7 @@
-"""GGUF files, read strictly.
+"""Strict reader of GGUF files.
 
-A model file is data from a stranger. Every count, length and offset is checked against the size of the file before
-anything is allocated for it, so that a damaged or hostile file costs one clear error and no memory.
+Model files are untrusted. Every count, length and offset is checked against the file size before any allocation, so
+that a damaged or hostile file causes one clear error and uses no memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 MAX_NAME = 1 << 16
 MAX_DIMS = 4
 CHUNK = 1 << 17
-"""Numbers dequantised at a time: whole blocks of every type, few enough to stay in the processor's cache."""
+"""Numbers dequantised at a time: a multiple of all block sizes that fits the CPU cache."""
 
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS: dict[int, str] = {
@@ -40,7 +40,7 @@ SCALARS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class TensorType:
-    """How numbers are stored: so many bytes for a block of so many."""
+    """Storage format: `bytes` for each `block` of numbers."""
 
     name: str
     block: int
@@ -65,12 +65,12 @@ PLAIN: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` is in torch's order, the contiguous dimension last."""
+    """Location of a tensor. `shape` is in torch's order, the contiguous dimension last."""
 
     shape: tuple[int, ...]
     type: TensorType
     offset: int
-    """From the start of the data section."""
+    """Bytes from the start of the data section."""
 
     @property
     def num_bytes(self) -> int:
@@ -78,7 +78,7 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """Metadata and tensors of one file. The file stays mapped while this object lives; tensors are read on demand."""
+    """Metadata and tensors of a file, which is memory-mapped; tensors are read on demand."""
 
     layout: Literal["gguf"] = "gguf"
 
@@ -99,7 +99,7 @@ class GGUFFile:
         num_keys = cursor.count(least_bytes=13, what="metadata keys")
         self.metadata: dict[str, Any] = cursor.table(num_keys, cursor.value)
         self.tensors: dict[str, TensorInfo] = cursor.table(num_tensors, cursor.tensor_info)
-        self._data_start = self._check_places(cursor)
+        self._data_start = self._check_offsets(cursor)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -108,7 +108,7 @@ class GGUFFile:
         return self.tensors[name].shape
 
     def read(self, name: str, out: Tensor) -> None:
-        """Dequantise a tensor into `out`, which has its shape and any floating dtype."""
+        """Dequantises a tensor into `out`, which has its shape and any floating dtype."""
         info = self.tensors[name]
         is_direct = out.is_contiguous() and out.device.type == "cpu"
         flat = (out if is_direct else torch.empty(info.shape, dtype=out.dtype)).view(-1)
@@ -121,18 +121,18 @@ class GGUFFile:
         if not is_direct:
             out.copy_(flat.view(info.shape))
 
-    def _check_places(self, cursor: _Cursor) -> int:
-        """Every tensor lies inside the file, aligned, and none on top of another."""
+    def _check_offsets(self, cursor: _Cursor) -> int:
+        """Checks that tensors are inside the file, aligned and disjoint. Returns the start of the data section."""
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise cursor.error(f"has alignment {alignment}, which is no power of two")
-        start = -(-cursor.place // alignment) * alignment
+            raise cursor.error(f"has alignment {alignment}, which is not a power of two")
+        start = -(-cursor.offset // alignment) * alignment
         end = 0
         for name, info in sorted(self.tensors.items(), key=lambda item: item[1].offset):
             if info.offset % alignment:
-                raise cursor.error(f"has tensor {name} at an unaligned place")
+                raise cursor.error(f"has tensor {name} at an unaligned offset")
             if info.offset < end:
-                raise cursor.error(f"has tensor {name} on top of another")
+                raise cursor.error(f"has tensor {name} overlapping another")
             end = info.offset + info.num_bytes
             if start + end > cursor.size:
                 raise cursor.error(f"ends inside tensor {name}; the download may be incomplete")
@@ -140,20 +140,20 @@ class GGUFFile:
 
 
 class _Cursor:
-    """Reads forward through the header; never past the end."""
+    """Reads the header forward, never past the end."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data, self.path, self.size, self.place = data, path, len(data), 0
+        self.data, self.path, self.size, self.offset = data, path, len(data), 0
 
     def error(self, what: str) -> ValueError:
         return ValueError(f"{self.path} {what}")
 
     def advance(self, num_bytes: int) -> int:
-        """Claim the next bytes and return where they begin."""
-        start = self.place
+        """Advances past the next bytes and returns their offset."""
+        start = self.offset
         if num_bytes > self.size - start:
             raise self.error("ends inside its header; the download may be incomplete")
-        self.place = start + num_bytes
+        self.offset = start + num_bytes
         return start
 
     def take(self, num_bytes: int) -> bytes:
@@ -168,9 +168,9 @@ class _Cursor:
         return int.from_bytes(self.take(width), "little")
 
     def count(self, least_bytes: int, what: str) -> int:
-        """A number of things that take at least so many bytes each."""
+        """Reads a number of items of at least so many bytes each."""
         count = self.integer(8)
-        if count * least_bytes > self.size - self.place:
+        if count * least_bytes > self.size - self.offset:
             raise self.error(f"claims {count} {what}, more than fit into it")
         return count
 
@@ -181,7 +181,7 @@ class _Cursor:
         try:
             return self.take(length).decode()
         except UnicodeDecodeError as error:
-            raise self.error(f"has a text that is not UTF-8, near byte {self.place}") from error
+            raise self.error(f"has a text that is not UTF-8, near byte {self.offset}") from error
 
     def table(self, count: int, read: Callable[[], Any]) -> dict[str, Any]:
         entries: dict[str, Any] = {}
@@ -226,12 +226,12 @@ class _Cursor:
         if min(shape) < 1 or shape[-1] % tensor_type.block:
             raise self.error(f"has a tensor with impossible dimensions {shape}")
         if prod(shape) // tensor_type.block * tensor_type.bytes > self.size:
-            raise self.error(f"is smaller than a tensor of it, {shape}; the download may be incomplete")
+            raise self.error(f"is smaller than its tensor of shape {shape}; the download may be incomplete")
         return TensorInfo(shape, tensor_type, offset)
 
 
 def _decode(raw: np.ndarray, tensor_type: TensorType) -> Tensor:
-    """Stored bytes -> numbers."""
+    """Decodes stored bytes to numbers."""
     if tensor_type.name in PLAIN:
         return torch.from_numpy(raw.copy()).view(PLAIN[tensor_type.name])
     from gguf import GGMLQuantizationType

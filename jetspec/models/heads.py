@@ -1,4 +1,4 @@
-"""Heads of any kind: what they have in common for whoever loads, keeps or describes them."""
+"""Loads, saves and describes heads of any kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_any_head(
     dtype: DType = "auto",
     device: torch.device | str = "cpu",
 ) -> Head:
-    """A head by its name, folder or Hugging Face id, for inference. With a target given, the head must fit it."""
+    """Loads a head by its name, folder or Hugging Face id, for inference. It must fit a given target."""
     folder = resolve(head_path(path_or_id))
     if not is_eagle3(folder):
         return load_head(path_or_id, target, dtype, device)
@@ -42,12 +42,12 @@ def load_any_head(
         if problems := check_eagle3_fits(config, target):
             raise ValueError(f"{path_or_id} is a head for another model: {'; '.join(problems)}")
     if not config.tap_layers:
-        raise ValueError(f"{folder} does not say which layers it taps; load it together with its target")
+        raise ValueError(f"{folder} does not name its tap layers; load it together with its target")
     return load_eagle3(folder, config, dtype, device)
 
 
 def save_any_head(head: Head, folder: str | Path, card: str | None = None) -> None:
-    """In the published layout of its kind, in bfloat16."""
+    """Writes a head in the published layout of its kind, in bfloat16."""
     if isinstance(head, Eagle3Head):
         save_eagle3(head, folder, card=card)
     else:
@@ -55,12 +55,12 @@ def save_any_head(head: Head, folder: str | Path, card: str | None = None) -> No
 
 
 def describe_any_head(path: Path) -> dict[str, Any] | None:
-    """What a folder says about the head in it. None: it holds no head."""
+    """Returns facts about the head in a folder, None if there is none."""
     return describe_eagle3(path) if is_eagle3(path) else describe_head(path)
 
 
 def why_not(path: Path, target: DecoderConfig) -> list[str]:
-    """Why the head of a folder cannot serve a target. Empty: it can."""
+    """Returns the reasons why the head of a folder does not fit a target."""
     if not is_eagle3(path):
         return check_fits(read_config(path), target)
     return check_eagle3_fits(for_target(read_eagle3_config(path), target), target)

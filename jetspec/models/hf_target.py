@@ -1,4 +1,4 @@
-"""A transformers model as a target with a dense cache, batch 1. The one file that knows transformers' cache."""
+"""A transformers model as a target with a dense cache, batch 1. Only this file uses transformers' cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MASKED_ATTENTION = ("eager", "sdpa")
 
 
 class HFTarget:
-    """Any causal language model of transformers that keeps one K and V row per token in every layer."""
+    """A causal language model of transformers with one K and V row per token in every layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config(decoder=True)
         if config._attn_implementation not in MASKED_ATTENTION:
             raise ValueError(
-                f"attention {config._attn_implementation!r} takes no tree mask; "
+                f"attention {config._attn_implementation!r} does not support a tree mask; "
                 f"load the model with attn_implementation={MASKED_ATTENTION[1]!r}"
             )
         self.model = model.eval()
@@ -32,14 +32,14 @@ class HFTarget:
             layer.register_forward_hook(self._tap)
 
     def new_cache(self) -> DynamicCache:
-        """An empty cache. Windowed layers keep every row as well: a tree may return to any of them."""
+        """Returns an empty cache. Layers with a window keep every row too: a tree may need any of them."""
         return DynamicCache()
 
     def cached_len(self, cache: DynamicCache) -> int:
         return cache.get_seq_length()
 
     def select(self, cache: DynamicCache, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, in every layer."""
+        """Keeps these rows of every layer, in this order."""
         for layer in cache.layers:
             assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
             layer.keys, layer.values = layer.keys[:, :, rows], layer.values[:, :, rows]
@@ -48,11 +48,10 @@ class HFTarget:
     def forward(
         self, token_T: Tensor, position_T: Tensor, visible: Tensor, cache: DynamicCache
     ) -> tuple[Tensor, list[Tensor]]:
-        """One pass over T tokens, whose K and V are appended to the cache.
+        """Runs T tokens and appends their K and V to the cache.
 
-        `visible` is (T, cached + T), true where a token sees a key; windows narrow it further. Returns logits (T, V)
-        and the output of every layer (T, M), counted from 0. A hook reads the outputs, because the last entry of
-        transformers' own list of hidden states is taken behind the final norm.
+        `visible` is the mask (T, cached + T); windows restrict it further. Returns logits (T, V) and the output of
+        every layer (T, M). Hooks read the outputs: the last hidden state that transformers returns is normed.
         """
         self._taps.clear()
         out = self.model(
@@ -71,7 +70,7 @@ class HFTarget:
         return self.model.get_output_embeddings()(hidden)
 
     def _masks(self, position_T: Tensor, visible: Tensor) -> Tensor | dict[str, Tensor]:
-        """What to add to the scores, (1, 1, T, keys); one mask per kind where a model mixes them."""
+        """Returns the additive mask (1, 1, T, keys); one per layer kind if a model has several."""
         masks = {kind: self._mask(kind, position_T, visible)[None, None] for kind in self.layer_kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -90,7 +89,7 @@ class HFTarget:
 
 
 def load_hf(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """A folder of safetensors or a GGUF file as a model of transformers."""
+    """Loads a folder of safetensors or a GGUF file as a transformers model."""
     folder, extra = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
     return model.eval().to(device)
@@ -102,8 +101,8 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
 
 
 def _layer_kinds(config: object, window: int | None) -> set[str]:
-    """The kinds of attention in the model: full, sliding or both."""
+    """Returns the kinds of attention in a model: full, sliding or both."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
     if unknown := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"the model has layers of kind {', '.join(sorted(unknown))}, which cannot verify a tree")
+        raise ValueError(f"the model has layers of kind {', '.join(sorted(unknown))}, which do not support a tree mask")
     return kinds

@@ -1,7 +1,7 @@
-"""Attention without pages, for training: who sees whom is one function of indices, in two forms.
+"""Attention without pages, for training. The mask is a function of indices, in two forms.
 
-On a GPU it becomes FlexAttention's block mask, which skips what nobody sees and never exists entry by entry.
-Elsewhere it is a plain tensor, which is also the reference.
+On a GPU it becomes a block mask of FlexAttention, which skips empty blocks and is never materialised. Elsewhere it is
+a tensor, which is also the reference.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
-Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(row, head, query, key) -> whether that query sees that key. All are indices, which broadcast."""
+MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Maps (row, head, query, key) indices, which broadcast, to true where the query attends to the key."""
 Visible = Tensor | BlockMask
-"""Whom each query sees: booleans (.., queries, keys), or FlexAttention's form of them."""
+"""Attention mask: booleans (.., queries, keys), or FlexAttention's form of them."""
 
 
-def make_visible(sees: Sees, rows: int, queries: int, keys: int, device: torch.device) -> Visible:
-    """The form that suits the device. Make it once per batch: every layer can use it."""
+def make_visible(mask: MaskFn, rows: int, queries: int, keys: int, device: torch.device) -> Visible:
+    """Returns the mask in the form for the device, once per batch for all layers."""
     make = make_block_mask if device.type == "cuda" else make_dense_mask
-    return make(sees, rows, queries, keys, device)
+    return make(mask, rows, queries, keys, device)
 
 
-def make_dense_mask(sees: Sees, rows: int, queries: int, keys: int, device: torch.device) -> Tensor:
+def make_dense_mask(mask: MaskFn, rows: int, queries: int, keys: int, device: torch.device) -> Tensor:
     row, query, key = (torch.arange(n, device=device) for n in (rows, queries, keys))
-    return sees(row[:, None, None], row.new_zeros(()), query[:, None], key).expand(rows, queries, keys)
+    return mask(row[:, None, None], row.new_zeros(()), query[:, None], key).expand(rows, queries, keys)
 
 
-def make_block_mask(sees: Sees, rows: int, queries: int, keys: int, device: torch.device) -> BlockMask:
+def make_block_mask(mask: MaskFn, rows: int, queries: int, keys: int, device: torch.device) -> BlockMask:
     make = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-    mask: BlockMask = make(sees, rows, None, queries, keys, device=device)
-    return mask
+    made: BlockMask = make(mask, rows, None, queries, keys, device=device)
+    return made
 
 
 def narrow(
     visible: Visible, query_position: Tensor, key_position: Tensor, window: int | None, causal: bool = False
 ) -> Visible:
-    """Only keys less than `window` positions back; with `causal`, none ahead. Without a window nothing changes."""
+    """Restricts a mask to keys less than `window` positions back and, with `causal`, not ahead. None: no change."""
     if window is None:
         return visible
     if isinstance(visible, Tensor):
         return visible & _is_near(query_position[..., None], key_position[..., None, :], window, causal)
 
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return _is_near(query_position[row, query], key_position[row, key], window, causal)
 
     rows, _, queries, keys = visible.shape
-    return make_block_mask(and_masks(visible.mask_mod, sees), rows, queries, keys, query_position.device)
+    return make_block_mask(and_masks(visible.mask_mod, is_near), rows, queries, keys, query_position.device)
 
 
 def _is_near(query: Tensor, key: Tensor, window: int, causal: bool) -> Tensor:
@@ -59,7 +59,7 @@ def _is_near(query: Tensor, key: Tensor, window: int, causal: bool) -> Tensor:
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    """(.., queries, H, E) over (.., keys, G, E): every query over the keys that it sees."""
+    """Attention of (.., queries, H, E) over (.., keys, G, E) under a mask."""
     flat = q.dim() == 3
     q, k, v = (x.transpose(-3, -2)[None] if flat else x.transpose(-3, -2) for x in (q, k, v))
     out = _attend(q, k, v, visible).transpose(-3, -2)
@@ -75,17 +75,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, visible: BlockMask, **options: Any) -> Any:
-    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, norms and rotations leave them wider
+    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, norm and rope outputs are float32
     alone = q.is_cuda and not torch.compiler.is_compiling()
     attend: Any = _compiled(flex_attention) if alone else flex_attention
     return attend(q, k, v, block_mask=visible, enable_gqa=True, kernel_options=_tiles(q), **options)
 
 
 def _tiles(q: Tensor) -> dict[str, int] | None:
-    """What one program of FlexAttention's forward takes at a time.
+    """Tile sizes of FlexAttention's forward.
 
-    On Hopper it chooses 128 keys and 4 warps for heads of 64, whose registers do not hold the mask as well: three times
-    slower than these, which are its choice for heads of 128.
+    Its choice on Hopper for head size 64 (128 keys, 4 warps) spills registers and is three times slower than these,
+    its choice for head size 128.
     """
     if q.shape[-1] != 64 or q.element_size() != 2 or q.shape[-2] < 128:
         return None
@@ -95,9 +95,9 @@ def _tiles(q: Tensor) -> dict[str, int] | None:
 def attend_own(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, k_own: Tensor, v_own: Tensor, filled: Tensor
 ) -> Tensor:
-    """`attend_masked` (rows, queries, H, E) where every query also sees keys that are its own alone.
+    """`attend_masked` of (rows, queries, H, E) where each query also attends to keys of its own.
 
-    These are (rows, queries, D, G, E), of which all queries see the `filled` (D), one at least.
+    These are (rows, queries, D, G, E); `filled` (D) marks the valid ones, at least one.
     """
     repeat, scale = q.shape[-2] // k.shape[-2], q.shape[-1] ** -0.5
     q_own = q.unflatten(-2, (-1, repeat)).to(v.dtype)
@@ -111,7 +111,7 @@ def attend_own(
     else:
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
         mean, aux = _flex(q, k, v, visible, return_aux=AuxRequest(lse=True))
-        # The softmax over all keys is that over the shared ones, weighed against the own ones.
+        # Merge by log-sum-exp: the shared keys count as one term of the softmax.
         weight = torch.cat((aux.lse.transpose(-2, -1)[..., None].float(), own), -1).softmax(-1).to(v.dtype)
         out, own = mean.transpose(-3, -2) * weight[..., :1], weight[..., 1:]
     return out + torch.einsum("...ghd,...dge->...ghe", own.unflatten(-2, (-1, repeat)), v_own).flatten(-3, -2)
@@ -119,5 +119,5 @@ def attend_own(
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled when first wanted, because the compiler takes seconds to import."""
+    """Compiles on first use: importing the compiler takes seconds."""
     return torch.compile(function, dynamic=False)

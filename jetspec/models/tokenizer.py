@@ -1,7 +1,6 @@
-"""Text to token ids and back, and chats to text.
+"""Encodes text to token ids and back, and renders chat templates.
 
-The work is done by the `tokenizers` library. A tokenizer comes from a folder's `tokenizer.json` or is rebuilt from
-the vocabulary inside a GGUF file.
+Built on the `tokenizers` library: from a folder's `tokenizer.json`, or from the vocabulary of a GGUF file.
 """
 
 from __future__ import annotations
@@ -23,26 +22,25 @@ from tokenizers import Tokenizer as Backend
 Message = Mapping[str, Any]
 
 CHAT_VARIABLES = ("tools", "documents", "enable_thinking", "date_string")
-"""What a caller may hand to a chat template beside the messages."""
+"""Variables that a chat template may get beside the messages."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "</s>")
-"""Control tokens that end a turn or a text in the families we know."""
-
+"""Control tokens that end a turn or a text in the supported families."""
 
 PEEK = 8
-"""Characters per token that a bounded encoding looks at first: nearly every text that fits is shorter."""
+"""Characters per token that a bounded encoding reads first; nearly all texts within the bound are shorter."""
 MOST_COMPOSED = 4
-"""Characters that a normalizer may join into one: no character of Unicode decomposes into more."""
+"""Limit on the characters that a normalizer composes to one: the longest decomposition in Unicode."""
 
 
 class TooLong(ValueError):
-    """A text of more tokens than were wanted."""
+    """A text with more tokens than the limit."""
 
 
 class Tokenizer:
-    """One model's vocabulary. Only control tokens are special; a plain text may hold them."""
+    """Vocabulary and chat template of a model. Only control tokens are special; plain text may contain them."""
 
     def __init__(
         self,
@@ -66,7 +64,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read `tokenizer.json` and, where present, `tokenizer_config.json` and `chat_template.jinja`."""
+        """Reads `tokenizer.json` and, if present, `tokenizer_config.json` and `chat_template.jinja`."""
         file = folder / "tokenizer.json"
         if not file.exists():
             raise ValueError(f"{folder}: tokenizer.json is missing")
@@ -80,7 +78,7 @@ class Tokenizer:
         return cls(backend, _folder_template(folder, config), _named_tokens(config))
 
     def save(self, folder: Path) -> None:
-        """Write what `from_folder` reads, and transformers as well."""
+        """Writes the files that `from_folder` and transformers read."""
         tokens, config, template = (folder / name for name in TOKENIZER_FILES)
         self._backend.save(str(tokens))
         described = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -90,12 +88,12 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """Rebuild the tokenizer that a GGUF file describes."""
+        """Builds a tokenizer from the metadata of a GGUF file."""
         return _GGUFVocabulary(metadata).tokenizer()
 
     @property
     def vocab_size(self) -> int:
-        """Ids run from 0 to one below this."""
+        """Number of token ids."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
@@ -104,14 +102,14 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters of a text that one token stands for."""
+        """Limit on the characters of a token."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
         return longest if self._backend.normalizer is None else longest * MOST_COMPOSED
 
     def encode(self, text: str, add_special: bool = False, most: int | None = None) -> list[int]:
-        """`add_special` adds what the model wants around a plain text, such as a first token.
+        """Encodes a text. `add_special` adds tokens around plain text, such as the first token.
 
-        More than `most` tokens are an error, which is found in a time that does not grow with the text.
+        More than `most` tokens raise TooLong, in time that does not depend on the length of the text.
         """
         if most is not None and self._is_surely_longer(text, most):
             raise TooLong(f"the text has more than {most} tokens")
@@ -127,24 +125,24 @@ class Tokenizer:
             raise ValueError("the text holds half of a surrogate pair, which is not valid Unicode") from None
 
     def _is_surely_longer(self, text: str, most: int) -> bool:
-        """Whether the length of a text or of one of its beginnings shows that it has more tokens."""
+        """Returns true if the length of a text, or the tokens of a prefix, exceed the limit."""
         if len(text) > most * self.longest_token:
             return True
         end = PEEK * max(most, 1)
         while end < len(text):
-            if self._num_settled(text[:end]) > most:
+            if self._num_final_tokens(text[:end]) > most:
                 return True
             end *= PEEK
         return False
 
-    def _num_settled(self, beginning: str) -> int:
-        """How many tokens of a beginning stay as they are however the text goes on.
+    def _num_final_tokens(self, prefix: str) -> int:
+        """Returns the number of tokens of a prefix that do not depend on the rest of the text.
 
-        The last word may grow, and the last characters may be the beginning of an added token.
+        The last word may continue, and the last characters may begin an added token.
         """
-        encoding = self._encoding(beginning)
+        encoding = self._encoding(prefix)
         words, places = encoding.word_ids, encoding.offsets
-        count, sure = len(words), len(beginning) - self._longest_added
+        count, sure = len(words), len(prefix) - self._longest_added
         while count and (words[count - 1] == words[-1] or places[count - 1][1] > sure):
             count -= 1
         return count
@@ -153,7 +151,7 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
     def token_text(self, id: int) -> str:
-        """One token as one printable line; bytes that are no character alone are shown in hex."""
+        """Returns a token as printable text; bytes that are not a character are shown in hex."""
         token = self._backend.id_to_token(id)
         if token is None:
             return f"<{id}>"
@@ -161,7 +159,7 @@ class Tokenizer:
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
     def token_bytes(self) -> list[bytes]:
-        """What each token adds to a text, by id; nothing for control tokens and for ids that no token has."""
+        """Returns the bytes of each token by id; empty for control tokens and unused ids."""
         added = self._backend.get_added_tokens_decoder()
         found = [b""] * self.vocab_size
         for token, id in self._backend.get_vocab(with_added_tokens=True).items():
@@ -172,7 +170,7 @@ class Tokenizer:
         return found
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text that the model's chat template makes of a conversation."""
+        """Renders a conversation with the model's chat template."""
         unknown = set(variables) - set(CHAT_VARIABLES)
         if unknown:
             raise ValueError(f"chat templates take {', '.join(CHAT_VARIABLES)}, not {', '.join(sorted(unknown))}")
@@ -186,10 +184,10 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Message], begin: str = "", most: int | None = None, **variables: Any
     ) -> list[int]:
-        """Token ids of a conversation and of `begin`, the first words of its answer; at most `most` of them.
+        """Encodes a conversation and `begin`, the first words of its answer, to at most `most` tokens.
 
-        The template already wrote the first token, so none is added. A control token is one where the template writes
-        it; where somebody's words hold its text, they are cut inside it, so that nobody can begin a turn of another.
+        The template contains the first token. Names of control tokens are control tokens only in the template: in
+        messages they are split and encoded as text, so that a message cannot forge another turn.
         """
         cut = secrets.token_hex(8)
         text = self.chat(self._cut(messages, cut), **self._cut(variables, cut)) + begin
@@ -198,7 +196,7 @@ class Tokenizer:
     def encode_behind(
         self, mark: str, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Token ids of what stands behind the last `mark` in a conversation, which is in one of its messages."""
+        """Encodes the part of a rendered conversation after the last `mark`, a text in one of its messages."""
         cut = secrets.token_hex(8)
         text = self.chat(self._cut(messages, cut), add_generation_prompt, **self._cut(variables, cut))
         _, found, rest = text.rpartition(mark)
@@ -207,7 +205,7 @@ class Tokenizer:
         return self._encode_cut(rest, cut)
 
     def encode_words(self, text: str) -> list[int]:
-        """Token ids of somebody's words, in which the names of control tokens are text."""
+        """Encodes plain text, in which names of control tokens are text."""
         cut = secrets.token_hex(8)
         return self._encode_cut(self._cut(text, cut), cut)
 
@@ -218,7 +216,7 @@ class Tokenizer:
         return tokens
 
     def _cut(self, value: Any, cut: str) -> Any:
-        """The same value, with `cut` after the first character of each control token in its texts."""
+        """Inserts `cut` after the first character of each control token name in a value's texts."""
         if isinstance(value, str):
             return self._control.sub(rf"\g<0>{cut}", value)
         if isinstance(value, Mapping):
@@ -227,24 +225,24 @@ class Tokenizer:
 
 
 def _first_characters(texts: Sequence[str]) -> re.Pattern[str]:
-    """Finds the first character of each of these texts, even where they overlap."""
+    """Returns a pattern of the first character of each of these texts, overlapping ones included."""
     rests: dict[str, list[str]] = {}
     for text in texts:
         rests.setdefault(text[:1], []).append(re.escape(text[1:]))
-    ways = [f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items() if first]
-    return re.compile("|".join(ways) or r"(?!)")
+    patterns = [f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items() if first]
+    return re.compile("|".join(patterns) or r"(?!)")
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:
     try:
         return _compiled(template).render(**variables)
-    except Exception as error:  # a template can fail in any way a program can
+    except Exception as error:  # templates are programs
         raise ValueError(f"the chat template failed: {error or type(error).__name__}") from error
 
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
-    """Templates come with the model: they run sandboxed, and see the conversation and three harmless functions."""
+    """Compiles a chat template, which is untrusted: it runs in a sandbox with a few harmless functions."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -264,7 +262,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Plain JSON; jinja's own filter escapes for HTML."""
+    """Returns plain JSON; jinja's own filter escapes for HTML."""
     options = {"ensure_ascii": False} | options
     return json.dumps(value, indent=indent, **options)
 
@@ -291,7 +289,7 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the like; each is a text or a table with a text inside."""
+    """Returns bos_token, eos_token and others; each is a text or a table with a text inside."""
     named = {}
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(key)
@@ -302,10 +300,10 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level vocabularies write for each byte -> the byte."""
+    """Returns the byte of each printable character that byte-level vocabularies use for bytes."""
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    moved = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(moved)}
+    others = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 BYTE_OF = _byte_alphabet()
@@ -317,7 +315,7 @@ def _from_bytes(token: str) -> str:
 
 
 def _byte_level(token: str) -> bytes | None:
-    """The bytes that a byte-level token stands for; None if it is written in another way."""
+    """Returns the bytes of a byte-level token; None for a token in another form."""
     return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else None
 
 
@@ -349,17 +347,17 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "qwen2": (QWEN2,),
     "tekken": (TEKKEN,),
 }
-"""How each kind of byte-level vocabulary cuts text before merging: expressions applied one after the other."""
+"""Patterns by which each kind of byte-level vocabulary splits text, one after the other."""
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Kinds that take a word found in the vocabulary as it is, without merging."""
+"""Kinds that encode a word of the vocabulary as it is, without merges."""
 
 
 NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-"""What chat templates call the tokens that GGUF names `tokenizer.ggml.*_token_id`."""
+"""Names of tokens in chat templates, with those in GGUF (`tokenizer.ggml.*_token_id`)."""
 
 
 class _GGUFVocabulary:
-    """The tokenizer section of GGUF metadata."""
+    """Tokenizer section of GGUF metadata."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -368,8 +366,8 @@ class _GGUFVocabulary:
             raise ValueError("the GGUF vocabulary is empty or has a token twice")
         self.types: list[int] = self._list("token_type", int) or [1] * len(self.tokens)
         if len(self.types) != len(self.tokens):
-            raise ValueError("the GGUF vocabulary has not one type per token")
-        # Converters fill up the rows of an embedding that no token has with names of their own.
+            raise ValueError("the GGUF vocabulary does not have one type per token")
+        # Converters invent names for embedding rows without a token.
         self.id_of = {token: id for id, token in enumerate(self.tokens) if self.types[id] != UNUSED}
 
     def tokenizer(self) -> Tokenizer:
@@ -424,16 +422,16 @@ class _GGUFVocabulary:
         return backend
 
     def _merges_from_scores(self) -> list[tuple[str, str]]:
-        """SentencePiece joins the pair whose union scores best; listed by that score, its pairs are ordinary merges."""
+        """Returns BPE merges equal to SentencePiece, which joins the pair whose union has the best score."""
         scores = self._list("scores", float)
         if len(scores) != len(self.tokens):
-            raise ValueError("the GGUF vocabulary has not one score per token")
+            raise ValueError("the GGUF vocabulary does not have one score per token")
         merges = []
         for id, token in enumerate(self.tokens):
             if self.types[id] != 1:
                 continue
-            for cut in range(1, len(token)):
-                left, right = self.id_of.get(token[:cut]), self.id_of.get(token[cut:])
+            for i in range(1, len(token)):
+                left, right = self.id_of.get(token[:i]), self.id_of.get(token[i:])
                 if left is not None and right is not None:
                     merges.append((-scores[id], id, left, right))
         return [(self.tokens[left], self.tokens[right]) for _, _, left, right in sorted(merges)]

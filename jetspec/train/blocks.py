@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from jetspec import ops
 from jetspec.data.corpus import OnDevice, PackedBatch
 from jetspec.models.draft_head import HeadConfig
-from jetspec.models.masked_attention import Sees, Visible, make_visible
+from jetspec.models.masked_attention import MaskFn, Visible, make_visible
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Blocks(Drafts):
     position_RQ: Tensor
 
 
-def sees_document(position_RT: Tensor) -> Sees:
+def sees_document(position_RT: Tensor) -> MaskFn:
     """What a target sees in a packed row: its own document, up to itself."""
     position_RT = narrow_ints(position_RT)
 
@@ -62,7 +62,7 @@ def sees_document(position_RT: Tensor) -> Sees:
     return sees
 
 
-def sees_block(blocks: Blocks, num_context: int, block_size: int, causal: bool) -> Sees:
+def sees_block(blocks: Blocks, num_context: int, block_size: int, causal: bool) -> MaskFn:
     """What a slot sees: of `num_context` context rows those of its document before the anchor, then its own block."""
     start_RA, end_RA = narrow_ints(blocks.start_RA), narrow_ints(blocks.end_RA)
 
@@ -76,7 +76,7 @@ def sees_block(blocks: Blocks, num_context: int, block_size: int, causal: bool) 
     return sees
 
 
-def sees_before(drafts: Drafts) -> Sees:
+def sees_before(drafts: Drafts) -> MaskFn:
     """What an autoregressive draft sees of the text: what its document holds before the anchor, but for its first
     token, which has no feature before it."""
     start_RA, end_RA = narrow_ints(drafts.start_RA), narrow_ints(drafts.end_RA)

@@ -14,7 +14,7 @@ from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, make_head
 from jetspec.models.masked_attention import (
-    Sees,
+    MaskFn,
     Visible,
     attend_masked,
     make_block_mask,
@@ -25,7 +25,7 @@ from jetspec.train.blocks import choose_anchors, document_mask, lay_out, sees_bl
 from jetspec.train.config import LossConfig
 from jetspec.train.loss import DraftLoss, draft_loss
 
-Make = Callable[[Sees, int, int, int, torch.device], Visible]
+Make = Callable[[MaskFn, int, int, int, torch.device], Visible]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -76,7 +76,7 @@ def head_config(causal: bool = True, block_size: int = 4, windows: tuple[int | N
 
 def who_sees_whom(
     kind: str, length: int, anchors: int, block_size: int, device: torch.device
-) -> tuple[Sees, Tensor, Tensor]:
+) -> tuple[MaskFn, Tensor, Tensor]:
     """The function, and the positions of its queries and keys."""
     host = packed(2, length)
     batch = host.to(device)
