@@ -146,7 +146,7 @@ def test_sparse_layers() -> None:
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": 1 << 40}, "vocab_size"),
         ({"num_key_value_heads": 3}, "evenly"),
-        ({"num_attention_heads": 1 << 18, "num_key_value_heads": 1 << 18}, "larger than any"),
+        ({"num_attention_heads": 1 << 18, "num_key_value_heads": 1 << 18}, "too large"),
         ({"head_dim": 7}, "odd"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "true or false"),

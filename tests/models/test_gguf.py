@@ -311,7 +311,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no alignment": (header([], [alignment(0)]), "alignment"),
     "unaligned": (header([tensor(b"x", [8], offset=4)], []) + bytes(256), "unaligned"),
     "far away": (header([tensor(b"x", [8], offset=1 << 40)], []) + bytes(256), "ends inside tensor x"),
-    "overlap": (header([tensor(b"x", [16]), tensor(b"y", [8], offset=32)], []) + bytes(512), "on top of another"),
+    "overlap": (header([tensor(b"x", [16]), tensor(b"y", [8], offset=32)], []) + bytes(512), "overlap"),
 }
 
 
