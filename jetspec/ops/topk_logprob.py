@@ -1,4 +1,4 @@
-"""The best tokens of a distribution with their exact log-probabilities."""
+"""Top-k tokens of a distribution with their exact log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jetspec.ops.select import select
 
 
 def topk_logprob(logits: Tensor, k: int, temperature_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(..., V) logits -> the k best tokens, best first, and their log-probabilities over all of V, in fp32.
+    """Return the k best tokens of (..., V) logits, best first, and their log-probabilities over all of V, in fp32.
 
-    With `temperature_B`, the logits are (B, D, V) and to be divided by it. Equal ones may come in any order; the
-    kernel puts the lower token first.
+    With `temperature_B`, the logits are (B, D, V) and are divided by it. Equal logits may come in any order; the kernel
+    puts the lower token first.
     """
     logits = apply_temperature(logits, temperature_B)
     return select("topk_logprob", topk_logprob_reference, logits, count=k)(logits, k)
@@ -25,5 +25,5 @@ def topk_logprob_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def apply_temperature(x_BDX: Tensor, temperature_B: Tensor | None) -> Tensor:
-    """Divided by the temperature of each request, in fp32. Without temperatures it is left as it is."""
+    """Divide by the temperature of each request, in fp32. Without temperatures return the input."""
     return x_BDX if temperature_B is None else x_BDX / temperature_B[:, None, None]

@@ -1,9 +1,12 @@
-"""The Triton kernels of `topk_logprob`: selection without a sort.
+"""Triton kernels of `topk_logprob`: selection without a sort.
 
-A row is cut into groups, and the best of a group is its leader. Where k leaders reach a bound, so do k tokens, hence
-all of the k best; and as groups are small, little else does. What reaches it passes, and is ranked by counting: its
-rank is the number of those that are better. Keys are unique (`_keys`), so neither what passes nor its rank depends on
-the order in which programs run.
+A row is cut into groups; the leader of a group is its maximum. A bound that at least k leaders reach is reached by at
+least k tokens, so by all of the k best; and because groups are small, by few others. Tokens that reach the bound pass,
+and are ranked by counting the better ones. Keys are unique (`_keys`), so neither the set that passes nor the ranks
+depend on the order in which programs run.
+
+Layout, contiguous: logits are (R, V), in chunks of CHUNK; keys of leaders (R, leaders), of passed tokens (R, capacity)
+with their count (R,); partial maxima and sums of exponentials (R, chunks); results (R, k).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,29 +24,32 @@ from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.ops.select import device_of
 
 CHUNK = 4096
-"""Logits that a program looks at at once."""
+"""Logits per load of a program."""
 LEADERS = 3
-"""At least so many groups per wanted token, if groups of one number allow: fewer let more than the best pass."""
+"""Fewest groups per requested token, as far as the vocabulary allows: with fewer groups more tokens pass."""
 MAX_GROUP = 128
+"""Most logits per group."""
 PROGRAMS_PER_MULTIPROCESSOR = 3
-"""Programs that run at once. Each program of a row computes its bound anew, so more would only repeat that."""
+"""Programs that run at once. Every program computes the bound of its row, so more would only repeat that work."""
 MANY_ROWS = 128
-"""Which fill a GPU, however little of a row a program does at once."""
+"""Rows that fill a GPU with one program each."""
 
 
 class Tiling(NamedTuple):
+    """Block sizes of the second and the third kernel."""
+
     RUN: int
-    """Neighbours that a thread counts before it asks where to write those that passed."""
+    """Adjacent tokens of a thread, for which it reserves output slots with one atomic."""
     OWN: int
-    """Keys that one program of the last kernel ranks."""
+    """Keys ranked by one program."""
     BLOCK: int
-    """Keys that it compares them with at once."""
+    """Keys compared with them at once."""
 
 
 FEW, MANY = Tiling(RUN=8, OWN=16, BLOCK=256), Tiling(RUN=4, OWN=128, BLOCK=32)
-"""For few rows, of which many programs each rank a little, and for many."""
+"""Tilings for few rows, with many programs per row, and for many rows."""
 
-# Stands for no logit. Finite, since the difference of two infinities is not a number.
+# Stands for no logit. Finite, since the difference of two infinities is NaN.
 LOWEST = tl.constexpr(-3.0e38)
 # Below any key.
 BOTTOM = tl.constexpr(-(1 << 63))
@@ -59,7 +65,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     num_leaders = num_chunks * (CHUNK // group)
     most_reaching = k + k // 8
     capacity = min(V, most_reaching * group)
-    span = -(-num_chunks // max(1, programs // R))  # chunks of a row that one program of the second kernel sees
+    span = -(-num_chunks // max(1, programs // R))  # chunks per program of the second kernel
 
     device = logits.device
     leader_RL = torch.empty(R, num_leaders, dtype=torch.int64, device=device)
@@ -120,7 +126,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _group_size(V: int, k: int) -> int:
-    """The largest power of two that leaves enough groups."""
+    """Return the largest power of two that leaves enough groups."""
     group = 1
     while 2 * group <= min(MAX_GROUP, CHUNK, V // (LEADERS * k)):
         group *= 2
@@ -139,10 +145,11 @@ def _leader_kernel(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """The keys of a chunk's leaders, and its part of the sum of exponentials. Group g is every GROUPS-th from g."""
+    """Keys of the leaders of a chunk, and its part of the log-sum-exp. Group g is every GROUPS-th token from g."""
     wait(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_ptr += row * V
+    # leaders
     group = tl.arange(0, GROUPS)
     token = chunk * GROUP * GROUPS + tl.arange(0, GROUP)[:, None] * GROUPS + group[None, :]
     out = row * tl.num_programs(1) + chunk
@@ -150,6 +157,7 @@ def _leader_kernel(
     if chunk == 0:
         tl.store(count_ptr + row, 0)
 
+    # partial log-sum-exp
     logit = tl.load(logits_ptr + token, mask=token < V, other=-float("inf")).to(tl.float32)
     top = tl.maximum(tl.max(logit), LOWEST)
     tl.store(top_ptr + out, top)
@@ -173,17 +181,19 @@ def _pass_kernel(
     RUN: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Find the bound of a row, and collect what passes it in `span` of its chunks, in any order."""
+    """Bound of a row, and the keys that reach it in `span` of its chunks, in any order."""
+    # bound
     wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, LEADERS)
     leader = tl.load(leader_ptr + row * num_leaders + number, mask=number < num_leaders, other=BOTTOM)
     bound = _bound(leader, k, most_reaching)
 
+    # collect keys
     logits_ptr += row * V
     start = tl.program_id(1) * span * CHUNK
-    for at in range(start, tl.minimum(start + span * CHUNK, V), CHUNK):
-        token = at + tl.arange(0, CHUNK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    for block in range(start, tl.minimum(start + span * CHUNK, V), CHUNK):
+        token = block + tl.arange(0, CHUNK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
         key = _keys(logits_ptr, token, V)
         passes = (key >= bound) & (token < V)
         order = tl.cumsum(passes.to(tl.int32), axis=1)
@@ -194,7 +204,7 @@ def _pass_kernel(
 
 @triton.jit
 def _bound(leader, k, most_reaching):
-    """A key that at least k leaders reach, and at most `most_reaching` do: by bisection. BOTTOM if there are fewer."""
+    """Find by bisection a key that k to `most_reaching` leaders reach. BOTTOM if there are fewer than k."""
     low, high = tl.full([], BOTTOM, tl.int64), tl.max(leader)
     reaching = most_reaching + 1
     while (low < high) & (reaching > most_reaching):
@@ -223,7 +233,7 @@ def _rank_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Write each key that passed to the place that it has among all of them, if that is one of the first k."""
+    """Rank of each passed key among all of them; those of rank below k are results."""
     wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     passed_ptr += row * capacity
@@ -232,11 +242,13 @@ def _rank_kernel(
     for start in range(tl.program_id(1) * OWN, count, tl.num_programs(1) * OWN):
         index = start + tl.arange(0, OWN)
         own = tl.load(passed_ptr + index, mask=index < count, other=BOTTOM)
+        # count better keys
         better = tl.zeros([OWN, BLOCK], tl.int32)
-        for at in range(0, count, BLOCK):
-            other = at + tl.arange(0, BLOCK)
+        for first in range(0, count, BLOCK):
+            other = first + tl.arange(0, BLOCK)
             other = tl.load(passed_ptr + other, mask=other < count, other=BOTTOM)
             better += (other[None, :] > own[:, None]).to(tl.int32)
+        # store the first k
         rank = tl.sum(better, axis=1)
         chosen = (index < count) & (rank < k)
         tl.store(token_ptr + row * k + rank, _tokens(own), mask=chosen)
@@ -245,7 +257,7 @@ def _rank_kernel(
 
 @triton.jit
 def _log_sum_exp(top_ptr, sum_ptr, num_chunks, CHUNKS: tl.constexpr):
-    """Of a row, from the greatest logit of every chunk and the sum of the exponentials of its distances to it."""
+    """Return the log-sum-exp of a row, from the maximum of every chunk and its sum of exponentials relative to it."""
     chunk = tl.arange(0, CHUNKS)
     top = tl.load(top_ptr + chunk, mask=chunk < num_chunks, other=LOWEST)
     part = tl.load(sum_ptr + chunk, mask=chunk < num_chunks, other=0.0)
@@ -255,8 +267,8 @@ def _log_sum_exp(top_ptr, sum_ptr, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _keys(ptr, place, count):
-    """Logits as integers of the same order, above the complements of their tokens: 32 bits each. Past the end is the
-    least key. NaN is the greatest, as in torch."""
+    """Return keys: the order-preserving integer of a logit above the complement of its token, 32 bits each. NaN has the
+    greatest key, as in torch; tokens past the end have the least."""
     wide = tl.load(ptr + place, mask=place < count, other=0.0).to(tl.float32)
     bits = _ordered(tl.where(wide == 0, 0.0, wide).to(tl.int32, bitcast=True))  # -0.0 equals 0.0
     bits = tl.where(wide == wide, bits, 0x7FFFFFFF)
@@ -275,5 +287,5 @@ def _logits(key):
 
 @triton.jit
 def _ordered(bits):
-    """Bits of a float to an integer of the same order, and back: below zero all but the sign turn over."""
+    """Map the bits of a float to an integer of the same order, and back: negative ones flip all bits but the sign."""
     return bits ^ ((bits >> 31) & ((1 << 31) - 1)).to(bits.dtype)

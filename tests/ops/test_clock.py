@@ -1,4 +1,4 @@
-"""The device's clock: times are noted in order, in graphs, too."""
+"""Times of the device's clock are in order, also in graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jetspec.ops.select import force
 from tests.kernels import compile_for_hopper
 
 
-def test_times_are_noted_in_order_and_the_oldest_are_written_over() -> None:
+def test_times_are_in_order_and_overwrite_the_oldest() -> None:
     time_S, count_1 = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     with force("reference"):
         began = time.perf_counter_ns()
@@ -22,7 +22,7 @@ def test_times_are_noted_in_order_and_the_oldest_are_written_over() -> None:
     assert began <= second <= third <= fourth <= time.perf_counter_ns() and int(count_1) == 4
 
 
-def test_kernel_compiles_for_hopper() -> None:
+def test_kernel_compiles() -> None:
     pytest.importorskip("triton")
     from jetspec.ops.clock_triton import _note_time_kernel
 
@@ -33,7 +33,7 @@ def test_kernel_compiles_for_hopper() -> None:
 
 @pytest.mark.gpu
 def test_times_of_a_graph_on_a_gpu() -> None:
-    """A long sum lies between two looks at the clock, and nothing between a graph and its next replay."""
+    """A long sum separates two times of a graph, and nothing separates two replays."""
     time_S, count_1 = (torch.zeros(size, dtype=torch.int64, device="cuda") for size in (40, 1))
     long = torch.zeros(2**28, device="cuda")
 

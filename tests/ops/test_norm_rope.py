@@ -1,4 +1,4 @@
-"""Norms and rotations against their formulas, and the kernels against the references."""
+"""Norms and rotations equal their formulas, and the kernels equal the references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jetspec.types import KVPages
 from tests.kernels import compile_for_hopper
 
 EPS = 1e-5
-# In bf16 the references round more often than the kernels, by a few units of the last of 8 bits.
+# In bf16 the references round more often than the kernels: they differ by a few units in the last place.
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 
 
@@ -28,27 +28,27 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) 
     torch.testing.assert_close(rms_norm(x, weight, EPS).double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_rms_norm_of_one_row_can_be_differentiated() -> None:
+def test_rms_norm_of_one_row_has_gradients() -> None:
     x, weight = torch.randn(1, 6, requires_grad=True), torch.randn(6, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS), (x.double(), weight.double()))
     rms_norm(x, weight, EPS).sum().backward()
     assert x.grad is not None and weight.grad is not None
 
 
-def test_rotation_turns_pairs_by_their_angle_and_depends_on_distance_alone() -> None:
+def test_rotation_is_by_the_angle_and_scores_depend_on_distance_alone() -> None:
     inv_freq = torch.tensor([1.0, 0.1, 0.01])
     q, k = torch.randn(6), torch.randn(6)
 
     def at(x: Tensor, position: int) -> Tensor:
         return rotate(x[None, None], rope(torch.tensor([position]), inv_freq, 1.0, torch.float32))[0, 0]
 
-    turned = torch.view_as_complex(torch.stack((q[:3], q[3:]), -1)) * torch.exp(1j * 7 * inv_freq)
-    torch.testing.assert_close(at(q, 7), torch.cat((turned.real, turned.imag)), atol=1e-5, rtol=1e-5)
+    rotated = torch.view_as_complex(torch.stack((q[:3], q[3:]), -1)) * torch.exp(1j * 7 * inv_freq)
+    torch.testing.assert_close(at(q, 7), torch.cat((rotated.real, rotated.imag)), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(at(q, 12) @ at(k, 9), at(q, 3) @ at(k, 0), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_heads_are_normed_then_rotated_and_values_are_left_alone(normed: bool) -> None:
+def test_queries_and_keys_are_normalized_then_rotated_and_values_unchanged(normed: bool) -> None:
     qkv, tables, norm = heads((2, 3), num_heads=4, num_kv_heads=2, size=8, normed=normed)
     q, k, v = rotate_qkv(qkv, 2, tables, norm)
     plain_q, plain_k, plain_v = qkv.split((4, 2, 2), -2)
@@ -60,7 +60,7 @@ def test_heads_are_normed_then_rotated_and_values_are_left_alone(normed: bool) -
 
 
 @pytest.mark.parametrize("num_heads", [4, 0])
-def test_keys_and_values_go_to_their_slots(num_heads: int) -> None:
+def test_keys_and_values_are_stored_in_their_slots(num_heads: int) -> None:
     qkv, tables, norm = heads((5,), num_heads, num_kv_heads=2, size=8, normed=True)
     pages, slot = KVPages(*torch.zeros(2, 4, 3, 2, 8)), torch.tensor([7, 0, 11, 4, 3])
     q, k, v = rotate_qkv(qkv, 2, tables, norm)
@@ -111,7 +111,7 @@ def compare_ropes(position: Tensor, size: int, dtype: torch.dtype, tolerance: fl
 def compare_rotations(
     qkv: Tensor, tables: tuple[Tensor, Tensor], norm: HeadNorm | None, num_kv_heads: int, tolerance: float
 ) -> None:
-    """Once into new tensors, and for tokens in a row once into pages too."""
+    """Compare `rotate_qkv` and, for (T, X, E), `rotate_store`."""
     slots = len(qkv) + 3
     slot = torch.randperm(slots, device=qkv.device)[: len(qkv)]
 
@@ -131,7 +131,7 @@ def compare_rotations(
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(1, 16), (3, 2, 18), (2, 576), (0, 16)])
+@pytest.mark.parametrize("shape", [(1, 16), (3, 2, 18), (0, 16)])
 def test_norm_kernel_equals_reference(
     interpreter: Executor, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -150,14 +150,16 @@ def test_rope_kernel_equals_reference(
 
 @DTYPES
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("lead", [(1,), (3,), (2, 2), (0,)])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(9, 3, 8), (0, 2, 2), (2, 1, 16), (3, 1, 10)])
+@pytest.mark.parametrize(
+    ("lead", "num_heads", "num_kv_heads", "size"),
+    [((1,), 9, 3, 8), ((3,), 0, 2, 2), ((2, 2), 2, 1, 16), ((3,), 3, 1, 10), ((0,), 2, 1, 16)],
+)
 def test_rotation_kernel_equals_reference(
     interpreter: Executor,
+    lead: tuple[int, ...],
     num_heads: int,
     num_kv_heads: int,
     size: int,
-    lead: tuple[int, ...],
     normed: bool,
     dtype: torch.dtype,
     tolerance: float,
@@ -167,7 +169,7 @@ def test_rotation_kernel_equals_reference(
 
 
 def compare_layers(scattered: bool, normed: bool, tolerance: float, device: str = "cpu") -> None:
-    """All layers at once as one after the other, wherever they lie."""
+    """Compare one call for all layers with one call per layer, for layers at equal and at unequal distances."""
     T, L, G, E, slots = 5, 3, 2, 8, 9
     kv, tables, _ = heads((T,), L * 2 * G, 0, E, normed=False, device=device)
     kv = kv.unflatten(1, (L, 2 * G))
@@ -207,25 +209,21 @@ def test_layers_at_once_on_a_gpu(scattered: bool, normed: bool) -> None:
 def compare_many(
     x: Tensor, weight: Tensor, inputs: tuple[Tensor, tuple[Tensor, Tensor], HeadNorm | None], num_kv_heads: int
 ) -> None:
-    """As if there were many tokens."""
-    from jetspec.ops import norm_rope_triton
-
-    few, norm_rope_triton.MANY_TOKENS = norm_rope_triton.MANY_TOKENS, 1
-    try:
+    """Compare with the launch sizes for many tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jetspec.ops.norm_rope_triton.MANY_TOKENS", 1)
         compare_norms(x, weight, 1e-5)
         compare_rotations(*inputs, num_kv_heads, 1e-5)
-    finally:
-        norm_rope_triton.MANY_TOKENS = few
 
 
-@pytest.mark.parametrize(("rows", "size"), [(1, 40), (4, 64), (7, 5000)])
-def test_many_tokens_are_normed_and_rotated_alike(interpreter: Any, rows: int, size: int) -> None:
+@pytest.mark.parametrize(("rows", "size"), [(1, 40), (7, 64), (2, 5000)])
+def test_launch_sizes_for_many_tokens_equal_reference(interpreter: Executor, rows: int, size: int) -> None:
     x, weight = torch.randn(rows, size), torch.randn(size)
     inputs = heads((rows,), 12, 4, 16, True, torch.float32)
     interpreter.submit(compare_many, x, weight, inputs, 4).result()
 
 
-def test_norm_kernel_compiles_without_a_gpu() -> None:
+def test_norm_kernels_compile() -> None:
     from jetspec.ops.norm_rope_triton import NORM_ROWS, _rms_norm_kernel, _rms_norm_rows_kernel
 
     types = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"eps": "fp32", "num_rows": "i32"}
@@ -235,7 +233,7 @@ def test_norm_kernel_compiles_without_a_gpu() -> None:
     assert "st.global" in compile_for_hopper(_rms_norm_rows_kernel, types, sizes | {"ROWS": NORM_ROWS})
 
 
-def test_rope_kernel_compiles_without_a_gpu_and_is_exact_for_large_angles() -> None:
+def test_rope_kernel_compiles_without_approximate_cosines() -> None:
     from jetspec.ops.norm_rope_triton import ROPE_ROWS, _rope_kernel
 
     types = {"position_ptr": "*i64", "cos_ptr": "*bf16", "signed_sin_ptr": "*bf16", "num_rows": "i32", "scale": "fp32"}
@@ -243,11 +241,11 @@ def test_rope_kernel_compiles_without_a_gpu_and_is_exact_for_large_angles() -> N
     assert "st.global" in ptx and "cos.approx" not in ptx
 
 
-@pytest.mark.parametrize(("stored", "normed"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(32, 8, 128), (0, 8, 128), (32, 32, 96)])
-def test_rotation_kernel_compiles_without_a_gpu(
-    num_heads: int, num_kv_heads: int, size: int, stored: bool, normed: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "size", "stored", "normed"),
+    [(32, 8, 128, True, True), (0, 8, 128, True, False), (32, 32, 96, False, True)],
+)
+def test_rotation_kernel_compiles(num_heads: int, num_kv_heads: int, size: int, stored: bool, normed: bool) -> None:
     from jetspec.ops.norm_rope_triton import HEADS, _rotate_qkv_kernel
 
     constants: dict[str, Any] = {"H": num_heads, "G": num_kv_heads, "HALF": size // 2, "HEADS": HEADS}

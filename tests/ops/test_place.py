@@ -1,4 +1,4 @@
-"""The kernel of `place` against its reference."""
+"""The kernel of `place` equals its reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_kernel_on_a_gpu(batch: int, nodes: int) -> None:
     compare(batch, nodes, 16, "cuda")
 
 
-def test_kernel_compiles_without_a_gpu() -> None:
+def test_kernel_compiles() -> None:
     kernel = importlib.import_module("jetspec.ops.place_triton")._place_kernel
     types = dict.fromkeys(kernel.arg_names, "*i64") | dict.fromkeys(("N", "P", "depth_stride_b"), "i32")
     assert "st.global" in compile_for_hopper(kernel, types, {"PAGE_SIZE": 16, "BLOCK": 256})

@@ -1,4 +1,4 @@
-"""The gate against its formula, and its kernel against the reference."""
+"""SwiGLU equals its formula, and its kernel equals the reference."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def compare(gate_up: Tensor, tolerance: float) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(1, 2), (3, 10), (2, 2, 2100), (0, 8)])
+@pytest.mark.parametrize("shape", [(3, 10), (2, 2, 2100), (0, 8)])
 def test_kernel_equals_reference(
     interpreter: Executor, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
     interpreter.submit(compare, torch.randn(shape).to(dtype), tolerance).result()
 
 
-def test_kernel_compiles_without_a_gpu() -> None:
+def test_kernel_compiles() -> None:
     from jetspec.ops.swiglu_triton import BLOCK, _swiglu_kernel
 
     types = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"}
