@@ -1,4 +1,4 @@
-"""Ctrl-C where it does no harm."""
+"""Delivery of Ctrl-C at points where it does no harm."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from contextlib import contextmanager
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, which is short and must be done whole.
+    """Delay Ctrl-C to the end of the block, which is short and must be completed.
 
-    Python hears of it in the main thread, and between any two lines of it. A handler of Python's or of anybody else's
-    is called when the block is done; where Ctrl-C is ignored or ends the process at once, that stays so.
+    Python delivers SIGINT in the main thread, between any two bytecodes. The handler in place, of Python or of another
+    library, is called after the block. A default or ignored SIGINT is left unchanged.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    presses = []
-    signal.signal(signal.SIGINT, lambda *press: presses.append(press))
+    received = []
+    signal.signal(signal.SIGINT, lambda *signal_and_frame: received.append(signal_and_frame))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if presses:
-            handler(*presses[-1])
+        if received:
+            handler(*received[-1])

@@ -1,8 +1,8 @@
 """The whole method on one page: draft, build, verify, accept, commit, for one sequence.
 
-Slow and obvious. A dense cache, a heap, a walk in plain Python, and a head that recomputes its context in every
-round: what it writes, any faster engine must write too, by the same trees. It drafts from the whole vocabulary:
-`shortlist` and `shortlist_parents`, which save time, and `batch_trees`, for many requests, are not for it.
+Slow and obvious: a dense cache, a heap, a walk in plain Python, and a head that recomputes its context in every round.
+Any faster engine must generate the same text by the same trees. Drafts are over the whole vocabulary: `shortlist`,
+`shortlist_parents` and `batch_trees`, which only save time, have no effect here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jetspec.types import RowSampling, SamplingParams
 GREEDY = SamplingParams()
 
 Children = Callable[[int, int], tuple[list[int], list[float]]]
-"""(depth, parent token) -> the tokens that may follow it there, best first, with their log-probabilities."""
+"""(depth, parent token) -> candidate children, best first, with their log-probabilities."""
 
 
 @torch.inference_mode()
@@ -35,13 +35,13 @@ def generate_reference(
     sampling: SamplingParams = GREEDY,
     eos: Collection[int] = (),
 ) -> tuple[list[int], list[int]]:
-    """The target's continuation of `prompt`, and the accepted length of every round.
+    """Return the target's continuation of `prompt`, and the accepted length of every round.
 
-    Without a head every tree is its anchor alone: plain decoding. `eos` ends the text and is part of it. Between
-    rounds the cache and the taps hold every token but the last, the anchor.
+    Without a head every tree is its anchor alone: plain decoding. `eos` ends the text and is part of it. Between rounds
+    the cache and the taps hold every token but the last, the anchor.
     """
     if not prompt:
-        raise ValueError("the prompt is empty; it needs at least one token")
+        raise ValueError("prompt is empty; it needs at least one token")
     rows = RowSampling.of([sampling], [sampling.seed or 0], target.device)
     ends = () if sampling.ignore_eos else eos
     tokens, accepted_lengths = list(prompt), []
@@ -53,12 +53,12 @@ def generate_reference(
             target, head, tokens[-1], tap, tree.width, sampling.temperature or tree.draft_temperature
         )
         depth = min(len(entropy), tree.depth or len(entropy))
-        guess = build_tree_reference(tokens[-1], children, tree, depth, entropy)
-        logits, new_tap = verify(target, head, guess, cache)
-        path, bonus = accept(guess, logits, len(tokens), rows)
+        drafted = build_tree_reference(tokens[-1], children, tree, depth, entropy)
+        logits, new_tap = verify(target, head, drafted, cache)
+        path, bonus = accept(drafted, logits, len(tokens), rows)
         tap = commit(target, path, cache, tap, new_tap)
 
-        written = cut([*guess.token_BN[0, path[1:]].tolist(), bonus], left, ends)
+        written = cut([*drafted.token_BN[0, path[1:]].tolist(), bonus], left, ends)
         tokens += written
         accepted_lengths.append(len(written) - 1)
         if written[-1] in ends:
@@ -67,21 +67,21 @@ def generate_reference(
 
 
 def prefill(target: HFTarget, head: DraftHead | None, tokens: list[int], cache: DynamicCache) -> Tensor:
-    """Process the prompt up to the first anchor, the prompt's last token. Returns the taps, (T, X)."""
+    """Process the prompt up to the first anchor, its last token. Returns the taps, (T, X)."""
     if not tokens:
         return torch.empty(0, head.head_config.tap_size if head else 0, dtype=target.model.dtype, device=target.device)
     position = torch.arange(len(tokens), device=target.device)
     visible = position <= position[:, None]
     _, layers = target.forward(torch.tensor(tokens, device=target.device), position, visible, cache)
-    return side_by_side(head, layers)
+    return concatenate_taps(head, layers)
 
 
 def draft(
     target: HFTarget, head: DraftHead | None, anchor: int, tap: Tensor, width: int, draft_temperature: float
 ) -> tuple[Children, list[float]]:
-    """One head pass over [anchor, MASK, ..]: the children of any node, and the entropy of each depth.
+    """Run the head over [anchor, MASK, ..]. Returns the children of any node, and the entropy of each depth.
 
-    Depths share one distribution, unless the head has an edge term: then a parent's token moves it.
+    All nodes of a depth share one distribution, unless the head has an edge term, which depends on the parent's token.
     """
     if head is None:
         return no_children, []
@@ -103,10 +103,10 @@ def no_children(depth: int, parent: int) -> tuple[list[int], list[float]]:
 
 
 def draft_states(target: HFTarget, head: DraftHead, anchor: int, tap: Tensor) -> Tensor:
-    """States of the slots that predict depths 1..D, (D, M).
+    """Return the states of the slots that predict depths 1..D, (D, M).
 
-    A slot sees all context rows, which end before the anchor, and the slots up to itself; in a bidirectional head
-    it sees every slot.
+    A slot attends to all context rows, which end before the anchor, and to the slots up to itself; in a bidirectional
+    head, to every slot.
     """
     block = head.block_tokens(torch.tensor([anchor], device=tap.device))[0]
     position = torch.arange(len(tap) + len(block), device=tap.device)
@@ -118,9 +118,9 @@ def draft_states(target: HFTarget, head: DraftHead, anchor: int, tap: Tensor) ->
 
 
 def verify(target: HFTarget, head: DraftHead | None, tree: DraftTree, cache: DynamicCache) -> tuple[Tensor, Tensor]:
-    """One target pass over all nodes: a node sees the whole prefix, its ancestors and itself.
+    """Run the target over all nodes: a node attends to the whole prefix, its ancestors and itself.
 
-    Siblings share a position. Returns each node's logits (N, V), about the token after it, and its taps (N, X).
+    Siblings share a position. Returns the logits of the token after each node, (N, V), and the taps, (N, X).
     """
     cached_len = target.cached_len(cache)
     ancestors = tree.visible_BNN()[0].to(target.device)
@@ -128,14 +128,14 @@ def verify(target: HFTarget, head: DraftHead | None, tree: DraftTree, cache: Dyn
     position = cached_len + tree.depth_BN[0].to(target.device)
     visible = torch.cat((prefix, ancestors), 1)
     logits, layers = target.forward(tree.token_BN[0].to(target.device), position, visible, cache)
-    return logits, side_by_side(head, layers)
+    return logits, concatenate_taps(head, layers)
 
 
 def accept(tree: DraftTree, logits: Tensor, num_tokens: int, sampling: RowSampling) -> tuple[list[int], int]:
-    """Follow the target from the anchor: take its token, go to the child that carries it, stop where there is none.
+    """Walk from the anchor to the child that carries the target's choice, until no child does.
 
-    Every token is the target's own choice after its own prefix, whatever the tree. Returns the path, anchor first,
-    and the token after it.
+    Every token is the target's own choice after its own prefix, whatever the tree. Returns the path, anchor first, and
+    the token after it.
     """
     nodes = zip(tree.parent_BN[0].tolist(), tree.token_BN[0].tolist(), strict=True)
     child_of = {family: node for node, family in enumerate(nodes) if node > 0}
@@ -150,21 +150,21 @@ def accept(tree: DraftTree, logits: Tensor, num_tokens: int, sampling: RowSampli
 
 
 def commit(target: HFTarget, path: list[int], cache: DynamicCache, tap: Tensor, new_tap: Tensor) -> Tensor:
-    """Of the tree's rows keep the path's, in the cache and in the taps. Returns the taps, (T, X)."""
+    """Keep the rows of the path, of all tree rows in the cache and the taps. Returns the taps, (T, X)."""
     prefix = len(tap)
     target.select(cache, [*range(prefix), *(prefix + node for node in path)])
     return torch.cat((tap, new_tap[path]))
 
 
 def cut(tokens: list[int], left: int, ends: Collection[int]) -> list[int]:
-    """What may be written of a round: not beyond `left` tokens, nor beyond the first end token."""
+    """Cut the tokens of a round to at most `left`, and after the first end token."""
     kept = tokens[:left]
     end = next((i for i, token in enumerate(kept) if token in ends), len(kept))
     return kept[: end + 1]
 
 
-def side_by_side(head: DraftHead | None, layers: list[Tensor]) -> Tensor:
-    """The outputs of the layers that the head reads, (T, X). Without a head there is nothing to read: X is 0."""
+def concatenate_taps(head: DraftHead | None, layers: list[Tensor]) -> Tensor:
+    """Return the outputs of the layers that the head reads, (T, X). Without a head X is 0."""
     if head is None:
         return layers[0][:, :0]
     return torch.cat([layers[i] for i in head.head_config.tap_layers], -1)

@@ -1,5 +1,5 @@
-"""The real model through the real engine writes what `transformers` writes. `benchmarks/check_lossless.py` runs the
-same comparison on more prompts and settings."""
+"""The engine generates the greedy text of transformers with the default model. `benchmarks/check_lossless.py` compares
+more prompts and settings."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ PROMPTS = [
     "Write a Python function that adds two numbers, then one that subtracts them.",
     "Why is the sky blue?",
 ]
-
-
 TOKENS = 6
 
 
 @pytest.mark.model
-def test_every_drafter_writes_what_transformers_writes() -> None:
-    """transformers reads the weights as we wrote them, in a third of the time that its reader of GGUF takes.
+def test_every_drafter_generates_the_text_of_transformers() -> None:
+    """transformers reads exported weights, which takes a third of the time of its GGUF reader.
 
-    That they are those of the file is for `tests/models/test_smollm2.py` to say.
+    `tests/models/test_smollm2.py` compares them with the file.
     """
     model = DEFAULT_MODEL
     target = check.loaded(model, "cpu")

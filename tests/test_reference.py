@@ -1,3 +1,5 @@
+"""The reference generates the text of transformers, with any tree and head, and the engine equals the reference."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -79,7 +81,7 @@ HEADS = {
 
 
 def make_target(family: str) -> HFTarget:
-    """A random model that writes lively text: a token alone suggests its neighbour, the context often overrules it."""
+    """Return a random model of varied text: a token suggests its neighbour, and the context often overrides that."""
     torch.manual_seed(1)
     model_class, config = FAMILIES[family]
     model: Any = model_class(config)
@@ -100,14 +102,14 @@ def llama() -> HFTarget:
 
 
 def greedy(target: HFTarget, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
-    """What transformers itself writes."""
+    """Return the greedy text of transformers."""
     ids, model = torch.tensor([prompt]), cast(Any, target.model)
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, eos_token_id=eos)
     return out[0, len(prompt) :].tolist()
 
 
-def test_the_text_is_worth_comparing(target: HFTarget) -> None:
+def test_greedy_text_is_varied(target: HFTarget) -> None:
     text = greedy(target, PROMPT, 40)
     assert len(set(text)) >= 8
 
@@ -120,7 +122,7 @@ def random_head(config: HeadConfig, seed: int = 0) -> DraftHead:
 
 
 class EchoHead(DraftHead):
-    """Knows the text. Its states point at the output rows of the tokens to come, some at wrong ones."""
+    """Head that drafts a given text, wrong at one depth if asked to: its states are output rows of these tokens."""
 
     def __init__(self, target: HFTarget, text: list[int], wrong_depth: int | None = None) -> None:
         super().__init__(HEAD)
@@ -146,24 +148,24 @@ def test_greedy_text_is_the_targets_own(tree: TreeConfig, target: HFTarget) -> N
 
 @pytest.mark.parametrize("config", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("seed", [1, 2])
-def test_any_head_leaves_the_text_alone(config: HeadConfig, seed: int, llama: HFTarget) -> None:
+def test_head_does_not_change_the_text(config: HeadConfig, seed: int, llama: HFTarget) -> None:
     tokens, _ = generate_reference(llama, random_head(config, seed), PROMPT, 24, TREES["tree"])
     assert tokens == greedy(llama, PROMPT, 24)
 
 
-def test_without_a_head_every_round_writes_one_token(llama: HFTarget) -> None:
+def test_rounds_without_a_head_commit_one_token(llama: HFTarget) -> None:
     tokens, accepted = generate_reference(llama, None, PROMPT, 9, TREES["tree"])
     assert tokens == greedy(llama, PROMPT, 9)
     assert accepted == [0] * 9
 
 
 @pytest.mark.parametrize("name", ["chain", "tree", "paper"])
-def test_head_that_knows_the_text_is_accepted_whole(name: str, target: HFTarget) -> None:
+def test_drafts_of_the_right_text_are_accepted_to_full_depth(name: str, target: HFTarget) -> None:
     text = greedy(target, PROMPT, 30)
     tree = TREES[name]
     tokens, accepted = generate_reference(target, EchoHead(target, PROMPT + text), PROMPT, 24, tree)
     assert tokens == text[:24]
-    assert accepted == [5, 5, 5, 5], "depth 5 and the target's own token, in every round from the first"
+    assert accepted == [5, 5, 5, 5], "five drafts in every round, from the first"
 
 
 @pytest.mark.parametrize("wrong_depth", [1, 3, 5])
@@ -176,7 +178,7 @@ def test_chain_is_accepted_up_to_its_first_error(wrong_depth: int, llama: HFTarg
 
 
 @pytest.mark.parametrize("head_name", ["echo", "random", "none"])
-def test_end_token_and_length_cut_a_round(head_name: str, llama: HFTarget) -> None:
+def test_end_token_and_max_tokens_cut_a_round(head_name: str, llama: HFTarget) -> None:
     text = greedy(llama, PROMPT, 30)
     heads = {"echo": EchoHead(llama, PROMPT + text), "random": random_head(HEAD), "none": None}
     for length in (1, 4, 7):
@@ -196,8 +198,8 @@ def test_prompt_of_one_token(llama: HFTarget) -> None:
         assert generate_reference(llama, head, [7], 12, TREES["tree"])[0] == greedy(llama, [7], 12)
 
 
-def test_empty_prompt_is_refused(llama: HFTarget) -> None:
-    with pytest.raises(ValueError, match="prompt is empty"):
+def test_empty_prompt_is_rejected(llama: HFTarget) -> None:
+    with pytest.raises(ValueError, match="prompt"):
         generate_reference(llama, None, [], 4, TREES["tree"])
 
 
@@ -214,7 +216,7 @@ def test_seed_fixes_the_text_whatever_the_tree(filters: dict[str, float], llama:
     assert len(texts) == 2, "seeds differ"
 
 
-def test_sampled_text_is_accepted_from_a_head_that_knows_it(llama: HFTarget) -> None:
+def test_drafts_of_the_right_sampled_text_are_accepted(llama: HFTarget) -> None:
     sampling = SamplingParams(temperature=1.0, seed=6)
     text, _ = generate_reference(llama, None, PROMPT, 30, TREES["plain"], sampling)
     _, accepted = generate_reference(llama, EchoHead(llama, PROMPT + text), PROMPT, 18, TREES["chain"], sampling)
@@ -222,7 +224,7 @@ def test_sampled_text_is_accepted_from_a_head_that_knows_it(llama: HFTarget) -> 
 
 
 def test_cache_and_taps_after_rounds_equal_a_fresh_pass(target: HFTarget) -> None:
-    """Length is that of the text without its anchor, K, V and taps are those of a pass over these tokens."""
+    """They hold all tokens but the anchor, with the K, V and taps of one pass over them."""
     head, tokens, cache = random_head(HEAD), list(PROMPT), target.new_cache()
     tap = prefill(target, head, tokens[:-1], cache)
     greedily = RowSampling.of([SamplingParams()], [0], "cpu")
@@ -245,7 +247,7 @@ def test_cache_and_taps_after_rounds_equal_a_fresh_pass(target: HFTarget) -> Non
 
 
 def side_branches(anchor: int, right: list[int]) -> DraftTree:
-    """A tree whose accepted path lies behind wrong siblings at every depth."""
+    """Return a tree whose accepted path has a better-ranked wrong sibling at every depth."""
 
     def children(depth: int, parent: int) -> tuple[list[int], list[float]]:
         wrong = (right[depth - 1] + 1) % VOCAB
@@ -269,7 +271,7 @@ def test_taps_are_layer_outputs_before_the_final_norm(target: HFTarget) -> None:
     torch.testing.assert_close(last, out.hidden_states[-1][0], atol=1e-5, rtol=1e-5)
 
 
-def test_models_that_cannot_verify_trees_are_refused() -> None:
+def test_models_that_cannot_verify_trees_are_rejected() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attn_implementation"):
@@ -284,10 +286,10 @@ def test_models_that_cannot_verify_trees_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "temperature"), [("causal", 0.0), ("bidirectional", 0.7), ("edge", 0.0), ("edge", 0.7)]
 )
-def test_the_engine_builds_and_keeps_what_the_reference_does(
+def test_engine_equals_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: HFTarget, kind: str, tree: str, temperature: float
 ) -> None:
-    """The same text, the same tree in every round, drafted at its own temperature, and as much of it kept."""
+    """Text, trees of all rounds and accepted lengths are equal."""
     cast(Any, llama.model).save_pretrained(tmp_path)
     head, sampling = random_head(HEADS[kind]), SamplingParams(temperature=temperature, seed=5, max_tokens=14)
     shape = replace(TREES[tree], draft_temperature=0.4, shortlist_parents=0, shortlist=VOCAB)
@@ -300,11 +302,11 @@ def test_the_engine_builds_and_keeps_what_the_reference_does(
             traces.append((update.trace.tokens, update.trace.parents))
             done += [update.completion] if update.completion else []
 
-    def noted(*args: Any) -> DraftTree:
+    def recorded(*args: Any) -> DraftTree:
         trees.append(build_tree_reference(*args))
         return trees[-1]
 
-    monkeypatch.setattr("jetspec.reference.build_tree_reference", noted)
+    monkeypatch.setattr("jetspec.reference.build_tree_reference", recorded)
     tokens, accepted = generate_reference(llama, head, PROMPT, 14, shape, sampling)
     assert (done[0].token_ids, done[0].stats.accepted_lengths) == (tokens, accepted)
-    assert traces == [(guess.token_BN[0].tolist(), guess.parent_BN[0].tolist()) for guess in trees]
+    assert traces == [(tree.token_BN[0].tolist(), tree.parent_BN[0].tolist()) for tree in trees]
