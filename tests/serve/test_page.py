@@ -284,7 +284,7 @@ def test_a_server_with_keys_is_opened_by_one(folder: Path, open_page: Open, erro
             expect(door).to_be_visible(visible=not is_right)
         ask(page)
         expect(page.locator(".sum")).to_contain_text("rounds")
-        assert page.locator(".trouble").count() == 0
+        assert page.locator(".error").count() == 0
         page.evaluate("sessionStorage.clear()")
         page.reload()
         expect(door).to_be_visible()

@@ -1,14 +1,14 @@
-/** The text of an answer: a shade per round, a span per token, and what is known about each. */
+/** The text of an answer: a shade per round, a span per token, and the data of each token. */
 
 export const SHADES = 3;
 
-const known = new WeakMap();
+const data = new WeakMap();
 
-/** What stands behind a span: the answer, the round and its tokens. */
-export const about = (span) => known.get(span);
+/** Data of a span: its answer, its round and its tokens. */
+export const about = (span) => data.get(span);
 
 export class Answer {
-  /** `element` is empty and takes the spans. */
+  /** `element` is empty; the spans are added to it. */
   constructor(element) {
     this.element = element;
     this.clear();
@@ -22,7 +22,7 @@ export class Answer {
     this.waiting = [];
   }
 
-  /** One round: the text that became visible with it, and its trace, if the chunk had one. */
+  /** Add a round: the text that became visible with it, and its trace, if the chunk had one. */
   add(text, round) {
     if (round) {
       this.rounds.push(round);
@@ -42,19 +42,19 @@ export class Answer {
     span.className = "token";
     span.tabIndex = this.element.firstChild ? -1 : 0;
     if (round) span.classList.add(`shade-${round.round % SHADES}`);
-    // Where nothing was drafted every token is the target's own, and none needs a mark.
+    // Without a draft every token comes from the target, and none is marked.
     if (tokens.length && isOwn(tokens.at(-1)) && round.tree.tokens.length > 1) span.classList.add("own");
-    known.set(span, { answer: this, round, tokens });
+    data.set(span, { answer: this, round, tokens });
     return span;
   }
 }
 
-/** Whether the target wrote the token itself: it was not in the draft. */
+/** True for a token that was not in the draft. */
 export const isOwn = (token) => token.draft_logprob == null;
 
 /**
- * Share out text among the tokens that wait for it. The text is what counts: its pieces add up to it exactly. A
- * character that several tokens make up is one piece of all of them; tokens that do not show yet wait on.
+ * Split text among the waiting tokens. The pieces add up to exactly the text. A character made of several tokens is one
+ * piece of all of them; tokens whose text has not come yet go on waiting.
  */
 export function split(text, waiting) {
   const pieces = [];
@@ -82,7 +82,7 @@ export function split(text, waiting) {
   return { pieces, waiting: waiting.slice(next) };
 }
 
-/** Where a key leads from a token: along the text, or to the first token of the round before or after. */
+/** Token that a key moves to: along the text, or to the first token of the previous or next round. */
 export function neighbour(span, key) {
   const spans = [...span.parentElement.children];
   const at = spans.indexOf(span);

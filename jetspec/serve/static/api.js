@@ -1,8 +1,8 @@
-/** Talks to the server. Whatever goes wrong is thrown as a Trouble, whose message is meant for people. */
+/** Requests to the server. Failures are thrown as a RequestError, whose message is shown to the user. */
 
 const KEY = "jetspec-key";
 
-export class Trouble extends Error {
+export class RequestError extends Error {
   constructor(message, status = 0) {
     super(message);
     this.status = status;
@@ -13,15 +13,15 @@ export function useKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** The model that is served and the shape of its trees. */
+/** Returns the served model and its tree limits. */
 export async function readModel() {
-  const response = await ask("v1/models", {});
+  const response = await request("v1/models", {});
   return (await response.json()).data[0];
 }
 
 /**
- * Have a chat answered. `take(text, round, at)` gets what each round brings, `at` seconds after the question.
- * Returns why the answer ended and how long it took up to its last round.
+ * Stream a chat completion. `take(text, round, at)` is called per round, `at` seconds after the request.
+ * Returns the finish reason and the seconds up to the last round.
  */
 export async function decode(body, signal, take) {
   const began = performance.now();
@@ -37,7 +37,7 @@ export async function decode(body, signal, take) {
 }
 
 async function* streamChat(body, signal) {
-  const response = await ask("v1/chat/completions", {
+  const response = await request("v1/chat/completions", {
     method: "POST",
     signal,
     headers: { "Content-Type": "application/json" },
@@ -46,22 +46,22 @@ async function* streamChat(body, signal) {
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new Trouble(sentence(chunk.error.message));
+    if (chunk.error) throw new RequestError(sentence(chunk.error.message));
     yield chunk;
   }
-  throw new Trouble("The answer broke off: the server has closed the connection.");
+  throw new RequestError("The answer broke off: the server closed the connection.");
 }
 
-async function ask(path, options) {
+async function request(path, options) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
   let response;
   try {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
-    throw asTrouble(error);
+    throw asNetworkError(error);
   }
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await asError(response);
   return response;
 }
 
@@ -77,30 +77,30 @@ async function* events(body) {
       for (const part of parts) yield part.replace(/^data: /, "");
     }
   } catch (error) {
-    throw asTrouble(error);
+    throw asNetworkError(error);
   } finally {
     reader.cancel().catch(() => {});
   }
 }
 
-/** A stop that was asked for stays what it is; any other failure of the network gets words. */
-function asTrouble(error) {
-  if (error.name === "AbortError" || error instanceof Trouble) return error;
-  return new Trouble("The server cannot be reached. Is it still running?");
+/** Passes on an abort by the user; gives any other network failure a message. */
+function asNetworkError(error) {
+  if (error.name === "AbortError" || error instanceof RequestError) return error;
+  return new RequestError("The server cannot be reached. Is it still running?");
 }
 
-async function refusal(response) {
+async function asError(response) {
   let message = `The server answered with status ${response.status}.`;
   try {
     message = sentence((await response.json()).error.message);
   } catch {
-    // Not one of JetSpec's own answers: a proxy in between may send pages. The status says enough.
+    // Not JSON, such as the error page of a proxy: the status suffices.
   }
   const wait = response.headers.get("Retry-After");
-  return new Trouble(wait ? `${message} Try again in ${wait} s.` : message, response.status);
+  return new RequestError(wait ? `${message} Try again in ${wait} s.` : message, response.status);
 }
 
-/** A message as a sentence. The name of a field stays as it is written. */
+/** A message as a sentence. A field name at its beginning keeps its case. */
 function sentence(text) {
   const first = /^[a-z]+\b(?![._])/.test(text) ? text.charAt(0).toUpperCase() + text.slice(1) : text;
   return first + (/[.!?]$/.test(text) ? "" : ".");

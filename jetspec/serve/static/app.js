@@ -1,6 +1,6 @@
-/** The playground: a conversation, its settings, and what to do about keys and clicks. */
+/** The playground: the conversation, its settings, keyboard and mouse. */
 
-import { Trouble, decode, readModel, useKey } from "./api.js";
+import { RequestError, decode, readModel, useKey } from "./api.js";
 import { Answer, about, neighbour } from "./answer.js";
 import { Instruments } from "./instruments.js";
 import { runRace } from "./race.js";
@@ -16,10 +16,10 @@ let messages = [];
 let running = null;
 let isAtEnd = true;
 
-// --- asking
+// --- requests
 
-/** What every question of this page has in common. `tree` changes the sliders' tree. */
-function question(tree = {}) {
+/** Body of a request. `tree` overrides the tree settings of the sliders. */
+function requestBody(tree = {}) {
   const number = (id) => Number(at(id).value);
   const shape = { trace: true, budget: number("budget"), width: number("width"), ...tree };
   return { model: model.id, messages, temperature: number("temperature"), max_tokens: number("length"), jetspec: shape };
@@ -34,7 +34,7 @@ async function chat(turn, signal) {
     keepEndInView();
   };
   try {
-    const { finish, seconds } = await decode(question(), signal, take);
+    const { finish, seconds } = await decode(requestBody(), signal, take);
     turn.querySelector(".sum").textContent = summary(answer, seconds, finish);
   } catch (error) {
     if (error.name !== "AbortError") throw error;
@@ -44,10 +44,10 @@ async function chat(turn, signal) {
 }
 
 function race(turn, signal) {
-  // The same seed for both: the same text at any temperature. Salts of their own: no one finds a prompt cached.
+  // One seed: the same text at any temperature. Two salts: neither request finds its prompt cached.
   const seed = Math.floor(Math.random() * 2 ** 31);
   const start = (tree, take) => {
-    const body = { ...question(tree), seed, cache_salt: String(Math.random()) };
+    const body = { ...requestBody(tree), seed, cache_salt: String(Math.random()) };
     return decode(body, signal, (...taken) => {
       take(...taken);
       keepEndInView();
@@ -56,28 +56,28 @@ function race(turn, signal) {
   return runRace(turn, { start, length: Number(at("length").value), signal, instruments });
 }
 
-/** Let `job` answer what is in the prompt. What went wrong is said, and the prompt is given back. */
-async function ask(template, job) {
+/** Run `job` on the prompt in the text box. After an error the prompt is put back. */
+async function submit(template, job) {
   const prompt = at("prompt").value.trim();
   if (!prompt || running) return;
-  forgive();
-  if (!model) await meet();
+  clearErrors();
+  if (!model) await loadModel();
   if (!model || running) return;
   running = new AbortController();
   const turn = addTurn(template, prompt);
-  const conversation = messages; // another may begin before this one has its answer
+  const conversation = messages; // "New chat" may replace it before the answer is complete
   conversation.push({ role: "user", content: prompt });
   at("prompt").value = "";
   showState();
   try {
     const text = await job(turn, running.signal);
     conversation.push({ role: "assistant", content: text });
-    at("said").textContent = "The answer is complete.";
+    at("status").textContent = "The answer is complete.";
   } catch (error) {
     conversation.pop();
     if (conversation === messages && !at("prompt").value) at("prompt").value = prompt;
-    if (error.name === "AbortError") at("said").textContent = "Stopped.";
-    else complain(error, turn);
+    if (error.name === "AbortError") at("status").textContent = "Stopped.";
+    else showError(error, turn);
   } finally {
     running = null;
     turn.querySelector(".stage")?.remove();
@@ -89,7 +89,7 @@ async function ask(template, job) {
 function summary(answer, seconds, finish) {
   const { tokens, rounds } = answer;
   const facts = [`${tokens} tokens in ${rounds.length} rounds`, `${seconds.toFixed(1)} s`];
-  if (finish === "length") facts.push("cut at its length");
+  if (finish === "length") facts.push("cut at the length limit");
   return facts.join(" · ");
 }
 
@@ -105,23 +105,23 @@ function addTurn(template, prompt) {
   return turn;
 }
 
-function complain(error, turn) {
-  if (!(error instanceof Trouble)) console.error(error);
-  const words = error instanceof Trouble ? error.message : "The page itself has failed; its console says how.";
+function showError(error, turn) {
+  if (!(error instanceof RequestError)) console.error(error);
+  const words = error instanceof RequestError ? error.message : "The page has failed; see its console.";
   if (error.status === 401) askForKey(words);
   const card = document.createElement("p");
-  card.className = "trouble";
+  card.className = "error";
   card.setAttribute("role", "alert");
   card.textContent = words;
   if (turn?.querySelector(".answer").textContent === "") turn.replaceWith(card);
   else at("turns").append(card);
 }
 
-function forgive() {
-  for (const card of at("turns").querySelectorAll(".trouble")) card.remove();
+function clearErrors() {
+  for (const card of at("turns").querySelectorAll(".error")) card.remove();
 }
 
-/** Unless someone has scrolled up to read. */
+/** Scroll to the end, unless the user has scrolled up. */
 function keepEndInView() {
   if (isAtEnd) at("thread").scrollTop = at("thread").scrollHeight;
 }
@@ -129,11 +129,11 @@ function keepEndInView() {
 function showState() {
   at("send").hidden = at("race").hidden = Boolean(running);
   at("stop").hidden = !running;
-  at("race").disabled = !drafts();
+  at("race").disabled = !hasDrafter();
   at("thread").setAttribute("aria-busy", String(Boolean(running)));
 }
 
-const drafts = () => Boolean(model) && model.jetspec.drafter !== "none" && model.jetspec.budget > 1;
+const hasDrafter = () => Boolean(model) && model.jetspec.drafter !== "none" && model.jetspec.budget > 1;
 
 function showSliders() {
   for (const id of sliders) {
@@ -144,41 +144,41 @@ function showSliders() {
 
 // --- the model and its key
 
-async function meet() {
+async function loadModel() {
   try {
     model = await readModel();
   } catch (error) {
-    return complain(error);
+    return showError(error);
   }
   const { drafter, budget, width } = model.jetspec;
   at("model").textContent = model.id;
   for (const [id, most] of [["budget", budget], ["width", width]]) {
     at(id).max = most;
     at(id).value = most;
-    at(id).disabled = !drafts();
+    at(id).disabled = !hasDrafter();
   }
   const longest = Math.min(at("length").max, model.jetspec.max_tokens);
   if (longest < at("length").step * 2) at("length").min = at("length").step = 1;
   at("length").max = longest;
-  if (!drafts()) at("race").title = "This server decodes plainly: it was started without a drafter";
-  else if (drafter === "ngram") at("model").textContent += " · drafts from the text so far";
+  if (!hasDrafter()) at("race").title = "This server has no drafter: it decodes plainly";
+  else if (drafter === "ngram") at("model").textContent += " · n-gram drafts";
   showSliders();
   showState();
 }
 
 function askForKey(why) {
-  at("door-why").textContent = why;
+  at("key-error").textContent = why;
   at("key").value = "";
-  if (!at("door").open) at("door").showModal();
+  if (!at("key-dialog").open) at("key-dialog").showModal();
 }
 
 // --- keys and clicks
 
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  ask("turn", chat);
+  submit("turn", chat);
 });
-at("race").addEventListener("click", () => ask("race-turn", race));
+at("race").addEventListener("click", () => submit("race-turn", race));
 at("stop").addEventListener("click", () => {
   running?.abort();
   at("prompt").focus();
@@ -206,11 +206,11 @@ at("examples").addEventListener("click", ({ target }) => {
   at("prompt").value = target.textContent;
   at("prompt").focus();
 });
-at("door").addEventListener("close", () => {
+at("key-dialog").addEventListener("close", () => {
   if (!at("key").value) return;
   useKey(at("key").value);
-  forgive();
-  meet();
+  clearErrors();
+  loadModel();
 });
 for (const id of sliders) at(id).addEventListener("input", showSliders);
 
@@ -244,4 +244,4 @@ const focusedToken = () => (document.activeElement?.matches(".token") ? document
 at("settings").open = matchMedia("(min-width: 60rem)").matches;
 showSliders();
 showState();
-meet();
+loadModel();

@@ -1,4 +1,4 @@
-/** Gauges and the tree: they follow the answer that is being written, or show a round that someone picked. */
+/** Gauges and the tree. They follow the answer being generated, or show a selected round. */
 
 import { SHADES } from "./answer.js";
 import { make, set } from "./svg.js";
@@ -11,7 +11,7 @@ const at = (id) => document.getElementById(id);
 export class Instruments {
   constructor() {
     this.answer = null;
-    this.picked = null;
+    this.selected = null;
     this.showsAll = false;
     this.timer = 0;
     this.drawnAt = 0;
@@ -25,28 +25,28 @@ export class Instruments {
     new ResizeObserver(() => this.#draw()).observe(at("tree-frame"));
   }
 
-  /** The round whose tree is shown. */
+  /** The shown round. */
   get round() {
-    return this.picked ?? this.answer?.rounds.at(-1);
+    return this.selected ?? this.answer?.rounds.at(-1);
   }
 
-  /** Follow an answer from now on. */
+  /** Follow an answer. */
   follow(answer) {
-    [this.answer, this.picked] = [answer, null];
+    [this.answer, this.selected] = [answer, null];
     this.#draw();
   }
 
-  /** An answer has grown. Rounds can come faster than anyone can look, so not each of them is drawn. */
+  /** Called when an answer has grown. The drawing rate is limited: rounds can be faster than the display. */
   grown(answer) {
     if (answer !== this.answer || this.timer) return;
     const wait = Math.max(0, this.drawnAt + MIN_GAP_MS - performance.now());
     this.timer = setTimeout(() => requestAnimationFrame(() => this.#draw()), wait);
   }
 
-  /** Look at one round. Its answer's last round is the same as following it. */
+  /** Show one round. The last round of an answer follows it. */
   show(answer, round) {
     this.answer = answer;
-    this.picked = round === answer.rounds.at(-1) ? null : round;
+    this.selected = round === answer.rounds.at(-1) ? null : round;
     this.#draw();
   }
 
@@ -77,14 +77,14 @@ export class Instruments {
     const scrub = at("scrub");
     scrub.disabled = rounds.length < 2;
     scrub.max = Math.max(rounds.length, 1);
-    scrub.value = this.picked ? rounds.indexOf(this.picked) + 1 : scrub.max;
+    scrub.value = this.selected ? rounds.indexOf(this.selected) + 1 : scrub.max;
     scrub.setAttribute("aria-valuetext", `round ${scrub.value} of ${scrub.max}`);
   }
 }
 
 function drawGauges(rounds) {
   const tokens = rounds.reduce((sum, round) => sum + round.tokens.length, 0);
-  // The first round has no speed yet: the clock starts with it.
+  // The first round has no speed: the clock starts at its end.
   const speeds = rounds.slice(1).map((round) => round.tokens_per_s);
   at("speed").textContent = speeds.length ? speeds.at(-1).toFixed(speeds.at(-1) < 100 ? 1 : 0) : "–";
   at("yield").textContent = rounds.length ? (tokens / rounds.length).toFixed(2) : "–";

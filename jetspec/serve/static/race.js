@@ -1,11 +1,11 @@
 /**
- * The same prompt plainly and with the tree. They run one after the other, so that neither slows the other down;
- * while JetSpec runs, the plain answer is shown again at the pace it had.
+ * The same prompt without and with the tree. The requests run one after the other, so that neither slows the other down.
+ * While the second runs, the first answer is replayed at its original speed.
  */
 
 import { Answer } from "./answer.js";
 
-const stillness = matchMedia("(prefers-reduced-motion: reduce)");
+const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 class Lane {
   constructor(element) {
@@ -15,7 +15,7 @@ class Lane {
     this.seconds = 0;
   }
 
-  /** Have it answered, `expected` tokens long at most. */
+  /** Run the request; the answer has at most `expected` tokens. */
   async run(decode, expected, grown) {
     this.#start();
     try {
@@ -30,7 +30,7 @@ class Lane {
     }
   }
 
-  /** Show the answer again as it came. Ends early when the signal says so. */
+  /** Replay the answer with its timing. Ends early when the signal aborts. */
   async replay(signal) {
     const total = this.answer.tokens;
     this.answer.clear();
@@ -77,32 +77,29 @@ class Lane {
   }
 }
 
-/**
- * `start(budget, take)` has the prompt answered: a budget of 1 is plain, none is what the sliders say. Returns the
- * text that was written.
- */
+/** `start(tree, take)` sends the request; `tree` overrides the tree settings. Returns the text of the second answer. */
 export async function runRace(turn, { start, length, signal, instruments }) {
   const stage = turn.querySelector(".stage");
   const plain = new Lane(turn.querySelector(".plain"));
   const jetspec = new Lane(turn.querySelector(".jetspec"));
   const grown = (answer) => instruments.grown(answer);
 
-  stage.textContent = "Plain decoding goes first, alone on the machine.";
+  stage.textContent = "Plain decoding runs first.";
   instruments.follow(plain.answer);
   await plain.run((take) => start({ budget: 1 }, take), length, grown);
 
-  const isReplayed = !stillness.matches;
-  stage.textContent = isReplayed ? "Now JetSpec, alone too. Beside it, plain at the pace it had." : "Now JetSpec.";
+  const isReplayed = !reducedMotion.matches;
+  stage.textContent = isReplayed ? "JetSpec runs; the plain answer is replayed beside it." : "JetSpec runs.";
   const numTokens = plain.answer.tokens;
   const replayed = isReplayed ? plain.replay(signal) : null;
   instruments.follow(jetspec.answer);
   await jetspec.run((take) => start({}, take), numTokens, grown);
   await replayed;
-  judge(turn.querySelector(".verdict"), plain, jetspec);
+  showVerdict(turn.querySelector(".verdict"), plain, jetspec);
   return jetspec.text;
 }
 
-function judge(verdict, plain, jetspec) {
+function showVerdict(verdict, plain, jetspec) {
   const place = firstDifference(plain.text, jetspec.text);
   const ratio = plain.seconds / jetspec.seconds;
   const speed = document.createElement("strong");
@@ -115,7 +112,7 @@ function judge(verdict, plain, jetspec) {
   verdict.replaceChildren(speed, rounds, same);
 }
 
-/** Index of the first character that differs; -1 when none does. */
+/** Index of the first different character, or -1. */
 export function firstDifference(a, b) {
   if (a === b) return -1;
   let at = 0;

@@ -1,4 +1,4 @@
-/** Elements of drawings, and their attributes. */
+/** SVG elements and their attributes. */
 
 export function make(name, attributes) {
   return set(document.createElementNS("http://www.w3.org/2000/svg", name), attributes);

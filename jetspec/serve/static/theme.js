@@ -1,4 +1,4 @@
-// Runs before the page is drawn, so that a chosen theme never flashes. Without a choice the system's is used.
+// Runs before the first paint, so that the other theme never flashes. The default is the system's theme.
 (() => {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const root = document.documentElement;

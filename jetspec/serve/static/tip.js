@@ -1,4 +1,4 @@
-/** The one tooltip of the page: facts about a token or a node, beside it. */
+/** Tooltip with the data of a token or a node. */
 
 import { about, isOwn } from "./answer.js";
 import { nodeLogprob } from "./tree.js";
@@ -6,7 +6,7 @@ import { nodeLogprob } from "./tree.js";
 const box = document.getElementById("tip");
 const MARGIN = 8;
 
-/** Say what is known about an element, or hide when there is nothing to say. */
+/** Show the tooltip of an element, or hide it if the element has no data. */
 export function showTip(element, round) {
   const lines = element?.matches(".token")
     ? aboutToken(about(element))
@@ -24,15 +24,15 @@ function aboutToken({ round, tokens }) {
   const lines = [`Round ${round.round}`];
   for (const token of tokens) {
     lines.push(`depth ${token.depth} of ${round.tokens.length}`);
-    lines.push(isOwn(token) ? "not in the draft: the target’s own" : `draft: ${chance(token.draft_logprob)}`);
+    lines.push(isOwn(token) ? "not in the draft: sampled from the target" : `draft: ${chance(token.draft_logprob)}`);
     if (token.logprob != null) lines.push(`target: ${chance(token.logprob)}`);
   }
   return lines;
 }
 
 function aboutNode({ tree }, node) {
-  if (node === 0) return [quote(tree.tokens[0]), "the anchor: the last token so far"];
-  if (node === tree.tokens.length) return [quote(tree.bonus), "the target’s own token after the path"];
+  if (node === 0) return [quote(tree.tokens[0]), "anchor: the last committed token"];
+  if (node === tree.tokens.length) return [quote(tree.bonus), "bonus token: sampled from the target"];
   const verdict = tree.path.includes(node) ? "accepted" : "rejected";
   const sum = tree.scores[node];
   return [
@@ -50,7 +50,7 @@ function pathText(tree, node) {
 
 const quote = (text) => `“${text}”`;
 
-/** A log-probability, and the same in per cent. */
+/** A log-probability and the probability in per cent. */
 function chance(logprob) {
   return `log-probability ${logprob.toFixed(2).replace("-", "−")} (${(100 * Math.exp(logprob)).toFixed(0)} %)`;
 }
@@ -61,7 +61,7 @@ function paragraph(text) {
   return made;
 }
 
-/** Above the element if there is room, and always inside the window. */
+/** Above the element if it fits there, and always inside the window. */
 function place(target) {
   const { width, height } = box.getBoundingClientRect();
   const above = target.top - height - MARGIN;

@@ -1,4 +1,4 @@
-/** The draft tree of a round as SVG: left to right, the accepted path straight along the top, rejected nodes below. */
+/** The draft tree of a round as SVG, left to right: the accepted path in the top row, rejected nodes below. */
 
 import { make, set } from "./svg.js";
 
@@ -8,8 +8,8 @@ const MIN_ROWS = 3;
 const MIN_SCALE = 0.75;
 
 /**
- * Which nodes are drawn, and in which row. At most `maxRows` rows: the path is always there, then the best nodes;
- * every other node is counted in `folded` of its nearest drawn ancestor. The last node is the target's own token.
+ * Selects the nodes to draw and their rows, at most `maxRows`: always the path, then the best nodes. Every other node is
+ * counted in `folded` of its nearest drawn ancestor. The last node is the bonus token.
  */
 export function arrange(tree, maxRows) {
   const bonus = tree.tokens.length;
@@ -55,24 +55,24 @@ function choose(parents, onPath, maxRows) {
   return { drawn, folded };
 }
 
-/** Draw a round into `svg`, as large as `frame`, or all of it. Returns how many nodes were folded away. */
+/** Draws a round into `svg`, folded to fit `frame` unless `isWhole`. Returns the number of folded nodes. */
 export function drawTree(svg, frame, round, isWhole) {
   const { tree } = round;
   const labels = [...tree.tokens, tree.bonus].map(label);
   const measure = ruler(svg);
   const lay = (maxRows) => place(arrange(tree, maxRows), labels, measure, frame.clientWidth);
-  const room = (scale) => (frame.clientHeight - 2 * PAD) / scale;
-  const fit = (scale) => Math.max(MIN_ROWS, Math.floor((room(scale) - PAD) / ROW));
+  const available = (scale) => (frame.clientHeight - 2 * PAD) / scale;
+  const fit = (scale) => Math.max(MIN_ROWS, Math.floor((available(scale) - PAD) / ROW));
   let layout = lay(isWhole ? Infinity : fit(1));
   if (layout.numFolded && layout.scale < 1) {
-    // Scaled down, there is room for more rows; but with them it may be scaled less.
+    // Scaled down, more rows fit; but more rows can change the scale.
     const more = lay(fit(layout.scale));
-    if (more.height <= room(more.scale)) layout = more;
+    if (more.height <= available(more.scale)) layout = more;
   }
   const { nodes, width, height, scale, numFolded } = layout;
   const byNode = new Map(nodes.map((box) => [box.node, box]));
   const links = nodes.filter((box) => box.node !== 0).map((box) => link(byNode.get(box.parent), box, tree));
-  // The path is drawn last, over the lines it crosses.
+  // The path is drawn last, above other lines.
   links.sort((a, b) => a.classList.contains("lit") - b.classList.contains("lit"));
   svg.replaceChildren(...links, ...nodes.map(boxOf));
   set(svg, {
@@ -86,7 +86,7 @@ export function drawTree(svg, frame, round, isWhole) {
   return numFolded;
 }
 
-/** Give every node its box: a column per depth, as wide as its widest label. A wide tree is scaled down, to a limit. */
+/** Places the boxes of the nodes: a column per depth, as wide as its widest label. Wide trees are scaled down. */
 function place({ nodes, numRows, numFolded }, labels, measure, frameWidth) {
   const columns = [];
   const boxes = nodes.map((node) => {
@@ -103,13 +103,13 @@ function place({ nodes, numRows, numFolded }, labels, measure, frameWidth) {
   return { nodes: placed, width, height: numRows * ROW + PAD, scale, numFolded };
 }
 
-/** `16 nodes, 3 accepted + 1`: the one is the target's own token. */
+/** `16 nodes, 3 accepted + 1`: the last is the bonus token. */
 export function countNodes({ tree }) {
   const size = tree.tokens.length;
   return `${size} node${size > 1 ? "s" : ""}, ${tree.path.length - 1} accepted + 1`;
 }
 
-/** Log-probability of a node after its parent; trees hold sums along the path. */
+/** Log-probability of a node given its parent; scores are sums along the path. */
 export function nodeLogprob(tree, node) {
   return tree.scores[node] - tree.scores[tree.parents[node]];
 }
@@ -119,7 +119,7 @@ function describe({ round, tree }) {
   return `Round ${round}: ${countNodes({ tree })}. Accepted: “${path}”, then “${tree.bonus}”.`;
 }
 
-/** Spaces at the ends are shown as dots: they are part of the token. */
+/** Label of a token; spaces at its ends are shown as dots. */
 function label(text) {
   const shown = text.replace(/ {2,}/g, "··").replace(/^ | $/g, "·") || "∅";
   return shown.length > MAX_LABEL ? `${shown.slice(0, MAX_LABEL - 1)}…` : shown;
