@@ -43,7 +43,7 @@ from jetspec.serve.protocol import (
     TextCompletion,
     TreeShape,
 )
-from jetspec.serve.response import ChatResponse, ResponseBuilder, TextResponse, Vocabulary
+from jetspec.serve.response import AnyResponse, ChatResponse, TextResponse, Vocabulary
 from jetspec.serve.worker import EngineThread, RequestHandle
 
 STATIC = Path(__file__).parent / "static"
@@ -196,7 +196,7 @@ class Server:
         body: GenerationRequest,
         request: Request,
         prepare: Callable[[Any, str], PreparedRequest],
-        make_response: Callable[[PreparedRequest, Vocabulary, str], ResponseBuilder],
+        make_response: Callable[[PreparedRequest, Vocabulary, str], AnyResponse],
     ) -> Response:
         fields = request_fields.get()
         if body.user:
@@ -226,7 +226,7 @@ class Server:
         return await self._collect(request, handle, response, fields)
 
     async def _collect(
-        self, request: Request, handle: RequestHandle, response: ResponseBuilder, fields: dict[str, Any]
+        self, request: Request, handle: RequestHandle, response: AnyResponse, fields: dict[str, Any]
     ) -> Response:
         try:
             async with cancel_on_disconnect(request.receive, handle):
@@ -241,7 +241,7 @@ class Server:
         content = await loop.run_in_executor(self.serializer, lambda: response.whole().model_dump_json())
         return Response(content, media_type="application/json")
 
-    async def _events(self, handle: RequestHandle, response: ResponseBuilder, has_usage: bool) -> AsyncGenerator[bytes]:
+    async def _events(self, handle: RequestHandle, response: AnyResponse, has_usage: bool) -> AsyncGenerator[bytes]:
         # Chunks are ASCII only: some line readers take characters such as U+2028 for line breaks.
         try:
             async for index, update in handle.updates():
@@ -254,7 +254,7 @@ class Server:
             error.log()
             yield event(json.dumps(error.body()))
 
-    def _close(self, handle: RequestHandle, response: ResponseBuilder, fields: dict[str, Any]) -> None:
+    def _close(self, handle: RequestHandle, response: AnyResponse, fields: dict[str, Any]) -> None:
         """Release a request and complete its log line."""
         self.worker.close(handle)
         fields["answers"] = f"{len(response.completions)} of {handle.num_completions}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetspec.files import read_text
+from jetspec.settings import at_least, positive
 
 ORIGIN = re.compile(r"https?://[a-z0-9.:\[\]_-]+")
 """An origin as browsers send it; any other spelling would never match."""
@@ -53,12 +54,9 @@ class ServeConfig:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be between 0 and 65535")
         for name in ("max_queue", "max_requests", "max_body", "max_prompt", "max_tokens"):
-            value, least = getattr(self, name), 0 if name == "max_queue" else 1
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+            at_least(0 if name == "max_queue" else 1, name, getattr(self, name))
         for name in ("read_timeout_s", "write_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+            positive(name, getattr(self, name))
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"drain_s is {self.drain_s:g}; it must be finite and at least 0")
         for origin in self.origins:

@@ -118,8 +118,12 @@ def text_logprobs(entries: list[TokenLogprob], vocab: Vocabulary, offsets: TextO
     )
 
 
-class ResponseBuilder:
-    """Collects the updates of one HTTP request and builds its response."""
+class BaseResponse:
+    """Collects the updates of one HTTP request.
+
+    A subclass has `add` (record an update), `chunk` (record it and return its chunk, if there is one to send), `whole`
+    (the response with all completions) and `usage_chunk`.
+    """
 
     prefix: ClassVar[str]
     """Of the response id."""
@@ -133,21 +137,6 @@ class ResponseBuilder:
         }
         self.speeds = [SpeedMeter() for _ in range(prepared.num_completions)]
         self.completions: dict[int, Completion] = {}
-
-    def add(self, index: int, update: Update) -> object:
-        """Record an update of one completion."""
-        raise NotImplementedError
-
-    def chunk(self, index: int, update: Update) -> Chunk | None:
-        """Record an update. Returns its chunk, if there is something to send."""
-        raise NotImplementedError
-
-    def whole(self) -> ChatCompletion | TextCompletion:
-        """The response with all completions."""
-        raise NotImplementedError
-
-    def usage_chunk(self) -> Chunk:
-        raise NotImplementedError
 
     def _visible(self, logprobs: list[TokenLogprob] | None) -> list[TokenLogprob]:
         """Entries of the tokens that add to the text: not that of the end token, for instance."""
@@ -187,7 +176,7 @@ class ChatState:
     finish: FinishReason | None = None
 
 
-class ChatResponse(ResponseBuilder):
+class ChatResponse(BaseResponse):
     """Response of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
@@ -251,7 +240,7 @@ def finish_reason(state: ChatState, done: Completion) -> FinishReason:
     return "tool_calls" if state.calls and not is_cut else done.finish_reason
 
 
-class TextResponse(ResponseBuilder):
+class TextResponse(BaseResponse):
     """Response of `/v1/completions`."""
 
     prefix = "cmpl"
@@ -286,6 +275,9 @@ class TextResponse(ResponseBuilder):
 
     def _logprobs(self, entries: list[TokenLogprob] | None, offsets: TextOffsets) -> TextLogprobs | None:
         return text_logprobs(self._visible(entries), self.vocab, offsets) if self.shows_logprobs else None
+
+
+AnyResponse = ChatResponse | TextResponse
 
 
 def count_usage(jobs: Sequence[Job], completions: dict[int, Completion]) -> Usage:
