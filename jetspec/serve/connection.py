@@ -113,6 +113,7 @@ class Connection(H11Protocol):
         self._framing += size - payload
         if self._framing > SPARE_FRAMING + self._payload // PER_FRAMING and self.cycle.more_body:
             self._discards_input = True
+            self._pipelined.clear()
             self.scope["state"]["badly_framed"] = True
             self.cycle.message_event.set()
 

