@@ -142,7 +142,7 @@ def test_unread_body_closes_the_connection_after_the_response(locked: Live, stat
         for _ in range(length // 1_000_000):
             client.sendall(b"x" * 1_000_000)
         assert next_status(client) == status
-                if length:
+        if length:
             assert client.recv(1) == b""
         else:
             client.sendall(head("GET /health"))
