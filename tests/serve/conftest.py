@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def alone(folder: Path) -> LLM:
-    """The same model without a server."""
+    """The same model as the server's, in an engine of its own."""
     return tiny_llm(folder)
 
 

@@ -1,8 +1,7 @@
-"""Whatever is sent, as the OpenAPI document allows it or not, the server does not fail and answers as it says."""
+"""Random requests, valid or not by the OpenAPI document, get responses that it describes and no server error."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import httpx
@@ -15,13 +14,12 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from tests.serve.live import NAME, Live
 
 CHECKS: list[Any] = [not_a_server_error, response_schema_conformance, content_type_conformance]
-EXAMPLES, SECONDS = 20, 15.0
+EXAMPLES = 20
 
 
-def fuzz(operation: Any, mode: GenerationMode, seconds: float) -> set[int]:
-    """Send what hypothesis makes up for an operation; the statuses that came back."""
+def fuzz(operation: Any, mode: GenerationMode) -> set[int]:
+    """Sends generated requests to an operation. Returns the statuses of the responses."""
     statuses: set[int] = set()
-    deadline = time.monotonic() + seconds
 
     @settings(
         max_examples=EXAMPLES,
@@ -32,8 +30,6 @@ def fuzz(operation: Any, mode: GenerationMode, seconds: float) -> set[int]:
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: schemathesis.Case) -> None:
-        if time.monotonic() > deadline:
-            return
         if isinstance(case.body, dict) and mode is GenerationMode.POSITIVE:
             case.body |= {"model": NAME, "max_tokens": 2}  # so that many reach the engine
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
@@ -47,8 +43,8 @@ def test_no_request_breaks_the_server(live: Live) -> None:
     operations = [result.ok() for result in schema.get_all_operations()]
     assert {operation.path for operation in operations} >= {"/v1/chat/completions", "/v1/completions", "/v1/models"}
     rounds = [(operation, GenerationMode.POSITIVE) for operation in operations]
-    # What takes no input cannot be given a wrong one.
+    # Operations without input have no invalid one.
     rounds += [(operation, GenerationMode.NEGATIVE) for operation in operations if operation.method == "post"]
-    statuses = [fuzz(*round, SECONDS / len(rounds)) for round in rounds]
+    statuses = [fuzz(*round) for round in rounds]
     assert {200, 400} <= set().union(*statuses)
     assert httpx.get(f"{live.url}/health").status_code == 200

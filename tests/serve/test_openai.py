@@ -1,4 +1,4 @@
-"""The real `openai` client, unchanged, against a server process with the default model."""
+"""The `openai` client against a server process with the default model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ You may call a function, as JSON with its name and arguments between <tool_call>
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""The model's own template knows no tools; this one does."""
+"""A template with tools; the model's own has none."""
 
 ASKED: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 TOOL: Any = {
@@ -82,7 +82,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert all(entry.logprob <= 0 and entry.top_logprobs[0].token == entry.token for entry in content)
 
 
-def test_a_form(client: openai.OpenAI) -> None:
+def test_response_format(client: openai.OpenAI) -> None:
     done = client.chat.completions.parse(
         model=DEFAULT_MODEL, messages=ASKED, temperature=0, max_tokens=60, response_format=Town
     )
@@ -90,7 +90,7 @@ def test_a_form(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Town)
 
 
-def test_a_tool(client: openai.OpenAI) -> None:
+def test_forced_tool_call(client: openai.OpenAI) -> None:
     done = ask(client, tools=[TOOL], tool_choice="required", max_tokens=60)
     assert done.choices[0].finish_reason == "tool_calls"
     (call,) = done.choices[0].message.tool_calls
@@ -103,18 +103,19 @@ def test_a_tool(client: openai.OpenAI) -> None:
     assert ask(client, messages=answered, tools=[TOOL], max_tokens=2).choices[0].finish_reason == "length"
 
 
-def test_a_strict_tool_that_is_not_called_changes_nothing(client: openai.OpenAI) -> None:
+def test_strict_tool_that_is_not_called_changes_nothing(client: openai.OpenAI) -> None:
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     texts = [ask(client, tools=[tool], max_tokens=30).choices[0].message.content for tool in (TOOL, strict)]
     assert texts[0] == texts[1] and "<tool_call>" not in texts[0]
 
 
 def test_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="service_tier is not supported") as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         ask(client, service_tier="auto")
     assert caught.value.param == "service_tier" and caught.value.code == "unsupported_parameter"
-    with pytest.raises(openai.BadRequestError, match="at most"):
+    with pytest.raises(openai.BadRequestError) as caught:
         ask(client, messages=[{"role": "user", "content": "word " * 1000}])
+    assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-4", messages=ASKED)
     assert [model.id for model in client.models.list()] == [DEFAULT_MODEL]
