@@ -1,4 +1,4 @@
-"""Constrained text follows its grammar, and is what constrained plain decoding writes, whatever drafts."""
+"""Constrained text follows its grammar and equals plain constrained decoding for every drafter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANYTHING = Grammar("ebnf")
 
 
 class Sums:
-    """A constraint of our own: with every token the sum of the text must not become a multiple of three."""
+    """Test constraint: no prefix sum of the text is a multiple of three."""
 
     def __init__(self, vocab: int = VOCAB) -> None:
         self.vocab, self.text = vocab, list[int]()
@@ -52,7 +52,7 @@ class Sums:
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), num_nodes=st.integers(1, 14), size=st.integers(1, 14))
-def test_a_mask_is_what_the_nodes_path_allows(seed: int, num_nodes: int, size: int) -> None:
+def test_mask_equals_the_constraint_of_each_path(seed: int, num_nodes: int, size: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     token = torch.randint(VOCAB, (1, num_nodes), generator=rng)
     parent = torch.tensor([[int(torch.randint(max(1, i), (), generator=rng)) for i in range(num_nodes)]])
@@ -97,11 +97,11 @@ def engine_of(who: str, target: Decoder = TARGET, budget: int = 14, **options: A
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, list[list[int]]]:
-    """Plain constrained decoding."""
+    """Outputs of plain constrained decoding."""
     return {n: [c.token_ids for c in run(engine_of("none"), PROMPTS, s)] for n, s in SETTINGS.items()}
 
 
-def test_plain_constrained_decoding_takes_the_best_that_is_allowed(texts: dict[str, list[list[int]]]) -> None:
+def test_constrained_decoding_takes_the_best_allowed_token(texts: dict[str, list[list[int]]]) -> None:
     for prompt, text in zip(PROMPTS[:2], texts["greedy"], strict=False):
         constraint = Sums()
         for i, token in enumerate(text):
@@ -113,9 +113,7 @@ def test_plain_constrained_decoding_takes_the_best_that_is_allowed(texts: dict[s
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("who", ["ngram", "head", "script"])
-def test_trees_write_what_plain_constrained_decoding_writes(
-    who: str, name: str, texts: dict[str, list[list[int]]]
-) -> None:
+def test_trees_equal_plain_constrained_decoding(who: str, name: str, texts: dict[str, list[list[int]]]) -> None:
     engine = engine_of("none" if who == "script" else who, max_batch=4)
     if who == "script":
         use(engine, Script({tuple(p): t for p, t in zip(PROMPTS, texts[name], strict=True)}, 0.9, budget=16))
@@ -126,7 +124,7 @@ def test_trees_write_what_plain_constrained_decoding_writes(
 
 @pytest.mark.parametrize("overlap_rounds", [0, 2])
 def test_constrained_and_free_requests_share_a_batch(overlap_rounds: int, texts: dict[str, list[list[int]]]) -> None:
-    """Some are sent back for want of pages meanwhile; free ones run ahead of the host when they are alone."""
+    """Some requests are preempted; unconstrained ones overlap rounds while alone."""
     params = [SETTINGS["greedy"] if i % 2 else GREEDY for i in range(6)]
     engine = engine_of("head", max_batch=4, num_pages=30, overlap_rounds=overlap_rounds)
     done = run(engine, PROMPTS, params)
@@ -179,7 +177,7 @@ def check_text(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_grammars_are_kept(kind: str, temperature: float) -> None:
+def test_output_follows_the_grammar(kind: str, temperature: float) -> None:
     few_spaces = dict.fromkeys(b" \n\r", -100.0)
     sampling = SamplingParams(
         temperature=temperature, seed=2, max_tokens=150, logit_bias=few_spaces, grammar=FORMATS[kind]
@@ -195,7 +193,7 @@ def test_grammars_are_kept(kind: str, temperature: float) -> None:
             check_text(kind, bytes(completion.token_ids[:-1]).decode(errors="surrogatepass"))
 
 
-def test_where_no_token_fits_the_text_ends() -> None:
+def test_text_ends_without_an_allowed_token() -> None:
     letters = Grammars([b"a", b"b", b""], 3, frozenset({2}))
     constraint = letters.start(Grammar("regex", "ab?c"))
     assert constraint.advance(0) and constraint.advance(1)
@@ -238,7 +236,7 @@ def test_nothing_follows_the_end() -> None:
         ("xml", "", "unknown"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_in_one_line(kind: Any, source: str, message: str) -> None:
+def test_invalid_grammar_is_refused_in_one_line(kind: Any, source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         grammars().start(Grammar(kind, source))
     assert "\n" not in str(caught.value) and ".cc" not in str(caught.value)
@@ -274,23 +272,23 @@ ENDING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
-def test_a_schema_without_a_finite_text_is_refused(schema: dict[str, Any]) -> None:
+def test_schema_without_finite_text_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="contains itself by \\$ref"):
         grammars().compile(Grammar("json_schema", json.dumps(schema)))
 
 
 @pytest.mark.parametrize("schema", ENDING.values(), ids=ENDING)
-def test_a_schema_may_contain_itself_where_it_can_end(schema: dict[str, Any]) -> None:
+def test_recursive_schema_with_finite_text_is_accepted(schema: dict[str, Any]) -> None:
     grammars().compile(Grammar("json_schema", json.dumps(schema)))
 
 
 @pytest.mark.parametrize("pattern", [r"^\d{3}-\w+\.[A-Z]$", r".*", r"[^a]\s\("])
-def test_ordinary_patterns_are_taken(pattern: str) -> None:
+def test_ordinary_patterns_are_accepted(pattern: str) -> None:
     grammars().compile(Grammar("json_schema", json.dumps({"type": "string", "pattern": pattern})))
 
 
 @pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 3}, {"type": "string"}, {"type": "object"}])
-def test_json_never_holds_a_bare_control_character(schema: dict[str, object]) -> None:
+def test_json_has_no_raw_control_character(schema: dict[str, object]) -> None:
     constraint = grammars().start(Grammar("json_schema", json.dumps(schema)))
     for token in b'{"' if schema["type"] == "object" else b'"':
         assert constraint.advance(token)
@@ -300,12 +298,12 @@ def test_json_never_holds_a_bare_control_character(schema: dict[str, object]) ->
     assert not allowed[:32].any() and allowed[ord("a")] and allowed[ord('"')]
 
 
-def test_properties_may_be_called_like_keywords() -> None:
+def test_properties_may_have_names_of_keywords() -> None:
     schema = {"type": "object", "properties": {"not": {"type": "string", "title": "x", "default": {"if": 1}}}}
     grammars().compile(Grammar("json_schema", json.dumps(schema)))
 
 
-def test_a_grammar_needs_an_end_and_a_vocabulary() -> None:
+def test_grammar_needs_end_token_and_vocabulary() -> None:
     with pytest.raises(ValueError, match="ignore_eos"):
         SamplingParams(grammar=ANYTHING, ignore_eos=True)
     for engine, message in (

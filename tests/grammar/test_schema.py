@@ -1,4 +1,4 @@
-"""What a JSON schema promises is kept by every text that its grammar lets through; what cannot be is refused."""
+"""Every text that the grammar of a JSON schema allows is valid; unenforceable schemas are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def grammars() -> Grammars:
 
 
 def write(schema: dict[str, Any], seed: int, most: int = 4000) -> str:
-    """A random text of a schema: any token that may follow, but for spaces; what closes something is preferred."""
+    """Generates a random text of a schema without spaces, preferring tokens that close something."""
     rng = random.Random(seed)
     constraint = grammars().start(Grammar("json_schema", json.dumps(schema)))
     text: list[int] = []
@@ -123,12 +123,12 @@ MODELS: list[Any] = [Drawing, Node, Moments, Point]
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_a_model_of_pydantic_takes_what_its_schema_lets_through(model: Any, seed: int) -> None:
+def test_pydantic_accepts_generated_texts(model: Any, seed: int) -> None:
     model.model_validate_json(write(model.model_json_schema(), seed))
 
 
 @pytest.mark.parametrize("model", [Drawing, Moments], ids=lambda model: model.__name__)
-def test_strict_schemas_of_the_openai_client_are_taken(model: Any) -> None:
+def test_strict_schemas_of_the_openai_client_are_accepted(model: Any) -> None:
     openai = pytest.importorskip("openai", reason="needs the client whose requests these are")
     parameters = openai.pydantic_function_tool(model)["function"]["parameters"]
     model.model_validate_json(write(parameters, 1))
@@ -156,7 +156,7 @@ def match(pattern: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_kept(name: str) -> None:
+def test_format_is_enforced(name: str) -> None:
     for seed in range(30):
         FORMATS[name](json.loads(write({"type": "string", "format": name}, seed)))
 
@@ -172,7 +172,7 @@ def test_a_format_is_kept(name: str) -> None:
         ("duration", ["P1Y2M3DT4H5M6S", "PT0S", "P3W"], ["P", "PT", "1D"]),
     ],
 )
-def test_a_format_lets_good_texts_through_and_no_bad_ones(name: str, good: list[str], bad: list[str]) -> None:
+def test_format_accepts_and_refuses(name: str, good: list[str], bad: list[str]) -> None:
     schema = {"type": "string", "format": name}
     assert [text for text in good if not allows(schema, f'"{text}"')] == []
     assert [text for text in bad if allows(schema, f'"{text}"')] == []
@@ -186,13 +186,13 @@ def test_a_format_lets_good_texts_through_and_no_bad_ones(name: str, good: list[
         *(r"^\d{3}-\w+\.[A-Z]$", r"(a|b+|)c", r"(?:a[bc]{1,2})?d", r"x{2,}y*?"),
     ],
 )
-def test_a_pattern_is_kept(pattern: str) -> None:
+def test_pattern_is_enforced(pattern: str) -> None:
     for seed in range(20):
         match(pattern, json.loads(write({"type": "string", "pattern": pattern}, seed)))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bounds_are_kept(seed: int) -> None:
+def test_bounds_are_enforced(seed: int) -> None:
     number = {"type": "number", "exclusiveMinimum": -0.25, "maximum": 1.5}
     integer = {"type": ["integer", "null"], "minimum": -17, "exclusiveMaximum": 120}
     schema = {
@@ -222,8 +222,8 @@ def test_bounds_are_kept(seed: int) -> None:
     assert found["odd"] % 7 == 0 and (found["text"] is None or 2 <= len(found["text"]) <= 3)
 
 
-def test_branches_of_one_of_are_told_apart() -> None:
-    """A text that would fit both, for want of the property that tells them apart, is not written."""
+def test_one_of_branches_are_disjoint() -> None:
+    """A text without the distinguishing property is not allowed."""
     tagged = [{"type": "object", "properties": {"k": {"const": c}, "v": {"type": "integer"}}} for c in "ab"]
     schema = {"oneOf": [*tagged, {"type": "null"}]}
     assert allows(schema, '{"k":"b","v":1}') and allows(schema, "null")
@@ -234,7 +234,7 @@ def test_branches_of_one_of_are_told_apart() -> None:
 ANNOTATED = {"type": "integer", "title": "t", "examples": [1], "readOnly": True, "x-order": 3, "$comment": "c"}
 
 
-def test_annotations_and_fitting_values_are_taken() -> None:
+def test_annotations_are_accepted() -> None:
     assert allows(ANNOTATED, "7")
     assert allows({"type": ["string", "null"], "enum": ["a", None]}, "null")
     assert allows({"type": "number", "const": 1}, "1")
@@ -282,14 +282,14 @@ OVERLAPPING = [{"type": "object", "properties": {name: {"type": "integer"}}} for
         ({"type": "string", "y" * 9000: 1}, "yyy"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(schema: dict[str, Any], word: str) -> None:
+def test_unenforceable_keyword_is_named(schema: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word) as caught:
         enforceable(json.dumps(schema))
     assert len(str(caught.value)) < 400
 
 
 ODD: list[Any] = [None, True, -1, 2.5, "a", [], ["a"], [3], {}, {"a": 3}, {"a": {}}, [{}]]
-"""Values of every kind, of which each keyword takes a few."""
+"""Values of every kind."""
 TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("properties", "$defs", "definitions"), ({}, {"a": {}})),
     **dict.fromkeys(("items", "additionalProperties", "propertyNames"), (True, {}, {"a": 3}, {"a": {}})),
@@ -305,7 +305,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("keyword", TAKEN)
 @pytest.mark.parametrize("place", ["alone", "property", "definition"])
-def test_a_malformed_keyword_is_refused_by_its_name(keyword: str, place: str) -> None:
+def test_malformed_keyword_is_named(keyword: str, place: str) -> None:
     for value in ODD:
         if any(type(value) is type(good) and value == good for good in TAKEN[keyword]):
             continue
@@ -323,14 +323,14 @@ def test_a_malformed_keyword_is_refused_by_its_name(keyword: str, place: str) ->
         max_leaves=12,
     )
 )
-def test_whatever_a_schema_holds_it_is_taken_or_refused(schema: Any) -> None:
+def test_any_schema_is_accepted_or_refused(schema: Any) -> None:
     try:
         enforceable(json.dumps(schema))
     except ValueError as error:
         assert str(error)
 
 
-def test_a_chain_of_references_is_read_in_linear_time() -> None:
+def test_reference_chain_takes_linear_time() -> None:
     def seconds(length: int) -> float:
         chain: dict[str, Any] = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(length)}
         chain[str(length)] = {"type": "integer"}
@@ -342,7 +342,7 @@ def test_a_chain_of_references_is_read_in_linear_time() -> None:
     assert min(seconds(4000) for _ in range(3)) < 30 * min(seconds(400) for _ in range(3))
 
 
-def test_a_schema_is_read_once() -> None:
+def test_schema_is_compiled_once() -> None:
     source = json.dumps({"type": "integer", "minimum": 4711})
     first = grammars().compile(Grammar("json_schema", source))
     assert grammars().compile(Grammar("json_schema", source)) is first
@@ -350,7 +350,7 @@ def test_a_schema_is_read_once() -> None:
     assert grammars().start(given).advance(ord("5"))
 
 
-def test_types_are_found_through_references() -> None:
+def test_types_follow_references() -> None:
     root = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]}, "b": {"properties": {}}}}
     assert types_of({"$ref": "#/$defs/a"}, root) == {"object"}
     assert types_of({"enum": ["a", None, 1]}, root) == {"string", "null", "integer"}

@@ -1,4 +1,4 @@
-"""Small heads, a stand-in for the target, and pages to run heads on."""
+"""Small heads, embedder and KV pages for tests of draft heads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HEADS = {
 
 
 def random_head(config: HeadConfig, seed: int = 0) -> DraftHead:
-    """Weights large enough that every one of them shows in the output; nothing is zero or one."""
+    """Returns a head whose weights all affect the output; none is zero or one."""
     head, generator = DraftHead(config), torch.Generator().manual_seed(seed)
     for parameter in head.parameters():
         parameter.data.normal_(0.6 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
@@ -53,7 +53,7 @@ def random_head(config: HeadConfig, seed: int = 0) -> DraftHead:
 
 
 class Embedder:
-    """What a head borrows from a target, made of random numbers."""
+    """Random embedding and output matrix of a target."""
 
     def __init__(self, seed: int = 1) -> None:
         self.matrix = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
@@ -66,7 +66,7 @@ class Embedder:
 
 
 class HeadPages:
-    """A head's cache for several requests. Pages are scattered and start absurd: whoever looks at them shows it."""
+    """KV cache of a head for several requests, with scattered pages full of large numbers: reading stale rows shows."""
 
     def __init__(self, head: DraftHead, num_rows: int, page_size: int = 4, pages_per_row: int = 8) -> None:
         c, num_pages = head.config, num_rows * pages_per_row
@@ -86,7 +86,7 @@ class HeadPages:
         self.lens[row] += len(tap)
 
     def propose(self, token_BS: Tensor, target: Embedder) -> Tensor:
-        """Of blocks behind each request's context."""
+        """Runs blocks after each request's context."""
         rows, size = token_BS.shape
         position_BS = torch.tensor(self.lens)[:, None] + torch.arange(size)
         slot_BS = torch.stack([self.slots(row, position) for row, position in enumerate(position_BS)])
@@ -97,7 +97,7 @@ class HeadPages:
 
 
 def propose_densely(head: DraftHead, token_S: Tensor, tap: Tensor, target: Embedder) -> Tensor:
-    """The same block recomputed from all taps, without a cache: every slot's state."""
+    """Recomputes a block from all taps without a cache. Returns every slot's state."""
     position = torch.arange(len(tap) + len(token_S))
     context, slots = position.tensor_split([len(tap)])
     visible = position <= slots[:, None] if head.head_config.causal else torch.ones(len(slots), len(position)).bool()

@@ -1,4 +1,4 @@
-"""One prefill of one request through a small paged cache, for comparing a decoder with another implementation."""
+"""Prefill of one request through a small paged cache, to compare decoders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE_SIZE = 4
 
 
 def run_decoder(decoder: Decoder, tokens: list[int], tap_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-    """Logits (T, V) and taps (T, X) of a sequence. Its pages are shuffled: nothing may rely on their order."""
+    """Returns logits (T, V) and taps (T, X) of a sequence, with shuffled pages."""
     batch = chain_batch(len(tokens), torch.tensor(tokens))
     with torch.no_grad():
         hidden = decoder(batch, empty_cache(decoder, len(tokens)), tap_layers)

@@ -1,4 +1,4 @@
-"""EAGLE-3 by its definition: one row after the other, everything computed anew for every path."""
+"""EAGLE-3 by its definition: row by row, recomputed for every path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.models.paged import run_decoder
 
 
 def features(head: Eagle3Head, target: Decoder, tokens: list[int]) -> list[Tensor]:
-    """f_p for every position of a text."""
+    """Returns f_p for every position of a text."""
     _, tap = run_decoder(target, tokens, head.head_config.tap_layers)
     assert tap is not None
     return list(tap @ head.fc.weight.T)
@@ -30,7 +30,7 @@ def turn(x: Tensor, position: int, theta: float) -> Tensor:
 
 
 class Text:
-    """Rows one behind the other."""
+    """Rows of a text, in order."""
 
     def __init__(self, head: Eagle3Head, target: Decoder) -> None:
         self.head, self.target, self.layer, self.c = head, target, head.layer, head.config
@@ -38,7 +38,7 @@ class Text:
         self.values: list[Tensor] = []
 
     def add(self, token: int, hidden: Tensor) -> Tensor:
-        """The layer's output for the next row."""
+        """Returns the layer's output for the next row."""
         layer, c = self.layer, self.c
         embedding = self.target.embedding if self.head.embedding is None else self.head.embedding
         read = norm(hidden, layer.hidden_norm.weight, c.norm_eps)
@@ -62,7 +62,7 @@ class Text:
 
 
 def state_after(head: Eagle3Head, target: Decoder, tokens: list[int], path: list[int]) -> Tensor:
-    """The normed state that predicts what follows `path`, which begins behind the last of `tokens`, the anchor."""
+    """Returns the normed state after `path`, which follows the last of `tokens`, the anchor."""
     feature, text = features(head, target, tokens), Text(head, target)
     for p in range(1, len(tokens)):
         hidden = text.add(tokens[p], feature[p - 1])
@@ -74,7 +74,7 @@ def state_after(head: Eagle3Head, target: Decoder, tokens: list[int], path: list
 def logprobs_after(
     head: Eagle3Head, target: Decoder, tokens: list[int], path: list[int], draft_temperature: float = 1.0
 ) -> dict[int, float]:
-    """Token of the target -> log-probability under the head."""
+    """Returns the head's log-probability of each target token."""
     logprob = (head.lm_head.weight @ state_after(head, target, tokens, path) / draft_temperature).log_softmax(0)
     return dict(zip(head.token_of.tolist(), logprob.tolist(), strict=True))
 
@@ -82,7 +82,7 @@ def logprobs_after(
 def slow_tree(
     head: Eagle3Head, target: Decoder, tokens: list[int], width: int, depth: int, budget: int, draft_temperature: float
 ) -> dict[tuple[int, ...], float]:
-    """Paths of the tree and their scores: a beam of `width`, whose children are all candidates; the best of these."""
+    """Returns paths and scores of the tree: the best of all candidates of a beam search of `width`."""
     if len(tokens) < 2:
         return {(): 0.0}
     found: dict[tuple[int, ...], float] = {(): 0.0}

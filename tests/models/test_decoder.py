@@ -1,4 +1,4 @@
-"""Every family equals transformers: the same folder, loaded by both, gives the same logits and the same taps."""
+"""Every family equals transformers in logits and taps on the same folder."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(family: str, changes: dict[str, Any]) -> PreTrainedModel:
-    """Random weights, norms and biases included: a weight that is not loaded shows."""
+    """Returns a model with random weights, norms and biases: a weight that is not loaded shows."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | changes))).float().eval()
     with torch.no_grad():
@@ -97,7 +97,7 @@ def assert_same(folder: Path, model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_transformers(case: str, tmp_path: Path) -> None:
+def test_decoder_equals_transformers(case: str, tmp_path: Path) -> None:
     model = make_model(*CASES[case])
     model.save_pretrained(tmp_path)
     assert_same(tmp_path, model)
@@ -122,6 +122,6 @@ def compare_kernels(folder: Path, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_a_sparse_model_on_its_kernels_equals_references(interpreter: Executor, tmp_path: Path, tokens: int) -> None:
+def test_moe_kernels_equal_references(interpreter: Executor, tmp_path: Path, tokens: int) -> None:
     make_model("qwen3_moe", MOE | {"mlp_only_layers": [1]}).save_pretrained(tmp_path)
     interpreter.submit(compare_kernels, tmp_path, list(range(3, 3 + tokens))).result()

@@ -41,7 +41,7 @@ def assert_close(a: Tensor, b: Tensor) -> None:
 @settings(max_examples=6)
 @given(pieces=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=3))
 def test_cached_head_equals_head_recomputed_from_all_taps(config: HeadConfig, pieces: list[list[int]]) -> None:
-    """Requests of any lengths, observed in any pieces with a draft after each: stale block rows are never seen."""
+    """For requests of any lengths, observed in any pieces with a draft after each; stale block rows are masked."""
     head = random_head(config)
     taps = [random_taps(head, sum(lengths), seed) for seed, lengths in enumerate(pieces)]
     cache = HeadPages(head, len(pieces))
@@ -68,8 +68,8 @@ def test_block_has_one_state_per_depth(config: HeadConfig) -> None:
 
 @each_head
 @pytest.mark.parametrize("slot", [1, 2, 4])
-def test_slots_see_the_slots_that_the_mask_says(config: HeadConfig, slot: int) -> None:
-    """A slot's input reaches the slots after it; it reaches those before it only where a layer is bidirectional."""
+def test_slots_attend_as_the_mask_says(config: HeadConfig, slot: int) -> None:
+    """A slot's input affects later slots, and earlier ones only in bidirectional heads."""
     head = random_head(config)
     cache = HeadPages(head, 1)
     cache.observe(0, random_taps(head, 6))
@@ -96,7 +96,7 @@ def test_mixed_head_is_causal_in_its_windows_only() -> None:
 
 @each_head
 def test_training_blocks_equal_inference_at_their_anchors(config: HeadConfig) -> None:
-    """Many blocks over one sequence, each sees the context strictly before its anchor and no other block."""
+    """Each block attends to the context strictly before its anchor, and to no other block."""
     head = random_head(config)
     size, anchors, length = head.head_config.block_size, torch.tensor([0, 3, 4, 11]), 12
     taps, token = random_taps(head, length), torch.arange(length) + 2
@@ -118,8 +118,8 @@ def test_training_blocks_equal_inference_at_their_anchors(config: HeadConfig) ->
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_window_hides_old_context(position: int) -> None:
-    """With a window in every layer, slot j sees context from n + j - (W - 1) on and nothing older."""
+def test_window_masks_old_context(position: int) -> None:
+    """With a window in every layer, slot j attends to context from n + j - (W - 1) on."""
     config = replace(CAUSAL, layers=replace(WINDOWED, num_layers=1, windows=(WINDOW,)))
     head, n = random_head(config), 8
     taps, block = random_taps(head, n), head.block_tokens(torch.tensor([5]))[0]
@@ -153,7 +153,7 @@ def test_context_needs_no_input_norm_and_is_shared_by_layers(name: str) -> None:
         assert_close(v, (row @ w_v.T + b_v).view(4, 2, 8))
 
 
-def test_adapter_maps_each_tap_before_they_are_joined() -> None:
+def test_adapter_maps_each_tap_before_concatenation() -> None:
     head = random_head(HEADS["adapter"])
     assert head.adapter is not None
     first, second = torch.randn(2, 4, 10)
@@ -179,7 +179,7 @@ def test_edge_term_is_its_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("gate", [True, False])
-def test_fresh_edge_term_leaves_the_plain_head(gate: bool) -> None:
+def test_initial_edge_term_is_zero(gate: bool) -> None:
     head = make_head(CAUSAL, seed=3, edge=EdgeConfig(rank=6, gate=gate))
     assert head.edge is not None
     term = head.edge(torch.randn(4, 16), torch.arange(4))
@@ -190,7 +190,7 @@ def test_fresh_edge_term_leaves_the_plain_head(gate: bool) -> None:
 
 
 def test_edge_term_does_not_change_the_states() -> None:
-    """It moves the logits of a child, never the pass itself."""
+    """It changes the logits of a child only."""
     head, plain = random_head(HEADS["edge"]), random_head(CAUSAL)
     plain.load_state_dict({k: v for k, v in head.state_dict().items() if not k.startswith("edge")})
     taps, block = random_taps(head, 5), head.block_tokens(torch.tensor([4]))[0]
@@ -208,8 +208,8 @@ def test_default_taps_are_the_published_ones(num_target_layers: int, expected: t
 
 @pytest.mark.parametrize("shortlist_parents", [0, 2])
 @pytest.mark.parametrize("edge", [True, False])
-def test_heat_divides_what_the_head_says(edge: bool, shortlist_parents: int) -> None:
-    """Log-probabilities alone, and those below a parent."""
+def test_draft_temperature_divides_the_logits(edge: bool, shortlist_parents: int) -> None:
+    """Checks log-probabilities without and with a parent."""
     head = random_head(HEADS["edge"] if edge else CAUSAL)
     hidden_BDM, root_B = torch.randn(2, 3, CAUSAL.layers.hidden_size), torch.tensor([4, 5])
     temperature_B, tree = (
@@ -227,8 +227,8 @@ def test_heat_divides_what_the_head_says(edge: bool, shortlist_parents: int) -> 
 
 
 @pytest.mark.parametrize("score", get_args(Score))
-def test_candidates_are_found_without_a_look_at_the_device(score: Score) -> None:
-    """Rounds are captured. A meta tensor has nothing that could be looked at."""
+def test_candidates_need_no_synchronisation(score: Score) -> None:
+    """Rounds are captured as CUDA graphs; a meta tensor fails on any synchronisation."""
     head = random_head(replace(CAUSAL, edge=EdgeConfig(rank=4))).to("meta")
     target, hidden_BDM = Embedder(), torch.empty(2, 3, CAUSAL.layers.hidden_size, device="meta")
     target.matrix = target.matrix.to("meta")

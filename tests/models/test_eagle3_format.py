@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in files: what is written is read back, other spellings mean the same, and damage has a name."""
+"""EAGLE-3 heads in files: saving and loading, other layouts, damaged files."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def load(folder: Path, target: DecoderConfig | None = None) -> Eagle3Head:
 
 
 @pytest.mark.parametrize("config", HEADS.values(), ids=HEADS.keys())
-def test_what_is_written_is_read_back(config: Eagle3Config, tmp_path: Path) -> None:
+def test_saved_head_is_loaded_again(config: Eagle3Config, tmp_path: Path) -> None:
     head = random_eagle3(config)
     save_eagle3(head, tmp_path / "head", torch.float32)
     assert_same(load(tmp_path / "head"), head)
 
 
 @pytest.mark.parametrize("names", [["LlamaForCausalLMEagle3"], ["LlamaForCausalLM"], None])
-def test_it_is_known_by_its_name_or_its_vocabulary(names: list[str] | None, folder: Path) -> None:
+def test_layout_is_detected_by_name_or_vocabulary(names: list[str] | None, folder: Path) -> None:
     edit_config(folder, lambda raw: {**raw, "architectures": names})
     assert_same(load(folder), random_eagle3(PLAIN))
 
 
-def test_names_and_numbers_are_the_published_ones(folder: Path) -> None:
+def test_saved_layout_is_the_published_one(folder: Path) -> None:
     stored, raw = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     attention = {f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"}
     mlp = {f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
@@ -110,7 +110,7 @@ def test_names_and_numbers_are_the_published_ones(folder: Path) -> None:
     assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 3, 5]
 
 
-def test_the_spelling_of_speculators_means_the_same(folder: Path) -> None:
+def test_speculators_layout_is_equal(folder: Path) -> None:
     def respell(raw: Json) -> Json:
         outer = ("draft_vocab_size", "norm_before_residual", "num_target_layers", "eagle_aux_hidden_state_layer_ids")
         inner = without(raw, *outer, "eagle_config", "architectures")
@@ -122,7 +122,7 @@ def test_the_spelling_of_speculators_means_the_same(folder: Path) -> None:
     assert_same(load(folder), random_eagle3(PLAIN))
 
 
-def test_layers_that_nobody_names_are_those_of_the_authors(folder: Path) -> None:
+def test_default_tap_layers_are_the_published_ones(folder: Path) -> None:
     """Inputs of layers 2, N / 2 and N - 3."""
     assert eagle3_tap_layers(36) == (1, 17, 32)
     edit_config(folder, lambda raw: without(raw, "eagle_config", "eagle_aux_hidden_state_layer_ids"))
@@ -158,20 +158,20 @@ TENSOR_DAMAGE: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 
 
 @pytest.mark.parametrize("message", CONFIG_DAMAGE)
-def test_a_broken_config_is_refused_by_name(message: str, folder: Path) -> None:
+def test_invalid_config_is_refused(message: str, folder: Path) -> None:
     edit_config(folder, CONFIG_DAMAGE[message])
     with pytest.raises(ValueError, match=message):
         load_any_head(folder)
 
 
 @pytest.mark.parametrize("message", TENSOR_DAMAGE)
-def test_broken_tensors_are_refused_by_name(message: str, folder: Path) -> None:
+def test_invalid_tensors_are_refused(message: str, folder: Path) -> None:
     edit_tensors(folder, TENSOR_DAMAGE[message])
     with pytest.raises(ValueError, match=message):
         load_any_head(folder)
 
 
-def test_a_head_for_another_target_is_refused(folder: Path) -> None:
+def test_head_that_does_not_fit_is_refused(folder: Path) -> None:
     cases: list[tuple[Json, str]] = [
         ({"vocab_size": 41}, "its vocabulary has 40 tokens, the target's has 41"),
         ({"hidden_size": 20}, "it reads states of size 16"),
@@ -188,12 +188,12 @@ def test_pickles_are_never_opened(folder: Path) -> None:
         load_any_head(folder)
 
 
-def test_where_only_heads_of_one_pass_serve_it_is_refused_by_name(folder: Path) -> None:
+def test_block_head_loader_refuses_eagle3(folder: Path) -> None:
     with pytest.raises(ValueError, match="EAGLE-3"):
         load_head(folder)
 
 
-def test_a_folder_given_as_head_just_works(tmp_path: Path) -> None:
+def test_llm_runs_an_eagle3_folder(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     layer = DecoderConfig("llama", VOCAB, 32, 1, 4, 2, 8, 64, max_len=256)
     save_eagle3(random_eagle3(Eagle3Config(layer, (0, 0, 1), 100)), tmp_path / "head")

@@ -1,4 +1,4 @@
-"""What is written for other engines, they read as it was meant."""
+"""Exported heads have the same meaning under the rules of each engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each_head = pytest.mark.parametrize("name", HEADS)
 
 @each_engine
 @each_head
-def test_a_head_is_written_as_the_engine_reads_it_or_refused(engine: Engine, name: str, tmp_path: Path) -> None:
+def test_exported_head_is_read_back_or_refused(engine: Engine, name: str, tmp_path: Path) -> None:
     head, folder = random_head(HEADS[name]), tmp_path / "head"
     why = REFUSED.get(name) or ("causal" if (engine, name) == ("speculators", "windowed_mixed") else None)
     if why:
@@ -80,7 +80,7 @@ def put(value: object, *path: str) -> Callable[[dict[str, Any]], object]:
         ("speculators", put(4, "block_size"), "misread depth"),
     ],
 )
-def test_the_check_finds_what_an_engine_would_misread(
+def test_check_finds_misread_properties(
     engine: Engine, change: Callable[[dict[str, Any]], object], said: str | None, tmp_path: Path
 ) -> None:
     head, folder = random_head(CAUSAL), tmp_path / "head"
@@ -95,14 +95,14 @@ def test_the_check_finds_what_an_engine_would_misread(
         check_export(folder, engine, head, torch.float32)
 
 
-def test_other_numbers_are_found(tmp_path: Path) -> None:
+def test_check_finds_other_weights(tmp_path: Path) -> None:
     export_head(random_head(CAUSAL), tmp_path / "head", "vllm", torch.float32)
     with pytest.raises(ValueError, match="tensor "):
         check_export(tmp_path / "head", "vllm", random_head(CAUSAL, seed=1), torch.float32)
 
 
 @pytest.mark.parametrize("rope", [RopeConfig(theta=1000.0), YARN])
-def test_transformers_finds_the_rotary_angles_in_either_spelling(rope: RopeConfig, tmp_path: Path) -> None:
+def test_transformers_reads_both_rope_spellings(rope: RopeConfig, tmp_path: Path) -> None:
     config: HeadConfig = replace(CAUSAL, layers=replace(LAYERS, rope=rope))
     export_head(random_head(config), tmp_path / "head", "vllm", torch.float32)
     raw = json.loads((tmp_path / "head" / "config.json").read_text())
@@ -114,7 +114,7 @@ def test_transformers_finds_the_rotary_angles_in_either_spelling(rope: RopeConfi
 
 
 @pytest.mark.parametrize("format", ["hf", "vllm", "speculators"])
-def test_the_command_writes_a_head_and_says_how_to_start(format: str, tmp_path: Path) -> None:
+def test_command_exports_a_head(format: str, tmp_path: Path) -> None:
     save_head(random_head(HEADS["edge"]), tmp_path / "head", torch.float32)
     words = ["export", str(tmp_path / "head"), "--format", format, "--out", str(tmp_path / "out"), "--target", "o/t"]
     result = CliRunner().invoke(app, words)
@@ -124,7 +124,7 @@ def test_the_command_writes_a_head_and_says_how_to_start(format: str, tmp_path: 
     assert ("vllm serve" in result.stderr) == (format != "hf")
 
 
-def test_the_target_s_kind_is_named_where_it_is_known(tmp_path: Path) -> None:
+def test_local_target_names_its_architecture(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     for target, kinds in ((str(tmp_path / "target"), ["LlamaForCausalLM"]), ("owner/elsewhere", [])):
@@ -133,6 +133,6 @@ def test_the_target_s_kind_is_named_where_it_is_known(tmp_path: Path) -> None:
         assert raw["speculators_config"]["verifier"] == {"name_or_path": target, "architectures": kinds}
 
 
-def test_a_format_that_names_its_target_asks_for_it(tmp_path: Path) -> None:
+def test_speculators_needs_a_target(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --target"):
         export_head(random_head(CAUSAL), tmp_path / "head", "speculators", torch.float32)

@@ -1,4 +1,4 @@
-"""Configs: old and new spellings mean the same, and nonsense is one clear error."""
+"""Configs: old and new spellings are equal, invalid values are one clear error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOE = QWEN3 | {
 
 
 def new_spelling(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers 5 writes."""
+    """Converts a config to the keys of transformers 5."""
     config = dict(config)
     scaling = dict(config.pop("rope_scaling", None) or {})
     kind = scaling.pop("type", None) or scaling.pop("rope_type", "default")
@@ -72,7 +72,7 @@ def test_both_rope_spellings_equal_transformers(scaling: dict[str, Any] | None) 
     assert rope.scale == pytest.approx(scale)
 
 
-def test_defaults_of_what_a_config_leaves_out() -> None:
+def test_defaults() -> None:
     bare = {key: value for key, value in LLAMA.items() if key not in ("head_dim", "num_key_value_heads", "rope_theta")}
     config = config_from_hf(bare)
     assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 4, 10_000.0)
@@ -154,12 +154,12 @@ def test_sparse_layers() -> None:
         ({"layer_types": [[]] * 4, "use_sliding_window": True}, "each of 4 layers"),
     ],
 )
-def test_nonsense(changes: dict[str, Any], message: str) -> None:
+def test_invalid_config_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf(QWEN3 | changes)
 
 
-def test_more_experts_chosen_than_there_are() -> None:
+def test_too_many_chosen_experts_are_refused() -> None:
     with pytest.raises(ValueError, match="only 8 exist"):
         config_from_hf(MOE | {"num_experts_per_tok": 9})
 

@@ -1,7 +1,8 @@
-"""The GGUF reader: every tensor type, the models it makes, and files that are damaged or hostile."""
+"""The GGUF reader: tensor types, models, damaged and hostile files."""
 
 from __future__ import annotations
 
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -24,24 +25,6 @@ from tests.models.gguf_files import LLAMA, write_gguf
 from tests.models.paged import run_decoder
 from tests.models.test_decoder import make_model, run_model
 from tests.models.test_tokenizer import gguf_metadata
-
-HF_TO_GGUF = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
 
 
 def raw_blocks(kind: Type, rows: int, width: int) -> np.ndarray:
@@ -76,26 +59,23 @@ def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k of llama models."""
+    """Permutes q or k of a llama model as llama.cpp's converter does."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def to_gguf(model: PreTrainedModel, permuted: bool) -> dict[str, np.ndarray]:
-    """A transformers model as llama.cpp's converter would name and order it."""
+def to_gguf(model: PreTrainedModel, architecture: str) -> dict[str, np.ndarray]:
+    """Converts a transformers model to the tensors of llama.cpp's converter."""
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     tensors = {}
     for name, value in model.state_dict().items():
-        module, leaf = name.rsplit(".", 1)
         if ".experts" in name:
             continue
-        layer = ""
-        if module.startswith("model.layers."):
-            _, _, index, module = module.split(".", 3)
-            layer = f"blk.{index}."
         array = value.numpy().copy()
-        if permuted and module in ("self_attn.q_proj", "self_attn.k_proj"):
-            array = permute(array, 4 if module.endswith("q_proj") else 2)
-        tensors[f"{layer}{HF_TO_GGUF[module]}.{leaf}"] = array
+        if architecture == "llama" and re.search(r"self_attn\.[qk]_proj", name):
+            array = permute(array, 4 if "q_proj" in name else 2)
+        tensors[str(names.get_name(name, try_suffixes=(".weight", ".bias")))] = array
     for i, block in enumerate(model.model.layers):
         if hasattr(block.mlp, "experts"):
             gate, up = (half.numpy().copy() for half in block.mlp.experts.gate_up_proj.detach().chunk(2, 1))
@@ -153,37 +133,37 @@ def make_pair(case: str) -> tuple[PreTrainedModel, dict[str, np.ndarray], dict[s
     family, architecture, changes, fields = MODELS[case]
     size = {"num_hidden_layers": 2, "intermediate_size": 64, "rms_norm_eps": 1e-6}
     model = make_model(family, size | changes)
-    tensors = to_gguf(model, permuted=architecture == "llama")
+    tensors = to_gguf(model, architecture)
     if model.config.tie_word_embeddings:
         del tensors["output.weight"]
     return model, tensors, LLAMA | fields, architecture
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_gguf_equals_the_model_it_was_made_from(case: str, tmp_path: Path) -> None:
+def test_gguf_equals_its_source_model(case: str, tmp_path: Path) -> None:
     model, tensors, fields, architecture = make_pair(case)
     path = write_gguf(tmp_path / "a.gguf", tensors, fields, architecture)
     assert_same(path, model)
 
 
 def test_rope_factors_of_llama3(tmp_path: Path) -> None:
-    """Converters store llama 3's stretched frequencies as divisors of the plain ones."""
+    """Converters store the frequencies of llama 3 as divisors of the plain ones."""
     parameters = {"rope_theta": 10_000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
     model = make_model("llama", {"num_hidden_layers": 2, "intermediate_size": 64, "rope_parameters": parameters})
     plain = 10_000.0 ** (-torch.arange(0, 8, 2) / 8)
     divisors = (plain / model.model.rotary_emb.inv_freq).numpy()
     assert divisors.max() > 2
-    path = write_gguf(tmp_path / "a.gguf", to_gguf(model, permuted=True) | {"rope_freqs.weight": divisors})
+    path = write_gguf(tmp_path / "a.gguf", to_gguf(model, "llama") | {"rope_freqs.weight": divisors})
     assert_same(path, model)
 
 
 SCALES: dict[Type, dict[int, float]] = {Type.Q4_K: {0: 2e-4, 2: 1.5e-3}, Type.Q6_K: {208: 3e-5}}
-"""Where a block keeps its half-precision scales, and values that put its numbers around 0, mostly below 0.1."""
+"""Offsets of the half-precision scales in a block, with values that keep its numbers mostly below 0.1."""
 
 
 def k_quants(kind: Type, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Blocks with made-up contents: the gguf package reads these types and cannot write them."""
+    """Returns random blocks: the gguf package cannot write these types."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(seed).integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
     for place, scale in SCALES[kind].items():
@@ -192,11 +172,11 @@ def k_quants(kind: Type, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def write_k_quants(path: Path, is_tied: bool) -> Path:
-    """A qwen2 file as mixed 4-bit ones are: 4 bits, with 6 for v, down and output; plain norms and biases."""
+    """Writes a qwen2 file in a usual 4-bit mix: 6 bits for v, down and output, plain norms and biases."""
     vocabulary = gguf_metadata("qwen2", add_bos_token=False)
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"])
     size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": vocab_size}
-    tensors = to_gguf(make_model("qwen2", size), permuted=False)
+    tensors = to_gguf(make_model("qwen2", size), "qwen2")
     if is_tied:
         del tensors["output.weight"]
     six = ("attn_v.weight", "ffn_down.weight", "output.weight")
@@ -209,7 +189,7 @@ def write_k_quants(path: Path, is_tied: bool) -> Path:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_model_of_k_quants_equals_transformers_on_the_same_file(is_tied: bool, tmp_path: Path) -> None:
+def test_k_quants_equal_transformers(is_tied: bool, tmp_path: Path) -> None:
     path = write_k_quants(tmp_path / "a.gguf", is_tied)
     stored = {info.type.name for info in GGUFFile(path).tensors.values()}
     assert stored == {"F32", "Q4_K", "Q6_K"}
@@ -225,7 +205,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def assert_only_value_errors(path: Path, data: bytes) -> None:
-    """Either the file is read, or one clear error; never much more memory than the file."""
+    """Checks that a file is read or refused in one line, with bounded memory."""
     path.write_bytes(data)
     tracemalloc.start()
     try:
@@ -356,7 +336,7 @@ def test_target_of_a_file(tmp_path: Path) -> None:
     vocabulary = gguf_metadata()
     tokens = vocabulary["tokenizer.ggml.tokens"]
     model = make_model("llama", {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": len(tokens)})
-    path = write_gguf(tmp_path / "a.gguf", to_gguf(model, permuted=True), extra=vocabulary)
+    path = write_gguf(tmp_path / "a.gguf", to_gguf(model, "llama"), extra=vocabulary)
     target = load_target(path)
     assert target.eos_tokens == {1}
     assert target.tokenizer.decode(target.tokenizer.encode("low lower")) == "low lower"

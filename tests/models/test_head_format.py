@@ -22,6 +22,7 @@ from jetspec.models.draft_head import HeadConfig
 from jetspec.models.head_format import check_fits, describe_head, load_head, save_head, shipped_head_name
 from jetspec.models.heads import load_any_head
 from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.models.hub import HEADS as HEADS_FOLDER
 from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
 
 Json = dict[str, Any]
@@ -66,7 +67,7 @@ def refusal(folder: Path) -> str:
 
 @each_head
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_written_is_read_back(config: HeadConfig, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_saved_head_is_loaded_again(config: HeadConfig, dtype: torch.dtype, tmp_path: Path) -> None:
     head = random_head(config)
     save_head(head, tmp_path / "head", dtype)
     back = load_head(tmp_path / "head")
@@ -96,7 +97,7 @@ def test_stretched_rope_is_read_back(rope: RopeConfig, tmp_path: Path) -> None:
 
 
 def test_shipped_head_is_found_by_the_shape_of_the_target() -> None:
-    """As for a file of the default model in another quantisation."""
+    """Such as a file of the default model in another quantisation."""
     default = DecoderConfig(
         "llama", 49152, 576, 30, num_heads=9, num_kv_heads=3, head_dim=64, inner_size=1536, max_len=8192
     )
@@ -104,65 +105,23 @@ def test_shipped_head_is_found_by_the_shape_of_the_target() -> None:
     assert shipped_head_name(default) is None and shipped_head_name(TARGET) is None
 
 
-def test_written_folder_is_the_published_layout(tmp_path: Path) -> None:
-    save_head(random_head(replace(HEADS["edge"], target_hidden_size=10)), tmp_path / "head")
-    assert {path.name for path in tmp_path.iterdir()} == {"head"}
+def test_saving_the_shipped_head_reproduces_its_files(tmp_path: Path) -> None:
+    """Published heads stay readable by other programs."""
+    folder = HEADS_FOLDER / DEFAULT_MODEL
+    save_head(load_head(folder), tmp_path / "head", torch.int8)
     assert {path.name for path in (tmp_path / "head").iterdir()} == {"config.json", "model.safetensors"}
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    expected = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 24,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "vocab_size": 37,
-        "rope_theta": 1000.0,
-        "rope_scaling": None,
-        "layer_types": ["full_attention"] * 3,
-        "tie_word_embeddings": False,
-        "num_target_layers": 6,
-        "dtype": "bfloat16",
-        "block_size": 5,
-        "is_causal": True,
-    }
-    assert expected.items() <= config.items()
-    assert config["dflash_config"] == {
-        "target_layer_ids": [1, 2],
-        "mask_token_id": 36,
-        "target_hidden_size": 10,
-        "causal_head": True,
-        "causal": True,
-        "edge": {"rank": 6, "gate": True, "gate_bias": 1.0},
-    }
-    shapes = {name: list(value.shape) for name, value in load_file(tmp_path / "head" / "model.safetensors").items()}
-    layer = {
-        "input_layernorm.weight": [16],
-        "post_attention_layernorm.weight": [16],
-        "self_attn.q_proj.weight": [32, 16],
-        "self_attn.k_proj.weight": [16, 16],
-        "self_attn.v_proj.weight": [16, 16],
-        "self_attn.o_proj.weight": [16, 32],
-        "self_attn.q_norm.weight": [8],
-        "self_attn.k_norm.weight": [8],
-        "mlp.gate_proj.weight": [24, 16],
-        "mlp.up_proj.weight": [24, 16],
-        "mlp.down_proj.weight": [16, 24],
-    }
-    assert shapes == {
-        "fc.weight": [16, 32],
-        "hidden_norm.weight": [16],
-        "norm.weight": [16],
-        "hidden_dim_adapter.proj.weight": [16, 10],
-        "edge.predecessor.weight": [37, 6],
-        "edge.successor.weight": [37, 6],
-        "edge.gate.weight": [6, 16],
-    } | {f"layers.{i}.{name}": shape for i in range(3) for name, shape in layer.items()}
+    assert json.loads((tmp_path / "head" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+    saved, shipped = (load_file(path / "model.safetensors") for path in (tmp_path / "head", folder))
+    assert saved.keys() == shipped.keys()
+    assert all(torch.equal(value, shipped[name]) for name, value in saved.items())
+
+
+def test_published_names_of_the_adapter(tmp_path: Path) -> None:
+    save_head(random_head(HEADS["adapter"]), tmp_path / "head")
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["dflash_config"]["target_hidden_size"] == 10
+    assert load_file(tmp_path / "head" / "model.safetensors")["hidden_dim_adapter.proj.weight"].shape == (16, 10)
 
 
 def stack(tensors: Tensors, parts: tuple[str, ...], name: str) -> Tensors:
@@ -190,7 +149,7 @@ SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
 
 
 @pytest.mark.parametrize("change", SPELLINGS.values(), ids=SPELLINGS.keys())
-def test_every_spelling_of_the_tensors_is_read(change: Callable[[Tensors], Tensors], folder: Path) -> None:
+def test_tensor_spellings_are_read(change: Callable[[Tensors], Tensors], folder: Path) -> None:
     edit_tensors(folder, change)
     back, head = load_head(folder), random_head(CAUSAL)
     assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
@@ -226,12 +185,12 @@ CONFIG_SPELLINGS: dict[str, Callable[[Json], object]] = {
 
 
 @pytest.mark.parametrize("change", CONFIG_SPELLINGS.values(), ids=CONFIG_SPELLINGS.keys())
-def test_every_spelling_of_the_config_is_read(change: Callable[[Json], object], folder: Path) -> None:
+def test_config_spellings_are_read(change: Callable[[Json], object], folder: Path) -> None:
     edit_config(folder, change)
     assert load_head(folder).head_config == CAUSAL
 
 
-def test_missing_taps_follow_the_rule(folder: Path) -> None:
+def test_missing_tap_layers_have_defaults(folder: Path) -> None:
     def change(config: Json) -> None:
         del config["dflash_config"]["target_layer_ids"]
         config["num_target_layers"] = 36
@@ -267,7 +226,7 @@ def test_causal_flag_in_any_spelling(flags: dict[str, bool], folder: Path) -> No
 
 
 @pytest.mark.parametrize("flags", [{}, {"is_causal": False}, {"is_causal": True}])
-def test_windows_are_causal_where_no_flag_speaks(flags: dict[str, bool], tmp_path: Path) -> None:
+def test_windows_are_causal_without_a_flag(flags: dict[str, bool], tmp_path: Path) -> None:
     save_head(random_head(HEADS["windowed"]), tmp_path / "head")
     edit_config(tmp_path / "head", lambda c: set_flags(c, flags))
     config = load_head(tmp_path / "head").head_config
@@ -276,7 +235,7 @@ def test_windows_are_causal_where_no_flag_speaks(flags: dict[str, bool], tmp_pat
 
 
 @pytest.mark.parametrize("switch", [True, False, None])
-def test_layer_types_say_who_has_a_window(switch: bool | None, tmp_path: Path) -> None:
+def test_layer_types_decide_windows(switch: bool | None, tmp_path: Path) -> None:
     save_head(random_head(HEADS["windowed"]), tmp_path / "head")
     edit_config(tmp_path / "head", lambda c: c.update(use_sliding_window=switch))
     assert load_head(tmp_path / "head").head_config == HEADS["windowed"]
@@ -308,7 +267,7 @@ FOREIGN: dict[str, Json] = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_heads_are_refused_by_name(name: str, folder: Path) -> None:
+def test_other_kinds_of_heads_are_refused(name: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(FOREIGN[name]))
     message = refusal(folder)
     assert name.strip() in message and "not supported" in message
@@ -333,7 +292,7 @@ def test_gguf_head_is_refused_and_gguf_target_is_no_head(tmp_path: Path) -> None
     assert describe_head(gguf_file(tmp_path / "target.gguf", "llama")) is None
 
 
-def test_other_folders_are_no_heads(tmp_path: Path) -> None:
+def test_other_folders_are_refused(tmp_path: Path) -> None:
     assert describe_head(tmp_path) is None
     assert "not a draft head" in refusal(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
@@ -341,11 +300,11 @@ def test_other_folders_are_no_heads(tmp_path: Path) -> None:
     assert "not a draft head" in refusal(tmp_path)
 
 
-def test_the_folder_of_a_run_is_no_head_but_leads_to_it(folder: Path) -> None:
+def test_run_folder_names_its_head(folder: Path) -> None:
     assert f"{folder.parent} is not a draft head: did you mean {folder}?" in refusal(folder.parent)
 
 
-def test_a_head_has_the_name_of_the_model_that_it_comes_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_name_loads_its_shipped_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("jetspec.models.hub.HEADS", folder.parent)
     monkeypatch.setattr("jetspec.models.hub.DEFAULT_MODEL", folder.name)
@@ -377,7 +336,7 @@ NONSENSE: dict[str, Callable[[Json], object]] = {
 
 
 @pytest.mark.parametrize("key", NONSENSE)
-def test_nonsense_in_the_config_is_named(key: str, folder: Path) -> None:
+def test_invalid_config_is_refused(key: str, folder: Path) -> None:
     edit_config(folder, NONSENSE[key])
     assert key in refusal(folder)
 
@@ -398,7 +357,7 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_tensors_that_do_not_match_the_config_are_named(name: str, folder: Path) -> None:
+def test_mismatching_tensors_are_refused(name: str, folder: Path) -> None:
     change, words = DAMAGE[name]
     edit_tensors(folder, change)
     message = refusal(folder)
@@ -423,7 +382,7 @@ def test_pickles_are_never_opened(folder: Path) -> None:
 
 
 @each_head
-def test_description_tells_what_the_head_is(config: HeadConfig, tmp_path: Path) -> None:
+def test_description(config: HeadConfig, tmp_path: Path) -> None:
     head = random_head(config)
     save_head(head, tmp_path / "head")
     facts = describe_head(tmp_path / "head")
@@ -451,11 +410,11 @@ MISFITS: dict[str, tuple[HeadConfig, DecoderConfig]] = {
 
 
 @pytest.mark.parametrize("words", MISFITS)
-def test_misfit_is_said_in_words(words: str) -> None:
+def test_misfit_is_named(words: str) -> None:
     assert any(words in problem for problem in check_fits(*MISFITS[words]))
 
 
-def test_head_for_another_model_is_refused_with_all_reasons(folder: Path) -> None:
+def test_all_misfits_are_named(folder: Path) -> None:
     with pytest.raises(ValueError) as error:
         load_head(folder, replace(TARGET, hidden_size=32, vocab_size=30, num_layers=2))
     message = str(error.value)
@@ -463,7 +422,7 @@ def test_head_for_another_model_is_refused_with_all_reasons(folder: Path) -> Non
     assert all(words in message for words in ("hidden size", "vocabulary", "made for 6", "taps layer", "mask token"))
 
 
-def test_saving_replaces_a_head_and_nothing_else(folder: Path) -> None:
+def test_saving_replaces_only_a_head(folder: Path) -> None:
     head = random_head(CAUSAL, seed=5)
     save_head(head, folder, torch.float32)
     assert torch.equal(load_head(folder).fc.weight, head.fc.weight)
@@ -498,8 +457,8 @@ def test_failed_save_leaves_the_old_head(step: str, folder: Path, monkeypatch: p
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_file_that_the_system_refuses_is_its_error(tmp_path: Path) -> None:
-    """The limit on the size of files holds for a whole process, so another one meets it."""
+def test_system_error_is_an_oserror(tmp_path: Path) -> None:
+    """The file size limit applies to a whole process, hence the subprocess."""
     script = f"""
 import resource
 from jetspec.models.head_format import save_head
@@ -516,7 +475,7 @@ except OSError as error:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_all_files_of_a_head_follow_the_umask(umask: int, tmp_path: Path) -> None:
+def test_files_follow_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         save_head(random_head(CAUSAL), tmp_path / "head", card="A head.")
@@ -525,14 +484,14 @@ def test_all_files_of_a_head_follow_the_umask(umask: int, tmp_path: Path) -> Non
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "head").iterdir()} == {0o666 & ~umask}
 
 
-def test_what_the_format_cannot_hold_is_not_written(tmp_path: Path) -> None:
+def test_two_window_sizes_are_refused(tmp_path: Path) -> None:
     two_windows = replace(CAUSAL, layers=replace(LAYERS, windows=(2, 3, None)))
     with pytest.raises(ValueError, match="single size"):
         save_head(random_head(two_windows), tmp_path / "head")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_int8_keeps_rows_to_half_a_step_and_is_half_the_size(tmp_path: Path) -> None:
+def test_int8_error_is_half_a_step(tmp_path: Path) -> None:
     head = random_head(HEADS["edge"])
     save_head(head, tmp_path / "wide")
     save_head(head, tmp_path / "narrow", dtype=torch.int8)
@@ -544,7 +503,7 @@ def test_int8_keeps_rows_to_half_a_step_and_is_half_the_size(tmp_path: Path) -> 
     assert sizes[0] < sizes[1]
 
 
-def test_int8_without_its_factors_is_refused(tmp_path: Path) -> None:
+def test_int8_without_scales_is_refused(tmp_path: Path) -> None:
     head = random_head(HEADS["edge"])
     save_head(head, tmp_path / "head", dtype=torch.int8)
     path = tmp_path / "head" / "model.safetensors"

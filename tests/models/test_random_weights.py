@@ -1,4 +1,4 @@
-"""Random weights stand in for real ones wherever these may be."""
+"""Random weights have the dtype and device of real ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HEAD = head_config(HeadShape(num_layers=2, mask_token=63, edge_rank=4), TARGET)
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("what", ["target", "head"])
-def test_all_of_it_is_where_and_what_it_should_be(what: str, device: str) -> None:
-    """Angles of positions are too fine for 16 bits."""
+def test_dtype_and_device(what: str, device: str) -> None:
+    """Rotary angles stay in float32."""
     where, dtype = torch.device(device), torch.bfloat16
     model = random_target(TARGET, dtype, where) if what == "target" else random_head(HEAD, dtype, where)
     state = [*model.parameters(), *model.buffers()]

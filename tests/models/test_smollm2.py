@@ -48,7 +48,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def reader(target: Target) -> gguf.GGUFReader:
-    """The gguf package's own reader: nothing of ours lies between the file and transformers."""
+    """Reader of the gguf package, independent of ours."""
     return gguf.GGUFReader(target.path)
 
 
@@ -94,8 +94,8 @@ def test_tokens(text: str, target: Target, their_tokenizer: PreTrainedTokenizerF
     assert target.tokenizer.decode(ids, skip_special=False) == text
 
 
-def test_numerals_stand_alone(target: Target, their_tokenizer: PreTrainedTokenizerFast) -> None:
-    """transformers rebuilds a GPT-2 cut from the file; the published tokenizer first parts every numeral."""
+def test_numerals_are_single_tokens(target: Target, their_tokenizer: PreTrainedTokenizerFast) -> None:
+    """The published tokenizer splits numerals first, which transformers' conversion from GGUF omits."""
     published = Backend.from_str(their_tokenizer.backend_tokenizer.to_str())
     published.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

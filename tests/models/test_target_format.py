@@ -1,4 +1,4 @@
-"""A target written as a Hugging Face folder is the same model to us and to transformers."""
+"""A target saved as a Hugging Face folder is the same model, here and in transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_what_was_written_is_the_same_model(family: str, tmp_path: Path) -> None:
+def test_saved_target_is_the_same_model(family: str, tmp_path: Path) -> None:
     target = tiny_target(family)
     save_target(target, tmp_path / "model", torch.float32)
     again = load_target(tmp_path / "model", torch.float32)
@@ -57,14 +57,14 @@ def test_what_was_written_is_the_same_model(family: str, tmp_path: Path) -> None
     torch.testing.assert_close(found, logits(target.decoder), atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_that_a_config_cannot_describe_is_refused() -> None:
+def test_inexpressible_config_is_refused() -> None:
     config = DecoderConfig("llama", 40, 32, 2, 4, 2, 8, 48, max_len=64, windows=(4, 4))
     with pytest.raises(ValueError, match="windows"):
         write_config(config, torch.float32)
 
 
 @pytest.mark.model
-def test_the_default_model_is_the_same_for_transformers(tmp_path: Path) -> None:
+def test_transformers_reads_the_default_model(tmp_path: Path) -> None:
     target = load_target(DEFAULT_MODEL, torch.float32)
     save_target(target, tmp_path / "model", torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")

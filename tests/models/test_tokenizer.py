@@ -1,4 +1,4 @@
-"""Text to tokens and back: folders, rebuilt GGUF vocabularies, chat templates that misbehave."""
+"""Tokenizers of folders and GGUF files, and chat templates, hostile ones included."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def train_backend() -> Backend:
-    """A real byte-level BPE, learned from a few lines."""
+    """Trains a byte-level BPE on a few lines."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -92,7 +92,7 @@ GGUF = {pre: Tokenizer.from_gguf(gguf_metadata(pre)) for pre in PRE_TOKENIZERS}
 
 @given(st.text())
 @settings(max_examples=60)
-def test_gguf_equals_the_tokenizer_it_was_made_from(text: str) -> None:
+def test_gguf_equals_its_source_tokenizer(text: str) -> None:
     assert GGUF["gpt-2"].encode(text) == BACKEND.encode(text).ids
 
 
@@ -106,7 +106,7 @@ def test_gguf_equals_the_tokenizer_it_was_made_from(text: str) -> None:
         ("tekken", ["I", "'m", " ", "2", "0", "2", "4", ",", " ok", "\n\n\n", "x"]),
     ],
 )
-def test_words_before_merging(pre: str, pieces: list[str]) -> None:
+def test_pre_tokenizers_split_words(pre: str, pieces: list[str]) -> None:
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
     cut = pre_tokenizers.Sequence(splits).pre_tokenize_str("I'm 2024, ok\n\n\nx")
     assert [piece for piece, _ in cut] == pieces
@@ -125,7 +125,7 @@ def test_control_tokens_are_special() -> None:
     assert tokenizer.decode(ids, skip_special=False) == "low<|a|></s>"
 
 
-def test_user_defined_tokens_are_whole_but_not_special() -> None:
+def test_user_defined_tokens_are_not_special() -> None:
     metadata = gguf_metadata()
     metadata["tokenizer.ggml.token_type"] = [4 if type == 3 else type for type in metadata["tokenizer.ggml.token_type"]]
     tokenizer = Tokenizer.from_gguf(metadata)
@@ -134,7 +134,7 @@ def test_user_defined_tokens_are_whole_but_not_special() -> None:
 
 
 def test_unused_ids_are_no_tokens() -> None:
-    """Rows of an embedding beyond the vocabulary: files name them, texts never hold them."""
+    """Files name embedding rows beyond the vocabulary."""
     metadata = gguf_metadata()
     count = len(metadata["tokenizer.ggml.tokens"])
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "[PAD0]", "[PAD1]"]
@@ -156,7 +156,7 @@ def test_first_token(pre: str, wish: bool | None, first: bool) -> None:
     assert tokenizer.encode("low")[0] != 0
 
 
-def test_chat_adds_no_second_first_token() -> None:
+def test_chat_adds_no_second_bos_token() -> None:
     metadata = gguf_metadata(add_bos_token=True) | {"tokenizer.chat_template": "{{ bos_token }}" + PLAIN}
     assert Tokenizer.from_gguf(metadata).encode_chat(USER).count(0) == 1
 
@@ -184,8 +184,8 @@ PARTS = [
 @pytest.mark.parametrize("kind", BOUNDED)
 @given(data=st.data())
 @settings(max_examples=50)
-def test_a_bounded_encoding_is_the_same_or_refused(kind: str, data: st.DataObject) -> None:
-    """Looking at beginnings, as short as can be, never takes a text that fits for one that is too long."""
+def test_bounded_encoding_is_equal_or_refused(kind: str, data: st.DataObject) -> None:
+    """Prefixes, as short as possible, never refuse a text within the limit."""
     tokenizer = BOUNDED[kind]
     text = "".join(data.draw(st.lists(st.sampled_from(PARTS), max_size=30)))
     whole = tokenizer.encode(text, add_special=True)
@@ -201,9 +201,7 @@ def test_a_bounded_encoding_is_the_same_or_refused(kind: str, data: st.DataObjec
 
 @pytest.mark.parametrize("text", ["1", "a", " ", "low er ", "<|a|>", "🙂"])
 @pytest.mark.parametrize("kind", ["smollm", "qwen2", "sentencepiece"])
-def test_refusing_a_text_takes_no_longer_the_longer_it_is(
-    kind: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusal_reads_a_bounded_prefix(kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, encode, read = BOUNDED[kind], Tokenizer._encoding, 0
 
     def counted(self: Tokenizer, text: str, add_special: bool = False) -> Any:
@@ -219,8 +217,8 @@ def test_refusing_a_text_takes_no_longer_the_longer_it_is(
 
 @given(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "end|>", "<", "\n", "system", "hi ", "1f"])))
 @settings(max_examples=50)
-def test_nobodys_words_can_begin_a_turn(parts: list[str]) -> None:
-    """What a template says of control tokens counts; what messages and tools say of them is text, and all of it."""
+def test_messages_cannot_contain_control_tokens(parts: list[str]) -> None:
+    """Control tokens in templates are special; in messages and tools they are plain text, unchanged."""
     tokenizer, said = byte_tokenizer(), "".join(parts)
     tokenizer.chat_template = "{{ tools | tojson }}" + TEMPLATE
     messages: list[dict[str, Any]] = [{"role": "user", "content": said}, {"role": "tool", "content": [said]}]
@@ -290,19 +288,19 @@ def test_token_text_is_one_printable_line() -> None:
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="▁<"), min_size=1))
 @settings(max_examples=60)
-def test_the_bytes_of_tokens_make_up_the_text(text: str) -> None:
+def test_token_bytes_concatenate_to_the_text(text: str) -> None:
     for tokenizer, prefix in ((GGUF["gpt-2"], b""), (SENTENCEPIECE, b" ")):
         parts = tokenizer.token_bytes()
         assert b"".join(parts[id] for id in tokenizer.encode(text)) == prefix + text.encode()
 
 
-def test_control_tokens_add_no_bytes() -> None:
+def test_control_tokens_have_no_bytes() -> None:
     for tokenizer in (GGUF["gpt-2"], SENTENCEPIECE):
         assert all(not tokenizer.token_bytes()[id] for id in tokenizer.eos_tokens)
         assert len(tokenizer.token_bytes()) == tokenizer.vocab_size
 
 
-def test_byte_alphabet_is_the_librarys() -> None:
+def test_byte_alphabet_equals_the_library() -> None:
     assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
     assert sorted(BYTE_OF.values()) == list(range(256))
 
@@ -335,7 +333,7 @@ def test_damaged_folder(tmp_path: Path, content: str) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-def test_folder_whose_tokenizer_has_no_decoder(tmp_path: Path) -> None:
+def test_tokenizer_without_decoder(tmp_path: Path) -> None:
     Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert (tokenizer.token_text(1), tokenizer.decode([1])) == ("b", "b")
@@ -373,7 +371,7 @@ def test_no_template() -> None:
         "{{ open('/etc/passwd') }}",
     ],
 )
-def test_template_that_misbehaves(template: str) -> None:
+def test_hostile_template_is_refused(template: str) -> None:
     with pytest.raises(ValueError, match="chat template failed"):
         with_template(template).chat(USER)
 

@@ -1,9 +1,10 @@
-"""Folders of safetensors: what is refused and how, and what a loaded decoder is like."""
+"""Folders of safetensors: loading, and refusal of damaged or hostile files."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
     save_file({name: value for name, value in tensors.items() if value is not None}, file)
 
 
-def test_a_loaded_decoder_is_ready_to_run(tmp_path: Path) -> None:
+def test_loaded_decoder_is_ready_to_run(tmp_path: Path) -> None:
     decoder = load_decoder(save_model(tmp_path, tie_word_embeddings=True))
     assert not decoder.training
     assert not any(parameter.requires_grad for parameter in decoder.parameters())
@@ -49,7 +50,7 @@ def test_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_stacked_experts(tmp_path: Path) -> None:
-    """Folders that keep all experts of a layer in one tensor load like those that do not."""
+    """Stacked and separate expert tensors are equal."""
     sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     model = make_model("qwen3_moe", sizes)
     model.save_pretrained(tmp_path)
@@ -62,25 +63,17 @@ def test_stacked_experts(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs), name
 
 
-def test_missing_tensor(tmp_path: Path) -> None:
-    edit_tensors(save_model(tmp_path), model__norm__weight=None)
-    with pytest.raises(ValueError, match=r"tensor model\.norm\.weight is missing"):
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize("value", [None, torch.zeros(31), torch.zeros(32, dtype=torch.int32)])
+def test_mismatching_tensor_is_refused(value: Tensor | None, tmp_path: Path) -> None:
+    edit_tensors(save_model(tmp_path), model__norm__weight=value)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}: tensor {re.escape(NORM)}"):
         load_decoder(tmp_path)
 
 
-def test_wrong_shape(tmp_path: Path) -> None:
-    edit_tensors(save_model(tmp_path), model__norm__weight=torch.zeros(31))
-    with pytest.raises(ValueError, match=r"tensor model\.norm\.weight has shape \(31,\).* \(32,\)"):
-        load_decoder(tmp_path)
-
-
-def test_wrong_type(tmp_path: Path) -> None:
-    edit_tensors(save_model(tmp_path), model__norm__weight=torch.zeros(32, dtype=torch.int32))
-    with pytest.raises(ValueError, match="stored as I32; F32, F16, BF16 can be read"):
-        load_decoder(tmp_path)
-
-
-def test_a_huge_config_allocates_nothing(tmp_path: Path) -> None:
+def test_huge_config_allocates_nothing(tmp_path: Path) -> None:
     save_model(tmp_path)
     edit_config(tmp_path, vocab_size=1 << 24, hidden_size=1 << 20, head_dim=8)
     with pytest.raises(ValueError, match="has shape"):
@@ -100,36 +93,34 @@ def test_truncated_file(kept: int, tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-def test_missing_shard(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [None, -5])
+def test_damaged_shard(kept: int | None, tmp_path: Path) -> None:
     shard = sorted(save_model(tmp_path, shards=True).glob("*.safetensors"))[1]
+    content = shard.read_bytes()[:kept]
     shard.unlink()
-    with pytest.raises(ValueError, match=f"shard {shard.name} is missing"):
+    if kept is not None:
+        shard.write_bytes(content)
+    with pytest.raises(ValueError, match=shard.name):
         load_decoder(tmp_path)
 
 
-def test_truncated_shard(tmp_path: Path) -> None:
-    shard = sorted(save_model(tmp_path, shards=True).glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-5])
-    with pytest.raises(ValueError, match=f"{shard.name}: cannot be read"):
-        load_decoder(tmp_path)
+def move_norm(folder: Path, file: object) -> None:
+    """Points the index to another file for one tensor."""
+    content = json.loads((folder / INDEX).read_text())
+    content["weight_map"][NORM] = content["weight_map"]["model.embed_tokens.weight"] if file is None else file
+    (folder / INDEX).write_text(json.dumps(content))
 
 
 def test_index_names_the_wrong_shard(tmp_path: Path) -> None:
-    index = save_model(tmp_path, shards=True) / INDEX
-    content = json.loads(index.read_text())
-    content["weight_map"]["model.norm.weight"] = content["weight_map"]["model.embed_tokens.weight"]
-    index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"tensor model\.norm\.weight is missing, though the index names it"):
+    move_norm(save_model(tmp_path, shards=True), None)
+    with pytest.raises(ValueError, match=re.escape(NORM)):
         load_decoder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/tmp/a.safetensors", "a\\b.safetensors", "x.bin", "", 7])
 def test_index_stays_in_its_folder(name: Any, tmp_path: Path) -> None:
-    index = save_model(tmp_path / "model", shards=True) / INDEX
-    content = json.loads(index.read_text())
-    content["weight_map"]["model.norm.weight"] = name
-    index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="not a safetensors file of this folder"):
+    move_norm(save_model(tmp_path / "model", shards=True), name)
+    with pytest.raises(ValueError, match=re.escape(repr(str(name)))):
         load_decoder(tmp_path / "model")
 
 
@@ -140,16 +131,13 @@ def test_damaged_index(content: str, tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "\ud800".encode("utf-8", "surrogatepass")])
-def test_damaged_config(content: str | bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", "\ud800".encode("utf-8", "surrogatepass"), None])
+def test_damaged_config(content: bytes | None, tmp_path: Path) -> None:
     file = save_model(tmp_path) / "config.json"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json"):
-        load_decoder(tmp_path)
-
-
-def test_empty_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json is missing"):
         load_decoder(tmp_path)
 
 
@@ -195,7 +183,7 @@ def test_target_of_a_folder(tmp_path: Path) -> None:
 
 def test_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
     write_folder(save_model(tmp_path), {})
-    with pytest.raises(ValueError, match="the model only 61"):
+    with pytest.raises(ValueError, match=r"tokenizer has .* 61"):
         load_target(tmp_path)
 
 
@@ -206,5 +194,5 @@ def test_describe(tmp_path: Path) -> None:
     assert (told["kind"], told["format"], told["family"]) == ("target", "safetensors", "llama")
     assert told["parameters"] == sum(parameter.numel() for parameter in load_decoder(tmp_path).parameters())
     assert (told["layers"], told["vocab_size"], told["chat_template"]) == (3, size, True)
-    assert fits(told, told) == ["a target and a head are needed, not a target and a target"]
+    assert len(fits(told, told)) == 1
     json.dumps(told)
