@@ -13,8 +13,7 @@ from tqdm import tqdm
 
 from benchmarks.load import PERCENTILES, Load, Message, Timing, send_load, summarize
 from jetspec.commands.compare import DEMO_PROMPTS
-from jetspec.commands.generate import write_json
-from jetspec.commands.screen import err, out
+from jetspec.commands.screen import err, out, write_json
 from jetspec.data.prompts import read_questions
 from jetspec.files import read_text
 from jetspec.record import write_record

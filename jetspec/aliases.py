@@ -1,9 +1,9 @@
 """Old names, accepted for one release with one warning line each. No other module knows them.
 
-`RENAMED` maps an old name to the current one, section by section. `python` holds the public names of the package
-`jetspec`, `flag` the options of the command line. Every other section holds the fields of one config dataclass; they
-are also the keys of that section in a recipe and in `--set section.field=value`. Whoever renames one of these adds a
-row; rows go one release later.
+`RENAMED` maps an old name to the current one, section by section: `python` holds the public names of the package
+`jetspec`; `command` the commands of `jetspec data`; `flag` the options of all commands and `flag NAME` those of one,
+which are now settings without a flag. Every other section holds the fields of one config dataclass, which are also the
+keys of that section in a recipe and in `--set section.field=value`. Rows go one release later.
 """
 
 from __future__ import annotations
@@ -20,12 +20,76 @@ RENAMED: dict[str, dict[str, str]] = {
     "python": {"Shrink": "BatchTree"},
     "tree": {"heat": "draft_temperature", "likely": "shortlist_parents", "shrink": "batch_trees"},
     "engine": {"patience": "max_admission_delay", "ahead": "overlap_rounds"},
+    "command": {"invent": "synthesize"},
     "flag": {
-        "--heat": "--draft-temperature",
-        "--likely": "--shortlist-parents",
-        "--shrink": "--batch-trees",
-        "--patience": "--max-admission-delay",
-        "--ahead": "--overlap-rounds",
+        "--depth": "--set tree.depth",
+        "--draft-temperature": "--set tree.draft_temperature",
+        "--heat": "--set tree.draft_temperature",
+        "--shortlist": "--set tree.shortlist",
+        "--shortlist-parents": "--set tree.shortlist_parents",
+        "--likely": "--set tree.shortlist_parents",
+        "--batch-trees": "--set tree.batch_trees",
+        "--shrink": "--set tree.batch_trees",
+        "--budget": "--set tree.budget",
+        "--width": "--set tree.width",
+        "--expand": "--set tree.expand",
+        "--drafter": "--set model.drafter",
+        "--dtype": "--set model.dtype",
+        "--device": "--set model.device",
+        "--temperature": "--set sampling.temperature",
+        "--top-p": "--set sampling.top_p",
+        "--top-k": "--set sampling.top_k",
+        "--min-p": "--set sampling.min_p",
+        "--presence-penalty": "--set sampling.presence_penalty",
+        "--frequency-penalty": "--set sampling.frequency_penalty",
+        "--seed": "--set sampling.seed",
+        "--max-tokens": "--set sampling.max_tokens",
+        "--stop": "--set sampling.stop",
+    },
+    "flag serve": {
+        "--allow-origin": "--set server.origins",
+        "--log-text": "--set server.log_text",
+        "--max-queue": "--set server.max_queue",
+        "--max-prompt": "--set server.max_prompt",
+        "--max-tokens": "--set server.max_tokens",
+        "--max-body": "--set server.max_body",
+        "--drain": "--set server.drain_s",
+    },
+    "flag eval_head_command": {"--batch": "--set engine.max_batch"},
+    "flag regenerate": {
+        "--split": "--set prompts.split",
+        "--shard": "--set prompts.shard",
+        "--on-bad": "--set prompts.on_bad",
+        "--responses": "--set answers.responses",
+        "--top-p": "--set answers.top_p",
+        "--seed": "--set answers.seed",
+        "--max-len": "--set answers.max_len",
+        "--batch": "--set machine.batch",
+    },
+    "flag synthesize": {
+        "--opening": "--set prompts.prefix",
+        "--openings": "--set prompts.prefixes",
+        "--system": "--set prompts.system",
+        "--jobs": "--set machine.jobs",
+        "--top-p": "--set prompts.top_p",
+        "--seed": "--set prompts.seed",
+        "--batch": "--set machine.batch",
+    },
+    "flag profile": {
+        "--dtype": "--set profile.dtype",
+        "--device": "--set profile.device",
+        "--rounds": "--set profile.rounds",
+        "--max-len": "--set profile.max_len",
+        "--temperature": "--set profile.temperature",
+        "--head-layers": "--set head.num_layers",
+        "--block": "--set head.block_size",
+    },
+    "flag op": {
+        "--dtype": "--set profile.dtype",
+        "--device": "--set profile.device",
+        "--shortlist": "--set profile.shortlist",
+        "--window": "--set profile.window",
+        "--max-len": "--set profile.max_len",
     },
 }
 

@@ -14,7 +14,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -129,20 +129,21 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 def with_overrides(config: C, overrides: Sequence[str]) -> C:
     """A dataclass with `section.field=value` applied, each section a field that holds another dataclass."""
-    return _updated(config, parse_overrides(overrides), "", type(config))
+    return updated(config, parse_overrides(overrides))
 
 
-def _updated(config: Any, raw: dict[str, Any], where: str, root: type[Any]) -> Any:
-    raw = _current_names(raw, where)
+def updated(config: C, raw: dict[str, Any], where: str = "", root: type[Any] | None = None) -> C:
+    """A dataclass with the values of a mapping, each group a field that holds another dataclass."""
+    root, raw = root or type(config), _current_names(raw, where)
     hints = _known(type(config), raw, where, root)
     values = {}
     for key, value in raw.items():
         now = getattr(config, key)
         if dataclasses.is_dataclass(now) and isinstance(value, dict):
-            values[key] = _updated(now, value, f"{where}{key}.", root)
+            values[key] = updated(now, value, f"{where}{key}.", root)
         else:
             values[key] = convert(hints[key], value, where + key, root)
-    return dataclasses.replace(config, **values)
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
 
 
 # -- dataclasses from mappings
@@ -194,7 +195,7 @@ def convert(hint: Any, value: Any, where: str, root: type[Any]) -> Any:
         if value not in choices:
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(map(str, choices))}")
         return value
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise ValueError(f"{where} must be a group of settings")
         keys = [convert(choices[0], key, where, root) for key in value]
@@ -288,6 +289,8 @@ def type_words(hint: Any) -> str:
         return " or ".join(type_words(choice) for choice in choices)
     if origin is tuple:
         return f"list of {type_words(choices[0])}"
+    if origin in (dict, Mapping):
+        return f"{{{type_words(choices[0])}: {type_words(choices[1])}}}"
     if hint is type(None):
         return "null"
     return {str: "text", bool: "true|false"}.get(hint, getattr(hint, "__name__", str(hint)))

@@ -35,7 +35,9 @@ class Grammar:
     """
 
     kind: GrammarKind
+    """Form of `source`."""
     source: str = ""
+    """JSON schema, regular expression, EBNF grammar or call format."""
     compiled: Any = field(default=None, compare=False, repr=False)
     """Result of `Grammars.compile`, when the grammar was compiled beforehand."""
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+import typer
+
+from jetspec.commands.options import examples
 from jetspec.config import TreeConfig
 from jetspec.models.head_format import read_config, require_fit
 from jetspec.models.hub import DEFAULT_MODEL, head_path, local_file, resolve
@@ -146,3 +150,39 @@ def run_command(command: list[str]) -> NoReturn:
     if shutil.which(command[0]) is None:
         raise ValueError(f"there is no {command[0]} on the path: pip install 'jetspec[vllm]'")
     os.execvp(command[0], command)
+
+
+commands = typer.Typer(no_args_is_help=True, add_completion=False, help="Draft trees inside vLLM.")
+"""`jetspec vllm`: the entry point of the group `jetspec.commands`."""
+
+
+@commands.callback()
+def vllm() -> None:
+    """Draft trees inside vLLM."""
+
+
+@commands.command(
+    "serve",
+    # vLLM's options of one dash have an h in them, such as -cc.cudagraph_mode.
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]},
+    epilog=examples(
+        "jetspec vllm serve Qwen/Qwen3-0.6B --head heads/mine --dry-run",
+        "jetspec vllm serve Qwen/Qwen3-0.6B --head heads/mine --budget 32 --max-model-len 4096 --port 9000",
+    ),
+)
+def serve(
+    words: Annotated[list[str], typer.Argument(help="Target, as `vllm serve` takes it.", metavar="MODEL")],
+    head: Annotated[str, typer.Option(help="Draft head: a name or folder, or a model for its own.", metavar="NAME")],
+    budget: Annotated[int, typer.Option(help="Most nodes in a tree, the anchor included.")] = TreeConfig.budget,
+    width: Annotated[int, typer.Option(help="Most children of one node; 1 is a chain.")] = TreeConfig.width,
+    depth: Annotated[int | None, typer.Option(help="Longest path below the anchor.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
+) -> None:
+    """Start vLLM's server with draft trees.
+
+    The command is printed, then run; options that are not listed here are vLLM's own.
+    """
+    command = serve_command(words, head, TreeConfig(budget=budget, width=width, depth=depth))
+    print(shlex.join(command), flush=True)
+    if not dry_run:
+        run_command(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,17 +17,20 @@ ANSWER = "".join(WORDS)
 
 
 class FakeLLM:
-    """Says WORDS whatever it is asked: one per round when plain, three per round otherwise."""
+    """Answers every prompt with WORDS: one per round when plain, three per round otherwise."""
 
     model_name = "fake"
     dtype = torch.float32
     drifts = False
-    """Whether the speculative text differs from the plain one in its third token."""
+    """True: the speculative text differs from the plain one in its third token."""
     failure: BaseException | None = None
     """Raised in place of the third word."""
     asked: ClassVar[list[Any]] = []
     trees: ClassVar[list[TreeConfig | None]] = []
     """Prompts of all streams, and trees of all `with_drafter` calls."""
+    made: ClassVar[list[dict[str, Any]]] = []
+    sampled: ClassVar[list[SamplingParams]] = []
+    """Arguments of every load, and parameters of every stream."""
 
     def __init__(
         self,
@@ -39,8 +43,7 @@ class FakeLLM:
         dtype: str = "auto",
         device: str = "auto",
     ) -> None:
-        if model == "missing":
-            raise ValueError("there is no model\nnamed 'missing'; see `jetspec info`")
+        self.made.append({"model": model, "head": head, "engine": engine, "dtype": dtype, "device": device})
         self.drafter = drafter or "ngram"
         self.tree = tree or TreeConfig(budget=16)
         self.tokenizer = SimpleNamespace(token_text=WORDS.__getitem__)
@@ -48,7 +51,9 @@ class FakeLLM:
 
     def with_drafter(self, drafter: str, tree: TreeConfig | None = None) -> FakeLLM:
         self.trees.append(tree)
-        return type(self)(drafter=drafter, tree=tree or self.tree)
+        other = copy(self)
+        other.drafter, other.tree = drafter, tree or self.tree
+        return other
 
     def generate(self, prompt: Any, sampling: SamplingParams) -> list[Completion]:
         return [update.completion for update in self.stream(prompt, sampling) if update.completion]
@@ -63,6 +68,7 @@ class FakeLLM:
 
     def stream(self, prompt: Any, sampling: SamplingParams, *, trace: bool = False) -> Iterator[Update]:
         self.asked.append(prompt)
+        self.sampled.append(sampling)
         tokens = list(range(len(WORDS)))[: sampling.max_tokens]
         if self.drifts and self.drafter != "none":
             tokens[2] = 0

@@ -10,17 +10,27 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-import torch
+import typer
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from jetspec.commands.generate import to_dict, write_json
-from jetspec.commands.screen import last, out, printable, shade, working
+from jetspec.commands.options import (
+    AsChat,
+    AsJson,
+    Decoding,
+    Given,
+    Prompts,
+    check_prompt,
+    examples,
+    load_llm,
+    options,
+    stream,
+)
+from jetspec.commands.screen import last, out, printable, shade, to_dict, working, write_json
 from jetspec.config import TreeConfig
 from jetspec.types import Completion, SamplingParams, Update
 
@@ -32,7 +42,7 @@ DEMO_PROMPTS = (
     "A baker makes 12 loaves an hour and sells each for 3 dollars. How much does he earn in 5 hours?",
     "Why is the sky blue? Answer in three sentences.",
 )
-"""Code, arithmetic and prose."""
+"""Built-in prompts: code, arithmetic and prose."""
 
 NARROW = 72
 """Below this many columns the panels stand one above the other."""
@@ -42,6 +52,35 @@ WARM_UP = "Once upon a time"
 
 Updates = Iterator[Update]
 Decode = Callable[[str], Updates]
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    "compare",
+    epilog=examples(
+        "jetspec compare",
+        'jetspec compare "Count to fifty." "Write a limerick." --budget 32',
+        "jetspec compare --json > compare.json",
+    ),
+)
+@options(
+    *("--model=model.name", "model.head", "model.drafter", "model.device", "tree.budget", "tree.width"),
+    *("sampling.temperature", "sampling.max_tokens"),
+)
+def compare(
+    settings: Decoding, given: Given, prompts: Prompts = None, chat: AsChat = True, as_json: AsJson = False
+) -> None:
+    """Decode plainly and speculatively, side by side.
+
+    Shows both speeds and whether the texts are identical. Exit status 1: they differ, greedy in float32.
+    """
+    texts, sampling = tuple(map(check_prompt, prompts or ())), settings.sampling
+    decode = partial(stream, sampling=same_seed(sampling), chat=chat)
+    llm = load_llm(settings.model, settings.engine, given.get("tree"))
+    report = compare_drafters(llm, texts or DEMO_PROMPTS, decode, as_json)
+    if not report.identical and report.is_exact and sampling.temperature == 0:
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
@@ -58,7 +97,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """`identical: yes`, or where the two part."""
+        """`identical: yes`, or the first token that differs."""
         if self.identical:
             return "identical: yes"
         pairs = zip(self.plain.token_ids, self.speculative.token_ids, strict=False)
@@ -80,20 +119,20 @@ class Comparison:
 
 
 def speedup(results: Sequence[Comparison]) -> float:
-    """How many times faster the speculative side makes tokens, all results together."""
+    """Ratio of the speeds in tokens per second, all results together."""
     plain = _speed([r.plain for r in results])
     return _speed([r.speculative for r in results]) / plain if plain else 0.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """All comparisons of one run, and what was compared."""
+    """All comparisons of one run, with the settings of the speculative side."""
 
     model: str
     drafter: str
     tree: TreeConfig
     is_exact: bool
-    """Whether the arithmetic leaves no excuse for a difference in greedy text."""
+    """In float32 greedy texts must be identical; 16 bits allow near ties."""
     results: list[Comparison]
 
     @property
@@ -112,28 +151,39 @@ class Report:
 
 
 def same_seed(sampling: SamplingParams) -> SamplingParams:
-    """Both sides draw with one seed, so that sampled texts can be compared as well."""
+    """The parameters with a seed, so that both sides sample alike."""
     return replace(sampling, seed=random.getrandbits(62)) if sampling.seed is None else sampling
 
 
-def compare_drafters(llm: LLM, prompts: Sequence[str], stream: Callable[[LLM, str], Updates], as_json: bool) -> Report:
-    """Compare `llm` with plain decoding over the same weights; show it, or print it as JSON."""
+def both(llm: LLM) -> tuple[LLM, LLM]:
+    """Plain decoding over the weights of `llm`, and `llm`, both warmed up."""
     if llm.drafter == "none":
-        raise ValueError("plain decoding was to be compared with itself; choose --drafter head or ngram")
+        raise ValueError("drafter none is plain decoding itself; choose --drafter head or ngram to compare with it")
     plain = llm.with_drafter("none")
     with working("Warming up"):
         for each in (plain, llm):
             each.generate(WARM_UP, SamplingParams(max_tokens=8, ignore_eos=True))
-    results = compare(partial(stream, plain), partial(stream, llm), prompts, None if as_json else out())
-    is_exact = llm.target.decoder.embedding.dtype == torch.float32
-    report = Report(llm.model_name, llm.drafter, llm.tree, is_exact, results)
+    return plain, llm
+
+
+def is_exact(llm: LLM) -> bool:
+    return str(llm.target.decoder.embedding.dtype) == "torch.float32"
+
+
+def compare_drafters(llm: LLM, prompts: Sequence[str], decode: Callable[[LLM, str], Updates], as_json: bool) -> Report:
+    """Compares `llm` with plain decoding over the same weights; shows it, or prints it as JSON."""
+    plain, speculative = (partial(decode, each) for each in both(llm))
+    results = compare_sides(plain, speculative, prompts, None if as_json else out())
+    report = Report(llm.model_name, llm.drafter, llm.tree, is_exact(llm), results)
     if as_json:
         write_json(report.to_dict())
     return report
 
 
-def compare(plain: Decode, speculative: Decode, prompts: Sequence[str], console: Console | None) -> list[Comparison]:
-    """Decode every prompt both ways, plain first. A terminal shows it live, another console afterwards, None never."""
+def compare_sides(
+    plain: Decode, speculative: Decode, prompts: Sequence[str], console: Console | None
+) -> list[Comparison]:
+    """Decodes every prompt both ways, plain first. A terminal shows it live, another console afterwards, None never."""
     if console is None:
         return [_quietly(plain, speculative, prompt) for prompt in prompts]
     show = _live if console.is_terminal else _in_lines
@@ -158,9 +208,11 @@ def _in_lines(plain: Decode, speculative: Decode, prompt: str, console: Console)
 
 
 def _live(plain: Decode, speculative: Decode, prompt: str, console: Console) -> Comparison:
+    from rich.live import Live
+
     console.print(Rule(Text(prompt, style="bold", no_wrap=True, overflow="ellipsis"), align="left", style="dim"))
     left, right = _Side("plain"), _Side("speculative")
-    # Drawn between rounds, in this thread: a drawing thread would take time from the round it runs beside.
+    # Drawn between rounds, in this thread: a second thread would slow down the rounds that are timed.
     with Live(console=console, transient=True, auto_refresh=False) as live:
 
         def follow(side: _Side) -> Callable[[Update], None]:
@@ -181,7 +233,7 @@ def _live(plain: Decode, speculative: Decode, prompt: str, console: Console) -> 
 
 @dataclass
 class _Side:
-    """One panel: the text so far, a shade per round, and its speed."""
+    """One panel: the text so far with a shade per round, and its speed."""
 
     name: str
     text: Text = field(default_factory=Text)
@@ -201,7 +253,7 @@ class _Side:
         self.completion = update.completion
 
     def is_due(self) -> bool:
-        """Whether the panel is to be drawn again: at the end, and a few times a second before."""
+        """True at the end, and a few times a second before: the panel is drawn again then."""
         now_s = time.perf_counter()
         if self.completion is None and now_s - self.drawn_s < REDRAW_S:
             return False
@@ -219,7 +271,7 @@ class _Side:
         return list(self.text.wrap(console, width - 4))
 
     def panel(self, lines: list[Text], width: int, height: int) -> Panel:
-        """As many of the last lines as there is room for."""
+        """The last lines that fit into `height`."""
         body = Text("\n").join(lines[-(height - 2) :])
         border = "green" if self.completion else "dim"
         return Panel(
@@ -236,8 +288,8 @@ class _Side:
 def _panels(console: Console, left: _Side, right: _Side, rows: int | None = None) -> RenderableType:
     """Both sides beside each other and equally high, or one above the other where columns are few."""
     is_narrow = console.width < NARROW
-    room = console.width - 2  # the terminal echoes ^C behind the last line; a full line would make it scroll
-    width = room if is_narrow else room // 2
+    columns = console.width - 2  # the terminal echoes ^C behind the last line; a full line would make it scroll
+    width = columns if is_narrow else columns // 2
     texts = [side.lines(console, width) for side in (left, right)]
     height = max(1, *map(len, texts)) + 2
     if rows is not None:
@@ -261,7 +313,7 @@ def _tokens_per_round(results: Sequence[Comparison]) -> float:
 
 
 def _columns(results: Sequence[Comparison]) -> tuple[str, str, str, str]:
-    """What is reported of one prompt and of all: both speeds, tokens per round, speedup."""
+    """Both speeds, tokens per round and speedup, of one prompt or of all."""
     plain, speculative = _speed([r.plain for r in results]), _speed([r.speculative for r in results])
     return f"{plain:.1f}", f"{speculative:.1f}", f"{_tokens_per_round(results):.2f}", f"{speedup(results):.2f}x"
 

@@ -1,16 +1,18 @@
-"""`jetspec data regenerate`: the engine as what answers, in one process or several."""
+"""`jetspec data regenerate`: the engine writes the answers, in one process or several."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from jetspec.commands.data import Machines
+from jetspec.commands.options import TargetConfig
 from jetspec.commands.screen import duration, working
 from jetspec.config import EngineConfig
 from jetspec.data.probe import probe
@@ -28,44 +30,31 @@ from jetspec.data.regenerate import (
 from jetspec.data.workers import Answer
 from jetspec.engine.llm import LLM
 
-CPU_BATCH, GPU_BATCH = 8, 2048
-PATIENCE = 24
 SHARED_FRAC = 0.7
 """Share of a GPU's memory that the caches of several processes on it may take together."""
 
 
-@dataclass(frozen=True)
-class Machines:
-    """Where and how the target runs. None of it changes the rows, but for near ties in 16 bits."""
-
-    device: str = "auto"
-    jobs: int | None = None
-    dtype: str = "auto"
-    batch: int | None = None
-    max_len: int | None = None
-
-    def engine(self, place: str) -> EngineConfig:
-        """Large chunks of many prompts: nobody waits for a single answer."""
-        usual = CPU_BATCH if place == "cpu" else GPU_BATCH
-        batch = usual if self.batch is None else self.batch
-        chunk = max(512, 16 * batch)
-        return EngineConfig(
-            max_batch=batch, max_len=self.max_len, prefill_chunk=chunk, prefix_cache=False, max_admission_delay=PATIENCE
-        )
-
-
 def regenerate_data(
-    out: Path, data: PromptData, config: RegenerateConfig, machines: Machines, *, on_bad: OnBad, dry_run: bool
+    out: Path,
+    data: PromptData,
+    config: RegenerateConfig,
+    model: TargetConfig,
+    machine: Machines,
+    *,
+    on_bad: OnBad,
+    dry_run: bool,
 ) -> None:
     config.sampling("")  # a bad setting is refused before anything is read
-    where = places(machines.device, machines.jobs)
+    where = places(model.device, machine.jobs)
     if config.responses == "corpus":
         where, corpus = ["cpu"], load_corpus(config)
         check: Check = corpus.converse
         starts: list[Callable[[], Answer]] = [lambda: corpus.answer]
     else:
         starts = [
-            partial(load_answerer, config, machines.engine(place), machines.dtype, place, where.count(place))
+            partial(
+                load_answerer, config, machine.engine(place, config.max_len), model.dtype, place, where.count(place)
+            )
             for place in where
         ]
         check = load_check(config)
@@ -75,13 +64,14 @@ def regenerate_data(
     words, todo = plan(out, data, config, check, where, on_bad)
     print(words, flush=True)
     if todo and config.responses == "target":
-        print(time_needed(config, machines, where, todo))
+        print(time_needed(config, model.dtype, machine.engine(where[0], config.max_len), where, todo))
 
 
-def time_needed(config: RegenerateConfig, machines: Machines, where: Sequence[str], todo: Sequence[Prompt]) -> str:
-    """How long the answers would take, in words. Processes that share a device count as one."""
-    engine = machines.engine(where[0])
-    llm = load_target_alone(config.model, engine, machines.dtype, where[0], where.count(where[0]))
+def time_needed(
+    config: RegenerateConfig, dtype: str, engine: EngineConfig, where: Sequence[str], todo: Sequence[Prompt]
+) -> str:
+    """Time that the answers take, in words. Processes that share a device count as one."""
+    llm = load_target_alone(config.model, engine, dtype, where[0], where.count(where[0]))
     with working("Answering a few prompts"):
         found = probe(llm, config, todo, engine.max_batch)
     if found is None:

@@ -1,37 +1,110 @@
-"""`jetspec eval-head`: how many tokens a round commits with a head, per task and budget, as a table or JSON."""
+"""`jetspec eval-head`: tokens that a round commits with a head, per task and budget, as a table or JSON."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from jetspec.commands.generate import write_json
-from jetspec.commands.screen import err, out
-from jetspec.config import TreeConfig
-from jetspec.data.answers import Answerer, Decoded, decode, fingerprint
-from jetspec.data.corpus import Document
-from jetspec.data.prompts import read_questions
-from jetspec.engine.engine import check_drafter
+from jetspec.commands.options import AsJson, ModelConfig, check_model, examples, load_llm, options
+from jetspec.commands.screen import note, out, write_json
+from jetspec.config import EngineConfig, TreeConfig
 from jetspec.files import check_writable
-from jetspec.record import shown_head, write_record
-from jetspec.train.evaluate import NEAR_NATS, HeadScore, make_trees, score_head
 
 if TYPE_CHECKING:
+    from jetspec.data.answers import Decoded
+    from jetspec.data.corpus import Document
     from jetspec.engine.llm import LLM
+    from jetspec.train.evaluate import HeadScore
 
 PerTask = Mapping[str, Mapping[str, float]]
 """Task -> budget -> a number."""
 
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Tasks and trees of an evaluation."""
+
+    tasks: str | None = None
+    """A,B,..: some of the tasks. By default all."""
+    limit: int = 80
+    """Conversations per task."""
+    max_tokens: int = 256
+    """Most tokens per answer."""
+    budgets: str = "chain,16,32,64,128,256"
+    """A,B,..: trees to measure, each a chain or a number of nodes."""
+    real: bool = True
+    """Decode as well, in addition to scoring the target's text."""
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Settings of `jetspec eval-head`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_batch=32))
+    eval: EvalOptions = field(default_factory=EvalOptions)
+
+
+@app.command(
+    "eval-head",
+    epilog=examples(
+        "jetspec eval-head --head heads/mine --data-dir data/eval --tasks gsm8k,mbpp --out results/mine.json",
+        "jetspec eval-head --head heads/mine --data-dir data/eval --limit 10 --budgets chain,64 --no-real --json",
+    ),
+)
+@options(
+    *("--model=model.name", "model.head", "eval.tasks", "eval.limit", "eval.max_tokens"),
+    *("eval.budgets", "eval.real"),
+)
+def eval_head_command(
+    settings: Evaluation,
+    data_dir: Annotated[
+        Path, typer.Option(help="Folder with a file of questions per task: TASK.jsonl.", metavar="FOLDER")
+    ],
+    out_file: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write a record; answers are kept beside it for other heads.", metavar="FILE"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how many tokens a round commits with a head.
+
+    The target answers the questions greedily; the head is scored on these answers at every position, then decodes.
+    """
+    if not data_dir.is_dir():
+        raise ValueError(f"{data_dir}: there is no such folder")
+    if out_file is not None:
+        check_writable(out_file)
+    check_model(settings.model)
+    from jetspec.data.prompts import find_tasks
+
+    given = settings.eval
+    files = find_tasks(data_dir, given.tasks.split(",") if given.tasks else None)
+    budgets = tuple(given.budgets.split(","))
+    plan = EvalPlan(
+        settings.model.head, files, given.limit, given.max_tokens, budgets, settings.tree, given.real, out_file
+    )
+    eval_head(load_llm(settings.model, settings.engine), plan, as_json)
+
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What to measure."""
+    """One evaluation."""
 
     head: str | None
     """Its name in the results."""
@@ -41,33 +114,35 @@ class EvalPlan:
     max_tokens: int
     budgets: tuple[str, ...]
     tree: TreeConfig
-    """For everything but the budget."""
+    """Settings of every tree except the budget."""
     real: bool
-    """Whether to decode, too."""
+    """Decode in addition to scoring."""
     out: Path | None
-    """Where the record goes. The target's answers are kept beside it."""
+    """File of the record. The target's answers are kept beside it."""
 
     def __post_init__(self) -> None:
         self.trees(reach=1)
-        if self.out is not None:
-            check_writable(self.out)
 
     def trees(self, reach: int) -> dict[str, TreeConfig]:
+        from jetspec.train.evaluate import make_trees
+
         return make_trees(self.budgets, self.tree, reach)
 
 
 def eval_head(llm: LLM, plan: EvalPlan, as_json: bool) -> None:
-    """Let the target answer, score the head on the answers, decode them again; then show what came out."""
+    """Lets the target answer, scores the head on the answers, decodes them again, and shows the results."""
+    from jetspec.engine.engine import check_drafter
+    from jetspec.record import write_record
+    from jetspec.train.evaluate import HeadScore, score_head
+
     if llm.head is None:
         raise ValueError("there is no head to evaluate; give one with --head")
     check_drafter("head", llm.head, plan.tree)
     documents = _answers(llm, plan)
     scores = {}
     for task, answers in documents.items():
-        _say(f"{task}: scoring {len(answers)} answers")
-        scores[task] = score_head(
-            llm.target.decoder, llm.head, answers, plan.budgets, plan.tree, progress=err().is_terminal
-        )
+        note(f"{task}: scoring {len(answers)} answers")
+        scores[task] = score_head(llm.target.decoder, llm.head, answers, plan.budgets, plan.tree, progress=True)
     real = _decode(llm, plan, documents) if plan.real else {}
     results = _results(llm, plan, scores, real)
     write_json(results) if as_json else _show(results, HeadScore.join(list(scores.values())))
@@ -76,6 +151,9 @@ def eval_head(llm: LLM, plan: EvalPlan, as_json: bool) -> None:
 
 
 def _answers(llm: LLM, plan: EvalPlan) -> dict[str, list[Document]]:
+    from jetspec.data.answers import Answerer, fingerprint
+    from jetspec.data.prompts import read_questions
+
     tasks = {task: read_questions(path, plan.limit) for task, path in plan.tasks.items()}
     plain, target = llm.with_drafter("none"), llm.target
     answerer = Answerer(
@@ -85,35 +163,39 @@ def _answers(llm: LLM, plan: EvalPlan) -> dict[str, list[Document]]:
         max_prompt_tokens=plain.max_prompt_tokens,
         vocab_size=target.decoder.config.vocab_size,
         max_tokens=plan.max_tokens,
-        progress=err().is_terminal,
+        progress=True,
     )
     cache = plan.out.parent / "answers" if plan.out else None
     for questions in tasks.values():
         answerer.check(questions)
     documents = {}
     for task, questions in tasks.items():
-        _say(f"{task}: the target's answers to {len(questions)} questions")
+        note(f"{task}: the target's answers to {len(questions)} questions")
         documents[task] = answerer.answers(task, questions, cache)
         if left := sum(len(q.turns) for q in questions) - len(documents[task]):
-            _say(f"{task}: later turns left out, as their conversations outgrow the context: {left}")
+            note(f"{task}: later turns left out, as their conversations outgrow the context: {left}")
     return documents
 
 
 def _decode(llm: LLM, plan: EvalPlan, documents: Mapping[str, Sequence[Document]]) -> dict[str, dict[str, Decoded]]:
-    """Task -> budget -> what decoding gave; one engine at a time."""
+    """Results of decoding by task and budget; one engine at a time."""
+    from jetspec.data.answers import decode
+
     assert llm.head is not None
     real: dict[str, dict[str, Decoded]] = {task: {} for task in documents}
     for name, tree in plan.trees(llm.head.head_config.draft_depth(plan.tree.depth)).items():
         fast = llm.with_drafter("head", tree)
         for task, answers in documents.items():
-            _say(f"{task}: decoding with {_label(name)}")
-            real[task][name] = decode(fast, answers, plan.max_tokens, err().is_terminal)
+            note(f"{task}: decoding with {_label(name)}")
+            real[task][name] = decode(fast, answers, plan.max_tokens, True)
     return real
 
 
 def _results(
     llm: LLM, plan: EvalPlan, scores: Mapping[str, HeadScore], real: Mapping[str, Mapping[str, Decoded]]
 ) -> dict[str, Any]:
+    from jetspec.record import shown_head
+
     assert llm.head is not None
     forced = {task: score.tokens_per_round for task, score in scores.items()}
     return {
@@ -132,11 +214,13 @@ def _results(
 
 
 def _mean(values: PerTask) -> dict[str, float]:
-    """Over the tasks, each counting the same."""
+    """Mean over the tasks, of equal weight."""
     return {name: statistics.fmean(row[name] for row in values.values()) for name in next(iter(values.values()))}
 
 
 def _show(results: Mapping[str, Any], overall: HeadScore) -> None:
+    from jetspec.train.evaluate import NEAR_NATS
+
     console = out()
     console.print(_table("tokens per round", results["tokens_per_round"], "{:.2f}"))
     if results["real"]:
@@ -172,7 +256,3 @@ def _label(budget: str) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
-
-
-def _say(what: str) -> None:
-    err().print(what, style="dim", markup=False)

@@ -1,27 +1,68 @@
-"""`jetspec export`: a head as other engines want it, or a model as a Hugging Face folder."""
+"""`jetspec export`: a head in the format of another engine, or a model as a Hugging Face folder."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
+import typer
 
-from jetspec.commands.screen import err, out, working
-from jetspec.models.describe import describe
-from jetspec.models.export import Engine, export_head
-from jetspec.models.head_format import load_head
-from jetspec.models.hub import shipped_head
-from jetspec.models.target_format import save_target
-from jetspec.models.weights import load_target
+from jetspec.commands.options import examples
+from jetspec.commands.screen import note, out, working
+from jetspec.models.hub import check_name, head_path
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetspec.models.export import Engine
 
 Format = Literal["hf", "vllm", "sglang", "speculators"]
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    "export",
+    epilog=examples(
+        "jetspec export heads/mine --format vllm --out mine-vllm",
+        "jetspec export heads/mine --format speculators --target Qwen/Qwen3-8B --out mine-speculators",
+        "jetspec export smollm2-135m-instruct --format hf --out smollm2",
+    ),
+)
+def export_command(
+    name: Annotated[
+        str,
+        typer.Argument(help="A head or a model. For other engines a model stands for its own head.", metavar="NAME"),
+    ],
+    folder: Annotated[Path, typer.Option("--out", help="Folder to write.", metavar="FOLDER")],
+    format: Annotated[
+        Format,
+        typer.Option(
+            help="hf: the published layout of a head, or a model for any engine. Else: a chain drafter for it."
+        ),
+    ] = "hf",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Number format to write.")
+    ] = "bfloat16",
+    target: Annotated[str | None, typer.Option(help="The head's target, for speculators.", metavar="NAME")] = None,
+) -> None:
+    """Write a head or a model for other engines.
+
+    The result is read back by the rules of its engine, which might fill a missing setting with a wrong default.
+    """
+    check_name(head_path(name))
+    import torch
+
+    export(name, folder, format, getattr(torch, dtype), target)
+
 
 def export(name: str, folder: Path, format: Format, dtype: torch.dtype, target: str | None) -> None:
-    """Write `name` as `format` wants it, and say how the result is started."""
+    """Writes `name` in a format, and shows the command that starts the result."""
+    from jetspec.models.describe import describe
+    from jetspec.models.hub import shipped_head
+
     engine: Engine | None = None if format == "hf" else format
     own_head = shipped_head(name) if engine else None
     if own_head is None and describe(name)["kind"] == "target":
@@ -31,6 +72,11 @@ def export(name: str, folder: Path, format: Format, dtype: torch.dtype, target: 
 
 
 def _export_target(name: str, folder: Path, engine: Engine | None, dtype: torch.dtype) -> None:
+    import torch
+
+    from jetspec.models.target_format import save_target
+    from jetspec.models.weights import load_target
+
     if engine is not None:
         raise ValueError(f"{name} is a model, not a head: {engine} loads it as it is written with --format hf")
     with working(f"Writing {folder}"):
@@ -39,18 +85,23 @@ def _export_target(name: str, folder: Path, engine: Engine | None, dtype: torch.
 
 
 def _export_head(name: str, folder: Path, engine: Engine | None, dtype: torch.dtype, target: str | None) -> None:
+    import torch
+
+    from jetspec.models.export import export_head
+    from jetspec.models.head_format import load_head
+
     head = load_head(name, dtype=torch.float32)
     if engine and head.edge is not None:
-        err().print("the edge term stays behind: no other engine knows it", style="dim")
+        note("the edge term is left out: no other engine has one")
     with working(f"Writing {folder}"):
         export_head(head, folder, engine, dtype, target)
     out().print(str(folder), markup=False)
     if engine:
-        err().print(_start(engine, folder, head.head_config.depth, target or "TARGET"), style="dim", markup=False)
+        note(_start(engine, folder, head.head_config.depth, target or "TARGET"))
 
 
 def _start(engine: Engine, folder: Path, depth: int, target: str) -> str:
-    """The command that drafts chains with what was written."""
+    """The command that drafts chains with the exported head."""
     if engine == "speculators":
         return shlex.join(["vllm", "serve", str(folder)])
     if engine == "sglang":

@@ -1,36 +1,66 @@
-"""`jetspec generate`: the text on stdout, what it cost on stderr; or both as one JSON object."""
+"""`jetspec generate`: the text on stdout and its statistics on stderr, or both as one JSON object."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
-from typing import Any
 
-from jetspec.commands.screen import err, last, printable, statistics
-from jetspec.types import Completion, Update
+import typer
+
+from jetspec.commands.options import (
+    AsChat,
+    AsJson,
+    Decoding,
+    Given,
+    Prompt,
+    System,
+    examples,
+    load_llm,
+    options,
+    read_prompt,
+    stream,
+)
+from jetspec.commands.screen import last, note, printable, statistics, to_dict, write_json
+from jetspec.types import Update
+
+app = typer.Typer(add_completion=False)
 
 
-def to_dict(completion: Completion) -> dict[str, Any]:
-    return {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stats": completion.stats.to_dict(),
-    }
+@app.command(
+    "generate",
+    epilog=examples(
+        'jetspec generate "Write a haiku about autumn."',
+        "cat letter.txt | jetspec generate --max-tokens 400",
+        'jetspec generate --raw "def fibonacci(n):" --drafter none',
+        'jetspec generate "Name a colour." --temperature 0.8 --seed 7 --json',
+        'jetspec generate "Count to ten." --set tree.depth=4',
+    ),
+)
+@options(
+    *("--model=model.name", "model.head", "model.drafter", "model.dtype", "model.device", "tree.budget", "tree.width"),
+    *("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p", "sampling.presence_penalty"),
+    *("sampling.frequency_penalty", "sampling.seed", "sampling.max_tokens", "sampling.stop"),
+)
+def generate(
+    settings: Decoding,
+    given: Given,
+    prompt: Prompt = None,
+    system: System = None,
+    chat: AsChat = True,
+    as_json: AsJson = False,
+) -> None:
+    """Write an answer to PROMPT.
 
-
-def write_json(value: dict[str, Any]) -> None:
-    """One JSON object on stdout, and nothing else."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
-
-
-def write_completion(updates: Iterator[Update]) -> None:
-    write_json(to_dict(last(updates)))
+    The text goes to stdout as it appears, its statistics to stderr.
+    """
+    text = read_prompt(prompt)
+    llm = load_llm(settings.model, settings.engine, given.get("tree"))
+    updates = stream(llm, text, sampling=settings.sampling, chat=chat, system=system)
+    write_json(to_dict(last(updates))) if as_json else write_text(updates)
 
 
 def write_text(updates: Iterator[Update]) -> None:
-    """Stream the text as it appears. A terminal gets it without control characters, a file gets it unchanged."""
+    """Streams the text as it appears. A terminal gets it without control characters, a file unchanged."""
     clean = printable if sys.stdout.isatty() else str
     has_begun = False
 
@@ -45,4 +75,4 @@ def write_text(updates: Iterator[Update]) -> None:
     finally:
         if has_begun:
             sys.stdout.write("\n")
-    err().print(statistics(completion.stats), style="dim")
+    note(statistics(completion.stats))

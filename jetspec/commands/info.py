@@ -1,22 +1,46 @@
-"""`jetspec info`: what is in a model or a head, and whether the two fit each other."""
+"""`jetspec info`: the contents of a model or a head, and the reasons why the two do not fit each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from jetspec.commands.generate import write_json
-from jetspec.commands.screen import out
-from jetspec.models.describe import describe, fits
-from jetspec.models.hub import head_path
+from jetspec.commands.options import AsJson, examples
+from jetspec.commands.screen import out, write_json
+from jetspec.models.hub import check_name, head_path
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    "info", epilog=examples("jetspec info smollm2-135m-instruct", "jetspec info models/target --head heads/mine --json")
+)
+def info(
+    name: Annotated[
+        str, typer.Argument(help="A model or a head: a Hugging Face id, a folder or a GGUF file.", metavar="NAME")
+    ],
+    head: Annotated[str | None, typer.Option(help="A head to check against NAME.", metavar="NAME")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a model or a head.
+
+    With --head, also whether the two fit each other. Exit status 1: they do not.
+    """
+    for each in (name, head):
+        check_name(head_path(each or name))
+    if not show_info(name, head, as_json):
+        raise typer.Exit(1)
 
 
 def show_info(name: str, head: str | None, as_json: bool) -> bool:
-    """Print what is in `name`, and in `head` if given. False: the two do not fit each other."""
+    """Prints the contents of `name`, and of `head` if given. False: the two do not fit each other."""
+    from jetspec.models.describe import describe, fits
+
     model = describe(name)
     if head is None:
         write_json(model) if as_json else _show(model)
@@ -53,7 +77,7 @@ def _lines(description: dict[str, Any]) -> Text:
 
 
 def _rows(description: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What there is, in words. None means that a thing has no such part, so there is nothing to show."""
+    """Names and values in words. A part that is None does not exist and is left out."""
     for name, value in description.items():
         if value is not None:
             yield name.replace("_", " "), _text(value)

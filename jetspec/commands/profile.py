@@ -1,42 +1,187 @@
-"""`jetspec profile`: where the time of a round goes, as a table or JSON."""
+"""`jetspec profile`: the time of a round by stage, and of single operations, as a table or JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from jetspec.commands.generate import write_json
-from jetspec.commands.screen import out, working
+from jetspec.commands.options import AsJson, DtypeName, examples, options
+from jetspec.commands.screen import err, out, working, write_json
 from jetspec.config import TreeConfig
-from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.files import check_writable
-from jetspec.profile.operations import OpProfile, Setting, find_operations, profile_operation
-from jetspec.profile.rounds import STAGES, Profile, Workload, check, profile
-from jetspec.profile.shapes import Weights, open_head, open_target, shape_of
-from jetspec.record import current_commit, shown, shown_head, write_record
+from jetspec.models.hub import check_name
 from jetspec.train.config import HeadShape
 
+if TYPE_CHECKING:
+    from jetspec.profile.operations import OpProfile
+    from jetspec.profile.rounds import Profile, Workload
+    from jetspec.profile.shapes import Weights
+
 CPU_ROUNDS, GPU_ROUNDS = 10, 200
+EDGE_RANK = 128
+SHAPES = ("qwen3-8b", "qwen3-30b-a3b", "qwen3-0.6b", "smollm2-135m")
+"""Names of shapes that need no files."""
+
+app = typer.Typer(invoke_without_command=True, add_completion=False, name="profile")
 
 
 @dataclass(frozen=True)
 class Where:
-    """What to measure, and on what."""
+    """Shape and device of a measurement."""
 
-    shape: str
-    dtype: str
-    device: str
+    shape: str = "smollm2-135m"
+    """qwen3-8b, qwen3-30b-a3b, qwen3-0.6b, smollm2-135m, or that of a model, folder or GGUF file."""
+    dtype: DtypeName = "auto"
+    """Number format. Auto, the default: float32 on a CPU, bfloat16 on a GPU."""
+    device: str = "auto"
+    """cpu or cuda. Auto, the default: the GPU, if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            check_name(self.shape)
+
+
+@dataclass(frozen=True)
+class RoundOptions(Where):
+    """Rounds to measure."""
+
+    weights: Literal["random", "real"] = "random"
+    """Weights of the target."""
+    batch: int = 1
+    """Requests decoded together."""
+    budgets: tuple[int, ...] = (64,)
+    """Nodes of a tree; repeatable."""
+    contexts: tuple[int, ...] = (1024,)
+    """Tokens before the tree; repeatable."""
+    rounds: int | None = None
+    """Rounds to time. By default 10, on a GPU 200."""
+    max_len: int | None = None
+    """Positions of a request in the cache. By default the model's context."""
+    temperature: float = 0.0
+    """Temperature of the target; 0 is greedy."""
+
+
+@dataclass(frozen=True)
+class OpOptions(Where):
+    """Operations to measure."""
+
+    batch: int = 1
+    """Requests decoded together."""
+    budget: int = 64
+    """Nodes of a tree."""
+    context: int = 1024
+    """Tokens before the tree."""
+    shortlist: int = TreeConfig.shortlist
+    """Tokens per depth that an edge term ranks for each parent. 0: all."""
+    window: int | None = None
+    """Tokens before each that attention sees. By default all."""
+    max_len: int | None = None
+    """Positions of a request in the cache. By default the model's context."""
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """Settings of `jetspec profile`."""
+
+    profile: RoundOptions = field(default_factory=RoundOptions)
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    head: HeadShape = field(default_factory=HeadShape)
+
+
+@dataclass(frozen=True)
+class OpProfiling:
+    """Settings of `jetspec profile op`."""
+
+    profile: OpOptions = field(default_factory=OpOptions)
+
+
+RecordFile = Annotated[Path | None, typer.Option("--out", help="Also write a record.", metavar="FILE")]
+
+
+@app.callback(
+    epilog=examples(
+        "jetspec profile --shape qwen3-8b --budget 64 --budget 128 --context 256 --context 2048",
+        "jetspec profile --shape smollm2-135m-instruct --weights real --head heads/mine --out profile.json",
+        "jetspec profile op tree_attention --shape qwen3-8b --context 4096",
+    )
+)
+@options(
+    *("profile.shape", "profile.weights", "profile.batch"),
+    *("--budget=profile.budgets", "--context=profile.contexts"),
+)
+def profile(
+    context: typer.Context,
+    settings: Profiling,
+    head: Annotated[str | None, typer.Option(help="Draft head. By default random weights.", metavar="NAME")] = None,
+    edge: Annotated[bool, typer.Option("--edge", hidden=True)] = False,
+    out_file: RecordFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a round stage by stage.
+
+    Beside it stands a plain step, below both their floor: the matrix products alone. Random weights take as long as
+    real ones, so no model is needed.
+    """
+    if context.invoked_subcommand:
+        for option in _given_options(context):
+            raise typer.BadParameter(f"put {option} behind `{context.invoked_subcommand}`", ctx=context)
+        return
+    shape = settings.head
+    if edge:
+        err().print(f"warning: --edge is now --set head.edge_rank={EDGE_RANK}; it works until the next release")
+        shape = replace(shape, edge_rank=EDGE_RANK)
+    if head is not None and shape != HeadShape():
+        raise ValueError("--head names a head with a shape of its own; leave out head.* and --edge")
+    asked = settings.profile
+    trees = [replace(settings.tree, budget=nodes) for nodes in asked.budgets]
+    report = Report(as_json, out_file)
+    from jetspec.profile.rounds import Workload
+
+    timed = default_rounds(asked.device) if asked.rounds is None else asked.rounds
+    works = [Workload(length, asked.batch, timed, asked.max_len, asked.temperature) for length in asked.contexts]
+    profile_rounds(asked, asked.weights, HeadChoice(head, shape), trees, works, report)
+
+
+@app.command(
+    epilog=examples(
+        "jetspec profile op",
+        "jetspec profile op all",
+        "jetspec profile op build_edge_tree --shape qwen3-8b --set profile.shortlist=512",
+        "jetspec profile op add_mixture --shape qwen3-30b-a3b --budget 128 --json",
+    )
+)
+@options("profile.shape", "profile.batch", "profile.budget", "profile.context")
+def op(
+    settings: OpProfiling,
+    name: Annotated[str | None, typer.Argument(help="Its name, or all; left out, they are listed.")] = None,
+    out_file: RecordFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time one operation: its kernel in a CUDA graph, as in a round, and its reference eagerly."""
+    if name is None:
+        list_operations(settings.profile.shape)
+    else:
+        profile_operations(name, settings.profile, Report(as_json, out_file))
+
+
+def _given_options(context: typer.Context) -> Iterator[str]:
+    """Options on the command line, by their long names."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            yield option.opts[0]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where results go."""
+    """Destinations of the results."""
 
     as_json: bool
     out: Path | None
@@ -48,7 +193,7 @@ class Report:
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """A head on disk, or one of a shape with random weights."""
+    """A head on disk, or a shape for random weights."""
 
     path: str | None
     shape: HeadShape
@@ -62,18 +207,23 @@ def profile_rounds(
     works: Sequence[Workload],
     report: Report,
 ) -> None:
-    """Every tree with every workload, over one load of the models."""
+    """Times every tree with every workload, over one load of the models."""
+    from jetspec.engine.llm import choose_device, choose_dtype
+    from jetspec.profile import rounds
+    from jetspec.profile.shapes import open_head, open_target, shape_of
+    from jetspec.record import current_commit, shown, shown_head
+
     commit, device = current_commit(), choose_device(where.device)
     config = shape_of(where.shape)
     for work, tree in product(works, trees):
-        check(config, tree, work)
+        rounds.check(config, tree, work)
     with working(f"Loading {where.shape}"):
         target = open_target(where.shape, weights, choose_dtype(where.dtype, device), device)
         head = open_head(target, choice.path, choice.shape)
     runs = []
     for work, tree in product(works, trees):
         with working(f"Timing trees of {tree.budget} nodes after {work.context} tokens"):
-            runs.append(profile(target, head, tree, work))
+            runs.append(rounds.profile(target, head, tree, work))
     results = {
         "shape": shown(where.shape),
         "weights": weights,
@@ -93,60 +243,62 @@ def profile_rounds(
 
 
 def default_rounds(device: str) -> int:
-    """Fewer where each takes long."""
+    """Number of rounds, fewer on a CPU."""
+    from jetspec.engine.llm import choose_device
+
     return CPU_ROUNDS if choose_device(device).type == "cpu" else GPU_ROUNDS
 
 
 def list_operations(shape: str) -> None:
-    """Those that a shape has, one per line."""
+    """Prints the operations of a shape, one per line."""
+    from jetspec.profile.operations import find_operations
+    from jetspec.profile.shapes import shape_of
+
     out().print("\n".join(find_operations("all", shape_of(shape))))
 
 
-def profile_operations(
-    name: str,
-    where: Where,
-    *,
-    budget: int,
-    context: int,
-    batch: int,
-    shortlist: int,
-    window: int | None,
-    max_len: int | None,
-    report: Report,
-) -> None:
-    """One operation, or all of them."""
-    commit, device = current_commit(), choose_device(where.device)
-    config = shape_of(where.shape)
+def profile_operations(name: str, asked: OpOptions, report: Report) -> None:
+    """Times one operation, or all of them."""
+    from jetspec.engine.llm import choose_device, choose_dtype
+    from jetspec.profile.operations import Setting, find_operations, profile_operation
+    from jetspec.profile.shapes import shape_of
+    from jetspec.record import current_commit, shown
+
+    commit, device = current_commit(), choose_device(asked.device)
+    config, dtype = shape_of(asked.shape), choose_dtype(asked.dtype, device)
     names = find_operations(name, config)
-    dtype = choose_dtype(where.dtype, device)
-    setting = Setting(config, dtype, device, budget, context, batch, shortlist, window, max_len)
+    setting = Setting(
+        config, dtype, device, asked.budget, asked.context, asked.batch, asked.shortlist, asked.window, asked.max_len
+    )
     runs = []
     for each in names:
         with working(f"Timing {each}"):
             runs.append(profile_operation(each, setting))
     results = {
-        "shape": shown(where.shape),
+        "shape": shown(asked.shape),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
-        "budget": budget,
-        "context": context,
+        "budget": asked.budget,
+        "context": asked.context,
         "max_len": setting.room,
-        "batch": batch,
-        "shortlist": shortlist,
-        "window": window,
+        "batch": asked.batch,
+        "shortlist": asked.shortlist,
+        "window": asked.window,
         "operations": [run.to_dict() for run in runs],
     }
     _write(results, _op_table(runs), report, commit)
 
 
 def _write(results: dict[str, Any], table: Table, report: Report, commit: str | None) -> None:
+    from jetspec.record import write_record
+
     if report.out is not None:
         write_record(report.out, results, commit)
     write_json(results) if report.as_json else out().print(table)
 
 
 def _round_table(runs: Sequence[Profile]) -> Table:
-    """A column per run, because there are more numbers than runs."""
+    """A table with a column per run: there are more numbers than runs."""
     table = Table(title="milliseconds", title_justify="left", box=SIMPLE)
     table.add_column("")
     for run in runs:
@@ -157,6 +309,8 @@ def _round_table(runs: Sequence[Profile]) -> Table:
 
 
 def _rows(runs: Sequence[Profile]) -> list[tuple[str, str, list[float]]]:
+    from jetspec.profile.rounds import STAGES
+
     stages: Mapping[str, list[float]] = {name: [run.stages_ms[name] for run in runs] for name in STAGES}
     rows = [(name, "{:.3f}", values) for name, values in stages.items()]
     rows += [

@@ -1,8 +1,11 @@
-"""What every command shows the same way: loading, statistics, shades, and model text made safe for a terminal."""
+"""Parts of the screens that commands share: loading, statistics, shades, and model text made safe for a terminal."""
 
 from __future__ import annotations
 
+import json
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,11 +19,13 @@ from jetspec.types import Completion, RoundStats, Update
 SHADES = ("default", "cyan")
 """Tokens of one round share a shade; the next round takes the next one."""
 
+_is_verbose = False
+_START_S = time.perf_counter()
 _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 class Screen(Console):
-    """A console that leaves lines as they are, and a broken pipe to the command line."""
+    """A console that does not wrap lines, and leaves a broken pipe to the command group."""
 
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, soft_wrap=True)
@@ -34,7 +39,7 @@ def out() -> Console:
 
 
 class Aside(Screen):
-    """What is said on stderr. Where it cannot be written, such as on a full disk, the work goes on without."""
+    """A console on stderr. Where it cannot be written, such as on a full disk, the work goes on."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
@@ -49,25 +54,47 @@ def err() -> Console:
     return Aside(stderr=True)
 
 
+def note(line: str) -> None:
+    """A dim line on stderr."""
+    err().print(line, style="dim", markup=False)
+
+
+def set_verbose(wanted: bool) -> None:
+    global _is_verbose
+    _is_verbose = wanted
+
+
+def detail(line: str) -> None:
+    """A line on stderr, with --verbose alone, after the seconds since the start of the process."""
+    if _is_verbose:
+        note(f"{time.perf_counter() - _START_S:7.2f} s  {line}")
+
+
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say on stderr what takes a while: a spinner on a terminal, one line elsewhere."""
+def working(step: str) -> Iterator[None]:
+    """Names a long step on stderr: a spinner on a terminal, one line elsewhere."""
+    detail(step)
     console = err()
     if not console.is_terminal:
-        console.print(f"{what} ...", markup=False)
+        console.print(f"{step} ...", markup=False)
         yield
         return
-    with console.status(Text(what, style="dim"), spinner="dots"):
+    with console.status(Text(step, style="dim"), spinner="dots"):
         yield
+
+
+def write_json(value: dict[str, Any]) -> None:
+    """One JSON object on stdout, and nothing else."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
 def printable(text: str) -> str:
-    """Text without control characters: a model may write escape sequences, a terminal would obey them."""
+    """Text without control characters: a terminal would obey escape sequences that a model writes."""
     return text.translate(_CONTROL)
 
 
 def duration(seconds: float) -> str:
-    """A time that nobody needs to know more exactly."""
+    """A time, rounded."""
     minutes = seconds / 60
     return f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
 
@@ -77,13 +104,22 @@ def shade(round_index: int) -> str:
 
 
 def last(updates: Iterator[Update], seen: Callable[[Update], None] = lambda update: None) -> Completion:
-    """Follow a stream to its end, showing each update on the way."""
+    """The completion at the end of a stream. `seen` gets each update on the way."""
     completion = None
     for update in updates:
         seen(update)
         completion = update.completion
     assert completion is not None, "a stream ends with its completion"
     return completion
+
+
+def to_dict(completion: Completion) -> dict[str, Any]:
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stats": completion.stats.to_dict(),
+    }
 
 
 def statistics(stats: RoundStats) -> str:
@@ -95,7 +131,7 @@ def statistics(stats: RoundStats) -> str:
 
 @contextmanager
 def held_interrupt() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C back until asked for, so that it never cuts a round in half. A second Ctrl-C is not held."""
+    """Holds Ctrl-C back until it is asked for, so that it never interrupts a round. A second Ctrl-C is not held."""
     pressed = False
 
     def on_press(signum: int, frame: FrameType | None) -> None:

@@ -1,25 +1,79 @@
-"""`jetspec serve`: what is said before the server takes over."""
+"""`jetspec serve`: options of the server, and its first lines on stderr."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from tqdm import tqdm
+import typer
 
+from jetspec.commands.options import Given, ModelConfig, check_model, examples, load_llm, options
 from jetspec.commands.screen import err
+from jetspec.config import EngineConfig, TreeConfig
 from jetspec.serve.config import ServeConfig
 
 if TYPE_CHECKING:
     from jetspec.engine.llm import LLM
 
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Settings of the server."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_batch=32))
+    server: ServeConfig = field(default_factory=ServeConfig)
+
+
+@app.command(
+    "serve",
+    epilog=examples(
+        "jetspec serve",
+        "jetspec serve --head heads/mine --port 9000 --max-batch 64",
+        "jetspec serve --host 0.0.0.0 --api-keys keys.txt",
+        'curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\',
+        """  -d '{"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Hi"}]}'""",
+    ),
+)
+@options(
+    *("--model=model.name", "model.head", "model.device", "tree.budget", "engine.max_batch"),
+    *("engine.max_len", "server.host", "server.port", "--name=server.model_name"),
+)
+def serve(
+    settings: Serving,
+    given: Given,
+    api_keys: Annotated[Path | None, typer.Option(metavar="FILE", help="File of API keys, one per line.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Jinja file in place of the model's own template.")
+    ] = None,
+    warm_up: Annotated[bool, typer.Option(help="On a GPU, capture graphs before the first request.")] = True,
+) -> None:
+    """Answer OpenAI clients over HTTP.
+
+    The log goes to stderr, one JSON object per line. Ctrl-C or SIGTERM: running answers are finished first.
+    """
+    from jetspec.files import read_text
+    from jetspec.serve.config import read_keys
+
+    config = replace(settings.server, keys=read_keys(api_keys)) if api_keys else settings.server
+    template = read_text(chat_template) if chat_template else None
+    check_model(settings.model)
+    serve_model(lambda: load_llm(settings.model, settings.engine, given.get("tree")), config, template, warm_up)
+
 
 def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | None, warm_up: bool = True) -> None:
-    """Take the port, then load: a port that is taken is said at once. `template` replaces the model's own."""
+    """Opens the port, then loads: a port in use is an error at once. `template` replaces the model's own."""
     try:
         from jetspec.serve.run import listen, open_socket, serve
     except ImportError as error:
-        raise ValueError(f"the server needs the package {error.name}: pip install 'jetspec[serve]'") from None
+        from jetspec.files import missing_package
+
+        raise missing_package(str(error.name), "serve", "the server") from None
     with open_socket(config) as listener:
         llm = load()
         if template is not None:
@@ -36,7 +90,8 @@ def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | No
 
 def _warm_up(llm: LLM) -> None:
     from jetspec.engine.warm_up import warm_up_batches
+    from jetspec.progress import progress
 
     planned = warm_up_batches(llm.engine)
-    for batch in tqdm(planned, desc="warming up", unit="graph", leave=False, disable=not planned):
+    for batch in progress(planned, desc="warming up", unit="graph", leave=False, disable=not planned):
         batch.run(llm.engine)

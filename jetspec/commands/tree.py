@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.text import Text
 
-from jetspec.commands.screen import err, out
+from jetspec.commands.options import AsChat, Decoding, Given, Prompt, examples, load_llm, options, read_prompt, stream
+from jetspec.commands.screen import note, out
 from jetspec.commands.tree_html import DrawnRound, count_nodes, label, write_page
-from jetspec.tree import children_of
 from jetspec.types import RoundTrace, Update
 
 KEPT, DROPPED, BONUS = "●", "○", "◆"
@@ -17,18 +20,48 @@ LEGEND = f"{KEPT} accepted   {DROPPED} rejected   {BONUS} the target's own token
 
 TokenText = Callable[[int], str]
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    "tree",
+    epilog=examples(
+        'jetspec tree "Count from one to ten." --rounds 3',
+        'jetspec tree "Why is the sky blue?" --budget 32 --html tree.html',
+    ),
+)
+@options("--model=model.name", "model.head", "tree.budget", "tree.width", "sampling.temperature")
+def tree(
+    settings: Decoding,
+    given: Given,
+    prompt: Prompt = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds to draw.")] = 5,
+    html: Annotated[Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Also write a web page.")] = None,
+    chat: AsChat = True,
+) -> None:
+    """Draw the tree of each round.
+
+    Shows every token with its log-probability, and the path that was accepted.
+    """
+    text = read_prompt(prompt)
+    if html and not html.parent.is_dir():
+        raise FileNotFoundError(f"{html.parent} is not a folder; create it first")
+    llm = load_llm(settings.model, settings.engine, given.get("tree"))
+    updates = stream(llm, text, sampling=settings.sampling, chat=chat, trace=True)
+    draw_trees(text, islice(updates, rounds), llm.tokenizer.token_text, html)
+
 
 def draw_trees(prompt: str, updates: Iterable[Update], token_text: TokenText, html: Path | None) -> None:
-    """Draw every round as it happens, and all of them on a page at the end."""
+    """Draws every round as it happens, and all of them on a page at the end."""
     console, rounds = out(), []
     console.print(LEGEND, style="dim")
     for update in updates:
-        assert update.trace is not None, "the stream was asked for traces"
+        assert update.trace is not None, "the stream was started with trace=True"
         rounds.append(DrawnRound(update.trace, update.text))
         console.print("", round_text(update.trace, len(rounds), token_text), sep="\n")
     if html:
         write_page(html, prompt, rounds, token_text)
-        err().print(f"Wrote {html}", style="dim", markup=False)
+        note(f"Wrote {html}")
 
 
 def round_text(trace: RoundTrace, number: int, token_text: TokenText) -> Text:
@@ -38,6 +71,8 @@ def round_text(trace: RoundTrace, number: int, token_text: TokenText) -> Text:
 
 
 def _tree_lines(trace: RoundTrace, token_text: TokenText) -> Iterator[Text]:
+    from jetspec.tree import children_of
+
     children, path = children_of(trace.parents), set(trace.path)
 
     def line(branch: str, mark: str, token: int, style: str, numbers: str = "") -> Text:
@@ -49,13 +84,10 @@ def _tree_lines(trace: RoundTrace, token_text: TokenText) -> Iterator[Text]:
             branch = "├─" if children[node] else "└─"
             yield line(indent + branch, BONUS, trace.bonus, "bold yellow")
         for child in children[node]:
-            is_last = child == children[node][-1]
-            kept = child in path
+            is_last, kept = child == children[node][-1], child in path
+            branch, mark = "└─" if is_last else "├─", KEPT if kept else DROPPED
             numbers = f"  {trace.logprobs[child]:.2f}  Σ {trace.scores[child]:.2f}"
-            style = "bold green" if kept else "default"
-            yield line(
-                indent + ("└─" if is_last else "├─"), KEPT if kept else DROPPED, trace.tokens[child], style, numbers
-            )
+            yield line(indent + branch, mark, trace.tokens[child], "bold green" if kept else "default", numbers)
             yield from below(child, indent + ("  " if is_last else "│ "))
 
     yield line("", KEPT, trace.tokens[0], "bold green", "  anchor")

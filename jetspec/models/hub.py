@@ -35,19 +35,27 @@ OFFLINE_MESSAGES = r"NewConnectionError|ConnectTimeoutError|Network is unreachab
 """Messages of pip."""
 
 
-def resolve(name: str | Path) -> Path:
-    """Returns the path of a model's files; fetches them if needed."""
+def check_name(name: str | Path) -> None:
+    """Refuses a name that is not an existing path, the default model or a Hugging Face id. Fetches nothing."""
     text, path = str(name), Path(name).expanduser()
-    if text and path.exists():
-        return path
-    if text == DEFAULT_MODEL:
-        return default_model()
+    if (text and path.exists()) or text == DEFAULT_MODEL:
+        return
     is_file = path.suffix == ".gguf"
     if is_file or text.startswith((".", "/", "~")) or text.endswith("/"):
         raise ValueError(f"{text}: there is no such {'file' if is_file else 'folder'}")
-    if re.fullmatch(HUGGING_FACE_ID, text):
-        return _snapshot(text)
-    raise ValueError(f"{text!r} is neither a file or folder, nor {DEFAULT_MODEL}, nor a Hugging Face id (owner/name)")
+    if not re.fullmatch(HUGGING_FACE_ID, text):
+        raise ValueError(
+            f"{text!r} is neither a file or folder, nor {DEFAULT_MODEL}, nor a Hugging Face id (owner/name)"
+        )
+
+
+def resolve(name: str | Path) -> Path:
+    """Returns the path of a model's files; fetches them if needed."""
+    check_name(name)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    return default_model() if str(name) == DEFAULT_MODEL else _snapshot(str(name))
 
 
 def local_file(name: str, file: str) -> Path | None:

@@ -257,3 +257,12 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     for override in overrides:
         apply_override(raw, override)
     return from_dict(TrainConfig, raw)
+
+
+def check_files(config: TrainConfig) -> None:
+    """Refuse data that is not there, before anything is loaded."""
+    for file in config.files:
+        path = Path(file.path)
+        if not path.is_file():
+            what = "is no file" if path.exists() else "does not exist"
+            raise ValueError(f"data names {path}, which {what}; name files that `jetspec data regenerate` wrote")

@@ -75,15 +75,6 @@ def replace_list(path: Path, text: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_files(config: TrainConfig) -> None:
-    """Refuse data that is not there, before anything is loaded."""
-    for file in config.files:
-        path = Path(file.path)
-        if not path.is_file():
-            what = "is no file" if path.exists() else "does not exist"
-            raise ValueError(f"data names {path}, which {what}; name files that `jetspec data regenerate` wrote")
-
-
 def foreign(path: str, model: str) -> str | None:
     """What to say of data that another model has answered, by what `jetspec data regenerate` wrote beside it."""
     meta = Path(f"{path}.meta.json")

@@ -632,7 +632,7 @@ def test_corpus_answers_without_the_model(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [("-n 9", "--max-tokens"), ("--temperature 0", "--temperature"), ("--jobs 3 -t 0.7", "--temperature, --jobs")],
+    [("-n 9", "max_tokens"), ("--temperature 0", "temperature"), ("--jobs 3 -t 0.7", "machine.jobs")],
 )
 def test_unused_options_are_refused_with_a_corpus(options: str, said: str, model: Path, tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "p.jsonl")

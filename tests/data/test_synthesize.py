@@ -328,7 +328,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(model: Path, out: Path, *more: str) -> list[str]:
     named = ["--model", str(model), "--out", str(out), "--max-tokens", "60", "--device", "cpu"]
-    return ["data", "invent", *named, *more]
+    return ["data", "synthesize", *named, *more]
 
 
 def run(*args: Any) -> Result:
@@ -371,9 +371,9 @@ def test_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
         (("--count", "0"), "--count"),
         (("--temperature", "-1"), "temperature"),
         (("--batch", "0"), "batch"),
-        (("--openings", "nowhere.txt"), "nowhere.txt"),
-        (("--openings", "none", "--opening", "Why"), "--opening"),
-        (("--opening", "x" * 300), "tokens"),
+        (("--prefixes", "nowhere.txt"), "nowhere.txt"),
+        (("--prefixes", "none", "--prefix", "Why"), "prefixes"),
+        (("--prefix", "x" * 300), "tokens"),
     ],
 )
 def test_mistakes_are_one_line_with_status_2(model: Path, tmp_path: Path, more: tuple[str, ...], message: str) -> None:
@@ -394,6 +394,6 @@ def test_model_without_chat_template_is_refused(model: Path, tmp_path: Path) -> 
 @pytest.mark.model
 def test_published_model_writes_questions(tmp_path: Path) -> None:
     out = tmp_path / "p.jsonl"
-    options = ["--count", "2", "--opening", "What is the", "--max-tokens", "60", "--device", "cpu"]
-    assert CliRunner().invoke(app, ["data", "invent", "--out", str(out), *options]).exit_code == 0
+    options = ["--count", "2", "--prefix", "What is the", "--max-tokens", "60", "--device", "cpu"]
+    assert CliRunner().invoke(app, ["data", "synthesize", "--out", str(out), *options]).exit_code == 0
     assert all(json.loads(line)["turns"][0].startswith("What is the ") for line in out.open())

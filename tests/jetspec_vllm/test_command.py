@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -311,7 +312,9 @@ def test_a_worker_without_drafts_is_refused() -> None:
     assert "dflash" in refusals(nothing)[0]
 
 
-def test_the_terminal_prints_the_command(head: str) -> None:
+def test_the_terminal_prints_the_command(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("vllm", "jetspec_vllm.command:commands", "jetspec.commands")
+    monkeypatch.setattr("jetspec.commands.app.entry_points", lambda **_: [point])
     words = ["--port", "9000", "-cc.cudagraph_mode=NONE", "owner/model", "-tp", "2"]
     result = CliRunner().invoke(app, ["vllm", "serve", *words[:3], "--head", head, "--dry-run", *words[3:]])
     assert result.exit_code == 0

@@ -31,6 +31,8 @@ ROOT, PATIENCE = Path(__file__).parents[2], 120
 PLUGINS = """[vllm.general_plugins]
 cpu = tests.jetspec_vllm.cpu:register
 jetspec = jetspec_vllm:register
+[jetspec.commands]
+vllm = jetspec_vllm.command:commands
 """
 
 

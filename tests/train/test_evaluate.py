@@ -338,6 +338,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return Chatter(target, heads.get(head, trained))
 
     monkeypatch.setitem(sys.modules, "jetspec.engine.llm", SimpleNamespace(LLM=load))
+    monkeypatch.setattr("jetspec.commands.options.check_name", lambda name: None)
     folder = tmp_path / "questions"
     folder.mkdir()
     for task in ("chat", "quiz"):
@@ -347,7 +348,9 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(folder: Path, *words: str) -> Result:
-    return CliRunner().invoke(app, ["eval-head", "--data-dir", str(folder), "-n", "12", "--width", "4", *words])
+    return CliRunner().invoke(
+        app, ["eval-head", "--data-dir", str(folder), "-n", "12", "--set", "tree.width=4", *words]
+    )
 
 
 @pytest.mark.parametrize("head", ["mine", "eagle3"])
@@ -368,7 +371,7 @@ def test_the_command_reports_both_numbers_and_they_agree(head: str, data_dir: Pa
     assert len(list((tmp_path / "results" / "answers").iterdir())) == 2
 
 
-@pytest.mark.parametrize(("words", "shortlist"), [((), TreeConfig.shortlist), (("--shortlist", "9"), 9)])
+@pytest.mark.parametrize(("words", "shortlist"), [((), TreeConfig.shortlist), (("--set", "tree.shortlist=9"), 9)])
 def test_the_record_says_how_long_the_shortlist_was(words: tuple[str, ...], shortlist: int, data_dir: Path) -> None:
     result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16", "--no-real", "--json", *words)
     assert json.loads(result.stdout)["tree"]["shortlist"] == shortlist
@@ -404,7 +407,7 @@ def test_results_are_shown_before_they_are_written(data_dir: Path, monkeypatch: 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jetspec.commands.eval_head.write_record", full)
+    monkeypatch.setattr("jetspec.record.write_record", full)
     words = ("--head", "mine", "--tasks", "quiz", "--budgets", "16", "--no-real", "--out", str(data_dir / "x.json"))
     result = command(data_dir, *words)
     assert result.exit_code == 2 and "No space left" in result.stderr and "tree 16" in result.stdout
@@ -413,11 +416,11 @@ def test_results_are_shown_before_they_are_written(data_dir: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--head", "mine", "--out", "/"], "/ is a folder; name a file"),
+        (["--head", "mine", "--out", "/"], "/ is a folder"),
         (["--head", "mine", "--budgets", "chain,big"], "'big' is no budget"),
         (["--head", "mine", "--tasks", "maths"], "there is no task 'maths'"),
         ([], "give one with --head"),
-        (["--head", "eagle3", "--expand", "paper"], "an EAGLE-3 head ranks by probability"),
+        (["--head", "eagle3", "--set", "tree.expand=paper"], "an EAGLE-3 head ranks by probability"),
     ],
 )
 def test_the_command_refuses_in_one_line(data_dir: Path, words: list[str], message: str) -> None:

@@ -1,0 +1,316 @@
+"""Options from the config dataclasses: flags for the settings that people use, `--set section.field=value` for all."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, replace
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from jetspec.aliases import RENAMED, current, renamed
+from jetspec.commands.screen import detail, working
+from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.models.hub import DEFAULT_MODEL, check_name, head_path
+from jetspec.settings import Setting, describe_settings, parse_overrides, updated
+from jetspec.types import SamplingParams
+
+if TYPE_CHECKING:
+    from jetspec.engine.llm import LLM
+    from jetspec.types import Update
+
+Command = TypeVar("Command", bound=Callable[..., None])
+Given = dict[str, dict[str, Any]]
+"""Settings that a command line names: section, field, value."""
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+SHORT = {"--model": "-m", "--temperature": "-t", "--max-tokens": "-n", "--port": "-p"}
+DEFAULT_TREES = """Unless set, the tree suits the device: on a CPU budget=16 and shortlist_parents=0,
+on a GPU batch_trees=8:32,24:16:8."""
+UNSETTABLE = ("sampling.grammar.compiled", "server.keys")
+"""Fields that no command line sets: a compiled object, and secrets that every user of the machine could read there."""
+
+
+# -- sections and options that several commands share
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Target and device."""
+
+    name: str = DEFAULT_MODEL
+    """Target: a Hugging Face id (owner/name), a folder, or a GGUF file. By default smollm2-135m-instruct, 98 MB."""
+    dtype: DtypeName = "auto"
+    """Number format. Auto, the default: float32 on a CPU, bfloat16 on a GPU."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N. Auto, the default: the GPU, if there is one."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(TargetConfig):
+    """Target, drafter and device."""
+
+    head: str | None = None
+    """Draft head: a Hugging Face id, a folder, or a model that has one. By default the model's own, if it has one."""
+    drafter: DrafterName | None = None
+    """Source of drafts: a head, n-gram lookup, or none for plain decoding. By default the head, without one ngram."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Settings of commands that decode."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+AsChat = Annotated[bool, typer.Option("--chat/--raw", help="Apply the chat template, or continue the raw text.")]
+Prompt = Annotated[str | None, typer.Argument(help="Read from standard input when left out.", metavar="PROMPT")]
+Prompts = Annotated[list[str] | None, typer.Argument(help="Three built-in ones when left out.", metavar="PROMPT")]
+System = Annotated[str | None, typer.Option(help="System message of the conversation.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Change any setting; repeatable.", metavar="SECTION.FIELD=VALUE")
+]
+
+
+def examples(*lines: str) -> str:
+    return "\n  ".join(["Examples:", *lines])
+
+
+def load_llm(model: ModelConfig, engine: EngineConfig, tree: Mapping[str, Any] | None = None) -> LLM:
+    """The model. Fields of `tree` replace those of the device's default tree."""
+    check_model(model)
+    with working(f"Loading {model.name}"):
+        from jetspec.engine.llm import LLM
+
+        drafter, dtype, device = model.drafter, model.dtype, model.device
+        llm = LLM(model.name, model.head, drafter=drafter, engine=engine, dtype=dtype, device=device)
+        return llm.with_drafter(llm.drafter, replace(llm.tree, **tree)) if tree else llm
+
+
+def check_model(model: TargetConfig) -> None:
+    """Refuses names of neither a file, a folder nor a repository, before anything heavy is imported."""
+    check_name(model.name)
+    if isinstance(model, ModelConfig) and model.head is not None:
+        check_name(head_path(model.head))
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt given, or standard input."""
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise typer.BadParameter("give one, or pipe it in", param_hint="PROMPT")
+    return check_prompt(sys.stdin.read() if prompt is None else prompt)
+
+
+def check_prompt(prompt: str) -> str:
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    if any("\ud800" <= c <= "\udfff" for c in prompt):  # Python's stand-ins for bytes that are not UTF-8
+        raise ValueError("the prompt is not text in UTF-8")
+    return prompt
+
+
+def stream(
+    llm: LLM, prompt: str, *, sampling: SamplingParams, chat: bool, system: str | None = None, trace: bool = False
+) -> Iterator[Update]:
+    if chat:
+        return llm.stream_chat(conversation(prompt, system), sampling, trace=trace)
+    if system is not None:
+        raise ValueError("--system needs the chat template; leave out --raw")
+    return llm.stream(prompt, sampling, trace=trace)
+
+
+def conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return [*opening, {"role": "user", "content": prompt}]
+
+
+# -- a command whose options are its settings
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option that sets one setting."""
+
+    name: str
+    setting: Setting
+    hint: Any
+    old_in: str | None = None
+    """Section of the table of old names, for an option of an earlier release."""
+
+    @property
+    def slot(self) -> str:
+        """Name of the parameter."""
+        return self.name.strip("-").replace("-", "_") + "_"
+
+    @property
+    def help(self) -> str:
+        """The setting's docstring, with the default if that is neither named there nor a matter of the device."""
+        text, default = self.setting.help, self.setting.default
+        is_named = default in (None, (), "") or "efault" in text or self.setting.path.startswith("tree.")
+        return text if is_named else f"{text} Default: {_shown(default)}."
+
+    def parameter(self) -> inspect.Parameter:
+        hint = _option_type(self.hint)
+        section = self.setting.path.partition(".")[0]
+        names = (
+            [f"{self.name}/--no-{self.name[2:]}"]
+            if hint is bool
+            else [self.name, *filter(None, [SHORT.get(self.name)])]
+        )
+        option = typer.Option(
+            *names,
+            help=self.help,
+            show_default=False,
+            rich_help_panel=section.capitalize(),
+            hidden=self.old_in is not None,
+        )
+        return inspect.Parameter(
+            self.slot, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint | None, option]
+        )
+
+
+def options(*flags: str) -> Callable[[Command], Command]:
+    """Gives a command a flag for each of these settings, and --set and --help-all for all of them.
+
+    The parameter `settings` of the command is a dataclass whose fields are sections. With a parameter `given` it also
+    gets the settings that the command line names. A flag is written `section.field`, or `--name=section.field` where it
+    is not called after the field.
+    """
+
+    def decorate(command: Command) -> Command:
+        hints = typing.get_type_hints(command, include_extras=True)
+        root: Any = hints["settings"]
+        flagged = _flags(root, flags, command.__name__)
+        own = [
+            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name not in ("settings", "given", "context")
+        ]
+
+        def run(**words: Any) -> None:
+            context, overrides, _ = words.pop("context"), words.pop("set_"), words.pop("help_all")
+            raw: Given = {}
+            for flag in flagged:
+                if (value := words.pop(flag.slot)) not in (None, []):
+                    section, _, name = flag.setting.path.partition(".")
+                    raw.setdefault(section, {})[name] = value
+                    if flag.old_in is not None:
+                        current(flag.name, flag.old_in, where=context.command_path)
+            settings, given = read_options(root(), raw, overrides or ())
+            for setting in all_settings(settings):
+                detail(f"{setting.path} = {setting.default}")
+            made = {"settings": settings, "given": given, "context": context}
+            command(**{name: value for name, value in made.items() if name in hints}, **words)
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [
+            inspect.Parameter("context", keyword, annotation=typer.Context),
+            *own,
+            *(flag.parameter() for flag in flagged),
+            inspect.Parameter("set_", keyword, default=None, annotation=Set),
+            inspect.Parameter("help_all", keyword, default=False, annotation=help_all(lambda: all_settings(root()))),
+        ]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def read_options(defaults: Any, flagged: Given, overrides: Sequence[str]) -> tuple[Any, Given]:
+    """The settings with flags and overrides applied, and those that were named."""
+    raw = parse_overrides(overrides)
+    for section, values in flagged.items():
+        others = raw.setdefault(section, {})
+        if not isinstance(others, dict):
+            raise ValueError(f"{section} is a group of settings; write --set {section}.{next(iter(values))}=VALUE")
+        for name, value in values.items():
+            if others.setdefault(name, value) != value:
+                raise ValueError(f"{section}.{name} is given twice, as {value} and as {others[name]}")
+    for override in overrides:
+        if override.startswith(UNSETTABLE):
+            raise ValueError(f"{override.partition('=')[0]} cannot be set on a command line")
+    settings = updated(defaults, raw)
+    given = {}
+    for section, values in raw.items():
+        names = renamed(values, section) if section in RENAMED else values
+        given[section] = {name: getattr(getattr(settings, section), name) for name in names}
+    return settings, given
+
+
+def all_settings(settings: Any) -> list[Setting]:
+    """Every setting of a command, with its value in `settings` as the default."""
+    return [
+        replace(
+            setting, default=reduce(lambda found, name: getattr(found, name, None), setting.path.split("."), settings)
+        )
+        for setting in describe_settings(type(settings))
+        if setting.path not in UNSETTABLE
+    ]
+
+
+def _flags(root: Any, flags: Sequence[str], command: str) -> list[Flag]:
+    """Flags of these settings, and hidden ones of an earlier release for other settings of the command."""
+    known = {setting.path: setting for setting in all_settings(root())}
+    hints = {name: typing.get_type_hints(section) for name, section in typing.get_type_hints(root).items()}
+
+    def make(name: str, path: str, old_in: str | None = None) -> Flag:
+        section, _, field_name = path.partition(".")
+        return Flag(name or f"--{field_name.replace('_', '-')}", known[path], hints[section][field_name], old_in)
+
+    visible = [make(*text.rpartition("=")[::2]) for text in flags]
+    taken, old = {flag.name for flag in visible}, []
+    for section in (f"flag {command}", "flag"):
+        for name, new in RENAMED.get(section, {}).items():
+            if name not in taken and (path := new.removeprefix("--set ")) in known:
+                taken.add(name)
+                old.append(make(name, path, section))
+    return [*visible, *old]
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _option_type(hint: Any) -> Any:
+    """Type of an option's value, without None. A tuple is a repeatable option, unless its items have a short form."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return str if hasattr(item, "parse") else list[item]  # type: ignore[valid-type]
+    return hint
+
+
+def help_all(settings: Callable[[], Sequence[Setting]]) -> Any:
+    """The option that lists every setting of a command."""
+
+    def show(context: typer.Context, wanted: bool) -> None:
+        if wanted:
+            print(context.get_help(), _describe(settings()), sep="\n")
+            raise typer.Exit
+
+    return Annotated[bool, typer.Option("--help-all", is_eager=True, callback=show, help="List all settings and exit.")]
+
+
+def _describe(settings: Sequence[Setting]) -> str:
+    """Settings as text: name, default, type, help."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    lines = ["All settings, for --set SECTION.FIELD=VALUE. " + DEFAULT_TREES]
+    for setting in settings:
+        default = "" if setting.default in (None, (), MISSING) else f"={_shown(setting.default)}"
+        lines += ["", f"  {setting.path}{default}  ({setting.type})"]
+        lines += textwrap.wrap(setting.help, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)

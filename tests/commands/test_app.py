@@ -1,0 +1,324 @@
+"""The command group: start-up without torch, help, errors, exit statuses, and commands of an earlier release."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+import jetspec
+from jetspec.commands import app as module
+from jetspec.commands.app import COMMANDS, GONE, app
+from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.types import Update
+from tests.fake_llm import FakeLLM
+from tests.train.tiny_model import write_model
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def run(*args: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, list(args), input=stdin)
+
+
+# -- start-up
+
+
+def modules_after(*args: str) -> tuple[int, str, set[str]]:
+    """Exit status, stderr and heavy modules of a process that ran these words."""
+    code = f"""
+        import sys
+        sys.argv = ["jetspec", *{args!r}]
+        from jetspec.commands.app import main
+        try:
+            main()
+        finally:
+            print(*{{"torch", "numpy", "tokenizers", "rich.live"}} & set(sys.modules), file=sys.stderr)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=ROOT)
+    *lines, heavy = done.stderr.splitlines()
+    return done.returncode, "\n".join(lines), set(heavy.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "named"),
+    [
+        (["--help"], 0, ""),
+        (["eval-head", "--help"], 0, ""),
+        (["version"], 0, ""),
+        (["train"], 0, ""),
+        (["generate", "Why?", "--budgit", "3"], 2, "--budgit"),
+        (["generate", "Why?", "--budget", "0"], 2, "budget"),
+        (["generate", "Why?", "--set", "sampling.top_p=2"], 2, "top_p"),
+        (["generate", "Why?", "--model", "./nothere"], 2, "./nothere"),
+        (["serve", "--port", "99999"], 2, "port"),
+        (["train", "nothere"], 2, "nothere"),
+        (["train", "debug", "--set", "steps=0"], 2, "steps"),
+        (["data", "regenerate", "--data", "/nothere", "--out", "x"], 2, "/nothere"),
+        (["eval-head", "--data-dir", "/nothere"], 2, "/nothere"),
+        (["profile", "--shape", "nothere"], 2, "nothere"),
+        (["info", "./nothere"], 2, "./nothere"),
+        (["bench", "--data", "/nothere"], 2, "/nothere"),
+    ],
+)
+def test_words_are_checked_before_torch_is_imported(args: list[str], status: int, named: str) -> None:
+    returncode, stderr, heavy = modules_after(*args)
+    assert returncode == status and not heavy
+    assert named in stderr and stderr.count("\n") == 0 and "Traceback" not in stderr
+
+
+def test_loading_a_model_does_not_import_sympy(tmp_path: Path) -> None:
+    code = f"import sys; from jetspec import LLM; LLM({str(write_model(tmp_path / 'tiny'))!r}, device='cpu')"
+    command = [sys.executable, "-c", f"{code}; print('sympy' in sys.modules)"]
+    assert subprocess.check_output(command, text=True) == "False\n"
+
+
+def test_public_names_resolve() -> None:
+    assert [name for name in jetspec.__all__ if getattr(jetspec, name).__name__ != name] == []
+    with pytest.raises(AttributeError):
+        jetspec.nonsense  # noqa: B018
+
+
+def test_readme_example_runs(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jetspec, "LLM", fake, raising=False)
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(code[0], {})
+    assert fake.asked
+
+
+# -- help
+
+
+def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name in getattr(command, "commands", {}):
+        yield from leaves(command.commands[name], (*words, name))
+
+
+@pytest.mark.parametrize("words", [words for words, _ in leaves(typer.main.get_command(app)) if words], ids=" ".join)
+def test_every_command_has_help(words: tuple[str, ...]) -> None:
+    if words[0] in ("vllm", *GONE):
+        return
+    for asked in ([*words, "--help"], ["help", *words]):
+        result = run(*asked)
+        assert result.exit_code == 0 and " ".join(words) in result.stdout
+    assert words[-1] in run(*words[:-1], "--help").stdout
+
+
+def test_version_names_the_package_and_what_it_computes_with() -> None:
+    assert run("--version").stdout == f"jetspec {version('jetspec')}\n"
+    lines = run("version").stdout.splitlines()
+    assert lines[0] == f"jetspec {version('jetspec')}" and f"torch {version('torch')}" in lines
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_verbose_prints_settings_on_stderr(fake: type[FakeLLM], place: int) -> None:
+    words = ["generate", "Why?", "--budget", "8"]
+    words.insert(place, "--verbose")
+    result = run(*words)
+    assert "tree.budget = 8" in result.stderr and "tree.budget" not in result.stdout
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["generate", "Why?", "--budgit", "3"], "--budgit"),
+        (["generate", "Why?", "--budget", "few"], "--budget"),
+        (["generate", "Why?", "--drafter", "oracle"], "--drafter"),
+        (["generate", "Why?", "--stop", ""], "stop"),
+        (["generate", " "], "prompt"),
+        (["compare", "caf\udce9"], "UTF-8"),
+        (["generat"], "'generate'"),
+        (["help", "generat"], "'generate'"),
+        (["--nope", "generate", "Why?"], "--nope"),
+        (["data", "--nope"], "--nope"),
+    ],
+)
+def test_usage_errors_are_one_line(args: list[str], named: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert named in result.stderr and result.stderr.startswith("jetspec: error: ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--debug", "generate", "Why?"], ["generate", "Why?", "--debug"]])
+def test_debug_shows_the_traceback(fake: type[FakeLLM], words: list[str]) -> None:
+    assert isinstance(run(*words, "--budget", "0").exception, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "named"),
+    [
+        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        (FileNotFoundError(2, "No such file", "x.gguf"), 2, "x.gguf"),
+        (MemoryError(), 2, "out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "CUDA out of memory"),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_exit_statuses(fake: type[FakeLLM], failure: BaseException, status: int, named: str) -> None:
+    fake.failure = failure
+    result = run("generate", "Why?")
+    assert result.exit_code == status
+    assert named in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_prompt_that_the_engine_refuses_leaves_stdout_empty(
+    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: FakeLLM, *args: Any, **kwargs: Any) -> Iterator[Update]:
+        raise ValueError("the prompt is too long")
+        yield
+
+    monkeypatch.setattr(fake, "stream", refuse)
+    result = run("generate", "Why?")
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+# -- commands that left, and commands of plugins
+
+
+@pytest.mark.parametrize(
+    ("args", "now"),
+    [
+        (["report", "runs/a", "--out", "x"], "report"),
+        (["grade", "runs/a"], "grade"),
+        (["load", "--url", "http://x"], "load"),
+        (["bench", "recipe.yaml"], "run"),
+        (["bench", "--methods", "plain"], "run"),
+        (["bench", "--quick"], "run"),
+    ],
+)
+def test_commands_that_left_name_their_new_place(args: list[str], now: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert f"python -m benchmarks {now}" in result.stderr
+
+
+def test_a_renamed_command_works_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetspec.aliases._warned", set())
+    result = run("data", "invent", "--help")
+    assert result.exit_code == 0 and "--count" in result.stdout
+    assert result.stderr.count("\n") == 1 and "synthesize" in result.stderr
+
+
+def test_a_missing_plugin_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "entry_points", lambda **_: [])
+    result = run("vllm", "serve", "model", "--head", "x")
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "pip install -e ./jetspec_vllm" in result.stderr and "pip install jetspec-vllm" in result.stderr
+    assert "vllm" in run("--help").stdout
+
+
+def test_a_plugin_gets_its_words_and_its_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, seen = typer.Typer(), []
+
+    @commands.callback()
+    def group() -> None: ...
+
+    @commands.command(context_settings={"ignore_unknown_options": True})
+    def serve(words: list[str]) -> None:
+        seen.extend(words)
+        raise ValueError("no port is free")
+
+    found = SimpleNamespace(load=lambda: commands)
+    monkeypatch.setattr(module, "entry_points", lambda **asked: [found] if asked["name"] == "vllm" else [])
+    result = run("vllm", "serve", "owner/model", "--port", "9000")
+    assert seen == ["owner/model", "--port", "9000"]
+    assert result.exit_code == 2 and "no port is free" in result.stderr and result.stderr.count("\n") == 1
+    assert run("vllm", "--help").exit_code == 0
+
+
+# -- processes: full disks, closed streams, interrupts
+
+
+def run_process(args: str, **options: Any) -> subprocess.Popen[str]:
+    """The real command in a process of its own, with the fake LLM."""
+    code = f"""
+        import sys, time
+        from types import SimpleNamespace
+        from tests.fake_llm import FakeLLM
+        def slow(self, *args, **kwargs):
+            for update in FakeLLM.stream(self, *args, **kwargs):
+                yield update
+                time.sleep(0.2)
+        fake = type("Slow", (FakeLLM,), {{"stream": slow}})
+        sys.modules["jetspec.engine.llm"] = SimpleNamespace(LLM=fake)
+        sys.argv = ["jetspec", *{args.split()!r}]
+        from jetspec.commands.app import main
+        main()
+    """
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.Popen(command, text=True, cwd=ROOT, env=buffered, stderr=subprocess.PIPE, **options)
+
+
+def test_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        process = run_process("generate Why? --json", stdout=full)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr.splitlines()[-1] == "jetspec: error: No space left on device"
+
+
+@pytest.mark.parametrize("words", ["nope", "--nope"])
+def test_an_error_that_cannot_be_printed_still_has_its_status(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "jetspec", words], stderr=full, cwd=ROOT, timeout=60)
+    assert done.returncode == 2
+
+
+def test_a_full_disk_under_stderr_ends_no_work() -> None:
+    code = "from jetspec.commands.screen import err; err().print('Serving'); print('went on')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, cwd=ROOT, timeout=60)
+    assert done.stdout == b"went on\n"
+
+
+@pytest.mark.parametrize(("args", "stream", "status"), [("generate Why?", 1, 0), ("generate", 0, 2)])
+def test_a_closed_stream_is_no_crash(args: str, stream: int, status: int) -> None:
+    process = run_process(args, preexec_fn=lambda: os.close(stream))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == status and "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "tree"])
+def test_broken_pipe_is_quiet(command: str) -> None:
+    process = run_process(f"{command} Why?", stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read().splitlines() == [f"Loading {DEFAULT_MODEL} ..."]
+
+
+def test_interrupt_is_clean() -> None:
+    process = run_process("generate Why?", stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stdout.endswith("\n") and "Traceback" not in stderr
+
+
+def test_every_command_is_registered() -> None:
+    files = {path.stem.replace("_", "-") for path in (ROOT / "jetspec" / "commands").glob("*.py")}
+    assert set(COMMANDS) - {"vllm", "version", "help"} <= files
