@@ -88,7 +88,7 @@ def test_equal_logits_are_in_token_order(interpreter: Executor, k: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_comes_first(interpreter: Executor, dtype: torch.dtype) -> None:
-    """As in torch, with either sign. All log-probabilities of such a row are NaN."""
+    """NaN of either sign is greatest, as in torch. All log-probabilities of such a row are NaN."""
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     logits[0, 50] = torch.nan
     logits[1, ::30] = -torch.tensor(torch.nan)
