@@ -125,7 +125,7 @@ class TransformersMethod:
 
     def _room(self, ask: Ask) -> int:
         """Tokens that an answer may have, as in our engine: those of its own prompt's room, not of the longest one."""
-        return max(1, min(ask.sampling.max_tokens, self.max_len - len(ask.prompt)))
+        return max(1, min(ask.sampling.token_limit, self.max_len - len(ask.prompt)))
 
     def _settings(self, asks: Sequence[Ask]) -> Any:
         """Our rules and none of the model's own: no filters, no penalties.

@@ -271,7 +271,7 @@ class Bench:
 
     def check_reply(self, method: str, ask: Ask, reply: Reply) -> None:
         """All methods stop at the same tokens and lengths, or there is nothing to compare."""
-        limit, count = ask.sampling.max_tokens, reply.num_tokens
+        limit, count = ask.sampling.token_limit, reply.num_tokens
         room = self.context - len(ask.prompt)
         ends = self.llm.target.eos_tokens
         shows_end = next(m for m in self.methods if m.name == method).url is None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # values are checked before torch is loaded
 FinishReason = Literal["stop", "length"]
 GrammarKind = Literal["json_object", "json_schema", "calls", "regex", "ebnf"]
 
+DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 
@@ -54,8 +55,9 @@ class SamplingParams:
     """Sample from this many most probable tokens. 0, the default: off."""
     min_p: float = 0.0
     """Drop tokens less probable than this fraction of the most probable one, 0 to 1. 0, the default: off."""
-    max_tokens: int = 256
-    """Most tokens to generate, at least 1."""
+    max_tokens: int | None = None
+    """Most tokens to generate, at least 1. More than the context leaves after the prompt is an error. Default: 256, or
+    what the context leaves."""
     stop: tuple[str, ...] = ()
     """Strings that end the text. They are not part of it."""
     ignore_eos: bool = False
@@ -84,7 +86,7 @@ class SamplingParams:
             raise ValueError(f"min_p is {self.min_p}; it must be between 0 and 1")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more")
-        if self.max_tokens < 1:
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if any(not s for s in self.stop):
             raise ValueError("stop contains an empty string")
@@ -101,6 +103,11 @@ class SamplingParams:
             raise ValueError(f"logprobs is {self.logprobs}; it must be between 0 and {MAX_LOGPROBS}")
         if self.grammar is not None and self.ignore_eos:
             raise ValueError("grammar and ignore_eos exclude each other: the grammar decides when the text ends")
+
+    @property
+    def token_limit(self) -> int:
+        """`max_tokens`, or its default where the context is large enough."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def is_sampled(self) -> bool:

@@ -30,6 +30,7 @@ from jetspec.types import (
     Constraint,
     Grammar,
     Request,
+    RoundStats,
     RoundTrace,
     SamplingParams,
     TokenLogprob,
@@ -135,14 +136,21 @@ class Engine:
         """
         self._check(tokens, sampling)
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
-        longest = min(len(tokens) + sampling.max_tokens, self.max_len)
-        ends = frozenset() if sampling.ignore_eos else self.eos_tokens
-        request = Request(self.next_id, list(tokens), len(tokens), sampling, seed, longest, ends)
-        request.limits, request.traced, request.quiet = limits, trace, quiet
-        request.cache_salt = cache_salt
-        if sampling.grammar is not None:
-            request.constraint = self._constraint(sampling.grammar)
-        request.stats.prompt_tokens = len(tokens)
+        request = Request(
+            self.next_id,
+            list(tokens),
+            len(tokens),
+            sampling,
+            seed,
+            max_len=min(len(tokens) + sampling.token_limit, self.max_len),
+            end_tokens=frozenset() if sampling.ignore_eos else self.eos_tokens,
+            limits=limits,
+            traced=trace,
+            quiet=quiet,
+            cache_salt=cache_salt,
+            constraint=self._constraint(sampling.grammar) if sampling.grammar else None,
+            stats=RoundStats(prompt_tokens=len(tokens)),
+        )
         self.next_id += 1
         self.requests[request.id] = request
         if self.decode and (sampling.stop or not quiet):
@@ -174,6 +182,11 @@ class Engine:
             if i and self.cache.pool.remembers:
                 self.requests[ids[i]].prefix_leader = self.requests[ids[0]]
         return ids
+
+    def clip(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
+        """`sampling` with `max_tokens` cut to what the context leaves after a prompt."""
+        left = max(self.max_len - prompt_len, 1)
+        return replace(sampling, max_tokens=left) if sampling.token_limit > left else sampling
 
     @uninterrupted()
     def cancel(self, request_id: int) -> None:
@@ -348,6 +361,12 @@ class Engine:
         if len(tokens) >= self.max_len:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {self.max_len} with the answer"
+            )
+        left = self.max_len - len(tokens)
+        if sampling.max_tokens is not None and sampling.max_tokens > left:
+            raise ValueError(
+                f"max_tokens is {sampling.max_tokens}, but the context of {self.max_len} tokens leaves {left} after a "
+                f"prompt of {len(tokens)}"
             )
         for token in (min(tokens), max(tokens), *sampling.logit_bias):
             if not 0 <= token < self.target.config.vocab_size:

@@ -174,10 +174,10 @@ class LLM:
     def complete(
         self, prompts: Iterable[tuple[K, Sequence[int], SamplingParams] | None]
     ) -> Iterator[tuple[K, Completion]]:
-        """Continue token ids, in the order in which they finish and without text; for any number of prompts.
+        """Continues token ids, for any number of prompts. Yields completions as they finish, without text.
 
-        Prompts are pulled as the engine needs them. An iterable that has none now, but will once it has seen an
-        answer, yields None in place of one.
+        Prompts are pulled as the engine needs them. An iterable yields None while it has no prompt until another
+        completion is consumed. `max_tokens` is clipped to the context.
         """
         source, engine = iter(prompts), self.engine
         keys: dict[int, K] = {}
@@ -187,7 +187,7 @@ class LLM:
                     while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
                         key, tokens, sampling = prompt
                         with uninterrupted():
-                            keys[engine.add(tokens, sampling, quiet=True)] = key
+                            keys[engine.add(tokens, engine.clip(sampling, len(tokens)), quiet=True)] = key
                     if not keys:
                         return
                     for update in self._updates(keys):

@@ -76,8 +76,8 @@ class FakeAnswerer:
 
 def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completion:
     pick = random.Random(f"{list(tokens)} {sampling.seed}")
-    written = [pick.randrange(97, 123) for _ in range(pick.randint(1, sampling.max_tokens))]
-    ends = len(written) < sampling.max_tokens
+    written = [pick.randrange(97, 123) for _ in range(pick.randint(1, sampling.token_limit))]
+    ends = len(written) < sampling.token_limit
     return Completion("", written + [END_TOKEN] * ends, "stop" if ends else "length", RoundStats())
 
 

@@ -74,8 +74,8 @@ class FakeWriter:
 def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completion:
     """Few letters and spaces, so that some texts are empty, short, repeated or without an end."""
     pick = random.Random(f"{list(tokens)} {sampling.seed}")
-    written = [pick.choice(b"ab  ") for _ in range(pick.randint(0, sampling.max_tokens))]
-    ends = len(written) < sampling.max_tokens
+    written = [pick.choice(b"ab  ") for _ in range(pick.randint(0, sampling.token_limit))]
+    ends = len(written) < sampling.token_limit
     return Completion("", written + [END_TOKEN] * ends, "stop" if ends else "length", RoundStats())
 
 

@@ -79,7 +79,7 @@ def test_memory_layout_never_shows(
     page_size: int, chunk: int, batch: int, spare_pages: int, prefix_cache: bool, right: float
 ) -> None:
     """Any page size, chunk, batch and shortage of pages, preemption included: same text, and every page comes back."""
-    longest = max(len(p) for p in PROMPTS) + GREEDY.max_tokens + 20
+    longest = max(len(p) for p in PROMPTS) + GREEDY.token_limit + 20
     config = EngineConfig(
         page_size=page_size,
         prefill_chunk=chunk,
@@ -297,7 +297,7 @@ def test_traces_tell_what_happened() -> None:
                 assert trace.scores[below] == pytest.approx(trace.scores[above] + trace.logprobs[below])
             assert max(trace.logprobs) <= 0
             written += [trace.tokens[node] for node in trace.path[1:]] + [trace.bonus]
-    assert written[: GREEDY.max_tokens] == TRUTH[GREEDY][0]
+    assert written[: GREEDY.token_limit] == TRUTH[GREEDY][0]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_float64_agrees() -> None:
     """The engine takes whatever precision the target has."""
     target = tiny_decoder().to(torch.float64)
     done = run(make_engine(target, "ngram"), PROMPTS[:2], GREEDY)
-    assert all(len(c.token_ids) == GREEDY.max_tokens for c in done)
+    assert all(len(c.token_ids) == GREEDY.token_limit for c in done)
 
 
 def test_a_cache_too_small_for_one_tree_is_refused() -> None:
