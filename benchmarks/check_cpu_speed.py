@@ -109,9 +109,8 @@ class Decoding:
 
     def ms(self, rounds: int) -> float:
         """Milliseconds per round, prefill and the first round left out."""
-        request_id = self.engine.add(
-            self.prompt, SamplingParams(max_tokens=self.engine.max_len - len(self.prompt), ignore_eos=True)
-        )
+        sampling = SamplingParams(max_tokens=self.engine.max_len, ignore_eos=True)
+        request_id = self.engine.add(self.prompt, sampling)
         self.engine.step()
         began = time.perf_counter()
         for _ in range(rounds):

@@ -56,8 +56,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less probable than this fraction of the most probable one, 0 to 1. 0, the default: off."""
     max_tokens: int | None = None
-    """Most tokens to generate, at least 1. More than the context leaves after the prompt is an error. Default: 256, or
-    what the context leaves."""
+    """Most tokens to generate, at least 1 and at most the context. A text that fills the context ends there. Default:
+    256, or the context."""
     stop: tuple[str, ...] = ()
     """Strings that end the text. They are not part of it."""
     ignore_eos: bool = False

@@ -26,10 +26,8 @@ class ChatTokenizer(Protocol):
 class Generator(Protocol):
     """A decoder of prompts, such as an `LLM`."""
 
-    @property
-    def max_prompt_tokens(self) -> int: ...
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], *, progress: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, progress: bool = False
     ) -> list[Completion]: ...
 
 
@@ -84,9 +82,8 @@ class Answerer:
                 chat.append(user_message(q.turns[turn]))
             asked = [(q, chat, self.tokenizer.encode_chat(chat)) for q, chat in chats]
             asked = [(q, chat, prompt) for q, chat, prompt in asked if len(prompt) <= self.max_prompt_tokens]
-            prompts = [prompt for _, _, prompt in asked]
-            sampling = clipped(prompts, self.max_tokens, self.max_prompt_tokens + 1)
-            done = self.llm.generate(prompts, sampling, progress=self.progress)
+            sampling = SamplingParams(max_tokens=self.max_tokens)
+            done = self.llm.generate([prompt for _, _, prompt in asked], sampling, progress=self.progress)
             for (q, chat, prompt), completion in zip(asked, done, strict=True):
                 chat.append({"role": "assistant", "content": completion.text})
                 tokens = [*prompt, *completion.token_ids]
@@ -112,11 +109,6 @@ class Decoded:
     """Share of answers equal to those of the documents, token for token. In float32 all are."""
 
 
-def clipped(prompts: Sequence[Sequence[int]], max_tokens: int, context: int) -> list[SamplingParams]:
-    """Greedy sampling of at most `max_tokens`, and at most what the context leaves after each prompt."""
-    return [SamplingParams(max_tokens=min(max_tokens, context - len(prompt))) for prompt in prompts]
-
-
 def decode(llm: Generator, documents: Sequence[Document], max_tokens: int, progress: bool = False) -> Decoded:
     """Decodes the answers of `documents` again, greedily."""
     prompts, answers = [], []
@@ -125,7 +117,7 @@ def decode(llm: Generator, documents: Sequence[Document], max_tokens: int, progr
             prompts.append(document.tokens[:start].tolist())
             answers.append(document.tokens[start:end].tolist())
     began = time.perf_counter()
-    done = llm.generate(prompts, clipped(prompts, max_tokens, llm.max_prompt_tokens + 1), progress=progress)
+    done = llm.generate(prompts, SamplingParams(max_tokens=max_tokens), progress=progress)
     seconds = time.perf_counter() - began
     num_tokens = sum(completion.stats.completion_tokens for completion in done)
     return Decoded(

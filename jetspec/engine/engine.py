@@ -183,10 +183,9 @@ class Engine:
                 self.requests[ids[i]].prefix_leader = self.requests[ids[0]]
         return ids
 
-    def clip(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
-        """`sampling` with `max_tokens` cut to what the context leaves after a prompt."""
-        left = max(self.max_len - prompt_len, 1)
-        return replace(sampling, max_tokens=left) if sampling.token_limit > left else sampling
+    def clip(self, sampling: SamplingParams) -> SamplingParams:
+        """`sampling` with `max_tokens` cut to the context."""
+        return replace(sampling, max_tokens=min(sampling.token_limit, self.max_len))
 
     @uninterrupted()
     def cancel(self, request_id: int) -> None:
@@ -362,12 +361,8 @@ class Engine:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {self.max_len} with the answer"
             )
-        left = self.max_len - len(tokens)
-        if sampling.max_tokens is not None and sampling.max_tokens > left:
-            raise ValueError(
-                f"max_tokens is {sampling.max_tokens}, but the context of {self.max_len} tokens leaves {left} after a "
-                f"prompt of {len(tokens)}"
-            )
+        if sampling.max_tokens is not None and sampling.max_tokens > self.max_len:
+            raise ValueError(f"max_tokens is {sampling.max_tokens}, but the context holds {self.max_len} tokens")
         for token in (min(tokens), max(tokens), *sampling.logit_bias):
             if not 0 <= token < self.target.config.vocab_size:
                 raise ValueError(f"token id {token} is not in the vocabulary")

@@ -187,7 +187,7 @@ class LLM:
                     while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
                         key, tokens, sampling = prompt
                         with uninterrupted():
-                            keys[engine.add(tokens, engine.clip(sampling, len(tokens)), quiet=True)] = key
+                            keys[engine.add(tokens, engine.clip(sampling), quiet=True)] = key
                     if not keys:
                         return
                     for update in self._updates(keys):

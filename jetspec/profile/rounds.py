@@ -195,9 +195,8 @@ class Decoding:
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(target.config.vocab_size, (work.batch, work.context), generator=generator)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=work.temperature, ignore_eos=True)
-        sampling = self.engine.clip(sampling, work.context)
         for seed, tokens in enumerate(prompts.tolist()):
-            self.engine.add(tokens, replace(sampling, seed=seed))
+            self.engine.add(tokens, replace(self.engine.clip(sampling), seed=seed))
         while len(self.engine.decode_batch.requests) < work.batch:
             self.engine.step()
             if len(self.engine.requests) < work.batch:

@@ -75,7 +75,6 @@ class RequestBuilder:
     ) -> None:
         self.tokenizer, self.tree, self.model_name = tokenizer, tree, model_name
         self.vocab_size = tokenizer.vocab_size
-        self.max_len = max_len
         self.max_prompt = min(max_prompt or max_len, max_len - 1)
         self.max_tokens = min(max_tokens or max_len, max_len)
 
@@ -101,9 +100,10 @@ class RequestBuilder:
         self._check(request)
         given = request.prompt
         prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        limit = request.max_tokens if "max_tokens" in request.model_fields_set else None
+        is_given = "max_tokens" in request.model_fields_set
+        limit = request.max_tokens if is_given else min(request.max_tokens, self.max_tokens)
         tokens = [self._encode(prompt) for prompt in prompts]
-        jobs = self._jobs(request, tokens, tenant, limit, request.logprobs, None, default_limit=request.max_tokens)
+        jobs = self._jobs(request, tokens, tenant, limit, request.logprobs, None)
         return PreparedRequest(jobs, request.logprobs is not None)
 
     def _grammar(self, request: ChatRequest, tools: list[Tool], is_forced: bool) -> Grammar | None:
@@ -179,9 +179,7 @@ class RequestBuilder:
         limit: int | None,
         logprobs: int | None,
         grammar: Grammar | None,
-        default_limit: int | None = None,
     ) -> list[Job]:
-        """One job per prompt. A `limit` that the context does not leave is refused; the default one is clipped."""
         for tokens in prompts:
             if not tokens:
                 raise ApiError("the prompt is empty", param="prompt")
@@ -192,15 +190,7 @@ class RequestBuilder:
             logprobs = 0
         sampling = self._sampling(request, limit, logprobs, grammar)
         salt = json.dumps([tenant, request.cache_salt or ""]) if tenant or request.cache_salt else ""
-        jobs = []
-        for tokens in prompts:
-            left = self.max_len - len(tokens)
-            if limit is not None and limit > left:
-                why = f"the context of {self.max_len} tokens leaves {left} after the prompt"
-                raise ApiError(f"max_tokens is {limit}, but {why}", param="max_tokens")
-            max_tokens = limit or min(default_limit or left, self.max_tokens, left)
-            jobs.append(Job(tokens, replace(sampling, max_tokens=max_tokens), request.n, limits, trace, salt))
-        return jobs
+        return [Job(tokens, sampling, request.n, limits, trace, salt) for tokens in prompts]
 
     def _sampling(
         self, request: GenerationRequest, limit: int | None, logprobs: int | None, grammar: Grammar | None
@@ -217,6 +207,7 @@ class RequestBuilder:
             top_p=request.top_p,
             top_k=request.top_k,
             min_p=request.min_p,
+            max_tokens=limit or self.max_tokens,
             stop=tuple(request.stop),
             ignore_eos=request.ignore_eos,
             seed=request.seed,

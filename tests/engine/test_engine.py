@@ -144,7 +144,7 @@ def test_max_tokens_cuts_inside_a_path(limit: int) -> None:
 def test_the_context_is_filled_to_its_last_position(who: str) -> None:
     head = {"head": tiny_head(TARGET), "eagle3": tiny_eagle3(TARGET)}.get(who)
     engine = make_engine(TARGET, "head" if head else who, head, config=EngineConfig(max_len=24, page_size=5))  # type: ignore[arg-type]
-    done = run(engine, PROMPTS[:1], SamplingParams(max_tokens=99))[0]
+    done = run(engine, PROMPTS[:1], SamplingParams())[0]
     assert (done.token_ids, done.finish_reason) == (TRUTH[GREEDY][0][: 24 - 7], "length")
 
 
@@ -315,7 +315,7 @@ def test_bad_prompts_are_refused_in_one_line(prompt: list[int], message: str) ->
 def test_a_small_pool_shortens_the_context_instead_of_hanging() -> None:
     engine = make_engine(TARGET, config=EngineConfig(page_size=4, num_pages=5))
     assert engine.max_len == 5 * 4 - 1
-    done = run(engine, [PROMPTS[0]], SamplingParams(max_tokens=99))[0]
+    done = run(engine, [PROMPTS[0]], SamplingParams())[0]
     assert (len(done.token_ids), done.finish_reason) == (19 - 7, "length")
 
 

@@ -256,3 +256,13 @@ def test_a_bias_outside_the_vocabulary_is_refused(token: int) -> None:
     with pytest.raises(ValueError, match="not in the vocabulary"):
         engine.add([1], SamplingParams(logit_bias={token: 1.0}))
     assert not engine.has_work
+
+
+def test_max_tokens_beyond_the_context_is_refused_only_where_it_is_given() -> None:
+    engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_len=40))
+    with pytest.raises(ValueError, match="max_tokens"):
+        engine.add([1, 2], SamplingParams(max_tokens=41))
+    assert engine.clip(SamplingParams(max_tokens=41)).max_tokens == 40
+    for sampling in (SamplingParams(ignore_eos=True), SamplingParams(max_tokens=40, ignore_eos=True)):
+        (completion,) = run(engine, [[1, 2]], sampling)
+        assert len(completion.token_ids) == 38 and completion.finish_reason == "length"

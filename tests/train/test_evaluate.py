@@ -247,7 +247,7 @@ class Chatter:
         return [ord(letter) % VOCAB for message in messages for letter in f"{message['role'][0]}{message['content']}"]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], *, progress: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, progress: bool = False
     ) -> list[Completion]:
         self.num_calls += 1
         engine = make_engine(self.target.decoder, "head" if self.head else "none", self.head, self.tree)
