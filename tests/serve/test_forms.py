@@ -1,4 +1,4 @@
-"""What the engine can do beyond plain text: formats, tools, log-probabilities, penalties, biases, salts."""
+"""Response formats, tools, log-probabilities, penalties, biases and cache salts over HTTP."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from pydantic import BaseModel, Field
 from jetspec.engine.llm import LLM
 from jetspec.serve.config import ServeConfig
 from jetspec.types import SamplingParams
-from tests.serve.live import NAME, Live, events, streaming, tiny_llm
+from tests.grammar.test_compile_check import COUNTED
+from tests.serve.live import NAME, Live, assert_error, events, schema_format, streaming, tiny_llm
 
 HARD = "é漢字🙂\u200d🔥ﬀ"
-"""Characters of two, three and four bytes; the tiny model's tokens are bytes."""
+"""Characters of two to four bytes; the tiny model's tokens are bytes."""
 TOOL_TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }}<tool_call>{% endfor %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -38,21 +39,13 @@ WEATHER = {
     },
 }
 NOTHING = {"type": "object", "additionalProperties": False}
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
 
 
-COUNTED = {
-    "type": "object",
-    "properties": {f"p{i}": {"type": "string"} for i in range(400)},
-    "minProperties": 200,
-    "maxProperties": 300,
-    "additionalProperties": False,
-}
-"""Minutes of work for the grammar library."""
+def function_tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+CLOCK = function_tool("clock", NOTHING)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +56,7 @@ def tooled(folder: Path) -> Iterator[Live]:
         yield server
 
 
-def test_no_character_is_broken(live: Live) -> None:
-    """A text of many bytes per character, streamed by a model whose tokens are bytes: every chunk is whole."""
+def test_chunks_have_whole_characters(live: Live) -> None:
     form = schema_format({"const": HARD})
     chunks = list(events(live.chat(response_format=form, temperature=0, stream=True, max_tokens=200)))
     pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
@@ -76,7 +68,7 @@ def test_no_character_is_broken(live: Live) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1.3])
-def test_an_answer_has_the_form_that_was_asked_for(live: Live, temperature: float) -> None:
+def test_completion_follows_its_schema(live: Live, temperature: float) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
@@ -88,53 +80,43 @@ def test_an_answer_has_the_form_that_was_asked_for(live: Live, temperature: floa
     if whole["finish_reason"] == "stop":
         assert set(json.loads(whole["message"]["content"])) == {"a", "b"}
     plain = live.chat(**asked, jetspec={"budget": 1}).json()["choices"][0]
-    assert plain["message"]["content"] == whole["message"]["content"], "a form does not depend on the tree"
+    assert plain["message"]["content"] == whole["message"]["content"], "the text does not depend on the tree"
     anything = live.chat(response_format={"type": "json_object"}, temperature=temperature, max_tokens=30).json()
     assert anything["choices"][0]["message"]["content"].lstrip().startswith("{")
 
 
 @pytest.mark.parametrize(
-    ("schema", "word"),
+    "schema",
     [
-        ({"type": "string", "maxLength": 100_000}, "maxLength"),
-        ({"type": "string", "pattern": "(a{100}){100}"}, "pattern"),
-        ({"type": "object", "properties": {c: {"type": "string", "pattern": "a{300}"} for c in "abcd"}}, "pattern"),
-        ({"type": "string", "pattern": "[a-z]{1,1000}"}, "too large"),
-        ({"type": "string", "pattern": "(?!a)[a-z]"}, "pattern"),
-        ({"type": "string", "pattern": "(?i)a"}, "pattern"),
-        ({"type": "string", "pattern": "a$b"}, "pattern"),
-        ({"type": "string", "pattern": "\\Aa"}, "pattern"),
-        ({"enum": ["x" * 20_000]}, "bytes"),
-        ({"allOf": 5}, "allOf"),
-        ({"type": "nonsense"}, "type"),
-        ({"type": []}, "type"),
-        ({"$defs": []}, "$defs"),
-        ({"not": {"type": "string"}}, "not"),
-        ({"$ref": "#"}, "contains itself"),
-        ({"$ref": "http://example.org/schema"}, ""),
-        (json.loads('{"items":' * 30 + "{}" + "}" * 30), "deeper"),
-        (COUNTED, "400 properties"),
+        {"type": "string", "maxLength": 100_000},
+        {"type": "string", "pattern": "[a-z]{1,1000}"},
+        {"type": "string", "pattern": "(?!a)[a-z]"},
+        {"enum": ["x" * 20_000]},
+        {"type": "nonsense"},
+        {"not": {"type": "string"}},
+        {"$ref": "http://example.org/schema"},
+        COUNTED,
     ],
 )
-def test_schemas_that_cannot_be_kept_are_refused(live: Live, schema: dict[str, Any], word: str) -> None:
-    response = live.chat(response_format=schema_format(schema), max_tokens=4)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "response_format") and word in error["message"]
-    assert "Check failed" not in error["message"] and "Error" not in error["message"]
-    assert live.chat(max_tokens=2).status_code == 200
+def test_unsupported_schemas_are_refused(tooled: Live, schema: dict[str, Any]) -> None:
+    """In a format and in a strict tool; a tool that is not strict promises nothing."""
+    assert_error(tooled.chat(response_format=schema_format(schema), max_tokens=4), 400, "response_format")
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tools = [CLOCK, {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+    assert_error(tooled.chat(tools=tools, max_tokens=4), 400, "tools")
+    assert tooled.chat(max_tokens=2).status_code == 200
 
 
-def test_many_tools_do_not_make_a_huge_grammar(tooled: Live) -> None:
+def test_schemas_of_all_tools_are_bounded_together(tooled: Live) -> None:
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": wide}} for i in range(9)]
-    response = tooled.chat(tools=tools, tool_choice="required", max_tokens=2)
-    assert response.status_code == 400 and "bytes" in response.json()["error"]["message"]
+    assert_error(tooled.chat(tools=tools, tool_choice="required", max_tokens=2), 400, "tools")
     assert tooled.chat(tools=tools[:2], tool_choice="required", max_tokens=2).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_forced_call_is_a_call(tooled: Live, choice: Any, stream: bool) -> None:
+def test_forced_call_follows_its_schema(tooled: Live, choice: Any, stream: bool) -> None:
     asked = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "temperature": 0.9, "seed": 1, "max_tokens": 120}
     response = tooled.chat(**asked, stream=stream)
     if stream:
@@ -162,14 +144,14 @@ class Outer(BaseModel):
 
 
 def nested_tools() -> list[Any]:
-    """Two tools as the client makes them, strict, whose schemas define different things under the same name."""
+    """Two strict tools of the client library whose schemas have different definitions of one name."""
     first, second = (openai.pydantic_function_tool(Outer, name=name) for name in ("first", "second"))
     second["function"]["parameters"]["$defs"]["Inner"]["properties"]["flag"] = {"const": 7}
     return [first, second]
 
 
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_tools_of_nested_models_are_called(tooled: Live, name: str) -> None:
+def test_definitions_of_tools_do_not_collide(tooled: Live, name: str) -> None:
     done = tooled.client().chat.completions.create(
         model=NAME,
         messages=[{"role": "user", "content": "?"}],
@@ -185,20 +167,27 @@ def test_tools_of_nested_models_are_called(tooled: Live, name: str) -> None:
     assert flag == 7 if name == "second" else isinstance(flag, bool)
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_strict_tools_are_taken_whatever_the_choice(tooled: Live, choice: str) -> None:
-    assert tooled.chat(tools=nested_tools(), tool_choice=choice, max_tokens=2).status_code == 200
+def test_strict_tools_are_accepted_with_any_choice(tooled: Live) -> None:
+    for choice in ("auto", "required"):
+        assert tooled.chat(tools=nested_tools(), tool_choice=choice, max_tokens=2).status_code == 200
 
 
-def test_a_missing_schema_is_named_once(live: Live) -> None:
-    error = live.chat(response_format={"type": "json_schema"}).json()["error"]
-    assert error["param"] == "response_format.json_schema" and "json_schema.json_schema" not in error["message"]
-    error = live.chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}).json()["error"]
-    assert error["param"] == "response_format.json_schema.schema"
+def test_faulty_response_formats_are_refused_by_their_place(live: Live) -> None:
+    for faulty, place in (
+        ({"type": "json_schema"}, "json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "json_schema.schema"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "description": "y"}},
+            "json_schema.description",
+        ),
+    ):
+        assert_error(live.chat(response_format=faulty), 400, f"response_format.{place}")
+    described = schema_format({"type": "boolean", "description": "part of the schema"})
+    assert live.chat(response_format=described, max_tokens=9).status_code == 200
 
 
-def test_a_message_cannot_begin_another_turn(live: Live) -> None:
-    """The tiny model's tokens are bytes, so text has as many tokens as bytes, and a control token would be one."""
+def test_control_tokens_in_messages_are_plain_text(live: Live) -> None:
+    """Plain text has one token per byte in the tiny model, a control token is one."""
 
     def count(text: str) -> int:
         asked = live.chat(messages=[{"role": "user", "content": text}], max_tokens=1)
@@ -208,7 +197,7 @@ def test_a_message_cannot_begin_another_turn(live: Live) -> None:
     assert count(forged) == count("x" * len(forged))
 
 
-def test_conversations_with_calls_reach_the_template(tooled: Live) -> None:
+def test_calls_in_messages_reach_the_template(tooled: Live) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "é"}'}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "time?"},
@@ -231,16 +220,12 @@ def test_conversations_with_calls_reach_the_template(tooled: Live) -> None:
     assert answer["usage"]["prompt_tokens"] == len(tooled.llm.tokenizer.encode(text))
     for wrong in ("{", "null", "[]", '"a"', '{"a": NaN}', '{"a": ' + "[" * 900 + "]" * 900 + "}"):
         messages[1]["tool_calls"] = [call, {**call, "function": {"name": "clock", "arguments": wrong}}]
-        response = tooled.chat(messages=messages)
-        param = response.json()["error"]["param"]
-        assert (response.status_code, param) == (400, "messages.1.tool_calls.1.function.arguments")
+        assert_error(tooled.chat(messages=messages), 400, "messages.1.tool_calls.1.function.arguments")
 
 
 @pytest.mark.parametrize("strict", [None, False, True])
-def test_the_template_is_told_of_tools_as_they_were_sent(
-    tooled: Live, strict: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nulls in a schema mean something, and `strict` is not for the model."""
+def test_template_gets_tools_as_sent(tooled: Live, strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nulls in a schema, without `strict`."""
     told, tokenizer = list[Any](), tooled.llm.tokenizer
     chat = tokenizer.chat
 
@@ -260,11 +245,9 @@ def test_the_template_is_told_of_tools_as_they_were_sent(
     assert told == [{"type": "function", "function": function} for function in sent]
 
 
-def test_a_template_that_does_not_think_is_not_told_to(tooled: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_options_need_a_template_that_uses_them(tooled: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 2}
-    response = tooled.chat(**asked)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "chat_template_kwargs.enable_thinking")
+    assert_error(tooled.chat(**asked), 400, "chat_template_kwargs.enable_thinking")
     assert tooled.chat(chat_template_kwargs={"enable_thinking": None}, max_tokens=2).status_code == 200
     thinking = TOOL_TEMPLATE + "{% if enable_thinking is false %}no thoughts{% endif %}"
     monkeypatch.setattr(tooled.llm.tokenizer, "chat_template", thinking)
@@ -273,23 +256,24 @@ def test_a_template_that_does_not_think_is_not_told_to(tooled: Live, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("body", "param"),
     [
-        {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "other"}}},
-        {"tool_choice": "required"},
-        {"tools": [CLOCK], "response_format": {"type": "json_object"}},
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]},
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [NOTHING, {}]}}}]},
-        {"tools": [{"type": "function", "function": {"name": "no spaces"}}]},
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CLOCK], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [CLOCK, CLOCK]}, "tools"),
+        ({"tools": [function_tool("f", {"type": "string"})]}, "tools"),
+        ({"tools": [function_tool("f", {"type": 5})]}, "tools"),
+        ({"tools": [function_tool("f", {"anyOf": [NOTHING, {}]})]}, "tools"),
+        ({"tools": [function_tool("no spaces", {})]}, "tools.0.function.name"),
     ],
 )
-def test_calls_that_cannot_be_made_are_refused(tooled: Live, asked: dict[str, Any]) -> None:
-    assert tooled.chat(**asked).status_code == 400
+def test_unsupported_tools_are_refused_by_name(tooled: Live, body: dict[str, Any], param: str) -> None:
+    assert_error(tooled.chat(**body), 400, param)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_log_probabilities_are_the_engines_own(live: Live, alone: LLM, temperature: float) -> None:
+def test_logprobs_are_those_of_the_engine(live: Live, alone: LLM, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, seed=2, max_tokens=12, logprobs=3, ignore_eos=True)
     expected = alone.generate("ab", sampling)[0]
     assert expected.logprobs is not None
@@ -304,7 +288,7 @@ def test_log_probabilities_are_the_engines_own(live: Live, alone: LLM, temperatu
         assert [value for piece in pieces for value in piece[name]] == pytest.approx(found[name], abs=1e-4)
 
 
-def test_chat_log_probabilities_spell_the_text(live: Live) -> None:
+def test_chat_logprobs_add_up_to_the_text(live: Live) -> None:
     asked = {"logprobs": True, "top_logprobs": 2, "temperature": 0, "max_tokens": 20}
     choice = live.chat(**asked).json()["choices"][0]
     content = choice["logprobs"]["content"]
@@ -319,7 +303,7 @@ def test_chat_log_probabilities_spell_the_text(live: Live) -> None:
     assert live.chat(max_tokens=2).json()["choices"][0]["logprobs"] is None
 
 
-def test_penalties_and_biases_change_the_text_as_in_the_engine(live: Live, alone: LLM) -> None:
+def test_penalties_and_biases_act_as_in_the_engine(live: Live, alone: LLM) -> None:
     plain = live.post(temperature=0, max_tokens=30).json()["choices"][0]["text"]
     bias = {65: 50.0, 66: -5.0}
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -330,11 +314,9 @@ def test_penalties_and_biases_change_the_text_as_in_the_engine(live: Live, alone
     for asked, params in changes:
         text = live.post(temperature=0, max_tokens=30, **asked).json()["choices"][0]["text"]
         assert text == alone.generate("ab", SamplingParams(max_tokens=30, **params))[0].text != plain
-    for bad in ({"x": 1.0}, {"9999": 1.0}, {"65": 101.0}, {str(i): 1.0 for i in range(2000)}):
-        assert live.post(logit_bias=bad).status_code == 400
 
 
-def test_salts_and_keys_keep_prefixes_apart(folder: Path) -> None:
+def test_prefixes_are_shared_within_a_key_and_salt_only(folder: Path) -> None:
     keys = ("a" * 20, "b" * 20)
     with Live(tiny_llm(folder), ServeConfig(port=0, keys=keys)) as server:
 
@@ -347,11 +329,10 @@ def test_salts_and_keys_keep_prefixes_apart(folder: Path) -> None:
         assert [cached(keys[0], None), cached(keys[0], None)] == [0, whole]
         assert [cached(keys[1], None), cached(keys[1], None)] == [0, whole]
         assert [cached(keys[0], "x"), cached(keys[0], "x"), cached(keys[0], "y")] == [0, whole, 0]
-        assert cached(keys[0], "") == whole, "an empty salt is none"
+        assert cached(keys[0], "") == whole, "an empty salt is no salt"
 
 
-def test_a_prompt_counts_once_for_all_its_answers(live: Live) -> None:
-    """Also what the cache held of it: the answers after the first find all of it there."""
+def test_usage_counts_a_prompt_once_for_all_completions(live: Live) -> None:
     prompt = "a prompt that nobody has asked before"
     one = live.post(prompt="x" * len(prompt), max_tokens=2).json()["usage"]
     usage = live.post(prompt=prompt, n=4, max_tokens=2).json()["usage"]
@@ -364,7 +345,7 @@ def test_a_prompt_counts_once_for_all_its_answers(live: Live) -> None:
     assert both["prompt_tokens_details"]["cached_tokens"] == 2 * full
 
 
-def test_the_openai_client_parses_forms(live: Live) -> None:
+def test_openai_client_parses_response_formats(live: Live) -> None:
     class Flag(BaseModel):
         on: bool
 
@@ -373,7 +354,7 @@ def test_the_openai_client_parses_forms(live: Live) -> None:
     )
     message = done.choices[0].message
     assert isinstance(message.parsed, Flag)
-    with pytest.raises(openai.BadRequestError, match="tools are not supported"):
+    with pytest.raises(openai.BadRequestError, match="tools"):
         live.client().chat.completions.create(
             model=NAME,
             messages=[{"role": "user", "content": "?"}],

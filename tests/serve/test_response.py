@@ -137,4 +137,4 @@ def test_many_logprobs_are_serialized_fast() -> None:
     text = answer.whole().model_dump_json()
     middle = time.process_time()
     json.dumps(json.loads(text))
-    assert len(text) > 5_000_000 and middle - start < 5 * (time.process_time() - middle)
+    assert len(text) > 5_000_000 and middle - start < 2 * (time.process_time() - middle)

@@ -1,4 +1,4 @@
-"""Strict tools hold where the model calls by itself, and cost an answer without calls nothing of its text."""
+"""Strict tools constrain calls that the model decides to make, and leave other text unchanged."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pydantic import BaseModel, ConfigDict
 
 from jetspec.grammar.tools import BEGIN, END
 from jetspec.serve.config import ServeConfig
-from tests.serve.live import NAME, Live, events, tiny_llm
-from tests.serve.test_forms import CLOCK, COUNTED, TOOL_TEMPLATE, schema_format
+from tests.serve.live import NAME, Live, assert_error, events, tiny_llm
+from tests.serve.test_forms import CLOCK, TOOL_TEMPLATE
 from tests.train.tiny_model import END_TOKEN, write_model
 
 BEGIN_TOKEN = END_TOKEN + 1
 BIAS = {BEGIN_TOKEN: 9, END_TOKEN: 8, ord("}"): 9, ord(","): 9, **dict.fromkeys(b" \n\r\t", -30)}
 CALLING = {str(token): bias for token, bias in BIAS.items()}
-"""Makes a model of random weights call, close what it opened, and end."""
+"""Makes a random model open a call, close its brackets, and end."""
 MANY = {"n": 6, "seed": 1, "max_tokens": 90, "logit_bias": CALLING}
 
 
@@ -38,7 +38,7 @@ LOOSE = {"type": "function", "function": {**STRICT["function"], "strict": False}
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A model to which each of the tags is one token."""
+    """A model in whose vocabulary each tag is one token."""
     llm = tiny_llm(write_model(tmp_path_factory.mktemp("strict") / "tiny", [BEGIN, END]))
     llm.tokenizer.chat_template = TOOL_TEMPLATE
     with Live(llm, ServeConfig(port=0)) as server:
@@ -47,20 +47,20 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def ask(live: Live, tools: list[Any], **options: Any) -> list[dict[str, Any]]:
-    """Some answers of a model that likes to call."""
+    """Completions of a model that often calls."""
     response = live.chat(tools=tools, **{**MANY, **options})
     assert response.status_code == 200, response.text
     return list(response.json()["choices"])
 
 
 def called(choices: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
-    """For each answer, what it calls."""
+    """Names and arguments of the calls, per completion."""
     made = [[call["function"] for call in choice["message"].get("tool_calls", [])] for choice in choices]
     return [[(call["name"], json.loads(call["arguments"])) for call in calls] for calls in made]
 
 
-def test_the_openai_client_parses_calls_that_the_model_makes_by_itself(calling: Live) -> None:
-    options: Any = {**MANY, "max_tokens": 200}  # the client takes no answer that is cut off
+def test_openai_client_parses_calls_of_strict_tools(calling: Live) -> None:
+    options: Any = {**MANY, "max_tokens": 200}  # the client refuses a completion that is cut off
     asked: Any = [{"role": "user", "content": "?"}]
     done = calling.client().chat.completions.parse(model=NAME, messages=asked, tools=[STRICT], **options)
     calls = [call for choice in done.choices for call in choice.message.tool_calls or []]
@@ -79,11 +79,11 @@ class Flag(BaseModel):
         {"response_format": Flag},
         {"tools": [STRICT], "tool_choice": "none", "logit_bias": {str(END_TOKEN): 100}},
     ],
-    ids=["call", "form", "silence"],
+    ids=["call", "format", "empty"],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
-def test_what_the_openai_client_hands_back_is_taken(calling: Live, asked: dict[str, Any], streamed: bool) -> None:
-    """It adds what it has read of an answer to the message."""
+def test_messages_of_the_openai_client_can_be_sent_back(calling: Live, asked: dict[str, Any], streamed: bool) -> None:
+    """The client adds parsed values to them."""
     chat, messages = calling.client().chat.completions, list[Any]([{"role": "user", "content": "?"}])
     options = {"model": NAME, "logit_bias": CALLING, "max_tokens": 100, "seed": 1, **asked}
     for _ in range(2):
@@ -99,8 +99,8 @@ def test_what_the_openai_client_hands_back_is_taken(calling: Live, asked: dict[s
         messages += [message, *({"role": "tool", "tool_call_id": call.id, "content": "done"} for call in calls)]
 
 
-def test_calls_of_strict_and_other_tools_stand_side_by_side(calling: Live) -> None:
-    """Those of the strict one keep its schema; the other is called with any object."""
+def test_strict_and_other_tools_can_be_combined(calling: Live) -> None:
+    """Calls of the strict one follow its schema; the other is called with any object."""
     choices = ask(calling, [STRICT, CLOCK])
     found = [call for calls in called(choices) for call in calls]
     assert {name for name, _ in found} == {"book", "clock"}
@@ -110,14 +110,13 @@ def test_calls_of_strict_and_other_tools_stand_side_by_side(calling: Live) -> No
         assert choice["finish_reason"] == "length" or BEGIN not in (choice["message"]["content"] or "")
 
 
-def test_without_a_strict_tool_calls_are_the_models_own(calling: Live) -> None:
-    """The same model, which then opens calls that are none, and hears nothing of a grammar."""
+def test_calls_are_not_constrained_without_a_strict_tool(calling: Live) -> None:
     assert any(BEGIN in choice["message"]["content"] for choice in ask(calling, [LOOSE], max_tokens=20))
     assert ask(calling, [LOOSE], ignore_eos=True, max_tokens=4)[0]["finish_reason"] == "length"
 
 
-def test_calls_come_one_at_a_time_where_that_is_asked_for(calling: Live) -> None:
-    """Also those of several tools. Where nothing can see to it, that is refused, with what would help."""
+def test_parallel_tool_calls_can_be_turned_off(calling: Live) -> None:
+    """It is refused where no grammar can enforce it."""
     bias = {**CALLING, str(BEGIN_TOKEN): 20, str(END_TOKEN): 12}
     alone, several = (
         ask(calling, [STRICT, CLOCK], logit_bias=bias, parallel_tool_calls=choice) for choice in (False, True)
@@ -126,17 +125,15 @@ def test_calls_come_one_at_a_time_where_that_is_asked_for(calling: Live) -> None
     for choice in alone:
         assert choice["finish_reason"] == "length" or called([choice]) == [[]] or not choice["message"]["content"]
     for one, other in zip(called(alone), called(several), strict=True):
-        assert one == other[:1], "the first call is the one that would have been made anyway"
+        assert one == other[:1], "the first call is the same with and without the limit"
     forced = ask(calling, [LOOSE], parallel_tool_calls=False, tool_choice="required")
     assert max(map(len, called(forced))) == 1
-    response = calling.chat(tools=[LOOSE], parallel_tool_calls=False)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "parallel_tool_calls") and "strict" in error["message"]
-    assert calling.chat(parallel_tool_calls=False, max_tokens=2).status_code == 200, "nothing can be called"
+    assert_error(calling.chat(tools=[LOOSE], parallel_tool_calls=False), 400, "parallel_tool_calls")
+    assert calling.chat(parallel_tool_calls=False, max_tokens=2).status_code == 200, "without tools"
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_trees_streams_and_plain_decoding_call_the_same(calling: Live, temperature: float) -> None:
+def test_calls_do_not_depend_on_tree_or_stream(calling: Live, temperature: float) -> None:
     options = {"temperature": temperature, "n": 3}
     choices = ask(calling, [STRICT, CLOCK], **options)
     assert are_same(choices, ask(calling, [STRICT, CLOCK], **options, jetspec={"budget": 1}))
@@ -151,7 +148,7 @@ def test_trees_streams_and_plain_decoding_call_the_same(calling: Live, temperatu
 
 
 def are_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
-    """Whether answers say and call the same, whatever the ids of their calls."""
+    """Equal texts and calls, apart from the ids of the calls."""
 
     def told(choices: list[dict[str, Any]]) -> Any:
         said = [(choice["message"]["content"] or "", choice["finish_reason"]) for choice in choices]
@@ -161,48 +158,18 @@ def are_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_an_answer_without_calls_is_that_without_strict(calling: Live, temperature: float) -> None:
+def test_text_without_calls_does_not_depend_on_strict(calling: Live, temperature: float) -> None:
     options = {"temperature": temperature, "logit_bias": {str(BEGIN_TOKEN): -100, "256": 3}, "max_tokens": 60}
     strict, loose = ask(calling, [STRICT], **options), ask(calling, [LOOSE], **options)
     assert strict == loose and not any(called(strict))
 
 
-def test_a_call_that_is_cut_off_is_text(calling: Live) -> None:
+def test_cut_off_call_is_text(calling: Live) -> None:
     choices = ask(calling, [STRICT], max_tokens=8)
     assert any(BEGIN in choice["message"]["content"] for choice in choices) and not any(called(choices))
     assert all(choice["finish_reason"] != "tool_calls" for choice in choices)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "word"),
-    [
-        ({"type": "object", "patternProperties": {"a": {}}}, "patternProperties"),
-        ({"type": "object", "properties": {"a": {"type": "string", "format": "iri"}}}, "format"),
-        ({"type": "object", "properties": {"a": {"type": "string", "maxLength": 100_000}}}, "maxLength"),
-        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "[a-z]{1,1000}"}}}, "too large"),
-        ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}, "contains itself"),
-        (COUNTED, "400 properties"),
-    ],
-)
-def test_strict_schemas_that_cannot_be_kept_are_refused(calling: Live, parameters: dict[str, Any], word: str) -> None:
-    function = {"name": "f", "parameters": parameters}
-    response = calling.chat(tools=[CLOCK, {"type": "function", "function": {**function, "strict": True}}], max_tokens=2)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "tools") and word in error["message"]
-    if word in ("patternProperties", "format"):
-        loose = calling.chat(tools=[CLOCK, {"type": "function", "function": function}], max_tokens=2)
-        assert loose.status_code == 200, "nothing is promised of it"
-
-
-def test_what_strict_tools_cannot_go_with_is_refused(calling: Live) -> None:
-    for asked in ({"tools": [STRICT], "ignore_eos": True}, {"tools": [STRICT, LOOSE]}):
-        assert calling.chat(**asked, max_tokens=2).status_code == 400
-
-
-def test_a_description_that_nobody_reads_is_refused(calling: Live) -> None:
-    form = schema_format({"type": "boolean", "description": "this is a part of the schema"})
-    assert calling.chat(response_format=form, max_tokens=9).status_code == 200
-    form["json_schema"]["description"] = "Whether it rains."
-    response = calling.chat(response_format=form, max_tokens=9)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "response_format.json_schema.description")
+def test_strict_tools_refuse_ignore_eos_and_equal_names(calling: Live) -> None:
+    assert_error(calling.chat(tools=[STRICT], ignore_eos=True), 400, "ignore_eos")
+    assert_error(calling.chat(tools=[STRICT, LOOSE]), 400, "tools")
