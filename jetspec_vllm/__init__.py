@@ -1,6 +1,6 @@
-"""Draft trees inside vLLM, without a fork: a worker, a model runner, a drafter and an attention backend of our own.
+"""Draft trees inside stock vLLM: a worker, a model runner, a drafter and an attention backend.
 
-The scheduler, the cache manager, the sampler and the request states stay vLLM's. To the scheduler a tree of N nodes
+The scheduler, the cache manager, the sampler and the request states stay vLLM's. To the scheduler, a tree of N nodes
 below its anchor is N draft tokens.
 """
 
@@ -11,14 +11,15 @@ from typing import Any
 WORKER = "jetspec_vllm.worker.TreeWorker"
 BACKEND = "jetspec_vllm.attention.TreeAttentionBackend"
 OPTIONS = "jetspec"
-"""The key of vLLM's `--additional-config` that holds the shape of the tree."""
+"""Key of vLLM's `--additional-config` that holds the shape of the tree."""
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes: leave for requests to trees to ask for all of vLLM's sampling.
+    """Plugin entry point, called in each process of vLLM: allows min-p and logit biases for requests decoded with
+    trees.
 
-    vLLM refuses min-p and biases where drafts are checked. Every row of a tree is sampled as in plain decoding. Other
-    versions are left alone: the worker tells those who ask for trees which ones are supported.
+    Stock vLLM refuses both with speculative decoding. Every row of a tree is sampled as in plain decoding, so both are
+    exact here. Unsupported versions of vLLM are not patched; the worker refuses them by version.
     """
     import vllm
     from vllm.sampling_params import SamplingParams

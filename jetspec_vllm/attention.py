@@ -1,4 +1,4 @@
-"""vLLM's attention over its own pages, by our tree attention."""
+"""Attention backend for vLLM: `ops.tree_attention` over vLLM's KV cache pages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from jetspec_vllm.compat import page_layouts
 
 
 class StepTrees:
-    """The trees among the requests of the current step. The runner writes it, attention reads it.
+    """Trees of the current step, written by the runner and read by attention.
 
-    The tensors stay where they are, so that a captured pass finds the trees of any step in them.
+    The tensors keep their addresses, so captured passes can read them.
     """
 
     def __init__(self, num_requests: int, budget: int, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class StepTrees:
         self.has_trees = False
 
     def put(self, ancestor_BNW: Tensor, is_tree_B: Tensor) -> None:
-        """Requests that are no trees are chains."""
+        """Set the trees; all other requests are chains."""
         self.clear()
         count = len(is_tree_B)
         self.ancestor_RNW[:count] = ancestor_BNW
@@ -44,26 +44,26 @@ class StepTrees:
         self.has_trees = True
 
     def clear(self) -> None:
-        """Every request is a chain."""
+        """Make every request a chain."""
         if self.has_trees:
             self.is_tree_R.zero_()
         self.has_trees = False
 
     def masks(self, count: int) -> tuple[Tensor, Tensor]:
-        """Who sees whom among the rows of the first requests, and which of them this is about."""
+        """Ancestor masks of the first `count` requests, and which of these are trees."""
         return self.ancestor_RNW[:count], self.is_tree_R[:count]
 
 
 @dataclass(frozen=True)
 class TreeMetadata:
-    """What all layers of a group share in one forward."""
+    """Attention plan shared by all layers of a group in one forward."""
 
     plan: AttentionPlan | KernelPlan
     num_tokens: int
 
 
 class TreeMetadataBuilder(AttentionMetadataBuilder[TreeMetadata]):
-    """Plans attention once per step. What a captured pass reads is vLLM's, which stays where it is, or kept here."""
+    """Plans attention once per step. Captured passes read persistent buffers: vLLM's own, or those kept here."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -71,7 +71,7 @@ class TreeMetadataBuilder(AttentionMetadataBuilder[TreeMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self.trees: StepTrees | None = None
-        """Set by the runner; without one, all requests are chains."""
+        """Set by the runner. None: all requests are chains."""
         self.cached_len_R = torch.zeros(num_requests, dtype=torch.int32, device=device)
 
     def build(
@@ -91,10 +91,11 @@ class TreeMetadataBuilder(AttentionMetadataBuilder[TreeMetadata]):
             max_queries=given.max_query_len,
         )
         masks: tuple[Tensor | None, Tensor | None] = (None, None)
-        # A captured pass is of chains today and of trees tomorrow. The reference plans anew, and chains are cheaper.
+        # A captured pass serves chains and trees, so it always reads masks. The reference plans per step: chains are
+        # cheaper without.
         if self.trees is not None and (self.trees.has_trees or uses_kernel(slot_T)):
             masks = self.trees.masks(given.num_reqs)
-        # Positions matter to windows alone, and there are none.
+        # Only windows read positions, and windows are refused.
         plan = ops.plan_attention(TreeBatch(slot_T, slot_T, slot_T, layout, *masks))
         return TreeMetadata(plan, given.num_actual_tokens)
 
@@ -136,7 +137,7 @@ class TreeAttentionImpl(AttentionImpl[TreeMetadata]):
     ) -> None:
         slot_T = slot_mapping[: len(key)]
         key, value = key[: len(slot_T)], value[: len(slot_T)]
-        if not uses_kernel(slot_T):  # the kernel leaves out by itself what has no slot
+        if not uses_kernel(slot_T):  # the kernel skips negative slots itself
             real_T = slot_T >= 0
             key, value, slot_T = key[real_T], value[real_T], slot_T[real_T]
         ops.store_kv(pages_of(kv_cache), key, value, slot_T)
@@ -153,7 +154,7 @@ class TreeAttentionImpl(AttentionImpl[TreeMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if attn_metadata is None:  # memory is being measured
+        if attn_metadata is None:  # vLLM measures memory
             return output.zero_()
         T = attn_metadata.num_tokens
         out_THE = output[:T].view(T, self.num_heads, self.head_size)
@@ -162,7 +163,7 @@ class TreeAttentionImpl(AttentionImpl[TreeMetadata]):
 
 
 class TreeAttentionBackend(AttentionBackend):
-    """Pages of (position, head, key and value side by side): what our operations read in place."""
+    """Backend with pages of (position, head, key | value), which the operations read in place."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012  vLLM's own form
     forward_includes_kv_cache_update = False
@@ -181,7 +182,7 @@ class TreeAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Blocks of a head are ours to attend, whichever way they look."""
+        """True: the drafter computes attention of head blocks itself, causal or not."""
         return True
 
     @classmethod
@@ -200,7 +201,7 @@ class TreeAttentionBackend(AttentionBackend):
 
 
 def pages_of(kv_cache: Tensor) -> KVPages:
-    """A layer's cache as pages of keys and of values. vLLM shows it as (pages, G, S, 2 E) and stores it position by
-    position, so these are views whose slots are evenly spaced."""
+    """Views of a layer's cache as pages of keys and of values. Its shape is (pages, G, S, 2E) with positions
+    outermost in memory, so slots are evenly spaced."""
     k, v = kv_cache.transpose(1, 2).chunk(2, -1)
     return KVPages(k, v)

@@ -1,4 +1,4 @@
-"""The command line that starts vLLM with trees. Nothing here imports vLLM."""
+"""`jetspec vllm serve`: builds the `vllm serve` command line for draft trees. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from jetspec.models.head_format import read_config, require_fit
 from jetspec.models.hub import DEFAULT_MODEL, head_path, local_file, resolve
 from jetspec.models.tensor_files import read_json
 from jetspec_vllm import OPTIONS, WORKER
-from jetspec_vllm.options import TargetShape, head_refusals, say, tree_config
+from jetspec_vllm.options import TargetShape, head_refusals, refuse, tree_config
 
 CAPTURED_TREES = 16
-"""Requests that decode together in a captured pass; larger batches run as they are written."""
-DRAFTS = "the drafts are JetSpec's: say --head and --budget"
+"""Largest batch of trees in a captured pass; larger batches run eagerly."""
+DRAFTS = "JetSpec drafts here; use --head and --budget"
 OURS = {
-    "--worker-cls": "the worker is JetSpec's",
+    "--worker-cls": "JetSpec sets the worker",
     **dict.fromkeys(("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"), DRAFTS),
 }
-"""Options of vLLM that are written here, and what to do in their place."""
+"""Options of vLLM that this command sets itself, each with the reason it is refused."""
 ADDITIONAL = "--additional-config"
 FLAG = re.compile(r"-O.+|--(no|enable|disable|enforce|trust|async)-.*")
-"""Options of vLLM that take no value, or have it in the same word."""
+"""Options of vLLM without a value, or with the value in the same word."""
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 CHANGES_TARGET = {"--revision", "--hf-overrides", "--hf-config-path"}
 
 
 def serve_command(words: Sequence[str], head: str, tree: TreeConfig) -> list[str]:
-    """`vllm serve` with a head, for words that hold a target and options of vLLM's own in any order."""
+    """The `vllm serve` command for a draft head. `words` are the target and options of vLLM, in any order."""
     for word in words:
         if (name := option_name(word)) in OURS:
             raise ValueError(f"{name} cannot be given here: {OURS[name]}")
@@ -48,7 +48,7 @@ def serve_command(words: Sequence[str], head: str, tree: TreeConfig) -> list[str
     settings = with_shape(additional, tree)
     folder = resolve(head_path(head))
     config = read_config(folder)
-    say(head_refusals(config, tree_config(settings, tree.budget - 1)))
+    refuse(head_refusals(config, tree_config(settings, tree.budget - 1)))
     if CHANGES_TARGET.isdisjoint(map(option_name, more)) and (target := local_shape(model)):
         require_fit(head, config, target)
     speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": tree.budget - 1}
@@ -63,13 +63,13 @@ def serve_command(words: Sequence[str], head: str, tree: TreeConfig) -> list[str
 
 
 def option_name(word: str) -> str | None:
-    """An option's name as vLLM spells it, less its value and the keys of a dotted one. None: the word is a value."""
+    """Name of an option as vLLM spells it, without its value or dotted keys. None: the word is a value."""
     found = re.match(r"--?[A-Za-z][^=.]*", word)
     return found[0].replace("_", "-") if found else None
 
 
 def take_model(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The target, which is the first word that is neither an option nor the value of one; and the other words."""
+    """The target (first word that is neither an option nor the value of one), and the other words."""
     may_be_value = False
     for i, word in enumerate(words):
         if name := option_name(word):
@@ -79,9 +79,7 @@ def take_model(words: Sequence[str]) -> tuple[str, list[str]]:
         else:
             _check_loadable(word)
             return word, [*words[:i], *words[i + 1 :]]
-    raise ValueError(
-        "there is no MODEL, or an option hides it: write it first, `jetspec vllm serve MODEL --head HEAD ..`"
-    )
+    raise ValueError("no MODEL was found; write it first: `jetspec vllm serve MODEL --head HEAD ...`")
 
 
 def _check_loadable(model: str) -> None:
@@ -93,7 +91,7 @@ def _check_loadable(model: str) -> None:
 
 
 def take_value(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """What an option is given last, if it is, and the words without it."""
+    """Last value given to an option, and the words without that option."""
     value, rest, left = None, [], list(words)
     while left:
         word = left.pop(0)
@@ -109,22 +107,22 @@ def take_value(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def with_shape(additional: str | None, tree: TreeConfig) -> dict[str, Any]:
-    """The user's own additional configuration, and the shape of the tree in it."""
+    """The user's additional configuration with the shape of the tree added."""
     try:
         settings = json.loads(additional or "{}")
     except ValueError as error:
         raise ValueError(f"{ADDITIONAL} is not JSON: {error}") from None
     if not isinstance(settings, Mapping) or not isinstance(given := settings.get(OPTIONS, {}), Mapping):
-        raise ValueError(f"{ADDITIONAL} is not a table, or {OPTIONS} in it is none")
+        raise ValueError(f"{ADDITIONAL} and {OPTIONS} in it must be JSON objects")
     shape = {"width": tree.width} | ({"depth": tree.depth} if tree.depth is not None else {})
     for name, value in shape.items():
         if given.get(name, value) != value:
-            raise ValueError(f"{name} is {given[name]} in {ADDITIONAL}, and {value} by --{name}: leave it to --{name}")
+            raise ValueError(f"{name} is {given[name]} in {ADDITIONAL}, but --{name} is {value}; give it once")
     return {**settings, OPTIONS: {**given, **shape}}
 
 
 def local_shape(model: str) -> TargetShape | None:
-    """The shape of a target whose config.json is on this machine."""
+    """Shape of a target whose config.json is in the local cache; None if it is not."""
     if (path := local_file(model, "config.json")) is None:
         return None
     raw = read_json(path)
@@ -134,7 +132,7 @@ def local_shape(model: str) -> TargetShape | None:
 
 
 def _graphs(tree: TreeConfig, more: Sequence[str]) -> list[str]:
-    """vLLM captures passes of up to 512 rows unless told otherwise, which is not many trees."""
+    """Options that raise the largest captured pass: by default vLLM captures up to 512 rows, which is few trees."""
     told = ("--max-cudagraph", "--cudagraph", "--compilation-config", "-cc", "-O", "--optimization-level")
     if any((option_name(word) or "").startswith(told) for word in more):
         return []
@@ -142,13 +140,13 @@ def _graphs(tree: TreeConfig, more: Sequence[str]) -> list[str]:
 
 
 def run_command(command: list[str]) -> NoReturn:
-    """Become vLLM: the one of this environment, where the plugin is, before any other."""
+    """Replace this process by vLLM, preferring the one installed beside the plugin."""
     if beside := shutil.which(command[0], path=str(Path(sys.executable).parent)):
         os.execv(beside, command)
     if find_spec("vllm"):
         os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *command[1:]])
     if shutil.which(command[0]) is None:
-        raise ValueError(f"there is no {command[0]} on the path: pip install 'jetspec[vllm]'")
+        raise ValueError("vLLM is not installed: pip install jetspec-vllm (in a clone: pip install -e ./jetspec_vllm)")
     os.execvp(command[0], command)
 
 

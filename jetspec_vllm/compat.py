@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that are supported, under one name each."""
+"""Compatibility layer: one name for each interface that differs between supported versions of vLLM."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from torch import Tensor
 
 SUPPORTED = ("0.26.0", "0.32.")
-"""A version, or what those of a series begin with."""
+"""Exact versions, or prefixes of a series."""
 NAMES = ", ".join(version + "x" if version.endswith(".") else version for version in SUPPORTED)
 
 
 def is_supported(version: str) -> bool:
-    """Hooks are private to vLLM and differ between its versions."""
+    """True for supported versions: hooks are private to vLLM and differ between versions."""
     return version.startswith(SUPPORTED)
 
 
 def check_version(version: str) -> None:
     if not is_supported(version):
-        raise ValueError(f"JetSpec's trees support vLLM {NAMES}, this is {version}; pip install 'jetspec[vllm]'")
+        raise ValueError(f"JetSpec's trees support vLLM {NAMES}, this is {version}; pip install jetspec-vllm")
 
 
 def check_hook(hook: Callable[..., Any], *expected: str) -> None:
-    """A method of vLLM that we override or call takes what we know of it, in this order, whatever comes behind."""
+    """Check that a method of vLLM takes the expected parameters first, in this order."""
     found = parameters(hook)
     if found[: len(expected)] != expected:
         raise ValueError(
@@ -35,7 +35,7 @@ def check_hook(hook: Callable[..., Any], *expected: str) -> None:
 
 
 def check_hooks() -> None:
-    """All that we override or call is there, and is as we know it."""
+    """Check that every overridden or called method of vLLM exists with the expected parameters."""
     try:
         _check_hooks()
     except (ImportError, AttributeError) as error:
@@ -43,7 +43,7 @@ def check_hooks() -> None:
 
 
 def _check_hooks() -> None:
-    """As far as the supported versions agree."""
+    """Hooks that all supported versions share."""
     from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
@@ -85,7 +85,7 @@ def parameters(hook: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def sample_parameters(hook: Callable[..., Any]) -> tuple[str, ...]:
-    """Those that the sampler's `sample` should have, of which newer versions have more."""
+    """Expected parameters of the sampler's `sample`; newer versions have more."""
     if "idx_mapping" not in parameters(hook):
         return ("logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos")
     return (
@@ -95,7 +95,7 @@ def sample_parameters(hook: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def draw_tokens(sampler: Any, logits_RV: Tensor, batch: Any, want_logprobs: bool) -> tuple[Tensor, Tensor]:
-    """A token after every row that has logits, and the logits that it was drawn from."""
+    """A token for every row with logits, and the logits it was sampled from."""
     row_R = batch.logits_indices
     given = {
         "expanded_idx_mapping": batch.expanded_idx_mapping,
@@ -112,25 +112,25 @@ def draw_tokens(sampler: Any, logits_RV: Tensor, batch: Any, want_logprobs: bool
 
 
 def logprob_counts(sampler: Any, batch: Any) -> tuple[int, int] | None:
-    """The most log-probabilities that a request of the batch wants beside its own token: of the best tokens, and of
-    tokens that it names. None: nobody wants any."""
+    """Largest number of log-probabilities requested in the batch: of the best tokens, and of named tokens. None if no
+    request has any."""
     best = sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
     named = sampler.logprob_token_ids_state.max_num_token_ids(batch.idx_mapping_np)
     return (max(best, 0), named) if best >= 0 or named else None
 
 
 def is_processed(sampler: Any) -> bool:
-    """Whether log-probabilities are those behind temperature and filters."""
+    """True if log-probabilities are taken after temperature and filters."""
     return str(sampler.logprobs_mode).startswith("processed_")
 
 
 def is_raw_logits(sampler: Any) -> bool:
-    """Whether logits are reported in place of log-probabilities."""
+    """True if logits are reported instead of log-probabilities."""
     return str(sampler.logprobs_mode).endswith("_logits")
 
 
 def page_layouts() -> tuple[Any, ...] | None:
-    """Pages by position, then head: how versions are told that have a word for it. None: they ask for strides."""
+    """KV cache layout ordered by position, then head, where vLLM has an enum for it. None: it uses strides."""
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
     except ImportError:

@@ -1,4 +1,4 @@
-"""Drafts as CUDA graphs. The target's pass is captured by vLLM; what follows it is captured here."""
+"""CUDA graphs of the draft. vLLM captures the target's pass; the draft after it is captured here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """What a draft reads: the states of committed tokens, and where each request stands."""
+    """Inputs of a draft: hidden states of committed tokens, and the position and pages of each request."""
 
     tap_TX: Tensor
     position_T: Tensor
@@ -30,11 +30,11 @@ class DraftInputs:
         path: int,
         tap_size: int,
         pages: int,
-        nobody: int,
+        unused_state: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> DraftInputs:
-        """Requests that nobody has made: all that they write goes to page 0 and to nobody's tree."""
+        """Padding requests: they write to page 0 and to an unused tree."""
 
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -48,11 +48,11 @@ class DraftInputs:
             anchor_B=numbers(num_requests),
             length_B=numbers(num_requests),
             temperature_B=torch.ones(num_requests, dtype=torch.float32, device=device),
-            state_B=torch.full((num_requests,), nobody, device=device),
+            state_B=torch.full((num_requests,), unused_state, device=device),
         )
 
     def first(self, count: int) -> DraftInputs:
-        """Those of the first requests, which have equally many rows each."""
+        """Inputs of the first `count` requests; all requests have the same number of rows."""
         path = len(self.position_T) // len(self.anchor_B)
         cut = {field.name: getattr(self, field.name) for field in fields(self)}
         return DraftInputs(
@@ -68,7 +68,7 @@ class Captured:
 
 
 class DraftGraphs:
-    """One graph for each of some sizes; a batch is padded to the next of them with requests that nobody has made."""
+    """One graph per captured batch size. A batch is padded to the next size with idle requests."""
 
     def __init__(self, draft: Callable[[DraftInputs], Tensor], idle: DraftInputs, largest: int) -> None:
         self.idle, self.largest = idle, largest
@@ -78,14 +78,14 @@ class DraftGraphs:
 
     def capture(self, draft: Callable[[DraftInputs], Tensor], size: int) -> Captured:
         inputs, graph = self.inputs.first(size), torch.cuda.CUDAGraph()
-        draft(inputs)  # compiles what is not compiled yet
+        draft(inputs)  # compiles kernels outside the capture
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self.pool):
             token_BN = draft(inputs)
         return Captured(graph, inputs, token_BN)
 
     def run(self, inputs: DraftInputs) -> Tensor:
-        """The drafts of a batch. They hold until the next one runs."""
+        """Draft tokens of a batch, valid until the next run."""
         count = len(inputs.anchor_B)
         size = next(size for size in sorted(self.captured) if size >= count)
         captured = self.captured[size]
@@ -99,5 +99,5 @@ class DraftGraphs:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """Powers of two, and the largest."""
+    """Captured batch sizes: powers of two, and the largest."""
     return sorted({largest, *(1 << i for i in range(largest.bit_length()) if 1 << i < largest)})

@@ -1,4 +1,4 @@
-"""Our head as vLLM's drafter. It proposes a tree for every request; its context lies in pages that vLLM manages."""
+"""Drafter for vLLM: the draft head proposes a tree per request. Its KV cache lies in pages that vLLM manages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from jetspec_vllm.draft_graphs import DraftGraphs, DraftInputs
 from jetspec_vllm.options import tree_config
 
 MAX_CAPTURED = 64
-"""Requests of the largest batch whose drafts are captured; a graph holds on to the memory of its batch."""
+"""Largest batch whose draft is captured; a graph keeps the memory of its batch."""
 
 
 class HeadPages(AttentionLayerBase):
-    """The cache of one layer of the head, at the same slots as the target's: vLLM gives it room and shares it by
-    prefix, and a prefix hit brings both."""
+    """KV cache of one layer of the head, at the same slots as the target's. vLLM allocates it and shares it by
+    prefix, so a prefix hit restores both."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
@@ -48,7 +48,7 @@ class HeadPages(AttentionLayerBase):
 
 
 class Borrowed:
-    """The target's embedding and output matrices, which may be spread over several processes."""
+    """Embedding and output matrices of the target, which may be sharded over several processes."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -63,8 +63,8 @@ class Borrowed:
 
 
 class SlotTrees:
-    """The tree proposed to each request, by the place that vLLM's request state gives it: the order of a batch
-    changes between steps. The last place is nobody's."""
+    """Proposed tree of each request, indexed by vLLM's request state: the order of a batch changes between steps.
+    The last entry is a dummy for padding."""
 
     def __init__(self, num_requests: int, budget: int, device: torch.device) -> None:
         shape, words = (num_requests + 1, budget), -(-budget // WORD)
@@ -75,7 +75,7 @@ class SlotTrees:
         self.node_N = torch.arange(budget, device=device)
 
     def write(self, state_B: Tensor, tree: DraftTree) -> Tensor:
-        """Keep the shapes. Returns the tokens below the anchors, (B, budget - 1)."""
+        """Store the shapes of the trees. Returns the tokens below the anchors, (B, budget - 1)."""
         missing = self.parent_RN.shape[1] - tree.token_BN.shape[1]
         words = self.ancestor_RNW.shape[2] - tree.ancestor_BNW.shape[2]
         self.parent_RN[state_B] = F.pad(tree.parent_BN, (0, missing)).long()
@@ -85,25 +85,25 @@ class SlotTrees:
         return F.pad(tree.token_BN[:, 1:], (0, missing))
 
     def read(self, state_B: Tensor, token_BN: Tensor, size_B: Tensor, max_depth: int) -> DraftTree:
-        """The shapes of some requests' trees with these tokens, of which as many nodes are left as `size_B` says."""
+        """Trees of the given requests with these tokens, cut to `size_B` nodes each."""
         depth_BN = torch.where(self.node_N < size_B[:, None], self.depth_RN[state_B], 0)
         return DraftTree(token_BN, self.parent_RN[state_B], depth_BN, self.ancestor_RNW[state_B], size_B, max_depth)
 
 
 @dataclass(frozen=True)
 class Committed:
-    """Of a step's rows: where the states of its committed tokens are, their positions, and the rows whose slots are
-    theirs. Entries behind the end of a path repeat its anchor."""
+    """Committed tokens of a step: rows of their hidden states, their positions, and the rows whose slots hold them.
+    Entries after the end of a path repeat its anchor."""
 
     row_T: Tensor
     position_T: Tensor
     place_T: Tensor
     is_path: bool
-    """Whether this is a path for each request, or else all rows of the step."""
+    """True: one path per request. False: all rows of the step."""
 
 
 class TreeDrafter(DraftModelSpeculator):
-    """One pass of the head per step, then the best tree of what it offers."""
+    """Drafts with one pass of the head per step and builds the best tree from its candidates."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -114,7 +114,7 @@ class TreeDrafter(DraftModelSpeculator):
         self.committed: Committed | None = None
         """Set by the runner in every step."""
         self.graphs: DraftGraphs | None = None
-        """Read and write the cache that they were captured with."""
+        """Captured drafts, bound to the cache they were captured with."""
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> DraftHead:
         head = self.load_head()
@@ -129,7 +129,7 @@ class TreeDrafter(DraftModelSpeculator):
         return head
 
     def load_head(self) -> DraftHead:
-        """The head, or one of its shape where vLLM is to make up all weights."""
+        """Loads the head, or random weights of its shape for vLLM's load format `dummy`."""
         name = self.draft_model_config.model
         if self.vllm_config.load_config.load_format != "dummy":
             return load_head(name, dtype=self.dtype, device=self.device)
@@ -144,7 +144,7 @@ class TreeDrafter(DraftModelSpeculator):
         self.page_size = self.block_tables.block_sizes[self.group]
 
     def profile(self, tap_TX: Tensor) -> None:
-        """Draft for as many requests as there may be, while reading as many states, in a page of no use."""
+        """Draft once for the largest batch, reading `tap_TX`, in a dummy page, so that vLLM counts the memory."""
         page_size, layers = self.vllm_config.cache_config.block_size, self.layers.values()
         inputs = replace(
             self.idle_inputs(self.max_num_reqs, path=1, pages=1),
@@ -170,21 +170,21 @@ class TreeDrafter(DraftModelSpeculator):
             path=path,
             tap_size=self.head.head_config.tap_size,
             pages=pages,
-            nobody=self.max_num_reqs,
+            unused_state=self.max_num_reqs,
             dtype=self.dtype,
             device=self.device,
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Drafts are captured without its help."""
+        """Does nothing: drafts are captured by `capture_drafts`."""
 
     def capture(self) -> None:
         with graph_capture(device=self.device):
             self.capture_drafts()
 
     def capture_drafts(self) -> None:
-        """Record the drafts that follow a step of trees alone, for some sizes of batches."""
-        self.graphs = None  # their memory is free for the new ones
+        """Capture the draft that follows a decode step, for several batch sizes."""
+        self.graphs = None  # frees the memory of the old graphs first
         largest = min(self.max_num_reqs, MAX_CAPTURED)
         pages = self.block_tables.input_block_tables[self.group].shape[1]
         inputs = self.idle_inputs(largest, path=self.depth + 1, pages=pages)
@@ -206,7 +206,7 @@ class TreeDrafter(DraftModelSpeculator):
         seeds: Tensor,
         **kwargs: Any,
     ) -> Tensor:
-        """Show the head what was committed, then let it guess what follows. (B, budget - 1) tokens."""
+        """Update the head's cache with the committed tokens, then draft. Returns (B, budget - 1) tokens."""
         batch, committed = input_batch, self.committed
         if kwargs.get("dummy_run"):
             return last_sampled.new_zeros(batch.num_reqs, self.num_speculative_steps)
@@ -235,13 +235,14 @@ class TreeDrafter(DraftModelSpeculator):
         return self.trees.write(inputs.state_B, self.guess(block, inputs.anchor_B, inputs.temperature_B, cache))
 
     def guess(self, block: TreeBatch, anchor_B: Tensor, temperature_B: Tensor, cache: list[KVPages]) -> DraftTree:
-        """The best trees below the anchors, drafted with the temperatures that they will be sampled with."""
+        """Best trees below the anchors, drafted at the temperatures of their requests."""
         hidden_BDM = self.head.propose(block, self.target, cache)[:, : self.depth]
         candidates = self.head.candidates(hidden_BDM, anchor_B, self.target, self.tree, temperature_B)
         return build_tree(anchor_B, candidates, self.tree, self.depth)
 
     def block(self, anchor_B: Tensor, length_B: Tensor, page_BP: Tensor) -> TreeBatch:
-        """The head's input behind each context. Positions past the longest sequence lie in page 0, nobody's."""
+        """Input block of the head after each context. Positions past the longest sequence map to page 0, which is
+        unused."""
         token_BS = self.head.block_tokens(anchor_B)
         (B, size), page_size = token_BS.shape, self.page_size
         page_BP = F.pad(page_BP, (0, size // page_size + 2)).long()

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and what of it does not go together with trees."""
+"""Checks of a vLLM configuration: the shape of the tree, and features that do not work with trees."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jetspec.models.hub import resolve
 from jetspec_vllm import OPTIONS
 
 PROCESSORS = "vllm.logits_processors"
-"""The entry points by which packages bring logits processors."""
+"""Entry-point group of logits processors from installed packages."""
 
 
 def tree_config(additional: Mapping[str, Any], num_drafted: int) -> TreeConfig:
-    """The tree that `--additional-config '{"jetspec": {..}}'` describes; its budget is what vLLM drafts, and the
-    anchor."""
+    """Tree settings from `--additional-config '{"jetspec": {..}}'`. The budget is vLLM's number of draft tokens plus
+    the anchor."""
     given = additional.get(OPTIONS) or {}
     known = {field.name for field in fields(TreeConfig)} - {"budget"}
     if not isinstance(given, Mapping) or (unknown := sorted(set(given) - known)):
@@ -32,7 +32,7 @@ def tree_config(additional: Mapping[str, Any], num_drafted: int) -> TreeConfig:
 
 
 def refusals(config: Any) -> list[str]:
-    """What in a vLLM configuration does not work with trees, by name. Some versions lack some of the options."""
+    """Names of features in a vLLM configuration that do not work with trees. Some versions lack some options."""
     parallel, model, speculative = config.parallel_config, config.model_config, config.speculative_config
     if speculative is None or speculative.method != "dflash":
         return ["a worker without --speculative-config of method dflash"]
@@ -60,8 +60,8 @@ def refusals(config: Any) -> list[str]:
         "watermarks": asked(config, "watermark_config"),
         "replayed traces": asked(model, "enable_trace_replay"),
         "sampling masks": asked(model, "return_sampling_mask"),
-        "logits processors of your own": asked(model, "logits_processors"),
-        f"logits processors that packages bring ({', '.join(brought)}): uninstall them": bool(brought),
+        "custom logits processors": asked(model, "logits_processors"),
+        f"logits processors of installed packages ({', '.join(brought)}): uninstall them": bool(brought),
         "attention-free models": asked(model, "is_attention_free"),
         "chunked local attention": asked(model, "attention_chunk_size"),
         "multi-head latent attention": model.use_mla,
@@ -77,13 +77,13 @@ def refusals(config: Any) -> list[str]:
 
 
 def dtype_name(model_config: Any) -> str:
-    """The model's dtype as vLLM's options spell it."""
+    """Dtype of the model as vLLM's options spell it."""
     return str(model_config.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What a head must know of its target."""
+    """Sizes of a target that a head must match."""
 
     vocab_size: int
     hidden_size: int
@@ -96,12 +96,12 @@ def check_head(config: Any) -> None:
     tree = tree_config(config.additional_config, config.speculative_config.num_speculative_tokens)
     target = TargetShape(model.get_vocab_size(), model.get_hidden_size(), model.get_total_num_hidden_layers())
     head = read_config(resolve(name))
-    say(head_refusals(head, tree))
+    refuse(head_refusals(head, tree))
     require_fit(name, head, target)
 
 
 def head_refusals(head: HeadConfig, tree: TreeConfig) -> list[str]:
-    """Why a head cannot draft these trees here."""
+    """Reasons a head cannot draft these trees in vLLM."""
     problems = []
     if any(window is not None for window in head.layers.windows):
         problems.append("heads with sliding windows")
@@ -112,6 +112,6 @@ def head_refusals(head: HeadConfig, tree: TreeConfig) -> list[str]:
     return problems
 
 
-def say(refused: list[str]) -> None:
+def refuse(refused: list[str]) -> None:
     if refused:
         raise ValueError(f"JetSpec's trees in vLLM do not support {', '.join(refused)}")

@@ -1,4 +1,4 @@
-"""Where a step of vLLM becomes a round: the rows of a request are placed as a tree, and one path of it is kept."""
+"""Model runner for vLLM: places the rows of a request as a tree, verifies it and commits the accepted path."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if current_platform.is_cpu():
 
 @dataclass(frozen=True)
 class Placed:
-    """The trees of a step among its rows. A request without one is its last row alone."""
+    """Trees of a step and their rows. A request without a tree has its last row only."""
 
     tree: DraftTree
     is_tree_B: Tensor
     row_BN: Tensor
-    """Rows of the nodes; those of padding are the anchor's."""
+    """Rows of the nodes; padding repeats the anchor's row."""
     position_T: Tensor
-    """Consecutive positions of the rows, as vLLM counts them."""
+    """Consecutive positions of the rows, as vLLM assigns them."""
 
     def path_rows(self, verdict: Acceptance) -> tuple[Tensor, Tensor]:
-        """Rows of the accepted paths, (B, D + 1), and those in whose place plain decoding would have them.
+        """Rows of the accepted paths, (B, D + 1), and the rows where plain decoding would have them.
 
-        Behind the end of a path both are the anchor's.
+        After the end of a path both are the anchor's row.
         """
         step_D1 = torch.arange(verdict.path_BD1.shape[1], device=self.row_BN.device)
         kept_BD1 = step_D1 <= verdict.length_B[:, None]
@@ -51,7 +51,7 @@ class Placed:
 
 
 class TreeRunner(StockRunner):
-    """vLLM's model runner with trees for drafts."""
+    """vLLM's model runner with draft trees."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -59,9 +59,10 @@ class TreeRunner(StockRunner):
         self.step = StepTrees(self.max_num_reqs, self.speculator.tree.budget, device)
         self.placed: Placed | None = None
         self.target_rows: list[SlotRows | None] = []
-        """The target's caches by group."""
+        """KV caches of the target, one entry per group."""
         self.is_plain_R = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
-        """Requests whose sampling looks at the rows before, which are no history in a tree: they decode plainly."""
+        """Requests whose sampling depends on earlier rows, which are not their history in a tree: these decode
+        plainly."""
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
@@ -87,9 +88,9 @@ class TreeRunner(StockRunner):
 
     @torch.inference_mode()
     def profile_trees(self) -> None:
-        """Take once what the largest step of trees takes, so that vLLM counts it when it sizes its cache.
+        """Allocate once the memory of the largest step, so that vLLM counts it when it sizes its KV cache.
 
-        That is the logits of all nodes, beside them the sampler's copy, and then the drafts; the tapped states stay.
+        That is the tapped states, the logits of all nodes with the sampler's copy, and the draft.
         """
         drafter, config = self.speculator, self.vllm_config.model_config
         tap_TX = torch.zeros(
@@ -103,19 +104,20 @@ class TreeRunner(StockRunner):
         drafter.profile(tap_TX)
 
     def capture_model(self, **options: Any) -> int:
-        """vLLM captures twice: first against a cache that it then throws away, to see what memory it takes."""
+        """Capture the model. vLLM first captures against a temporary cache to measure memory; state of that cache is
+        dropped."""
         size: int = super().capture_model(**options)
         if options.get("profile_only"):
             self.forget_cache()
         return size
 
     def forget_cache(self) -> None:
-        """Let go of all that holds a cache, or has written down where it is."""
+        """Drop everything that references the KV cache."""
         self.target_rows = []
         self.speculator.graphs = None
 
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Slots come from consecutive positions, so every node has its own. Then the positions become those of the
+        """Assign slots from consecutive positions, so that every node has its own, then set the positions of the
         trees."""
         block_tables, self.slots = super().prepare_attn(input_batch)
         if input_batch.num_draft_tokens:
@@ -134,13 +136,13 @@ class TreeRunner(StockRunner):
         return placed
 
     def place(self, input_batch: Any) -> Placed:
-        """The proposed trees, as far as the scheduler has kept them: it cuts behind, so a parent is never missing."""
+        """Proposed trees as scheduled. The scheduler truncates at the end, so a parent is never missing."""
         batch, trees = input_batch, self.speculator.trees
         state_B, end_B = batch.idx_mapping.long(), batch.query_start_loc[1 : batch.num_reqs + 1].long()
         drafted_B = batch.cu_num_logits[: batch.num_reqs + 1].diff().long() - 1
         anchor_B = end_B - drafted_B - 1
         position_T = batch.positions.clone()
-        # Drafts before the end of a prompt are placeholders of the scheduler: nobody has proposed them.
+        # Drafts before the end of a prompt are placeholders of the scheduler, not proposed by the head.
         is_tree_B = (drafted_B > 0) & (position_T[anchor_B] >= self.req_states.prefill_len.gpu[state_B])
         is_tree_B &= ~self.is_plain_R[state_B]
         size_B = torch.where(is_tree_B, trees.size_R[state_B].minimum(drafted_B + 1), 1)
@@ -149,14 +151,14 @@ class TreeRunner(StockRunner):
         return Placed(trees.read(state_B, token_BN, size_B, self.speculator.depth), is_tree_B, row_BN, position_T)
 
     def set_positions(self, input_batch: Any, placed: Placed) -> None:
-        """A node is as far behind the anchor as it is deep. The buffer stays the same."""
+        """Set each node's position to the anchor's plus its depth, in place."""
         position_BN = placed.position_T[placed.row_BN[:, :1]] + placed.tree.depth_BN
         input_batch.positions[placed.row_BN] = position_BN
 
     def sample(
         self, hidden_states: Tensor, input_batch: Any, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """Let vLLM's sampler choose a token after every node, and follow its choices."""
+        """Sample a token after every node with vLLM's sampler, and accept the path of these choices."""
         placed, batch = self.placed, input_batch
         if placed is None:
             self.speculator.committed = self.committed(batch)
@@ -166,12 +168,12 @@ class TreeRunner(StockRunner):
         logits_RV, drawn_R = self.draw(hidden_states, batch, grammar_output, want_logprobs=counts is not None)
         batch.positions.copy_(placed.position_T)
         first_B1 = batch.cu_num_logits[: batch.num_reqs, None].long()
-        shift_B1 = first_B1 - placed.row_BN[:, :1]
-        verdict = walk(placed.tree, drawn_R[placed.row_BN + shift_B1])
+        offset_B1 = first_B1 - placed.row_BN[:, :1]
+        verdict = walk(placed.tree, drawn_R[placed.row_BN + offset_B1])
         source_BD1, target_BD1 = placed.path_rows(verdict)
         logprobs = None
         if counts is not None:
-            logprobs = self.logprobs(batch, counts, logits_RV, drawn_R, source_BD1 + shift_B1, target_BD1 + shift_B1)
+            logprobs = self.logprobs(batch, counts, logits_RV, drawn_R, source_BD1 + offset_B1, target_BD1 + offset_B1)
         self.compact(source_BD1, target_BD1)
         self.speculator.committed = self.committed(batch, source_BD1, target_BD1)
         return self.report(batch, verdict.token_BD1, verdict.length_B, logprobs)
@@ -179,10 +181,10 @@ class TreeRunner(StockRunner):
     def draw(
         self, hidden_states: Tensor, input_batch: Any, grammar_output: Any, *, want_logprobs: bool
     ) -> tuple[Tensor, Tensor]:
-        """Logits, as log-probabilities are reported of them, and a token after each row that has any.
+        """Logits for log-probabilities, and a sampled token after each row with logits.
 
-        vLLM's noise depends on seed and position. A path has one node per position, and the positions are still the
-        trees': what is drawn along it is what plain decoding draws.
+        vLLM's noise depends on seed and position. A path has one node per position and positions are still those of the
+        trees, so the samples along it equal plain decoding's.
         """
         batch = input_batch
         logits_RV = self.model.compute_logits(hidden_states[batch.logits_indices])
@@ -202,8 +204,7 @@ class TreeRunner(StockRunner):
         source_BD1: Tensor,
         target_BD1: Tensor,
     ) -> Any:
-        """Log-probabilities where a request wants them: vLLM reads the first rows of a request, so the path's come
-        first."""
+        """Requested log-probabilities. vLLM reads the first rows of a request, so the path's rows are put first."""
         row_R = torch.arange(len(drawn_R), device=self.device)
         row_R[target_BD1] = source_BD1
         return compute_topk_scores(
@@ -218,7 +219,7 @@ class TreeRunner(StockRunner):
         )
 
     def compact(self, source_BD1: Tensor, target_BD1: Tensor) -> None:
-        """Move K and V of the accepted paths to where plain decoding would have written them."""
+        """Copy K and V of the accepted paths to the slots where plain decoding would have written them."""
         for slot_T, rows in zip(self.slots, self.target_rows, strict=True):
             if rows is not None:
                 ops.compact_rows(rows, slot_T[source_BD1], slot_T[target_BD1])
@@ -226,8 +227,8 @@ class TreeRunner(StockRunner):
     def committed(
         self, input_batch: Any, source_BD1: Tensor | None = None, target_BD1: Tensor | None = None
     ) -> Committed:
-        """Where the states of the committed tokens are: rows of paths, whose places are others, and all rows of a step
-        in which prompts are read. Positions are consecutive again."""
+        """Committed tokens of the step: rows of the accepted paths, or all rows if prompts are prefilled in it.
+        Positions are consecutive again."""
         if source_BD1 is None or target_BD1 is None or input_batch.is_prefilling_np.any():
             place_T = torch.arange(input_batch.num_tokens, device=self.device)
             row_T = place_T.clone()
@@ -240,7 +241,7 @@ class TreeRunner(StockRunner):
     def report(
         self, input_batch: Any, token_BD1: Tensor, length_B: Tensor, logprobs: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """What was committed, in vLLM's words. Requests in the middle of their prompts commit nothing."""
+        """Output of the step for vLLM. Requests whose prompts are not finished commit nothing."""
         batch = input_batch
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             (length_B + 1).int(),
@@ -255,7 +256,7 @@ class TreeRunner(StockRunner):
 
 
 def slot_rows(layers: list[Any]) -> SlotRows | None:
-    """The caches of a group's layers, a row for K and V of all heads at a slot. None: the group has none."""
+    """KV caches of a group's layers, one row per slot with K and V of all heads. None: the group has no layers."""
     if not layers:
         return None
     caches = [layer.kv_cache.transpose(1, 2) for layer in layers]
@@ -267,7 +268,7 @@ def slot_rows(layers: list[Any]) -> SlotRows | None:
 
 
 def needs_history(params: Any) -> bool:
-    """Whether what a request may write next depends on more than its path in the tree shows to vLLM's sampler."""
+    """True if the next token of a request depends on history that vLLM's sampler does not see in a tree."""
     return params is not None and bool(
         params.repetition_penalty != 1
         or params.presence_penalty

@@ -1,4 +1,4 @@
-"""The worker that vLLM is told to start: `--worker-cls jetspec_vllm.worker.TreeWorker`."""
+"""Worker with draft trees: `--worker-cls jetspec_vllm.worker.TreeWorker`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import vllm
 
 from jetspec_vllm import BACKEND, register
 from jetspec_vllm.compat import check_hooks, check_version
-from jetspec_vllm.options import check_head, refusals, say
+from jetspec_vllm.options import check_head, refusals, refuse
 
 check_version(vllm.__version__)
 check_hooks()
 
-# What follows is private to vLLM: only where it is as we know it.
+# Private interfaces of vLLM, imported only after the version and hook checks.
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 from vllm.v1.worker.gpu import model_runner as runner_home  # noqa: E402
@@ -33,14 +33,14 @@ else:
 
 
 class TreeWorker(StockWorker):
-    """vLLM's worker, with our model runner."""
+    """vLLM's worker with the model runner for trees."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        say(refusals(vllm_config))
+        refuse(refusals(vllm_config))
         check_head(vllm_config)
-        vllm_config.cache_config.cache_dtype = "auto"  # or the model's own by name, which is the same
+        vllm_config.cache_config.cache_dtype = "auto"  # the model's own dtype by name means the same
         register()
-        # The CPU platform asks for its own backend by name, whatever is chosen.
+        # The CPU platform always requests its own backend by name.
         backend = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.CUSTOM
         register_backend(backend, BACKEND)
         if not current_platform.is_cpu():
@@ -48,7 +48,7 @@ class TreeWorker(StockWorker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        # The worker asks for its runner by a fixed name.
+        # The stock worker creates its runner by a fixed module attribute.
         stock = getattr(runner_home, RUNNER)
         setattr(runner_home, RUNNER, TreeRunner)
         try:

@@ -1,4 +1,4 @@
-"""Settings that vLLM reads when it is imported: a CPU, and its kernels interpreted. Other tests must not see them."""
+"""Environment for importing vLLM: CPU platform, interpreted kernels. Set here so that no other tests inherit it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's official wheel on a CPU: its Python is complete, its compiled operations for the CPU are not part of it.
+"""Runs vLLM's official wheel on a CPU: the wheel has all Python files but no compiled CPU operations.
 
 What the models here need of them is written in torch.
 """
@@ -43,7 +43,7 @@ def rotary_embedding(
 
 
 def gumbel_sample(logits: Tensor, request_T: Tensor, temperature_R: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Without noise, a look at the logits is all: interpreted, the kernel takes seconds for a real vocabulary."""
+    """Argmax instead of vLLM's Gumbel kernel for greedy requests: interpreted, it takes seconds per real vocabulary."""
     if not temperature_R[request_T].any():
         return logits.argmax(-1)
     return gumbel.gumbel_sample(logits, request_T, temperature_R, *rest, **options)
@@ -54,7 +54,7 @@ def answer(result: object, _: object) -> object:
 
 
 def install() -> None:
-    """Attention is ours with and without trees: plain vLLM has none here."""
+    """Use `TreeAttentionBackend` with and without trees: plain vLLM has no CPU attention in this wheel."""
     current_platform.import_kernels()
     for name, signature, result in SET_UP:
         LIBRARY.define(name + signature)
@@ -72,7 +72,7 @@ install()
 def start(
     model: str, head: str | None = None, *, budget: int = 16, tree: dict[str, object] | None = None, **changes: Any
 ) -> Any:
-    """vLLM with trees, or without a head plainly."""
+    """vLLM engine with trees, or plain without a head."""
     settings: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -98,12 +98,12 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int, **sampling: An
 
 
 def model_runner(llm: Any) -> Any:
-    """Of an engine that is in this process."""
+    """Worker of an in-process engine."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def counted(llm: Any) -> dict[str, int]:
-    """What vLLM's own metrics say about its drafts so far."""
+    """Draft counters from vLLM's own metrics."""
     prefix = "vllm:spec_decode_"
     return {
         metric.name.removeprefix(prefix): metric.value

@@ -1,9 +1,10 @@
-"""The command that starts vLLM, and what is refused. None of it needs vLLM."""
+"""Command line and configuration checks of the plugin; these tests do not import vLLM."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -24,7 +25,7 @@ from jetspec.models.hub import DEFAULT_MODEL
 from jetspec_vllm import options
 from jetspec_vllm.command import run_command, serve_command
 from jetspec_vllm.compat import check_hook, check_version
-from jetspec_vllm.options import check_head, refusals, say, tree_config
+from jetspec_vllm.options import check_head, refusals, refuse, tree_config
 from tests.engine.tiny import tiny_decoder, tiny_head
 
 TARGET = tiny_decoder().config
@@ -37,7 +38,7 @@ def head(tmp_path: Path) -> str:
     return str(tmp_path / "head")
 
 
-def test_the_command_says_what_the_worker_reads(head: str) -> None:
+def test_command_carries_the_settings_the_worker_reads(head: str) -> None:
     tree = TreeConfig(budget=32, width=4, depth=5)
     command = serve_command(["owner/model", "--port", "9000"], head, tree)
     said = dict(zip(command[3::2], command[4::2], strict=True))
@@ -47,7 +48,7 @@ def test_the_command_says_what_the_worker_reads(head: str) -> None:
 
 
 def test_a_tree_smaller_than_a_block_is_refused(head: str) -> None:
-    with pytest.raises(ValueError, match=r"a budget of 4 .* at least 6"):
+    with pytest.raises(ValueError, match="budget of 4"):
         serve_command(["owner/model"], head, TreeConfig(budget=4))
 
 
@@ -73,11 +74,11 @@ def test_the_target_stands_anywhere_among_the_options(words: str, head: str) -> 
 
 @pytest.mark.parametrize("words", ["", "--port 9000", "--port MODEL"])
 def test_a_missing_target_is_named(words: str, head: str) -> None:
-    with pytest.raises(ValueError, match="write it first"):
+    with pytest.raises(ValueError, match="MODEL"):
         serve_command(words.split(), head, TreeConfig())
 
 
-def test_who_says_what_is_captured_is_left_alone(head: str) -> None:
+def test_explicit_capture_options_are_kept(head: str) -> None:
     size = "--max-cudagraph-capture-size"
     assert size in serve_command(["MODEL", "--config", "x"], head, TreeConfig())
     for words in ("-cc.mode=3", "-cc {}", "--compilation-config {}", "-O1", "--cudagraph_capture_sizes 1"):
@@ -88,8 +89,8 @@ def test_who_says_what_is_captured_is_left_alone(head: str) -> None:
     "words",
     ["--worker-cls x", "--worker_cls=x", "--speculative-config {}", "-sc {}", "--speculative-config.model x"],
 )
-def test_options_that_are_ours_are_refused_by_name(words: str, head: str) -> None:
-    with pytest.raises(ValueError, match=r"JetSpec's") as error:
+def test_options_set_by_the_command_are_refused_by_name(words: str, head: str) -> None:
+    with pytest.raises(ValueError, match="--") as error:
         serve_command(["MODEL", *words.split()], head, TreeConfig())
     assert str(error.value).startswith(words.replace("_", "-")[: len("--worker-cls")].split()[0])
 
@@ -111,15 +112,15 @@ def test_an_additional_configuration_is_kept(joint: str, head: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ('--additional-config {"jetspec":{"width":4}}', "width is 4 .* and 8 by --width"),
-        ('--additional-config {"jetspec":{"widht":4}}', "widht is not an option"),
-        ('--additional-config {"jetspec":4}', "is none"),
-        ("--additional-config {", "not JSON"),
-        ("--additional-config []", "not a table"),
-        ("--additional-config.jetspec.width=4", "in JSON"),
+        ('--additional-config {"jetspec":{"width":4}}', "width"),
+        ('--additional-config {"jetspec":{"widht":4}}', "widht"),
+        ('--additional-config {"jetspec":4}', "jetspec"),
+        ("--additional-config {", "--additional-config"),
+        ("--additional-config []", "--additional-config"),
+        ("--additional-config.jetspec.width=4", "--additional-config"),
     ],
 )
-def test_an_additional_configuration_that_says_otherwise_is_refused(words: str, said: str, head: str) -> None:
+def test_contradicting_additional_config_is_refused(words: str, said: str, head: str) -> None:
     with pytest.raises(ValueError, match=said):
         serve_command(["MODEL", *words.split()], head, TreeConfig())
 
@@ -127,7 +128,7 @@ def test_an_additional_configuration_that_says_otherwise_is_refused(words: str, 
 def test_a_head_for_another_target_is_refused_before_vllm_starts(head: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": TARGET.vocab_size, "hidden_size": TARGET.hidden_size, "num_hidden_layers": 99}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    with pytest.raises(ValueError, match="made for 2 layers, the target has 99"):
+    with pytest.raises(ValueError, match="99"):
         serve_command([str(tmp_path)], head, TreeConfig())
     serve_command([str(tmp_path), "--hf-overrides", '{"num_hidden_layers": 2}'], head, TreeConfig())
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_hidden_layers": TARGET.num_layers}))
@@ -135,12 +136,12 @@ def test_a_head_for_another_target_is_refused_before_vllm_starts(head: str, tmp_
 
 
 @pytest.mark.parametrize("model", [DEFAULT_MODEL, "some/where.gguf"])
-def test_a_model_that_vllm_cannot_load_gets_a_hint(model: str, head: str) -> None:
-    with pytest.raises(ValueError, match=f"jetspec export {model} --out"):
+def test_unloadable_model_gets_a_hint(model: str, head: str) -> None:
+    with pytest.raises(ValueError, match=f"jetspec export {model}"):
         serve_command([model], head, TreeConfig())
 
 
-def test_the_vllm_of_this_environment_is_the_one_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_of_this_environment_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[list[str]] = []
 
     def become(path: str, words: list[str]) -> None:
@@ -172,11 +173,11 @@ def test_the_vllm_of_this_environment_is_the_one_that_is_run(tmp_path: Path, mon
 
 WRONG: list[tuple[object, str]] = [
     ({"widht": 4}, "widht"),
-    (4, "not a table"),
-    ({"width": "3"}, "width is '3'; it must be a whole number"),
-    ({"shortlist": "64"}, "shortlist is '64'; it must be a whole number"),
-    ({"entropy_weight": "1"}, "entropy_weight is '1'; it must be a number"),
-    ({"depth": 0}, "depth is 0"),
+    (4, "jetspec"),
+    ({"width": "3"}, "width"),
+    ({"shortlist": "64"}, "shortlist"),
+    ({"entropy_weight": "1"}, "entropy_weight"),
+    ({"depth": 0}, "depth"),
 ]
 
 
@@ -195,12 +196,12 @@ def test_other_versions_and_other_hooks_are_refused() -> None:
     def hook(first: int, second: int, third: int = 0) -> None: ...
 
     check_hook(hook, "first", "second")
-    with pytest.raises(ValueError, match="takes"):
+    with pytest.raises(ValueError, match="hook"):
         check_hook(hook, "second", "first")
 
 
 def ordinary() -> SimpleNamespace:
-    """A vLLM configuration, as far as it matters to trees, that is not refused."""
+    """An accepted vLLM configuration with the fields that the checks read."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
@@ -265,7 +266,7 @@ def test_an_ordinary_configuration_is_not_refused() -> None:
     assert refusals(config) == []
 
 
-def test_logits_processors_that_packages_bring_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_processors_of_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [SimpleNamespace(name="mine")]
     monkeypatch.setattr(options, "entry_points", lambda group: found if group == "vllm.logits_processors" else [])
     assert "mine" in refusals(ordinary())[0]
@@ -286,25 +287,25 @@ def configured(head: str, target: DecoderConfig = TARGET, budget: int = 16) -> S
 def test_a_head_for_another_target_is_refused_at_start(head: str) -> None:
     check_head(configured(head))
     for other in (replace(TARGET, vocab_size=99), replace(TARGET, hidden_size=99), replace(TARGET, num_layers=99)):
-        with pytest.raises(ValueError, match=r"head for another model.* 99"):
+        with pytest.raises(ValueError, match="99"):
             check_head(configured(head, other))
 
 
 def test_a_head_with_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
     save_head(make_head(replace(HEAD, target_hidden_size=2 * TARGET.hidden_size)), tmp_path / "head")
-    with pytest.raises(ValueError, match="adapt the size"):
+    with pytest.raises(ValueError, match="size"):
         check_head(configured(str(tmp_path / "head")))
 
 
 @pytest.mark.parametrize(("where", "value", "said"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_what_does_not_go_together_with_trees_is_refused_by_name(where: str, value: object, said: str) -> None:
+def test_unsupported_features_are_refused_by_name(where: str, value: object, said: str) -> None:
     config = ordinary()
     *parts, name = where.split(".")
     setattr(getattr(config, parts[0]) if parts else config, name, value)
     found = refusals(config)
     assert len(found) == 1 and said in found[0]
-    with pytest.raises(ValueError, match="do not support"):
-        say(found)
+    with pytest.raises(ValueError, match=re.escape(found[0])):
+        refuse(found)
 
 
 def test_a_worker_without_drafts_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Drafts that are captured for some sizes of batches serve batches of any size."""
+"""Captured drafts serve batches of any size by padding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPTS = random_prompts((20, 3, 60))
 
 
 class Replayed:
-    """In the place of a CUDA graph: reads and writes the same tensors each time."""
+    """Stand-in for a CUDA graph: reads and writes the same tensors at each replay."""
 
     def __init__(self, draft: Callable[[DraftInputs], Tensor], inputs: DraftInputs, out: Tensor) -> None:
         self.draft, self.inputs, self.out = draft, inputs, out
@@ -44,7 +44,7 @@ def capture(graphs: DraftGraphs, draft: Callable[[DraftInputs], Tensor], size: i
 
 
 def test_the_texts_are_the_same_and_so_is_the_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three requests of four: one of those that nobody has made takes part in most drafts."""
+    """Three requests in batches captured for four: most drafts include a padding request."""
     target, head = str(write_target(tmp_path / "target")), str(write_head(tmp_path / "head"))
     texts = generate(start(target), PROMPTS, 30)
     oracle, own = Oracle([p + t for p, t in zip(PROMPTS, texts, strict=True)]), TreeDrafter.guess
@@ -72,7 +72,7 @@ def test_the_texts_are_the_same_and_so_is_the_acceptance(tmp_path: Path, monkeyp
 
 
 class Addressed(Replayed):
-    """Knows its caches by their addresses, as a CUDA graph does."""
+    """Stand-in for a CUDA graph that stores addresses of its caches."""
 
     def __init__(self, drafter: TreeDrafter, inputs: DraftInputs, out: Tensor) -> None:
         super().__init__(drafter.draft, inputs, out)
@@ -87,8 +87,8 @@ class Addressed(Replayed):
         super().replay()
 
 
-def test_graphs_of_a_cache_that_is_made_anew_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM captures against a small cache, throws both away, and drafts before it captures again."""
+def test_graphs_are_dropped_with_their_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM captures against a small cache, drops both, and drafts before it captures again."""
     target, head = str(write_target(tmp_path / "target")), str(write_head(tmp_path / "head"))
     replayed: list[int] = []
 

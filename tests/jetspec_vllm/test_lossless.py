@@ -1,4 +1,4 @@
-"""vLLM with trees writes what vLLM writes alone; and what makes it so is needed."""
+"""vLLM with trees produces the text of vLLM without them, and each step of the commit is necessary for that."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.vllm
 
 LENGTH = 40
 PROMPTS = random_prompts((20, 3, 60, 11))
-"""The third is longer than what a step may take, so that it is read in chunks beside the trees of others."""
+"""The third prompt exceeds the step's token limit, so it is prefilled in chunks beside the trees of others."""
 OWN_GUESS = TreeDrafter.guess
 KEPT: list[Any] = []
-"""An engine that is thrown away takes the process groups of the others with it."""
+"""Kept alive: deleting an engine destroys the process groups of the others."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_each_part_is_needed(
 def test_the_kernels_of_a_gpu_write_and_draft_the_same(
     trees: Any, oracle: Oracle, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interpreted, they are slow: two prompts, one of them in chunks."""
+    """Two prompts only, one of them chunked: interpreted kernels are slow."""
     drafted: dict[tuple[int, int], list[Any]] = {}
 
     def guess(drafter: Any, block: Any, anchor_B: Any, temperature_B: Any, cache: Any) -> Any:
@@ -128,7 +128,7 @@ def test_draws_with_a_seed_are_those_of_plain_decoding(
     assert sum(oracle.seen) < 0.7 * len(PROMPTS) * 24
 
 
-def test_requests_that_look_back_decode_plainly(plain: Any, trees: Any, oracle: Oracle) -> None:
+def test_requests_that_depend_on_history_decode_plainly(plain: Any, trees: Any, oracle: Oracle) -> None:
     how = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
     assert generate(trees, PROMPTS[:2], 12, **how) == generate(plain, PROMPTS[:2], 12, **how)
 
@@ -179,7 +179,7 @@ def test_the_end_of_the_longest_sequence(plain: Any, trees: Any, oracle: Oracle)
 def test_what_the_head_proposes_depends_on_the_text_alone(
     trees: Any, oracle: Oracle, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many tokens a round commits, the head's states are those of the committed path."""
+    """The head's context is that of the committed path for any accepted length."""
 
     def proposals(is_right: bool) -> dict[tuple[int, int], list[float]]:
         found: dict[tuple[int, int], list[float]] = {}
@@ -206,12 +206,12 @@ def test_what_the_head_proposes_depends_on_the_text_alone(
 
 
 def in_order(runner: Any, committed: Any, batch: Any, source_BD1: Any = None, target_BD1: Any = None) -> Any:
-    """As if paths were the first rows of their requests."""
+    """Broken variant: treats the first rows of a request as its path."""
     return committed(runner, batch, target_BD1, target_BD1)
 
 
-def test_few_pages(target: str, plain: Any, oracle: Oracle, tmp_path: Path) -> None:
-    """Requests are put off and begun again, with their prompts and with what they have written."""
+def test_preemption_keeps_texts(target: str, plain: Any, oracle: Oracle, tmp_path: Path) -> None:
+    """Requests are preempted and recomputed from prompt and generated tokens."""
     prompts, length = [PROMPTS[i] for i in (0, 1, 3)], 90
     texts = generate(plain, prompts, length)
     oracle.texts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
@@ -223,7 +223,7 @@ def test_few_pages(target: str, plain: Any, oracle: Oracle, tmp_path: Path) -> N
     assert sum(oracle.seen) < 0.7 * len(prompts) * length
 
 
-def test_sampling_that_only_trees_know_is_refused_to_others() -> None:
+def test_plain_vllm_still_refuses_min_p() -> None:
     def validate(worker: str) -> None:
         parallel = SimpleNamespace(worker_cls=worker)
         SamplingParams(min_p=0.1)._validate_spec_decode(SimpleNamespace(target_parallel_config=parallel))

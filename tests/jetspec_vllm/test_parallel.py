@@ -1,4 +1,4 @@
-"""Two tensor-parallel processes write what one writes."""
+"""Two tensor-parallel processes produce the text of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = random_prompts((20, 3, 60, 11))
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_two_processes_write_what_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_text_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     target, head = str(write_target(tmp_path / "target")), str(write_head(tmp_path / "head"))

@@ -1,4 +1,4 @@
-"""At temperature 1, through vLLM's own API, what trees write follows the target's law."""
+"""At temperature 1, through vLLM's API, text from trees follows the target's distribution."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Law = dict[tuple[int, ...], float]
 
 
 class Following:
-    """The target's two most probable tokens after any text, with their shares of each other."""
+    """Target's two most probable tokens after a text, with renormalized probabilities."""
 
     def __init__(self, folder: str) -> None:
         self.model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -51,14 +51,14 @@ class Following:
 
 
 def excess(found: Counter[tuple[int, ...]], law: Law) -> float:
-    """By how many of its own standard deviations the chi-square statistic is above its mean."""
+    """Standard deviations of the chi-square statistic above its mean."""
     draws = found.total()
     statistic = sum((found[text] - draws * p) ** 2 / (draws * p) for text, p in law.items())
     return float((statistic - (len(law) - 1)) / (2 * (len(law) - 1)) ** 0.5)
 
 
-def test_three_tokens_follow_the_law_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first comes from the prompt's pass, the second is a node of the tree, the third comes behind that node."""
+def test_three_tokens_follow_the_target_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token comes from prefill, the second is a tree node, the third follows that node."""
     target = str(write_target(tmp_path / "target", sharpness=3.0))
     following = Following(target)
 

@@ -1,4 +1,4 @@
-"""`jetspec vllm serve` over HTTP: vLLM's server in processes of its own, which find the plugin by themselves."""
+"""`jetspec vllm serve` over HTTP: vLLM's server processes load the plugin through its entry point."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ vllm = jetspec_vllm.command:commands
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A word for each token."""
+    """A tokenizer with one word per token."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 @contextmanager
 def served(target: Path, head: Path, site: Path) -> Iterator[str]:
-    """The address of a server with trees."""
+    """Address of a running server with trees."""
     info, port = site / "plugins-0.dist-info", free_port()
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 0\n")

@@ -1,4 +1,4 @@
-"""The default model with its own head inside vLLM: the same text, and as many tokens per round as in our engine."""
+"""Default model with its head in vLLM: same text and same tokens per round as JetSpec's engine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def texts(plain: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def our_rounds(llm: LLM, prompts: list[list[int]], texts: list[list[int]]) -> int:
-    """Rounds behind the first token, which vLLM samples from the prompt's own pass."""
+    """Rounds after the first token, which vLLM samples during prefill."""
     begun = [prompt + text[:1] for prompt, text in zip(prompts, texts, strict=True)]
     done = llm.generate(begun, jetspec.SamplingParams(max_tokens=len(texts[0]) - 1, ignore_eos=True))
     assert [completion.token_ids for completion in done] == [text[1:] for text in texts]
@@ -76,7 +76,7 @@ def our_rounds(llm: LLM, prompts: list[list[int]], texts: list[list[int]]) -> in
 
 @pytest.fixture(scope="module")
 def trees(folder: Path, plain: Any) -> Any:
-    """Behind the other, which would begin the metrics anew."""
+    """Created after the other engine, which resets the metrics."""
     return start(str(folder / "target"), str(HEADS / DEFAULT_MODEL), budget=BUDGET, tree={"width": WIDTH}, **SETTINGS)
 
 
@@ -92,7 +92,7 @@ def test_the_text_is_the_same_and_so_are_the_rounds(
 def test_stop_strings_end_the_same_texts(
     ours: LLM, plain: Any, trees: Any, prompts: list[list[int]], texts: list[list[int]]
 ) -> None:
-    """They end in the middle of tokens and of paths."""
+    """Stop strings end inside tokens and inside paths."""
     written = [ours.tokenizer.decode(text) for text in texts]
     stops = [text[n : n + 4] for n, text in enumerate(written, 30)]
     params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, stop=stops)
@@ -123,7 +123,7 @@ def test_a_request_with_a_grammar_decodes_plainly_beside_trees(
 def test_chunks_few_pages_full_contexts_and_known_prefixes(
     folder: Path, prompts: list[list[int]], texts: list[list[int]]
 ) -> None:
-    """Steps that hold no whole prompt, pages for two requests, contexts that end the texts; then one of them again."""
+    """Chunked prompts, pages for two requests, full contexts; then one prompt again."""
     tight: dict[str, Any] = {"max_model_len": 64, "block_size": 16, "num_gpu_blocks_override": 11}
     small = {**SETTINGS, **tight, "max_num_batched_tokens": 40}
     trees = start(str(folder / "target"), str(HEADS / DEFAULT_MODEL), budget=16, tree={"width": WIDTH}, **small)

@@ -1,4 +1,4 @@
-"""A short run of the traffic that `python -m tests.jetspec_vllm.traffic` keeps up for as long as one likes."""
+"""Short run of random traffic; `python -m tests.jetspec_vllm.traffic` runs it for longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A random Qwen3 and a random head for it, on disk; and an oracle in the head's place, which is right on one path."""
+"""Random Qwen3 target and head on disk, and an oracle drafter that is right on one path of each tree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB, BLOCK = 512, 8
 
 
 def write_target(folder: Path, sharpness: float = 1.0) -> Path:
-    """Norms are random too: a wrong one among equal ones would not show."""
+    """Norm weights are random too, so that swapping two of them is detected."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "hidden_size": 128,
@@ -58,11 +58,11 @@ def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 @dataclass
 class Oracle:
-    """Trees of a random shape, with the right tokens on a path that is scattered over them."""
+    """Drafter of randomly shaped trees with the right tokens on one scattered path."""
 
     texts: list[list[int]]
     seen: list[int] = field(default_factory=list)
-    """How many trees it has made for each step."""
+    """Number of trees per step."""
 
     def guess(self, drafter: Any, block: TreeBatch, anchor_B: Tensor, temperature_B: Tensor, cache: Any) -> DraftTree:
         budget, depth, length_B = drafter.tree.budget, drafter.depth, block.layout.cached_len_B

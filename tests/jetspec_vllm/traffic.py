@@ -1,4 +1,4 @@
-"""Requests that come and go, some of them cancelled, over an engine of vLLM: nothing leaks and every text is right.
+"""Random traffic with cancellations on a vLLM engine: nothing leaks and every text is right.
 
 python -m tests.jetspec_vllm.traffic --minutes 10
 """
@@ -24,15 +24,15 @@ LENGTHS = (20, 3, 60, 11, 37, 5, 90, 14)
 
 @dataclass
 class Traffic:
-    """What a client does: it asks at random times, for random lengths, and gives up on some answers."""
+    """Client that sends prompts at random times with random lengths and cancels some."""
 
     engine: Any
     prompts: list[list[int]]
     texts: list[list[int]]
-    """What plain decoding answers, for the longest wish."""
+    """Plain texts of the longest length."""
     source: random.Random = field(default_factory=lambda: random.Random(0))
     asked: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Open requests: which prompt, how many tokens."""
+    """Open requests: prompt index and number of tokens."""
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("asked", "answered", "cancelled", "wrong"), 0)
     )
@@ -75,7 +75,7 @@ class Traffic:
 
 
 def run(seconds: float, folder: Path) -> dict[str, Any]:
-    """Traffic for a while, over few pages, so that requests are also put off. Says what is left behind."""
+    """Run traffic for some seconds over few pages, so that requests are preempted; returns leaks."""
     from jetspec_vllm.drafter import TreeDrafter
     from tests.jetspec_vllm.cpu import generate, start
 
@@ -108,7 +108,7 @@ def run(seconds: float, folder: Path) -> dict[str, Any]:
 
 
 def resident() -> float:
-    """Memory of this process, in megabytes."""
+    """Resident memory of this process in MB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 

@@ -1,4 +1,4 @@
-"""Workers for tests in which vLLM starts them as processes of their own: with our operations, and with an oracle."""
+"""Workers for tests where vLLM starts its own processes: plain ones on JetSpec's operations, and with an oracle."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.jetspec_vllm import cpu  # noqa: F401  its import puts the operations
 from tests.jetspec_vllm.tiny import Oracle
 
 TEXTS = "oracle"
-"""The key of vLLM's additional config that holds what the oracle knows."""
+"""Key of vLLM's additional config with the oracle's texts."""
 
 
 class OracleWorker(TreeWorker):
-    """Ours, with trees that are right on one path."""
+    """Tree worker whose trees come from the oracle."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         oracle, own = Oracle(vllm_config.additional_config[TEXTS]), TreeDrafter.guess
