@@ -221,7 +221,7 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.inner_size))
 
     def forward(self, residual: Residual, norm: RMSNorm, next_norm: RMSNorm, tap: Tensor | None = None) -> Residual:
-        return ops.add_mixture(residual.x, self.route(residual, norm), self.gate_up, self.down, next_norm.weight, tap)
+        return ops.add_mixture(residual.x, self.route(residual, norm), self.gate_up, self.down, tap)
 
     def route(self, residual: Residual, norm: RMSNorm) -> Routed:
         """Selects the experts of each token."""

@@ -4,9 +4,9 @@ CPU path, the oracle of any kernel for it, and the documentation; a Triton kerne
 from jetspec.ops.clock import note_time
 from jetspec.ops.distill_loss import CHUNK, DistillLoss, distill_loss, label_prob
 from jetspec.ops.kv_write import compact_kv, compact_rows, store_kv
-from jetspec.ops.layouts import HeadNorm, Placement, Residual, SlotRows
-from jetspec.ops.linear import add_linear, copied, linear, norm_linear, norm_swiglu, pack
-from jetspec.ops.moe import Routed, add_mixture, norm_route
+from jetspec.ops.layouts import HeadNorm, Placement, Residual, Routed, SlotRows, copied
+from jetspec.ops.linear import add_linear, linear, norm_linear, norm_swiglu, pack
+from jetspec.ops.moe import add_mixture, norm_route
 from jetspec.ops.norm_rope import rms_norm, rope, rotate, rotate_qkv, rotate_store, rotate_store_layers
 from jetspec.ops.place import place
 from jetspec.ops.shortlist import shortlist

@@ -1,5 +1,5 @@
-"""Numbers by which the programs of a kernel count each other. All kernels share them that run one after the other: all
-that use them run on one stream of a device."""
+"""Counters in global memory by which the programs of a kernel synchronize. Kernels that run one after the other on one
+stream of a device share them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 COUNT = 4096
-MOST = 32
-"""Programs that meet, at most. A power of two, so that what is a multiple of it stays one when a counter overflows."""
+MAX_BARRIER_PROGRAMS = 32
+"""Programs of a grid barrier, at most. A power of two, so that multiples of it stay multiples when a counter
+overflows."""
 
 
 @cache
 def counters(device: torch.device) -> Tensor:
-    """Zeros before a kernel and zeros after it."""
+    """Zeros before and after every kernel."""
     return torch.zeros(COUNT, dtype=torch.int32, device=device)
 
 
 @cache
 def barrier_counters(device: torch.device) -> Tensor:
-    """Multiples of `MOST` before a kernel and after it."""
+    """Multiples of `MAX_BARRIER_PROGRAMS` before and after every kernel."""
     return torch.zeros(COUNT, dtype=torch.int32, device=device)

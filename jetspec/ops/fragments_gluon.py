@@ -1,4 +1,4 @@
-"""What kernels in Gluon share: tensors of three dimensions, the first of which tells warps apart, and waiting."""
+"""Helpers of Gluon kernels: indices of three-dimensional tensors, whose first dimension is the warp, and barriers."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -13,7 +13,7 @@ from jetspec.ops import counters
 
 @gluon.jit
 def index(SIZE: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
-    """0, 1, .. along one of three dimensions of a layout."""
+    """Returns 0, 1, .. along one of three dimensions of a layout."""
     if DIM == 0:
         return gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     elif DIM == 1:
@@ -24,22 +24,22 @@ def index(SIZE: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def wait(OVERLAP: gl.constexpr):
-    """Until the kernel ahead has finished, as `overlap_triton` tells."""
+    """Waits for the previous kernel: see `overlap_triton`."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
-MOST = tl.constexpr(counters.MOST)
+MAX_PROGRAMS = tl.constexpr(counters.MAX_BARRIER_PROGRAMS)
 
 
 @gluon.jit
 def grid_barrier(counter_ptr, number, count):
-    """Wait until `count` programs have come here, of which this is that `number`. What they stored before can be read
-    then. Together they add MOST to the counter: nobody has to set it back, which all who come next would wait for."""
+    """Waits for `count` programs, of which this is `number`; their earlier stores are visible afterwards. Together they
+    add MAX_PROGRAMS to the counter, so that it needs no reset, which the next kernel would wait for."""
     tl.debug_barrier()
-    share = gl.where(number == count - 1, MOST - number, 1)
+    share = gl.where(number == count - 1, MAX_PROGRAMS - number, 1)
     before = gl.atomic_add(counter_ptr, share, sem="acq_rel")
-    here, goal = before + share, (before & -MOST) + MOST
+    here, goal = before + share, (before & -MAX_PROGRAMS) + MAX_PROGRAMS
     while here - goal < 0:
         here = gl.atomic_add(counter_ptr, 0, sem="acquire")

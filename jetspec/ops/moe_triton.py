@@ -1,20 +1,22 @@
-"""The Triton kernels of `add_mixture`: group the tokens by expert, two grouped products, then the sum over choices.
-Nothing asks the host.
+"""The Triton kernels of `add_mixture`: group the tokens by expert, two grouped products, then the sum over choices,
+without a host sync.
 
-A pair is a token and one of its choices, numbered token * choices + choice. A tile is some pairs of one expert,
-filled up with the number of pairs, which stands for none. How many tiles there are depends on the router, so that as
-many programs are launched as run side by side, and each goes from one piece of the work to the next. Kernels are
-compiled for a few sizes of blocks, not for every number of tokens.
+A pair is a token and one of its choices, numbered token * choices + choice. A tile is some pairs of one expert, padded
+with the number of pairs, which stands for none. The number of tiles depends on the router, so kernels are persistent:
+as many programs run as fit on the GPU, and each takes one piece of work after the other. Kernels are compiled for a few
+block sizes, not for every number of tokens.
 
-Experts are so many, and their pairs so few, that the time goes into reading weights: each is read once for all pairs
-of a tile, and the tensor cores take it from where it was copied to, as the left factor.
+With many experts and few pairs each, the time goes into reading weights. Each is read once for all pairs of a tile, and
+is the left factor, which tensor cores take from shared memory.
+
+Layout: total and x (T, M), expert and weight (T, K), gate_up (E, 2 I, M) with the gate first, down (E, M, I), gated
+(T K, I), out (T, K, M), all contiguous.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,74 +24,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.layouts import Residual, Routed
 from jetspec.ops.overlap_triton import overlap, wait
-from jetspec.ops.rows import new_rows
+from jetspec.ops.select import device_of
 
 GROUP_BLOCK = 1024
-"""Pairs that are looked at together."""
+"""Pairs that are counted at once."""
 ADD_BLOCK = 512
-"""Columns of a token that a program adds up."""
+"""Columns of a token that a program sums."""
 
 
 class Tiling(NamedTuple):
     """Block sizes of the two products, and how to run them."""
 
     PAIRS: int
-    """Of a tile: 16, 32 or 64. One that has half as many, or a quarter, is multiplied as such."""
+    """Pairs of a tile: 16, 32 or 64. A tile with half as many, or a quarter, is multiplied as a smaller one."""
     ROWS: int
-    """Of a weight. Each program reads all of x for them."""
+    """Rows of a weight. Each program reads all of x for them."""
     DEPTH: int
     num_warps: int
     num_stages: int
-    """Blocks on their way."""
+    """Blocks in flight."""
     programs: int
-    """Per multiprocessor."""
+    """Programs per multiprocessor."""
 
 
-def add_mixture_triton(
-    total_TM: Tensor,
-    x_TM: Tensor,
-    expert_TK: Tensor,
-    weight_TK: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    next_norm: Tensor | None,
-    tap: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Adds to `total_TM`, and copies the result to `tap`, whose rows may be far apart. Returns it scaled by the weight
-    of a norm, and its sums of squares (parts, T), if there is one.
-
-    Choices are added up in their order, whatever the other tokens chose.
-    """
+def add_mixture_triton(total_TM: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, tap: Tensor | None) -> Residual:
+    """Adds to `total_TM`, and copies the result to `tap`, whose rows may be far apart. Choices are added in order of
+    rank, so the result of a token does not depend on other tokens."""
     if len(total_TM) == 0:
-        return None, None
-    out_TKM = _mix(x_TM.contiguous(), expert_TK, weight_TK.contiguous(), gate_up, down)
+        return Residual(total_TM)
+    out_TKM = _mix(routed.x_TM.contiguous(), routed.expert_TK, routed.weight_TK.contiguous(), gate_up, down)
     T, K, M = out_TKM.shape
-    parts = triton.cdiv(M, ADD_BLOCK)
-    scaled = squares = None
-    if next_norm is not None:
-        scaled = new_rows(T, M, like=total_TM)
-        squares = torch.empty((parts, T), dtype=torch.float32, device=total_TM.device)
     with torch.cuda.device_of(total_TM):
-        _add_choices_kernel[(T, parts)](
-            *(total_TM, out_TKM, next_norm, scaled, squares, tap),
-            *(T, 0 if tap is None else tap.stride(0)),
+        _add_choices_kernel[(T, triton.cdiv(M, ADD_BLOCK))](
+            *(total_TM, out_TKM, tap, 0 if tap is None else tap.stride(0)),
             K=K,
             M=M,
             BLOCK=ADD_BLOCK,
             num_warps=2,
             **overlap(total_TM),
         )
-    return scaled, squares
+    return Residual(total_TM)
 
 
 def _mix(x_TM: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """(T, K, M): what each choice contributes."""
+    """The contribution of each choice, (T, K, M)."""
     assert gate_up.is_contiguous() and down.is_contiguous()
     (T, K), (E, M, inner) = expert_TK.shape, down.shape
     num_pairs = expert_TK.numel()
     tiling = _choose_tiling(T, x_TM.itemsize)._asdict()
-    programs = tiling.pop("programs") * _num_multiprocessors(x_TM.device)
+    programs = tiling.pop("programs") * device_of(x_TM.device).multiprocessors
     pair, tile_expert, num_tiles = group_pairs_triton(expert_TK, E, tiling["PAIRS"])
     groups = pair, tile_expert, num_tiles, num_pairs
     sizes = {"M": M, "INNER": inner, **tiling, **overlap(x_TM)}
@@ -104,8 +89,8 @@ def _mix(x_TM: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, do
 
 
 def _choose_tiling(tokens: int, itemsize: int) -> Tiling:
-    """An expert has as many pairs as there are tokens at most. Narrow pieces spread the few experts of a few tokens
-    over all multiprocessors, wide ones save reading x for each anew. Without tensor cores, registers are short."""
+    """An expert has at most as many pairs as there are tokens. Narrow pieces spread the few experts of a few tokens
+    over all multiprocessors; wide ones read x less often. Without tensor cores, registers are short."""
     if itemsize > 2:
         return Tiling(64, 64, 32, num_warps=8, num_stages=3, programs=2)
     if tokens <= 4:
@@ -113,17 +98,11 @@ def _choose_tiling(tokens: int, itemsize: int) -> Tiling:
     return Tiling(16 if tokens <= 16 else 64, 128, 64, num_warps=4, num_stages=4, programs=2)
 
 
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """Where kernels are interpreted, few enough that programs have several pieces."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def group_pairs_triton(expert_TK: Tensor, num_experts: int, tile_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of each tile, one tile behind the other, the expert of each, and how many tiles there are (1,). Behind
-    these is room for as many as there can be.
+    """Returns the pairs of each tile, the expert of each tile, and the number of tiles (1,). Outputs are allocated for
+    the largest possible number.
 
-    Experts are in order, and so are the pairs of an expert. Each expert has one tile that is not full at most.
+    Experts are in order, and so are the pairs of an expert. At most one tile of an expert is not full.
     """
     num_pairs = expert_TK.numel()
     tiles = min(num_experts, num_pairs) + num_pairs // tile_size
@@ -153,16 +132,18 @@ def _group_pairs_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """A program fills the tiles of one expert. It counts all pairs, so as to know where those tiles begin."""
+    """Fills the tiles of one expert. Every program counts the pairs of all experts: their sum is its first tile."""
     me = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     count = tl.zeros([BINS], tl.int32)
     wait(OVERLAP)
+    # count the pairs of every expert
     for start in range(0, num_pairs, BLOCK):
         inside = start + lane < num_pairs
         expert = tl.load(expert_ptr + start + lane, mask=inside, other=0).to(tl.int32)
         count += tl.histogram(expert, BINS, mask=inside)
 
+    # store the expert of each tile
     tiles = (count + TILE - 1) // TILE
     bin = tl.arange(0, BINS)
     first = tl.sum(tl.where(bin < me, tiles, 0))
@@ -172,6 +153,7 @@ def _group_pairs_kernel(
     if me == 0:
         tl.store(num_tiles_ptr, tl.sum(tiles))
 
+    # store the pairs of the expert, then padding
     place = first * TILE
     for start in range(0, num_pairs, BLOCK):
         inside = start + lane < num_pairs
@@ -200,7 +182,7 @@ def _gate_up_kernel(
     DEPTH: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """silu(gate x) * (up x) of every pair. A piece of work is a tile and some columns of both."""
+    """silu(gate x) * (up x) of every pair. A piece of work is a tile and some columns of gate and up."""
     COLUMNS: tl.constexpr = ROWS // 2
     PIECES: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     wait(OVERLAP)
@@ -228,7 +210,7 @@ def _gate_up(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Of one expert, from column `first` on. The rows of the gate stand above those that it gates."""
+    """One piece, from column `first` on. The weight rows of the gate are above those of up."""
     pair = tl.load(tile_ptr + tl.arange(0, PAIRS)).to(tl.int64)
     half, lane = tl.arange(0, 2 * COLUMNS) // COLUMNS, tl.arange(0, 2 * COLUMNS) % COLUMNS
     row, is_row, is_pair = half * INNER + first + lane, first + lane < INNER, pair < num_pairs
@@ -283,7 +265,7 @@ def _down(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Of one expert, from column `first` on."""
+    """One piece, from column `first` on."""
     pair = tl.load(tile_ptr + tl.arange(0, PAIRS)).to(tl.int64)
     is_pair = pair < num_pairs
     weight = tl.load(weight_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)
@@ -295,7 +277,7 @@ def _down(
 
 @triton.jit
 def _open_tile(tile, pair_ptr, tile_expert_ptr, num_pairs, PAIRS: tl.constexpr):
-    """Its expert, where its pairs are, and how many."""
+    """The expert of a tile, the address of its pairs, and their number."""
     tile_ptr = pair_ptr + tile * PAIRS
     count = tl.sum((tl.load(tile_ptr + tl.arange(0, PAIRS)) < num_pairs).to(tl.int32))
     return tl.load(tile_expert_ptr + tile).to(tl.int64), tile_ptr, count
@@ -303,7 +285,7 @@ def _open_tile(tile, pair_ptr, tile_expert_ptr, num_pairs, PAIRS: tl.constexpr):
 
 @triton.jit
 def _suits(count, SIZE: tl.constexpr, PAIRS: tl.constexpr):
-    """Whether this is the least size that holds so many pairs."""
+    """True for the smallest block size that holds so many pairs."""
     if SIZE > PAIRS:
         return False
     return (count <= SIZE) & ((SIZE == 16) | (count > SIZE // 2))
@@ -324,27 +306,21 @@ def _product(weight_ptr, row, is_row, x_ptr, x_row, is_x_row, SIZE: tl.constexpr
     return y
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _add_choices_kernel(
     total_ptr,
     choice_ptr,
-    next_norm_ptr,
-    scaled_ptr,
-    squares_ptr,
     tap_ptr,
-    T,
     tap_stride,
     K: tl.constexpr,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Some columns of one token: what its experts made, added to what was there, and the start of the next norm."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = part * BLOCK + tl.arange(0, BLOCK)
+    """Some columns of one token: adds the outputs of its experts to the residual."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < M
-    if next_norm_ptr is not None:
-        norm = tl.load(next_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
     wait(OVERLAP)
     y = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(K):
@@ -354,7 +330,3 @@ def _add_choices_kernel(
     tl.store(total_ptr + token * M + column, rounded, mask=inside)
     if tap_ptr is not None:
         tl.store(tap_ptr + token * tap_stride + column, rounded, mask=inside)
-    if next_norm_ptr is not None:
-        wide = rounded.to(tl.float32)
-        tl.store(scaled_ptr + token * M + column, wide * norm, mask=inside)
-        tl.store(squares_ptr + part * T + token, tl.sum(wide * wide))

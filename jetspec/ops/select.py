@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
@@ -18,6 +17,9 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from jetspec.ops import layouts
+from jetspec.types import KVPages, TreeBatch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Kernels = Literal["auto", "triton", "reference"]
@@ -25,8 +27,7 @@ Kernels = Literal["auto", "triton", "reference"]
 HAS_TRITON = find_spec("triton") is not None
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """Properties of a device that choices and launch grids depend on."""
 
     type: str
@@ -54,15 +55,14 @@ def device_of(device: torch.device) -> Device:
     return Device("cuda", capability, found.multi_processor_count, found.shared_memory_per_multiprocessor)
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """Properties of a call that decide which kernel serves it."""
 
     device: Device
     dtype: torch.dtype
     one_dtype: bool = True
     """All inputs have that data type."""
-    count: int = 0
+    num_tokens: int = 0
     """Tokens of a list: of a top-k or of a shortlist."""
     rank: int = 0
     """Rank of an edge term."""
@@ -70,6 +70,49 @@ class Facts:
     """Bytes of a number of its factors."""
     equal_distance: bool = True
     """Layers of a cache lie equally far apart."""
+
+    # Matrix products
+    rows: int = 0
+    outputs: int = 0
+    inputs: int = 0
+    is_small: bool = False
+    """The weight stays in the L2 cache: `SMALL_WEIGHT_BYTES`."""
+    is_contiguous: bool = True
+    """The weight."""
+    can_copy: bool = False
+    """The device has a copy engine (TMA), which can read all matrices, and shared memory for the blocks in flight."""
+    gated: bool = False
+    can_fuse: bool = False
+    """A tiled kernel can fuse the operations around the product: see the readers of facts below."""
+    split_inputs: int = 0
+    """Inputs that programs may split (split-K)."""
+    can_add_in_place: bool = False
+
+    # Attention
+    query_rows: int = 0
+    """Queries of a request times query heads per key head."""
+    key_heads: int = 0
+    """Of all requests."""
+    head_size: int = 0
+    page_size: int = 0
+    capacity: int = 0
+    """Keys of a request that its page table holds."""
+    groups: int = 1
+    """Consumer groups of a warp-specialized program."""
+    is_plain: bool = False
+    """No window, no mix of trees and chains, no tokens left in flight by earlier forwards."""
+    sees_all: bool = False
+    """No hidden first positions."""
+
+    @property
+    def is_short(self) -> bool:
+        """16 bits, for tensor cores."""
+        return self.dtype.itemsize == 2
+
+    @property
+    def is_hopper(self) -> bool:
+        """Tensor cores with a queue (wgmma), which later generations lack."""
+        return self.device.is_cuda and self.device.capability[0] == 9
 
 
 class Choice(NamedTuple):
@@ -98,11 +141,141 @@ MAX_RANK = {2: 512, 4: 128}
 """Highest rank of an edge term that the shortlist kernels take, by the bytes of a number: a program holds all of it."""
 
 
+def _is_short_list(facts: Facts) -> bool:
+    return facts.num_tokens <= MAX_TOPK
+
+
 def _has_short_factors(facts: Facts) -> bool:
-    return facts.count <= MAX_TOPK and facts.rank <= MAX_RANK.get(facts.rank_bytes, 0)
+    return _is_short_list(facts) and facts.rank <= MAX_RANK.get(facts.rank_bytes, 0)
+
+
+FEW_ROWS = range(2, 65)
+"""More rows would read the weight too often: a library passes tiles on between multiprocessors."""
+SOME_ROWS = range(65, 129)
+MANY_ROWS = range(129, 1025)
+MAX_OUTPUTS = 32_768
+"""Outputs of a bare product. More keep a library busy for so long that its launch does not matter."""
+
+VECTOR = Choice(
+    "linear.vector",
+    "linear_triton:vector_{operation}",
+    lambda f: f.rows == 1 and f.one_dtype and f.is_contiguous,
+    "plain step: SmolLM2 2.2x, Qwen3-30B-A3B 20 %, Qwen3-8B 15 %",
+)
+REGISTER_TILED = Choice(
+    "linear.register_tiled",
+    "linear_register_tiled_gluon:REGISTER_TILED.{operation}",
+    lambda f: (
+        f.device.is_cuda
+        and f.can_fuse
+        and f.can_copy
+        and f.is_small
+        and f.rows in FEW_ROWS
+        and layouts.register_tiles(f.inputs, f.gated) is not None
+    ),
+    "SmolLM2: plain steps of 32 requests 30 %, 32 nodes 27 %",
+)
+ROWS = Choice(
+    "linear.rows",
+    "linear_triton:ROWS.{operation}",
+    lambda f: f.can_fuse and f.can_copy and f.rows in FEW_ROWS,
+    "SmolLM2 32 nodes 78 %; Qwen3-8B 64 nodes 8 %; Qwen3-30B-A3B 4 %",
+)
+ROWS_OF_SMALL_WEIGHT = Choice(
+    "linear.rows.small_weight",
+    "linear_triton:ROWS.{operation}",
+    lambda f: f.can_fuse and f.can_copy and f.is_small and f.rows in SOME_ROWS,
+    "SmolLM2 128 nodes 36 %",
+)
+WARPS_OF_SMALL_WEIGHT = Choice(
+    "linear.warp_specialized.small_weight",
+    "linear_warp_specialized_gluon:WARP_SPECIALIZED.{operation}",
+    lambda f: _takes_warps(f) and f.is_small and f.rows in MANY_ROWS,
+    "SmolLM2: 8 requests 26 %, 32 requests 19 %",
+)
+WARPS_OF_LARGE_WEIGHT = Choice(
+    "linear.warp_specialized.large_weight",
+    "linear_warp_specialized_gluon:WARP_SPECIALIZED.{operation}",
+    lambda f: (
+        _takes_warps(f)
+        and not f.is_small
+        and f.rows in SOME_ROWS
+        and layouts.warp_tiles(f.outputs, f.split_inputs, f.device.multiprocessors) is not None
+    ),
+    "Qwen3-8B 128 nodes 4 to 5 %",
+)
+
+
+def _takes_warps(f: Facts) -> bool:
+    """A gated product also starts from rows that are normed by a kernel of their own."""
+    return f.is_hopper and f.is_short and f.can_copy and (f.can_fuse or f.gated)
+
+
+def _takes_register_tiled_attention(f: Facts) -> bool:
+    tiles = layouts.num_tiles(f.query_rows, layouts.REGISTER_QUERIES) * f.key_heads
+    is_few = f.query_rows <= layouts.FEW_QUERY_ROWS or layouts.is_narrow(f.query_rows, f.key_heads)
+    return (
+        f.device.is_cuda
+        and f.device.capability >= (8, 0)  # earlier tensor cores take other fragments
+        and f.is_short
+        and f.is_plain
+        and f.head_size in (64, 128)
+        and is_few
+        and tiles <= f.device.multiprocessors
+    )
+
+
+def _takes_warp_specialized_attention(f: Facts) -> bool:
+    """Enough tiles of queries, but no more than multiprocessors unless each has keys of its own. Pages start where the
+    layout of shared memory repeats, every eight rows."""
+    fits = f.head_size in (64, 128) and f.page_size % 8 == 0 and layouts.WARP_KEYS % f.page_size == 0
+    tiles = layouts.num_tiles(f.query_rows, f.groups * layouts.WARP_QUERIES)
+    least = 32 if f.capacity < layouts.LONG_CONTEXT else 8  # the kernel has more to prepare than others
+    return (
+        f.is_hopper
+        and f.is_short
+        and f.is_plain
+        and f.sees_all
+        and f.is_contiguous
+        and fits
+        and f.query_rows >= 33
+        and tiles * f.key_heads >= least
+        and (tiles == 1 or tiles * f.key_heads <= f.device.multiprocessors)
+    )
 
 
 TABLE: dict[str, tuple[Choice, ...]] = {
+    # Matrix products
+    "linear": (VECTOR, REGISTER_TILED, ROWS, ROWS_OF_SMALL_WEIGHT),
+    "norm_linear": (
+        *(VECTOR, REGISTER_TILED, ROWS),
+        *(ROWS_OF_SMALL_WEIGHT, WARPS_OF_SMALL_WEIGHT, WARPS_OF_LARGE_WEIGHT),
+    ),
+    "add_linear": (
+        *(VECTOR, REGISTER_TILED, ROWS),
+        *(ROWS_OF_SMALL_WEIGHT, WARPS_OF_SMALL_WEIGHT, WARPS_OF_LARGE_WEIGHT),
+        Choice("linear.in_place", "linear:add_linear_in_place", lambda f: f.can_add_in_place),
+    ),
+    # Mixture of experts
+    "route": (Choice("route", "route_triton:route_triton", always),),
+    "add_mixture": (Choice("add_mixture", "moe_triton:add_mixture_triton", lambda f: f.can_add_in_place),),
+    # Attention
+    "plan_attention": (Choice("tree_attention", "tree_attention:KernelPlan", always),),
+    "tree_attention": (
+        Choice(
+            "tree_attention.warp_specialized",
+            "tree_attention_warp_specialized_gluon:attend",
+            _takes_warp_specialized_attention,
+            "SmolLM2 64 nodes, context 4096: 28 %; Qwen3-8B context 8192: 9 %",
+        ),
+        Choice(
+            "tree_attention.register_tiled",
+            "tree_attention_register_tiled_gluon:attend",
+            _takes_register_tiled_attention,
+            "SmolLM2 plain steps of 32 requests 20 %; Qwen3-8B plain step, context 8192: 15 %",
+        ),
+        Choice("tree_attention.portable", "tree_attention_triton:attend", always),
+    ),
     # Rows between the products of a layer
     "rms_norm": (Choice("rms_norm", "norm_rope_triton:rms_norm_triton", one_dtype),),
     "rope": (Choice("rope", "norm_rope_triton:rope_triton", always),),
@@ -123,9 +296,9 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "compact_rows": (Choice("compact_rows", "kv_write_triton:compact_rows_triton", always),),
     "place": (Choice("place", "place_triton:place_triton", always, "SmolLM2 3 to 5 %"),),
     # Drafting
-    "topk_logprob": (Choice("topk_logprob", "topk_logprob_triton:topk_logprob_triton", lambda f: f.count <= MAX_TOPK),),
+    "topk_logprob": (Choice("topk_logprob", "topk_logprob_triton:topk_logprob_triton", _is_short_list),),
     "shortlist": (Choice("shortlist", "shortlist_triton:shortlist_triton", _has_short_factors),),
-    "build_tree": (Choice("build_tree", "jetspec.tree.build_triton:build_tree_triton", lambda f: f.count <= MAX_TOPK),),
+    "build_tree": (Choice("build_tree", "jetspec.tree.build_triton:build_tree_triton", _is_short_list),),
     # Acceptance
     "choose_nodes": (Choice("choose_nodes", "jetspec.tree.sample_triton:choose_nodes_triton", always),),
     "accept": (Choice("accept", "jetspec.tree.accept:accept_by_nodes", always),),
@@ -144,6 +317,14 @@ FEATURES: tuple[Choice, ...] = (
         lambda f: f.device.is_cuda and f.device.capability >= (9, 0),
         "SmolLM2 45 %; Qwen3-8B 8 %",
     ),
+    Choice("linear.half_tiles", "linear_triton", always, "Qwen3-8B 64 nodes 3 %"),
+    Choice("linear.split_k", "linear_warp_specialized_gluon", always, "Qwen3-8B 128 nodes 0 to 2.5 %"),
+    Choice(
+        "tree_attention.two_groups",
+        "tree_attention_warp_specialized_gluon",
+        always,
+        "Qwen3-8B 128 nodes, context 8192: 5 %",
+    ),
 )
 """Features of kernels that serve several operations: a kernel asks `enabled` for them."""
 
@@ -158,9 +339,7 @@ def select(operation: str, reference: Callable[P, R], *inputs: Tensor, **facts: 
     """
     if not uses_kernel(*inputs):
         return reference
-    first = inputs[0]
-    same = all(x.dtype == first.dtype for x in inputs)
-    found = _first(operation, Facts(device_of(first.device), first.dtype, same, **facts))
+    found = _first(operation, READERS.get(operation, _read)(*inputs, **facts))
     return reference if found is None else found
 
 
@@ -185,7 +364,7 @@ def _enabled(feature: str, device: Device) -> bool:
     return row.name not in _without and row.when(Facts(device, torch.bfloat16))
 
 
-@cache
+@lru_cache(4096)
 def _first(operation: str, facts: Facts) -> Callable[..., Any] | None:
     for row in TABLE[operation]:
         if row.name not in _without and row.when(facts):
@@ -202,6 +381,84 @@ def _load(kernel: str, operation: str) -> Callable[..., Any]:
 def rows() -> dict[str, Choice]:
     """Rows of the table by name. A row may serve several operations."""
     return {row.name: row for choices in (*TABLE.values(), FEATURES) for row in choices}
+
+
+def _read(*inputs: Tensor, **facts: Any) -> Facts:
+    first = inputs[0]
+    return Facts(device_of(first.device), first.dtype, all(x.dtype == first.dtype for x in inputs), **facts)
+
+
+def _read_product(x: Tensor, weight: Tensor, *others: Tensor, **facts: Any) -> Facts:
+    found = _read(x, weight, *others)
+    device, matrices = found.device, layouts.can_copy(x) and layouts.can_copy(weight)
+    # A CPU stands in for a device with a copy engine.
+    has_engine = not device.is_cuda or (
+        found.is_short and device.capability >= (9, 0) and device.shared_memory > layouts.STAGE_BYTES
+    )
+    return found._replace(
+        rows=x.numel() // x.shape[-1],
+        outputs=len(weight) // (2 if facts.get("gated") else 1),
+        inputs=weight.shape[1],
+        is_small=layouts.is_small(weight),
+        is_contiguous=weight.is_contiguous(),
+        can_copy=found.one_dtype and matrices and has_engine and all(y.is_contiguous() for y in others),
+        **facts,
+    )
+
+
+def _read_linear(x: Tensor, weight: Tensor) -> Facts:
+    return _read_product(x, weight, can_fuse=len(weight) <= MAX_OUTPUTS)
+
+
+def _read_norm_linear(x: Tensor, weight: Tensor, norm: Tensor, gated: bool, is_begun: bool) -> Facts:
+    """The product that wrote the rows may have begun the norm."""
+    return _read_product(x, weight, norm, gated=gated, can_fuse=is_begun)
+
+
+def _read_add_linear(x: Tensor, weight: Tensor, total: Tensor, next_norm: Tensor | None) -> Facts:
+    """A norm cannot begin in float16: the sum times a weight, not yet divided, may overflow."""
+    found = _read_product(x, weight, total)
+    can_begin = (
+        next_norm is not None
+        and total.dtype == next_norm.dtype != torch.float16
+        and layouts.can_copy(total)
+        and uses_kernel(total, next_norm)
+    )
+    split_inputs = found.inputs if enabled("linear.split_k", x.device) else 0
+    in_place = found.one_dtype and total.is_contiguous()
+    return found._replace(can_fuse=can_begin, split_inputs=split_inputs, can_add_in_place=in_place)
+
+
+def _read_mixture(total: Tensor, x_TM: Tensor, *weights: Tensor) -> Facts:
+    same = total.dtype == x_TM.dtype == weights[0].dtype and total.shape == x_TM.shape
+    return _read(total)._replace(can_add_in_place=same and total.is_contiguous())
+
+
+def _read_attention(token_T: Tensor, q_THE: Tensor, pages: KVPages, batch: TreeBatch, window: int | None) -> Facts:
+    (_, H, E), (_, size, G, _), layout = q_THE.shape, pages.k.shape, batch.layout
+    rows, capacity = layout.max_queries * (H // G), layout.page_BP.shape[1] * layout.page_size
+    return Facts(
+        device_of(q_THE.device),
+        q_THE.dtype,
+        query_rows=rows,
+        groups=layouts.num_groups(rows, capacity) if enabled("tree_attention.two_groups", q_THE.device) else 1,
+        key_heads=len(layout.cached_len_B) * G,
+        head_size=E,
+        page_size=size,
+        capacity=capacity,
+        is_plain=window is None and batch.is_tree_B is None and not layout.earlier,
+        sees_all=not layout.first_seen,
+        is_contiguous=pages.k.is_contiguous() and pages.v.is_contiguous(),
+    )
+
+
+READERS: dict[str, Callable[..., Facts]] = {
+    "linear": _read_linear,
+    "norm_linear": _read_norm_linear,
+    "add_linear": _read_add_linear,
+    "add_mixture": _read_mixture,
+    "tree_attention": _read_attention,
+}
 
 
 @contextmanager

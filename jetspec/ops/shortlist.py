@@ -30,7 +30,7 @@ def shortlist(
     """
     parents_BDP = topk_logprob(logits_BDV, num_parents)[0]
     rank, size = edge.gate_BDR.shape[-1], edge.successor_VR.itemsize
-    kernel = select("shortlist", shortlist_reference, logits_BDV, count=count, rank=rank, rank_bytes=size)
+    kernel = select("shortlist", shortlist_reference, logits_BDV, num_tokens=count, rank=rank, rank_bytes=size)
     return kernel(logits_BDV, root_B, parents_BDP, edge, count, temperature_B)
 
 

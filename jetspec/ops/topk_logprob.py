@@ -15,7 +15,7 @@ def topk_logprob(logits: Tensor, k: int, temperature_B: Tensor | None = None) ->
     puts the lower token first.
     """
     logits = apply_temperature(logits, temperature_B)
-    return select("topk_logprob", topk_logprob_reference, logits, count=k)(logits, k)
+    return select("topk_logprob", topk_logprob_reference, logits, num_tokens=k)(logits, k)
 
 
 def topk_logprob_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.ops.select import uses_kernel
+from jetspec.ops.select import select
 from jetspec.types import KVPages, TreeBatch
 
 
@@ -66,8 +66,10 @@ class AttentionPlan:
 
 
 def plan_attention(batch: TreeBatch) -> AttentionPlan | KernelPlan:
-    if uses_kernel(batch.token_T):
-        return KernelPlan(batch)
+    return select("plan_attention", plan_attention_reference, batch.token_T)(batch)
+
+
+def plan_attention_reference(batch: TreeBatch) -> AttentionPlan | KernelPlan:
     starts = batch.layout.query_start_B1.tolist()
     rows_of = defaultdict(list)
     for row, (start, end) in enumerate(pairwise(starts)):
@@ -91,9 +93,16 @@ def tree_attention(
     if isinstance(plan, AttentionPlan):
         result = tree_attention_reference(q_THE, pages, plan, scale, window)
         return result if out is None else out.copy_(result)
-    from jetspec.ops.tree_attention_triton import tree_attention_triton
+    batch = plan.batch
+    facts = {"q_THE": q_THE, "pages": pages, "batch": batch, "window": window}
+    kernel = select("tree_attention", _attend_unplanned, batch.token_T, **facts)
+    return kernel(q_THE, pages, batch, scale, window, out)
 
-    return tree_attention_triton(q_THE, pages, plan.batch, scale, window, out)
+
+def _attend_unplanned(
+    q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale: float, window: int | None, out: Tensor | None
+) -> Tensor:
+    return tree_attention(q_THE, pages, plan_attention_reference(batch), scale, window, out)
 
 
 def tree_attention_reference(

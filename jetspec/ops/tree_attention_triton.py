@@ -10,8 +10,6 @@ depend on shapes only; lengths are read on the device, so that a captured launch
 
 from __future__ import annotations
 
-import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,16 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.counters import counters
+from jetspec.ops.layouts import FEW_QUERY_ROWS, is_narrow, power_of_2_below
 from jetspec.ops.overlap_triton import overlap, wait
-from jetspec.ops.rows import new_rows
+from jetspec.ops.select import device_of
+from jetspec.ops.tree_attention_launch import Attention
 from jetspec.types import KVPages, TreeBatch
 
-WARPS = 132 * 8
-"""Warps that fill a GPU: their tiles take all registers of Hopper's 132 multiprocessors."""
+WARPS_PER_MULTIPROCESSOR = 8
+"""Their tiles take all registers."""
 MAX_SPLITS = 32
-FEW_ROWS, MANY_ROWS = 64, 1024
+MANY_ROWS = 1024
 """Queries to one key head."""
-FEW_TILES = 16
 ENOUGH_MEMORY = 128 * 1024
 """Shared memory of a multiprocessor in which every tile has its place; most GPUs that are no servers' have less."""
 MAX_SPLIT_QUERIES = 256
@@ -56,118 +55,47 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-def tree_attention_triton(
-    q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale: float, window: int | None, out: Tensor | None = None
+def attend(
+    q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale: float, window: int | None, out: Tensor | None
 ) -> Tensor:
     """`tree_attention` of in-flight tokens. In a chain, token i of a request is at position cached + i."""
-    layout, (T, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
-    B, P = layout.page_BP.shape
-    # A lone node sees the prefix and itself, as in a chain, whose kernel needs no bits.
-    is_lone = layout.max_queries == 1 and not layout.earlier and not layout.first_seen
-    ancestor = None if is_lone else batch.ancestor_BNW
-    assert ancestor is not None or not (layout.earlier or layout.first_seen), "a chain is of one forward and sees all"
-    assert window is None or not layout.earlier, "no window looks at tokens of former forwards"
-    _check_strides(q_THE, pages, layout.page_BP, ancestor)
-
-    out = new_rows(T, H, E, like=q_THE) if out is None else out
-    assert out.is_contiguous() and out.shape == q_THE.shape
-    if _can_pipe(q_THE, pages, batch, window):
-        from jetspec.ops.tree_attention_piped_gluon import piped_attention_gluon
-
-        piped_attention_gluon(q_THE, pages, batch, ancestor, scale, out)
-        return out
-    tiling = _choose_tiling(layout.max_queries * (H // G), B * G, E, q_THE.element_size())
-    tiling = _fit(tiling, _shared_memory(q_THE.device))
-    if _can_slice(q_THE, G, batch, window, tiling):
-        from jetspec.ops.tree_attention_gluon import sliced_attention_gluon
-
-        sliced_attention_gluon(q_THE, pages, batch, ancestor, scale, out)
-        return out
-    tiles = triton.cdiv(layout.max_queries * (H // G), tiling.BLOCK_M)
-    warps, max_blocks = tiles * B * G * tiling.num_warps, triton.cdiv(P * layout.page_size, tiling.BLOCK_N)
-    splits = _choose_splits(warps, layout.max_queries, max_blocks // tiling.min_run)
-    part, lse, finished = None, None, None
-    if splits > 1:
-        part = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, tiling.BLOCK_E, dtype=torch.float32)
-        lse = q_THE.new_empty(tiles * B * G, splits, tiling.BLOCK_M, dtype=torch.float32)
-        finished = counters(q_THE.device)
+    call, layout, device = Attention.of(q_THE, pages, batch, scale, window, out), batch.layout, device_of(q_THE.device)
+    tiling = _choose_tiling(call.rows, call.key_heads, q_THE.shape[2], q_THE.element_size())
+    tiling = _fit(tiling, device.shared_memory)
+    tiles = triton.cdiv(call.rows, tiling.BLOCK_M)
+    programs, max_blocks = tiles * call.key_heads, triton.cdiv(call.capacity, tiling.BLOCK_N)
+    fitting = device.multiprocessors * WARPS_PER_MULTIPROCESSOR // (programs * tiling.num_warps)
+    splits = choose_splits(fitting, layout.max_queries, max_blocks // tiling.min_run)
+    part, lse = call.partial(programs, splits, tiling.BLOCK_M, tiling.BLOCK_E)
     with torch.cuda.device_of(q_THE):
-        _tree_attention_kernel[(tiles * B * G, splits)](
-            q_THE,
+        _tree_attention_kernel[(programs, splits)](
             pages.k,
             pages.v,
-            layout.page_BP,
-            layout.cached_len_B,
-            layout.query_start_B1,
             batch.position_T,
-            ancestor,
-            None if ancestor is None else batch.is_tree_B,
-            out,
+            None if call.ancestor is None else batch.is_tree_B,
+            *call.operands(),
             part,
             lse,
-            finished,
-            scale * math.log2(math.e),
+            counters(q_THE.device) if splits > 1 else None,
+            call.log2_scale,
             window or 0,
             layout.first_seen,
             layout.earlier,
             tiles,
-            q_THE.stride(0),
-            q_THE.stride(1),
             pages.k.stride(1),
             pages.k.stride(2),
-            layout.page_BP.stride(0),
-            0 if ancestor is None else ancestor.stride(0),
-            0 if ancestor is None else ancestor.stride(1),
-            0 if ancestor is None else ancestor.shape[2],
-            TREE=ancestor is not None,
+            *call.strides(),
+            TREE=call.ancestor is not None,
             WINDOWED=window is not None,
-            PAGE_SIZE=layout.page_size,
-            G=G,
-            REPEAT=H // G,
-            E=E,
             SPLITS=splits,
+            **call.constants(),
             **tiling._asdict(),
             **overlap(q_THE),
         )
-    return out
+    return call.out
 
 
-def _can_slice(q_THE: Tensor, G: int, batch: TreeBatch, window: int | None, tiling: Tiling) -> bool:
-    """Whether there are few queries, of 16 bits, that ask for nothing that the kernel for them does not know."""
-    (_, H, E), layout = q_THE.shape, batch.layout
-    if window is not None or batch.is_tree_B is not None or layout.earlier:
-        return False
-    if not q_THE.is_cuda or q_THE.itemsize != 2 or tiling.BLOCK_M > 16:
-        return False
-    if torch.cuda.get_device_capability(q_THE.device) < (8, 0):  # whose tensor cores take other fragments
-        return False
-    from jetspec.ops.tree_attention_gluon import can_slice
-
-    return can_slice(E, layout.max_queries * (H // G), len(layout.cached_len_B) * G)
-
-
-def _can_pipe(q_THE: Tensor, pages: KVPages, batch: TreeBatch, window: int | None) -> bool:
-    """Whether there are many queries, of 16 bits, that ask for nothing that the kernel for them does not know, and
-    tensor cores that have a queue as Hopper's do, which later ones do not."""
-    (_, H, _), G, layout = q_THE.shape, pages.k.shape[2], batch.layout
-    if window is not None or batch.is_tree_B is not None or layout.earlier or layout.first_seen:
-        return False
-    if not q_THE.is_cuda or q_THE.itemsize != 2 or torch.cuda.get_device_capability(q_THE.device)[0] != 9:
-        return False
-    from jetspec.ops.tree_attention_piped_gluon import can_pipe
-
-    room = layout.page_BP.shape[1] * layout.page_size
-    return can_pipe(pages, layout.max_queries * (H // G), len(layout.cached_len_B) * G, room)
-
-
-def _check_strides(q_THE: Tensor, pages: KVPages, page_BP: Tensor, ancestor: Tensor | None) -> None:
-    assert q_THE.stride(2) == pages.k.stride(3) == 1
-    assert pages.k.stride() == pages.v.stride() and pages.k.stride(0) == pages.k.shape[1] * pages.k.stride(1)
-    assert page_BP.shape[1] == 1 or page_BP.stride(1) == 1
-    assert ancestor is None or ancestor.shape[2] == 1 or ancestor.stride(2) == 1
-
-
-def _choose_tiling(rows: int, groups: int, E: int, itemsize: int) -> Tiling:
+def _choose_tiling(rows: int, key_heads: int, E: int, itemsize: int) -> Tiling:
     """Products of fp32 run outside the tensor cores, from registers, which hold smaller tiles."""
     block_e = max(16, triton.next_power_of_2(E))
     block_m = max(16, triton.next_power_of_2(rows))
@@ -175,7 +103,7 @@ def _choose_tiling(rows: int, groups: int, E: int, itemsize: int) -> Tiling:
         return Tiling(min(block_m, 16), 32, block_e, min_run=2, num_warps=4, num_stages=2)
     if block_e > 128:
         return Tiling(min(block_m, 64), 64, block_e, min_run=2, num_warps=8, num_stages=2)
-    if rows <= FEW_ROWS or triton.cdiv(rows, 64) * groups < FEW_TILES:  # small tiles, so that there are some
+    if rows <= FEW_QUERY_ROWS or is_narrow(rows, key_heads):
         return Tiling(16, 128, block_e, min_run=1, num_warps=4, num_stages=2)
     if rows <= MANY_ROWS:
         return Tiling(64, 64, block_e, min_run=6, num_warps=4, num_stages=3)
@@ -189,20 +117,11 @@ def _fit(tiling: Tiling, memory: int) -> Tiling:
     return tiling._replace(num_stages=tiling.num_stages - 1)
 
 
-@cache
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return ENOUGH_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-
-
-def _choose_splits(warps: int, max_queries: int, max_runs: int) -> int:
-    """As many runs of keys as fit on the GPU together. A power of two, so that nearby shapes share a compiled
-    kernel."""
+def choose_splits(fitting: int, max_queries: int, max_runs: int) -> int:
+    """Runs of keys that fit on the GPU together. A power of two, so that nearby shapes share a compiled kernel."""
     if max_queries > MAX_SPLIT_QUERIES:
         return 1
-    splits = min(WARPS // warps, MAX_SPLITS, max_runs)
-    return 1 << (splits.bit_length() - 1) if splits > 1 else 1
+    return power_of_2_below(min(fitting, MAX_SPLITS, max_runs))
 
 
 @triton.jit(
@@ -212,15 +131,15 @@ def _choose_splits(warps: int, max_queries: int, max_runs: int) -> int:
     ]
 )
 def _tree_attention_kernel(
-    q_ptr,
     k_ptr,
     v_ptr,
+    position_ptr,
+    is_tree_ptr,
+    q_ptr,
     page_ptr,
     cached_ptr,
     start_ptr,
-    position_ptr,
     ancestor_ptr,
-    is_tree_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -230,10 +149,10 @@ def _tree_attention_kernel(
     first_seen,
     earlier,
     tiles,
-    q_stride_t,
-    q_stride_h,
     kv_stride_slot,
     kv_stride_g,
+    q_stride_t,
+    q_stride_h,
     page_stride_b,
     ancestor_stride_b,
     ancestor_stride_n,

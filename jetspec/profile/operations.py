@@ -331,13 +331,13 @@ def add_mixture(inputs: Inputs) -> Operation:
     moe, M = experts(inputs), inputs.config.hidden_size
     gate_up = inputs.normal(moe.num_experts, 2 * moe.inner_size, M).mul_(0.02)
     down = inputs.normal(moe.num_experts, M, moe.inner_size).mul_(0.02)
-    total, norm = inputs.normal(inputs.T, M), inputs.normal(M)
+    total = inputs.normal(inputs.T, M)
     chance = inputs.normal(inputs.T, moe.num_experts, dtype=torch.float32).softmax(-1)
     weight_TK, expert_TK = chance.topk(moe.num_chosen)
     routed = ops.Routed(inputs.normal(inputs.T, M), expert_TK, weight_TK.to(total.dtype))
     touched = len(expert_TK.unique())
     return Operation(
-        lambda: (ops.add_mixture(total.clone(), routed, gate_up, down, norm).x,),
+        lambda: (ops.add_mixture(total.clone(), routed, gate_up, down).x,),
         touched * (gate_up[0].nbytes + down[0].nbytes) + 2 * total.nbytes,
     )
 

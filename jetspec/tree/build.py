@@ -36,7 +36,7 @@ def build_tree(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, dep
         raise ValueError(f"score {config.score!r} needs entropies, which this drafter lacks; use accum_logp")
     # The kernel ranks a shortlist for every possible parent; a long one is faster ranked for the actual parents.
     ranked = 0 if candidates.edge is None else candidates.token_BDC.shape[-1]
-    return select("build_tree", _build_by_level, anchor_B, count=ranked)(anchor_B, candidates, config, depth)
+    return select("build_tree", _build_by_level, anchor_B, num_tokens=ranked)(anchor_B, candidates, config, depth)
 
 
 def _build_by_level(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:

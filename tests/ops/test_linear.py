@@ -3,7 +3,7 @@ from __future__ import annotations
 import importlib
 import re
 from concurrent.futures import Executor
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from jetspec.ops import Residual, add_linear, norm_linear, norm_swiglu, rms_norm, swiglu
-from jetspec.ops.counters import MOST, barrier_counters
+from jetspec.ops import Residual, add_linear, layouts, norm_linear, norm_swiglu, rms_norm, select, swiglu
+from jetspec.ops.counters import MAX_BARRIER_PROGRAMS, barrier_counters
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
-from jetspec.ops.select import force
+from jetspec.ops.select import Device, Facts, force
 from tests.gluon import Blocks, Interpreted
 from tests.kernels import compile_for_hopper, fetches_early
 
@@ -32,7 +32,7 @@ def test_equals_the_plain_product(rows: int, bias: bool, frozen: bool, dtype: to
     x = torch.randn(rows, 40, dtype=dtype)
     weight = nn.Parameter(torch.randn(24, 40, dtype=dtype), requires_grad=not frozen)
     b = torch.randn(24, dtype=dtype) if bias else None
-    for _ in range(2):  # the second call meets whatever the first has kept
+    for _ in range(2):  # the second call uses the packed weight
         y = linear(x, weight, b)
         atol, rtol = (0.1, 0.02) if dtype == torch.bfloat16 else (1e-4, 1e-5)
         torch.testing.assert_close(y, F.linear(x, weight, b), atol=atol, rtol=rtol)
@@ -43,7 +43,7 @@ def test_leading_dimensions_are_free() -> None:
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
 
 
-def test_trained_weights_are_never_remembered() -> None:
+def test_trained_weights_are_never_packed() -> None:
     weight = nn.Parameter(torch.randn(6, 8))
     x = torch.randn(8, 8)
     linear(x, weight)
@@ -70,7 +70,7 @@ def test_packing_ahead_changes_nothing() -> None:
 
 @pytest.mark.parametrize("rows", [(3,), (1,), (2, 5)])
 @pytest.mark.parametrize("biased", [True, False])
-def test_products_with_what_stands_around_them(rows: tuple[int, ...], biased: bool) -> None:
+def test_fused_products(rows: tuple[int, ...], biased: bool) -> None:
     x, norm, total = torch.randn(*rows, 8), torch.randn(8), torch.randn(*rows, 6)
     weight, bias = torch.randn(6, 8), torch.randn(6) if biased else None
     plain = F.linear(rms_norm(x, norm, EPS), weight, bias)
@@ -79,38 +79,88 @@ def test_products_with_what_stands_around_them(rows: tuple[int, ...], biased: bo
     expected = total + F.linear(x, weight, bias)
     torch.testing.assert_close(add_linear(total.clone(), x, weight, bias).x, expected)
     total = torch.stack((total, total))
-    with force("triton"):  # which adds in place, for any number of axes
+    with force("triton"):  # adds in place, for any number of axes
         found = add_linear(total, torch.stack((x, x)), weight, bias).x
     assert found.data_ptr() == total.data_ptr()
     torch.testing.assert_close(found, torch.stack((expected, expected)), atol=1e-5, rtol=1e-5)
 
 
-def test_additions_leave_a_stream_that_is_trained_alone() -> None:
+def test_additions_do_not_overwrite_a_trained_residual() -> None:
     total, x = torch.randn(3, 6, requires_grad=True), torch.randn(3, 8, requires_grad=True)
     weight = torch.randn(6, 8, requires_grad=True)
     add_linear(total, x, weight).x.sum().backward()
     assert total.grad is not None and x.grad is not None and weight.grad is not None
-    with torch.autocast("cpu", torch.bfloat16):  # products come narrower than the stream
+    with torch.autocast("cpu", torch.bfloat16):  # products are narrower than the residual
         assert add_linear(total, x, weight).x.dtype == torch.float32
+
+
+HOPPER = Device("cuda", (9, 0), 132, 228 * 1024)
+PRODUCT = Facts(
+    HOPPER, torch.bfloat16, rows=64, outputs=4096, inputs=4096, can_copy=True, can_fuse=True, can_add_in_place=True
+)
+"""Of a large weight."""
+REGISTER_TILED, WARP_SPECIALIZED = "linear_register_tiled_gluon", "linear_warp_specialized_gluon"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({"rows": 1}, "vector"),
+        ({"rows": 1, "one_dtype": False, "can_copy": False}, "in_place"),
+        ({"rows": 2}, "ROWS"),
+        ({}, "ROWS"),
+        ({"can_fuse": False}, "in_place"),
+        ({"can_copy": False}, "in_place"),
+        ({"rows": 65}, "WARP_SPECIALIZED"),
+        ({"rows": 128, "inputs": 12288, "split_inputs": 12288}, "WARP_SPECIALIZED"),
+        ({"rows": 128, "outputs": 3040}, "in_place"),  # too few programs
+        ({"rows": 129}, "in_place"),
+        ({"rows": 65, "device": HOPPER._replace(capability=(10, 0))}, "in_place"),
+        ({"rows": 64, "is_small": True}, "REGISTER_TILED"),
+        ({"rows": 64, "is_small": True, "inputs": 6000}, "ROWS"),
+        ({"rows": 65, "is_small": True}, "ROWS"),
+        ({"rows": 129, "is_small": True}, "WARP_SPECIALIZED"),
+        ({"rows": 1024, "is_small": True}, "WARP_SPECIALIZED"),
+        ({"rows": 1025, "is_small": True}, "in_place"),
+        ({"rows": 1025, "can_add_in_place": False}, None),
+    ],
+)
+def test_selection(changes: dict[str, Any], kernel: str | None) -> None:
+    pytest.importorskip("triton")
+    found = select._first("add_linear", PRODUCT._replace(**changes))
+    modules = {"REGISTER_TILED": REGISTER_TILED, "WARP_SPECIALIZED": WARP_SPECIALIZED}
+    if kernel in ("vector", "in_place"):
+        assert found is not None and kernel in found.__name__
+    elif kernel:
+        module = importlib.import_module(f"jetspec.ops.{modules.get(kernel, 'linear_triton')}")
+        assert found == getattr(module, kernel).add_linear
+    else:
+        assert found is None
 
 
 @pytest.mark.parametrize(
     ("capability", "kilobytes", "can"), [((9, 0), 228, True), ((8, 0), 164, False), ((12, 0), 100, False)]
 )
-def test_products_of_a_few_rows_need_the_copy_engine_and_memory(
+def test_tiles_need_the_copy_engine_and_memory(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kilobytes: int, can: bool
 ) -> None:
     """Hopper has both, the generation before it no copy engine, and small GPUs after it too little memory."""
-    pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.linear_triton")
-    properties = SimpleNamespace(shared_memory_per_multiprocessor=1024 * kilobytes)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert module._has_copy_engine.__wrapped__(torch.device("cuda")) == can
+    device = Device("cuda", capability, 132, 1024 * kilobytes)
+    monkeypatch.setattr(select, "device_of", lambda _: device)
+    x = torch.zeros(16, 64, dtype=torch.bfloat16)
+    assert select._read_linear(x, x).can_copy == can
+    assert not select._read_linear(x[:, 1:], x[:, 1:]).can_copy, "rows must start at multiples of 16 bytes"
+    assert not select._read_linear(x.float(), x.float()).can_copy, "tensor cores take 16 bits"
+
+
+def test_bare_products_with_many_outputs_are_the_librarys() -> None:
+    x = torch.zeros(16, 8, dtype=torch.bfloat16)
+    assert select._read_linear(x, torch.zeros(32_768, 8, dtype=torch.bfloat16)).can_fuse
+    assert not select._read_linear(x, torch.zeros(32_769, 8, dtype=torch.bfloat16)).can_fuse
 
 
 def test_half_precision_does_not_begin_a_norm() -> None:
-    """Rows of a stream, times the weight of a norm, may be too large for it."""
+    """The residual times the weight of a norm may overflow."""
     total, norm = torch.full((2, 8), 3e4, dtype=torch.float16), torch.full((8,), 4.0, dtype=torch.float16)
     x, weight = torch.zeros(2, 8, dtype=torch.float16), torch.zeros(8, 8, dtype=torch.float16)
     with force("triton"):
@@ -153,8 +203,10 @@ def test_kernel_of_a_single_row(interpreter: Executor, outputs: int, inputs: int
     interpreter.submit(compare_vector, outputs, inputs, biased, torch.float32, "cpu", 1e-5).result()
 
 
-def compare_rows(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype, device: str) -> None:
-    """The products of a layer, each reading what the one before it left."""
+def compare_rows(
+    rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype, device: str, kernel: Any = None
+) -> None:
+    """The products of a layer, each reading the output of the one before, by the chosen kernels or by one of them."""
     torch.manual_seed(rows)
 
     def made(*shape: int, scale: float = 1.0) -> Tensor:
@@ -164,22 +216,20 @@ def compare_rows(rows: int, size: int, inner: int, biased: bool, dtype: torch.dt
     first, second = made(size, inner, scale=inner**-0.5), made(2 * inner, size, scale=size**-0.5)
     bias = made(max(2 * inner, size)) if biased else None
 
-    def run() -> tuple[Residual, list[Tensor]]:
+    def run(products: Any) -> tuple[Residual, list[Tensor]]:
         taps = torch.zeros(rows, 2, size, device=device, dtype=dtype)
-        residual = add_linear(total.clone(), x, first, None if bias is None else bias[:size], norm, taps[:, 1])
+        residual = products.add_linear(total.clone(), x, first, None if bias is None else bias[:size], norm, taps[:, 1])
         assert torch.equal(taps[:, 1], residual.x) and not taps[:, 0].any()
         second_bias = None if bias is None else bias[: 2 * inner]
-        read = (
-            norm_linear(residual, norm, EPS, second, second_bias),
-            norm_swiglu(residual, norm, EPS, second, second_bias),
-        )
-        return residual, [residual.x, *read, linear(x, first)]
+        read = [products.norm_linear(residual, norm, EPS, second, second_bias, gated) for gated in (False, True)]
+        return residual, [residual.x, *read, products.linear(x, first, None)]
 
+    front = importlib.import_module("jetspec.ops.linear")
     with force("triton"):
-        residual, got = run()
+        residual, got = run(kernel or front)
     with force("reference"):
-        _, want = run()
-    if rows <= 128 and size * dtype.itemsize % 16 == 0:
+        _, want = run(front)
+    if kernel or (rows <= 128 and size * dtype.itemsize % 16 == 0):
         assert residual.squares is not None and residual.squares.shape[1] == rows
     else:
         assert residual.squares is None
@@ -196,60 +246,66 @@ def test_kernel_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner
 
 def compare_sizes(rows: int, size: int, inner: int) -> None:
     """The first product's weight is small, the second's is not."""
-    module = importlib.import_module("jetspec.ops.linear_triton")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SMALL_BYTES", size * inner * 4)
+        patch.setattr(layouts, "SMALL_WEIGHT_BYTES", size * inner * 4)
         compare_rows(rows, size, inner, True, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("rows", [64, 65, 129])
-def test_a_norm_that_was_begun_is_finished_by_whom_it_suits(interpreter: Executor, rows: int) -> None:
+def test_any_product_finishes_a_norm_that_was_begun(interpreter: Executor, rows: int) -> None:
     interpreter.submit(compare_sizes, rows, 40, 24).result()
 
 
-def compare_tilings(rows: int, size: int, inner: int, half: bool) -> None:
+def compare_tiles(rows: int, size: int, inner: int, half: bool) -> None:
     module = importlib.import_module("jetspec.ops.linear_triton")
-
-    def choose(rows: int, outputs: int, gated: bool) -> Any:
-        return module.RowTiling(max(16, min(rows, 32)), 32, half, 16, num_warps=4, num_stages=2)
-
+    tiles = module.RowTiles(max(16, min(rows, 32)), 32, half, 16, num_warps=4, num_stages=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_choose_tiling", choose)
+        patch.setattr(module, "choose_row_tiles", lambda *_: tiles)
         compare_rows(rows, size, inner, True, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize(("rows", "size", "inner"), [(16, 72, 40), (64, 100, 152)])
 @pytest.mark.parametrize("half", [True, False])
 def test_tiles_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner: int, half: bool) -> None:
-    interpreter.submit(compare_tilings, rows, size, inner, half).result()
+    interpreter.submit(compare_tiles, rows, size, inner, half).result()
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@given(rows=st.integers(17, 128), outputs=st.integers(1, 32_768))
-def test_a_multiprocessor_reads_as_little_as_it_can(rows: int, outputs: int, gated: bool) -> None:
+@given(rows=st.integers(17, 128), outputs=st.integers(1, 32_768), count=st.integers(20, 200))
+def test_a_multiprocessor_reads_as_little_as_it_can(gated: bool, rows: int, outputs: int, count: int) -> None:
     """Of x and of the weight, in all its tiles, one after the other."""
+    pytest.importorskip("triton")
     module = importlib.import_module("jetspec.ops.linear_triton")
 
     def rows_read(width: int) -> int:
         tiles = -(-outputs // width) * -(-rows // 64)
-        return -(-tiles // module.PROGRAMS) * (64 + (2 if gated else 1) * width)
+        return -(-tiles // count) * (64 + (2 if gated else 1) * width)
 
-    assert rows_read(module._choose_tiling(rows, outputs, gated).width) == min(map(rows_read, (32, 48, 64, 96)))
+    chosen = module.choose_row_tiles(rows, outputs, gated, count)
+    assert rows_read(chosen.width) == min(map(rows_read, (32, 48, 64, 96)))
 
 
 @pytest.mark.parametrize(("rows", "outputs", "width"), [(64, 5120, 48), (64, 6144, 48), (64, 4096, 32), (16, 6144, 96)])
-def test_widths_of_tiles(rows: int, outputs: int, width: int) -> None:
+def test_widths_of_tiles_on_an_h200(rows: int, outputs: int, width: int) -> None:
     """160 narrow tiles would be more than run at once, and the last 28 would run alone."""
-    assert importlib.import_module("jetspec.ops.linear_triton")._choose_tiling(rows, outputs, False).width == width
+    pytest.importorskip("triton")
+    module = importlib.import_module("jetspec.ops.linear_triton")
+    assert module.choose_row_tiles(rows, outputs, False, 132).width == width
 
 
-SLICED = [(64, 576, 1536), (48, 576, 1408), (16, 576, 2880), (33, 1024, 2048), (17, 56, 24), (2, 72, 40)]
+REGISTER_SHAPES = [(64, 576, 1536), (48, 576, 1408), (16, 576, 2880), (33, 1024, 2048), (17, 56, 24), (2, 72, 40)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "size", "inner"),
-    [(16, 4096, 12288), (63, 4096, 4096), (5, 20, 8), *((rows, 576, 1536) for rows in (80, 96, 112, 128)), *SLICED],
+    [
+        (16, 4096, 12288),
+        (63, 4096, 4096),
+        (5, 20, 8),
+        *((rows, 576, 1536) for rows in (80, 96, 112, 128)),
+        *REGISTER_SHAPES,
+    ],
 )
 @pytest.mark.parametrize("biased", [True, False])
 def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int, biased: bool) -> None:
@@ -257,206 +313,188 @@ def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int, biased:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@given(columns=st.integers(1, 6000))
-def test_slices_hold_all_columns(columns: int, gated: bool) -> None:
-    slices = gluon_kernels().find_slices(columns, gated)
-    if slices is None:
-        assert columns % 8 or columns > (2816 if gated else 5632)
+@given(inputs=st.integers(1, 6000))
+def test_register_tiles_hold_all_inputs(gated: bool, inputs: int) -> None:
+    tiles = layouts.register_tiles(inputs, gated)
+    if tiles is None:
+        assert inputs % 8 or inputs > (2816 if gated else 5632)
         return
-    parts = [part for part in slices[1:] if part]
-    assert all(part >= 16 and part & (part - 1) == 0 for part in parts) and columns % 8 == 0
-    missing = columns - slices.WARPS * (sum(parts) - parts[-1])
-    assert 0 < missing <= slices.WARPS * parts[-1]
+    parts = [part for part in tiles[1:] if part]
+    assert all(part >= 16 and part & (part - 1) == 0 for part in parts) and inputs % 8 == 0
+    missing = inputs - tiles.WARPS * (sum(parts) - parts[-1])
+    assert 0 < missing <= tiles.WARPS * parts[-1]
 
 
-def gluon_kernels() -> Any:
+def gluon_kernel(name: str) -> Any:
     pytest.importorskip("triton")
-    return importlib.import_module("jetspec.ops.linear_gluon")
+    return importlib.import_module(f"jetspec.ops.{name}")
 
 
-@pytest.mark.parametrize(
-    ("columns", "reads"), sorted({(size, True) for _, size, _ in SLICED} | {(inner, False) for *_, inner in SLICED})
-)
-def test_sliced_kernel_compiles_for_hopper(columns: int, reads: bool) -> None:
-    """As the first product of an MLP, or as the last. The weight is loaded before the kernel waits, the rows are after
-    it, and both go to the tensor cores directly."""
-    module = gluon_kernels()
-    slices = module.find_slices(columns, reads)
+@pytest.mark.parametrize(("inputs", "reads"), [(576, True), (1408, False), (24, False), (1024, True)])
+def test_register_tiled_kernel_compiles_for_hopper(inputs: int, reads: bool) -> None:
+    """As the first product of an MLP, or as the last, with one, two and three parts of K. The weight is loaded before
+    the kernel waits, the rows are after it, and both go to the tensor cores directly."""
+    module, tiles = gluon_kernel(REGISTER_TILED), layouts.register_tiles(inputs, reads)
+    assert tiles is not None
     types = dict.fromkeys(("x_ptr", "weight_ptr", "total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr"), "*bf16")
     types |= dict.fromkeys(("bias_ptr", "tap_ptr"), "*bf16") | {"eps": "fp32"}
     types |= dict.fromkeys(("T", "N", "num_parts", "tap_stride"), "i32")
     absent = ("total", "next_norm", "scaled", "next_squares", "tap") if reads else ("squares",)
-    constants = {"K": columns, "GATED": reads, "PARTS": 64 if reads else 1, "BLOCK_M": 16, "BLOCK_N": 16}
-    constants |= {f"{name}_ptr": None for name in absent} | slices._asdict()
-    ptx = compile_for_hopper(module._sliced_linear_kernel, types, constants, num_warps=slices.WARPS)
+    constants: dict[str, Any] = {"K": inputs, "GATED": reads, "PARTS": 64 if reads else 1, "BLOCK_M": 16, "BLOCK_N": 16}
+    constants |= {f"{name}_ptr": None for name in absent} | tiles._asdict()
+    ptx = compile_for_hopper(module._register_tiled_linear_kernel, types, constants, num_warps=tiles.WARPS)
     before, after = ptx.split("griddepcontrol.wait")
     weights = 4 if reads else 2  # of 8 outputs each, beside 16 rows
-    steps = slices.C1 // 16 + slices.C2 // 16 + slices.C3 // 16
+    steps = tiles.C1 // 16 + tiles.C2 // 16 + tiles.C3 // 16
     assert before.count("mma.sync") == 0 and after.count("mma.sync") == weights * steps
     assert loaded_registers(before) >= 2 * weights * steps and loaded_registers(after) >= 4 * steps
 
 
 @pytest.mark.parametrize(("rows", "size", "inner"), [(33, 72, 96), (16, 40, 1408), (2, 24, 16), (17, 200, 576)])
 @pytest.mark.parametrize("biased", [True, False])
-def test_sliced_kernel(monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, biased: bool) -> None:
-    """The products of a layer, as `test_kernel_of_a_few_rows`; what a GPU would run is interpreted."""
-    module, tiles = gluon_kernels(), importlib.import_module("jetspec.ops.linear_triton")
-    kernel = Interpreted(module._sliced_linear_kernel)
-    monkeypatch.setattr(module, "_sliced_linear_kernel", kernel)
-    monkeypatch.setattr(tiles, "_choose_plan", lambda x, weight, n, gated: module.find_slices(x.shape[1], gated))
-    compare_rows(rows, size, inner, biased, torch.float32, "cpu")
+def test_register_tiled_kernel(monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, biased: bool) -> None:
+    """The products of a layer; the code of the GPU is interpreted."""
+    module = gluon_kernel(REGISTER_TILED)
+    kernel = Interpreted(module._register_tiled_linear_kernel)
+    monkeypatch.setattr(module, "_register_tiled_linear_kernel", kernel)
+    compare_rows(rows, size, inner, biased, torch.float32, "cpu", module.REGISTER_TILED)
     assert len(kernel.grids) == 4
 
 
-PIPED = [(65, 4096, 12288), (128, 4096, 14336), (100, 4096, 4096)]
+WARP_SHAPES = [(65, 4096, 12288), (128, 4096, 14336), (100, 4096, 4096)]
 """Rows of large weights, of a layer's size and an MLP's."""
 
 
-def piped_kernels() -> Any:
-    pytest.importorskip("triton")
-    return importlib.import_module("jetspec.ops.linear_piped_gluon")
-
-
-@pytest.mark.parametrize("outputs", [3072, 4096, 6144, 12288, 14336, 16896])
-def test_every_program_of_a_piped_product_runs_at_once(outputs: int) -> None:
-    module = piped_kernels()
-    pipe = module.find_pipe(outputs)
-    assert module.ENOUGH_PROGRAMS <= -(-outputs // pipe.width) <= module.PROGRAMS and pipe.SPLITS == 1
-    assert 3 <= pipe.stages(True) <= pipe.stages(False) <= module.MAX_STAGES
-
-
-@pytest.mark.parametrize(("outputs", "depth"), [(4096, 12288), (4096, 4096), (2048, 6144), (3072, 100)])
-def test_every_program_of_a_shared_product_runs_at_once(outputs: int, depth: int) -> None:
-    """Those that wait for each other must, and none has too little to do."""
-    module = piped_kernels()
-    pipe = module.find_pipe(outputs, depth)
-    assert module.ENOUGH_PROGRAMS <= -(-outputs // pipe.width) * pipe.SPLITS <= module.PROGRAMS
-    assert pipe.SPLITS == 1 or (depth // pipe.SPLITS >= module.MIN_DEPTH and not pipe.HALF)
-    assert pipe.SPLITS > 1 or depth < 2 * module.MIN_DEPTH
-
-
-@pytest.mark.parametrize(("outputs", "depth"), [(96, 0), (3040, 0), (16897, 0), (5120, 25600)])
-def test_products_that_do_not_fill_a_gpu_once_are_not_piped(outputs: int, depth: int) -> None:
-    assert piped_kernels().find_pipe(outputs, depth) is None
-
-
-@pytest.mark.parametrize(("outputs", "rows"), [(576, 129), (576, 1024), (960, 1024), (1536, 1024), (1536, 4096)])
-def test_piped_products_with_a_small_weight_fill_a_gpu_if_they_can(outputs: int, rows: int) -> None:
-    module = piped_kernels()
-    pipe, tiles = module.find_small_pipe(outputs, rows), -(-rows // module.BLOCK_M)
-    programs = {width: -(-outputs // width.width) * tiles for width in module.WIDTHS}
-    assert pipe.SPLITS == 1 and programs[pipe] >= min(module.ENOUGH_PROGRAMS, max(programs.values()))
-    assert all(programs[wider] < module.ENOUGH_PROGRAMS for wider in module.WIDTHS if wider.width > pipe.width)
+@given(outputs=st.integers(1, 20_000), inputs=st.integers(0, 30_000), count=st.integers(20, 200))
+def test_programs_of_a_large_weight_run_at_once(outputs: int, inputs: int, count: int) -> None:
+    """Programs that wait for each other must, and each has enough inputs."""
+    tiles = layouts.warp_tiles(outputs, inputs, count)
+    if tiles is None:
+        return
+    assert layouts.enough_programs(count) <= -(-outputs // tiles.width) * tiles.SPLITS <= count
+    assert tiles.SPLITS == 1 or (inputs // tiles.SPLITS >= layouts.MIN_SPLIT_INPUTS and not tiles.HALF)
+    assert tiles.SPLITS > 1 or inputs < 2 * layouts.MIN_SPLIT_INPUTS
+    assert 3 <= tiles.stages(True) <= tiles.stages(False) <= layouts.WARP_STAGES
 
 
 @pytest.mark.parametrize(
-    ("kind", "outputs"),
-    [("plain", 4096), ("plain", 14336), ("gated", 12288), ("gated", 14336), ("added", 4096), ("shared", 4096)],
+    ("outputs", "inputs", "has_tiles"),
+    [(3072, 0, True), (16896, 0, True), (4096, 12288, True), (3040, 0, False), (16897, 0, False), (5120, 25600, False)],
 )
-def test_piped_kernel_compiles_for_hopper(kind: str, outputs: int) -> None:
-    """As the first product of attention or of an MLP, or as the last. The weight is asked for before the kernel
-    waits."""
-    module, gated, added = piped_kernels(), kind == "gated", kind in {"added", "shared"}
-    pipe = module.find_pipe(outputs, 14336 if kind == "shared" else 0)
-    assert (pipe.SPLITS > 1) == (kind == "shared")
+def test_products_that_fill_an_h200_once_are_warp_specialized(outputs: int, inputs: int, has_tiles: bool) -> None:
+    assert (layouts.warp_tiles(outputs, inputs, 132) is not None) == has_tiles
+
+
+@given(outputs=st.integers(1, 4000), rows=st.integers(129, 4096), count=st.integers(20, 200))
+def test_programs_of_a_small_weight_fill_a_gpu_if_they_can(outputs: int, rows: int, count: int) -> None:
+    chosen, enough = layouts.small_weight_warp_tiles(outputs, rows, count), layouts.enough_programs(count)
+    programs = {tiles: -(-outputs // tiles.width) * -(-rows // 128) for tiles in layouts.WARP_WIDTHS}
+    assert chosen.SPLITS == 1 and programs[chosen] >= min(enough, max(programs.values()))
+    assert all(programs[wider] < enough for wider in layouts.WARP_WIDTHS if wider.width > chosen.width)
+
+
+@pytest.mark.parametrize(("kind", "outputs"), [("gated", 12288), ("added", 4096), ("split", 4096)])
+def test_warp_specialized_kernel_compiles_for_hopper(kind: str, outputs: int) -> None:
+    """As the first product of an MLP, or as the last, with half tiles and without. Weight blocks are copied before the
+    kernel waits."""
+    module, gated, added = gluon_kernel(WARP_SPECIALIZED), kind == "gated", kind in {"added", "split"}
+    tiles = layouts.warp_tiles(outputs, 14336 if kind == "split" else 0, 132)
+    assert tiles is not None and (tiles.SPLITS > 1) == (kind == "split")
 
     def blocks(rows: int) -> str:
-        shape, language = [rows, module.BLOCK_K], module.gl
+        shape, language = [rows, layouts.WARP_INPUTS], module.gl
         layout = language.NVMMASharedLayout.get_default_for(shape, language.bfloat16)
-        return f"tensordesc<bf16[{rows}, {module.BLOCK_K}],{layout!r}>"
+        return f"tensordesc<bf16[{rows}, {layouts.WARP_INPUTS}],{layout!r}>"
 
-    types = {"x_desc": blocks(module.BLOCK_M), "weight_desc": blocks(pipe.BLOCK_N), "eps": "fp32"}
-    types |= {"half_desc": blocks(pipe.BLOCK_N // 2)} | dict.fromkeys(("T", "N", "K", "num_parts", "tap_stride"), "i32")
-    types |= dict.fromkeys(("bias_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr", "tap_ptr"), "*bf16")
-    constants = {"BLOCK_M": module.BLOCK_M, "BLOCK_K": module.BLOCK_K, "STAGES": pipe.stages(gated), **pipe._asdict()}
-    absent = {"squares"} if added else {"next_norm", "scaled", "next_squares", "tap"}
-    absent |= set() if kind == "shared" else {"part", "met"}
-    types |= {"met_ptr": "*i32"}
-    constants |= {"GATED": gated, "PARTS": 1 if added else 128, **{f"{name}_ptr": None for name in absent}}
-    constants |= {} if pipe.HALF else {"half_desc": None}
-    ptx = compile_for_hopper(module._piped_linear_kernel, types, constants, num_warps=4)
+    types = {"x_desc": blocks(layouts.WARP_ROWS), "weight_desc": blocks(tiles.BLOCK_N), "eps": "fp32"}
+    types |= {"half_desc": blocks(tiles.BLOCK_N // 2)} | dict.fromkeys(
+        ("T", "N", "K", "num_parts", "tap_stride"), "i32"
+    )
+    pointers = ("bias_ptr", "total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr", "tap_ptr")
+    types |= dict.fromkeys(pointers, "*bf16") | {"barrier_ptr": "*i32"}
+    constants: dict[str, Any] = {
+        "BLOCK_M": layouts.WARP_ROWS,
+        "BLOCK_K": layouts.WARP_INPUTS,
+        "STAGES": tiles.stages(gated),
+    }
+    absent = {"squares"} if added else {"total", "next_norm", "scaled", "next_squares", "tap"}
+    absent |= set() if kind == "split" else {"part", "barrier"}
+    constants |= {"GATED": gated, "PARTS": 1 if added else 128, **tiles._asdict()}
+    constants |= {f"{name}_ptr": None for name in absent} | ({} if tiles.HALF else {"half_desc": None})
+    ptx = compile_for_hopper(module._warp_specialized_linear_kernel, types, constants, num_warps=4)
     assert "setmaxnreg" in ptx and "wgmma.wait_group" in ptx
     assert ptx.index("cp.async.bulk.tensor") < ptx.rindex("griddepcontrol.wait")
-    assert ptx.count("wgmma.mma_async") == 2 * (2 if pipe.HALF else 1) * (module.BLOCK_K // 16)
+    assert ptx.count("wgmma.mma_async") == 2 * (2 if tiles.HALF else 1) * (layouts.WARP_INPUTS // 16)
 
 
-@pytest.mark.parametrize(("rows", "size", "inner"), [(70, 72, 200), (128, 136, 300), (65, 200, 64), (300, 64, 96)])
+def interpret_warp_specialized(
+    monkeypatch: pytest.MonkeyPatch, tiles: layouts.WarpTiles, together: bool = False
+) -> tuple[Any, Any]:
+    """The warp-specialized products with some tiles, interpreted by threads, and the kernel."""
+    module = gluon_kernel(WARP_SPECIALIZED)
+    kernel = Interpreted(module._warp_specialized_linear_kernel, together)
+    monkeypatch.setattr(module, "_warp_specialized_linear_kernel", kernel)
+    monkeypatch.setattr(module, "_blocks", lambda matrix, rows: Blocks(matrix, (rows, layouts.WARP_INPUTS)))
+    monkeypatch.setattr(layouts, "WARP_STAGES", 3)
+    return replace(module.WARP_SPECIALIZED, plan=lambda *_: tiles), kernel
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), [(70, 72, 200), (128, 136, 300), (300, 64, 96)])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("half", [True, False])
-def test_piped_kernel(
+def test_warp_specialized_kernel(
     monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, biased: bool, half: bool
 ) -> None:
-    """The end of attention and the start of an MLP, or the end of one and the start of attention. What a GPU would run
-    is interpreted, by threads that wait for each other."""
-    module = piped_kernels()
-    kernel = Interpreted(module._piped_linear_kernel)
-    monkeypatch.setattr(module, "_piped_linear_kernel", kernel)
-    monkeypatch.setattr(module, "_blocks", lambda matrix, rows: Blocks(matrix, (rows, module.BLOCK_K)))
-    monkeypatch.setattr(module, "MAX_STAGES", 3)
-    pipe = module.Pipe(32, half)
-    torch.manual_seed(rows)
-    total, x, norm = torch.randn(rows, size), torch.randn(rows, inner), torch.randn(size)
-    first, second = inner**-0.5 * torch.randn(size, inner), size**-0.5 * torch.randn(2 * inner, size)
-    first_bias, second_bias = (torch.randn(size), torch.randn(2 * inner)) if biased else (None, None)
-    taps = torch.zeros(rows, 2, size)
-    want = total + nn.functional.linear(x, first, first_bias)
-    scaled, squares = module.piped_add_linear_gluon(pipe, total, x, first, first_bias, norm, taps[:, 1])
-    torch.testing.assert_close(total, want, atol=1e-5, rtol=1e-5)
-    assert torch.equal(taps[:, 1], total) and not taps[:, 0].any()
-    normed = rms_norm(want, norm, EPS)
-    product = nn.functional.linear(normed, second, second_bias)
-    for gated, expected in ((True, swiglu(product)), (False, product)):
-        got = module.piped_linear_gluon(pipe, scaled, second, second_bias, squares=squares, eps=EPS, gated=gated)
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-        got = module.piped_linear_gluon(pipe, normed, second, second_bias, gated=gated)
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-    programs = [-(-outputs // pipe.width) for outputs in (size, inner, inner, 2 * inner, 2 * inner)]
+    """The products of a layer, then the start of an MLP from rows that are normed already."""
+    tiles = layouts.WarpTiles(32, half)
+    products, kernel = interpret_warp_specialized(monkeypatch, tiles)
+    compare_rows(rows, size, inner, biased, torch.float32, "cpu", products)
+    x, norm, weight = torch.randn(rows, size), torch.randn(size), size**-0.5 * torch.randn(2 * inner, size)
+    got = products.norm_linear(Residual(x), norm, EPS, weight, None, True)
+    torch.testing.assert_close(got, swiglu(F.linear(rms_norm(x, norm, EPS), weight)), atol=1e-5, rtol=1e-4)
+    programs = [-(-outputs // tiles.width) for outputs in (size, 2 * inner, inner, size, inner)]
     assert kernel.grids == [(count, -(-rows // 128)) for count in programs]
 
 
 @pytest.mark.parametrize(("rows", "size", "inner"), [(70, 72, 400), (128, 136, 1000), (65, 64, 90)])
 @pytest.mark.parametrize("splits", [2, 4])
-def test_programs_that_share_the_inputs_of_a_piped_product_add_up(
+def test_splits_of_a_warp_specialized_product_add_up(
     monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, splits: int
 ) -> None:
-    """Also where there are fewer inputs than programs to share them. They leave no trace for those that come next, not
-    even as their counters overflow."""
-    module = piped_kernels()
-    kernel = Interpreted(module._piped_linear_kernel, together=True)
-    monkeypatch.setattr(module, "_piped_linear_kernel", kernel)
-    monkeypatch.setattr(module, "_blocks", lambda matrix, rows: Blocks(matrix, (rows, module.BLOCK_K)))
-    monkeypatch.setattr(module, "MAX_STAGES", 3)
+    """Also where there are fewer blocks of inputs than splits. Counters are multiples afterwards, even as they
+    overflow."""
+    products, kernel = interpret_warp_specialized(monkeypatch, layouts.WarpTiles(32, False, splits), together=True)
     torch.manual_seed(rows)
     total, x, norm, bias = torch.randn(rows, size), torch.randn(rows, inner), torch.randn(size), torch.randn(size)
     weight = inner**-0.5 * torch.randn(size, inner)
-    for before in (0, MOST, 2**31 - MOST):
+    for before in (0, MAX_BARRIER_PROGRAMS, 2**31 - MAX_BARRIER_PROGRAMS):
         barrier_counters(x.device).fill_(before)
-        want, tap = total + nn.functional.linear(x, weight, bias), torch.empty_like(total)
-        scaled, squares = module.piped_add_linear_gluon(
-            module.Pipe(32, False, splits), total, x, weight, bias, norm, tap
-        )
+        want, tap = total + F.linear(x, weight, bias), torch.empty_like(total)
+        _, scaled, squares = products.add_linear(total, x, weight, bias, norm, tap)
         torch.testing.assert_close(total, want, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(scaled, want * norm, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(squares.sum(0), want.square().sum(1), atol=1e-4, rtol=1e-5)
-        assert torch.equal(tap, total) and not (barrier_counters(x.device) % MOST).any()
+        assert torch.equal(tap, total) and not (barrier_counters(x.device) % MAX_BARRIER_PROGRAMS).any()
     assert kernel.grids == [(splits * -(-size // 32), 1)] * 3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "size", "inner"), [*PIPED, *((rows, 576, 1536) for rows in (129, 520, 800, 1000))])
+@pytest.mark.parametrize(
+    ("rows", "size", "inner"), [*WARP_SHAPES, *((rows, 576, 1536) for rows in (129, 520, 800, 1000))]
+)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
-    """The end of attention and the start of an MLP, then its end and the start of attention, for rows between those
-    that a tile takes and those that a library is better at. In float16 no norm is begun."""
-    products = importlib.import_module("jetspec.ops.linear")
+def test_warp_specialized_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
+    """The end of attention and the start of an MLP, then its end and the start of attention. In float16 no norm is
+    begun."""
+    kernels = gluon_kernel(WARP_SPECIALIZED).WARP_SPECIALIZED
     torch.manual_seed(rows)
 
     def made(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape)).to("cuda", dtype)
 
     def wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     norm, tolerance = made(size), 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
     starts: list[tuple[Any, Any]] = [(norm_swiglu, swiglu), (norm_linear, lambda y: y)]
@@ -465,14 +503,12 @@ def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, d
         first, second = made(size, width, scale=width**-0.5), made(2 * inner, size, scale=size**-0.5)
         second = second if start is norm_swiglu else second[:inner]
         first_bias, second_bias = (made(size), made(len(second))) if biased else (None, None)
-        assert products._find_pipe(x, first, size, width) and products._find_pipe(total, second, inner)
-        assert not products._find_pipe(x[:64], first, size)
+        if dtype == torch.bfloat16:
+            assert select._first("add_linear", select._read_add_linear(x, first, total, norm)) == kernels.add_linear
         want = total.float() + wide(x, first, first_bias)
         residual = add_linear(total, x, first, first_bias, norm)
         assert (residual.scaled is None) == (dtype == torch.float16)
-        torch.testing.assert_close(
-            residual.x.float(), want, atol=4 * tolerance, rtol=tolerance
-        )  # a bias is added before
+        torch.testing.assert_close(residual.x.float(), want, atol=4 * tolerance, rtol=tolerance)
         expected = meant(wide(rms_norm(residual.x, norm, EPS), second, second_bias))
         got = start(residual, norm, EPS, second, second_bias)
         off = 6 * tolerance  # what a norm rounds is multiplied by a gate
@@ -480,17 +516,19 @@ def test_piped_kernel_on_a_gpu(rows: int, size: int, inner: int, biased: bool, d
 
 
 def loaded_registers(ptx: str) -> int:
-    """32 bits each, by loads of them alone."""
+    """32-bit registers that are filled by loads of 32-bit words."""
     found = re.findall(r"ld\.global(?:\.\w+)*?(?:\.(v[24]))?\.b32", ptx)
     return sum(int(vector[1:]) if vector else 1 for vector in found)
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize(("rows", "reads"), [(16, True), (64, False), (64, True)])
 def test_kernel_of_a_few_rows_compiles_for_hopper(rows: int, reads: bool) -> None:
     """As the first product of an MLP, or as the last. Wide products go through the tensor cores' own queue."""
     module = importlib.import_module("jetspec.ops.linear_triton")
-    kernel, tiling = module._rows_linear_kernel, module._choose_tiling(rows, 12288 if reads else 4096, reads)._asdict()
+    kernel, tiling = (
+        module._rows_linear_kernel,
+        module.choose_row_tiles(rows, 12288 if reads else 4096, reads, 132)._asdict(),
+    )
     options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
     block = {"x_desc": tiling["BLOCK_M"], "weight_desc": tiling["BLOCK_N"], "half_desc": tiling["BLOCK_N"] // 2}
     types = {name: f"tensordesc<bf16[{size}, {tiling['BLOCK_K']}]>" for name, size in block.items()}

@@ -44,8 +44,8 @@ def compare_rooms(rows: int, width: int) -> None:
     total, found = torch.randn(rows, 2 * width), []
     with force("triton"):
         for y in (memory[:rows], x):
-            product = kernels.rows_linear_triton(y, weight, None)
-            found.append([product, *kernels.rows_add_linear_triton(total.clone(), y, weight, None, norm)])
+            product = kernels.ROWS.linear(y, weight, None)
+            found.append([product, *kernels.ROWS.add_linear(total.clone(), y, weight, None, norm)])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other) and one.isfinite().all()
 

@@ -34,8 +34,8 @@ def test_a_cpu_runs_the_reference() -> None:
 def test_the_first_row_whose_condition_holds_is_chosen(on_gpu: None) -> None:
     x = torch.zeros(1)
     assert chosen("place", x) == "place_triton"
-    assert chosen("topk_logprob", x, count=2048) == "topk_logprob_triton"
-    assert chosen("topk_logprob", x, count=2049) == "reference"
+    assert chosen("topk_logprob", x, num_tokens=2048) == "topk_logprob_triton"
+    assert chosen("topk_logprob", x, num_tokens=2049) == "reference"
     assert chosen("rms_norm", x, x) == "rms_norm_triton"
     assert chosen("rms_norm", x, x.half()) == "reference"
 

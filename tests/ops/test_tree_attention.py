@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jetspec.ops import plan_attention, store_kv, tree_attention
-from jetspec.ops.counters import MOST, barrier_counters, counters
-from jetspec.ops.select import force
+from jetspec.ops import plan_attention, select, store_kv, tree_attention
+from jetspec.ops.counters import MAX_BARRIER_PROGRAMS, barrier_counters, counters
+from jetspec.ops.select import STAND_IN, Device, Facts, force
 from jetspec.ops.tree_attention import KernelPlan
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 from tests.gluon import Blocks, Interpreted
@@ -237,18 +237,26 @@ def keep_used(pages: KVPages, batch: TreeBatch) -> KVPages:
 def compare_interpreted(
     batch: TreeBatch, q: Tensor, pages: KVPages, window: int | None, min_run: int = 1, tolerance: float = 1e-5
 ) -> None:
-    """Both implementations; without a `min_run` nothing is split. Nothing unwritten passes: it is NaN in tests."""
+    """Both implementations; without a `min_run` nothing is split. Unwritten memory is NaN in tests."""
     torch.set_num_threads(1)
     kernel: Any = importlib.import_module("jetspec.ops.tree_attention_triton")
-    before = kernel.WARPS, kernel._choose_tiling
-    kernel.WARPS = kernel.WARPS if min_run else 0
-    kernel._choose_tiling = lambda *shape: before[1](*shape)._replace(min_run=max(min_run, 1))
-    try:
-        with force("triton"):
-            out = tree_attention(q, keep_used(pages, batch), plan_attention(batch), 0.3, window)
-    finally:
-        kernel.WARPS, kernel._choose_tiling = before
-    assert not counters(q.device).any() and not (barrier_counters(q.device) % MOST).any()
+    choose_tiling = kernel._choose_tiling
+    with pytest.MonkeyPatch.context() as patch, force("triton"):
+        patch.setattr(kernel, "WARPS_PER_MULTIPROCESSOR", kernel.WARPS_PER_MULTIPROCESSOR if min_run else 0)
+        patch.setattr(kernel, "_choose_tiling", lambda *shape: choose_tiling(*shape)._replace(min_run=max(min_run, 1)))
+        out = tree_attention(q, keep_used(pages, batch), plan_attention(batch), 0.3, window)
+    check_result(out, q, batch, pages, window, tolerance)
+
+
+def compare_gluon(module: Any, batch: TreeBatch, q: Tensor, pages: KVPages) -> None:
+    out = module.attend(q, keep_used(pages, batch), batch, 0.3, None, None)
+    check_result(out, q, batch, pages, None, 1e-5)
+
+
+def check_result(
+    out: Tensor, q: Tensor, batch: TreeBatch, pages: KVPages, window: int | None, tolerance: float
+) -> None:
+    assert not counters(q.device).any() and not (barrier_counters(q.device) % MAX_BARRIER_PROGRAMS).any()
     expected = tree_attention(q, pages, plan_attention(batch), 0.3, window)
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
@@ -296,73 +304,78 @@ def test_kernel_takes_short_numbers(interpreter: Executor, kind: str) -> None:
     interpreter.submit(compare_interpreted, batch, q, pages, None, tolerance=2e-3).result()
 
 
-# -- the kernel for few queries
+# -- the register-tiled kernel
 
 
 @pytest.fixture
-def sliced(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """All attention by the sliced kernel, interpreted."""
+def register_tiled(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The register-tiled kernel, interpreted."""
     pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.tree_attention_gluon")
-    monkeypatch.setattr(module, "_sliced_attention_kernel", Interpreted(module._sliced_attention_kernel))
-    monkeypatch.setattr(importlib.import_module("jetspec.ops.tree_attention_triton"), "_can_slice", lambda *_: True)
+    module = importlib.import_module("jetspec.ops.tree_attention_register_tiled_gluon")
+    kernel = Interpreted(module._register_tiled_attention_kernel)
+    monkeypatch.setattr(module, "_register_tiled_attention_kernel", kernel)
     return module
 
 
+def with_multiprocessors(count: int) -> Any:
+    return lambda device: STAND_IN._replace(multiprocessors=count)
+
+
 @pytest.mark.parametrize("kind", ["chain", "tree", "clique"])
-@pytest.mark.parametrize("slices", [(2, 32), (1, 64)])
+@pytest.mark.parametrize("keys", [(2, 32), (1, 64)])
 @pytest.mark.parametrize(("splits", "together"), [(1, 1), (4, 4), (4, 1)])
-def test_sliced_kernel_equals_reference(
-    monkeypatch: pytest.MonkeyPatch, sliced: Any, kind: str, slices: tuple[int, int], splits: int, together: int
+def test_register_tiled_kernel_equals_reference(
+    monkeypatch: pytest.MonkeyPatch, register_tiled: Any, kind: str, keys: tuple[int, int], splits: int, together: int
 ) -> None:
-    """Ragged: many runs of keys, no prefix with more queries than a mask word has bits, a single one, none at all."""
-    sliced._sliced_attention_kernel.constants["AT_ONCE"] = together * 16 * 64 // (32 * slices[0])
+    """Ragged: many runs of keys, no prefix with more queries than a mask word has bits, one query, none at all."""
+    register_tiled._register_tiled_attention_kernel.constants["AT_ONCE"] = together * 16 * 64 // (32 * keys[0])
     batch = scattered_batch([230, 0, 33, 5], [5, 70, 1, 0], 4, kind, 0)
-    monkeypatch.setattr(sliced, "SLICES", {64: sliced.Slices(*slices)})
-    monkeypatch.setattr(sliced, "PROGRAMS", 1000 * (splits - 1))
-    monkeypatch.setattr(sliced, "MAX_SPLITS", splits)
+    monkeypatch.setattr(register_tiled, "KEYS", {64: register_tiled.RegisterKeys(*keys)})
+    monkeypatch.setattr(register_tiled, "device_of", with_multiprocessors(1000 * (splits - 1)))
+    monkeypatch.setattr(register_tiled, "MAX_SPLITS", splits)
     kv_heads = 2 if kind == "tree" else 1
-    compare_interpreted(batch, *random_inputs(batch, 3 * kv_heads, kv_heads, 64), None)
-    ((programs, used),) = sliced._sliced_attention_kernel.grids
+    compare_gluon(register_tiled, batch, *random_inputs(batch, 3 * kv_heads, kv_heads, 64))
+    ((programs, used),) = register_tiled._register_tiled_attention_kernel.grids
     assert used == splits and programs == 4 * kv_heads * (-(-70 * 3 // 16))
 
 
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("cached", [0, 64, 700])
-def test_sliced_kernel_decodes_one_token(sliced: Any, size: int, cached: int) -> None:
+def test_register_tiled_kernel_decodes_one_token(register_tiled: Any, size: int, cached: int) -> None:
     batch = scattered_batch([cached, 3], [1, 1], 16, "tree", 2)
-    compare_interpreted(batch, *random_inputs(batch, 4, 1, size), None)
+    compare_gluon(register_tiled, batch, *random_inputs(batch, 4, 1, size))
 
 
-def test_sliced_kernel_sees_nothing_before_the_first_seen(sliced: Any) -> None:
+def test_register_tiled_kernel_hides_first_positions(register_tiled: Any) -> None:
     batch = scattered_batch([90, 8], [9, 9], 4, "tree", 1)
     batch = replace(batch, layout=replace(batch.layout, first_seen=7))
-    compare_interpreted(batch, *random_inputs(batch, 3, 1, 64), None)
+    compare_gluon(register_tiled, batch, *random_inputs(batch, 3, 1, 64))
+
+
+# -- the warp-specialized kernel
 
 
 @pytest.fixture
-def piped(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernel for many queries, interpreted, for all that it knows."""
+def warp_specialized(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The warp-specialized kernel, interpreted."""
     pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.tree_attention_piped_gluon")
-    kernel = Interpreted(module._piped_attention_kernel, together=True)
-    monkeypatch.setattr(module, "_piped_attention_kernel", kernel)
+    module = importlib.import_module("jetspec.ops.tree_attention_warp_specialized_gluon")
+    kernel = Interpreted(module._warp_specialized_attention_kernel, together=True)
+    monkeypatch.setattr(module, "_warp_specialized_attention_kernel", kernel)
     monkeypatch.setattr(module, "_pages", lambda x: Blocks(x.flatten(2).flatten(0, 1), (x.shape[1], 64)))
-    monkeypatch.setattr(importlib.import_module("jetspec.ops.tree_attention_triton"), "_can_pipe", lambda *_: True)
     return module
 
 
 @pytest.mark.parametrize(
-    ("size", "is_large", "min_run", "kv_heads"),
-    [(64, True, 128, 1), (128, False, 128, 1), (128, True, 256, 2)],
+    ("size", "groups", "min_run", "kv_heads"), [(64, 2, 128, 1), (128, 1, 128, 1), (128, 2, 256, 2)]
 )
 @pytest.mark.parametrize(("splits", "kind"), [(1, "tree"), (4, "tree"), (4, "clique"), (4, "chain")])
-def test_piped_kernel_equals_reference(
+def test_warp_specialized_kernel_equals_reference(
     monkeypatch: pytest.MonkeyPatch,
-    piped: Any,
+    warp_specialized: Any,
     kind: str,
     size: int,
-    is_large: bool,
+    groups: int,
     min_run: int,
     kv_heads: int,
     splits: int,
@@ -370,139 +383,154 @@ def test_piped_kernel_equals_reference(
     """Ragged: many blocks of keys, no prefix, a tree that begins within a word and ends within a page, none at all.
     Few keys, of two groups of warps, are not split; by a large `min_run` no keys are."""
     batch = scattered_batch([400, 0, 133, 5], [50, 70, 1, 0], 16, kind, 0)
-    monkeypatch.setattr(piped, "MIN_RUN", min_run)
-    monkeypatch.setattr(piped, "num_programs", lambda device: 1000 * (splits - 1))
-    monkeypatch.setattr(piped, "MAX_SPLITS", splits)
-    if is_large:
-        monkeypatch.setattr(piped, "LONG", 256)
-        monkeypatch.setattr(piped, "MANY_ROWS", 200)
-    met = barrier_counters(batch.token_T.device).clone()
-    compare_interpreted(batch, *random_inputs(batch, 3 * kv_heads, kv_heads, size), None)
+    monkeypatch.setattr(warp_specialized, "MIN_RUN", min_run)
+    monkeypatch.setattr(warp_specialized, "device_of", with_multiprocessors(1000 * (splits - 1)))
+    monkeypatch.setattr(warp_specialized, "MAX_SPLITS", splits)
+    monkeypatch.setattr(warp_specialized, "num_groups", lambda rows, capacity: groups)
+    before = barrier_counters(batch.token_T.device).clone()
+    compare_gluon(warp_specialized, batch, *random_inputs(batch, 3 * kv_heads, kv_heads, size))
     is_split = splits > 1 and min_run == 128
-    assert torch.equal(barrier_counters(batch.token_T.device), met) != is_split, "few keys are not split"
-    ((programs,),) = piped._piped_attention_kernel.grids
+    assert torch.equal(barrier_counters(batch.token_T.device), before) != is_split, "few keys are not split"
+    ((programs,),) = warp_specialized._warp_specialized_attention_kernel.grids
     runs = -(-batch.layout.page_BP.shape[1] * 16 // min_run)
-    tiles = -(-70 * 3 // ((piped.GROUPS if is_large else 1) * piped.BLOCK_M))
-    assert programs == min(splits, runs) * 4 * kv_heads * tiles
+    assert programs == min(splits, runs) * 4 * kv_heads * -(-70 * 3 // (groups * 64))
 
 
 @pytest.mark.parametrize("size", [64, 128])
-def test_several_tiles_to_a_multiprocessor_have_fewer_keys_on_their_way(
-    monkeypatch: pytest.MonkeyPatch, piped: Any, size: int
+def test_programs_that_share_a_multiprocessor_have_fewer_keys_in_flight(
+    monkeypatch: pytest.MonkeyPatch, warp_specialized: Any, size: int
 ) -> None:
-    monkeypatch.setattr(piped, "num_programs", lambda device: 3)
-    monkeypatch.setattr(piped, "STAGE_KEYS", {})
+    monkeypatch.setattr(warp_specialized, "device_of", with_multiprocessors(3))
+    monkeypatch.setattr(warp_specialized, "STAGE_KEYS", {})
     batch = scattered_batch([600, 30], [16, 12], 16, "tree", 0)
-    compare_interpreted(batch, *random_inputs(batch, 6, 2, size), None)
-    assert piped._piped_attention_kernel.grids == [(4,)]
+    compare_gluon(warp_specialized, batch, *random_inputs(batch, 6, 2, size))
+    assert warp_specialized._warp_specialized_attention_kernel.grids == [(4,)]
 
 
 @pytest.mark.parametrize("multiprocessors", [4, 13, 132])
 def test_programs_that_wait_for_each_other_run_at_once(
-    monkeypatch: pytest.MonkeyPatch, piped: Any, multiprocessors: int
+    monkeypatch: pytest.MonkeyPatch, warp_specialized: Any, multiprocessors: int
 ) -> None:
-    """A process may be given a part of a GPU."""
-    monkeypatch.setattr(piped, "num_programs", lambda device: multiprocessors)
-    monkeypatch.setattr(piped, "MIN_RUN", 128)
-    for cached in (500, 200, 500):  # as many programs meet as there are runs of keys, in turn
+    """A process may be given a part of a GPU. As many programs meet as there are runs of keys, in turn."""
+    monkeypatch.setattr(warp_specialized, "device_of", with_multiprocessors(multiprocessors))
+    monkeypatch.setattr(warp_specialized, "MIN_RUN", 128)
+    for cached in (500, 200, 500):
         batch = scattered_batch([cached], [60], 16, "tree", 0)
         batch = replace(batch, layout=replace(batch.layout, page_BP=F.pad(batch.layout.page_BP, (0, 64))))
-        compare_interpreted(batch, *random_inputs(batch, 6, 2, 64), None)
-    (programs,), *_ = piped._piped_attention_kernel.grids
-    tiles = 2 * -(-60 * 3 // piped.BLOCK_M)
+        compare_gluon(warp_specialized, batch, *random_inputs(batch, 6, 2, 64))
+    (programs,), *_ = warp_specialized._warp_specialized_attention_kernel.grids
+    tiles = 2 * -(-60 * 3 // 64)
     assert programs % tiles == 0 and (programs == tiles or programs <= multiprocessors)
 
 
 @pytest.mark.parametrize(
-    ("size", "splits", "groups", "is_chain"),
-    [(64, 1, 1, False), (64, 4, 2, False), (128, 4, 2, False), (128, 16, 1, True)],
+    ("size", "splits", "groups", "is_chain"), [(64, 1, 1, False), (128, 4, 2, False), (128, 16, 1, True)]
 )
-def test_piped_kernel_compiles_for_hopper(size: int, splits: int, groups: int, is_chain: bool) -> None:
-    """It fits into a multiprocessor. Tensor cores have the next scores to do while the last ones are weighed."""
+def test_warp_specialized_kernel_compiles_for_hopper(size: int, splits: int, groups: int, is_chain: bool) -> None:
+    """It fits into a multiprocessor. The next scores are multiplied while the softmax of the last block runs."""
     pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.tree_attention_piped_gluon")
-    kernel, language = module._piped_attention_kernel, module.gl
+    module = importlib.import_module("jetspec.ops.tree_attention_warp_specialized_gluon")
+    kernel, language = module._warp_specialized_attention_kernel, module.gl
     layout = language.NVMMASharedLayout.get_default_for([16, 64], language.bfloat16)
     types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<bf16[16, 64],{layout!r}>") | {"scale": "fp32", "W": "i32"}
     types |= {"page_ptr": "*i64", "cached_ptr": "*i64", "start_ptr": "*i64", "ancestor_ptr": "*i32"}
-    types |= {"met_ptr": "*i32", "q_ptr": "*bf16", "out_ptr": "*bf16"}
+    types |= {"barrier_ptr": "*i32", "q_ptr": "*bf16", "out_ptr": "*bf16"}
     numbers = [name for name in kernel.arg_names if name.islower() and name not in types and not name.endswith("_ptr")]
-    constants: dict[str, Any] = {"PAGE_SIZE": 16, "G": 8, "REPEAT": 4, "E": size, "SPLITS": splits}
-    block_n = module.BLOCK_N if groups == 1 else module.LONG_N
-    constants |= {
-        "GROUPS": groups,
-        "BLOCK_M": module.BLOCK_M,
-        "BLOCK_N": block_n,
-        "STAGES": module.STAGE_KEYS[size] // block_n,
-    }
+    block_n = module.WARP_KEYS if groups == 1 else module.LONG_WARP_KEYS
+    constants: dict[str, Any] = {"PAGE_SIZE": 16, "G": 8, "REPEAT": 4, "E": size, "SPLITS": splits, "GROUPS": groups}
+    constants |= {"BLOCK_M": 64, "BLOCK_N": block_n, "STAGES": module.STAGE_KEYS[size] // block_n}
     constants |= {} if splits > 1 else {"part_ptr": None, "lse_ptr": None}
     constants |= {"ancestor_ptr": None} if is_chain else {}
     types |= dict.fromkeys(numbers, "i32")
-    options = {"num_warps": module.BLOCK_M // 16}
+    options = {"num_warps": 4}
     ptx = compile_for_hopper(kernel, types, constants, **options)
     assert "wgmma.wait_group.sync.aligned 1;" in ptx and "setmaxnreg" in ptx
     assert ptx.count("wgmma.mma_async") == groups * (size + 2 * block_n) // 16
     assert 0 < shared_bytes(kernel, types, constants, 90, options) <= 227 * 1024 - 1024
 
 
-def test_piped_kernel_takes_what_it_knows() -> None:
+HOPPER = Device("cuda", (9, 0), 132, 228 * 1024)
+VERIFY_FACTS = Facts(
+    HOPPER,
+    torch.bfloat16,
+    query_rows=64 * 4,
+    key_heads=8,
+    head_size=128,
+    page_size=16,
+    capacity=4096,
+    is_plain=True,
+    sees_all=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, "warp_specialized"),
+        ({"page_size": 64, "head_size": 64}, "warp_specialized"),
+        ({"capacity": 8192, "query_rows": 16 * 4}, "warp_specialized"),
+        ({"query_rows": 16 * 4, "key_heads": 1000}, "warp_specialized"),  # each tile has keys of its own
+        ({"capacity": 8192, "key_heads": 33, "query_rows": 128 * 4, "groups": 2}, "warp_specialized"),
+        ({"key_heads": 34}, "portable"),  # too many tiles
+        ({"query_rows": 32 * 4}, "portable"),  # too few tiles, too many rows for registers
+        ({"page_size": 4}, "portable"),
+        ({"page_size": 24}, "portable"),
+        ({"head_size": 96}, "portable"),
+        ({"is_contiguous": False}, "portable"),
+        ({"is_plain": False}, "portable"),
+        ({"dtype": torch.float32}, "portable"),
+        ({"device": HOPPER._replace(capability=(10, 0))}, "portable"),
+        ({"query_rows": 4}, "register_tiled"),
+        ({"query_rows": 4, "sees_all": False}, "register_tiled"),
+        ({"query_rows": 48, "device": HOPPER._replace(capability=(8, 0))}, "register_tiled"),
+        ({"query_rows": 48, "device": HOPPER._replace(capability=(7, 5))}, "portable"),
+        ({"query_rows": 4, "key_heads": 133}, "portable"),
+    ],
+)
+def test_selection(changes: dict[str, Any], kernel: str) -> None:
     pytest.importorskip("triton")
-    can = importlib.import_module("jetspec.ops.tree_attention_piped_gluon").can_pipe
-
-    def pages(page_size: int, size: int) -> KVPages:
-        return KVPages(*(torch.zeros(4, page_size, 8, size) for _ in range(2)))
-
-    few, long = 4096, 8192
-    assert can(pages(16, 128), 64 * 4, 8, few) and can(pages(64, 64), 64 * 4, 8, few)
-    assert not can(pages(16, 128), 32 * 4, 8, few), "too few tiles"
-    assert can(pages(16, 128), 16 * 4, 8, long) and not can(pages(16, 128), 1 * 4, 8, long)
-    assert can(pages(16, 128), 64 * 4, 33, few) and not can(pages(16, 128), 64 * 4, 34, few), "too many tiles"
-    assert can(pages(16, 128), 16 * 4, 1000, few), "each of which has keys of its own"
-    assert can(pages(16, 128), 128 * 4, 33, long), "which are larger"
-    assert not any(can(pages(*shape), 64 * 4, 8, few) for shape in ((4, 128), (24, 128), (16, 96)))
-    wide = pages(16, 128)
-    assert not can(KVPages(wide.k[:, :, ::2], wide.v[:, :, ::2]), 1024, 4, few)
+    found = select._first("tree_attention", VERIFY_FACTS._replace(**changes))
+    name = "tree_attention_triton" if kernel == "portable" else f"tree_attention_{kernel}_gluon"
+    assert found is importlib.import_module(f"jetspec.ops.{name}").attend
 
 
-def sliced_arguments(module: Any, size: int, tree: bool, splits: int) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types and constants of the sliced kernel."""
-    kernel, slices = module._sliced_attention_kernel, module.SLICES[size]
+def register_tiled_arguments(module: Any, size: int, tree: bool, splits: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types and constants of the register-tiled kernel."""
+    kernel, keys = module._register_tiled_attention_kernel, module.KEYS[size]
     pointers = {"page_ptr": "*i64", "cached_ptr": "*i64", "start_ptr": "*i64", "ancestor_ptr": "*i32"}
     pointers |= {"finished_ptr": "*i32"} | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     numbers = {name: "i32" for name in kernel.arg_names if name.islower() and not name.endswith("_ptr")}
     shape = {"TREE": tree, "PAGE_SIZE": 16, "G": 3, "REPEAT": 3, "E": size, "SPLITS": splits, "BLOCK_M": 16}
     strides = {"q_stride_t": 960, "q_stride_h": size, "kv_stride_slot": 192, "kv_stride_g": size}
     absent = [*(() if tree else ("ancestor_ptr",)), *(() if splits > 1 else ("part_ptr", "lse_ptr"))]
-    constants = {**shape, **slices._asdict(), **strides, **dict.fromkeys(absent)}
+    constants = {**shape, **keys._asdict(), **strides, **dict.fromkeys(absent)}
     return {**pointers, **numbers, "scale": "fp32", "W": "i32"}, constants
 
 
-@pytest.mark.parametrize(
-    ("size", "tree", "splits"), [(64, True, 8), (64, False, 1), (128, True, 1), (128, True, 8), (128, False, 8)]
-)
-def test_sliced_kernel_compiles_for_hopper(size: int, tree: bool, splits: int) -> None:
-    """Keys and values go from memory to tensor cores, the next keys are asked for before the last values are
-    multiplied, and places are looked up before the kernel waits."""
+@pytest.mark.parametrize(("size", "tree", "splits"), [(64, False, 1), (128, True, 8)])
+def test_register_tiled_kernel_compiles_for_hopper(size: int, tree: bool, splits: int) -> None:
+    """Keys and values go from memory to tensor cores, the next keys are loaded before the last values are multiplied,
+    and slots are looked up before the kernel waits."""
     pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.tree_attention_gluon")
-    kernel, slices = module._sliced_attention_kernel, module.SLICES[size]
-    types, constants = sliced_arguments(module, size, tree, splits)
-    before, after = compile_for_hopper(kernel, types, constants, num_warps=slices.WARPS).split("griddepcontrol.wait")
-    loads = slices.C * size // 32 // 8  # of keys, and of values, 16 bytes each
+    module = importlib.import_module("jetspec.ops.tree_attention_register_tiled_gluon")
+    kernel, keys = module._register_tiled_attention_kernel, module.KEYS[size]
+    types, constants = register_tiled_arguments(module, size, tree, splits)
+    before, after = compile_for_hopper(kernel, types, constants, num_warps=keys.WARPS).split("griddepcontrol.wait")
+    loads = keys.C * size // 32 // 8  # of keys, and of values, 16 bytes each
     assert "ld.global.v4" not in before and after.count("ld.global.v4") == 3 * loads + size // 16
     between = after[after.index("mma.sync") : after.rindex("mma.sync")]
     assert between.count("ld.global.v4") == loads
-    assert before.count("ld.global.b64") == 3 + slices.C // 8 + slices.C // 4
-    assert after.count("mma.sync") == 2 * slices.C // 8 * size // 16
+    assert before.count("ld.global.b64") == 3 + keys.C // 8 + keys.C // 4
+    assert after.count("mma.sync") == 2 * keys.C // 8 * size // 16
 
 
-@pytest.mark.parametrize("capability", [89, 100, 120])
-def test_sliced_kernel_compiles_for_gpus_like_hopper(capability: int) -> None:
+@pytest.mark.parametrize("capability", [89, 120])
+def test_register_tiled_kernel_fits_other_gpus(capability: int) -> None:
     pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.tree_attention_gluon")
-    options = {"num_warps": module.SLICES[128].WARPS}
-    needed = shared_bytes(module._sliced_attention_kernel, *sliced_arguments(module, 128, True, 8), capability, options)
-    assert 0 < needed <= 99 * 1024, "what the smallest of them give a program"
+    module = importlib.import_module("jetspec.ops.tree_attention_register_tiled_gluon")
+    options, kernel = {"num_warps": module.KEYS[128].WARPS}, module._register_tiled_attention_kernel
+    needed = shared_bytes(kernel, *register_tiled_arguments(module, 128, True, 8), capability, options)
+    assert 0 < needed <= 99 * 1024, "shared memory of a program on the smallest of them"
 
 
 def test_a_plan_for_the_kernel_is_the_batch_itself() -> None:
@@ -511,16 +539,14 @@ def test_a_plan_for_the_kernel_is_the_batch_itself() -> None:
         assert plan_attention(batch) == KernelPlan(batch)
 
 
-@pytest.mark.parametrize("warps", [1, 32, 100, 512, 1056, 5000])
-@pytest.mark.parametrize("max_queries", [1, 256, 4096])
-@pytest.mark.parametrize("max_runs", [0, 1, 3, 500])
-def test_splits_fill_the_gpu_and_no_more(warps: int, max_queries: int, max_runs: int) -> None:
+@given(fitting=st.integers(0, 5000), max_queries=st.sampled_from([1, 256, 4096]), max_runs=st.integers(0, 500))
+def test_splits_fill_the_gpu_and_no_more(fitting: int, max_queries: int, max_runs: int) -> None:
     pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    splits = kernel._choose_splits(warps, max_queries, max_runs)
-    assert splits == 1 or (splits * warps <= kernel.WARPS and splits <= max_runs)
+    splits = kernel.choose_splits(fitting, max_queries, max_runs)
+    assert splits == 1 or splits <= min(fitting, max_runs)
     if max_queries <= 256:
-        assert 2 * splits > min(kernel.WARPS // warps, kernel.MAX_SPLITS, max_runs)
+        assert 2 * splits > min(fitting, kernel.MAX_SPLITS, max_runs)
 
 
 def arguments(
@@ -671,16 +697,21 @@ def test_kernels_on_a_gpu_take_prompts_together(chunks: int, dtype: torch.dtype)
         ([511, 4000], [17, 3], "tree"),
     ],
 )
-def test_sliced_kernel_on_a_gpu(
+def test_register_tiled_kernel_on_a_gpu(
     cached: list[int], counts: list[int], kind: str, heads: int, kv_heads: int, size: int
 ) -> None:
     host = scattered_batch(cached, counts, 16, kind, 0)
     (q, pages), batch = random_inputs(host, heads, kv_heads, size, torch.bfloat16), on_gpu(host)
     q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
-    module = importlib.import_module("jetspec.ops.tree_attention_gluon")
-    assert module.can_slice(size, max(counts) * (heads // kv_heads), len(cached) * kv_heads)
+    assert "register_tiled" in chosen_kernel(q, pages, batch)
     for _ in range(2):  # counters are left as they were
         check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
+
+
+def chosen_kernel(q: Tensor, pages: KVPages, batch: TreeBatch) -> str:
+    found = select._first("tree_attention", select._read_attention(batch.token_T, q, pages, batch, None))
+    assert found is not None
+    return found.__module__
 
 
 @pytest.mark.gpu
@@ -700,16 +731,15 @@ def test_sliced_kernel_on_a_gpu(
         ([16 * i for i in range(64)], [16] * 64, "tree"),
     ],
 )
-def test_piped_kernel_on_a_gpu(
+def test_warp_specialized_kernel_on_a_gpu(
     cached: list[int], counts: list[int], kind: str, heads: int, kv_heads: int, size: int
 ) -> None:
     host = scattered_batch(cached, counts, 16, kind, 0)
     q, pages = random_inputs(host, heads, kv_heads, size, torch.bfloat16)
     used, batch = keep_used(pages, host), on_gpu(host)
     q, pages, used = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda()), KVPages(used.k.cuda(), used.v.cuda())
-    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    assert kernel._can_pipe(q, used, batch, None)
-    for _ in range(2):  # what they count by is as it was
+    assert "warp_specialized" in chosen_kernel(q, used, batch)
+    for _ in range(2):  # counters are left as they were
         check_on_gpu(tree_attention(q, used, plan_attention(batch), 0.1, None), q, pages, batch, None)
 
 

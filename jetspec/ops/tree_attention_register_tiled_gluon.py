@@ -1,17 +1,19 @@
 """The kernel of `tree_attention` for few queries, which are a matter of latency.
 
-It is written in Gluon, the language below Triton, where a program says which thread holds what. Every warp has keys of
-its own: it loads them as its tensor core wants them, without shared memory, and keeps a softmax of its own; in the end
-the warps of a program add up. So up to as many keys as its warps hold at once, a tile of queries takes one program, and
-what the memory brings is waited for once. More keys are split between programs, as in `tree_attention_triton`, and if
-they are still too many, a program asks for its next keys as soon as the last ones are multiplied, before their values.
+It is written in Gluon, the language below Triton, where a program sets which thread holds which element. Every warp has
+keys of its own: it loads them straight into the registers of its tensor core, without shared memory, and keeps its own
+softmax; at the end the warps of a program are combined. As long as its warps hold all keys at once, a tile of queries
+takes one program, which waits once for the memory. More keys are split between programs, as in `tree_attention_triton`,
+and a program loads its next keys as soon as the current scores are computed, before their values.
+
+Layout: q (T, H, E), K and V pages (P, S, G, E), page table (B, P), out (T, H, E). A tile is 16 query rows of a request
+and key head; scores are (WARPS, 16, C) with C keys per warp.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -24,102 +26,70 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from jetspec.ops.counters import counters
 from jetspec.ops.fragments_gluon import index, wait
+from jetspec.ops.layouts import REGISTER_QUERIES, power_of_2_below
 from jetspec.ops.overlap_triton import overlap
+from jetspec.ops.select import device_of
+from jetspec.ops.tree_attention_launch import Attention
 from jetspec.types import KVPages, TreeBatch
 
-BLOCK_M = 16
-PROGRAMS = 132
-"""That run at once on Hopper: their registers fill a multiprocessor each."""
 MAX_SPLITS = 32
 AT_ONCE = tl.constexpr(128)
-"""Numbers of other programs' results that a thread asks for together: waiting for them is what takes the time."""
+"""Numbers of other programs' results that a thread loads together: their latency dominates."""
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
 
 
-class Slices(NamedTuple):
-    """Warps of a program, and the keys that each looks at at once: a multiple of 32, the bits of a mask word."""
+class RegisterKeys(NamedTuple):
+    """Warps of a program, and the keys of each at once: a multiple of 32, the bits of a mask word."""
 
     WARPS: int
     C: int
 
 
-SLICES = {64: Slices(8, 64), 128: Slices(8, 32)}
+KEYS = {64: RegisterKeys(8, 64), 128: RegisterKeys(8, 32)}
 """By the size of a head."""
 
 
-def can_slice(E: int, rows: int, groups: int) -> bool:
-    """Whether there is a kernel for heads of this size, and a multiprocessor for each tile of queries to a key head."""
-    return E in SLICES and triton.cdiv(rows, BLOCK_M) * groups <= PROGRAMS
-
-
-def sliced_attention_gluon(
-    q_THE: Tensor,
-    pages: KVPages,
-    batch: TreeBatch,
-    ancestor: Tensor | None,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """What `tree_attention_triton` does, without windows and tokens of former forwards."""
-    layout, (_, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
-    B, P = layout.page_BP.shape
-    slices = SLICES[E]
-    tiles = triton.cdiv(layout.max_queries * (H // G), BLOCK_M)
-    programs, most_runs = tiles * B * G, triton.cdiv(P * layout.page_size, slices.WARPS * slices.C)
-    splits = _power_of_two(min(PROGRAMS // programs, MAX_SPLITS, most_runs))
-    part, lse = None, None
-    if splits > 1:
-        part = q_THE.new_empty(programs, splits, BLOCK_M, E, dtype=torch.float32)
-        lse = q_THE.new_empty(programs, splits, BLOCK_M, dtype=torch.float32)
+def attend(
+    q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale: float, window: int | None, out: Tensor | None
+) -> Tensor:
+    """`tree_attention` without windows and tokens of earlier forwards. A program fills a multiprocessor."""
+    call, layout, E = Attention.of(q_THE, pages, batch, scale, window, out), batch.layout, q_THE.shape[2]
+    keys, tiles = KEYS[E], triton.cdiv(call.rows, REGISTER_QUERIES)
+    programs, most_runs = tiles * call.key_heads, triton.cdiv(call.capacity, keys.WARPS * keys.C)
+    splits = power_of_2_below(min(device_of(q_THE.device).multiprocessors // programs, MAX_SPLITS, most_runs))
+    part, lse = call.partial(programs, splits, REGISTER_QUERIES, E)
     with torch.cuda.device_of(q_THE):
-        _sliced_attention_kernel[(programs, splits)](
-            q_THE,
+        _register_tiled_attention_kernel[(programs, splits)](
             pages.k,
             pages.v,
-            layout.page_BP,
-            layout.cached_len_B,
-            layout.query_start_B1,
-            ancestor,
-            out,
+            *call.operands(),
             part,
             lse,
             counters(q_THE.device),
-            scale * math.log2(math.e),
+            call.log2_scale,
             layout.first_seen,
             tiles,
-            q_THE.stride(0),
-            q_THE.stride(1),
             pages.k.stride(1),
             pages.k.stride(2),
-            layout.page_BP.stride(0),
-            0 if ancestor is None else ancestor.stride(0),
-            0 if ancestor is None else ancestor.stride(1),
-            0 if ancestor is None else ancestor.shape[2],
-            TREE=ancestor is not None,
-            PAGE_SIZE=layout.page_size,
-            G=G,
-            REPEAT=H // G,
-            E=E,
+            *call.strides(),
+            TREE=call.ancestor is not None,
             SPLITS=splits,
-            BLOCK_M=BLOCK_M,
-            num_warps=slices.WARPS,
-            **slices._asdict(),
+            BLOCK_M=REGISTER_QUERIES,
+            num_warps=keys.WARPS,
+            **call.constants(),
+            **keys._asdict(),
             **overlap(q_THE),
         )
-
-
-def _power_of_two(most: int) -> int:
-    """At most so many, at least 1."""
-    return 1 << (most.bit_length() - 1) if most > 1 else 1
+    return call.out
 
 
 @gluon.jit(do_not_specialize=["first_seen", "tiles", "page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"])
-def _sliced_attention_kernel(
-    q_ptr,
+def _register_tiled_attention_kernel(
     k_ptr,
     v_ptr,
+    q_ptr,
     page_ptr,
     cached_ptr,
     start_ptr,
@@ -131,10 +101,10 @@ def _sliced_attention_kernel(
     scale,
     first_seen,
     tiles,
-    q_stride_t,
-    q_stride_h,
     kv_stride_slot,
     kv_stride_g,
+    q_stride_t,
+    q_stride_h,
     page_stride_b,
     ancestor_stride_b,
     ancestor_stride_n,

@@ -1,15 +1,16 @@
 """The kernel of products of a few rows with a small weight, which are a matter of latency.
 
-It is written in Gluon, the language below Triton, where a program says which thread holds what. Triton would bring both
-factors to shared memory; here every thread loads what its tensor core wants from it, the weight while the kernel ahead
-still runs, and warps share nothing but their sums. So a product waits once for the memory and once for other warps.
+It is written in Gluon, the language below Triton, where a program sets which thread holds which element. Every thread
+loads its tensor core operands straight into registers, without shared memory, the weight while the previous kernel
+still runs; warps share only their sums. So a product waits once for the memory and once for other warps.
+
+Layout: x (T, K), weight (N, K) or, gated, (2 N, K) with the gate first, out (T, N), all contiguous. A program computes
+16 outputs of 16 rows, and each of its warps has its own range of K.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,89 +20,38 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from jetspec.ops.fragments_gluon import index, wait
+from jetspec.ops.layouts import REGISTER_BLOCK, RegisterTiles, register_tiles
+from jetspec.ops.linear_tiles import Epilogue, TiledLinear
 from jetspec.ops.overlap_triton import overlap
 
-BLOCK_M = BLOCK_N = 16
-MOST_COLUMNS = 352
-"""That a warp takes: registers hold them, of 16 rows and of 16 outputs, or half as many if those have gates."""
-MAX_PARTS = 3
+
+def _plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool, adds: bool) -> RegisterTiles | None:
+    return register_tiles(x_TK.shape[1], gated)
 
 
-class Slices(NamedTuple):
-    """How the columns of both factors are shared out: each warp has C1 of the first, C2 of what is left, then C3, all
-    powers of two. There may be more than columns are left."""
-
-    WARPS: int
-    C1: int
-    C2: int = 0
-    C3: int = 0
-
-    @property
-    def width(self) -> int:
-        """Outputs of a program."""
-        return BLOCK_N
-
-
-def find_slices(columns: int, gated: bool) -> Slices | None:
-    """For the fewest warps that can hold all columns; None if no number can, or if rows do not start at multiples of 16
-    bytes."""
-    most = MOST_COLUMNS // 2 if gated else MOST_COLUMNS
-    for warps in (4, 8, 16):
-        for own in range(triton.cdiv(columns, 16 * warps) * 16, most + 1, 16):
-            parts = [1 << bit for bit in reversed(range(own.bit_length())) if own >> bit & 1]
-            if len(parts) <= MAX_PARTS and columns % 8 == 0:
-                return Slices(warps, *parts)
-    return None
-
-
-def sliced_linear_gluon(
-    slices: Slices,
-    x_TK: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    gated: bool = False,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    total: Tensor | None = None,
-    next_norm: Tensor | None = None,
-    scaled: Tensor | None = None,
-    next_squares: Tensor | None = None,
-    tap: Tensor | None = None,
-) -> None:
-    """What the tiles of `linear_triton` do."""
-    (T, K), N = x_TK.shape, out.shape[1]
+def _launch(tiles: RegisterTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    T, N = out.shape
     with torch.cuda.device_of(x_TK):
-        _sliced_linear_kernel[(triton.cdiv(N, BLOCK_N), triton.cdiv(T, BLOCK_M))](
+        _register_tiled_linear_kernel[(triton.cdiv(N, REGISTER_BLOCK), triton.cdiv(T, REGISTER_BLOCK))](
             x_TK,
             weight,
-            bias,
-            squares,
-            total,
-            out,
-            next_norm,
-            scaled,
-            next_squares,
-            tap,
-            T,
-            N,
-            0 if squares is None else len(squares),
-            0 if tap is None else tap.stride(0),
-            eps,
-            K=K,
-            GATED=gated,
-            PARTS=1 if squares is None else triton.next_power_of_2(len(squares)),
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            num_warps=slices.WARPS,
-            **slices._asdict(),
+            *epilogue.operands(out),
+            *epilogue.sizes(out),
+            K=x_TK.shape[1],
+            BLOCK_M=REGISTER_BLOCK,
+            BLOCK_N=REGISTER_BLOCK,
+            num_warps=tiles.WARPS,
+            **epilogue.constants(),
+            **tiles._asdict(),
             **overlap(x_TK),
         )
 
 
+REGISTER_TILED = TiledLinear(_plan, _launch)
+
+
 @gluon.jit
-def _sliced_linear_kernel(
+def _register_tiled_linear_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -128,9 +78,9 @@ def _sliced_linear_kernel(
     C3: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
-    """Some outputs of some rows: every warp multiplies its own columns, then they add up."""
+    """16 outputs of 16 rows: every warp multiplies its own range of K, then the warps' sums are added."""
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK_M, 8])
-    # Neighbouring threads hold neighbouring outputs, each of them the sums of all warps.
+    # Neighbouring threads hold neighbouring outputs, each with the sums of all warps.
     per_thread: gl.constexpr = BLOCK_M * BLOCK_N // (32 * WARPS) if WARPS <= 8 else 1
     lanes: gl.constexpr = BLOCK_N // per_thread
     shared_out: gl.constexpr = gl.BlockedLayout(
@@ -144,7 +94,7 @@ def _sliced_linear_kernel(
     inside = (token < T)[:, None] & (output < N)[None, :]
     place = token[:, None] * N + output[None, :]
 
-    # What is older than the kernel ahead.
+    # load the weight and all that the previous kernel does not write
     weight = _load(weight_ptr, first, N - 1, K, WARPS, BLOCK_N, C1, C2, C3, 1, sums)
     if GATED:
         up_weight = _load(weight_ptr + N * K, first, N - 1, K, WARPS, BLOCK_N, C1, C2, C3, 1, sums)
@@ -156,6 +106,7 @@ def _sliced_linear_kernel(
         norm = gl.load(next_norm_ptr + output, mask=output < N, other=0.0).to(gl.float32)
     wait(OVERLAP)
 
+    # load x, squares and residual
     x = _load(x_ptr, first_token, T - 1, K, WARPS, BLOCK_M, C1, C2, C3, 0, sums)
     if squares_ptr is not None:
         rows: gl.constexpr = gl.BlockedLayout([1, 1], [32 // lanes, lanes], [WARPS, 1], [1, 0])
@@ -166,10 +117,12 @@ def _sliced_linear_kernel(
     if total_ptr is not None:
         before = gl.load(total_ptr + place, mask=inside, other=0.0).to(gl.float32)
 
+    # multiply, add the sums of all warps
     zero = gl.zeros([WARPS, BLOCK_M, BLOCK_N], gl.float32, sums)
     y = gl.sum(gl.convert_layout(_multiply(x, weight, zero, C2, C3), shared_out), 0)
     if GATED:
         up = gl.sum(gl.convert_layout(_multiply(x, up_weight, zero, C2, C3), shared_out), 0)
+    # divide by the root mean square, bias, gate, residual
     if squares_ptr is not None:
         mean = gl.convert_layout(gl.sum(squares, 1), gl.SliceLayout(1, results)) / K
         divisor = gl.sqrt(mean + eps)[:, None]
@@ -184,6 +137,7 @@ def _sliced_linear_kernel(
         y = y / (1 + gl.exp(-y)) * up
     if total_ptr is not None:
         y += before
+    # store, begin the next norm
     rounded = y.to(out_ptr.dtype.element_ty)
     gl.store(out_ptr + place, rounded, mask=inside)
     if tap_ptr is not None:
@@ -208,7 +162,7 @@ def _load(
     OPERAND: gl.constexpr,
     sums: gl.constexpr,
 ):
-    """Rows of a factor from `first` on, up to three parts of them. Rows past the last repeat it."""
+    """Loads rows of a factor from `first` on, in up to three parts of K. Rows past the last repeat it."""
     part = _load_part(ptr, first, last, 0, K, WARPS, ROWS, C1, OPERAND, sums)
     if C2 == 0:
         return (part,)
@@ -234,9 +188,9 @@ def _load_part(
     OPERAND: gl.constexpr,
     sums: gl.constexpr,
 ):
-    """Columns from `start` on, C for each warp: (WARPS, ROWS, C) on the left of a product, (WARPS, C, ROWS) on its
-    right. The order of columns does not matter as long as it is that of the other factor, so a thread takes neighbours,
-    up to eight, where the tensor core's own order has pairs."""
+    """Loads columns from `start` on, C for each warp: (WARPS, ROWS, C) on the left of a product, (WARPS, C, ROWS) on
+    its right. Both factors may permute K alike, so a thread holds up to eight neighbours, where the tensor core's own
+    order has pairs: 16-byte loads."""
     layout: gl.constexpr = gl.DotOperandLayout(OPERAND, sums, 8 if C >= 64 else C // 8)
     row = index(ROWS, 1 + OPERAND, layout)
     column = start + index(WARPS, 0, layout) * C + index(C, 2 - OPERAND, layout)

@@ -1,25 +1,24 @@
 """The kernel of `tree_attention` for trees with many queries, which are a matter of tensor cores.
 
-It is written in Gluon, the language below Triton, where a program says which warps do what. One warp does nothing but
-ask for pages of keys and values; the others multiply a tile of queries with what arrives. They have the next scores on
-their way before they weigh the values of the last, so that tensor cores multiply while the highest score is looked for.
-Keys are split between programs as in `tree_attention_triton`, which wait for each other and then combine what all have
-found, some rows each.
+It is written in Gluon, the language below Triton, and is warp-specialized. One producer warp copies pages of keys and
+values to shared memory (TMA); one or two consumer groups of four warps multiply 64 query rows each (wgmma). The scores
+of a block are multiplied while the softmax of the last block runs. Keys are split between programs, as in
+`tree_attention_triton`; they wait for each other at a grid barrier, and each combines some rows.
 
-There are no more programs than multiprocessors, of which each fills one. Those that wait for each other are neighbours
-in the grid: a GPU starts programs in that order, so even while it does other things, all but the last few that run have
-their neighbours beside them, and will end.
+No more programs run than there are multiprocessors, one each. Programs that wait for each other are neighbours in the
+grid. A GPU starts programs in grid order, so even if it runs other work too, all but the last few have their neighbours
+beside them, and end.
 
-Between two calls the weights of a layer go through the cache, so all of its code is read anew, as fast as it is run
-through: it is kept short.
+Layout: q and out (T, H, E), K and V pages (P, S, G, E), page table (B, P). A stage of shared memory holds BLOCK_N keys
+in lines of 64 numbers (128 bytes): all lines of one half of the head, then those of the other.
+
+The code is short on purpose: between two calls the weights of a layer evict it from the cache, so each call reads it
+anew, as fast as it runs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
-
-import math
-from functools import cache
 
 import torch
 import triton
@@ -36,129 +35,63 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.counters import MOST, barrier_counters
+from jetspec.ops.counters import MAX_BARRIER_PROGRAMS, barrier_counters
 from jetspec.ops.fragments_gluon import grid_barrier, index, wait
+from jetspec.ops.layouts import LONG_WARP_KEYS, WARP_KEYS, WARP_QUERIES, num_groups, num_tiles, power_of_2_below
 from jetspec.ops.overlap_triton import overlap
+from jetspec.ops.select import device_of, enabled
+from jetspec.ops.tree_attention_launch import Attention
 from jetspec.types import KVPages, TreeBatch
 
-BLOCK_M = 64
-"""Query rows of a group of warps, 16 by each."""
-GROUPS = 2
-"""Of warps, of a program that has much to do. They read the keys half as often as two programs would, and keep tensor
-cores busy in turn. With few keys, what counts is how many multiprocessors take part: then two programs have a group at
-work each."""
-LONG = 8192
-"""Keys of a request, from which on how often they are read matters. A captured launch serves all lengths, so it goes by
-how many there is room for."""
-BLOCK_N, LONG_N = 64, 128
-"""Keys at once, of one group of warps and of two."""
 STAGE_KEYS = {64: 512, 128: 384}
-"""On their way, by the size of a head."""
+"""Keys in flight, by the size of a head."""
 FEW_STAGE_KEYS = {64: 256, 128: 192}
-"""Likewise, of programs that are several to a multiprocessor, and hide each other's waits."""
-MANY_ROWS = 512
-"""Of a request to a key head, with which large tiles are full."""
+"""Keys in flight where several programs share a multiprocessor and hide each other's latency."""
 MIN_RUN = 512
-"""Keys that are worth a program of their own, with the combining that it brings."""
-MAX_SPLITS = MOST
-FEW_ROWS = 33
-FEW_TILES, FEW_LONG_TILES = 32, 8
-"""Of queries. Fewer are a matter of latency, and this kernel has more to prepare than others."""
+"""Keys that pay for a split of their own, with the combination it needs."""
+MAX_SPLITS = MAX_BARRIER_PROGRAMS
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
 
 
-@cache
-def num_programs(device: torch.device) -> int:
-    """That run at once: all of Hopper's multiprocessors, or as many as this process is given."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-def can_pipe(pages: KVPages, rows: int, groups: int, room: int) -> bool:
-    """Whether there is a kernel for heads and pages of this size, and enough for it to do, but a multiprocessor for
-    each tile of queries to a key head, or no keys that several tiles read. Pages start where the lines of shared memory
-    repeat, every eight rows."""
-    _, size, _, E = pages.k.shape
-    fit = (
-        E in STAGE_KEYS
-        and size % 8 == 0
-        and BLOCK_N % size == 0
-        and pages.k.is_contiguous()
-        and pages.v.is_contiguous()
-    )
-    few_tiles, tiles = FEW_TILES if room < LONG else FEW_LONG_TILES, _num_tiles(rows, room)
-    few_enough = tiles == 1 or tiles * groups <= num_programs(pages.k.device)
-    return fit and rows >= FEW_ROWS and tiles * groups >= few_tiles and few_enough
-
-
-def _num_groups(rows: int, room: int) -> int:
-    return GROUPS if room >= LONG and rows >= MANY_ROWS else 1
-
-
-def _num_tiles(rows: int, room: int) -> int:
-    return triton.cdiv(rows, _num_groups(rows, room) * BLOCK_M)
-
-
-def piped_attention_gluon(
-    q_THE: Tensor,
-    pages: KVPages,
-    batch: TreeBatch,
-    ancestor: Tensor | None,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """What `tree_attention_triton` does, without windows, tokens of former forwards and tokens out of sight."""
-    layout, (_, H, E), G = batch.layout, q_THE.shape, pages.k.shape[2]
-    B, P = layout.page_BP.shape
-    rows = layout.max_queries * (H // G)
-    room = P * layout.page_size
-    groups, tiles = _num_groups(rows, room), _num_tiles(rows, room)
-    block_n = BLOCK_N if groups == 1 else LONG_N
-    programs, most_runs = tiles * B * G, triton.cdiv(room, MIN_RUN)
-    most = min(num_programs(q_THE.device) // programs, MAX_SPLITS, most_runs)
-    splits = 1 << (most.bit_length() - 1) if most > 1 else 1
-    is_shared = tiles == 1 and programs > num_programs(q_THE.device)
+def attend(
+    q_THE: Tensor, pages: KVPages, batch: TreeBatch, scale: float, window: int | None, out: Tensor | None
+) -> Tensor:
+    """`tree_attention` without windows, tokens of earlier forwards and hidden first positions."""
+    call, E = Attention.of(q_THE, pages, batch, scale, window, out), q_THE.shape[2]
+    multiprocessors = device_of(q_THE.device).multiprocessors
+    groups = num_groups(call.rows, call.capacity) if enabled("tree_attention.two_groups", q_THE.device) else 1
+    tiles = num_tiles(call.rows, groups * WARP_QUERIES)
+    block_n = WARP_KEYS if groups == 1 else LONG_WARP_KEYS
+    programs, most_runs = tiles * call.key_heads, triton.cdiv(call.capacity, MIN_RUN)
+    splits = power_of_2_below(min(multiprocessors // programs, MAX_SPLITS, most_runs))
+    is_shared = tiles == 1 and programs > multiprocessors
     stage_keys = (FEW_STAGE_KEYS if is_shared else STAGE_KEYS)[E]
-    part, lse = None, None
-    if splits > 1:
-        part = q_THE.new_empty(programs * groups, splits, BLOCK_M, E, dtype=torch.float32)
-        lse = q_THE.new_empty(programs * groups, splits, BLOCK_M, dtype=torch.float32)
+    part, lse = call.partial(programs * groups, splits, WARP_QUERIES, E)
     with torch.cuda.device_of(q_THE):
-        _piped_attention_kernel[(programs * splits,)](
+        _warp_specialized_attention_kernel[(programs * splits,)](
             _pages(pages.k),
             _pages(pages.v),
-            q_THE,
-            layout.page_BP,
-            layout.cached_len_B,
-            layout.query_start_B1,
-            ancestor,
-            out,
+            *call.operands(),
             part,
             lse,
             barrier_counters(q_THE.device),
-            scale * math.log2(math.e),
+            call.log2_scale,
             tiles,
-            len(pages.k) * layout.page_size,
-            q_THE.stride(0),
-            q_THE.stride(1),
-            layout.page_BP.stride(0),
-            0 if ancestor is None else ancestor.stride(0),
-            0 if ancestor is None else ancestor.stride(1),
-            0 if ancestor is None else ancestor.shape[2],
+            len(pages.k) * batch.layout.page_size,
+            *call.strides(),
             MIN_RUN // block_n,
-            PAGE_SIZE=layout.page_size,
-            G=G,
-            REPEAT=H // G,
-            E=E,
             SPLITS=splits,
             GROUPS=groups,
-            BLOCK_M=BLOCK_M,
+            BLOCK_M=WARP_QUERIES,
             BLOCK_N=block_n,
             STAGES=stage_keys // block_n,
-            num_warps=BLOCK_M // 16,
+            num_warps=WARP_QUERIES // 16,
+            **call.constants(),
             **overlap(q_THE),
         )
+    return call.out
 
 
 def _pages(x_PSGE: Tensor) -> TensorDescriptor:
@@ -172,7 +105,7 @@ def _pages(x_PSGE: Tensor) -> TensorDescriptor:
 @gluon.jit(
     do_not_specialize=["tiles", "slots", "page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W", "min_run"]
 )
-def _piped_attention_kernel(
+def _warp_specialized_attention_kernel(
     k_desc,
     v_desc,
     q_ptr,
@@ -183,7 +116,7 @@ def _piped_attention_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
-    met_ptr,
+    barrier_ptr,
     scale,
     tiles,
     slots,
@@ -249,7 +182,7 @@ def _piped_attention_kernel(
     shared = q_blocks, k_blocks, v_blocks, k_full, v_full, k_free, v_free
     if ancestor_ptr is not None:
         ancestor_ptr += request * ancestor_stride_b
-    places = q_ptr, ancestor_ptr, out_ptr, part_ptr, lse_ptr, met_ptr
+    places = q_ptr, ancestor_ptr, out_ptr, part_ptr, lse_ptr, barrier_ptr
     numbers = scale, q_stride_t, q_stride_h, ancestor_stride_n, W
     work = number, split, busy, tile, group, start, count, cached, first, steps, apart
     pages = page_ptr + request * page_stride_b, slots
@@ -470,7 +403,7 @@ def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP
     SPLITS: gl.constexpr = sizes[4]
     BLOCK_M: gl.constexpr = sizes[5]
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, E, 16])
-    _, _, out_ptr, part_ptr, lse_ptr, met_ptr = places
+    _, _, out_ptr, part_ptr, lse_ptr, barrier_ptr = places
     number, split, busy, _, group, start, count, _, _, _, _ = work
     number = number * sizes[9] + GROUP
     top = gl.convert_layout(top, gl.SliceLayout(1, outputs))
@@ -487,7 +420,7 @@ def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP
         part = (number * SPLITS + split) * BLOCK_M + row
         gl.store(lse_ptr + part, gl.where(total > 0, top + gl.log2(divisor), float("-inf")))
         gl.store(part_ptr + part[:, None] * E + column, acc)
-        grid_barrier(met_ptr + number, split, busy)
+        grid_barrier(barrier_ptr + number, split, busy)
         ROWS: gl.constexpr = BLOCK_M // SPLITS
         parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, BLOCK_M // 16, 1], [2, 1, 0])
         for chunk in range(split, SPLITS, busy):

@@ -1,22 +1,20 @@
-"""The kernel of products of more rows than a tile takes, with a large weight, which is read at the speed of the memory,
-or of many rows with a small one.
+"""The kernel of products of 65 to 128 rows with a large weight, and of up to 1,024 rows with a small one.
 
-It is written in Gluon, the language below Triton, where a program says which warps do what. One warp does nothing but
-ask for blocks of both factors, the weight's first ones while the kernel ahead still runs; two groups of four multiply
-what has arrived, half of the rows each. They tell each other by barriers in shared memory, so that nobody waits for
-all: between two blocks a tensor core always has another one to do. Norms are spread over kernels as in `linear_triton`.
+It is written in Gluon, the language below Triton, and is warp-specialized. One producer warp copies blocks of both
+factors to shared memory (TMA), the first weight blocks while the previous kernel still runs. Two consumer groups of
+four warps multiply 64 rows each (wgmma). Barriers in shared memory mark each block as full or free, so that a tensor
+core always has another block to multiply. Norms are spread over kernels as in `linear_tiles`.
 
-Every program reads up to 128 rows of x, as far as its own inputs go. Where there are many inputs, programs share them:
-each has more outputs and fewer inputs, and in the end they wait for each other and add up, some rows each. No more of
-them run than there are multiprocessors, and those that wait for each other are neighbours in the grid. Of more rows
-each program takes some.
+Layout: x (T, K), weight (N, K) or, gated, (2 N, K) with the gate first, out (T, N), all contiguous. A stage of shared
+memory holds WARP_ROWS x WARP_INPUTS of x and SIDES * BLOCK_N x WARP_INPUTS of the weight, gate rows first. With split-K
+neighbouring programs of the grid share the inputs: each has partial sums (tiles, SPLITS, 128, width) in fp32 in global
+memory, waits for the others at a grid barrier, and adds up some of the rows. No more programs run than there are
+multiprocessors, so that those that wait for each other run at once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -33,179 +31,76 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetspec.ops.counters import barrier_counters
 from jetspec.ops.fragments_gluon import grid_barrier, wait
+from jetspec.ops.layouts import WARP_INPUTS, WARP_ROWS, WarpTiles, is_small, small_weight_warp_tiles, warp_tiles
+from jetspec.ops.linear_tiles import Epilogue, TiledLinear
 from jetspec.ops.overlap_triton import overlap
-from jetspec.ops.rows import new_rows, whole_tiles
-
-BLOCK_M = 128
-"""Rows, 64 by each group of warps."""
-BLOCK_K = 64
-"""Columns of a block: a line of shared memory, 128 bytes of 16-bit numbers."""
-PROGRAMS = 132
-"""That run at once on Hopper: each fills a multiprocessor."""
-ENOUGH_PROGRAMS = 96
-"""To read a weight about as fast as all of them would."""
-SPLITS = 4, 2
-"""Programs that may share the inputs."""
-MIN_DEPTH = 3072
-"""Inputs that are worth a program of their own, with the adding up that it brings."""
-STAGE_BYTES = 216 * 1024
-"""Of its memory, for blocks on their way."""
-MAX_STAGES = 10
+from jetspec.ops.rows import whole_tiles
+from jetspec.ops.select import device_of, enabled
 
 
-class Pipe(NamedTuple):
-    """Block sizes of the product."""
-
-    BLOCK_N: int
-    HALF: bool
-    """Half as many outputs again."""
-    SPLITS: int = 1
-    """Programs that share the inputs."""
-
-    @property
-    def width(self) -> int:
-        """Outputs of a program."""
-        return self.BLOCK_N + self.BLOCK_N // 2 if self.HALF else self.BLOCK_N
-
-    def stages(self, gated: bool) -> int:
-        """Blocks on their way."""
-        rows = BLOCK_M + (2 if gated else 1) * self.width
-        return min(STAGE_BYTES // (rows * BLOCK_K * 2), MAX_STAGES)
+def _plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool, adds: bool) -> WarpTiles | None:
+    multiprocessors = device_of(x_TK.device).multiprocessors
+    if is_small(weight):
+        return small_weight_warp_tiles(outputs, len(x_TK), multiprocessors)
+    splits = adds and enabled("linear.split_k", x_TK.device)
+    return warp_tiles(outputs, x_TK.shape[1] if splits else 0, multiprocessors)
 
 
-WIDTHS = Pipe(32, False), Pipe(32, True), Pipe(64, False), Pipe(64, True), Pipe(128, False)
-
-
-def find_pipe(outputs: int, depth: int = 0) -> Pipe | None:
-    """One with which all programs run at once, and enough of them; None: there is none.
-
-    `depth` inputs may be shared. If they are many, they must be: a library shares them, too.
-    """
-    shared = [splits for splits in SPLITS if depth >= splits * MIN_DEPTH]
-    for splits in shared or (1,):
-        for pipe in WIDTHS:
-            whole = splits == 1 or not pipe.HALF
-            if whole and ENOUGH_PROGRAMS <= triton.cdiv(outputs, pipe.width) * splits <= PROGRAMS:
-                return pipe._replace(SPLITS=splits)
-    return None
-
-
-def find_small_pipe(outputs: int, rows: int) -> Pipe:
-    """For a small weight, which all that take other rows read, too: the widest with which enough programs have work."""
-    tiles = triton.cdiv(rows, BLOCK_M)
-    wide = [pipe for pipe in WIDTHS if triton.cdiv(outputs, pipe.width) * tiles >= ENOUGH_PROGRAMS]
-    return wide[-1] if wide else WIDTHS[0]
-
-
-def piped_linear_gluon(
-    pipe: Pipe,
-    x_TK: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-) -> Tensor:
-    """`rows_linear_triton` of more rows."""
-    out = new_rows(len(x_TK), len(weight) // (2 if gated else 1), like=x_TK)
-    _launch(pipe, x_TK, weight, bias, out, gated=gated, squares=squares, eps=eps)
-    return out
-
-
-def piped_add_linear_gluon(
-    pipe: Pipe,
-    total_TN: Tensor,
-    x_TK: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Tensor,
-    tap: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`rows_add_linear_triton` of more rows."""
-    T, N = total_TN.shape
-    scaled = new_rows(T, N, like=total_TN)
-    next_squares = torch.empty((triton.cdiv(N, pipe.width), T), dtype=torch.float32, device=total_TN.device)
-    _launch(pipe, x_TK, weight, bias, total_TN, next_norm=norm, scaled=scaled, next_squares=next_squares, tap=tap)
-    return scaled, next_squares
-
-
-def _launch(
-    pipe: Pipe,
-    x_TK: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    gated: bool = False,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    next_norm: Tensor | None = None,
-    scaled: Tensor | None = None,
-    next_squares: Tensor | None = None,
-    tap: Tensor | None = None,
-) -> None:
-    (T, K), N = x_TK.shape, out.shape[1]
-    tiles, row_tiles = triton.cdiv(N, pipe.width), triton.cdiv(T, BLOCK_M)
-    part, met = None, None
-    if pipe.SPLITS > 1:
-        assert row_tiles == 1, "those that wait for each other run at once"
-        part = x_TK.new_empty(tiles, pipe.SPLITS, BLOCK_M, pipe.width, dtype=torch.float32)
-        met = barrier_counters(x_TK.device)
+def _launch(tiles: WarpTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    (T, N), K = out.shape, x_TK.shape[1]
+    programs, row_tiles = triton.cdiv(N, tiles.width), triton.cdiv(T, WARP_ROWS)
+    part, barrier = None, None
+    if tiles.SPLITS > 1:
+        assert row_tiles == 1, "programs that wait for each other run at once"
+        part = x_TK.new_empty(programs, tiles.SPLITS, WARP_ROWS, tiles.width, dtype=torch.float32)
+        barrier = barrier_counters(x_TK.device)
     with torch.cuda.device_of(x_TK):
-        _piped_linear_kernel[(tiles * pipe.SPLITS, row_tiles)](
-            _blocks(whole_tiles(x_TK, BLOCK_M), BLOCK_M),
-            _blocks(weight, pipe.BLOCK_N),
-            _blocks(weight, pipe.BLOCK_N // 2) if pipe.HALF else None,
-            bias,
-            squares,
-            out,
-            next_norm,
-            scaled,
-            next_squares,
-            tap,
+        _warp_specialized_linear_kernel[(programs * tiles.SPLITS, row_tiles)](
+            _blocks(whole_tiles(x_TK, WARP_ROWS), WARP_ROWS),
+            _blocks(weight, tiles.BLOCK_N),
+            _blocks(weight, tiles.BLOCK_N // 2) if tiles.HALF else None,
             part,
-            met,
-            T,
-            N,
+            barrier,
+            *epilogue.operands(out),
             K,
-            0 if squares is None else len(squares),
-            0 if tap is None else tap.stride(0),
-            eps,
-            GATED=gated,
-            PARTS=1 if squares is None else triton.next_power_of_2(len(squares)),
-            BLOCK_M=BLOCK_M,
-            BLOCK_K=BLOCK_K,
-            STAGES=pipe.stages(gated),
+            *epilogue.sizes(out),
+            BLOCK_M=WARP_ROWS,
+            BLOCK_K=WARP_INPUTS,
+            STAGES=tiles.stages(epilogue.gated),
             num_warps=4,
-            **pipe._asdict(),
+            **epilogue.constants(),
+            **tiles._asdict(),
             **overlap(x_TK),
         )
 
 
+WARP_SPECIALIZED = TiledLinear(_plan, _launch)
+
+
 def _blocks(matrix: Tensor, rows: int) -> TensorDescriptor:
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[matrix.dtype]
-    shape = [rows, BLOCK_K]
+    shape = [rows, WARP_INPUTS]
     return TensorDescriptor.from_tensor(matrix, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
 
 
 @gluon.jit
-def _piped_linear_kernel(
+def _warp_specialized_linear_kernel(
     x_desc,
     weight_desc,
     half_desc,
+    part_ptr,
+    barrier_ptr,
     bias_ptr,
     squares_ptr,
+    total_ptr,
     out_ptr,
     next_norm_ptr,
     scaled_ptr,
     next_squares_ptr,
     tap_ptr,
-    part_ptr,
-    met_ptr,
+    K,
     T,
     N,
-    K,
     num_parts,
     tap_stride,
     eps,
@@ -219,8 +114,8 @@ def _piped_linear_kernel(
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
-    """Some outputs of some rows: GATED, where rows of gates lie before those of the rest in one block of shared memory,
-    so that one product makes both; if there is a next norm, added to what is there, and the start of that norm."""
+    """A tile of 128 rows and BLOCK_N (+ BLOCK_N / 2) outputs. GATED, one product makes gate and up: a block of shared
+    memory holds the weight rows of both, gate first."""
     SIDES: gl.constexpr = 2 if GATED else 1
     dtype: gl.constexpr = x_desc.dtype
     x_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
@@ -243,7 +138,7 @@ def _piped_linear_kernel(
     shared = x_blocks, blocks, halves, full, free
     read = squares_ptr, num_parts, eps
     places = bias_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride
-    outside = read, places, next_squares_ptr, part_ptr, met_ptr, T, N, K
+    outside = read, places, total_ptr, next_squares_ptr, part_ptr, barrier_ptr, T, N, K
     gl.warp_specialize(
         [
             (_multiply_first, (shared, outside, work, sizes)),
@@ -257,18 +152,21 @@ def _piped_linear_kernel(
 
 @gluon.jit
 def _fetch(x_desc, weight_desc, half_desc, shared, N, work, sizes: gl.constexpr):
-    """Ask for all blocks in turn. Those of the weight are older than the kernel ahead."""
+    """The producer warp: copies all blocks in turn."""
     BLOCK_K: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
     x_blocks, _, _, full, free = shared
     tile, _, begin, steps, row = work
-    next_start = gl.minimum(steps, STAGES)
-    for step in range(next_start):
+    # copy the first weight blocks: the previous kernel does not write them
+    num_first = gl.minimum(steps, STAGES)
+    for step in range(num_first):
         _fetch_weight(weight_desc, half_desc, shared, N, tile, begin + step, step, sizes)
     wait(sizes[5])
-    for step in range(next_start):
+    # copy the first blocks of x
+    for step in range(num_first):
         column = (begin + step) * BLOCK_K
         tma.async_copy_global_to_shared(x_desc, [row, column], full.index(step), x_blocks.index(step))
+    # copy further blocks as stages become free
     for step in range(STAGES, steps):
         stage = step % STAGES
         mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
@@ -279,7 +177,7 @@ def _fetch(x_desc, weight_desc, half_desc, shared, N, work, sizes: gl.constexpr)
 
 @gluon.jit
 def _fetch_weight(weight_desc, half_desc, shared, N, tile, block, stage, sizes: gl.constexpr):
-    """Its part of a block, after saying how much will arrive with x."""
+    """Copies the weight of a block, after announcing the bytes that will arrive with x."""
     BLOCK_M: gl.constexpr = sizes[0]
     BLOCK_N: gl.constexpr = sizes[1]
     HALF: gl.constexpr = sizes[2]
@@ -311,7 +209,7 @@ def _multiply_second(shared, outside, work, sizes: gl.constexpr):
 
 @gluon.jit
 def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """64 rows by one group of warps: the product, then what stands behind it."""
+    """A consumer group: the product of 64 rows, then the epilogue."""
     BLOCK_N: gl.constexpr = sizes[1]
     HALF: gl.constexpr = sizes[2]
     STAGES: gl.constexpr = sizes[4]
@@ -322,22 +220,22 @@ def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     WIDTH: gl.constexpr = BLOCK_N + BLOCK_N // 2 if HALF else BLOCK_N
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDES * BLOCK_N, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDES * BLOCK_N // 2, 16])
-    # Rows that are ended lie as in the product, or, of a shared one, as in memory.
+    # The epilogue has the layout of the product, or, with split-K, that of memory.
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     lines: gl.constexpr = gl.BlockedLayout([1, BLOCK_N // 32], [1, 32], [4, 1], [1, 0])
     own: gl.constexpr = mma if SPLITS == 1 else lines
     half_own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
     rows: gl.constexpr = gl.SliceLayout(1, own)
     x_blocks, blocks, halves, full, free = shared
-    read, places, next_squares_ptr, part_ptr, met_ptr, T, N, K = outside
+    read, places, total_ptr, next_squares_ptr, part_ptr, barrier_ptr, T, N, K = outside
     squares_ptr, num_parts, eps = read
     tile, split, _, steps, row = work
     wait(sizes[5])
-    # Where programs share the inputs, each ends some of the rows.
+    # With split-K each program runs the epilogue of some of the rows.
     OWN: gl.constexpr = 64 // SPLITS
     first, first_token = tile * WIDTH, row + GROUP * 64 + split * OWN
 
-    # What the end needs is asked for now.
+    # prefetch the operands of the epilogue
     factor = gl.full([OWN], 1.0, gl.float32, rows)
     if squares_ptr is not None:
         square_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
@@ -346,11 +244,12 @@ def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
         known = (part < num_parts) & (square_token < T)
         squares = gl.load(squares_ptr + part * T + square_token, mask=known, other=0.0)
         factor = gl.convert_layout(1 / gl.sqrt(gl.sum(squares, 0) / K + eps), rows)
-    before = _load_before(places, first_token, first, T, N, OWN, BLOCK_N, own)
+    before = _load_before(total_ptr, first_token, first, T, N, OWN, BLOCK_N, own)
     half_before = before
     if HALF:
-        half_before = _load_before(places, first_token, first + BLOCK_N, T, N, OWN, BLOCK_N // 2, half_own)
+        half_before = _load_before(total_ptr, first_token, first + BLOCK_N, T, N, OWN, BLOCK_N // 2, half_own)
 
+    # multiply block by block
     y = gl.zeros([64, SIDES * BLOCK_N], gl.float32, wide)
     half_y = gl.zeros([64, SIDES * BLOCK_N // 2], gl.float32, narrow)
     for step in range(steps):
@@ -363,20 +262,21 @@ def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
             y, half_y = warpgroup_mma_wait(num_outstanding=2, deps=(y, half_y))
         else:
             y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
-        # The products of the block before are done, and its place is free.
+        # The products of the previous block are complete: its stage is free.
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=step > 0)
     if HALF:
         y, half_y = warpgroup_mma_wait(num_outstanding=0, deps=(y, half_y))
     else:
         y = warpgroup_mma_wait(num_outstanding=0, deps=(y,))
 
+    # epilogue: store, or add the partial sums of other splits, store and begin the next norm
     if next_squares_ptr is None:
         _store(y, factor, first_token, first, places, T, N, GATED, BLOCK_N)
         if HALF:
             _store(half_y, factor, first_token, first + BLOCK_N, places, T, N, GATED, BLOCK_N // 2)
     else:
         if SPLITS > 1:
-            y = _add_up(y, part_ptr, met_ptr, tile * 2 + GROUP, split, BLOCK_N, SPLITS, wide, own)
+            y = _add_splits(y, part_ptr, barrier_ptr, tile * 2 + GROUP, split, BLOCK_N, SPLITS, wide, own)
         own_squares = _store_added(y, before, first_token, first, places, T, N, OWN, BLOCK_N, own)
         if HALF:
             half_squares = _store_added(
@@ -388,10 +288,10 @@ def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _add_up(
+def _add_splits(
     y,
     part_ptr,
-    met_ptr,
+    barrier_ptr,
     group,
     split,
     WIDTH: gl.constexpr,
@@ -399,12 +299,14 @@ def _add_up(
     wide: gl.constexpr,
     own: gl.constexpr,
 ):
-    """Some rows of what all programs that share the inputs have found. They were written by other multiprocessors, so
-    they are read from the cache that all share."""
+    """Adds the partial sums of all splits, for some rows. Other multiprocessors wrote them, so they are loaded from the
+    L2 cache."""
     OWN: gl.constexpr = 64 // SPLITS
+    # store partial sums
     row, column = _indices(0, 0, 64, WIDTH, wide)
     gl.store(part_ptr + ((group * SPLITS + split) * 64 + row) * WIDTH + column, y)
-    grid_barrier(met_ptr + group, split, SPLITS)
+    grid_barrier(barrier_ptr + group, split, SPLITS)
+    # add the partial sums of own rows
     own_row, own_column = _indices(split * OWN, 0, OWN, WIDTH, own)
     total = gl.zeros([OWN, WIDTH], gl.float32, own)
     for i in gl.static_range(SPLITS):
@@ -415,18 +317,18 @@ def _add_up(
 
 @gluon.jit
 def _store(y, factor, first_token, first, places, T, N, GATED: gl.constexpr, WIDTH: gl.constexpr):
-    """Outputs from `first` on of 64 rows, which a norm divides; GATED, from gates and the rest side by side."""
+    """Stores outputs from `first` on of 64 rows, times `factor` of a norm; GATED, from gate and up side by side."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     bias_ptr, out_ptr, _, _, _, _ = places
     token, output = _indices(first_token, first, 64, WIDTH, layout)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
     if GATED:
-        gate, rest = gl.split(gl.permute(gl.reshape(y, [64, 2, WIDTH]), [0, 2, 1]))
-        gate, rest = gl.convert_layout(gate, layout) * factor, gl.convert_layout(rest, layout) * factor
+        gate, up = gl.split(gl.permute(gl.reshape(y, [64, 2, WIDTH]), [0, 2, 1]))
+        gate, up = gl.convert_layout(gate, layout) * factor, gl.convert_layout(up, layout) * factor
         if bias_ptr is not None:
             gate += gl.load(bias_ptr + output, mask=output < N, other=0.0).to(gl.float32)
-            rest += gl.load(bias_ptr + N + output, mask=output < N, other=0.0).to(gl.float32)
-        out = gate / (1 + gl.exp(-gate)) * rest
+            up += gl.load(bias_ptr + N + output, mask=output < N, other=0.0).to(gl.float32)
+        out = gate / (1 + gl.exp(-gate)) * up
     else:
         out = y * factor
         if bias_ptr is not None:
@@ -448,8 +350,8 @@ def _store_added(
     WIDTH: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Outputs from `first` on of some rows, added to what was there `before`, and the start of the norm that comes
-    next. Returns their sums of squares."""
+    """Stores outputs from `first` on of some rows, added to the residual `before`, and begins the next norm. Returns
+    the sums of squares of the stored rows."""
     bias_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride = places
     token, output = _indices(first_token, first, ROWS, WIDTH, layout)
     if bias_ptr is not None:
@@ -466,14 +368,14 @@ def _store_added(
 
 
 @gluon.jit
-def _load_before(places, first_token, first, T, N, ROWS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """What is added to, if there is a next norm."""
-    if places[2] is None:
+def _load_before(total_ptr, first_token, first, T, N, ROWS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Loads the residual, if there is one."""
+    if total_ptr is None:
         return gl.full([1, 1], 0.0, gl.float32, layout)
     else:
         token, output = _indices(first_token, first, ROWS, WIDTH, layout)
         place = token.to(gl.int64) * N + output
-        return gl.load(places[1] + place, mask=(token < T) & (output < N), other=0.0).to(gl.float32)
+        return gl.load(total_ptr + place, mask=(token < T) & (output < N), other=0.0).to(gl.float32)
 
 
 @gluon.jit
