@@ -28,6 +28,7 @@ from jetspec.models.head_folder import (
     misfits,
     published_tensors,
     raw_config,
+    shared_facts,
     table,
     write_folder,
 )
@@ -200,16 +201,10 @@ def describe_eagle3(folder: Path) -> dict[str, Any]:
         head = Eagle3Head(config)
     return {
         "format": "EAGLE-3" + (" (speculators)" if "speculators_model_type" in raw_config(folder) else ""),
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "layers": 1,
-        "hidden_size": config.layers.hidden_size,
-        "vocab_size": config.layers.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "depth": config.depth,
-        "own_embedding": config.own_embedding,
+        **shared_facts(head),
         "tap_layers": list(config.tap_layers) or "as the target decides",
-        "num_target_layers": config.num_target_layers,
-        "target_hidden_size": config.target_hidden_size or config.layers.hidden_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "own_embedding": config.own_embedding,
     }
 
 
@@ -220,10 +215,7 @@ def for_target(config: Eagle3Config, target: DecoderConfig) -> Eagle3Config:
 
 def check_eagle3_fits(head: Eagle3Config, target: DecoderConfig) -> list[str]:
     """Returns the reasons why a head does not fit a target."""
-    problems = []
-    read_size = head.target_hidden_size or head.layers.hidden_size
-    if read_size != target.hidden_size:
-        problems.append(f"it reads states of size {read_size}, the target's have {target.hidden_size}")
+    problems = misfits(head, target)
     if head.layers.hidden_size != target.hidden_size and not head.own_embedding:
         problems.append(f"its hidden size is {head.layers.hidden_size}, and it has no embedding of that size")
-    return problems + misfits(head.layers.vocab_size, head.num_target_layers, head.tap_layers, target)
+    return problems

@@ -5,7 +5,7 @@ Shapes and dtypes are checked before any tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from jetspec.files import some, whole_folder
 from jetspec.models.decoder import DecoderConfig, DecoderStack, RopeConfig
+from jetspec.models.draft_head import DraftHead, HeadConfig
+from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
 from jetspec.models.families import part_rows, parts_of
 from jetspec.models.gguf import PLAIN
 from jetspec.models.tensor_files import (
@@ -222,18 +224,34 @@ class TargetShape(Protocol):
     def num_layers(self) -> int: ...
 
 
-def misfits(
-    vocab_size: int, num_target_layers: int | None, tap_layers: Sequence[int], target: TargetShape
-) -> list[str]:
+def misfits(head: HeadConfig | Eagle3Config, target: TargetShape) -> list[str]:
     """Returns the reasons why a head of any kind does not fit a target."""
     problems = []
+    vocab_size, read_size = head.layers.vocab_size, head.target_hidden_size or head.layers.hidden_size
+    if read_size != target.hidden_size:
+        problems.append(f"it reads states of size {read_size}, the target's have {target.hidden_size}")
     if vocab_size != target.vocab_size:
         problems.append(f"its vocabulary has {vocab_size} tokens, the target's has {target.vocab_size}")
-    if num_target_layers not in (None, target.num_layers):
-        problems.append(f"it was made for {num_target_layers} layers, the target has {target.num_layers}")
-    if outside := [i for i in tap_layers if not 0 <= i < target.num_layers]:
+    if head.num_target_layers not in (None, target.num_layers):
+        problems.append(f"it was made for {head.num_target_layers} layers, the target has {target.num_layers}")
+    if outside := [i for i in head.tap_layers if not 0 <= i < target.num_layers]:
         problems.append(f"it taps layer {outside[0]}, the target has layers 0 to {target.num_layers - 1}")
     return problems
+
+
+def shared_facts(head: DraftHead | Eagle3Head) -> dict[str, Any]:
+    """Returns the facts about a head that all kinds have."""
+    config = head.head_config
+    return {
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "layers": config.layers.num_layers,
+        "hidden_size": config.layers.hidden_size,
+        "vocab_size": config.layers.vocab_size,
+        "depth": config.depth,
+        "tap_layers": list(config.tap_layers),
+        "num_target_layers": config.num_target_layers,
+        "target_hidden_size": config.target_hidden_size or config.layers.hidden_size,
+    }
 
 
 def layer_fields(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:

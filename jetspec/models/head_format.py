@@ -27,6 +27,7 @@ from jetspec.models.head_folder import (
     nested_head,
     published_tensors,
     raw_config,
+    shared_facts,
     table,
     write_folder,
 )
@@ -112,19 +113,12 @@ def describe_head(folder: str | Path) -> dict[str, Any] | None:
         head = DraftHead(config)
     return {
         "format": ("JetSpec" if config.causal else "DFlash") + (" with edges" if config.edge else ""),
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "layers": config.layers.num_layers,
-        "hidden_size": config.layers.hidden_size,
-        "vocab_size": config.layers.vocab_size,
+        **shared_facts(head),
         "windows": list(config.layers.windows),
         "block_size": config.block_size,
-        "depth": config.depth,
         "mask_token": config.mask_token,
         "causal": config.causal,
         "shifted": config.shifted,
-        "tap_layers": list(config.tap_layers),
-        "num_target_layers": config.num_target_layers,
-        "target_hidden_size": config.target_hidden_size or config.layers.hidden_size,
         "edge_rank": config.edge.rank if config.edge else None,
     }
 
@@ -137,12 +131,9 @@ def require_fit(name: str | Path, head: HeadConfig, target: TargetShape) -> None
 
 def check_fits(head: HeadConfig, target: TargetShape) -> list[str]:
     """Returns the reasons why a head does not fit a target."""
-    problems = []
-    if head.target_hidden_size not in (None, target.hidden_size):
-        problems.append(f"it reads states of size {head.target_hidden_size}, the target's have {target.hidden_size}")
+    problems = misfits(head, target)
     if head.layers.hidden_size != target.hidden_size:
         problems.append(f"its hidden size is {head.layers.hidden_size}, the target's is {target.hidden_size}")
-    problems += misfits(head.layers.vocab_size, head.num_target_layers, head.tap_layers, target)
     if head.mask_token >= target.vocab_size:
         problems.append(f"its mask token {head.mask_token} is outside the target's vocabulary of {target.vocab_size}")
     return problems

@@ -19,6 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Encoding, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from jetspec.models.tensor_files import read_json
+
 Message = Mapping[str, Any]
 
 CHAT_VARIABLES = ("tools", "documents", "enable_thinking", "date_string")
@@ -74,7 +76,8 @@ class Tokenizer:
             raise ValueError(f"{file}: is not a valid tokenizer ({error})") from error
         backend.no_padding()
         backend.no_truncation()
-        config = _json_table(folder / "tokenizer_config.json")
+        described = folder / "tokenizer_config.json"
+        config = read_json(described) if described.exists() else {}
         return cls(backend, _folder_template(folder, config), _named_tokens(config))
 
     def save(self, folder: Path) -> None:
@@ -265,16 +268,6 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
     """Returns plain JSON; jinja's own filter escapes for HTML."""
     options = {"ensure_ascii": False} | options
     return json.dumps(value, indent=indent, **options)
-
-
-def _json_table(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-    return value if isinstance(value, dict) else {}
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
