@@ -4,7 +4,7 @@
 def main() -> None:
     try:
         from jetspec.commands.app import main as run
-    except KeyboardInterrupt:  # the impatient need no traceback of imports
+    except KeyboardInterrupt:  # an interrupt during imports shows no traceback
         raise SystemExit(130) from None
     run()
 

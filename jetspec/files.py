@@ -1,4 +1,4 @@
-"""Files: errors name them, no failure leaves half of one, and no two runs write the same one."""
+"""Files: errors that name them, writes that are whole or absent, folders of one run at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What the system refuses names this file. By itself it names one only where it is opened, not on a full disk."""
+    """Adds the path to errors of the system, which names one only when it is opened, not on a full disk."""
     try:
         yield
     except OSError as error:
@@ -27,9 +27,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all: beside its final name first, then moved into place.
+    """Writes a text file, whole or not at all: to a temporary name, then renamed.
 
-    A device or a pipe is written to as it is: a move would put a file in its place.
+    A device or a pipe is written in place: a rename would replace it by a file.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
@@ -44,7 +44,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written, before the work that is to fill it. Nothing is made yet."""
+    """Refuses a path that cannot be written, before the work whose result goes there. Creates nothing."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write")
     above = next(folder for folder in path.absolute().parents if folder.exists())
@@ -57,9 +57,9 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, own: Sequence[str]) -> Iterator[Path]:
-    """Fill a folder that appears complete or not at all: what is yielded takes its place at the end.
+    """Yields a temporary folder, which is renamed to `folder` at the end: it appears complete or not at all.
 
-    It replaces an older folder of files with these names; one that holds anything else is not touched.
+    An older folder of files with these names is replaced; a folder with any other file is refused.
     """
     folder = folder.absolute()
     check_replaceable(folder, own)
@@ -81,7 +81,7 @@ def whole_folder(folder: Path, own: Sequence[str]) -> Iterator[Path]:
 
 
 def check_replaceable(folder: Path, own: Sequence[str]) -> None:
-    """Refuse a folder that holds anything but files with these names."""
+    """Refuses a folder that holds files of other names."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -95,7 +95,7 @@ def some(names: list[str]) -> str:
 
 
 def lock(file: IO[Any], refusal: str) -> None:
-    """Have an open file alone, where the system can say so. The lock goes with the process, however it ends."""
+    """Locks an open file, on systems that can. The lock ends with the process, however that ends."""
     try:
         import fcntl
 

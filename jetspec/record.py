@@ -1,4 +1,4 @@
-"""Results that can be traced: what was run, on what, with which versions."""
+"""Records: results with the command, commit, hardware and versions that produced them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jetspec.files import write_whole
 
 WITH_CHANGES = " with changes"
 PACKAGES = ("jetspec", "torch", "triton", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
-"""What computes: measurements that go on with others must have the same."""
+"""Packages that compute. A resumed measurement requires the same versions."""
 GRADERS = ("datasets", "math-verify", "latex2sympy2-extended", "sympy")
-"""What reads questions, and decides whether an answer is right. No time and no text depends on them."""
+"""Packages that read questions and grade answers. No time and no text depends on them."""
 
 
 def make_record(results: dict[str, Any], commit: str | None = None) -> dict[str, Any]:
-    """Results under a head that says where they come from.
+    """Results with their command, date, commit, hardware and versions.
 
-    `commit` is for runs on a copy of the source without its history; otherwise git is asked.
+    `commit` is for runs on a copy of the source without history; by default git reports it.
     """
     return {
         "command": current_command(),
@@ -44,14 +44,14 @@ def date_now() -> str:
 
 
 def write_record(path: Path, results: dict[str, Any], commit: str | None = None) -> None:
-    """Write a record as JSON, whole or not at all."""
+    """Writes a record as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(make_record(results, commit), indent=1) + "\n")
 
 
 def current_command() -> str:
-    """The command that runs here; it runs again in the same folder, whose own place is one machine's affair, where what
-    lay far from it lies in it."""
+    """The command of this process, to run again in the same folder. Absolute paths are made relative to the folder, and
+    of those far from it only the last part is kept: records name no place of a machine."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     program, *words = sys.argv
     if main is not None:
@@ -61,44 +61,43 @@ def current_command() -> str:
 
 
 def module_command(words: Sequence[str]) -> str:
-    """How the command `python -m` with these words is recorded."""
+    """The recorded form of `python -m` with these words."""
     return shlex.join(["python", "-m", *map(_from_here, words)])
 
 
 def _from_here(word: str) -> str:
-    """A word of a command line, as in --out=PATH, NAME=PATH,NAME=PATH or data=[PATH, PATH], without the place of its
-    absolute paths."""
+    """A word of a command line, such as --out=PATH, NAME=PATH,NAME=PATH or data=[PATH, PATH], with relative paths."""
     parts = re.split(r"([=,\[\]] *)", word)
     return "".join(_path_from_here(Path(part)) if Path(part).is_absolute() else part for part in parts)
 
 
 def _path_from_here(path: Path) -> str:
-    """A relative path; of a path with which this folder shares nothing but the root only the last part."""
+    """A relative path, or only the last part of a path that shares nothing but the root with this folder."""
     shares = len(Path(os.path.commonpath((path, Path.cwd()))).parts) > 1
     return os.path.relpath(path) if shares else path.name
 
 
 def shown(path: str) -> str:
-    """A path or a name; of an absolute path only the last part, since the rest is one machine's affair."""
+    """A path or a name; of an absolute path only the last part, since the rest depends on the machine."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
 def shown_head(path: str) -> str:
-    """As `shown`, but of an absolute path the last two parts: every training calls its head `head`."""
+    """A path or a name; of an absolute path the last two parts, since every training names its head `head`."""
     return "/".join(Path(path).parts[1:][-2:]) if Path(path).is_absolute() else path
 
 
 def current_commit() -> str | None:
-    """The commit of the source, marked when files differ from it; None when nothing tells.
+    """The commit of the source, marked when files differ from it; None when it is unknown.
 
-    A copy without its history names its commit in a file COMMIT at its root.
+    A copy without history names its commit in a file COMMIT at its root.
     """
     named = Path(__file__).parent.parent / "COMMIT"
     if named.is_file():
         return named.read_text().strip()
 
     def git(*words: str) -> str:
-        """It may be killed with us, so it takes no lock that would stay."""
+        """Output of git, which takes no lock: it may be killed with this process."""
         command, here = ["git", "--no-optional-locks", *words], Path(__file__).parent
         return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -111,7 +110,7 @@ def current_commit() -> str | None:
 
 
 def is_whole_commit(commit: str | None) -> bool:
-    """Whether a commit is known and is all of the source: what was changed after it cannot be had again."""
+    """True if a commit is known and holds all of the source: later changes could not be restored."""
     return commit is not None and not commit.endswith(WITH_CHANGES)
 
 
@@ -127,7 +126,7 @@ def hardware() -> dict[str, Any]:
 
 
 def has_mps() -> bool:
-    """Whether NVIDIA's service is there that lets processes compute on a GPU at the same time."""
+    """True if NVIDIA's MPS runs, which lets processes compute on a GPU at the same time."""
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     return (Path(folder) / "control").exists()
 
@@ -142,7 +141,7 @@ def cpu_name() -> str:
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Of those that are installed, by what their metadata says: nothing is imported."""
+    """Versions of the installed packages, from their metadata: nothing is imported."""
     found = {}
     for name in names:
         try:

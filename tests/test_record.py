@@ -81,7 +81,7 @@ def test_a_place_elsewhere_on_the_machine_is_not_told(tmp_path: Path, monkeypatc
 
 
 def test_no_record_tells_a_place_of_a_machine() -> None:
-    """What was written before is as what would be written now."""
+    """Records of earlier releases satisfy the rule as well."""
     for path in sorted((ROOT / "docs" / "results").rglob("*.json")):
         words = shlex.split(json.loads(path.read_text())["command"])
         assert [word for word in words if module._from_here(word) != word] == [], path.name

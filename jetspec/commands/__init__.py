@@ -1,1 +1,1 @@
-"""What the commands show: one module per command, on top of what they share in `screen`."""
+"""Commands: one module each, with its options and its screen, on the parts that they share."""

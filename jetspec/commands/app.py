@@ -191,13 +191,13 @@ def behind_command(
 
 def _placeholder(name: str, reason: str, help: str = "", hidden: bool = True) -> Any:
     """A command that fails with one line, whatever its words."""
-    moved = typer.Typer(add_completion=False)
+    gone = typer.Typer(add_completion=False)
 
-    @moved.command(name, help=help, hidden=hidden, context_settings=ANY_WORDS, add_help_option=False)
+    @gone.command(name, help=help, hidden=hidden, context_settings=ANY_WORDS, add_help_option=False)
     def fail() -> None:
         raise ValueError(reason)
 
-    return typer.main.get_command(moved)
+    return typer.main.get_command(gone)
 
 
 def _plugin(name: str, package: str, help: str) -> Any:

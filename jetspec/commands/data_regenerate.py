@@ -44,7 +44,7 @@ def regenerate_data(
     on_bad: OnBad,
     dry_run: bool,
 ) -> None:
-    config.sampling("")  # a bad setting is refused before anything is read
+    config.sampling("")  # refuses bad settings before anything is read
     where = places(model.device, machine.jobs)
     if config.responses == "corpus":
         where, corpus = ["cpu"], load_corpus(config)
@@ -75,7 +75,7 @@ def time_needed(
     with working("Answering a few prompts"):
         found = probe(llm, config, todo, engine.max_batch)
     if found is None:
-        return "how long it takes is not known: none of the prompts that were tried can be answered"
+        return "the time is unknown: none of the prompts that were tried can be answered"
     num_answers = sum(len(prompt.turns) for prompt in todo)
     seconds = found.seconds_for(num_answers, config.max_tokens, len(set(where)))
     return (

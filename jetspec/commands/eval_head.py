@@ -48,6 +48,13 @@ class EvalOptions:
         for name in ("limit", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in self.names:
+            if name != "chain":
+                TreeConfig(int(name) if name.isdecimal() else name)  # type: ignore[arg-type]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.budgets.split(","))
 
 
 @dataclass(frozen=True)
@@ -93,68 +100,42 @@ def eval_head_command(
     check_model(settings.model)
     from jetspec.data.prompts import find_tasks
 
-    given = settings.eval
-    files = find_tasks(data_dir, given.tasks.split(",") if given.tasks else None)
-    budgets = tuple(given.budgets.split(","))
-    plan = EvalPlan(
-        settings.model.head, files, given.limit, given.max_tokens, budgets, settings.tree, given.real, out_file
-    )
-    eval_head(load_llm(settings.model, settings.engine), plan, as_json)
+    tasks = settings.eval.tasks
+    files = find_tasks(data_dir, tasks.split(",") if tasks else None)
+    eval_head(load_llm(settings.model, settings.engine), settings, files, out_file, as_json)
 
 
-@dataclass(frozen=True)
-class EvalPlan:
-    """One evaluation."""
+def eval_head(llm: LLM, settings: Evaluation, files: Mapping[str, Path], out_file: Path | None, as_json: bool) -> None:
+    """Lets the target answer, scores the head on the answers, decodes them again, and shows the results.
 
-    head: str | None
-    """Its name in the results."""
-    tasks: Mapping[str, Path]
-    """Files of questions."""
-    limit: int
-    max_tokens: int
-    budgets: tuple[str, ...]
-    tree: TreeConfig
-    """Settings of every tree except the budget."""
-    real: bool
-    """Decode in addition to scoring."""
-    out: Path | None
-    """File of the record. The target's answers are kept beside it."""
-
-    def __post_init__(self) -> None:
-        self.trees(reach=1)
-
-    def trees(self, reach: int) -> dict[str, TreeConfig]:
-        from jetspec.train.evaluate import make_trees
-
-        return make_trees(self.budgets, self.tree, reach)
-
-
-def eval_head(llm: LLM, plan: EvalPlan, as_json: bool) -> None:
-    """Lets the target answer, scores the head on the answers, decodes them again, and shows the results."""
+    `files` holds the questions of each task. The target's answers are kept beside `out_file`, the record.
+    """
     from jetspec.engine.engine import check_drafter
     from jetspec.record import write_record
     from jetspec.train.evaluate import HeadScore, score_head
 
     if llm.head is None:
         raise ValueError("there is no head to evaluate; give one with --head")
-    check_drafter("head", llm.head, plan.tree)
-    documents = _answers(llm, plan)
+    check_drafter("head", llm.head, settings.tree)
+    documents = _answers(llm, settings.eval, files, out_file.parent / "answers" if out_file else None)
     scores = {}
     for task, answers in documents.items():
         note(f"{task}: scoring {len(answers)} answers")
-        scores[task] = score_head(llm.target.decoder, llm.head, answers, plan.budgets, plan.tree, progress=True)
-    real = _decode(llm, plan, documents) if plan.real else {}
-    results = _results(llm, plan, scores, real)
+        scores[task] = score_head(
+            llm.target.decoder, llm.head, answers, settings.eval.names, settings.tree, progress=True
+        )
+    real = _decode(llm, settings, documents) if settings.eval.real else {}
+    results = _results(llm, settings, scores, real)
     write_json(results) if as_json else _show(results, HeadScore.join(list(scores.values())))
-    if plan.out is not None:
-        write_record(plan.out, results)
+    if out_file is not None:
+        write_record(out_file, results)
 
 
-def _answers(llm: LLM, plan: EvalPlan) -> dict[str, list[Document]]:
+def _answers(llm: LLM, asked: EvalOptions, files: Mapping[str, Path], cache: Path | None) -> dict[str, list[Document]]:
     from jetspec.data.answers import Answerer, fingerprint
     from jetspec.data.prompts import read_questions
 
-    tasks = {task: read_questions(path, plan.limit) for task, path in plan.tasks.items()}
+    tasks = {task: read_questions(path, asked.limit) for task, path in files.items()}
     plain, target = llm.with_drafter("none"), llm.target
     answerer = Answerer(
         llm=plain,
@@ -162,10 +143,9 @@ def _answers(llm: LLM, plan: EvalPlan) -> dict[str, list[Document]]:
         fingerprint=fingerprint(target.decoder),
         max_prompt_tokens=plain.max_prompt_tokens,
         vocab_size=target.decoder.config.vocab_size,
-        max_tokens=plan.max_tokens,
+        max_tokens=asked.max_tokens,
         progress=True,
     )
-    cache = plan.out.parent / "answers" if plan.out else None
     for questions in tasks.values():
         answerer.check(questions)
     documents = {}
@@ -177,35 +157,40 @@ def _answers(llm: LLM, plan: EvalPlan) -> dict[str, list[Document]]:
     return documents
 
 
-def _decode(llm: LLM, plan: EvalPlan, documents: Mapping[str, Sequence[Document]]) -> dict[str, dict[str, Decoded]]:
+def _decode(
+    llm: LLM, settings: Evaluation, documents: Mapping[str, Sequence[Document]]
+) -> dict[str, dict[str, Decoded]]:
     """Results of decoding by task and budget; one engine at a time."""
     from jetspec.data.answers import decode
+    from jetspec.train.evaluate import make_trees
 
     assert llm.head is not None
+    depth = llm.head.head_config.draft_depth(settings.tree.depth)
     real: dict[str, dict[str, Decoded]] = {task: {} for task in documents}
-    for name, tree in plan.trees(llm.head.head_config.draft_depth(plan.tree.depth)).items():
+    for name, tree in make_trees(settings.eval.names, settings.tree, depth).items():
         fast = llm.with_drafter("head", tree)
         for task, answers in documents.items():
             note(f"{task}: decoding with {_label(name)}")
-            real[task][name] = decode(fast, answers, plan.max_tokens, True)
+            real[task][name] = decode(fast, answers, settings.eval.max_tokens, progress=True)
     return real
 
 
 def _results(
-    llm: LLM, plan: EvalPlan, scores: Mapping[str, HeadScore], real: Mapping[str, Mapping[str, Decoded]]
+    llm: LLM, settings: Evaluation, scores: Mapping[str, HeadScore], real: Mapping[str, Mapping[str, Decoded]]
 ) -> dict[str, Any]:
     from jetspec.record import shown_head
 
     assert llm.head is not None
+    depth = llm.head.head_config.draft_depth(settings.tree.depth)
     forced = {task: score.tokens_per_round for task, score in scores.items()}
     return {
         "model": llm.model_name,
-        "head": plan.head and shown_head(plan.head),
+        "head": settings.model.head and shown_head(settings.model.head),
         "dtype": str(llm.target.decoder.embedding.dtype).removeprefix("torch."),
         "batch": llm.config.max_batch,
-        "limit": plan.limit,
-        "max_tokens": plan.max_tokens,
-        "tree": {**asdict(plan.tree), "budget": None, "depth": llm.head.head_config.draft_depth(plan.tree.depth)},
+        "limit": settings.eval.limit,
+        "max_tokens": settings.eval.max_tokens,
+        "tree": {**asdict(settings.tree), "budget": None, "depth": depth},
         "tokens_per_round": forced,
         "mean": _mean(forced),
         "real": {task: {name: asdict(d) for name, d in row.items()} for task, row in real.items()},

@@ -21,8 +21,7 @@ from jetspec.train.config import HeadShape
 
 if TYPE_CHECKING:
     from jetspec.profile.operations import OpProfile
-    from jetspec.profile.rounds import Profile, Workload
-    from jetspec.profile.shapes import Weights
+    from jetspec.profile.rounds import Profile
 
 CPU_ROUNDS, GPU_ROUNDS = 10, 200
 EDGE_RANK = 128
@@ -141,12 +140,9 @@ def profile(
         raise ValueError("--head names a head with a shape of its own; leave out head.* and --edge")
     asked = settings.profile
     trees = [replace(settings.tree, budget=nodes) for nodes in asked.budgets]
-    report = Report(as_json, out_file)
-    from jetspec.profile.rounds import Workload
-
-    timed = default_rounds(asked.device) if asked.rounds is None else asked.rounds
-    works = [Workload(length, asked.batch, timed, asked.max_len, asked.temperature) for length in asked.contexts]
-    profile_rounds(asked, asked.weights, HeadChoice(head, shape), trees, works, report)
+    if out_file is not None:
+        check_writable(out_file)
+    show(*profile_rounds(asked, head, shape, trees), out_file, as_json)
 
 
 @app.command(
@@ -167,8 +163,10 @@ def op(
     """Time one operation: its kernel in a CUDA graph, as in a round, and its reference eagerly."""
     if name is None:
         list_operations(settings.profile.shape)
-    else:
-        profile_operations(name, settings.profile, Report(as_json, out_file))
+        return
+    if out_file is not None:
+        check_writable(out_file)
+    show(*profile_operations(name, settings.profile), out_file, as_json)
 
 
 def _given_options(context: typer.Context) -> Iterator[str]:
@@ -179,56 +177,38 @@ def _given_options(context: typer.Context) -> Iterator[str]:
             yield option.opts[0]
 
 
-@dataclass(frozen=True)
-class Report:
-    """Destinations of the results."""
-
-    as_json: bool
-    out: Path | None
-
-    def __post_init__(self) -> None:
-        if self.out is not None:
-            check_writable(self.out)
-
-
-@dataclass(frozen=True)
-class HeadChoice:
-    """A head on disk, or a shape for random weights."""
-
-    path: str | None
-    shape: HeadShape
+Results = tuple[dict[str, Any], Table, str | None]
+"""Results of a measurement as a dict and as a table, and the commit that ran when it began."""
 
 
 def profile_rounds(
-    where: Where,
-    weights: Weights,
-    choice: HeadChoice,
-    trees: Sequence[TreeConfig],
-    works: Sequence[Workload],
-    report: Report,
-) -> None:
-    """Times every tree with every workload, over one load of the models."""
+    asked: RoundOptions, head_name: str | None, shape: HeadShape, trees: Sequence[TreeConfig]
+) -> Results:
+    """Times every tree after every context, over one load of the models. `shape` is that of a random head."""
     from jetspec.engine.llm import choose_device, choose_dtype
     from jetspec.profile import rounds
     from jetspec.profile.shapes import open_head, open_target, shape_of
     from jetspec.record import current_commit, shown, shown_head
 
-    commit, device = current_commit(), choose_device(where.device)
-    config = shape_of(where.shape)
+    commit, device = current_commit(), choose_device(asked.device)
+    usual = CPU_ROUNDS if device.type == "cpu" else GPU_ROUNDS
+    timed = usual if asked.rounds is None else asked.rounds
+    works = [rounds.Workload(length, asked.batch, timed, asked.max_len, asked.temperature) for length in asked.contexts]
+    config = shape_of(asked.shape)
     for work, tree in product(works, trees):
         rounds.check(config, tree, work)
-    with working(f"Loading {where.shape}"):
-        target = open_target(where.shape, weights, choose_dtype(where.dtype, device), device)
-        head = open_head(target, choice.path, choice.shape)
+    with working(f"Loading {asked.shape}"):
+        target = open_target(asked.shape, asked.weights, choose_dtype(asked.dtype, device), device)
+        head = open_head(target, head_name, shape)
     runs = []
     for work, tree in product(works, trees):
         with working(f"Timing trees of {tree.budget} nodes after {work.context} tokens"):
             runs.append(rounds.profile(target, head, tree, work))
     results = {
-        "shape": shown(where.shape),
-        "weights": weights,
+        "shape": shown(asked.shape),
+        "weights": asked.weights,
         "head": {
-            "name": choice.path and shown_head(choice.path),
+            "name": head_name and shown_head(head_name),
             "layers": head.config.num_layers,
             "block_size": head.head_config.block_size,
             "edge_rank": head.head_config.edge.rank if head.head_config.edge else 0,
@@ -236,17 +216,10 @@ def profile_rounds(
         "tree": {**asdict(trees[0]), "budget": None},
         "dtype": str(target.embedding.dtype).removeprefix("torch."),
         "device": device.type,
-        "rounds": works[0].rounds,
+        "rounds": timed,
         "runs": [run.to_dict() for run in runs],
     }
-    _write(results, _round_table(runs), report, commit)
-
-
-def default_rounds(device: str) -> int:
-    """Number of rounds, fewer on a CPU."""
-    from jetspec.engine.llm import choose_device
-
-    return CPU_ROUNDS if choose_device(device).type == "cpu" else GPU_ROUNDS
+    return results, _round_table(runs), commit
 
 
 def list_operations(shape: str) -> None:
@@ -257,7 +230,7 @@ def list_operations(shape: str) -> None:
     out().print("\n".join(find_operations("all", shape_of(shape))))
 
 
-def profile_operations(name: str, asked: OpOptions, report: Report) -> None:
+def profile_operations(name: str, asked: OpOptions) -> Results:
     """Times one operation, or all of them."""
     from jetspec.engine.llm import choose_device, choose_dtype
     from jetspec.profile.operations import Setting, find_operations, profile_operation
@@ -286,15 +259,15 @@ def profile_operations(name: str, asked: OpOptions, report: Report) -> None:
         "window": asked.window,
         "operations": [run.to_dict() for run in runs],
     }
-    _write(results, _op_table(runs), report, commit)
+    return results, _op_table(runs), commit
 
 
-def _write(results: dict[str, Any], table: Table, report: Report, commit: str | None) -> None:
+def show(results: dict[str, Any], table: Table, commit: str | None, out_file: Path | None, as_json: bool) -> None:
     from jetspec.record import write_record
 
-    if report.out is not None:
-        write_record(report.out, results, commit)
-    write_json(results) if report.as_json else out().print(table)
+    if out_file is not None:
+        write_record(out_file, results, commit)
+    write_json(results) if as_json else out().print(table)
 
 
 def _round_table(runs: Sequence[Profile]) -> Table:

@@ -28,7 +28,7 @@ class DrawnRound:
 
 
 def label(text: str) -> str:
-    """A token in quotes, so that its spaces can be seen."""
+    """A token in quotes, which show its spaces."""
     return f'"{text}"'
 
 
@@ -72,7 +72,7 @@ the thicker a line, the more probable. Hold the pointer over a node for its path
 
 @dataclass(frozen=True)
 class _Box:
-    """A node placed on the page; `y` is its middle."""
+    """A node with its place on the page; `y` is its middle."""
 
     text: str
     x: float

@@ -417,7 +417,7 @@ def test_results_are_shown_before_they_are_written(data_dir: Path, monkeypatch: 
     ("words", "message"),
     [
         (["--head", "mine", "--out", "/"], "/ is a folder"),
-        (["--head", "mine", "--budgets", "chain,big"], "'big' is no budget"),
+        (["--head", "mine", "--budgets", "chain,big"], "'big'"),
         (["--head", "mine", "--tasks", "maths"], "there is no task 'maths'"),
         ([], "give one with --head"),
         (["--head", "eagle3", "--set", "tree.expand=paper"], "an EAGLE-3 head ranks by probability"),
