@@ -69,6 +69,7 @@ def serve(
 def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | None, warm_up: bool = True) -> None:
     """Opens the port, then loads: a port in use is an error at once. `template` replaces the model's own."""
     try:
+        from jetspec.serve.app import Server
         from jetspec.serve.run import listen, open_socket, serve
     except ImportError as error:
         from jetspec.files import missing_package
@@ -78,6 +79,7 @@ def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | No
         llm = load()
         if template is not None:
             llm.tokenizer.chat_template = template
+        server = Server(llm, config)
         if warm_up:
             _warm_up(llm)
         listen(listener, config)
@@ -85,7 +87,7 @@ def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | No
         err().print(f"Serving {config.model_name or llm.model_name} at {address}", markup=False)
         if not (config.keys or config.is_local):
             err().print("Anyone who reaches this port may use the model; --api-keys closes it.", style="yellow")
-        serve(llm, config, listener)
+        serve(server, listener)
 
 
 def _warm_up(llm: LLM) -> None:

@@ -91,7 +91,7 @@ class Server:
     """The ASGI application over one LLM, with its engine thread and metrics."""
 
     def __init__(self, llm: LLM, config: ServeConfig) -> None:
-        self.config = config
+        self.llm, self.config = llm, config
         self.model_name = config.model_name or llm.model_name
         self.created = int(time.time())
         self.vocab = Vocabulary(llm.tokenizer)

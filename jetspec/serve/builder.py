@@ -75,8 +75,10 @@ class RequestBuilder:
     ) -> None:
         self.tokenizer, self.tree, self.model_name = tokenizer, tree, model_name
         self.vocab_size = tokenizer.vocab_size
+        if max_tokens is not None and max_tokens > max_len:
+            raise ValueError(f"max_tokens is {max_tokens}, but the context holds {max_len} tokens")
         self.max_prompt = min(max_prompt or max_len, max_len - 1)
-        self.max_tokens = min(max_tokens or max_len, max_len)
+        self.max_tokens = max_tokens or max_len
 
     def chat(self, request: ChatRequest, tenant: str) -> PreparedRequest:
         self._check(request)

@@ -40,7 +40,7 @@ class ServeConfig:
     max_prompt: int | None = None
     """Length limit of a prompt, in tokens; by default one less than the context."""
     max_tokens: int | None = None
-    """Length limit of a completion, in tokens; by default the context."""
+    """Length limit of a completion, in tokens, at most the context; by default the context."""
     read_timeout_s: float = 30.0
     """Seconds in which a client has to send its request."""
     write_timeout_s: float = 60.0

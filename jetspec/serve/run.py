@@ -15,7 +15,6 @@ from types import FrameType
 
 import uvicorn
 
-from jetspec.engine.llm import LLM
 from jetspec.serve.app import Server
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.connection import Connection, max_connections
@@ -129,8 +128,9 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def serve(llm: LLM, config: ServeConfig, listener: socket.socket) -> None:
+def serve(server: Server, listener: socket.socket) -> None:
     """Serve requests until a signal. A warm-up request first spares clients the cold start."""
     set_up_log()
+    llm = server.llm
     llm.generate([llm.tokenizer.encode("Hello")], SamplingParams(max_tokens=2))
-    HttpServer(Server(llm, config)).run(sockets=[listener])
+    HttpServer(server).run(sockets=[listener])

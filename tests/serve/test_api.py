@@ -270,6 +270,9 @@ def test_completion_ends_with_the_context(live: Live, limit: int | None) -> None
 
 
 def test_default_length_is_clipped_and_a_given_one_refused(alone: LLM) -> None:
+    """For a request beyond the server's limit, and for that limit beyond the context."""
+    with pytest.raises(ValueError, match="max_tokens"):
+        RequestBuilder(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=257)
     builder = RequestBuilder(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=8)
     asked = {"model": NAME, "prompt": "ab"}
     (job,) = builder.completion(CompletionRequest.model_validate({**asked, "max_tokens": None}), "").jobs
