@@ -101,7 +101,7 @@ class FreshPass:
         taps = self.head.head_config.tap_layers if self.head else ()
         out = self.target(batch, self.cache.target.layers, taps)
         if self.head is not None and self.cache.head is not None and out.tap_TX is not None:
-            self.head.observe(out.tap_TX, batch.position_T, batch.slot_T, self.cache.head.layers)
+            self.head.write_context(out.tap_TX, batch.position_T, batch.slot_T, self.cache.head.layers)
         self.cache.advance(request, count)
         return out
 

@@ -230,7 +230,7 @@ class TreeDrafter(DraftModelSpeculator):
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Rows of rejected nodes land behind the end of the context, where the block overwrites them."""
         cache = [pages_of(layer.kv_cache) for layer in self.layers.values()]
-        self.head.observe(inputs.tap_TX, inputs.position_T, inputs.slot_T, cache, self.context_weights)
+        self.head.write_context(inputs.tap_TX, inputs.position_T, inputs.slot_T, cache, self.context_weights)
         block = self.block(inputs.anchor_B, inputs.length_B, inputs.page_BP)
         return self.trees.write(inputs.state_B, self.guess(block, inputs.anchor_B, inputs.temperature_B, cache))
 

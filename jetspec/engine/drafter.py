@@ -15,10 +15,10 @@ from jetspec.config import TreeConfig
 from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.rows import RowTable
 from jetspec.models.decoder import Decoder
-from jetspec.models.draft_head import DraftHead
-from jetspec.models.eagle3 import Eagle3Head
+from jetspec.models.draft_head import HeadState
+from jetspec.models.heads import EngineHead
 from jetspec.ops.transfer import send, upload
-from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, pack_bits
+from jetspec.tree import DraftTree
 from jetspec.types import Request, RoundFeatures, RowSampling, TreeBatch
 
 
@@ -90,82 +90,39 @@ class NoDrafter(OnDevice):
 
 
 class HeadDrafter(OnDevice):
-    """The draft head."""
+    """Drafts with a draft head of any kind."""
 
-    def __init__(self, head: DraftHead, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
-        config = head.head_config
-        self.head, self.target, self.cache, self.tree = head, target, cache, tree
-        self.context_weights = head.context_weights()
+    def __init__(self, head: EngineHead, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
+        assert cache.head is not None
+        self.head, self.cache, self.tree = head, cache, tree
+        self.state = HeadState(target, cache.head.layers, cache.head.feature_SM, head.context_weights())
         self.draft_temperature = DraftTemperature(tree.draft_temperature, cache.device)
-        self.tap_layers = config.tap_layers
-        self.slot_1S = torch.arange(config.block_size, device=cache.device)[None]
+        self.tap_layers = head.head_config.tap_layers
+        self.trees: dict[int, TreeConfig] = {}
+        self.nodes = {tree: head.nodes(tree) for tree in map(self.tree_of, (1, *(t.batch for t in tree.batch_trees)))}
 
-    def draft(self, state: RoundState) -> Candidates:
-        assert self.cache.head is not None
-        token_BS = self.head.block_tokens(state.anchor_B)
-        block = self.cache.place(state.row_B, token_BS, self.slot_1S.expand_as(token_BS), None)
-        tree, depth = self._shape(state)
-        hidden_BDM = self.head.propose(block, self.target, self.cache.head.layers)[:, :depth]
-        temperature_B = self.draft_temperature.of(state)
-        return self.head.candidates(hidden_BDM, state.anchor_B, self.target, tree, temperature_B)
-
-    def build(self, state: RoundState, drafted: Candidates) -> DraftTree:
-        return build_tree(state.anchor_B, drafted, *self._shape(state))
-
-    def _shape(self, state: RoundState) -> tuple[TreeConfig, int]:
-        tree = self.tree.at(len(state.anchor_B))
-        return tree, self.head.head_config.draft_depth(tree.depth)
-
-    def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
-        assert self.cache.head is not None
-        layers, weights = self.cache.head.layers, self.context_weights
-        self.head.observe(tap_TX, batch.position_T, batch.slot_T, layers, weights)
-
-
-class Eagle3Drafter(OnDevice):
-    """A head that drafts level by level, on what it has drafted."""
-
-    def __init__(self, head: Eagle3Head, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
-        config = head.head_config
-        self.head, self.target, self.cache, self.tree = head, target, cache, tree
-        self.draft_temperature = DraftTemperature(tree.draft_temperature, cache.device)
-        self.tap_layers = config.tap_layers
-        self.width = config.frontier(tree)
-        trees = [self._shape(batch)[0] for batch in (1, *(each.batch for each in tree.batch_trees))]
-        self.nodes = {size: self._nodes(size) for size in map(config.num_in_flight, trees)}
-
-    def draft(self, state: RoundState) -> GrowingTree:
-        assert self.cache.head is not None and self.cache.head.feature_SM is not None
+    def draft(self, state: RoundState) -> Any:
         B = len(state.anchor_B)
-        tree, depth = self._shape(B)
-        depth_1N, own_1NW = self.nodes[self.head.head_config.num_in_flight(tree)]
-        depth_BN, own_BNW = depth_1N.expand(B, -1), own_1NW.expand(B, -1, -1)
-        nodes = self.cache.place(state.row_B, depth_BN, depth_BN, own_BNW)
-        feature_BM = self.cache.head.feature_SM[self.cache.slot_before(nodes.layout)]
-        growing = GrowingTree(state.anchor_B, self.width, tree.budget)
-        temperature_B = self.draft_temperature.of(state)
-        return self.head.grow(growing, depth, nodes, feature_BM, self.target, self.cache.head.layers, temperature_B)
+        tree = self.tree_of(B)
+        depth_1N, mask_1NW = self.nodes[tree]
+        depth_BN = depth_1N.expand(B, -1)
+        mask_BNW = None if mask_1NW is None else mask_1NW.expand(B, -1, -1)
+        nodes = self.cache.place(state.row_B, depth_BN, depth_BN, mask_BNW)  # the head sets the tokens
+        return self.head.draft(nodes, state.anchor_B, tree, self.state, self.draft_temperature.of(state))
 
-    def build(self, state: RoundState, drafted: GrowingTree) -> DraftTree:
-        return drafted.tree()
-
-    def _shape(self, batch: int) -> tuple[TreeConfig, int]:
-        """Such a head can always go deeper, but a larger batch is not the reason to."""
-        tree, config = self.tree.at(batch), self.head.head_config
-        depth = min(config.draft_depth(tree.depth), config.draft_depth(self.tree.depth))
-        return replace(tree, depth=depth), min(depth, tree.budget - 1)
-
-    def _nodes(self, size: int) -> tuple[Tensor, Tensor]:
-        """The depths of nodes in flight, and each as its own only ancestor."""
-        node_N = torch.arange(size, device=self.cache.device)
-        own_NW = pack_bits(torch.eye(size, dtype=torch.bool, device=self.cache.device))
-        return ((node_N + self.width - 1) // self.width)[None], own_NW[None]
+    def build(self, state: RoundState, drafted: Any) -> DraftTree:
+        return self.head.build(state.anchor_B, drafted, self.tree_of(len(state.anchor_B)))
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
-        pool = self.cache.head
-        assert pool is not None and pool.feature_SM is not None
-        before_T = self.cache.slots_before(batch)
-        self.head.observe(tap_TX, batch, before_T, self.target, pool.layers, pool.feature_SM)
+        self.head.observe(tap_TX, batch, self.state)
+
+    def tree_of(self, batch: int) -> TreeConfig:
+        """Tree of each request in a batch, with its depth. A larger batch never has deeper trees."""
+        if batch not in self.trees:
+            tree, config = self.tree.at(batch), self.head.head_config
+            depth = min(config.draft_depth(tree.depth), config.draft_depth(self.tree.depth))
+            self.trees[batch] = replace(tree, depth=depth, batch_trees=())
+        return self.trees[batch]
 
 
 class DraftTemperature:

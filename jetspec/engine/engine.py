@@ -15,7 +15,7 @@ from jetspec.capture import GraphPool
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.chunk import Chunk
 from jetspec.engine.detokenize import Decode, TextStream
-from jetspec.engine.drafter import Drafter, Eagle3Drafter, HeadDrafter, NgramDrafter, NoDrafter
+from jetspec.engine.drafter import Drafter, HeadDrafter, NgramDrafter, NoDrafter
 from jetspec.engine.kv_cache import KVCache, page_bytes
 from jetspec.engine.round import Round, RoundResult
 from jetspec.engine.runner import DecodeBatch, Launched, RoundRow, Runner
@@ -23,8 +23,7 @@ from jetspec.engine.scheduler import Scheduler
 from jetspec.engine.sizes import PrefillSizes
 from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import Decoder
-from jetspec.models.eagle3 import Eagle3Head
-from jetspec.models.heads import Head
+from jetspec.models.heads import EngineHead
 from jetspec.types import (
     Completion,
     Constraint,
@@ -42,14 +41,14 @@ CPU_CACHE_GB = 2.0
 GPU_CACHE_FRAC = 0.8
 
 
-def check_drafter(drafter: DrafterName, head: Head | None, tree: TreeConfig) -> None:
+def check_drafter(drafter: DrafterName, head: EngineHead | None, tree: TreeConfig) -> None:
     """Settings that do not go together are refused, not ignored."""
     if drafter == "head" and head is None:
         raise ValueError("the drafter is `head` but no head was given; give one or choose ngram or none")
     is_default = (tree.expand, tree.score) == ("optimal", "accum_logp")
     if drafter == "ngram" and not is_default:
         raise ValueError("expand and score are for trees of a head; the ngram drafter ranks by matches alone")
-    if drafter == "head" and isinstance(head, Eagle3Head) and not is_default:
+    if drafter == "head" and head is not None and not head.uses_score and not is_default:
         raise ValueError("expand and score are for heads that draft in one pass; an EAGLE-3 head ranks by probability")
 
 
@@ -63,7 +62,7 @@ class Engine:
     def __init__(
         self,
         target: Decoder,
-        head: Head | None = None,
+        head: EngineHead | None = None,
         *,
         drafter: DrafterName,
         tree: TreeConfig,
@@ -367,7 +366,7 @@ class Engine:
             if not 0 <= token < self.target.config.vocab_size:
                 raise ValueError(f"token id {token} is not in the vocabulary")
 
-    def _make_drafter(self, name: DrafterName, head: Head | None, tree: TreeConfig) -> Drafter:
+    def _make_drafter(self, name: DrafterName, head: EngineHead | None, tree: TreeConfig) -> Drafter:
         if name == "none":
             return NoDrafter()
         self.target.prepare()
@@ -375,8 +374,6 @@ class Engine:
             return NgramDrafter(tree, self.cache.rows.num_rows, self.device)
         assert head is not None
         head.prepare()
-        if isinstance(head, Eagle3Head):
-            return Eagle3Drafter(head, self.target, self.cache, tree)
         return HeadDrafter(head, self.target, self.cache, tree)
 
     def _uses_graphs(self, config: EngineConfig) -> bool:
@@ -385,10 +382,10 @@ class Engine:
             raise ValueError("execution `graph` needs a GPU; use eager")
         return possible and config.execution != "eager"
 
-    def _make_cache(self, head: Head | None, config: EngineConfig, wanted: int, lookahead: int) -> KVCache:
+    def _make_cache(self, head: EngineHead | None, config: EngineConfig, wanted: int, lookahead: int) -> KVCache:
         models = [self.target.config] + ([head.config] if head else [])
         dtype = self.target.embedding.dtype
-        feature_size = head.config.hidden_size if isinstance(head, Eagle3Head) else 0
+        feature_size = head.feature_size if head else 0
         num_pages, row_len = config.num_pages, wanted + lookahead
         if num_pages is None:
             affordable = self._cache_bytes(config) // page_bytes(models, config.page_size, dtype, feature_size)

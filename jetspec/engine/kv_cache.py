@@ -274,21 +274,6 @@ class KVCache:
         layout = replace(batch.layout, query_start_B1=self.starts(B, num), max_queries=num)
         return TreeBatch(token_BD1.flatten(), position_BD1.flatten(), slot_BD1.flatten(), layout, None)
 
-    def slot_before(self, layout: BatchLayout) -> Tensor:
-        """The slot of each request's last cached position; where there is none, that of the first position to come."""
-        last_B1 = (layout.cached_len_B - 1).clamp(min=0)[:, None]
-        page_B1 = layout.page_BP.gather(1, last_B1 // self.page_size)
-        return (page_B1 * self.page_size + last_B1 % self.page_size)[:, 0]
-
-    def slots_before(self, batch: TreeBatch) -> Tensor:
-        """The slot of the position before each token of chains, (T). At position 0 it is the token's own.
-
-        An empty chain may start behind the last token: an entry more is there for it, and dropped.
-        """
-        before_T1 = torch.cat((batch.slot_T[-1:], batch.slot_T))
-        before_T1.index_copy_(0, batch.layout.query_start_B1[:-1], self.slot_before(batch.layout))
-        return before_T1[:-1]
-
     def compact(self, row_B: Tensor, batch: TreeBatch, verdict: Acceptance) -> None:
         """Move the accepted path's K/V down behind the prefix and advance the lengths.
 

@@ -27,7 +27,7 @@ from jetspec.models.decoder import (
 )
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
 from jetspec.ops import HeadNorm
-from jetspec.tree import Candidates, pack_bits
+from jetspec.tree import Candidates, DraftTree, build_tree, pack_bits
 from jetspec.types import EdgeFactors, KVPages, TreeBatch
 
 M = TypeVar("M", bound=nn.Module)
@@ -141,8 +141,22 @@ class Embedder(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class HeadState:
+    """Target, KV cache storage and concatenated weights that a head drafts with."""
+
+    target: Embedder
+    layers: Sequence[KVPages]
+    feature_SM: Tensor | None
+    """One feature per slot, for heads with a `feature_size`."""
+    weights: ContextWeights | None
+
+
 class DraftHead(DecoderStack):
     """Decoder layers over a context from the target."""
+
+    feature_size = 0
+    uses_score = True
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config.layers)
@@ -168,7 +182,24 @@ class DraftHead(DecoderStack):
             tap = self.adapter(tap.unflatten(-1, (len(self.head_config.tap_layers), -1))).flatten(-2)
         return self.hidden_norm(self.fc(tap))
 
-    def observe(
+    def nodes(self, tree: TreeConfig) -> tuple[Tensor, Tensor | None]:
+        return torch.arange(self.head_config.block_size, device=self.norm.weight.device)[None], None
+
+    def draft(
+        self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, temperature_B: Tensor | None
+    ) -> Candidates:
+        block = replace(nodes, token_T=self.block_tokens(anchor_B).flatten())
+        hidden_BDM = self.propose(block, state.target, state.layers)[:, : tree.depth]
+        return self.candidates(hidden_BDM, anchor_B, state.target, tree, temperature_B)
+
+    def build(self, anchor_B: Tensor, drafted: Candidates, tree: TreeConfig) -> DraftTree:
+        assert tree.depth is not None
+        return build_tree(anchor_B, drafted, tree, tree.depth)
+
+    def observe(self, tap_TX: Tensor, batch: TreeBatch, state: HeadState) -> None:
+        self.write_context(tap_TX, batch.position_T, batch.slot_T, state.layers, state.weights)
+
+    def write_context(
         self,
         tap_TX: Tensor,
         position_T: Tensor,

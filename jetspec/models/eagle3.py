@@ -37,11 +37,11 @@ from jetspec.models.decoder import (
     RMSNorm,
     Rope,
 )
-from jetspec.models.draft_head import Embedder, init_weights
+from jetspec.models.draft_head import Embedder, HeadState, init_weights
 from jetspec.models.masked_attention import Visible, attend_own
 from jetspec.ops import HeadNorm, Residual
-from jetspec.tree import GrowingTree
-from jetspec.types import KVPages, TreeBatch
+from jetspec.tree import DraftTree, GrowingTree, pack_bits
+from jetspec.types import BatchLayout, KVPages, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class Eagle3Layer(DecoderLayer):
 class Eagle3Head(DecoderStack):
     """The layer with its feature projection, vocabulary and output matrix."""
 
+    uses_score = False
     token_of: Tensor
     """Target token of each token of the head, ascending."""
     embedding: Tensor | None
@@ -130,6 +131,13 @@ class Eagle3Head(DecoderStack):
     def layer(self) -> Eagle3Layer:
         return cast(Eagle3Layer, self.layers[0])
 
+    @property
+    def feature_size(self) -> int:
+        return self.config.hidden_size
+
+    def context_weights(self) -> None:
+        return None
+
     def init_weights(self, seed: int = 0) -> Eagle3Head:
         """Initialises the weights."""
         return init_weights(self, seed)
@@ -143,7 +151,30 @@ class Eagle3Head(DecoderStack):
     def embed(self, token: Tensor, target: Embedder) -> Tensor:
         return target.embed(token) if self.embedding is None else nn.functional.embedding(token, self.embedding)
 
-    def observe(
+    def nodes(self, tree: TreeConfig) -> tuple[Tensor, Tensor | None]:
+        """The anchor and the frontiers, level by level; the mask of each is its own bit."""
+        width, device = self.head_config.frontier(tree), self.norm.weight.device
+        node_N = torch.arange(self.head_config.num_in_flight(tree), device=device)
+        own_NW = pack_bits(torch.eye(len(node_N), dtype=torch.bool, device=device))
+        return ((node_N + width - 1) // width)[None], own_NW[None]
+
+    def draft(
+        self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, temperature_B: Tensor | None
+    ) -> GrowingTree:
+        assert state.feature_SM is not None and tree.depth is not None
+        feature_BM = state.feature_SM[slot_before(nodes.layout)]
+        growing = GrowingTree(anchor_B, self.head_config.frontier(tree), tree.budget)
+        depth = min(tree.depth, tree.budget - 1)
+        return self.grow(growing, depth, nodes, feature_BM, state.target, state.layers, temperature_B)
+
+    def build(self, anchor_B: Tensor, drafted: GrowingTree, tree: TreeConfig) -> DraftTree:
+        return drafted.tree()
+
+    def observe(self, tap_TX: Tensor, batch: TreeBatch, state: HeadState) -> None:
+        assert state.feature_SM is not None
+        self.write_context(tap_TX, batch, slots_before(batch), state.target, state.layers, state.feature_SM)
+
+    def write_context(
         self,
         tap_TX: Tensor,
         batch: TreeBatch,
@@ -275,6 +306,23 @@ class Eagle3Head(DecoderStack):
         q, k_self, v_self = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
         k_own, v_own = torch.cat((k_own, k_self.unsqueeze(-3)), -3), torch.cat((v_own, v_self.unsqueeze(-3)), -3)
         return attend_own(q, k, v, visible, k_own, v_own, nn.functional.pad(filled, (0, 1), value=True))
+
+
+def slot_before(layout: BatchLayout) -> Tensor:
+    """Slot of each request's last cached position; of its first position where nothing is cached."""
+    last_B1 = (layout.cached_len_B - 1).clamp(min=0)[:, None]
+    page_B1 = layout.page_BP.gather(1, last_B1 // layout.page_size)
+    return (page_B1 * layout.page_size + last_B1 % layout.page_size)[:, 0]
+
+
+def slots_before(batch: TreeBatch) -> Tensor:
+    """Slot of the position before each token of chains, (T). At position 0 it is the token's own slot.
+
+    An empty chain may start behind the last token, so the index has one more entry than is returned.
+    """
+    before_T1 = torch.cat((batch.slot_T[-1:], batch.slot_T))
+    before_T1.index_copy_(0, batch.layout.query_start_B1[:-1], slot_before(batch.layout))
+    return before_T1[:-1]
 
 
 def _push(own: Tensor, new: Tensor) -> Tensor:

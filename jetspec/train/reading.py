@@ -121,7 +121,7 @@ class BlockReading(Reading):
     def __init__(self, target: Decoder, head: DraftHead, tokens: np.ndarray) -> None:
         super().__init__(target, head, tokens)
         self.head = head
-        head.observe(self.tap_TX, self.position_T, self.position_T, self.head_pages)
+        head.write_context(self.tap_TX, self.position_T, self.position_T, self.head_pages)
 
     def states(self, anchor_B: Tensor) -> Tensor:
         """The head's states for depths 1..D, (B, D, M)."""
@@ -162,7 +162,7 @@ class UnrolledReading(Reading):
         self.head = head
         self.feature_TM = self.tap_TX.new_empty(len(tokens), head.config.hidden_size)
         before_T = (self.position_T - 1).clamp(min=0)
-        head.observe(self.tap_TX, self.batch, before_T, target, self.head_pages, self.feature_TM)
+        head.write_context(self.tap_TX, self.batch, before_T, target, self.head_pages, self.feature_TM)
 
     def draft(self, anchor_B: Tensor, tree: TreeConfig) -> UnrolledDrafted:
         return UnrolledDrafted(self, anchor_B, tree)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
-from jetspec.engine.kv_cache import KVCache
+from jetspec.models import eagle3
 from jetspec.models.decoder import Decoder
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.tree import draw
-from jetspec.types import RoundTrace, SamplingParams, TreeBatch
+from jetspec.types import RoundTrace, SamplingParams
 from tests.engine.tiny import make_engine, tiny_decoder, tiny_eagle3
 from tests.models.slow_eagle3 import slow_tree
 
@@ -70,28 +69,24 @@ def test_every_tree_is_that_of_the_definition(tree: TreeConfig, draft_vocab: int
 
 
 def feature_of_the_same_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "slots_before", lambda self, batch: batch.slot_T)
+    monkeypatch.setattr(eagle3, "slots_before", lambda batch: batch.slot_T)
 
 
-def feature_before_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = KVCache.slots_before
-
-    def earlier(self: KVCache, batch: TreeBatch) -> torch.Tensor:
-        return before(self, batch).roll(1)
-
-    monkeypatch.setattr(KVCache, "slots_before", earlier)
+def feature_two_positions_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = eagle3.slots_before
+    monkeypatch.setattr(eagle3, "slots_before", lambda batch: before(batch).roll(1))
 
 
-def anchor_reads_an_old_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+def anchor_reads_the_first_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        KVCache, "slot_before", lambda self, layout: layout.page_BP[:, 0] * self.page_size + layout.cached_len_B * 0
+        eagle3, "slot_before", lambda layout: layout.page_BP[:, 0] * layout.page_size + layout.cached_len_B * 0
     )
 
 
 @pytest.mark.parametrize(
-    "damage", [feature_of_the_same_position, feature_before_the_one_before, anchor_reads_an_old_feature]
+    "damage", [feature_of_the_same_position, feature_two_positions_before, anchor_reads_the_first_feature]
 )
-def test_an_off_by_one_is_seen(damage, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_feature_of_a_wrong_position_changes_the_trees(damage, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     head, tree = tiny_eagle3(TARGET), TreeConfig(budget=9, width=3, depth=2)
     damage(monkeypatch)
     seen = rounds(make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4)), PROMPTS[:1], 4)

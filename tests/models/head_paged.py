@@ -82,7 +82,7 @@ class HeadPages:
 
     def observe(self, row: int, tap: Tensor) -> None:
         position = self.lens[row] + torch.arange(len(tap))
-        self.head.observe(tap, position, self.slots(row, position), self.layers)
+        self.head.write_context(tap, position, self.slots(row, position), self.layers)
         self.lens[row] += len(tap)
 
     def propose(self, token_BS: Tensor, target: Embedder) -> Tensor:
