@@ -57,7 +57,7 @@ class TreeConfig:
     """Shape of the draft tree."""
 
     budget: int = 64
-    """Most nodes in the tree, the anchor included, 1 to 1024. 1 is plain decoding."""
+    """Most nodes in the tree, the anchor included, 1 to 1024. 1 is plain decoding. Default: 64; `LLM` on a CPU: 16."""
     width: int = 8
     """Most children of one node, 1 to 64; heads that draft level by level also expand this many nodes per level. 1 is
     a chain."""
@@ -76,10 +76,11 @@ class TreeConfig:
     shortlist: int = 256
     """Candidate tokens per depth that the edge term of a head ranks, at least `width`. 0: the whole vocabulary."""
     shortlist_parents: int = 7
-    """Most probable tokens of the previous depth for whose children the shortlist is chosen, 0 to 32. 0: it holds the
-    most probable tokens of the depth, whatever their parent."""
+    """Most probable tokens of the previous depth for whose children the shortlist is chosen, 0 to 32. 0, which is
+    the default of `LLM` on a CPU: it holds the most probable tokens of the depth, whatever their parent."""
     batch_trees: tuple[BatchTree, ...] = ()
-    """Smaller trees for larger batches, as BATCH:BUDGET[:DEPTH],... in rising order of the batch, or `none`."""
+    """Smaller trees for larger batches, as BATCH:BUDGET[:DEPTH],... in rising order of the batch, or `none`. Default:
+    none; `LLM` on a GPU: 8:32,24:16:8."""
 
     def __post_init__(self) -> None:
         _in_range("budget", self.budget, 1, MAX_BUDGET)
