@@ -67,10 +67,10 @@ class CompileChecker:
         if self._process is not None:
             return
         context = _context()
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(self.grammars.vocabulary, theirs), daemon=True)
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_work, args=(self.grammars.vocabulary, child_end), daemon=True)
         self._process.start()
-        theirs.close()  # so that the end of the process closes the pipe
+        child_end.close()  # so that the end of the process closes the pipe
         if self._is_stopped:
             _end(self._process)
         try:
@@ -124,17 +124,17 @@ def _work(vocabulary: tuple[list[bytes], int, frozenset[int]], pipe: Connection)
 
 def _check_in_fork(grammars: Grammars, grammar: Grammar, limit_s: float, pipe: Connection) -> tuple[bool, str]:
     """Returns (compiling took too long, reason of a failure). A timer signal ends the fork at the limit."""
-    ours, theirs = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             pipe.close()
             signal.setitimer(signal.ITIMER_REAL, limit_s)
-            os.write(theirs, _check(grammars, grammar).encode(errors="replace"))
+            os.write(writer, _check(grammars, grammar).encode(errors="replace"))
         finally:
             os._exit(0)
-    os.close(theirs)
-    with open(ours, "rb") as result:
+    os.close(writer)
+    with open(reader, "rb") as result:
         why = result.read().decode(errors="replace")
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):

@@ -47,7 +47,7 @@ NAMES = Names(
         "layers.0.hidden_norm.weight": "midlayer.hidden_norm.weight",
     },
     # The last two are copies of the target's, which speculators keeps for training.
-    aside=frozenset({"d2t", "t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight"}),
+    others=frozenset({"d2t", "t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight"}),
     layer="midlayer.",
 )
 
@@ -73,7 +73,7 @@ def load_eagle3(
         read = {"token_of": _read_vocabulary(tensors, config)}
         if config.own_embedding:
             shape = (config.layers.vocab_size, config.layers.hidden_size)
-            read["embedding"] = _read_aside(tensors, EMBEDDING, shape).to(dtype)
+            read["embedding"] = _read_tensor(tensors, EMBEDDING, shape).to(dtype)
         return read
 
     return load_weights(head, folder, NAMES, dtype, device, buffers)
@@ -86,20 +86,20 @@ def _read_vocabulary(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
         if size != vocab_size:
             raise ValueError(f"tensor d2t is missing: it maps the {size} drafted tokens to {vocab_size} of the target")
         return torch.arange(size)
-    added = _read_aside(tensors, "d2t", (size,))
+    added = _read_tensor(tensors, "d2t", (size,))
     if added.is_floating_point() or added.dtype == torch.bool:
         raise ValueError(f"tensor d2t is stored as {added.dtype}; it must hold whole numbers")
     token = torch.arange(size) + added.long()
     if token.min() < 0 or token.max() >= vocab_size or len(token.unique()) < size:
         raise ValueError(f"tensor d2t does not name {size} different tokens of a vocabulary of {vocab_size}")
     if "t2d" in tensors:
-        taken = _read_aside(tensors, "t2d", (vocab_size,)).bool()
+        taken = _read_tensor(tensors, "t2d", (vocab_size,)).bool()
         if not torch.equal(taken.nonzero()[:, 0], token.sort().values):
             raise ValueError("tensors d2t and t2d contradict each other")
     return token
 
 
-def _read_aside(tensors: HeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
+def _read_tensor(tensors: HeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
     value = tensors.tensor(name)
     if value.shape != shape:
         raise ValueError(f"tensor {name} has shape {tuple(value.shape)}; the config implies {shape}")

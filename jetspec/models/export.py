@@ -148,8 +148,8 @@ def check_export(folder: Path, engine: Engine, head: DraftHead, dtype: torch.dty
 def read_vllm(raw: Mapping[str, Any], has_is_causal: bool = True) -> ParsedHead:
     """vLLM: `is_causal` if it supports the key, then `dflash_config.causal`, else layers with a window are causal."""
     own, kinds = table(raw, "dflash_config"), raw.get("layer_types")
-    said = [raw.get("is_causal") if has_is_causal else None, own.get("causal")]
-    flag = next((value for value in said if value is not None), None)
+    flags = [raw.get("is_causal") if has_is_causal else None, own.get("causal")]
+    flag = next((value for value in flags if value is not None), None)
     windowed = [kind == "sliding_attention" for kind in kinds] if kinds else [False] * raw["num_hidden_layers"]
     # It adds 1 to these ids and taps the input of that layer, unless ids of inputs are given.
     taps = [i - 1 for i in raw.get("eagle_aux_hidden_state_layer_ids", [i + 1 for i in own["target_layer_ids"]])]

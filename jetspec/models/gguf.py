@@ -112,12 +112,12 @@ class GGUFFile:
         info = self.tensors[name]
         is_direct = out.is_contiguous() and out.device.type == "cpu"
         flat = (out if is_direct else torch.empty(info.shape, dtype=out.dtype)).view(-1)
-        place = self._data_start + info.offset
+        offset = self._data_start + info.offset
         for start in range(0, len(flat), CHUNK):
             count = min(CHUNK, len(flat) - start)
             num_bytes = count // info.type.block * info.type.bytes
-            flat[start : start + count] = _decode(np.frombuffer(self._data, np.uint8, num_bytes, place), info.type)
-            place += num_bytes
+            flat[start : start + count] = _decode(np.frombuffer(self._data, np.uint8, num_bytes, offset), info.type)
+            offset += num_bytes
         if not is_direct:
             out.copy_(flat.view(info.shape))
 

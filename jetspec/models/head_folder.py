@@ -47,8 +47,8 @@ class Names:
     """Published names of the parameters that a decoder does not have."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other published names, with the names that are written."""
-    aside: frozenset[str] = frozenset()
-    """Tensors that are not parameters of the head."""
+    others: frozenset[str] = frozenset()
+    """Other tensors, which are not parameters of the head."""
     layer: str = "layers.0."
     """Prefix of the first layer's tensors."""
 
@@ -80,9 +80,9 @@ class HeadTensors(TensorFiles):
             file = open_safetensors(path)
             for stored in file.keys():  # noqa: SIM118  the handle is no mapping
                 name = self.names.published(stored)
-                if name in self.places:
+                if name in self.entries:
                     raise ValueError(f"tensor {name} is stored twice")
-                self.places[name] = file, stored
+                self.entries[name] = file, stored
 
     def check(self, head: DecoderStack) -> None:
         """Raise ValueError unless names, shapes and dtypes are exactly those that the config implies."""
@@ -95,7 +95,7 @@ class HeadTensors(TensorFiles):
         scales = {name + SCALE: (shape[0], 1) for name, shape in expected.items() if self.dtype(name) == torch.int8}
         self._require(scales)
         expected |= scales
-        if unknown := [name for name in self.places if name not in expected and name not in self.names.aside]:
+        if unknown := [name for name in self.entries if name not in expected and name not in self.names.others]:
             raise ValueError(f"tensors are not part of the config: {some(unknown)}")
         for name, shape in expected.items():
             self.dtype(name)
@@ -103,7 +103,7 @@ class HeadTensors(TensorFiles):
                 raise ValueError(f"tensor {name} has shape {self.shape(name)}; the config implies {shape}")
 
     def _require(self, names: Mapping[str, object]) -> None:
-        if missing := [name for name in names if name not in self.places]:
+        if missing := [name for name in names if name not in self.entries]:
             raise ValueError(f"tensors are missing: {some(missing)}")
 
     def weights(self, head: DecoderStack, dtype: DType, device: torch.device | str) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ NAMES = Names(
     },
     aliases={"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
     # Copies of the target's matrices, which some writers add.
-    aside=frozenset({"embed_tokens.weight", "lm_head.weight"}),
+    others=frozenset({"embed_tokens.weight", "lm_head.weight"}),
 )
 
 

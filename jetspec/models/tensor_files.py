@@ -29,25 +29,25 @@ class TensorFiles:
     """Storage types that can be read."""
 
     def __init__(self) -> None:
-        self.places: dict[str, tuple[Any, str]] = {}
+        self.entries: dict[str, tuple[Any, str]] = {}
         """Per tensor, the open file and the name in it."""
 
     def __contains__(self, name: str) -> bool:
-        return name in self.places
+        return name in self.entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        file, stored = self.places[name]
+        file, stored = self.entries[name]
         return tuple(file.get_slice(stored).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        file, stored = self.places[name]
+        file, stored = self.entries[name]
         kind = file.get_slice(stored).get_dtype()
         if kind not in self.dtypes:
             raise ValueError(f"tensor {name} is stored as {kind}; {', '.join(self.dtypes)} can be read")
         return self.dtypes[kind]
 
     def tensor(self, name: str) -> Tensor:
-        file, stored = self.places[name]
+        file, stored = self.entries[name]
         return file.get_tensor(stored)
 
 

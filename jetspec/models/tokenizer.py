@@ -144,9 +144,9 @@ class Tokenizer:
         The last word may continue, and the last characters may begin an added token.
         """
         encoding = self._encoding(prefix)
-        words, places = encoding.word_ids, encoding.offsets
+        words, offsets = encoding.word_ids, encoding.offsets
         count, sure = len(words), len(prefix) - self._longest_added
-        while count and (words[count - 1] == words[-1] or places[count - 1][1] > sure):
+        while count and (words[count - 1] == words[-1] or offsets[count - 1][1] > sure):
             count -= 1
         return count
 
@@ -294,9 +294,9 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _byte_alphabet() -> dict[str, int]:
     """Returns the byte of each printable character that byte-level vocabularies use for bytes."""
-    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 BYTE_OF = _byte_alphabet()

@@ -136,7 +136,7 @@ class SafetensorsFolder(TensorFiles):
             self._add_shards()
         elif (path / WEIGHTS_FILE).exists():
             file = open_safetensors(path / WEIGHTS_FILE)
-            self.places = {name: (file, name) for name in file.keys()}  # noqa: SIM118  the handle is no mapping
+            self.entries = {name: (file, name) for name in file.keys()}  # noqa: SIM118  the handle is no mapping
         else:
             pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
             if pickles:
@@ -164,7 +164,7 @@ class SafetensorsFolder(TensorFiles):
             if not (self.path / file).exists():
                 raise ValueError(f"shard {file} is missing")
             files[file] = open_safetensors(self.path / file)
-        self.places = {str(name): (files[str(file)], str(name)) for name, file in weight_map.items()}
+        self.entries = {str(name): (files[str(file)], str(name)) for name, file in weight_map.items()}
 
 
 def declared_eos(folder: Path) -> frozenset[int]:
