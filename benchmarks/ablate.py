@@ -1,14 +1,8 @@
-"""The paper's ablations on a small model: one short training per variant, at equal steps and equal data, each scored
-on the same answers. A record per variant; those that exist are not made again.
-
-    python -m benchmarks.ablate --recipe jetspec/recipes/smollm2_135m.yaml --data-dir data/eval \\
-        --out docs/results/ablations
-    python -m benchmarks.ablate ... --only causal,edge-128 --set steps=200 --keep-heads runs/ablations/heads
-"""
+"""`ablate`: the paper's ablations on a small model. One short training per variant, at equal steps and equal data, each
+head scored on the same answers. One record per variant; existing ones are kept."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -18,12 +12,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from tqdm import tqdm
 
 from benchmarks.methods import kind_of
+from benchmarks.options import Questions, RecordFolder, Settings, TrainRecipe, examples
 from benchmarks.recipe import KINDS, USUAL
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.data.answers import Answerer, fingerprint
@@ -41,12 +37,16 @@ from jetspec.train.trainer import Trainer
 
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval")
 BUDGETS = ("chain", "16", "32", "64", "128", "256")
+EPILOG = examples(
+    "ablate --recipe jetspec/recipes/smollm2_135m.yaml --data-dir data/eval --out docs/results/ablations",
+    "ablate ... --only causal,edge-128 --set steps=200 --keep-heads runs/ablations/heads",
+)
 
 
 @dataclass(frozen=True)
 class Variant:
     """One change to the base: a plain causal head trained by forward KL with equal weights, or for an EAGLE-3 head the
-    recipe as it stands."""
+    recipe as it is."""
 
     about: str
     """The paper's tables that it belongs to."""
@@ -58,7 +58,7 @@ class Variant:
     optimizer: str | None = None
     seed: int | None = None
     text: str | None = None
-    """Whose answers to the same prompts it is trained on; None: the recipe's data."""
+    """Source of the answers that it is trained on. None: the recipe's data."""
     eagle3: bool = False
 
     def of(self, base: TrainConfig, texts: Mapping[str, Path] | None = None) -> TrainConfig:
@@ -97,64 +97,59 @@ VARIANTS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, required=True, help="everything that the variants share")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of it")
-    parser.add_argument("--regenerated", type=Path, help="the target's answers to some prompts, for table 6")
-    parser.add_argument("--corpus", type=Path, help="the corpus's answers to the same prompts, for table 6")
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder with a file of questions per task")
-    parser.add_argument("--limit", type=int, default=20, help="questions per task")
-    parser.add_argument("--tokens", type=int, default=128, help="most tokens per answer")
-    parser.add_argument("--only", help="some of the variants, separated by commas")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--keep-heads", type=Path, metavar="FOLDER", help="save each head as FOLDER/VARIANT, bfloat16")
-    args = parser.parse_args()
+def ablate(
+    recipe: TrainRecipe,
+    data_dir: Questions,
+    out: RecordFolder,
+    set_: Settings = [],  # noqa: B006
+    regenerated: Annotated[Path | None, typer.Option(help="The target's answers to some prompts, for table 6.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="The corpus's answers to the same, for table 6.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 20,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 128,
+    only: Annotated[str | None, typer.Option(help="Some of the variants, separated by commas.")] = None,
+    keep_heads: Annotated[Path | None, typer.Option(help="Save each head as FOLDER/VARIANT, bfloat16.")] = None,
+) -> None:
+    """Train one short head per variant, and score all of them on the same answers.
 
-    commit = current_commit()
-    base = load_recipe(args.recipe, tuple(args.set))
-    texts = {text: file for text in ("regenerated", "corpus") if (file := getattr(args, text)) is not None}
-    is_eagle3 = base.head.kind == "eagle3"
-    suited = [name for name, variant in VARIANTS.items() if variant.eagle3 == is_eagle3]
-    names = args.only.split(",") if args.only else [n for n in suited if VARIANTS[n].text in {None, *texts}]
+    Stop it at any time: the same command resumes with the variants that have no record.
+    """
+    commit, base = current_commit(), load_recipe(recipe, tuple(set_))
+    given = {"regenerated": regenerated, "corpus": corpus}
+    texts = {text: file for text, file in given.items() if file is not None}
+    suited = [name for name, variant in VARIANTS.items() if variant.eagle3 == (base.head.kind == "eagle3")]
+    names = only.split(",") if only else [n for n in suited if VARIANTS[n].text in {None, *texts}]
     if other := [name for name in names if name not in suited]:
-        why = f"{args.recipe} trains a head of kind {base.head.kind}" if other[0] in VARIANTS else "there is none"
-        parser.error(f"not {other[0]}: {why}; choose among {', '.join(suited)}")
+        reason = f"{recipe} trains a head of kind {base.head.kind}" if other[0] in VARIANTS else "it does not exist"
+        raise ValueError(f"not {other[0]}: {reason}; choose among {', '.join(suited)}")
     if missing := [name for name in names if VARIANTS[name].text not in {None, *texts}]:
-        parser.error(f"the variant {missing[0]} needs --{missing[0]} FILE")
-    todo = [name for name in names if not is_done(name, args.out, args.keep_heads)]
+        raise ValueError(f"the variant {missing[0]} needs --{missing[0]} FILE")
+    todo = [name for name in names if not is_done(name, out, keep_heads)]
     if not todo:
         return
     if len(texts) == 1 and any(VARIANTS[name].text for name in todo):
         print("only one text is given: another may answer other prompts, and could not be compared", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as folder:
-        run_variants(todo, base, with_same_prompts(texts, Path(folder)), args, commit)
-
-
-def run_variants(
-    todo: Sequence[str], base: TrainConfig, texts: Mapping[str, Path], args: argparse.Namespace, commit: str | None
-) -> None:
-    llm = LLM(base.model, drafter="none", engine=EngineConfig(max_batch=64, max_len=base.row_len + args.tokens))
-    answers = write_answers(llm, args.data_dir, args.limit, args.tokens)
+    llm = LLM(base.model, drafter="none", engine=EngineConfig(max_batch=64, max_len=base.row_len + tokens))
+    answers = write_answers(llm, data_dir, limit, tokens)
     target = llm.target.decoder
     del llm.__dict__["engine"]  # its cache is not needed any more
     data: dict[Any, Documents] = {}
-    for name in todo:
-        variant = VARIANTS[name]
-        config = variant.of(base, texts)
-        if config.data not in data:
-            data[config.data] = read(config, target)
-        head, results = run_variant(config, target, data[config.data], answers, name)
-        if args.keep_heads is not None:
-            save_any_head(head, args.keep_heads / name)
-        about = {"variant": name, "tables": variant.about, "questions": args.limit, "tokens": args.tokens}
-        write_record(args.out / f"{name}.json", {**about, **results}, commit)
-        print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = with_same_prompts(texts, Path(folder))
+        for name in todo:
+            variant = VARIANTS[name]
+            config = variant.of(base, shared)
+            if config.data not in data:
+                data[config.data] = read_data(config, target.config.vocab_size, start_head(config, target))
+            head, results = run_variant(config, target, data[config.data], answers, name)
+            if keep_heads is not None:
+                save_any_head(head, keep_heads / name)
+            about = {"variant": name, "tables": variant.about, "questions": limit, "tokens": tokens}
+            write_record(out / f"{name}.json", {**about, **results}, commit)
+            print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
 
 
 def with_same_prompts(texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:
-    """Copies of the rows whose prompts all texts answer: a corpus may have no response, or one too short to learn. What
-    is known of a file goes with it."""
+    """Copies of the rows whose prompts all texts answer, with their metadata: a corpus may lack some responses."""
     lines = {text: [line for line in file.read_text().splitlines() if line.strip()] for text, file in texts.items()}
     ids = {text: [json.loads(line)["id"] for line in found] for text, found in lines.items()}
     shared = set.intersection(*map(set, ids.values())) if ids else set()
@@ -167,16 +162,12 @@ def with_same_prompts(texts: Mapping[str, Path], folder: Path) -> dict[str, Path
 
 
 def is_done(name: str, records: Path, heads: Path | None) -> bool:
-    """Whether a variant has its record, and its head where heads are kept."""
+    """A variant has its record, and its head where heads are kept."""
     return (records / f"{name}.json").exists() and (heads is None or (heads / name).exists())
 
 
-def read(config: TrainConfig, target: Decoder) -> Documents:
-    return read_data(config, target.config.vocab_size, start_head(config, target))
-
-
 def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, list[Document]]:
-    """The target's greedy answers, which every variant is scored on."""
+    """The target's greedy answers, on which every head is scored."""
     decoder = llm.target.decoder
     answerer = Answerer(
         llm=llm,
@@ -211,10 +202,6 @@ def run_variant(
     seconds, startup = time.perf_counter() - began, began - first
     scored, kind = frozen_copy(trainer.head, target.embedding.dtype), KINDS[USUAL[kind_of(trainer.head)]]
     tree = TreeConfig(width=kind.width, draft_temperature=kind.draft_temperature)
-    with torch.inference_mode():
-        forced = {
-            task: score_head(target, scored, rows, BUDGETS, tree).tokens_per_round for task, rows in answers.items()
-        }
     results = {
         "settings": asdict(replace(config, data=tuple(Path(file.path).name for file in config.files))),
         "seconds": seconds,
@@ -222,11 +209,24 @@ def run_variant(
         "documents": len(documents),
         "losses": losses,
         "tree": asdict(tree),
-        "tokens_per_round": forced,
-        "mean": {budget: statistics.fmean(row[budget] for row in forced.values()) for budget in BUDGETS},
+        **forced_rounds(target, scored, answers, tree, BUDGETS),
     }
     return scored, results
 
 
-if __name__ == "__main__":
-    main()
+@torch.inference_mode()
+def forced_rounds(
+    target: Decoder,
+    head: Head,
+    answers: Mapping[str, Sequence[Document]],
+    tree: TreeConfig,
+    budgets: Sequence[str],
+    **options: Any,
+) -> dict[str, Any]:
+    """Teacher-forced tokens per round by task and budget, and their means over tasks."""
+    found = {
+        task: score_head(target, head, rows, budgets, tree, **options).tokens_per_round
+        for task, rows in answers.items()
+    }
+    mean = {budget: statistics.fmean(row[budget] for row in found.values()) for budget in budgets}
+    return {"tokens_per_round": found, "mean": mean}

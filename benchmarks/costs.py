@@ -1,9 +1,9 @@
-"""What drafting a token costs beside a verify pass: the coefficient c of the speedup formula, by context and depth.
+"""Cost of drafting a token beside a verify pass: the coefficient c of the speedup formula, by context and depth.
 
     c = t_draft / (k * t_verify)
 
-for a chain of k drafts from one pass of a head, which the target checks in one pass. Random weights take as long as
-real ones, so a shape is enough.
+for a chain of k drafts from one pass of a head, verified in one pass of the target. Random weights take as long as real
+ones, so a shape is enough.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from benchmarks.groups import KeyedFile, Row, keep_settings, kept_settings, measured_by
-from benchmarks.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
-from benchmarks.spread import to_record
+from benchmarks.estimate import to_record
+from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE
+from benchmarks.rows import KeyedFile, Row, keep_settings, kept_settings, measured_by
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.models.decoder import Decoder
@@ -31,7 +31,7 @@ from jetspec.settings import at_least
 from jetspec.train.config import HeadShape
 
 TIMED = ("draft", "build", "verify")
-"""Stages up to the last that counts; each works on what the one before it left."""
+"""Stages up to the last timed one; each needs the output of the one before."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class CostConfig:
     """A recipe with `measure: costs`."""
 
     shape: str = "smollm2-135m"
-    """A shape that `jetspec profile` knows, or that of a model."""
+    """Shape of `jetspec profile`, or of a model."""
     contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
     depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     """Drafts in one pass."""
     head_layers: int = 5
     rounds: int = 50
-    """Calls that a time is taken from."""
+    """Calls per timing."""
     repeats: int = 3
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -71,7 +71,7 @@ class CostFile(KeyedFile[tuple[int, int]]):
 
 
 def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progress: bool = False) -> list[Row]:
-    """A row per context and depth. Those that the folder holds are not timed again, unless it is to forget them."""
+    """A row per context and depth. Existing rows are not timed again, unless `fresh` deletes them."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     settings = _settings(config, dtype, device)
@@ -97,7 +97,7 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
 
 
 def _settings(config: CostConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Everything that a row depends on, beside its key."""
+    """All settings that rows depend on, beside their keys."""
     return {
         "shape": asdict(shape_of(config.shape)),
         "dtype": str(dtype).removeprefix("torch."),
@@ -124,7 +124,7 @@ def measure_cost(target: Decoder, config: CostConfig, context: int, depth: int) 
 
 
 def cost_results(config: CostConfig, costs: Sequence[Row], runs: Sequence[Row]) -> dict[str, Any]:
-    """`runs` are the commands that measured."""
+    """Record of the rows; `runs` are the commands that measured."""
     device = choose_device(config.device)
     return {
         **measured_by(costs, runs),

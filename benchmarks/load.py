@@ -1,7 +1,7 @@
-"""A load of requests on an OpenAI-compatible server, and how long they took.
+"""`load`: requests to an OpenAI-compatible server, and their latencies.
 
-Requests arrive at random, a given number per second on average (a Poisson process), or one after the other on so many
-lanes. Times are the client's: what a user would see.
+Requests arrive at random, a given number per second on average (a Poisson process), or one after the other on several
+connections. Times are those of the client.
 """
 
 from __future__ import annotations
@@ -13,34 +13,108 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
+import typer
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.options import examples
+from benchmarks.plots import TIMES, draw_latencies
+from jetspec.commands.compare import DEMO_PROMPTS
+from jetspec.commands.screen import err, out, write_json
+from jetspec.data.prompts import read_questions
+from jetspec.files import read_text
+from jetspec.record import write_record
 
 PERCENTILES = (50, 95, 99)
 TIMEOUT_S = 600.0
 KEEP_ALIVE_S = 2.0
-"""Idle connections are not used again after this time: servers close theirs after a few seconds, maybe just then."""
+"""Idle connections are not used again after this time: servers close theirs after a few seconds."""
 GIVEN_UP = "not answered in time"
 
 Message = dict[str, str]
+EPILOG = examples(
+    "load --requests 64 --concurrency 8",
+    "load --url http://127.0.0.1:9000 --rate 4 --requests 400 --data questions.jsonl --out load.json",
+)
+
+
+def load(
+    url: Annotated[str, typer.Option(help="The server, without /v1.")] = "http://127.0.0.1:8000",
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Most at a time.")] = 8,
+    rate: Annotated[float | None, typer.Option(help="Arrivals per second, at random; else as answers come.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Prompts: a .jsonl file; else three built-in ones.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    budget: Annotated[int | None, typer.Option(help="Nodes of a tree, of a JetSpec server; 1 is plain.")] = None,
+    model: Annotated[str | None, typer.Option(help="By default the first that the server has.")] = None,
+    api_key: Annotated[Path | None, typer.Option(help="File with a key in its first line.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the arrivals.")] = 0,
+    to: Annotated[Path | None, typer.Option("--out", help="Record to write, with a plot beside it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Put an OpenAI-compatible server under load, and time it.
+
+    Exit status 1: some requests failed.
+    """
+    plan = Load(url, requests, concurrency, rate, max_tokens, temperature, budget, model, seed)
+    if to is not None and not to.parent.is_dir():
+        raise FileNotFoundError(f"{to.parent} is not a folder; create it first")
+    chats = read_chats(data, requests)
+    key = read_key(api_key) if api_key else None
+    with tqdm(total=requests, desc="requests", unit="request", leave=False) as bar:
+        timings = asyncio.run(send_load(plan, chats, key, bar.update))
+    summary = summarize(timings)
+    if to is not None:
+        write_record(to, {"load": asdict(plan), **summary, "timings": [times_of(timing) for timing in timings]})
+        if summary["failed"] < len(timings):
+            draw_latencies([times_of(timing) for timing in timings if timing.error is None], to.with_suffix(".svg"))
+    if as_json:
+        write_json(summary)
+    else:
+        show(summary)
+    if summary["failed"]:
+        raise typer.Exit(1)
+
+
+def read_key(path: Path) -> str:
+    """API key of any server; only ours needs long ones."""
+    lines = read_text(path).split()
+    if not lines:
+        raise ValueError(f"{path} holds no key; write it in the first line")
+    return lines[0]
+
+
+def read_chats(path: Path | None, count: int | None) -> list[list[Message]]:
+    """First questions of a file's conversations, or the built-in ones."""
+    if path is None:
+        return [[{"role": "user", "content": prompt}] for prompt in DEMO_PROMPTS]
+    chats = []
+    for question in read_questions(path, count):
+        system = [{"role": "system", "content": question.system}] if question.system else []
+        chats.append([*system, {"role": "user", "content": question.turns[0]}])
+    return chats
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent."""
+    """A load: where, how many, how often, and the settings of each request."""
 
     url: str
     requests: int
     concurrency: int
     rate: float | None
-    """Arrivals per second; those beyond `concurrency` wait, and their waiting counts. None: one by one on each lane."""
+    """Arrivals per second; those beyond `concurrency` wait, which counts. None: each connection sends one by one."""
     max_tokens: int
     temperature: float
     budget: int | None
-    """Of a JetSpec server's trees. None: its own."""
+    """Budget of a JetSpec server's trees. None: its own."""
     model: str | None
     seed: int
 
@@ -52,11 +126,11 @@ class Load:
 
     @property
     def base_url(self) -> str:
-        """Without the /v1 that clients are often given."""
+        """The address without /v1."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     def arrivals(self) -> list[float]:
-        """Seconds after the start at which requests come."""
+        """Seconds after the start at which requests arrive."""
         if self.rate is None:
             return [0.0] * self.requests
         rng, at, times = random.Random(self.seed), 0.0, []
@@ -68,11 +142,11 @@ class Load:
 
 @dataclass
 class Timing:
-    """One request. Times are in seconds; `error` says why it has none."""
+    """Times of one request in seconds, or its error."""
 
     arrived: float
     chunks: list[float] = field(default_factory=list)
-    """When pieces of text came."""
+    """Times of the pieces of text."""
     ended: float = 0.0
     tokens: int = 0
     rounds: int = 0
@@ -95,14 +169,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Part:
-    """Those of a load's requests that one of several processes sends: from `first` on, every `step`-th."""
+    """Requests of a load that one of several processes sends: every `step`-th from `first` on."""
 
     first: int = 0
     step: int = 1
     began: float | None = None
-    """On `time.perf_counter`, which all processes share: what arrivals count from. None: now."""
-    patience_s: float | None = None
-    """Requests that have no answer so long after the last arrival are given up. None: never."""
+    """Start of the arrivals on `time.perf_counter`, which all processes share. None: now."""
+    max_wait_s: float | None = None
+    """Time after the last arrival at which unanswered requests are given up. None: never."""
 
 
 WHOLE = Part()
@@ -115,7 +189,7 @@ async def send_load(
     done: Callable[[], object] = lambda: None,
     part: Part = WHOLE,
 ) -> list[Timing]:
-    """Send everything; chats are taken by turns. A request that fails is counted, not repeated."""
+    """Send all requests, taking chats by turns. A request that fails is counted, not repeated."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(
         max_connections=load.concurrency,
@@ -124,16 +198,16 @@ async def send_load(
     )
     async with httpx.AsyncClient(base_url=load.base_url, headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
         model = load.model or await first_model(client)
-        lanes = asyncio.Semaphore(load.concurrency)
+        slots = asyncio.Semaphore(load.concurrency)
         began = time.perf_counter() if part.began is None else part.began
         arrivals = load.arrivals()
-        end = math.inf if part.patience_s is None else began + arrivals[-1] + part.patience_s
+        end = math.inf if part.max_wait_s is None else began + arrivals[-1] + part.max_wait_s
 
         async def one(number: int) -> Timing:
             timing = Timing(began + arrivals[number])  # a client that wakes up late is slow, and that counts
             await asyncio.sleep(max(0.0, timing.arrived - time.perf_counter()))
             try:
-                async with asyncio.timeout(end - time.perf_counter()), lanes:
+                async with asyncio.timeout(end - time.perf_counter()), slots:
                     if load.rate is None:
                         timing.arrived = time.perf_counter()
                     await follow(client, _body(load, model, chats[number % len(chats)]), timing)
@@ -149,7 +223,7 @@ async def first_model(client: httpx.AsyncClient) -> str:
     try:
         answer = await client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise ValueError(f"nobody answers at {client.base_url} ({type(error).__name__}); is the server up?") from None
+        raise ValueError(f"no server answers at {client.base_url} ({type(error).__name__}); is it up?") from None
     if answer.status_code != 200:
         raise ValueError(f"{client.base_url} lists no models: {_reason(answer.status_code, answer.text)}")
     try:
@@ -159,7 +233,7 @@ async def first_model(client: httpx.AsyncClient) -> str:
 
 
 async def follow(client: httpx.AsyncClient, body: dict[str, Any], timing: Timing) -> None:
-    """One streamed chat, piece by piece."""
+    """Stream one chat, noting the time of each piece."""
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             if answer.status_code != 200:
@@ -200,7 +274,7 @@ def _body(load: Load, model: str, chat: list[Message]) -> dict[str, Any]:
 
 
 def _reason(status: int, text: str) -> str:
-    """What a server says of a failure, in one line."""
+    """A server's error in one line."""
     try:
         return f"{status}: {json.loads(text)['error']['message']}"
     except (ValueError, KeyError, TypeError):
@@ -233,3 +307,32 @@ def summarize(timings: Sequence[Timing]) -> dict[str, Any]:
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     values = np.percentile(np.asarray(seconds) * 1000, PERCENTILES)
     return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
+
+
+def times_of(timing: Timing) -> dict[str, Any]:
+    """A request in the record."""
+    if timing.error is not None:
+        return {"error": timing.error}
+    return {
+        "first_token_ms": timing.first_s * 1000,
+        "between_tokens_ms": timing.between_s * 1000,
+        "whole_ms": timing.whole_s * 1000,
+        "tokens": timing.tokens,
+        "rounds": timing.rounds,
+    }
+
+
+def show(summary: dict[str, Any]) -> None:
+    for error, count in summary["errors"].items():
+        err().print(f"{count} × {error}", style="red", markup=False)
+    if "seconds" not in summary:
+        return
+    table = Table(box=None)
+    for name in ("milliseconds", *(f"p{p}" for p in PERCENTILES)):
+        table.add_column(name, justify="left" if name == "milliseconds" else "right")
+    for key, title in TIMES.items():
+        table.add_row(title, *(f"{value:,.1f}" for value in summary[key].values()))
+    out().print(table)
+    speed = f"{summary['tokens_per_s']:,.1f} tokens/s · {summary['requests_per_s']:.2f} requests/s"
+    per_round = summary["tokens_per_round"]
+    out().print(speed + (f" · {per_round:.2f} tokens per round" if per_round else ""))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.cells import Measured
 from benchmarks.measure import Bench
-from benchmarks.measured import Measured
-from benchmarks.precision import FreshPass, Gap, Judge, PairNoise, find_parting, gap_by_all, pair_noise, readings
+from benchmarks.precision import FreshPass, Gap, Judge, PairNoise, find_divergence, gap_by_all, pair_noise, readings
 from jetspec.data.prompts import Prompt
 from jetspec.data.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
@@ -25,7 +25,7 @@ NOISE_TEXTS, NOISE_TOKENS = 8, 64
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where an answer leaves the plain one."""
 
     id: str
@@ -95,8 +95,8 @@ class LosslessCheck:
             return None
         is_text = method.url is not None
         prompts = self._prompts(mine.cell.task)
-        judged: dict[Hashable, list[Parting | None]] = {}
-        repeats_of: dict[Parting, list[int]] = {}
+        judged: dict[Hashable, list[Divergence | None]] = {}
+        repeats_of: dict[Divergence, list[int]] = {}
         for repeat in range(len(mine.repeats)):
             others = plain.answers(repeat)
             for answer in mine.whole_answers(repeat):
@@ -127,25 +127,25 @@ class LosslessCheck:
         repeat: int,
         temperature: float,
         is_text: bool,
-    ) -> Parting | None:
+    ) -> Divergence | None:
         """The first turn that differs, and where; turns after it answer another conversation."""
         talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
         for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
             if turn in mine.get("other_prompts", ()):
-                return Parting(prompt.id, turn, 0, None, None, None, tie=False, why=OTHER_PROMPT)
+                return Divergence(prompt.id, turn, 0, None, None, None, tie=False, why=OTHER_PROMPT)
             asked = talk.with_next_turn() if turn else talk.token_ids
             talk.token_ids = asked
             talk.answer(expected, plain["finish"][turn])
             if is_text:
                 expected = self.bench.llm.tokenizer.encode_words(plain["text"][turn])
-            if (parting := find_parting(expected, given)) is None:
+            if (parting := find_divergence(expected, given)) is None:
                 continue
             place, pair = parting
             if pair is None:
-                return Parting(prompt.id, turn, place, None, None, None, tie=False)
+                return Divergence(prompt.id, turn, place, None, None, None, tie=False)
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
             gap = self.gap(*pair, (*asked, *given[:place]), sampling)
-            return Parting(prompt.id, turn, place, *gap, tie=gap.is_tie(self.tie_at(temperature)))
+            return Divergence(prompt.id, turn, place, *gap, tie=gap.is_tie(self.tie_at(temperature)))
         return None
 
     def gap(self, a: int, b: int, tokens: tuple[int, ...], sampling: SamplingParams) -> Gap:

@@ -1,7 +1,7 @@
 """Measuring: every method on every task, group by group, into a file that survives any kill.
 
-A run is a folder. `rows.jsonl` has a line per group of questions that were decoded together; a run that was stopped
-goes on with the groups that it does not hold. `run.json` says what the rows were made with: nothing else is mixed in.
+A run is a folder. `rows.jsonl` has a line per group of questions decoded together; a stopped run resumes with the
+groups that are missing. `run.json` holds the settings of the rows: rows of other settings are not added.
 """
 
 from __future__ import annotations
@@ -19,7 +19,21 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.groups import (
+from benchmarks.baselines import check_found, check_ready, open_method
+from benchmarks.methods import (
+    Ask,
+    Method,
+    Reply,
+    Timed,
+    UnequalConditions,
+    Unopened,
+    find_head,
+    kind_of,
+    with_head_of,
+)
+from benchmarks.recipe import PLAIN, BenchConfig, Cell, MethodConfig
+from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE
+from benchmarks.rows import (
     Answering,
     Group,
     GroupFile,
@@ -30,22 +44,6 @@ from benchmarks.groups import (
     kept_settings,
     questions_digest,
 )
-from benchmarks.methods import (
-    Ask,
-    Method,
-    Reply,
-    Timed,
-    Unequal,
-    Unopened,
-    check_found,
-    check_ready,
-    find_head,
-    kind_of,
-    open_method,
-    with_head_of,
-)
-from benchmarks.recipe import PLAIN, BenchConfig, Cell, MethodConfig, method_dict
-from benchmarks.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE
 from benchmarks.servers import identify, left_open
 from benchmarks.tasks import BUILTIN, check_tasks, read_task
 from jetspec.data.answers import fingerprint
@@ -58,13 +56,13 @@ from jetspec.record import date_now, hardware, package_versions, shown
 from jetspec.train.card import read_card
 
 FAILURES = (ValueError, OSError, RuntimeError)
-"""What a method may raise and others go on after."""
-TURN_ROOM = 64
+"""Errors of a method after which others are still measured."""
+TURN_TOKENS = 64
 """Tokens that a chat template may write around a turn."""
 
 
 def check_inputs(config: BenchConfig, folder: Path, fresh: bool) -> None:
-    """Refuse what could not be measured before the target is loaded: bad questions, heads and servers not there."""
+    """Refuse bad questions, missing heads and servers before the target is loaded."""
     check_tasks(config.tasks, data_dir_of(config))
     for task in config.tasks:
         if config.data_dir or task == BUILTIN:
@@ -72,7 +70,7 @@ def check_inputs(config: BenchConfig, folder: Path, fresh: bool) -> None:
     if config.head is not None:
         find_head(config.head)
     is_new = fresh or not (folder / ROWS_FILE).exists()
-    for method in config.contenders():
+    for method in config.all_methods():
         check_found(method, is_new)
 
 
@@ -90,13 +88,13 @@ class Bench:
     def __init__(self, config: BenchConfig, llm: LLM, folder: Path) -> None:
         require_template(llm.tokenizer)
         self.config, self.llm, self.folder = config, llm, folder
-        self.methods = config.contenders(kind_of(llm.head) if llm.head else None)
+        self.methods = config.all_methods(kind_of(llm.head) if llm.head else None)
         self.variables = {} if config.thinking is None else {"enable_thinking": config.thinking}
         self.questions = {task: questions_of(config, task) for task in config.tasks}
 
     @cached_property
     def max_len(self) -> int:
-        """Room for the longest conversation, or as much of it as the model can read."""
+        """Tokens of the longest conversation, up to the model's context."""
         longest = max(self._longest(prompt) for prompts in self.questions.values() for prompt in prompts)
         return min(longest, self.context)
 
@@ -105,16 +103,16 @@ class Bench:
         return self.llm.target.decoder.config.max_len
 
     def _longest(self, prompt: Prompt) -> int:
-        later = [len(self.llm.tokenizer.encode_words(turn)) + TURN_ROOM for turn in prompt.turns[1:]]
+        later = [len(self.llm.tokenizer.encode_words(turn)) + TURN_TOKENS for turn in prompt.turns[1:]]
         return len(self._start(prompt).conversation.token_ids) + sum(later) + len(prompt.turns) * self.config.max_tokens
 
     def _start(self, prompt: Prompt) -> Answering:
         return Answering(Conversation(prompt, self.llm.tokenizer, **self.variables))
 
     def run(self, progress: bool = False, fresh: bool = False, retry_failed: bool = False) -> dict[Key, Row]:
-        """Measure what the folder does not hold yet; returns all rows of this benchmark.
+        """Measure groups that the folder lacks; returns all rows of this benchmark.
 
-        `fresh` forgets what it holds, once it is known that all methods can be measured and nobody else writes there.
+        `fresh` deletes existing rows, once all methods are known to be measurable and the folder is locked.
         `retry_failed` measures groups again in which a question failed; the new row of such a group counts.
         """
         settings = self.settings()
@@ -143,11 +141,11 @@ class Bench:
             return {group.key: file.rows[group.key] for group in wanted}
 
     def runs(self) -> list[dict[str, Any]]:
-        """The commands that measured what the folder holds, one after the other, each with its commit and date."""
+        """Commands that measured the rows, in order, each with its commit and date."""
         return list(kept_settings(self.folder / RUN_FILE)["runs"])
 
     def weights(self) -> dict[str, Any]:
-        """Which target and heads the rows are of, and how a head was trained, if its card tells."""
+        """Fingerprints of target and heads, and the training of each head, from its card."""
         settings = kept_settings(self.folder / RUN_FILE)["settings"]
         heads = {
             method.name: {"weights": settings[f"head of {method.name}"], **self._trained(method)}
@@ -157,7 +155,7 @@ class Bench:
         return {"weights": settings["weights"], "heads": heads}
 
     def left_open(self) -> dict[str, list[str]]:
-        """By method what its server fills in by itself, as far as a server answered."""
+        """Sampling settings that each method's server chooses by itself, where a server answered."""
         settings = kept_settings(self.folder / RUN_FILE)["settings"]
         servers = {method.name: settings.get(f"server of {method.name}") for method in self.methods}
         return {name: left_open(server.get("sampling", {})) for name, server in servers.items() if server}
@@ -175,13 +173,13 @@ class Bench:
         return told | {key: origin[key] for key in ("command", "commit") if key in origin}
 
     def commits(self) -> list[str]:
-        """Of the sources that measured what the folder holds."""
+        """Commits of the sources that measured the rows."""
         return list(dict.fromkeys(str(run["commit"]) for run in self.runs()))
 
     def groups(self) -> Iterator[Group]:
-        """In the order of measuring: every method once, then every method again, the other way round.
+        """Groups in the order of measuring: every method once, then every method again in reverse order.
 
-        A machine that slows down as it grows warm, or is shared for a while, thus does so to all of them alike.
+        A machine that slows down as it grows warm, or is shared for a while, thus slows all methods alike.
         """
         cells = [(method, cell) for method in self.methods for cell in self.config.cells(method)]
         for repeat in range(self.config.repeats):
@@ -191,7 +189,7 @@ class Bench:
                     yield Group(cell, repeat, index, prompts[first : first + cell.batch])
 
     def _measure(self, groups: Sequence[Group], bar: tqdm[Any]) -> Iterator[Row]:
-        """Their rows. What decodes is made ready outside all timing, and kept while the groups that follow need it."""
+        """Rows of groups. A method is opened and warmed up outside all timing, and kept while groups need it."""
         methods = {method.name: method for method in self.methods}
         for (_, name, budget, batch), some in groupby(groups, key=_engine_of):
             opened, warm = self._open(methods[name], budget, batch), set()
@@ -206,8 +204,8 @@ class Bench:
             release_memory()
 
     def _open(self, method: MethodConfig, budget: int | None, batch: int) -> Method:
-        """A method made ready, or, where there is no room for it, one that fails. Without plain decoding, which comes
-        first, there would be nothing to compare with."""
+        """An open method, or one that fails where memory does not suffice. Plain decoding must open, as the others are
+        compared with it."""
         llm = with_head_of(self.llm, method)
         try:
             return open_method(llm, method, budget, batch, self.max_len, **self.variables)
@@ -218,7 +216,7 @@ class Bench:
             return Unopened(error)
 
     def _warm_up(self, method: Method, group: Group) -> None:
-        """A few tokens of the group's own questions. What fails here will fail again where it is written down."""
+        """Decode a few tokens of the group's own questions. A failure here is repeated, and recorded, in `decode`."""
         asks = [self._start(prompt).ask(self.config, group.cell.temperature, group.repeat) for prompt in group.prompts]
         short = [replace(ask, sampling=replace(ask.sampling, max_tokens=self.config.warmup)) for ask in asks]
         if fitting := [ask for ask in short if len(ask.prompt) < self.context]:
@@ -226,10 +224,10 @@ class Bench:
                 method.warm_up(fitting)
 
     def decode(self, method: Method, group: Group) -> Row:
-        """One group, turn by turn, as a row. What fails is in it."""
+        """Decode one group turn by turn into a row, with its failures."""
         under_way = [self._start(prompt) for prompt in group.prompts]
         prefill_s = decode_s = 0.0
-        while live := [one for one in under_way if one.goes_on]:
+        while live := [one for one in under_way if one.has_next_turn]:
             asks = [one.ask(self.config, group.cell.temperature, group.repeat) for one in live]
             for one, ask in zip(live, asks, strict=True):
                 if len(ask.prompt) >= self.context:
@@ -258,11 +256,10 @@ class Bench:
 
     @staticmethod
     def _try(method: Method, asks: Sequence[Ask]) -> Timed:
-        """A group that cannot be decoded together is a group of errors. A GPU that is lost ends the run instead: it
-        would make errors of all that is left."""
+        """Replies of a group; an exception becomes the error of each. A lost GPU ends the run instead."""
         try:
             return method.decode(asks)
-        except Unequal:
+        except UnequalConditions:
             raise
         except FAILURES as error:
             check_alive()
@@ -270,9 +267,9 @@ class Bench:
             return Timed([reason] * len(asks), 0.0, 0.0)
 
     def check_reply(self, method: str, ask: Ask, reply: Reply) -> None:
-        """All methods stop at the same tokens and lengths, or there is nothing to compare."""
+        """Refuse a reply that did not stop at the tokens and lengths common to all methods."""
         limit, count = ask.sampling.token_limit, reply.num_tokens
-        room = self.context - len(ask.prompt)
+        capacity = self.context - len(ask.prompt)
         ends = self.llm.target.eos_tokens
         shows_end = next(m for m in self.methods if m.name == method).url is None
         problem = None
@@ -282,17 +279,17 @@ class Bench:
             problem = f"it ended by {reply.finish!r}"
         elif count > limit:
             problem = f"it wrote {count} tokens where {limit} are allowed"
-        elif reply.finish == "length" and count < min(limit, room):
+        elif reply.finish == "length" and count < min(limit, capacity):
             problem = f"it stopped for its length after {count} tokens where {limit} are allowed"
         elif count == len(reply.token_ids) and any(token in ends for token in reply.token_ids[:-1]):
             problem = "it went on after an end token"
         elif shows_end and reply.finish == "stop" and (not reply.token_ids or reply.token_ids[-1] not in ends):
             problem = "it stopped without an end token"
         if problem:
-            raise Unequal(f"{method} does not follow the rules of the others: {problem}")
+            raise UnequalConditions(f"{method} does not follow the rules of the others: {problem}")
 
     def settings(self) -> dict[str, Any]:
-        """Everything that a row depends on, beside its key."""
+        """All settings that rows depend on, beside their keys."""
         config, decoder = self.config, self.llm.target.decoder
         shared = {
             "model": self.llm.model_name,
@@ -308,7 +305,7 @@ class Bench:
             "head": str(config.head and shown(config.head)),
         }
         tasks = {f"task {task}": questions_digest(self.questions[task]) for task in config.tasks}
-        methods = {f"method {method.name}": method_dict(method) for method in self.methods}
+        methods = {f"method {method.name}": method.to_dict() for method in self.methods}
         trees = {
             f"tree of {method.name} {budget}": asdict(method.tree(budget))
             for method in self.methods
@@ -318,7 +315,7 @@ class Bench:
         return shared | tasks | methods | trees | self._heads() | self._servers()
 
     def _heads(self) -> dict[str, str]:
-        """A head that was trained again keeps its name, so its weights are looked at."""
+        """Fingerprints of heads: a head that was trained again keeps its name."""
         found = {}
         for method in self.methods:
             if method.traits.head and (head := with_head_of(self.llm, method).head) is not None:
@@ -326,7 +323,7 @@ class Bench:
         return found
 
     def _servers(self) -> dict[str, dict[str, Any]]:
-        """Those that answer. One that is gone adds nothing to the rows that it left."""
+        """Identities of the servers that answer."""
         found = {}
         for method in self.methods:
             if method.url is not None and (server := identify(method.url, method.served_model)) is not None:
@@ -335,31 +332,31 @@ class Bench:
 
 
 def progress_bar(total: int, unit: str, is_shown: bool) -> tqdm[Any]:
-    """A terminal sees it move, a file gets a line now and then; nothing is shown of nothing."""
+    """Progress bar; a log file gets a line every 30 seconds."""
     interval = 0.5 if sys.stderr.isatty() else 30
     return tqdm(total=total, unit=unit, mininterval=interval, disable=not (is_shown and total))
 
 
 def _engine_of(group: Group) -> tuple[int, str, int | None, int]:
-    """What groups must have in common to be decoded by the same engine: another repeat has another."""
+    """Key of groups that one engine decodes: every repeat has its own."""
     return group.repeat, group.cell.method, group.cell.budget, group.cell.batch
 
 
 def check_alive() -> None:
-    """Raise if the GPU is lost: after some errors it answers nothing else."""
+    """Raise if the GPU is lost."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def release_memory() -> None:
-    """Give back what an engine held, before the next one looks for room."""
+    """Free the memory of an engine before the next one allocates."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def held_settings(cells: Collection[Cell]) -> Callable[[str], bool]:
-    """Which settings rows of these cells depend on."""
+    """Predicate: rows of these cells depend on a setting."""
     held = {f"{part} {cell.method}" for cell in cells for part in ("method", "head of", "server of")}
     held |= {f"tree of {cell.method} {cell.budget}" for cell in cells} | {f"task {cell.task}" for cell in cells}
     parts = ("method ", "head of ", "server of ", "tree of ", "task ")

@@ -1,4 +1,4 @@
-"""What decodes: the engine in its settings, behind the interface that outside contenders share."""
+"""The interface of a method, and our engine behind it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from benchmarks.recipe import HeadKind, MethodConfig
 from jetspec.config import EngineConfig
@@ -20,11 +20,11 @@ from jetspec.profile.timing import without_capture
 from jetspec.types import SamplingParams
 
 PREFILL_CHUNK = 65_536
-"""Enough for the prompts of a group in one piece, so that nobody decodes while another is prefilled."""
+"""Enough for the prompts of a group in one piece, so that no request decodes while another is prefilled."""
 
 
-class Unequal(ValueError):
-    """Two methods were not asked the same, or did not stop by the same rules: their numbers mean nothing together."""
+class UnequalConditions(ValueError):
+    """Two methods were not asked the same, or did not stop by the same rules: they cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Ask:
     """One turn of one question."""
 
     messages: Sequence[dict[str, str]]
-    """The conversation so far, for those who apply the chat template themselves."""
+    """Conversation so far, for methods that apply the chat template themselves."""
     prompt: list[int]
     """The same as token ids."""
     sampling: SamplingParams
@@ -42,28 +42,28 @@ class Ask:
 @dataclass(frozen=True)
 class Reply:
     token_ids: list[int]
-    """With the end token, where there is one to see."""
+    """With the end token, where it is visible."""
     text: str
     finish: str
     num_tokens: int
-    """What speed counts: written tokens."""
+    """Written tokens, which speed counts."""
     accepted: list[int] | None
-    """Draft tokens kept, per round. None: nobody can tell."""
+    """Draft tokens accepted per round. None: not known."""
     num_read: int
-    """Tokens of the prompt, as whoever decoded counted them."""
+    """Tokens of the prompt, as the method counted them."""
     other_prompt: bool = False
-    """Whether it answers another prompt: a server that cut up its own earlier words in another way."""
+    """It answers another prompt: a server that tokenized its own earlier answer differently."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What became of a group of asks that were decoded together. A reply that is text is an error."""
+    """Replies of a group decoded together, with times. A reply that is text is an error."""
 
     replies: list[Reply | str]
     prefill_s: float
-    """Until every prompt was read."""
+    """Seconds until every prompt was read."""
     decode_s: float
-    """From then to the last token of the last reply."""
+    """Seconds from then to the last token of the last reply."""
 
 
 def split_time(
@@ -71,8 +71,8 @@ def split_time(
 ) -> tuple[float, float]:
     """Seconds of prefill and of decoding.
 
-    One token per answer may come with the prefill. `early` more of them did: they are paid for out of its time as the
-    rest was. Where there is no rest, all of the time is that of decoding.
+    One token per answer may come with the prefill. `early` more of them did: their share of the time moves to decoding
+    at the rate of the rest. Without a rest, all of the time is that of decoding.
     """
     whole, decode, rest = ended - began, ended - prefilled, written - answers - early
     if early:
@@ -82,7 +82,7 @@ def split_time(
 
 class Method(Protocol):
     def warm_up(self, asks: Sequence[Ask]) -> None:
-        """Decode a little, so that nothing is compiled or captured later on."""
+        """Compile and capture what decoding these needs."""
 
     def decode(self, asks: Sequence[Ask]) -> Timed:
         """Answer these together."""
@@ -119,20 +119,20 @@ class EngineMethod:
 
 
 class Unopened:
-    """A method that could not be made ready: whatever it is asked fails for the same reason."""
+    """A method that could not be opened: every request fails for the same reason."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error.with_traceback(None)  # which would keep what was made before it failed
 
     def warm_up(self, asks: Sequence[Ask]) -> None:
-        """There is nothing to warm up."""
+        """Nothing."""
 
     def decode(self, asks: Sequence[Ask]) -> Timed:
         raise self.error
 
 
 def with_head_of(llm: LLM, method: MethodConfig) -> LLM:
-    """The target with the head that a method drafts with; as it is for a method without one."""
+    """The target with the head of a method; unchanged for a method without one."""
     if method.traits.head is None:
         return llm
     found = llm if method.head is None else llm.with_head(method.head)
@@ -140,21 +140,8 @@ def with_head_of(llm: LLM, method: MethodConfig) -> LLM:
     return found
 
 
-def check_found(method: MethodConfig, is_new: bool) -> None:
-    """Refuse a method whose head, package or server is not there, before a target is loaded.
-
-    The server of a run that holds rows already may have done its work and be gone.
-    """
-    if method.head is not None:
-        find_head(method.head)
-    elif not method.is_ours and (is_new or method.url is None):
-        from benchmarks import contenders
-
-        contenders.check_ready(method)
-
-
 def find_head(head: str) -> None:
-    """Refuse a folder or name that no head can be had by."""
+    """Refuse a folder or name without a head."""
     try:
         problem = None if (resolve(head_path(head)) / "config.json").is_file() else "it has no config.json"
     except ValueError as error:
@@ -164,43 +151,17 @@ def find_head(head: str) -> None:
         raise ValueError(f"no head in {head}: {problem}; {advice}")
 
 
-def check_ready(llm: LLM, method: MethodConfig) -> None:
-    """Refuse a method that could not be opened, before hours are spent on the others."""
-    if method.is_ours:
-        with_head_of(llm, method)
-        return
-    from benchmarks import contenders
-
-    contenders.check_ready(method)
-    if method.url is None:
-        contenders.check_files(method, llm.target.path)
-
-
-def open_method(
-    llm: LLM, method: MethodConfig, budget: int | None, batch: int, max_len: int, **variables: Any
-) -> Method:
-    """A method made ready for one budget and batch size. `variables` are those of the chat template, for servers."""
-    if method.is_ours:
-        assert budget is not None
-        return EngineMethod(open_engine(llm, method, budget, batch, max_len))
-    from benchmarks import contenders, servers
-
-    if method.url is not None:
-        return servers.ServerMethod(llm.tokenizer, method.url, method.served_model, variables)
-    return contenders.TransformersMethod(llm.target, max_len, method.assistant, contenders.lookup_tokens(method))
-
-
 def open_engine(llm: LLM, method: MethodConfig, budget: int, batch: int, max_len: int) -> LLM:
-    """The prefix cache is off: a question that comes again in the next repeat is to be read again."""
+    """Engine of a method, without prefix cache: a question of the next repeat is read again."""
     config = EngineConfig(max_batch=batch, max_len=max_len, prefill_chunk=PREFILL_CHUNK, prefix_cache=False)
     opened = llm.with_drafter(method.traits.drafter, method.tree(budget), engine=config)
     if opened.engine.max_len < max_len:
-        raise ValueError(f"{method.name}: no room for {batch} texts of {max_len} tokens; choose a smaller batch")
+        raise ValueError(f"{method.name}: no memory for {batch} texts of {max_len} tokens; choose a smaller batch")
     return opened
 
 
 def check_head(method: MethodConfig, head: object | None) -> None:
-    """A result must not stand under the name of another head."""
+    """Refuse a head of another kind than the method's."""
     if head is None:
         raise ValueError(f"{method.name} needs a head: name it as {method.name}=FOLDER, or with `head` in the recipe")
     if (found := kind_of(head)) != method.traits.head:

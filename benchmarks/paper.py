@@ -1,4 +1,4 @@
-"""The paper's results, and which of ours stand beside them."""
+"""The paper's results, and their counterparts among ours."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recipe import PAPER_BUDGET, PAPER_DEPTH, PAPER_DRAFT_TEMPERATURE, PAPER_WIDTH, PLAIN, TRANSFORMERS
-from benchmarks.runs import Result, Run
+from benchmarks.results import Result, Run
 from jetspec.config import Expand, Score
 
 MAIN_MODEL = "Qwen3-8B"
-"""The target of all tables but one, which is compared with runs of its own target alone."""
+"""Target of all tables but one; that one is compared with runs of its own target alone."""
 
 LOST = "the paper's value is lost, so ours stands beside it by rank"
 RATES = ("0.001", "0.002", "0.005", "0.01", "0.02")
@@ -25,16 +25,16 @@ ENTROPY_WEIGHTS = ("0.01", "0.03", "0.1", "0.3", "1", "3")
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What the paper calls a method of ours, and what is known of its trees."""
+    """The paper's name of a method of ours, and the known settings of its trees."""
 
     name: str
     kind: str
-    """A method of another kind is something else, whatever its name."""
+    """A method of another kind is something else under any name."""
     expand: Expand | None = "paper"
     """None: not stated."""
     score: Score = "accum_logp"
     remark: str = ""
-    """What a reader must know who compares the two, beside settings that differ."""
+    """Difference beside that of settings."""
 
 
 def _published(name: str, kind: str = "jetspec-paper", **known: Any) -> Counterpart:
@@ -80,7 +80,7 @@ class PaperTable:
     model: str
     gpu: str | None
     engine: str | None
-    """What decoded, where it was not the authors' own."""
+    """Engine, where it was not the authors' own."""
     note: str
 
 
@@ -110,7 +110,7 @@ class Pair:
     cell: Result
     row: PaperRow
     remark: str
-    """What differs between the two methods, or is not known."""
+    """Differences between the two methods, and settings not stated."""
 
 
 @cache
@@ -144,7 +144,7 @@ def find_pairs(run: Run) -> list[Pair]:
 
 
 def missing_rows(table: PaperTable, pairs: Iterable[Pair]) -> str:
-    """What of a table of the paper stands beside nothing of ours, in a sentence. Empty: nothing."""
+    """Sentence about rows of a table without a counterpart; empty where there are none."""
     known = {pair.row for pair in pairs}
     rows = [row for row in paper_rows() if row.table == table]
     missing = Counter(row.label for row in rows if row not in known)
@@ -173,7 +173,7 @@ def _pairs_of(cell: Result, run: Run) -> Iterator[Pair]:
 
 
 def _counterpart(name: str, kind: str) -> Counterpart | None:
-    """By its name, where it is what its name says; else by its kind. None: the paper has nothing like it."""
+    """Counterpart by name, where name and kind fit; else by kind. None: the paper has nothing like it."""
     if name in OURS_ALONE:
         return None
     named = OURS.get(name)
@@ -184,9 +184,9 @@ SHAPES = {"paper": "all children of the best nodes", "optimal": "the best nodes"
 
 
 def tree_differences(ours: Counterpart, tree: Mapping[str, Any], temperature: float) -> list[str]:
-    """What sets a tree of ours apart from those of the paper's method, as far as these are known.
+    """Known differences of a tree from those of the paper's method.
 
-    The heat counts for greedy requests: others are drafted at their temperature.
+    The draft temperature has an effect on greedy requests alone.
     """
     found, width = [], tree["width"]
     published = published_width(tree["budget"]) if ours.expand == "paper" else None
@@ -201,26 +201,26 @@ def tree_differences(ours: Counterpart, tree: Mapping[str, Any], temperature: fl
         found.append(f"score {tree['score']}, in the paper {ours.score}")
     if tree["depth"] is not None and tree["depth"] != PAPER_DEPTH:
         found.append(f"depth {tree['depth']}, in the paper that of a block or not stated")
-    draft_temperature = tree.get("draft_temperature", tree.get("heat", PAPER_DRAFT_TEMPERATURE))
+    draft_temperature = tree.get("draft_temperature", PAPER_DRAFT_TEMPERATURE)
     if temperature == 0 and draft_temperature != PAPER_DRAFT_TEMPERATURE:
-        found.append(f"heat {draft_temperature:g}, in the paper {PAPER_DRAFT_TEMPERATURE:g}")
+        found.append(f"draft temperature {draft_temperature:g}, in the paper {PAPER_DRAFT_TEMPERATURE:g}")
     return found
 
 
 def published_width(budget: int) -> int | None:
-    """Of JetSpec's trees: drafts of 16 nodes are linear. None: not stated."""
+    """Width of JetSpec's trees: drafts of 16 nodes are linear. None: not stated."""
     if budget > PAPER_DEPTH + 1:
         return PAPER_WIDTH if budget >= PAPER_BUDGET else None
     return 1
 
 
 def same_model(a: str, b: str) -> bool:
-    """By the name's last part, whatever its spelling: `Qwen/Qwen3-8B` is `qwen3-8b`."""
+    """Equality of the names' last parts in any spelling: `Qwen/Qwen3-8B` is `qwen3-8b`."""
     return _bare(a) == _bare(b)
 
 
 def setting_differences(model: str, device: str, table: PaperTable) -> list[str]:
-    """How measurements of a model on a device differ from one of the paper's tables as a whole."""
+    """Differences of model and device from one of the paper's tables."""
     found = []
     if not same_model(table.model, model):
         found.append(f"the target is {model}, in the paper {table.model}")
@@ -232,7 +232,7 @@ def setting_differences(model: str, device: str, table: PaperTable) -> list[str]
 
 
 def run_differences(run: Run, table: PaperTable) -> list[str]:
-    """How a whole run differs from one of the paper's tables, in what is known of its protocol."""
+    """Known differences of a whole run from one of the paper's tables."""
     found = setting_differences(run.model, run.device, table)
     if table.engine is not None:
         found.append(f"our engine decoded, in the paper {table.engine}")

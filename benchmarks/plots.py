@@ -1,4 +1,4 @@
-"""The pictures of a report, as SVG: text stays text, nothing is loaded, and they follow a light or dark screen."""
+"""Plots of a report as SVG without other files, for light and dark screens."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.document import Plot
-from benchmarks.recipe import PLAIN
-from benchmarks.runs import HeadRecord, Result
-from benchmarks.scaling import (
+from benchmarks.estimate import Estimate
+from benchmarks.formulas import (
     expected_speedup,
     expected_tokens,
     fit_alpha,
@@ -19,15 +19,18 @@ from benchmarks.scaling import (
     reach_shares,
     tokens_when_cut,
 )
-from benchmarks.spread import Spread
-from benchmarks.tables import at_best, by_method, on_all_tasks, over_tasks, rounds_of, speedup_of
+from benchmarks.recipe import PLAIN
+from benchmarks.results import HeadRecord, Record, Result
+from benchmarks.tables import Value, at_best, by_method, on_all_tasks, over_tasks, rounds_of, speedup_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TIMES = {"first_token_ms": "first token", "between_tokens_ms": "between tokens", "whole_ms": "whole answer"}
+"""Latencies of a request, and their titles."""
 INK = "#010203"
-"""Stands for the colour of text, which the page decides."""
+"""Placeholder for the text colour of the page."""
 COLOURS = (
     *("#3b82c4", "#d9822b", "#2f9e6e", "#b05cc6", "#c94f4f", "#8a8f2c", "#7d7d8a", "#17a2b8"),
     *("#a0643c", "#5a6acf", "#d46a9f", "#5f8f3e", "#b8860b", "#4b9f9f", "#9f6fd1"),
@@ -69,7 +72,7 @@ def has_matplotlib() -> bool:
 
 @dataclass
 class Painter:
-    """Makes pictures in which a method has the same colour everywhere."""
+    """Draws plots in which a method keeps its colour."""
 
     colour_of: dict[str, str] = field(default_factory=dict)
 
@@ -90,7 +93,7 @@ class Painter:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """Colours of text left to the page, and names that stay apart from those of other pictures."""
+    """SVG with the text colour of the page, and ids that differ between plots of a page."""
     buffer = StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None})
     svg = buffer.getvalue()
@@ -102,6 +105,20 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r"font: (\S+) [^;\"]*", r"font: \1 system-ui, sans-serif", svg)
     svg = svg.replace(INK, "currentColor")
     return re.sub(r"<svg ([^>]*)>", rf'<svg class="plot" role="img" \1>{SVG_STYLE}', svg, count=1)
+
+
+def setting_plots(painter: Painter, mark: str, where: str, cells: Sequence[Result]) -> list[Plot]:
+    """All plots of one temperature and batch size."""
+    rounds, speedup = f"Tokens per round against budget, {where}", f"Speedup against budget, {where}"
+    drawn = (
+        speedup_bars(painter, f"speedup_{mark}", where, cells),
+        against_budget(painter, f"rounds_{mark}", rounds, cells, rounds_of, "tokens per round"),
+        against_budget(painter, f"speedup_budget_{mark}", speedup, cells, speedup_of, "speedup over plain"),
+        acceptance(painter, f"acceptance_{mark}", where, cells),
+        equation_1(painter, f"equation1_{mark}", where, cells),
+        equation_2(painter, f"equation2_{mark}", where, cells),
+    )
+    return [plot for plot in drawn if plot is not None]
 
 
 def speedup_bars(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
@@ -140,7 +157,7 @@ def against_budget(
     name: str,
     title: str,
     cells: Sequence[Result],
-    value: Callable[[Result], Spread | None],
+    value: Value,
     unit: str,
 ) -> Plot | None:
     """A line per method over budgets, each point a mean over tasks. Methods without a budget are level lines."""
@@ -164,11 +181,13 @@ def against_budget(
     return painter.plot(name, title, caption, draw)
 
 
-def series_of(cells: Sequence[Result], value: Callable[[Result], Spread | None]) -> dict[str, dict[int | None, Spread]]:
+def series_of(
+    cells: Sequence[Result], value: Callable[[Result], Estimate | None]
+) -> dict[str, dict[int | None, Estimate]]:
     """Means over tasks by method and budget; none where a task has no value."""
-    mean = Spread.independent if value is rounds_of else Spread.average
+    mean = Estimate.independent if value is rounds_of else Estimate.average
     tasks = len({cell.task for cell in cells})
-    found: dict[str, dict[int | None, Spread]] = {}
+    found: dict[str, dict[int | None, Estimate]] = {}
     for method, own in by_method(cells).items():
         for budget in dict.fromkeys(cell.budget for cell in own):
             number = over_tasks([value(cell) for cell in own if cell.budget == budget], tasks, mean)
@@ -177,10 +196,10 @@ def series_of(cells: Sequence[Result], value: Callable[[Result], Spread | None])
     return found
 
 
-def against_batch(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> list[Plot]:
-    """Speedup over batch sizes: a picture per method that has several budgets, a line for each; else one for all."""
+def against_batch(painter: Painter | None, name: str, where: str, cells: Sequence[Result]) -> list[Plot]:
+    """Speedup over batch sizes: a plot per method that has several budgets; else one for all."""
     drawn = [cell for cell in cells if cell.speedup and not cell.is_plain]
-    if len({cell.batch for cell in drawn}) < 2:
+    if painter is None or len({cell.batch for cell in drawn}) < 2:
         return []
     labels = {method: {c.label for c in drawn if c.method == method} for method in {c.method for c in drawn}}
     several = [method for method in dict.fromkeys(cell.method for cell in drawn) if len(labels[method]) > 1]
@@ -206,7 +225,7 @@ def _batch_plot(painter: Painter, name: str, where: str, cells: Sequence[Result]
 
 
 def acceptance(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
-    """How deep rounds get, per method."""
+    """Share of rounds that accept at least so many drafts, per method."""
     histograms = merged_histograms(at_best(on_all_tasks(cells)))
     if not histograms:
         return None
@@ -225,7 +244,7 @@ def acceptance(painter: Painter, name: str, where: str, cells: Sequence[Result])
 
 
 def left_out(cells: Sequence[Result]) -> str:
-    """Who is not in a picture of all tasks."""
+    """Caption: methods missing from a plot of all tasks."""
     whole = by_method(on_all_tasks(cells))
     names = [method for method in by_method(cells) if method not in whole]
     return f" Left out, as asked some tasks only: {', '.join(names)}." if names else ""
@@ -268,7 +287,7 @@ def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Result])
 
 
 def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
-    """The speedup that the formula gives for every draft length, through what was measured at one.
+    """Speedup of the formula for every draft length, through the measured point.
 
     A method that is faster than its tokens per round explain has a cost below 0, which no formula fits.
     """
@@ -305,7 +324,7 @@ def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result])
 
 
 def gap_histogram(painter: Painter, heads: Iterable[HeadRecord]) -> Plot | None:
-    """How far the head's belief in its top path is from the target's."""
+    """Log-probability of the head's top path less that of the target."""
     gaps = {head.name: head.gaps for head in heads if head.gaps}
     if not gaps:
         return None
@@ -326,14 +345,14 @@ def gap_histogram(painter: Painter, heads: Iterable[HeadRecord]) -> Plot | None:
     return painter.plot("rank1_gap", "Rank-1 gap", caption, draw)
 
 
-def _line(axes: Axes, series: Mapping[Any, Spread], colour: str, label: str) -> None:
+def _line(axes: Axes, series: Mapping[Any, Estimate], colour: str, label: str) -> None:
     xs = sorted(series)
     means, spreads = [series[x].mean for x in xs], [series[x].sd or 0 for x in xs]
     axes.errorbar(xs, means, yerr=spreads, marker="o", markersize=4, capsize=2, color=colour, label=label)
 
 
 def _powers(axes: Axes, values: Sequence[int]) -> None:
-    """A logarithmic axis that names the values measured and no others."""
+    """Logarithmic axis with ticks at the measured values."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [str(value) for value in values])
     axes.minorticks_off()
@@ -343,3 +362,81 @@ def _legend_below(axes: Axes) -> None:
     figure = axes.get_figure()
     assert figure is not None
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+
+# -- pages
+
+
+def draw_lines(title: str, means: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Tokens per round against budget, a line per variant."""
+    figure, axes = new_figure((6, 3.6))
+    for name, mean in means.items():
+        axes.plot(list(mean), list(mean.values()), marker="o", label=name)
+    axes.set(title=title, xlabel="budget", ylabel="tokens per round")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    save(figure, path, title)
+
+
+def draw_latencies(timings: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Share of requests that took no longer than each time."""
+    figure, plots = new_figure((9, 3), 1, len(TIMES), sharey=True)
+    for axes, (key, title) in zip(plots, TIMES.items(), strict=True):
+        values = sorted(times[key] for times in timings)
+        axes.step(values, [(i + 1) / len(values) for i in range(len(values))], where="post")
+        axes.set(title=title, xlabel="ms")
+        axes.grid(alpha=0.3)
+    plots[0].set_ylabel("share of requests")
+    save(figure, path, "load")
+
+
+def draw_rates(record: Record, path: Path) -> None:
+    """Throughput and three latencies against the rate; solid is the median, dashed the 95th percentile."""
+    from matplotlib import rcParams
+    from matplotlib.ticker import LogLocator
+
+    figure, ((speed, *row), others) = new_figure((9, 6.4), 2, 2)
+    times = dict(zip(TIMES, [*row, *others], strict=True))
+    ticks = set[float]()
+    for server, color in zip(record["servers"], rcParams["axes.prop_cycle"].by_key()["color"], strict=False):
+        rates = record["servers"][server].get("rates", {})
+        found = {float(rate): values for rate, values in rates.items() if "seconds" in values}
+        ticks |= found.keys()
+        speed.plot(list(found), [r["tokens_per_s"] for r in found.values()], marker="o", color=color)
+        for key, axes in times.items():
+            for percentile, line in (("p50", "-"), ("p95", "--")):
+                values = [r[key][percentile] for r in found.values()]
+                axes.plot(list(found), values, line, marker="o", color=color, label=f"{server}, {percentile}")
+    speed.set(title="throughput", ylabel="tokens/s")
+    for key, axes in times.items():
+        axes.set(title=TIMES[key], ylabel="ms", yscale="log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    for axes in (speed, *times.values()):
+        axes.set_xscale("log")
+        axes.set_xticks(sorted(ticks), [f"{rate:g}" for rate in sorted(ticks)], minor=False)
+        axes.minorticks_off()
+        axes.set_xlabel("requests/s")
+        axes.grid(alpha=0.3)
+    figure.legend(*times["first_token_ms"].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize="small")
+    save(figure, path, "rates", rect=(0, 0.04, 1, 1))
+
+
+def new_figure(size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure of its own, laid out for SVG, and its axes."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size)
+    FigureCanvasSVG(figure)
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def save(figure: Figure, path: Path, salt: str, **layout: Any) -> None:
+    """Write a figure; the same data give the same file."""
+    from matplotlib import rc_context
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout(**layout)
+    with rc_context({"svg.hashsalt": salt}):
+        figure.savefig(path, metadata={"Date": None})

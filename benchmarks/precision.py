@@ -28,7 +28,7 @@ from jetspec.ops.select import force
 from jetspec.types import Request, SamplingParams
 
 PAGE_SIZE = 16
-CONTENDERS = 64
+CANDIDATES = 64
 """Tokens of a position that may be chosen, for all that is likely: the rest of the vocabulary is noisier."""
 RIVALS = 64
 """Tokens near the best of their positions that tell how far rounding moves such. Fewer say nothing."""
@@ -189,7 +189,7 @@ def round_more(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.ldexp(mantissa + step * unit, exponent).to(x.dtype)
 
 
-class Remembering:
+class CachedLogits:
     """A judge who reads a text once, for whoever compares many texts with the same plain ones."""
 
     def __init__(self, judge: Judge) -> None:
@@ -215,7 +215,7 @@ def find_differences(
     `limit` is the widest tie."""
     found = []
     for name, text in other.items():
-        if (parting := find_parting(plain[name], text)) is None:
+        if (parting := find_divergence(plain[name], text)) is None:
             continue
         place, pair = parting
         if pair is None:
@@ -226,7 +226,7 @@ def find_differences(
     return found
 
 
-def find_parting(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tuple[int, int] | None] | None:
+def find_divergence(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tuple[int, int] | None] | None:
     """Tokens before a text leaves the plain one, and the token of each there; no tokens where one of them merely ends
     earlier. None: they are the same."""
     place = shared_length(plain, other)
@@ -289,7 +289,7 @@ def pair_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[i
     for prompt, answer in texts:
         tokens, last = [*prompt, *answer[:-1]], len(answer)
         fresh_TV = fresh.logits(tokens, last)
-        best_TK = fresh_TV.topk(min(CONTENDERS, fresh_TV.shape[-1]))
+        best_TK = fresh_TV.topk(min(CANDIDATES, fresh_TV.shape[-1]))
         behind.append(best_TK.values[:, :1] - best_TK.values)
         for size, off in moved.items():
             off.append((fresh.logits_in_pieces(tokens, last, size) - fresh_TV).gather(1, best_TK.indices))

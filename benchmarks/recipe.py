@@ -1,7 +1,7 @@
-"""What a benchmark measures: a recipe in YAML, checked to the last key, as a list of cells.
+"""A benchmark recipe: YAML, checked to the last key, as a list of cells.
 
-A method is a setting of the one engine, or an outside contender behind the same interface. Plain decoding is always
-among them: it is what speed and text of all others are compared with.
+A method is a setting of the engine, or a baseline behind the same interface. Plain decoding is always among them: speed
+and text of all others are compared with it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, Literal
 
 from benchmarks.tasks import BUILTIN, TASKS
+from jetspec.aliases import RENAMED
 from jetspec.config import DrafterName, Expand, Score, TreeConfig
 from jetspec.data.prompts import stable_hash
 from jetspec.models.hub import DEFAULT_MODEL
@@ -21,78 +22,76 @@ from jetspec.types import SamplingParams
 
 PLAIN, TRANSFORMERS = "plain", "transformers"
 HeadKind = Literal["bidirectional", "causal", "edge", "eagle3"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 PAPER_WIDTH, PAPER_DEPTH = 7, 15
-"""Of the paper's trees: children of a node, and levels, one less than the slots of a block."""
+"""Children of a node and levels of the paper's trees; a block has one slot more than levels."""
 PAPER_BUDGET = 64
-"""From so many nodes on its trees have that width, though one that is that wide is that deep from 100 nodes on."""
+"""From this budget on the paper's trees have that width."""
 PAPER_DRAFT_TEMPERATURE = 1.0
-"""Its trees are built on what a head says as it says it."""
+
+OLD_KEYS = {**RENAMED["tree"], "shrinks": "batch_trees"}
+"""Keys of older recipes and records, and their names today."""
+
+
+def with_new_keys(value: Any) -> Any:
+    """The value with older keys renamed, however deep they are."""
+    if isinstance(value, dict):
+        return {OLD_KEYS.get(key, key): with_new_keys(inner) for key, inner in value.items()}
+    return [with_new_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What methods of a kind have in common."""
+    """Defaults and settings that methods of a kind share."""
 
     drafter: DrafterName | None = None
-    """Who drafts in our engine. None: a head, or an outside contender."""
+    """Drafter of our engine. None: a head, or a baseline."""
     head: HeadKind | None = None
-    """The head that it needs."""
+    """Kind of head that it needs."""
     budgets: tuple[int | None, ...] = ()
     """Its trees, unless the method says otherwise; () follows the recipe."""
     width: int = 8
     narrows: bool = False
-    """Whether small trees are as narrow as they must be to reach the paper's depth, down to a chain."""
+    """Small trees are narrow enough to reach the paper's depth, down to a chain."""
     expand: Expand = "optimal"
     draft_temperature: float = TreeConfig.draft_temperature
     takes: tuple[str, ...] = ()
-    """Settings of a method that count, beside those that all have."""
+    """Settings of a method that have an effect, beside those that all have."""
     one_at_a_time: bool = False
-    """Whether it cannot decode several prompts together."""
+    """It cannot decode several prompts together."""
     about: str = ""
-    """What a reader of its numbers must know."""
+    """Remark for a reader of its numbers."""
 
     def width_at(self, budget: int) -> int:
-        """Seven children of every node would leave a tree of 16 nodes three levels, one of 32 five."""
+        """Width of a tree; seven children of every node would leave 16 nodes three levels, 32 nodes five."""
         return max(1, (budget - 1) // PAPER_DEPTH) if self.narrows and budget < PAPER_BUDGET else self.width
 
 
-_TREE = ("budgets", "width", "depth", "draft_temperature")
-_SCORED = (*_TREE, "head", "expand", "score", "entropy_weight")
+_SHAPE = ("width", "depth", "expand", "score", "entropy_weight", "draft_temperature", "shortlist", "shortlist_parents")
+"""Settings of a method that are settings of its trees."""
+_TREE = ("budgets", "width", "depth")
+_SCORED = ("head", "budgets", *_SHAPE[:-2])
 _EAGER = (
     "`generate` as it comes: eager, with a cache that grows; nothing is compiled or captured, so on a GPU it is as fast"
     " as the host."
 )
+_HOST = "Matches are found on the host, so a round starts when the last one was read; those of heads start before."
+_EAGLE = "Unless set, its depth is the one it was trained for and its width that of its authors, at every budget."
 
 KINDS: dict[str, Kind] = {
     PLAIN: Kind("none", budgets=(1,)),
-    "ngram": Kind(
-        "ngram",
-        takes=_TREE[:-1],
-        about="Matches are found on the host, so a round starts when the last one was read; those of heads start"
-        " before.",
-    ),
-    "dflash": Kind(
-        head="bidirectional", budgets=(16,), width=1, draft_temperature=1.0, takes=("head", "budgets", "depth")
-    ),
+    "ngram": Kind("ngram", takes=_TREE, about=_HOST),
+    "dflash": Kind(head="bidirectional", budgets=(16,), width=1, draft_temperature=1, takes=("head", *_TREE[::2])),
     "ddtree": Kind(head="bidirectional", takes=_SCORED),
     "eagle3": Kind(
-        head="eagle3",
-        width=10,
-        draft_temperature=1.0,
-        takes=("head", *_TREE),
-        about="Unless set, its depth is the one it was trained for and its width that of its authors, at every budget.",
+        head="eagle3", width=10, draft_temperature=1, takes=("head", *_TREE, "draft_temperature"), about=_EAGLE
     ),
     "jetspec-paper": Kind(
-        head="causal",
-        width=PAPER_WIDTH,
-        narrows=True,
-        expand="paper",
-        draft_temperature=PAPER_DRAFT_TEMPERATURE,
-        takes=_SCORED,
+        head="causal", width=PAPER_WIDTH, narrows=True, expand="paper", draft_temperature=1, takes=_SCORED
     ),
     "jetspec": Kind(head="causal", takes=_SCORED),
-    "jetspec-edge": Kind(head="edge", takes=(*_SCORED, "shortlist", "shortlist_parents")),
+    "jetspec-edge": Kind(head="edge", takes=("head", "budgets", *_SHAPE)),
     TRANSFORMERS: Kind(budgets=(None,), about=_EAGER),
     "transformers-assisted": Kind(budgets=(None,), takes=("assistant",), one_at_a_time=True, about=_EAGER),
     "transformers-lookup": Kind(budgets=(None,), takes=("lookup_tokens",), one_at_a_time=True, about=_EAGER),
@@ -100,7 +99,7 @@ KINDS: dict[str, Kind] = {
 }
 """DFlash drafts a chain with a bidirectional head, DDTree a tree with it; EAGLE-3 drafts token by token. JetSpec drafts
 with a causal head: as published, where a tree has all children of the best nodes, or with the best nodes alone, without
-an edge term or with one. What is published of JetSpec's small trees: those of 16 nodes are chains; of 32 nothing."""
+an edge term or with one. Published small trees of JetSpec: those of 16 nodes are chains; of 32 nothing is stated."""
 
 USUAL: dict[HeadKind, str] = {
     "edge": "jetspec-edge",
@@ -108,31 +107,36 @@ USUAL: dict[HeadKind, str] = {
     "bidirectional": "ddtree",
     "eagle3": "eagle3",
 }
-"""The method that a head is measured by when none is asked for."""
+"""Method of a head when none is named."""
 
 SHORT = {**{name: "head" for name, kind in KINDS.items() if kind.head}, "transformers-assisted": "assistant"}
 SHORT["server"] = "url"
-"""What stands behind the equals sign when a method is written as NAME=VALUE."""
+"""Setting behind the equals sign of NAME=VALUE."""
+
+
+def distinct(name: str, values: Sequence[Any] | None) -> None:
+    if values is not None and (not values or len(values) != len(set(values))):
+        raise ValueError(f"{name} must name at least one, and none twice")
 
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """One contender. What is None follows its kind."""
+    """One method. Settings that are None follow its kind."""
 
     name: str
     kind: str | None = None
-    """None: the one that its name says."""
+    """None: the kind of its name."""
     head: str | None = None
-    """Folder or name of its head. None: that of the recipe."""
+    """Folder or name of its head. None: the recipe's."""
     budgets: tuple[int, ...] | None = None
     batches: tuple[int, ...] | None = None
-    """None: those of the recipe."""
+    """None: the recipe's."""
     temperatures: tuple[float, ...] | None = None
-    """Some of the recipe's, for slow ones. None: all of them."""
+    """Some of the recipe's, for slow methods. None: all."""
     tasks: tuple[str, ...] | None = None
-    """Likewise."""
+    """Some of the recipe's, for slow methods. None: all."""
     limit: int | None = None
-    """Ask it only the first so many questions of a task: for slow ones. Others are compared with it on these alone."""
+    """First questions of a task, for slow methods. Others are compared with it on these alone."""
     width: int | None = None
     depth: int | None = None
     expand: Expand | None = None
@@ -142,13 +146,13 @@ class MethodConfig:
     shortlist: int | None = None
     shortlist_parents: int | None = None
     assistant: str | None = None
-    """A smaller model of the same vocabulary, for the assisted generation of transformers."""
+    """Smaller model of the same vocabulary, for assisted generation of transformers."""
     lookup_tokens: int | None = None
-    """Tokens that the prompt lookup of transformers drafts, 10 unless given."""
+    """Tokens that prompt lookup of transformers drafts, 10 by default."""
     url: str | None = None
-    """Where an OpenAI-compatible server answers, such as http://localhost:8000/v1."""
+    """Address of an OpenAI-compatible server, such as http://localhost:8000/v1."""
     served_model: str | None = None
-    """What the server calls the model. None: the first that it offers."""
+    """The server's name of the model. None: the first that it offers."""
 
     def __post_init__(self) -> None:
         if self.kind_name not in KINDS:
@@ -164,10 +168,8 @@ class MethodConfig:
             raise ValueError(f"method {self.name!r} needs an assistant: a smaller model of the same vocabulary")
         at_least(1, f"lookup_tokens of {self.name}", self.lookup_tokens)
         at_least(1, f"limit of {self.name}", self.limit)
-        for key in ("temperatures", "tasks"):
-            some = getattr(self, key)
-            if some == () or len(some or ()) != len(set(some or ())):
-                raise ValueError(f"{key} of {self.name} must name at least one, and none twice")
+        distinct(f"temperatures of {self.name}", self.temperatures)
+        distinct(f"tasks of {self.name}", self.tasks)
         for budget in self.budgets or ():
             self.tree(budget)
         for batch in self.batches or ():
@@ -196,15 +198,15 @@ class MethodConfig:
         return self.traits.drafter is not None or self.traits.head is not None
 
     def tree(self, budget: int) -> TreeConfig:
-        names = [*_SCORED[1:], "shortlist", "shortlist_parents"]
-        names.remove("head")
-        chosen = {key: value for key in names if (value := getattr(self, key)) is not None}
-        fallback = {
-            "width": self.traits.width_at(budget),
-            "expand": self.traits.expand,
-            "draft_temperature": self.traits.draft_temperature,
-        }
-        return TreeConfig(budget=budget, **{**fallback, **chosen})
+        kind = self.traits
+        usual = {"width": kind.width_at(budget), "expand": kind.expand, "draft_temperature": kind.draft_temperature}
+        chosen = {key: value for key in _SHAPE if (value := getattr(self, key)) is not None}
+        return TreeConfig(budget=budget, **{**usual, **chosen})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings beyond its kind, without the paths of one machine."""
+        settings = {key: value for key, value in asdict(self).items() if value is not None}
+        return settings | {key: shown(settings[key]) for key in ("head", "assistant") if key in settings}
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class Cell:
     task: str
     temperature: float
     budget: int | None
-    """Most nodes in a tree. None: an outside contender, which has none."""
+    """Most nodes of a tree. None: a baseline without trees."""
     batch: int
 
     def beside(self, method: str, budget: int | None) -> Cell:
@@ -225,18 +227,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """A whole benchmark. Its cells are all methods on all tasks, temperatures, budgets and batch sizes."""
+    """A whole benchmark: all methods on all tasks, temperatures, budgets and batch sizes."""
 
     model: str = DEFAULT_MODEL
     head: str | None = None
-    """The head of methods that name none. None: the one that the model comes with."""
+    """Head of methods that name none. None: the model's own."""
     data_dir: str | None = None
     """Folder with TASK.jsonl files. None: from Hugging Face."""
     tasks: tuple[str, ...] = (BUILTIN,)
     methods: tuple[str | MethodConfig, ...] | None = None
     """Names, NAME=HEAD, or groups of settings. None: plain, ngram, and the head where there is one."""
     url: str | None = None
-    """An OpenAI-compatible server to measure as well, as the method `server`."""
+    """OpenAI-compatible server to measure as well, as the method `server`."""
     budgets: tuple[int, ...] = (64,)
     batches: tuple[int, ...] = (1,)
     """Questions decoded together."""
@@ -245,20 +247,19 @@ class BenchConfig:
     limit: int | None = None
     """Questions per task. None: the usual number of each."""
     skip: int | dict[str, int] = 0
-    """Questions of every task to pass over first, such as those that settings were chosen on; or by task how many, and
-    none of those that are not named."""
+    """Questions of every task to pass over first, or by task how many; unnamed tasks pass over none."""
     max_tokens: int = 256
     """Most tokens of an answer."""
     warmup: int = 16
     """Tokens decoded before any are timed, for every batch size that may occur."""
     seed: int = 0
-    """Draws of a temperature above 0 depend on it, the question and the repeat, never on the method."""
+    """Draws at a temperature above 0 depend on it, the question and the repeat, never on the method."""
     thinking: bool | None = None
-    """Whether the chat template lets the model think first. None: as the template likes."""
+    """`enable_thinking` of the chat template. None: the template's default."""
     notes: tuple[str, ...] = ()
-    """What a reader of the results should know; reports show it."""
+    """Remarks for readers of the results; reports show them."""
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: DtypeName = "auto"
 
     def __post_init__(self) -> None:
         for name in ("repeats", "limit", "max_tokens", "warmup"):
@@ -269,45 +270,40 @@ class BenchConfig:
             if task and task not in (*self.tasks, *TASKS):
                 raise ValueError(f"skip: there is no task {task}")
         for name in ("tasks", "methods", "budgets", "batches", "temperatures"):
-            values = getattr(self, name)
-            if values == () or len(values or ()) != len(set(values or ())):
-                raise ValueError(f"{name} must name at least one, and none twice")
+            distinct(name, getattr(self, name))
         for temperature in self.temperatures:
             SamplingParams(temperature)
         for batch in self.batches:
             at_least(1, "a batch", batch)
         for budget in self.budgets:
             TreeConfig(budget=budget)
-        self._check_methods()
-
-    def _check_methods(self) -> None:
-        methods = self.contenders()
+        methods = self.all_methods()
         names = [method.name for method in methods]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two methods are called {twice.pop()}; give one of them another name")
         for method in methods:
-            if method.name in (PLAIN, TRANSFORMERS) and method.kind_name != method.name:
-                raise ValueError(f"{method.name} must be what its name says, as others are compared with it")
-            for own in ("limit", "temperatures", "tasks"):
-                if method.name == PLAIN and getattr(method, own) is not None:
-                    raise ValueError(f"plain decoding has no {own} of its own, as all others are compared with it")
-            for temperature in method.temperatures or ():
-                if temperature not in self.temperatures:
-                    raise ValueError(f"{method.name}: temperature {temperature:g} is none of the recipe's")
-            for task in method.tasks or ():
-                if task not in self.tasks:
-                    raise ValueError(f"{method.name}: task {task} is none of the recipe's")
-            for batch in self.batches_of(method):
-                if method.traits.one_at_a_time and batch > 1:
-                    raise ValueError(f"{method.name} decodes one prompt at a time; give it batches: [1]")
-            for budget in self.budgets_of(method):
-                if budget is not None:
-                    method.tree(budget)
-                if budget == 1 and method.name != PLAIN:
-                    raise ValueError(f"{method.name}: a budget of 1 drafts nothing, as plain decoding; give 2 or more")
+            self._check_method(method)
 
-    def contenders(self, head: HeadKind | None = None) -> list[MethodConfig]:
-        """All methods, plain decoding first. `head` is the kind of the head that those have which name none."""
+    def _check_method(self, method: MethodConfig) -> None:
+        name = method.name
+        if name in (PLAIN, TRANSFORMERS) and method.kind_name != name:
+            raise ValueError(f"{name} must be of the kind of its name, as others are compared with it")
+        for own in ("limit", "temperatures", "tasks"):
+            if name == PLAIN and getattr(method, own) is not None:
+                raise ValueError(f"plain decoding has no {own} of its own, as all others are compared with it")
+        for setting in ("temperatures", "tasks"):
+            if other := [value for value in getattr(method, setting) or () if value not in getattr(self, setting)]:
+                raise ValueError(f"{name}: {setting} {other[0]} is not among the recipe's")
+        if method.traits.one_at_a_time and max(self.batches_of(method)) > 1:
+            raise ValueError(f"{name} decodes one prompt at a time; give it batches: [1]")
+        for budget in self.budgets_of(method):
+            if budget is not None:
+                method.tree(budget)
+            if budget == 1 and name != PLAIN:
+                raise ValueError(f"{name}: a budget of 1 drafts nothing, as plain decoding; give 2 or more")
+
+    def all_methods(self, head: HeadKind | None = None) -> list[MethodConfig]:
+        """All methods, plain decoding first. `head` is the kind of the default head."""
         usual = ("ngram", *((USUAL[head],) if head else ()))
         asked = [MethodConfig.parse(m) if isinstance(m, str) else m for m in self.methods or usual]
         if self.url is not None:
@@ -329,7 +325,7 @@ class BenchConfig:
         return tuple(sorted({*self.batches, *(batch for batches in own for batch in batches)}))
 
     def cells(self, method: MethodConfig) -> list[Cell]:
-        """Grouped by what an engine is made for: budget and batch size."""
+        """Cells of a method, grouped by budget and batch size, which an engine is made for."""
         temperatures, tasks = method.temperatures or self.temperatures, method.tasks or self.tasks
         places = product(self.budgets_of(method), self.batches_of(method), temperatures, tasks)
         return [Cell(method.name, task, temperature, budget, batch) for budget, batch, temperature, task in places]
@@ -339,7 +335,7 @@ class BenchConfig:
         return SamplingParams(temperature, max_tokens=self.max_tokens, seed=seed)
 
     def to_dict(self, methods: Sequence[MethodConfig]) -> dict[str, Any]:
-        """For the record: with the methods that it came to and their trees, without the paths of one machine."""
+        """Settings for the record: methods with their trees, without the paths of one machine."""
         named = {"model": shown(self.model), "data_dir": self.data_dir and shown(self.data_dir)}
         named["head"] = self.head and shown_head(self.head)
         return {**asdict(self), **named, "methods": [self._settled(method) for method in methods]}
@@ -347,10 +343,4 @@ class BenchConfig:
     def _settled(self, method: MethodConfig) -> dict[str, Any]:
         trees = [asdict(method.tree(budget)) for budget in self.budgets_of(method) if budget and method.is_ours]
         head = {"head": shown_head(method.head)} if method.head else {}
-        return {**method_dict(method), **head, "kind": method.kind_name, "about": method.traits.about, "trees": trees}
-
-
-def method_dict(method: MethodConfig) -> dict[str, Any]:
-    """What a method says beyond its kind, without the paths of one machine: a head that moves is the same head."""
-    settings = {key: value for key, value in asdict(method).items() if value is not None}
-    return settings | {key: shown(settings[key]) for key in ("head", "assistant") if key in settings}
+        return {**method.to_dict(), **head, "kind": method.kind_name, "about": method.traits.about, "trees": trees}

@@ -1,4 +1,4 @@
-"""What answers are worth: those of a run that is being written down, or of one that was measured elsewhere."""
+"""Scores of answers: of a run that is being recorded, or of a finished one, graded again."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cells import Measured
 from benchmarks.grade import MATH_TASKS, Grade, grade
-from benchmarks.groups import Row, kept_settings, questions_digest, read_lines
 from benchmarks.measure import progress_bar, questions_of
-from benchmarks.measured import Measured
 from benchmarks.recipe import BenchConfig, Cell
-from benchmarks.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE, read_record
+from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE, read_record
+from benchmarks.rows import Row, kept_settings, questions_digest, read_lines
 from benchmarks.tasks import GRADED_AS, TASKS
 from jetspec.data.prompts import Prompt
 from jetspec.record import GRADERS, make_record
@@ -33,20 +33,18 @@ def is_graded(task: str) -> bool:
 
 
 class Scores:
-    """Grades answers to these questions, by task. The same answer to the same question is graded once, whoever gave
-    it. Of a cell only the first repeat counts: later ones ask the same, and would only look like more questions."""
+    """Grades answers by task; equal answers to a question once. Only the first repeat of a cell counts."""
 
     def __init__(self, questions: Mapping[str, Sequence[Prompt]], grader: Grader = grade) -> None:
         self.rows = {task: {prompt.id: prompt.row for prompt in prompts} for task, prompts in questions.items()}
         self.grader = grader
         self.grades: dict[Key, Grade] = {}
         self.ungraded: dict[str, str] = {}
-        """Tasks whose answers could not be graded here, and why."""
+        """Tasks whose answers could not be graded here, with the reason."""
 
     def run_programs(self, cells: Collection[Measured], progress: bool = False) -> None:
-        """Several at a time: each runs in a process of its own, up to its last second if it never ends. Mathematics is
-        graded where the clock of its library works, in the thread that asks. What cannot be graded is left for later.
-        """
+        """Grade programs, several at a time. Mathematics is left to `of`: the timeout of its library needs the main
+        thread."""
         answers = {
             (mine.cell.task, answer["id"], answer["text"][-1]): None
             for mine in cells
@@ -68,7 +66,7 @@ class Scores:
                 bar.update()
 
     def of(self, mine: Measured) -> Counts:
-        """How many answers of a cell are right. None: nothing was graded."""
+        """Counts of right answers of a cell. None: nothing was graded."""
         task = mine.cell.task
         if not is_graded(task):
             return None
@@ -105,8 +103,7 @@ class Scores:
 
 
 def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dict[str, Any]:
-    """The record of a finished run with scores that are made here and now. All else of it stays, and neither its target
-    nor its machine is needed."""
+    """Record of a finished run with new scores; all else is kept. Neither its target nor its machine is needed."""
     record = read_finished(folder)
     scores = Scores(read_questions(folder, record["recipe"], data_dir))
     measured = read_answers(folder, record["cells"])
@@ -125,20 +122,20 @@ def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dic
 
 
 def read_finished(folder: Path) -> dict[str, Any]:
-    """The record of a run whose folder is whole."""
+    """Record of a finished run."""
     for name in (RESULTS_FILE, ROWS_FILE, RUN_FILE):
         if not folder.is_dir() or not (folder / name).is_file():
-            raise ValueError(f"{folder} is no folder of a finished `jetspec bench`: it has no {name}")
+            raise ValueError(f"{folder} is no folder of a finished `benchmarks run`: it has no {name}")
     record = dict(read_record(folder / RESULTS_FILE))
     if not {"cells", "recipe"} <= set(record):
-        raise ValueError(f"{folder} holds no answers that could be graded")
+        raise ValueError(f"{folder} holds no answers to grade")
     return record
 
 
 def check_kept(task: str, before: Counts, now: Counts, why: Mapping[str, str]) -> None:
-    """Nothing that was graded becomes ungraded by grading."""
+    """Refuse scores of fewer answers or tests than before."""
     if before is not None and (now is None or answered(before) - answered(now) or now["partial"] > before["partial"]):
-        reason = why.get(task, "these questions tell less of what is right")
+        reason = why.get(task, "these questions have fewer references")
         raise ValueError(f"{task} would lose scores that the run has: {reason}")
 
 
@@ -148,9 +145,9 @@ def answered(score: Mapping[str, Any]) -> set[str]:
 
 
 def read_answers(folder: Path, cells: Sequence[Mapping[str, Any]]) -> list[Measured]:
-    """What the cells of a record were made of, as far as it counts here: their first repeat."""
+    """First repeats of the cells of a record."""
     firsts: dict[Cell, list[Row]] = {}
-    rows = read_lines(folder / ROWS_FILE)[0]
+    rows = read_lines(folder / ROWS_FILE)
     for (cell, repeat, _), row in sorted(rows.items(), key=lambda item: item[0][1:]):
         if repeat == 0:
             firsts.setdefault(cell, []).append(row)
@@ -161,7 +158,7 @@ def read_answers(folder: Path, cells: Sequence[Mapping[str, Any]]) -> list[Measu
 
 
 def read_questions(folder: Path, recipe: Mapping[str, Any], data_dir: str | None) -> dict[str, list[Prompt]]:
-    """The questions of a run that have graders, from where its recipe says or from another folder."""
+    """Questions of a run that have graders, from its recipe's folder or another."""
     tasks = tuple(recipe["tasks"])
     config = BenchConfig(
         tasks=tasks, data_dir=data_dir or recipe["data_dir"], limit=recipe["limit"], skip=recipe["skip"]

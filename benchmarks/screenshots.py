@@ -1,34 +1,33 @@
-"""The pictures of the playground in the documentation, taken from a server on the default model.
-
-python -m benchmarks.screenshots                       # starts a server of its own
-python -m benchmarks.screenshots --url http://127.0.0.1:8000
-"""
+"""`screenshots`: pictures of the playground for the documentation, from a server on the default model."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from benchmarks.check_serve import ServerProcess
+from benchmarks.options import examples
+from benchmarks.serve import ServerProcess
 from jetspec.models.hub import DEFAULT_MODEL
 
 CHROMIUM = Path("/usr/bin/chromium")
 MAX_BYTES = 250_000
-PATIENCE_MS = 240_000
+TIMEOUT_MS = 240_000
+EPILOG = examples("screenshots", "screenshots --url http://127.0.0.1:8000")
 CHAT = "Explain why the sky is blue in simple words."
 RACE = "Write a Python function that checks whether a number is prime."
 
 
 def chat(page: Page) -> None:
-    """An answer, one of whose tokens is looked at."""
+    """Send a message and select a token of the answer."""
     page.get_by_label("Your message").fill(CHAT)
     page.get_by_role("button", name="Send").click()
-    expect(page.locator(".sum")).to_contain_text("rounds", timeout=PATIENCE_MS)
+    expect(page.locator(".sum")).to_contain_text("rounds", timeout=TIMEOUT_MS)
     page.locator("#thread").evaluate("thread => { thread.scrollTop = 0 }")
     page.locator(".token").nth(page.evaluate(TELLING_TOKEN)).click()
 
@@ -39,15 +38,15 @@ TELLING_TOKEN = """async () => {
     const lengths = spans.map((span) => about(span).round.tokens.length);
     return lengths.indexOf(Math.max(...lengths)) + 1;
 }"""
-"""The second token of the longest round near the beginning."""
+"""Index of the second token of the longest round near the beginning."""
 
 
 def race(page: Page) -> None:
-    """Both answers at their end. They are kept short: the picture holds no more."""
+    """Race to the end of both answers, short enough for the picture."""
     page.locator("#length").fill("128")
     page.get_by_label("Your message").fill(RACE)
     page.get_by_role("button", name="Race").click()
-    expect(page.locator(".verdict")).to_contain_text("identical", timeout=PATIENCE_MS)
+    expect(page.locator(".verdict")).to_contain_text("identical", timeout=TIMEOUT_MS)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def take(browser: Browser, url: str, shot: Shot, folder: Path) -> Path:
     width, height = shot.size
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=shot.scheme)
     page.goto(url)
-    expect(page.locator("#model")).not_to_be_empty(timeout=PATIENCE_MS)
+    expect(page.locator("#model")).not_to_be_empty(timeout=TIMEOUT_MS)
     shot.act(page)
     path = folder / f"{shot.name}.png"
     page.screenshot(path=path, animations="disabled")
@@ -79,27 +78,16 @@ def take(browser: Browser, url: str, shot: Shot, folder: Path) -> Path:
     return path
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a running server; default: one that is started for this")
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    parser.add_argument("--browser", type=Path, default=CHROMIUM, help="a Chromium")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=args.browser, args=["--no-sandbox"])
-        if args.url:
-            shoot(browser, args.url, args.out)
-        else:
-            with ServerProcess(DEFAULT_MODEL) as server:
-                shoot(browser, server.url, args.out)
-        browser.close()
-
-
-def shoot(browser: Browser, url: str, folder: Path) -> None:
-    for shot in SHOTS:
-        print(take(browser, url, shot, folder))
-
-
-if __name__ == "__main__":
-    main()
+def screenshots(
+    url: Annotated[str | None, typer.Option(help="A running server; by default one is started.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("docs/images"),
+    browser: Annotated[Path, typer.Option(help="A Chromium.")] = CHROMIUM,
+) -> None:
+    """Take the pictures of the playground for the documentation."""
+    out.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright, ExitStack() as stack:
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        where = url or stack.enter_context(ServerProcess(DEFAULT_MODEL)).url
+        for shot in SHOTS:
+            print(take(chromium, where, shot, out))
+        chromium.close()

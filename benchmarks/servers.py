@@ -1,7 +1,8 @@
-"""An outside contender: any OpenAI-compatible server, asked over a stream."""
+"""OpenAI-compatible servers as a method, over a stream."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import urllib.request
@@ -12,22 +13,20 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 
-from benchmarks.groups import digest
-from benchmarks.methods import Ask, Reply, Timed, Unequal, split_time
+from benchmarks.methods import Ask, Reply, Timed, UnequalConditions, split_time
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.types import SamplingParams
 
 TIMEOUT_S, VERSION_TIMEOUT_S = 600, 10
 MAX_REASON = 500
-"""Bytes kept of what a server says of a failure."""
+"""Bytes kept of a server's error message."""
 
 
 class ServerMethod:
-    """Any OpenAI-compatible server, asked over a stream. It counts its own tokens and applies its own template.
+    """A server that counts its own tokens and applies its own template.
 
-    Its prefill lasts until the last of the group has its first text, or until one of them has more than that: a server
-    that takes them one after the other is decoding by then. Answers that come in one piece show no prefill, and all of
-    the time counts as decoding.
+    Its prefill lasts until the last of the group has its first text, or one of them has more than that: a server that
+    serves them one after the other decodes by then. Answers in one piece show no prefill: all of the time is decoding.
     """
 
     def __init__(self, tokenizer: Tokenizer, url: str, model: str | None, variables: Mapping[str, Any]) -> None:
@@ -53,17 +52,17 @@ class ServerMethod:
         return Timed([reply for reply, _ in answers], *times)
 
     def _early(self, reply: Reply, streamed: Streamed, prefilled: float) -> int:
-        """Tokens of its first piece, but for one, if that came during prefill."""
+        """Tokens of the first piece without the first one, if it came during prefill."""
         if not streamed.times or streamed.times[0] > prefilled:
             return 0
         size = len(self.tokenizer.encode_words(streamed.pieces[0]))
         return max(0, min(size, reply.num_tokens) - 1)
 
     def _answer(self, ask: Ask) -> tuple[Reply | str, Streamed | None]:
-        """The reply and how it came, or what went wrong."""
+        """The reply with its stream, or an error."""
         try:
             return self._follow(ask)
-        except Unequal:
+        except UnequalConditions:
             raise
         except BROKEN as error:
             return f"{type(error).__name__}: {readable(str(error))}", None
@@ -77,7 +76,7 @@ class ServerMethod:
         num_read = usage["prompt_tokens"]
         is_other = num_read != len(ask.prompt)
         if is_other and ask.turn == 0:
-            raise Unequal(
+            raise UnequalConditions(
                 f"{self.url} read {num_read} prompt tokens where ours are {len(ask.prompt)}: it runs"
                 " another model or another chat template, so the two cannot be compared"
             )
@@ -86,16 +85,16 @@ class ServerMethod:
 
 
 BROKEN = (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError)
-"""What a server that answers nonsense, or not at all, makes of a request."""
+"""Errors of a request to a server that answers nonsense, or not at all."""
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """An answer as it came."""
+    """An answer with the times of its pieces."""
 
     pieces: list[str]
     times: list[float]
-    """When they came."""
+    """Time of each piece."""
     finish: str
     usage: Mapping[str, Any]
 
@@ -110,17 +109,17 @@ BEYOND = {"top_k": -1, "min_p": 0, "repetition_penalty": 1}
 """Likewise; these are none of OpenAI's fields, so a server may refuse them."""
 
 
-class Refused(ValueError):
-    """The server takes no such request."""
+class BadRequest(ValueError):
+    """The server refuses the request."""
 
 
 def neutral_sampling(url: str, model: str) -> dict[str, Any]:
-    """What a server is told so that it draws from what the model says and from nothing else: all of it, unless a token
-    is refused with all and granted with OpenAI's fields alone."""
+    """Settings by which a server samples from the model's distribution alone: all of them, unless it accepts a request
+    with OpenAI's fields only."""
     for settings in ({**NEUTRAL, **BEYOND}, NEUTRAL):
         try:
             stream(url, chat_body(model, _probe(1), settings))
-        except Refused:
+        except BadRequest:
             continue
         except BROKEN:
             break
@@ -129,7 +128,7 @@ def neutral_sampling(url: str, model: str) -> dict[str, Any]:
 
 
 def left_open(settings: Mapping[str, Any]) -> list[str]:
-    """What a server that is told these fills in by itself."""
+    """Settings that a server given these chooses by itself."""
     return [name for name in (*NEUTRAL, *BEYOND) if name not in settings]
 
 
@@ -148,7 +147,7 @@ def chat_body(model: str, ask: Ask, settings: Mapping[str, Any]) -> dict[str, An
 
 
 def stream(url: str, body: Mapping[str, Any]) -> Streamed:
-    """Ask for a chat completion and follow it to its end."""
+    """Request a chat completion and read its stream to the end."""
     pieces, times, finish, usage = [], [], None, None
     for event in _events(url, body):
         if event.get("error"):
@@ -183,12 +182,12 @@ def _open(request: urllib.request.Request) -> Any:
         return urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except HTTPError as error:
         said = " ".join(error.read(MAX_REASON).decode("utf-8", "replace").split())
-        refused = Refused if 400 <= error.code < 500 else ValueError
+        refused = BadRequest if 400 <= error.code < 500 else ValueError
         raise refused(f"{error}: {said}" if said else str(error)) from None
 
 
 def prefill_end(answers: Sequence[tuple[Reply | str, Sequence[float]]], began: float, ended: float) -> float:
-    """When the prompts of a group were read, from when the pieces of every answer came."""
+    """Time at which the prompts of a group were read, from the times of the pieces of every answer."""
     written = [(reply, pieces) for reply, pieces in answers if isinstance(reply, Reply) and pieces]
     if not written:
         return ended
@@ -200,7 +199,7 @@ def prefill_end(answers: Sequence[tuple[Reply | str, Sequence[float]]], began: f
 
 
 def readable(text: str) -> str:
-    """Without halves of characters, which JSON can spell and no file can hold."""
+    """Text without lone surrogates, which JSON can spell and no file can hold."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -209,10 +208,9 @@ PROBE_TOKENS = 16
 
 
 def identify(url: str, model: str | None) -> dict[str, Any] | None:
-    """What tells servers at one address apart: model, version, what it can be told about drawing, and what it
-    writes when asked to be greedy.
+    """Identity of the server at an address: model, version, sampling settings, and digest of a greedy answer.
 
-    The text is looked at since nothing else tells of other weights under the same name. None: nobody answers.
+    The answer distinguishes other weights under the same name. None: no server answers.
     """
     try:
         name = model or first_model(url)
@@ -223,7 +221,12 @@ def identify(url: str, model: str | None) -> dict[str, Any] | None:
         text = stream(url, chat_body(name, _probe(PROBE_TOKENS), settings)).text
     except BROKEN as error:
         text = type(error).__name__
-    return {"model": name, "version": server_version(url), "sampling": settings, "probe": digest(text)}
+    return {
+        "model": name,
+        "version": server_version(url),
+        "sampling": settings,
+        "probe": hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16],
+    }
 
 
 def _probe(max_tokens: int) -> Ask:
@@ -231,7 +234,7 @@ def _probe(max_tokens: int) -> Ask:
 
 
 def server_version(url: str) -> str | None:
-    """As vLLM and SGLang name theirs, llama.cpp its build; None for servers that do not say."""
+    """Version as vLLM and SGLang give theirs, llama.cpp its build. None: the server does not tell."""
     root = url.rstrip("/").removesuffix("/v1")
     for path, key in (("version", "version"), ("get_server_info", "version"), ("props", "build_info")):
         try:
@@ -243,7 +246,7 @@ def server_version(url: str) -> str | None:
 
 
 def first_model(url: str) -> str:
-    """The first model that a server offers."""
+    """First model that a server offers."""
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/models", timeout=30) as response:
             return str(json.load(response)["data"][0]["id"])

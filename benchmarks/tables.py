@@ -1,91 +1,193 @@
-"""The tables of a report, from the cells of runs."""
+"""Tables of a report, from the cells of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from itertools import groupby
+from typing import Any, Literal
 
-from benchmarks.document import Table
-from benchmarks.paper import Pair, paper_costs
-from benchmarks.recipe import PLAIN, TRANSFORMERS
-from benchmarks.runs import CostRecord, HeadRecord, Lossless, Result, Run, partial_note
-from benchmarks.spread import NO_DIFFERENCE, Spread, speedup_text
+import pandas as pd
+from scipy import stats
 
-NONE = "-"
+from benchmarks.document import NONE, Table, make_table
+from benchmarks.estimate import NO_DIFFERENCE, Estimate, how_many, speedup_text
+from benchmarks.grade import MATH_TASKS
+from benchmarks.paper import SHAPES, Pair, paper_costs
+from benchmarks.recipe import KINDS, PLAIN, TRANSFORMERS, Cell
+from benchmarks.results import (
+    PARTIAL_NOTE,
+    RESULTS_FILE,
+    CostRecord,
+    DraftCost,
+    HeadRecord,
+    Inputs,
+    Lossless,
+    Record,
+    Result,
+    Run,
+    Score,
+)
+from benchmarks.tasks import BUILTIN
+
+Form = Literal["md", "csv", "json", "jsonl"]
+Value = Callable[[Result], Estimate | None]
 BOLD = "Bold: the best of a column, and all less than two standard deviations of their difference behind it."
 OVER_REPEATS = f"Mean ± standard deviation over repeats of the same questions. {BOLD}"
 OVER_QUESTIONS = f"Mean ± standard error over questions. {BOLD}"
 PAIRED = "Methods that answered the same questions are compared question by question."
+RARE = 0.01
+"""Probability under which chance alone is ruled out."""
+MOST_DIFFERENCES = 300
+"""Differences listed in a report; in 16 bits most texts part from plain ones at a tie, sooner or later."""
+LOSSLESS_CAPTION = (
+    "Beside plain decoding; a greedy answer counts once, however often it was repeated. Gap: distance of two tokens in "
+    "the target's logits where a text first differs. Where that is wider than a tie, the least of several readings "
+    "decides, each rounded a little more by chance; it is a tie as well if these are as far from each other as it is "
+    "wide."
+)
 
 
-def text_of(value: Spread | float | int | str | None, digits: int = 2) -> str:
+def text_of(value: Estimate | float | int | str | None, digits: int = 2) -> str:
     if value is None:
         return NONE
-    if isinstance(value, Spread):
+    if isinstance(value, Estimate):
         return value.text(digits)
     return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
-def without_empty(table: Table) -> Table:
-    """Without the columns that say nothing in any row."""
-    keep = [c for c in range(len(table.columns)) if any(row[c] != NONE for row in table.rows)]
-    return replace(
-        table,
-        columns=tuple(table.columns[c] for c in keep),
-        rows=tuple(tuple(row[c] for c in keep) for row in table.rows),
-        first_number=sum(c < table.first_number for c in keep),
-    )
+def text_of_speedup(value: Estimate | None) -> str:
+    return speedup_text(value) if value else NONE
+
+
+# -- cells, grouped
 
 
 def in_order(cells: Iterable[Result]) -> list[Result]:
-    """Methods as they come, each with its budgets from small to large."""
+    """Cells by temperature, batch, method as first seen, and budget."""
     cells = list(cells)
     rank = {method: i for i, method in enumerate(dict.fromkeys(cell.method for cell in cells))}
     return sorted(cells, key=lambda c: (c.temperature, c.batch, rank[c.method], c.budget or 0))
 
 
 def groups_of(cells: Iterable[Result]) -> list[tuple[str, list[Result]]]:
-    """Cells that may stand in one table: of one temperature and batch size."""
-    ordered = in_order(cells)
-    return [
-        (f"temperature {temperature:g}, batch {batch}", list(group))
-        for (temperature, batch), group in groupby(ordered, key=lambda c: (c.temperature, c.batch))
+    """Cells of one temperature and batch size, which share a table."""
+    groups = groupby(in_order(cells), key=lambda c: (c.temperature, c.batch))
+    return [(f"temperature {temperature:g}, batch {batch}", list(group)) for (temperature, batch), group in groups]
+
+
+def by_key(cells: Iterable[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
+    found: dict[Any, list[Result]] = {}
+    for cell in cells:
+        found.setdefault(key(cell), []).append(cell)
+    return found
+
+
+def by_method(cells: Iterable[Result]) -> dict[str, list[Result]]:
+    return by_key(cells, lambda cell: cell.method)
+
+
+def by_budget(cells: Iterable[Result]) -> dict[int | None, list[Result]]:
+    return by_key(cells, lambda cell: cell.budget)
+
+
+def over_tasks(
+    values: Sequence[Estimate | None],
+    count: int,
+    mean: Callable[[Iterable[Estimate]], Estimate] = Estimate.average,
+) -> Estimate | None:
+    """Mean over tasks. None where one has no value: a failure on the hardest would raise the mean."""
+    known = [value for value in values if value is not None]
+    return mean(known) if len(known) == count else None
+
+
+def on_all_tasks(cells: Sequence[Result]) -> list[Result]:
+    """Cells of methods that were asked all tasks."""
+    tasks = {cell.task for cell in cells}
+    whole = {method for method, own in by_method(cells).items() if {cell.task for cell in own} == tasks}
+    return [cell for cell in cells if cell.method in whole]
+
+
+def at_best(cells: Sequence[Result]) -> list[Result]:
+    """Cells of each method's best budget: the fastest over the tasks, of those with the fewest failures."""
+    best = {}
+    for method, own in by_method(cells).items():
+        budgets = by_budget(own)
+        if any(cell.tokens_per_s for cell in own):
+            best[method] = max(budgets, key=lambda b: (-len(failures(budgets[b])), mean_speed(budgets[b]).mean))
+    return [cell for cell in cells if cell.method in best and cell.budget == best[cell.method]]
+
+
+def near_best(best: Result, cells: Sequence[Result]) -> list[str]:
+    """Other budgets of a method whose speed over the tasks, or speedup, is near that of the best."""
+    budgets = by_budget(by_method(cells)[best.method])
+    top = budgets.pop(best.budget)
+    alike = [
+        str(budget)
+        for budget, own in budgets.items()
+        if failures(own) == failures(top) and any(mean(top).is_near(mean(own)) for mean in (mean_speed, mean_speedup))
     ]
+    return [f"({', '.join(alike)} alike)"] if alike else []
+
+
+def mean_speed(cells: Iterable[Result]) -> Estimate:
+    """Speed over the tasks that have one."""
+    speeds = [cell.tokens_per_s for cell in cells if cell.tokens_per_s is not None]
+    return Estimate.average(speeds) if speeds else Estimate(0.0)
+
+
+def mean_speedup(cells: Iterable[Result]) -> Estimate:
+    """Speedup over plain decoding with its error over questions; near nothing where that is not known."""
+    speedups = [cell.speedup for cell in cells if cell.speedup is not None]
+    mean = Estimate.average(speedups) if speedups else None
+    return mean.questions if mean and mean.questions else Estimate(0.0)
+
+
+def failures(cells: Iterable[Result]) -> set[tuple[str, str, int]]:
+    """Task, question and repeat of answers that failed."""
+    return {(cell.task, *place) for cell in cells for place in cell.failed}
+
+
+def speedup_of(cell: Result) -> Estimate | None:
+    return cell.speedup
+
+
+def rounds_of(cell: Result) -> Estimate | None:
+    return cell.tokens_per_round
+
+
+# -- by task
 
 
 def matrix(
     cells: Sequence[Result],
-    value: Callable[[Result], Spread | None],
-    show: Callable[[Spread], str],
+    value: Value,
+    show: Callable[[Estimate], str],
     spread: str = OVER_REPEATS,
-    mean: Callable[[Iterable[Spread]], Spread] = Spread.average,
+    mean: Callable[[Iterable[Estimate]], Estimate] = Estimate.average,
     about: str = "",
 ) -> Table:
-    """A row per method and budget, a column per task, and one for their mean where there are several.
-
-    The caption is what there is to say about the numbers, and about their spread where there is one.
-    """
+    """A row per method and budget, a column per task, and one for their mean where there are several."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     at = {(cell.label, cell.task): cell for cell in cells}
-    values: list[list[Spread | None]] = []
-    rows = []
+    values: dict[str, dict[str, Estimate | None]] = {}
     for label in dict.fromkeys(cell.label for cell in cells):
-        found = [at.get((label, task)) for task in tasks]
-        numbers = [value(cell) if cell else None for cell in found]
-        if len(tasks) > 1:
-            numbers.append(over_tasks(numbers, len(tasks), mean))
-        values.append(numbers)
-        rows.append((label, *(show(number) if number else NONE for number in numbers)))
-    bold = frozenset((r, c + 1) for c in range(len(values[0])) for r in _best([row[c] for row in values]))
-    means = ("mean",) if len(tasks) > 1 else ()
-    varies = any(number is not None and number.sd is not None for row in values for number in row)
-    caption = " ".join(filter(None, (about, spread if varies else "")))
-    return Table(("method, budget", *tasks, *means), tuple(rows), caption, bold=bold)
+        numbers = {task: value(cell) if (cell := at.get((label, task))) else None for task in tasks}
+        means = {"mean": over_tasks(list(numbers.values()), len(tasks), mean)} if len(tasks) > 1 else {}
+        values[label] = numbers | means
+    columns = list(next(iter(values.values())))
+    bold = {(r, c) for c, name in enumerate(columns, 1) for r in _best([row[name] for row in values.values()])}
+    varies = any(number is not None and number.sd is not None for row in values.values() for number in row.values())
+    rows = [
+        {"method, budget": label, **{name: show(number) if number else NONE for name, number in row.items()}}
+        for label, row in values.items()
+    ]
+    return make_table(rows, " ".join(filter(None, (about, spread if varies else ""))), bold=bold, keep_empty=True)
 
 
-def _best(column: Sequence[Spread | None]) -> list[int]:
-    """Rows with the highest value and those near it; none where the spread is not known."""
+def _best(column: Sequence[Estimate | None]) -> list[int]:
+    """Rows of the highest value and those near it; none where no deviation is known."""
     known = [(number.mean, row) for row, number in enumerate(column) if number is not None and number.sd is not None]
     if not known:
         return []
@@ -95,7 +197,7 @@ def _best(column: Sequence[Spread | None]) -> list[int]:
 
 
 def speedup_table(cells: Sequence[Result]) -> Table | None:
-    """None where there is nothing to be faster than."""
+    """Speedups by task. None: nothing has one."""
     faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
     speedups = [cell.speedup for cell in faster]
     judged = (judged_by(speedups), pairing(speedups))
@@ -103,8 +205,22 @@ def speedup_table(cells: Sequence[Result]) -> Table | None:
     return matrix(faster, speedup_of, speedup_text, spread) if faster else None
 
 
-def judged_by(speedups: Iterable[Spread | None], what: str = "speedups") -> str:
-    """What claims on them go by, for a caption; nothing where there are none."""
+def speed_table(cells: Sequence[Result]) -> Table:
+    return matrix(cells, lambda cell: cell.tokens_per_s, lambda value: value.text(1))
+
+
+def rounds_table(cells: Sequence[Result]) -> Table | None:
+    """Tokens per round by task. None: no method has rounds."""
+    having = [cell for cell in cells if cell.tokens_per_round is not None and not cell.is_plain]
+    if not having:
+        return None
+    about = "Accepted drafts, and the target's own token."
+    spread = f"{OVER_QUESTIONS} {pairing(map(rounds_of, having))}".rstrip()
+    return matrix(having, rounds_of, Estimate.text, spread, Estimate.independent, about)
+
+
+def judged_by(speedups: Iterable[Estimate | None], what: str = "speedups") -> str:
+    """Caption: the errors that claims about speedups rest on; empty where there are none."""
     known = [value for value in speedups if value is not None]
     if not known:
         return ""
@@ -115,70 +231,47 @@ def judged_by(speedups: Iterable[Spread | None], what: str = "speedups") -> str:
     return f"{what[0].upper() + what[1:]} are also judged by their standard error over questions{some}."
 
 
-def pairing(values: Iterable[Spread | None]) -> str:
-    """For a caption: whether two values are compared question by question."""
+def pairing(values: Iterable[Estimate | None]) -> str:
+    """Caption: values are compared question by question."""
     return PAIRED if any(v and (v.asked or (v.questions and v.questions.asked)) for v in values) else ""
 
 
-def speedup_of(cell: Result) -> Spread | None:
-    return cell.speedup
-
-
-def speed_table(cells: Sequence[Result]) -> Table:
-    return matrix(cells, lambda cell: cell.tokens_per_s, lambda value: value.text(1))
-
-
-def rounds_table(cells: Sequence[Result]) -> Table | None:
-    """Tokens per round; None where no method has rounds."""
-    having = [cell for cell in cells if cell.tokens_per_round is not None and not cell.is_plain]
-    if not having:
-        return None
-    about = "Accepted drafts, and the target's own token."
-    spread = f"{OVER_QUESTIONS} {pairing(map(rounds_of, having))}".rstrip()
-    return matrix(having, rounds_of, Spread.text, spread, Spread.independent, about)
-
-
-def rounds_of(cell: Result) -> Spread | None:
-    return cell.tokens_per_round
+# -- at a glance
 
 
 def glance_table(cells: Sequence[Result], widest_tie: float | None = None) -> Table:
     """Every method at its best budget, over all tasks. Tokens closer than `widest_tie` are a tie."""
-    rows, speedups, others = [], [], []
-    asked = {method: num_asked(own) for method, own in by_method(cells).items()}
+    asked = {method: sum({c.task: c.questions for c in own}.values()) for method, own in by_method(cells).items()}
     unlike = len(set(asked.values())) > 1
     tasks = {cell.task for cell in cells}
     graded = {task: max((c.score.graded for c in cells if c.task == task and c.score), default=0) for task in tasks}
-    for method, own in groupby(at_best(in_order(cells)), key=lambda cell: cell.method):
-        group = list(own)
+    rows, speedups, others = [], [], []
+    for method, group in by_method(at_best(in_order(cells))).items():
         speed = over_tasks([cell.tokens_per_s for cell in group], len(tasks))
-        speedup = None if method == PLAIN else over_tasks([c.speedup for c in group], len(tasks))
-        other = None if method == TRANSFORMERS else over_tasks([c.speedup_transformers for c in group], len(tasks))
-        speedups.append(speedup)
-        others.append(other)
-        rounds = over_tasks([cell.tokens_per_round for cell in group], len(tasks), Spread.independent)
+        speedups.append(None if method == PLAIN else over_tasks([c.speedup for c in group], len(tasks)))
+        other = [c.speedup_transformers for c in group]
+        others.append(None if method == TRANSFORMERS else over_tasks(other, len(tasks)))
+        rounds = over_tasks([cell.tokens_per_round for cell in group], len(tasks), Estimate.independent)
         own_graded = {cell.task: cell.score.graded for cell in group if cell.score}
         all_graded = all(own_graded.get(task, 0) == graded[task] for task in tasks)
         scores = [cell.score.share for cell in group if cell.score and all_graded]
         marks = max((cell.score.mark for cell in group if cell.score), default="")
         rows.append(
-            (
-                *(method, " ".join((text_of(group[0].tree), *as_good(group[0], cells)))),
-                str(asked[method]) if unlike else NONE,
-                speed.text(1) if speed else NONE,
-                speedup_text(speedup) if speedup else NONE,
-                speedup_text(other) if other else NONE,
-                rounds.text() if rounds else NONE,
-                Spread.independent(scores).text(3) + marks if scores else NONE,
-                same_text([cell.lossless for cell in group if cell.lossless]),
-                text_of(sum(len(cell.errors) for cell in group) or None),
-            )
+            {
+                "method": method,
+                "best budget": " ".join((text_of(group[0].tree), *near_best(group[0], cells))),
+                "questions": str(asked[method]) if unlike else NONE,
+                "tokens/s": text_of(speed, 1),
+                "speedup": text_of_speedup(speedups[-1]),
+                "over transformers": text_of_speedup(others[-1]),
+                "tokens per round": text_of(rounds),
+                "score": Estimate.independent(scores).text(3) + marks if scores else NONE,
+                "same text as plain": same_text([cell.lossless for cell in group if cell.lossless]),
+                "failed": text_of(sum(len(cell.errors) for cell in group) or None),
+            }
         )
-    columns = (
-        *("method", "best budget", "questions", "tokens/s", "speedup", "over transformers", "tokens per round"),
-        *("score", "same text as plain", "failed"),
-    )
-    shown = {word.rstrip(",") for row in rows for cell in row for word in cell.split()}
+    shown = {word.rstrip(",") for row in rows for cell in row.values() for word in cell.split()}
+    tie_width = "" if widest_tie is None else f", here at most {widest_tie:.3g} apart"
     legend = (
         (len(tasks) > 1, "Means over tasks, of speedups geometric, and only where all tasks have a value."),
         (
@@ -191,185 +284,156 @@ def glance_table(cells: Sequence[Result], widest_tie: float | None = None) -> Ta
         (True, judged_by(speedups)),
         (judged_by(others) != judged_by(speedups), judged_by(others, "those over transformers")),
         (unlike, "Speedups over a method that was asked less are on its questions."),
-        (bool(shown & {"tie", "ties"}), tie_legend(widest_tie)),
+        (shown & {"tie", "ties"}, f"Ties: texts that part where rounding decides between two tokens{tie_width}."),
     )
     caption = " ".join(text for is_needed, text in legend if is_needed and text)
-    return without_empty(Table(columns, tuple(rows), caption + partial_note(cells)))
+    return make_table(rows, caption + partial_note(cells))
 
 
-def tie_legend(widest: float | None) -> str:
-    width = "" if widest is None else f", here at most {widest:.3g} apart"
-    return f"Ties: texts that part where rounding decides between two tokens{width}."
-
-
-def over_tasks(
-    values: Sequence[Spread | None], count: int, mean: Callable[[Iterable[Spread]], Spread] = Spread.average
-) -> Spread | None:
-    """None where one of so many tasks has no value: who failed on the hardest would look the better for it."""
-    known = [value for value in values if value is not None]
-    return mean(known) if len(known) == count else None
-
-
-def on_all_tasks(cells: Sequence[Result]) -> list[Result]:
-    """Without methods that were asked some tasks only: what they do there is not what they do on all."""
-    tasks = {cell.task for cell in cells}
-    whole = {method for method, own in by_method(cells).items() if {cell.task for cell in own} == tasks}
-    return [cell for cell in cells if cell.method in whole]
-
-
-def by_method(cells: Iterable[Result]) -> dict[str, list[Result]]:
-    found: dict[str, list[Result]] = {}
-    for cell in cells:
-        found.setdefault(cell.method, []).append(cell)
-    return found
-
-
-def num_asked(cells: Iterable[Result]) -> int:
-    """How many a method was asked, over all tasks."""
-    return sum({cell.task: cell.questions for cell in cells}.values())
+def partial_note(cells: Iterable[Result]) -> str:
+    """Footnote of a table with a marked score."""
+    return f" {PARTIAL_NOTE}" if any(cell.score and cell.score.partial for cell in cells) else ""
 
 
 def same_text(checks: Sequence[Lossless]) -> str:
-    """How many texts are those of plain decoding, and what the others are."""
+    """Number of texts equal to those of plain decoding, then ties and mistakes."""
     if not checks:
         return NONE
     ties, mistakes = sum(c.ties for c in checks), sum(c.mistakes for c in checks)
     same = f"{sum(c.identical for c in checks)}/{sum(c.compared for c in checks)}"
-    rest = ((count, word) for count, word in ((ties, "tie"), (mistakes, "mistake")) if count)
-    return ", ".join([same, *(f"{count} {word}{'s' if count > 1 else ''}" for count, word in rest)])
+    return ", ".join([same, *(how_many(n, word) for n, word in ((ties, "tie"), (mistakes, "mistake")) if n)])
 
 
-def at_best(cells: Sequence[Result]) -> list[Result]:
-    """Every method with its best budget only: the fastest over the tasks, of those with the fewest failures."""
-    best = {}
-    for method, own in by_method(cells).items():
-        budgets = by_budget(own)
-        if any(cell.tokens_per_s for cell in own):
-            best[method] = max(budgets, key=lambda b: (-len(failures(budgets[b])), mean_speed(budgets[b]).mean))
-    return [cell for cell in cells if cell.method in best and cell.budget == best[cell.method]]
-
-
-def as_good(best: Result, cells: Sequence[Result]) -> list[str]:
-    """The other budgets of a method whose speed over the tasks, or speedup, is near that of the best."""
-    budgets = by_budget(by_method(cells)[best.method])
-    top = budgets.pop(best.budget)
-    alike = [
-        str(budget)
-        for budget, own in budgets.items()
-        if failures(own) == failures(top) and any(mean(top).is_near(mean(own)) for mean in (mean_speed, asked_speedup))
-    ]
-    return [f"({', '.join(alike)} alike)"] if alike else []
-
-
-def by_budget(cells: Iterable[Result]) -> dict[int | None, list[Result]]:
-    found: dict[int | None, list[Result]] = {}
-    for cell in cells:
-        found.setdefault(cell.budget, []).append(cell)
-    return found
-
-
-def mean_speed(cells: Iterable[Result]) -> Spread:
-    """Over the tasks on which there is one."""
-    speeds = [cell.tokens_per_s for cell in cells if cell.tokens_per_s is not None]
-    return Spread.average(speeds) if speeds else Spread(0.0)
-
-
-def asked_speedup(cells: Iterable[Result]) -> Spread:
-    """Likewise how much faster than plain decoding, with its error over questions; near nothing where that is not
-    known."""
-    speedups = [cell.speedup for cell in cells if cell.speedup is not None]
-    mean = Spread.average(speedups) if speedups else None
-    return mean.questions if mean and mean.questions else Spread(0.0)
-
-
-def failures(cells: Iterable[Result]) -> set[tuple[str, str, int]]:
-    """Task, question and repeat of answers that failed."""
-    return {(cell.task, *place) for cell in cells for place in cell.failed}
-
-
-CELL_COLUMNS = (
-    *("method", "task", "temp", "budget", "batch", "tokens/s", "tokens/round", "speedup"),
-    *("over transformers", "score", "same text", "failed"),
-)
-DETAIL_COLUMNS = ("a round in plain steps", "prefill s per question", "questions", "tokens")
+# -- every cell
 
 
 def cells_table(runs: Sequence[Run], details: bool = False) -> Table:
-    """Everything that was measured: a row per cell, under the name of its run where there are several."""
+    """A row per cell, under the name of its run where there are several."""
     named = len(runs) > 1
     rows = [
-        ((run.name,) if named else ()) + _cell_row(cell) + (_detail_row(cell) if details else ())
+        {**({"run": run.name} if named else {}), **_cell_row(cell), **(_detail_row(cell) if details else {})}
         for run in runs
         for cell in in_order(run.cells)
     ]
-    columns = (("run",) if named else ()) + CELL_COLUMNS + (DETAIL_COLUMNS if details else ())
-    return without_empty(Table(columns, tuple(rows), first_number=3 if named else 2))
+    return make_table(rows, text_columns=3 if named else 2)
 
 
-def _cell_row(cell: Result) -> tuple[str, ...]:
+def _cell_row(cell: Result) -> dict[str, str]:
     score = cell.score
-    return (
-        *(cell.method, cell.task, f"{cell.temperature:g}", text_of(cell.tree), cell.batch_text),
-        *(text_of(cell.tokens_per_s, 1), text_of(cell.tokens_per_round)),
-        speedup_text(cell.speedup) if cell.speedup and not cell.is_plain else NONE,
-        speedup_text(cell.speedup_transformers) if cell.speedup_transformers and cell.method != TRANSFORMERS else NONE,
-        f"{score.correct}/{score.graded}{score.mark}" if score else NONE,
-        same_text([cell.lossless] if cell.lossless else []),
-        str(len(cell.errors)) if cell.errors else NONE,
-    )
+    return {
+        "method": cell.method,
+        "task": cell.task,
+        "temp": f"{cell.temperature:g}",
+        "budget": text_of(cell.tree),
+        "batch": cell.batch_text,
+        "tokens/s": text_of(cell.tokens_per_s, 1),
+        "tokens/round": text_of(cell.tokens_per_round),
+        "speedup": text_of_speedup(None if cell.is_plain else cell.speedup),
+        "over transformers": text_of_speedup(None if cell.method == TRANSFORMERS else cell.speedup_transformers),
+        "score": f"{score.correct}/{score.graded}{score.mark}" if score else NONE,
+        "same text": same_text([cell.lossless] if cell.lossless else []),
+        "failed": str(len(cell.errors)) if cell.errors else NONE,
+    }
 
 
-def _detail_row(cell: Result) -> tuple[str, ...]:
-    return (
-        text_of(cell.round_cost),
-        text_of(cell.prefill_s.times(1 / cell.questions) if cell.prefill_s else None, 4),
-        *(str(cell.questions), str(cell.tokens)),
-    )
+def _detail_row(cell: Result) -> dict[str, str]:
+    return {
+        "a round in plain steps": text_of(cell.round_cost),
+        "prefill s per question": text_of(cell.prefill_s.times(1 / cell.questions) if cell.prefill_s else None, 4),
+        "questions": str(cell.questions),
+        "tokens": str(cell.tokens),
+    }
+
+
+def summary(inputs: Inputs, form: Form) -> str:
+    """All cells of all runs for stdout; where there are no runs, costs of drafting."""
+    if form == "md":
+        costs = [cost_table(record, beside_paper=False) for record in inputs.costs]
+        return "\n".join(t.to_markdown() + "\n" for t in ([cells_table(inputs.runs)] if inputs.runs else costs))
+    rows = [flat_cell(run, cell) for run in inputs.runs for cell in in_order(run.cells)]
+    rows = rows or [flat_cost(record, cost) for record in inputs.costs for cost in record.costs]
+    if form == "json":
+        return json.dumps(rows, indent=1) + "\n"
+    if form == "jsonl":
+        return "".join(json.dumps(row) + "\n" for row in rows)
+    return str(pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n"))
+
+
+def flat_cell(run: Run, cell: Result) -> dict[str, Any]:
+    """Numbers of a cell without nesting."""
+    score = asdict(cell.score) if cell.score else {}
+    rounds, lossless = cell.tokens_per_round, cell.lossless
+    return {
+        "run": run.name,
+        "model": run.model,
+        "device": run.device,
+        **{field.name: getattr(cell, field.name) for field in fields(Cell)},
+        **{name: getattr(cell, name) for name in ("questions", "together", "tokens")},
+        **_flat("tokens_per_s", cell.tokens_per_s),
+        "tokens_per_round": rounds and rounds.mean,
+        "tokens_per_round_se": rounds and rounds.sd,
+        **_flat("speedup", cell.speedup),
+        "speedup_se_questions": cell.speedup.questions.sd if cell.speedup and cell.speedup.questions else None,
+        "differs": cell.speedup.differs_from_1() if cell.speedup else None,
+        **_flat("speedup_transformers", cell.speedup_transformers),
+        **_flat("prefill_s", cell.prefill_s),
+        **{name: score.get(name) for name in ("correct", "graded", "partial", "cut")},
+        **{name: getattr(lossless, name, None) for name in ("compared", "identical", "ties", "mistakes")},
+        "failed": len(cell.errors),
+    }
+
+
+def flat_cost(record: CostRecord, cost: DraftCost) -> dict[str, Any]:
+    found = {name: getattr(cost, name) for name in ("context", "depth", "budget", "batch")}
+    for name in ("draft_ms", "verify_ms", "c_percent"):
+        found |= _flat(name, getattr(cost, name), has_median=False)
+    return {"run": record.name, "model": record.model, "device": record.device, **found}
+
+
+def _flat(name: str, value: Estimate | None, has_median: bool = True) -> dict[str, float | None]:
+    found = {name: value.mean if value else None, f"{name}_sd": value.sd if value else None}
+    return found | ({f"{name}_median": value.median if value else None} if has_median else {})
+
+
+# -- beside others
 
 
 def paper_table(pairs: Sequence[Pair]) -> Table:
-    """Ours beside the paper's, for pairs of one of its tables. What all rows share stands in the caption."""
-    remarks, rows = remarks_of(pairs), []
-    for pair in sorted(pairs, key=lambda p: p.cell.task):
-        cell, row = pair.cell, pair.row
-        rows.append(
-            (
-                *(cell.task, cell.method, row.method, f"{cell.temperature:g}", text_of(cell.tree), str(cell.batch)),
-                *(speedup_text(cell.speedup) if cell.speedup else NONE, text_of(row.speedup)),
-                *(text_of(cell.tokens_per_round), text_of(row.tokens_per_round)),
-                *(text_of(cell.tokens_per_s, 1), text_of(row.tokens_per_s, 1)),
-                f"({1 + remarks.index(pair.remark)})" if pair.remark else NONE,
-            )
-        )
-    columns = (
-        *("task", "method", "in the paper", "temperature", "budget", "batch", "speedup", "paper's"),
-        *("tokens per round", "paper's", "tokens/s", "paper's", "remark"),
-    )
-    return without_constant(without_empty(Table(columns, tuple(rows), first_number=3)), ("temperature", "batch"))
+    """Our cells beside rows of one of the paper's tables. A setting that all rows share moves to the caption."""
+    remarks = remarks_of(pairs)
+    rows = [
+        {
+            "task": cell.task,
+            "method": cell.method,
+            "in the paper": row.method,
+            "temperature": f"{cell.temperature:g}",
+            "budget": text_of(cell.tree),
+            "batch": str(cell.batch),
+            "speedup": text_of_speedup(cell.speedup),
+            "paper's speedup": text_of(row.speedup),
+            "tokens per round": text_of(cell.tokens_per_round),
+            "paper's tokens per round": text_of(row.tokens_per_round),
+            "tokens/s": text_of(cell.tokens_per_s, 1),
+            "paper's tokens/s": text_of(row.tokens_per_s, 1),
+            "remark": f"({1 + remarks.index(pair.remark)})" if pair.remark else NONE,
+        }
+        for pair in sorted(pairs, key=lambda p: p.cell.task)
+        for cell, row in ((pair.cell, pair.row),)
+    ]
+    same = {name: rows[0][name] for name in ("temperature", "batch") if len({row[name] for row in rows}) == 1}
+    told = ", ".join(f"{name} {value}" for name, value in same.items())
+    kept = [{name: text for name, text in row.items() if name not in same} for row in rows]
+    return make_table(kept, f"All at {told}." if told else "", text_columns=3)
 
 
 def remarks_of(pairs: Sequence[Pair]) -> list[str]:
-    """What is to be said of some of them, each once."""
+    """Each remark of some pairs once."""
     return list(dict.fromkeys(pair.remark for pair in sorted(pairs, key=lambda p: p.cell.task) if pair.remark))
 
 
-def without_constant(table: Table, names: Sequence[str]) -> Table:
-    """Without those of the named columns that are the same in all rows; the caption tells."""
-    values = {name: {row[table.columns.index(name)] for row in table.rows} for name in names if name in table.columns}
-    same = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
-    keep = [c for c, name in enumerate(table.columns) if name not in same]
-    told = ", ".join(f"{name} {value}" for name, value in same.items())
-    return replace(
-        table,
-        columns=tuple(table.columns[c] for c in keep),
-        rows=tuple(tuple(row[c] for c in keep) for row in table.rows),
-        caption=" ".join(filter(None, (f"All at {told}." if told else "", table.caption))),
-    )
-
-
 def against_table(a: Run, b: Run) -> Table:
-    """Cells that both runs have. Two runs took no turns, so the verdict is on what each gains over its own plain
-    decoding, and the rows of plain decoding show how far the machines were alike."""
+    """Cells that both runs have. Two runs took no turns, so the verdict is on the speedups over their own plain
+    decoding."""
     rows = []
     for cell in in_order(a.cells):
         other = b.cell(cell.key)
@@ -378,56 +442,269 @@ def against_table(a: Run, b: Run) -> Table:
         mine, its = cell.tokens_per_s, other.tokens_per_s
         gains = (None, None) if cell.is_plain else (cell.speedup, other.speedup)
         rows.append(
-            (
-                *(cell.task, cell.method, f"{cell.temperature:g}", text_of(cell.tree), str(cell.batch)),
-                *(text_of(mine, 1), text_of(its, 1), its.over(mine).text() if mine and its else NONE),
-                *(speedup_text(gain) if gain else NONE for gain in gains),
-                NONE if cell.is_plain else verdict(*gains),
-                *(text_of(cell.tokens_per_round), text_of(other.tokens_per_round)),
-                *(_share(cell), _share(other)),
-            )
+            {
+                "task": cell.task,
+                "method": cell.method,
+                "temperature": f"{cell.temperature:g}",
+                "budget": text_of(cell.tree),
+                "batch": str(cell.batch),
+                "A tokens/s": text_of(mine, 1),
+                "B tokens/s": text_of(its, 1),
+                "B over A": its.over(mine).text() if mine and its else NONE,
+                "A speedup": text_of_speedup(gains[0]),
+                "B speedup": text_of_speedup(gains[1]),
+                "verdict": NONE if cell.is_plain else verdict(*gains),
+                "A tokens per round": text_of(cell.tokens_per_round),
+                "B tokens per round": text_of(other.tokens_per_round),
+                **{f"{name} score": _share(c.score) for name, c in (("A", cell), ("B", other))},
+            }
         )
-    columns = (
-        *("task", "method", "temperature", "budget", "batch", "A tokens/s", "B tokens/s", "B over A"),
-        *("A speedup", "B speedup", "verdict", "A tokens per round", "B tokens per round", "A score", "B score"),
-    )
     caption = (
-        "The two runs took no turns: tokens/s differ by what the machine did, too, as those of plain decoding show. The"
-        " verdict is on the speedups, each over the plain decoding of its own run."
+        "The two runs took no turns: tokens/s differ with the state of the machine, too, as those of plain decoding"
+        " show. The verdict is on the speedups, each over the plain decoding of its own run."
     )
-    return without_empty(Table(columns, tuple(rows), caption, first_number=2))
+    return make_table(rows, caption, text_columns=2)
 
 
-def verdict(a: Spread | None, b: Spread | None) -> str:
-    """On two speedups."""
+def verdict(a: Estimate | None, b: Estimate | None) -> str:
+    """Comparison of two speedups in words."""
     if a is None or b is None:
         return "not compared"
-    differs = a.log().differs(b.log())
+    differs = a.differs(b)
     if differs is None:
         return "spread unknown"
     return ("B gains more" if b.mean > a.mean else "A gains more") if differs else NO_DIFFERENCE
 
 
-def _share(cell: Result) -> str:
-    return cell.score.share.text(3) + cell.score.mark if cell.score else NONE
+def _share(score: Score | None) -> str:
+    return score.share.text(3) + score.mark if score else NONE
 
 
 def head_table(head: HeadRecord) -> Table:
     """Teacher-forced tokens per round, a column per tree."""
-    rows = [(task, *map(text_of, row.values())) for task, row in (*head.tokens_per_round.items(), ("mean", head.mean))]
-    return Table(("task", *head.mean), tuple(rows), "Tokens per round on the target's own text.")
+    tasks = {**head.tokens_per_round, "mean": head.mean}.items()
+    rows = [{"task": task, **{tree: text_of(row[tree]) for tree in head.mean}} for task, row in tasks]
+    return make_table(rows, "Tokens per round on the target's own text.")
 
 
 def cost_table(record: CostRecord, beside_paper: bool) -> Table:
-    """What a drafted token costs, and what it costs in the paper at the same context and depth."""
-    _, paper = paper_costs()
+    """Cost of a drafted token, beside the paper's at the same context and depth."""
+    paper = paper_costs()[1] if beside_paper else {}
     rows = [
-        (
-            *(str(c.context), str(c.depth), str(c.budget), str(c.batch), c.draft_ms.text(3), c.verify_ms.text(3)),
-            *(c.c_percent.text(3), text_of(paper.get((c.context, c.depth)) if beside_paper else None, 3)),
-        )
-        for c in record.costs
+        {
+            **{name: str(getattr(cost, name)) for name in ("context", "depth", "budget", "batch")},
+            "draft ms": cost.draft_ms.text(3),
+            "verify ms": cost.verify_ms.text(3),
+            "c in %": cost.c_percent.text(3),
+            "paper's": text_of(paper.get((cost.context, cost.depth)), 3),
+        }
+        for cost in record.costs
     ]
-    columns = ("context", "depth", "budget", "batch", "draft ms", "verify ms", "c in %", "paper's")
     caption = "c: time of a draft pass over the tokens that it drafts and the time of a verify pass."
-    return without_empty(Table(columns, tuple(rows), caption, first_number=0))
+    return make_table(rows, caption, text_columns=0)
+
+
+# -- settings, scores, texts, failures
+
+
+def names_of(cells: Sequence[Result], everyone: Iterable[Result]) -> str:
+    """Methods with their budgets, as `plain; jetspec 16, 64`; all but plain decoding are `all others`."""
+    setting = cells[0].temperature, cells[0].batch
+    others = [cell for cell in everyone if (cell.temperature, cell.batch) == setting and not cell.is_plain]
+    if len(others) > 1 and [cell.label for cell in cells] == [cell.label for cell in others]:
+        return "all others"
+    return "; ".join(
+        " ".join((method, ", ".join(str(cell.tree) for cell in own if cell.tree is not None))).rstrip()
+        for method, own in by_method(cells).items()
+    )
+
+
+def score_table(run: Run) -> Table | None:
+    """Shares of right answers beside those of plain decoding; methods of equal rows share one. None: no scores."""
+    graded = in_order(cell for cell in run.cells if cell.score)
+    if not graded:
+        return None
+    plain_scores = {(c.task, c.temperature, c.batch): c.score for c in graded if c.is_plain}
+    rows: dict[tuple[str, ...], list[Result]] = {}
+    for cell in sorted(graded, key=lambda c: c.task):
+        assert cell.score is not None
+        plain, share = plain_scores.get((cell.task, cell.temperature, cell.batch)), cell.score.share
+        row = (
+            *(cell.task, f"{cell.temperature:g}", str(cell.batch), metric_of(cell.task)),
+            *(str(cell.score.graded), str(cell.score.cut), f"{share.mean:.4f}{cell.score.mark}"),
+            *(
+                f"± {text_of(share.sd, 4)}",
+                NONE if cell.is_plain or plain is None else score_verdict(cell.score, plain),
+            ),
+        )
+        rows.setdefault(row, []).append(cell)
+    columns = ("temperature", "batch", "metric", "n", "cut", "value", "stderr", "against plain")
+    caption = (
+        "value: share of right answers. stderr: its standard error by Laplace's rule, (correct + 1) of (n + 2). cut:"
+        " answers that the limit of tokens ended. against plain: same where the same questions were answered right;"
+        " else the difference, and how many questions were won and lost."
+    )
+    lines = [
+        {
+            "task": task,
+            "method": names_of(cells, [cell for cell in graded if cell.task == task]),
+            **dict(zip(columns, rest, strict=True)),
+        }
+        for (task, *rest), cells in rows.items()
+    ]
+    return make_table(lines, caption + partial_note(graded), text_columns=5, wraps=True, keep_empty=True)
+
+
+def metric_of(task: str) -> str:
+    if task in MATH_TASKS:
+        return "exact_match"
+    return "exact_match, pass@1" if task == BUILTIN else "pass@1"
+
+
+def score_verdict(score: Score, plain: Score) -> str:
+    """Comparison with plain decoding question by question, by a sign test."""
+    if score.right | score.wrong != plain.right | plain.wrong:
+        return "other questions"  # some failed, or a method was asked fewer
+    won, lost = len(score.right - plain.right), len(plain.right - score.right)
+    if not won and not lost:
+        return "same"
+    difference = f"{score.share.mean - plain.share.mean:+.4f}, {won} won, {lost} lost"
+    is_rare = stats.binomtest(won, won + lost).pvalue < RARE
+    return difference if is_rare else f"{difference} ({NO_DIFFERENCE})"
+
+
+def methods_table(run: Run) -> Table | None:
+    """Kind, head and trees of every method. None: the record does not tell."""
+    methods = [found for name in dict.fromkeys(cell.method for cell in run.cells) if (found := run.method(name))]
+    rows = [
+        {
+            "method": method["name"],
+            "kind": method["kind"],
+            "head or assistant": method.get("head") or method.get("assistant") or NONE,
+            "trees": trees_text(method) or NONE,
+            "remarks": " ".join(filter(None, (method["about"], asked_text(method)))) or NONE,
+        }
+        for method in methods
+    ]
+    return make_table(rows, text_columns=5, wraps=True) if rows else None
+
+
+def heads_table(run: Run) -> Table | None:
+    """Training of each head, from its card. None: there are no heads."""
+    names = ("data", "steps", "batch per process", "optimizer")
+    rows = [
+        {"method": method, **{key: head.get(key, NONE) for key in names}, "commit": head.get("commit", NONE)[:7]}
+        for method, head in (run.record.get("heads") or {}).items()
+    ]
+    return make_table(rows, text_columns=6, wraps=True) if rows else None
+
+
+def unlike_heads(run: Run) -> str | None:
+    """Warning for heads trained on other data or for other steps than the rest."""
+    heads = run.record.get("heads") or {}
+    if len({(head.get("data"), head.get("steps")) for head in heads.values()}) < 2:
+        return None
+    told = [f"{name}: {head.get('steps', 'unknown')} steps, {head.get('data', NONE)}" for name, head in heads.items()]
+    return f"the heads were not all trained alike: {'; '.join(told)}."
+
+
+def asked_text(method: Record) -> str:
+    """Restriction of a method to some questions, temperatures or tasks."""
+    parts = [f"{how_many(method['limit'], 'question')} of every task"] if method.get("limit") else []
+    parts += [f"temperature {t:g}" for t in method.get("temperatures") or ()]
+    parts += [f"task {task}" for task in method.get("tasks") or ()]
+    return f"Asked only: {', '.join(parts)}." if parts else ""
+
+
+def trees_text(method: Record) -> str:
+    """Budgets of one shape together: `16: width 1; 64, 256: width 7, all children of the best nodes`."""
+    budgets: dict[str, list[str]] = {}
+    takes = KINDS[method["kind"]].takes if method["kind"] in KINDS else ()
+    for tree in method["trees"] if method["kind"] != PLAIN else ():
+        heat = tree.get("draft_temperature", 1)
+        shape = (
+            (True, f"width {tree['width']}"),
+            (tree["depth"] is not None, f"depth {tree['depth']}"),
+            (tree["expand"] == "paper" and tree["width"] > 1, SHAPES["paper"]),
+            (tree["score"] != "accum_logp", f"score {tree['score']}"),
+            (tree["entropy_weight"], f"weight {tree['entropy_weight']:g}"),
+            ("draft_temperature" in takes and heat != 1, f"draft temperature {heat:g}"),
+            ("shortlist" in takes, f"shortlist {tree['shortlist'] or 'all'}"),
+            ("shortlist" in takes, f"parents {tree.get('shortlist_parents', 0)}"),
+        )
+        budgets.setdefault(", ".join(text for is_told, text in shape if is_told), []).append(str(tree["budget"]))
+    return "; ".join(f"{', '.join(some)}: {shape}" for shape, some in budgets.items())
+
+
+def lossless_table(run: Run) -> Table | None:
+    """Texts over all tasks; methods of equal rows share one. None: nothing was compared."""
+    compared = in_order(cell for cell in run.cells if cell.lossless and not cell.is_plain)
+    rows: dict[tuple[str, ...], list[Result]] = {}
+    for (temperature, batch, _), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
+        cells = list(group)
+        checks = [cell.lossless for cell in cells if cell.lossless]
+        gaps = [check.widest_gap for check in checks if check.widest_gap is not None]
+        counts = [sum(getattr(check, name) for check in checks) for name in LOSSLESS_COUNTS]
+        widest = f"{max(gaps):.4g}" if gaps else NONE
+        row = (f"{temperature:g}", str(batch), checks[0].check, *map(str, counts), widest)
+        rows.setdefault(row, []).append(cells[0])
+    if not rows:
+        return None
+    caption = LOSSLESS_CAPTION
+    if run.widest_tie is not None:
+        caption += f" Ties: at most {run.widest_tie:.3g} apart, which rounding as measured in this run may decide."
+        caption += " Mistakes: the rest."
+    everyone = [cell for cells in rows.values() for cell in cells]  # one of each, whatever tasks it has
+    columns = ("temperature", "batch", "check", *LOSSLESS_COUNTS, "widest gap")
+    lines = [
+        {"method, budget": names_of(cells, everyone), **dict(zip(columns, row, strict=True))}
+        for row, cells in rows.items()
+    ]
+    return make_table(lines, caption, text_columns=4, wraps=True, keep_empty=True)
+
+
+LOSSLESS_COUNTS = ("compared", "identical", "ties", "mistakes")
+
+
+def differences_table(run: Run) -> Table | None:
+    """Texts that differ from the plain one: mistakes first, then the widest gaps."""
+    found = [(cell, d) for cell in run.cells if cell.lossless for d in cell.lossless.different]
+    found.sort(key=lambda one: (one[1]["tie"], -(one[1]["gap"] or 0.0)))
+    rows = [
+        {
+            "question": str(d["id"]),
+            "method": cell.label,
+            "temperature": f"{cell.temperature:g}",
+            "batch": str(cell.batch),
+            "repeats": numbered(d["repeats"]),
+            "turn": numbered([d["turn"]]),
+            "token": numbered([d["position"]]),
+            "gap": text_of(d["gap"], 4),
+            "least gap": text_of(d["least"], 4),
+            "moved": text_of(d.get("moved"), 4),
+            "verdict": d["why"] or ("tie" if d["tie"] else "mistake"),
+        }
+        for cell, d in found[:MOST_DIFFERENCES]
+    ]
+    told = f"The first {len(rows)} of {len(found)}: mistakes, then the widest. All are in {RESULTS_FILE}."
+    return make_table(rows, told if len(rows) < len(found) else "", text_columns=2) if rows else None
+
+
+def numbered(indices: Iterable[int]) -> str:
+    """Indices counted from 1."""
+    return ", ".join(str(index + 1) for index in indices)
+
+
+def errors_table(run: Run) -> Table | None:
+    """Every failure once, with the repeats in which it came."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for cell in run.cells:
+        for error in cell.errors:
+            place = (cell.task, error["id"], cell.label, f"{cell.temperature:g}", str(cell.batch), error["error"])
+            rows.setdefault(place, []).append(error["repeat"])
+    columns = ("task", "question", "method", "temperature", "batch")
+    lines: list[Mapping[str, str]] = [
+        {**dict(zip(columns, place, strict=True)), "repeats": numbered(repeats), "failure": failure}
+        for (*place, failure), repeats in rows.items()
+    ]
+    return make_table(lines, text_columns=7, wraps=True) if lines else None

@@ -1,4 +1,4 @@
-"""The engine generates the greedy text of transformers with the default model. `benchmarks/check_lossless.py` compares
+"""The engine generates the greedy text of transformers with the default model. `python -m benchmarks lossless` compares
 more prompts and settings."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from benchmarks import check_lossless as check
+from benchmarks import lossless_check as check
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.models.target_format import save_target
 

@@ -13,5 +13,5 @@ $jetspec data regenerate --model "$model" --data "$prompts" --out "$answers" --o
     --shard "${SHARD:-0/1}" --jobs "${JOBS:-1}"
 $jetspec train jetspec/recipes/qwen25_coder_1_5b.yaml --set "model=$model" --set "data=[$answers]" --set "steps=$steps"
 for recipe in qwen25_coder qwen25_coder_long; do
-    $jetspec bench "benchmarks/recipes/$recipe.yaml" --model "$model" --data-dir "$questions"
+    ${BENCHMARKS:-python -m benchmarks} run "benchmarks/recipes/$recipe.yaml" --model "$model" --data-dir "$questions"
 done

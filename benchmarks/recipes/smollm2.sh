@@ -20,4 +20,4 @@ causal smollm2_135m --set head.edge_rank=0
 bidirectional smollm2_135m --set head.edge_rank=0 --set head.causal=false --set optimizer.lr=1.0e-2
 eagle3 smollm2_135m_eagle3
 HEADS
-$JETSPEC bench benchmarks/recipes/smollm2.yaml --data-dir "$questions"
+${BENCHMARKS:-python -m benchmarks} run benchmarks/recipes/smollm2.yaml --data-dir "$questions"

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.estimate import Estimate, to_record
 from benchmarks.recipe import KINDS, BenchConfig, Cell, MethodConfig
-from benchmarks.runs import Result
-from benchmarks.spread import Spread, to_record
+from benchmarks.results import Result
 from jetspec.train.evaluate import HeadScore
 
 DEPTH = 15
@@ -149,7 +149,7 @@ def make_rounds(per_round: float, repeats: int) -> dict[str, Any]:
 
 
 def make_speedup(values: Sequence[float]) -> dict[str, Any]:
-    found = Spread.of_ratios(values)
+    found = Estimate.of_ratios(values)
     assert found is not None
     differs = found.differs_from_1()
     asked = {"se_questions": None, "num_questions": 0}

@@ -1,9 +1,8 @@
-"""The ablation script on a model that fits in a test."""
+"""Ablations on a tiny model."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from benchmarks import ablate
 from jetspec.config import TreeConfig
 from jetspec.models.head_format import load_head
 from jetspec.train.config import load_recipe
+from tests.benchmarks.tiny_bench import invoke
 from tests.train.tiny_model import write_model
 
 
@@ -49,8 +49,8 @@ def setup(tmp_path: Path) -> list[str]:
 
 def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = Path(setup[-1])
-    monkeypatch.setattr(sys, "argv", ["ablate", *setup, "--only", "causal,edge-32,corpus"])
-    ablate.main()
+    words = ["ablate", *setup, "--only", "causal,edge-32,corpus"]
+    assert invoke(*words).exit_code == 0
     records = {path.stem: json.loads(path.read_text()) for path in out.iterdir()}
     assert set(records) == {"causal", "edge-32", "corpus"}
     for record in records.values():
@@ -62,21 +62,17 @@ def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkey
         assert record["tree"] == json.loads(json.dumps(asdict(TreeConfig())))
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     monkeypatch.setattr(ablate, "LLM", None)  # nothing is loaded when nothing is to do
-    ablate.main()
+    assert invoke(*words).exit_code == 0
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
 
 
-def test_heads_are_kept_where_asked_for(setup: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the record is there already from a run that kept none."""
-    words = ["ablate", *setup, "--only", "causal,edge-32"]
-    monkeypatch.setattr(sys, "argv", [*words[:-1], "causal"])
-    ablate.main()
-    monkeypatch.setattr(sys, "argv", [*words, "--keep-heads", str(tmp_path / "heads")])
-    ablate.main()
+def test_heads_are_kept_on_request(setup: list[str], tmp_path: Path) -> None:
+    """Also when the record exists from a run that kept none."""
+    assert invoke("ablate", *setup, "--only", "causal").exit_code == 0
+    assert invoke("ablate", *setup, "--only", "causal,edge-32", "--keep-heads", tmp_path / "heads").exit_code == 0
     heads = {path.name: load_head(path) for path in (tmp_path / "heads").iterdir()}
-    assert set(heads) == {"causal", "edge-32"} and all(
-        head.fc.weight.dtype == torch.bfloat16 for head in heads.values()
-    )
+    assert set(heads) == {"causal", "edge-32"}
+    assert all(head.fc.weight.dtype == torch.bfloat16 for head in heads.values())
     assert heads["causal"].edge is None and heads["edge-32"].edge is not None
 
 
@@ -106,54 +102,34 @@ def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> N
         assert made.steps == base.steps and made.data == data and made.seed == seed
 
 
-def test_an_eagle3_recipe_is_varied_in_its_optimizer_alone(
-    setup: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_eagle3_recipe_varies_in_its_optimizer_alone(setup: list[str]) -> None:
     recipe = Path(setup[1])
     block = "head: {num_layers: 1, block_size: 4, mask_token: 2, tap_layers: [0]}"
     eagle3 = "head: {kind: eagle3, depth: 2, draft_vocab: 40, tap_layers: [0, 0, 1]}\nloss: {gamma: 4.5}"
     recipe.write_text(recipe.read_text().replace(block, eagle3))
     base = load_recipe(recipe)
-    monkeypatch.setattr(sys, "argv", ["ablate", *setup, "--only", "eagle3-adamw-0.002,eagle3-muon-0.005"])
-    ablate.main()
-    for name, kind, lr in (("eagle3-adamw-0.002", "adamw", 2e-3), ("eagle3-muon-0.005", "muon", 5e-3)):
-        made = ablate.VARIANTS[name].of(base)
-        assert (made.optimizer.kind, made.optimizer.lr) == (kind, lr)
-        assert replace(made, optimizer=base.optimizer) == base
-        record = json.loads((Path(setup[-1]) / f"{name}.json").read_text())
-        assert (
-            record["tree"]["width"] == 10
-            and record["tree"]["draft_temperature"] == 1
-            and 1 <= record["mean"]["16"] <= 3
-        )
-    monkeypatch.setattr(sys, "argv", ["ablate", *setup, "--only", "eagle3-muon-0.01,causal"])
-    with pytest.raises(SystemExit, match="2"):
-        ablate.main()
-    assert "not causal: " in (said := capsys.readouterr().err) and "trains a head of kind eagle3" in said
-    monkeypatch.setattr(sys, "argv", ["ablate", *setup, "--only", "causl"])
-    with pytest.raises(SystemExit, match="2"):
-        ablate.main()
-    assert "not causl: there is none; choose among eagle3-adamw-0.0005" in capsys.readouterr().err
+    assert invoke("ablate", *setup, "--only", "eagle3-adamw-0.002").exit_code == 0
+    made = ablate.VARIANTS["eagle3-adamw-0.002"].of(base)
+    assert (made.optimizer.kind, made.optimizer.lr) == ("adamw", 2e-3)
+    assert replace(made, optimizer=base.optimizer) == base
+    record = json.loads((Path(setup[-1]) / "eagle3-adamw-0.002.json").read_text())
+    assert (record["tree"]["width"], record["tree"]["draft_temperature"]) == (10, 1) and 1 <= record["mean"]["16"] <= 3
+    for other in ("causal", "causl"):
+        refused = invoke("ablate", *setup, "--only", f"eagle3-muon-0.01,{other}")
+        assert refused.exit_code == 2 and other in refused.stderr
 
 
-def test_texts_are_compared_on_the_prompts_that_all_of_them_answer(
-    setup: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_compared_on_their_common_prompts(setup: list[str], tmp_path: Path) -> None:
     rows = (tmp_path / "answers.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "corpus.jsonl").write_text("\n".join(["", *rows[3:]]))
     (tmp_path / "own.jsonl").write_text("".join(rows[:-2]))
     words = ["--only", "regenerated,corpus", "--regenerated", str(tmp_path / "own.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["ablate", *setup, *words])
-    ablate.main()
+    assert invoke("ablate", *setup, *words).exit_code == 0
     records = [json.loads((Path(setup[-1]) / f"{text}.json").read_text()) for text in ("regenerated", "corpus")]
     assert [record["documents"] for record in records] == [len(rows) - 5] * 2
     assert records[0]["losses"] == records[1]["losses"]  # the same rows here, in the same order
 
 
-def test_a_variant_whose_text_is_not_given_is_refused(
-    setup: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["ablate", *setup, "--only", "causal,regenerated"])
-    with pytest.raises(SystemExit, match="2"):
-        ablate.main()
-    assert "the variant regenerated needs --regenerated FILE" in capsys.readouterr().err
+def test_a_variant_without_its_text_is_refused(setup: list[str]) -> None:
+    refused = invoke("ablate", *setup, "--only", "causal,regenerated")
+    assert refused.exit_code == 2 and "--regenerated" in refused.stderr

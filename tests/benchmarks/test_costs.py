@@ -1,4 +1,4 @@
-"""What drafting costs: an entry for every context and depth, from times that are all there."""
+"""Cost of drafting: an entry for every context and depth, from recorded times."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import costs
-from benchmarks.command_bench import run_plan
-from benchmarks.command_report import show
 from benchmarks.costs import CostConfig, measure_cost
-from benchmarks.runs import ROWS_FILE
+from benchmarks.report import print_summary
+from benchmarks.results import ROWS_FILE
+from benchmarks.run import run_plan
 from jetspec.models.decoder import Decoder
-from jetspec.profile import shapes
 from tests.train.tiny_model import write_model
 
 
@@ -51,7 +49,7 @@ def test_the_table_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         pairs = zip(cost["draft_ms"]["values"], cost["verify_ms"]["values"], strict=True)
         assert cost["c_percent"]["values"] == pytest.approx([100 * d / (cost["depth"] * v) for d, v in pairs])
         assert f"{cost['c_percent']['mean']:.3f} ± {cost['c_percent']['sd']:.3f}" in "\n".join(lines)
-    show([tmp_path / "run"], "csv")
+    print_summary([tmp_path / "run"], "csv")
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [float(row["draft_ms"]) for row in rows] == [cost["draft_ms"]["mean"] for cost in record["costs"]]
 
@@ -103,21 +101,3 @@ def test_fresh_forgets_and_other_settings_are_not_mixed_in(
     run_plan(replace(plan, rounds=6), run, "md", fresh=True)
     after = (run / ROWS_FILE).read_bytes()
     assert after.count(b"\n") == 1 and after != before
-
-
-def test_a_model_that_the_memory_cannot_hold_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[torch.dtype] = []
-    monkeypatch.setattr(shapes, "free_memory", lambda device: 20_000_000_000)
-    monkeypatch.setattr(shapes, "random_target", lambda config, dtype, device: built.append(dtype))
-    plan = CostConfig("qwen3-8b", device="cpu", dtype="float32")
-    with pytest.raises(ValueError, match=r"qwen3-8b in float32 takes 3\d\.\d GB, and cpu has 20\.0 GB free"):
-        run_plan(plan, tmp_path / "run", "md")
-    shapes.open_target("qwen3-8b", "random", torch.bfloat16, torch.device("cpu"))
-    monkeypatch.setattr(shapes, "free_memory", lambda device: None)
-    shapes.open_target("qwen3-8b", "random", torch.float32, torch.device("cpu"))
-    assert built == [torch.bfloat16, torch.float32], "half as much fits, and what no system tells is tried"
-
-
-def test_free_memory_is_told_where_the_system_tells_it() -> None:
-    free = shapes.free_memory(torch.device("cpu"))
-    assert free is None or 0 < free < 1 << 50

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.grade import Grade, docstring_tests, find_code, grade, last_boxed
+from benchmarks.grade import Grade, find_code, grade
 
 HUMANEVAL = '''Write a solution to the following problem and make sure that it passes the tests:
 ```python
@@ -106,10 +106,6 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         math("p - q", r"\boxed{-q + p}")
 
 
-def test_braces_are_counted() -> None:
-    assert last_boxed(r"\boxed{\frac{1}{2}} and 7") == r"\frac{1}{2}"
-
-
 def humaneval(answer: str, **more: Any) -> bool | None:
     return grade("humaneval", {"turns": [HUMANEVAL], "answer": REFERENCE, **more}, answer).correct
 
@@ -151,10 +147,6 @@ def test_a_grade_by_the_docstring_alone_says_so() -> None:
     assert not grade("mbpp", {"turns": [MBPP]}, "").is_partial and not math("1", "1").is_partial
 
 
-def test_without_examples_there_is_no_grade() -> None:
-    assert docstring_tests("largest", "No example: largest() or largest(numbers).", REFERENCE) == []
-
-
 @pytest.mark.parametrize("prompt", ["Write it.", "```python\nx = 1\n```", "```python\ndef broken(:\n```"])
 def test_a_question_that_cannot_be_read_has_no_grade(prompt: str) -> None:
     assert grade("humaneval", {"turns": [prompt], "answer": ""}, "```python\nx = 1\n```").correct is None
@@ -171,14 +163,6 @@ def test_mbpp_runs_the_tests_of_the_prompt() -> None:
 
 def test_a_program_that_leaves_early_has_not_passed() -> None:
     assert grade("mbpp", {"turns": [MBPP]}, "```python\nimport os\nos._exit(0)\n```").correct is False
-
-
-def test_mathematics_without_a_reference_has_no_grade() -> None:
-    assert grade("gsm8k", {"turns": ["1 + 1?"]}, "2").correct is None
-
-
-def test_other_tasks_have_no_grade() -> None:
-    assert grade("mt_bench", {"turns": ["Hello."]}, "Hi.").correct is None
 
 
 def test_the_block_that_defines_the_name_is_taken() -> None:

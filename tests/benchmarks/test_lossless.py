@@ -14,12 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 from typer.testing import Result as Done
 
-from benchmarks import command_bench as terminal
 from benchmarks import precision
-from benchmarks.command_bench import lossless_remarks
 from benchmarks.lossless import DrawnPass, LosslessCheck
 from benchmarks.methods import Reply
 from benchmarks.precision import (
@@ -32,15 +29,13 @@ from benchmarks.precision import (
     readings,
     round_more,
 )
-from benchmarks.results import Results
-from benchmarks.runs import Result, Run
-from jetspec.commands.app import app
+from benchmarks.run_record import Results
 from jetspec.engine.drafter import NoDrafter
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import LLM
 from jetspec.ops.select import force, uses_kernel
 from jetspec.types import Request
-from tests.benchmarks.tiny_bench import make_bench, meddle, results_of, write_questions
+from tests.benchmarks.tiny_bench import invoke, make_bench, meddle, results_of, write_questions
 from tests.train.tiny_model import CONTEXT
 
 
@@ -57,7 +52,7 @@ def cell_of(results: dict[str, Any], method: str = "ngram") -> dict[str, Any]:
 
 def run_command(folder: Path, name: str, *words: str) -> Done:
     usual = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--device", "cpu", "-n", "12"]
-    return CliRunner().invoke(app, ["bench", *usual, "--methods", "ngram", "--out", str(folder / name), *words])
+    return invoke("run", *usual, "--methods", "ngram", "--out", folder / name, *words)
 
 
 def test_the_noise_of_a_draw_is_that_of_the_engine(folder: Path, llm: LLM) -> None:
@@ -101,27 +96,6 @@ def test_a_place_where_texts_part_is_looked_at_once(folder: Path, llm: LLM, monk
     results_of(make_bench(folder, "once_each", llm, **options))
     places = 5 + 5 * 3  # of greedy texts, and of drawn ones, which are others in every repeat
     assert len(looked_at) == 2 * places, "as it is, then rounded otherwise"
-
-
-def test_an_answer_that_differs_in_one_repeat_is_not_identical(
-    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answered = count()
-    meddle(monkeypatch, lambda reply: slip(reply) if next(answered) == 5 else reply)
-    found = cell_of(results_of(make_bench(folder, "once", llm, repeats=2)))["lossless"]
-    assert (found["compared"], found["identical"]) == (5, 4)
-    assert [(d["id"], d["repeats"]) for d in found["different"]] == [("sums-0", [1])]
-
-
-def test_remarks_say_where_and_how_many_more(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    meddle(monkeypatch, slip)
-    results = results_of(make_bench(folder, "remarks", llm, repeats=2))
-    cells = tuple(Result.read(cell) for cell in results["cells"])
-    monkeypatch.setattr(terminal, "SHOWN", 3)
-    *lines, more = lossless_remarks(Run("run", results, cells))
-    assert len(lines) == len(set(lines)) == 3 and more.startswith("2 more texts differ from plain")
-    assert all("ngram 6 at temperature 0, batch 1" in line and "(repeats: 1, 2)" in line for line in lines)
-    assert all("turn 1, from token 3 on" in line and line.endswith(", no tie") for line in lines)
 
 
 # -- ties
@@ -282,17 +256,6 @@ def test_what_rounding_decides_is_status_0(folder: Path) -> None:
         assert all(d["tie"] and d["least"] <= max(limit, d["moved"]) for d in cell["lossless"]["different"])
 
 
-def test_a_text_that_ends_earlier_is_no_tie(folder: Path, llm: LLM) -> None:
-    bench = make_bench(folder, "cut", llm, repeats=1)
-    rows = bench.run()
-    for (cell, _, _), row in rows.items():
-        if cell.method == "ngram":
-            row["answers"][0]["turn_tokens"][0].pop()
-    found = next(cell["lossless"] for cell in results_of(bench, rows)["cells"] if cell["method"] == "ngram")
-    assert found["compared"] == 5 and not found["identical"] and not found["ties"]
-    assert [(each["gap"], each["tie"]) for each in found["different"]] == [(None, False)] * 5
-
-
 def test_failing_where_plain_decoding_does_not_is_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(reply: Reply) -> Reply | str:
         return "out of luck" if next(luck) == 1 else reply
@@ -303,12 +266,6 @@ def test_failing_where_plain_decoding_does_not_is_status_1(folder: Path, monkeyp
     assert done.exit_code == 1 and "1 answer failed" in done.stderr and "out of luck (1)" in done.stderr
     header, _, *lines = done.stdout.splitlines()
     assert header.endswith(" failed |") and [line.split()[-2] for line in lines] == ["-", "1"]
-
-
-def test_failing_as_plain_decoding_does_is_status_0(folder: Path) -> None:
-    write_questions(folder, "mixed", [["short"], ["x" * CONTEXT]])
-    done = run_command(folder, "alike", "--tasks", "mixed", "-r", "1")
-    assert done.exit_code == 0 and "2 answers failed" in done.stderr, done.output
 
 
 def test_what_could_not_be_compared_is_not_lossless(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -21,19 +20,16 @@ from typing import Any
 import pytest
 import torch
 
-import jetspec.record as records
-from benchmarks import command_bench as terminal_bench
 from benchmarks import measure
-from benchmarks.groups import GroupFile, read_lines
+from benchmarks import run as run_command
+from benchmarks.baselines import open_method
 from benchmarks.measure import Bench
-from benchmarks.methods import EngineMethod, Method, Reply, Timed, Unequal, open_method
+from benchmarks.methods import EngineMethod, Method, Reply, Timed, UnequalConditions
 from benchmarks.recipe import BenchConfig, MethodConfig
-from benchmarks.report import ReportPlan, build_report
-from benchmarks.runs import RESULTS_FILE, ROWS_FILE, RUN_FILE, read_inputs
-from benchmarks.summary import summary
+from benchmarks.results import ROWS_FILE, RUN_FILE
+from benchmarks.rows import GroupFile, read_lines
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
-from jetspec.record import write_record
 from jetspec.settings import from_dict
 from tests.benchmarks.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions
 from tests.engine.tiny import tiny_head
@@ -84,7 +80,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_table(folder: Path, llm: LLM) -
     flags = ["--tasks", "sums,talk", "-r", "2", "-t", "1", "-n", "8", "--budgets", "6", "--methods", "ngram"]
     flags += ["--data-dir", str(folder / "eval"), "--out", str(folder / "killed"), "--device", "cpu"]
     rows = folder / "killed" / ROWS_FILE
-    command = [sys.executable, "-m", "jetspec", "bench", "--model", str(folder / "model"), *flags]
+    command = [sys.executable, "-m", "benchmarks", "run", "--model", str(folder / "model"), *flags]
     alike = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # only the same hardware goes on
     child = subprocess.Popen(command, cwd=ROOT, env=alike, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -104,7 +100,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_table(folder: Path, llm: LLM) -
     assert without_times(results_of(killed, done)) == without_times(results_of(undisturbed))
     after = rows.read_bytes()
     assert after.startswith(whole) and len(whole) < len(after)
-    assert after.count(b"\n") == len(done) == len(read_lines(rows)[0])
+    assert after.count(b"\n") == len(done) == len(read_lines(rows))
 
 
 def test_every_method_is_measured_before_any_is_again(folder: Path, llm: LLM) -> None:
@@ -162,34 +158,11 @@ def test_questions_may_be_passed_over(folder: Path, llm: LLM) -> None:
         asked(skip=5)
 
 
-def test_rows_of_other_questions_are_not_mixed_in(folder: Path, llm: LLM) -> None:
-    make_bench(folder, "questions", llm, limit=2, repeats=1).run()
-    for changes in ({"limit": 3}, {"limit": 2, "skip": 1}):
-        with pytest.raises(ValueError, match="other questions of sums"):
-            make_bench(folder, "questions", llm, repeats=1, **changes).run()
-
-
 def test_rows_that_are_not_asked_for_are_mentioned(folder: Path, llm: LLM) -> None:
     wide: dict[str, Any] = {"methods": ["ngram"], "limit": 2, "repeats": 1, "batches": [1, 2]}
     assert results_of(make_bench(folder, "narrow", llm, **wide))["notes"] == []
     (note,) = results_of(make_bench(folder, "narrow", llm, **{**wide, "batches": [2]}))["notes"]
     assert "holds 4 more groups" in note
-
-
-def test_what_is_there_is_not_measured_again(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_bench(folder, "again", llm).run()
-    before = (folder / "again" / ROWS_FILE).read_bytes()
-    make_bench(folder, "again", llm).run()
-    assert (folder / "again" / ROWS_FILE).read_bytes() == before
-    opened: list[str] = []
-
-    def open_seen(llm: LLM, method: MethodConfig, *args: Any, **options: Any) -> Method:
-        opened.append(method.name)
-        return open_method(llm, method, *args, **options)
-
-    monkeypatch.setattr(measure, "open_method", open_seen)
-    make_bench(folder, "again", llm, methods=["ngram", f"ddtree={folder / 'bidirectional'}"]).run()
-    assert set(opened) == {"ddtree"}
 
 
 @pytest.mark.parametrize(
@@ -218,20 +191,6 @@ def test_a_record_tells_which_weights_were_measured_and_how_heads_were_trained(f
     assert names == {"jetspec-edge": "trained/head", "jetspec": f"{folder.name}/causal"}
 
 
-def test_every_repeat_is_made_ready_anew(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also at the turn, where the last method of a repeat is the first of the next."""
-    opened: list[tuple[str, int | None]] = []
-
-    def count_opened(llm: LLM, method: MethodConfig, budget: int | None, *args: Any, **options: Any) -> Method:
-        opened.append((method.name, budget))
-        return open_method(llm, method, budget, *args, **options)
-
-    monkeypatch.setattr(measure, "open_method", count_opened)
-    make_bench(folder, "anew", llm, methods=["ngram"], budgets=[4, 6], repeats=3, limit=1).run()
-    there = [("plain", 1), ("ngram", 4), ("ngram", 6)]
-    assert opened == [*there, *reversed(there), *there]
-
-
 @pytest.mark.parametrize("what", ["versions", "tree of ngram 6"])
 def test_rows_of_other_packages_or_trees_are_not_mixed_in(folder: Path, llm: LLM, what: str, tmp_path: Path) -> None:
     bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
@@ -242,44 +201,6 @@ def test_rows_of_other_packages_or_trees_are_not_mixed_in(folder: Path, llm: LLM
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=f"another {what}; choose another --out"):
         bench.run()
-
-
-def test_another_grader_goes_on_with_the_same_rows(
-    folder: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers are graded by whoever writes the record, which says so; they were not decoded by it."""
-    bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
-    rows = bench.run()
-    found = importlib.metadata.version
-    monkeypatch.setattr(records, "version", lambda name: "9.9" if name in records.GRADERS else found(name))
-    assert bench.run() == rows and records.make_record({})["versions"]["math-verify"] == "9.9"
-    monkeypatch.setattr(records, "version", lambda name: "9.9")
-    with pytest.raises(ValueError, match="another versions"):
-        bench.run()
-
-
-def test_a_slow_method_may_be_asked_some_of_the_tasks(folder: Path, llm: LLM) -> None:
-    methods = [{"name": "transformers", "tasks": ["talk"]}, {"name": "ngram", "tasks": ["sums"]}]
-    bench = make_bench(folder, "some tasks", llm, methods=methods, tasks=["sums", "talk"], limit=1, repeats=2)
-    record = results_of(bench)
-    asked = [(cell["method"], cell["task"]) for cell in record["cells"]]
-    assert asked == [("plain", "sums"), ("plain", "talk"), ("transformers", "talk"), ("ngram", "sums")]
-    assert all(cell["speedup"]["mean"] > 0 and cell["errors"] == [] for cell in record["cells"])
-    over = {(c["method"], c["task"]): c["speedup_transformers"] for c in record["cells"]}
-    assert over["ngram", "sums"] is over["plain", "sums"] is None and over["plain", "talk"]["mean"] > 0
-    assert record["recipe"]["methods"][1]["tasks"] == ("talk",)
-    write_record(bench.folder / RESULTS_FILE, record)
-    inputs = read_inputs([bench.folder])
-    assert build_report(ReportPlan(inputs)) and len(summary(inputs, "jsonl").splitlines()) == len(asked)
-
-
-def test_a_run_that_went_on_names_all_commands(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    for repeats in (1, 2, 2):
-        monkeypatch.setattr(sys, "argv", ["jetspec", "bench", "-r", str(repeats)])
-        bench = make_bench(folder, "commands", llm, repeats=repeats, limit=1)
-        record = results_of(bench)
-    told = [run["command"].partition(" bench ")[2] for run in record["runs"]]
-    assert told == ["-r 1", "-r 2"], "one that had nothing to measure made none of the rows"
 
 
 def test_rows_of_another_head_of_the_same_name_are_not_mixed_in(folder: Path, llm: LLM) -> None:
@@ -303,14 +224,6 @@ def test_a_fresh_run_that_cannot_be_measured_forgets_nothing(folder: Path, llm: 
     with closing(GroupFile(folder / "kept" / ROWS_FILE)), pytest.raises(ValueError, match="another run is writing"):
         make_bench(folder, "kept", llm).run(fresh=True)
     assert {path.name: path.read_bytes() for path in (folder / "kept").iterdir()} == before
-
-
-def test_ids_need_be_unique_within_a_task_only(folder: Path, llm: LLM) -> None:
-    for task in ("left", "right"):
-        row = {"id": 0, "turns": [f"{task} of"], "answer": "0"}
-        (folder / "eval" / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
-    cells = results_of(make_bench(folder, "ids", llm, tasks=["left", "right"]))["cells"]
-    assert {cell["task"] for cell in cells} == {"left", "right"} and all(cell["questions"] == 1 for cell in cells)
 
 
 def test_a_question_that_fails_is_reported_and_the_others_are_answered(folder: Path, llm: LLM) -> None:
@@ -374,22 +287,8 @@ def test_a_lost_gpu_ends_the_run_and_leaves_what_was_measured(
     monkeypatch.setattr(measure, "check_alive", lose)
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         make_bench(folder, "lost", llm, repeats=1).run()
-    rows, _ = read_lines(folder / "lost" / ROWS_FILE)
+    rows = read_lines(folder / "lost" / ROWS_FILE)
     assert {cell.method for cell, _, _ in rows} == {"plain"} and len(rows) == 5
-
-
-def test_differences_are_listed_with_their_gap(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slip(reply: Reply) -> Reply:
-        ids = [*reply.token_ids]
-        ids[2] = (ids[2] + 1) % 100
-        return replace(reply, token_ids=ids)
-
-    meddle(monkeypatch, slip)
-    cells = results_of(make_bench(folder, "slips", llm, temperatures=[0, 1], repeats=1, max_tokens=4))["cells"]
-    for found in (cell["lossless"] for cell in cells if cell["method"] == "ngram"):
-        assert found["identical"] == 0 and found["compared"] == 5
-        assert [(d["turn"], d["position"]) for d in found["different"]] == [(0, 2)] * 5
-        assert all(d["gap"] > 0 for d in found["different"])
 
 
 @pytest.mark.parametrize(
@@ -407,7 +306,7 @@ def test_other_rules_are_refused(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Change, why: str
 ) -> None:
     meddle(monkeypatch, change)
-    with pytest.raises(Unequal, match=why):
+    with pytest.raises(UnequalConditions, match=why):
         make_bench(folder, str(tmp_path / "rules"), llm).run()
 
 
@@ -419,7 +318,7 @@ def test_other_prompts_are_refused(folder: Path, llm: LLM) -> None:
     row = json.loads(last)
     row["prompts"][0][0] = "0" * 16
     path.write_text("\n".join([*lines, json.dumps(row)]) + "\n")
-    with pytest.raises(Unequal, match="read different prompts"):
+    with pytest.raises(UnequalConditions, match="read different prompts"):
         bench.run()
 
 
@@ -434,15 +333,6 @@ def test_a_group_in_which_a_graph_was_captured_is_decoded_again(llm: LLM, monkey
     monkeypatch.setattr(method.llm.engine, "graphs", pool)
     monkeypatch.setattr(method, "_decode", decode)
     assert method.decode([]).decode_s == 1.0
-
-
-def test_prefill_and_decoding_add_up_to_the_whole(folder: Path, llm: LLM) -> None:
-    bench = make_bench(folder, "times", llm)
-    group = next(bench.groups())
-    opened = open_method(llm, bench.methods[0], 1, 1, bench.max_len)
-    began = time.perf_counter()
-    row = bench.decode(opened, group)
-    assert 0 < row["prefill_s"] + row["decode_s"] <= time.perf_counter() - began
 
 
 def test_draws_depend_on_question_turn_and_repeat_but_not_on_the_method(folder: Path, llm: LLM) -> None:
@@ -478,7 +368,7 @@ def test_what_is_not_there_is_found_before_the_target_is_loaded(
     def load(*_: Any, **options: Any) -> LLM:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(terminal_bench, "LLM", load)
+    monkeypatch.setattr(run_command, "LLM", load)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "head").mkdir(parents=True)
     (tmp_path / "mine" / "head" / "config.json").touch()
@@ -486,7 +376,7 @@ def test_what_is_not_there_is_found_before_the_target_is_loaded(
     usual: dict[str, Any] = {"tasks": ["sums"], "data_dir": str(folder / "eval")}
     config: BenchConfig = from_dict(BenchConfig, usual | changes, "")
     with pytest.raises(ValueError, match=re.escape(why)):
-        terminal_bench.measure_methods(config, tmp_path / "run", fresh=False, retry_failed=False)
+        run_command.measure(config, tmp_path / "run", fresh=False, retry_failed=False)
 
 
 def test_a_head_of_another_kind_is_refused(folder: Path, llm: LLM) -> None:

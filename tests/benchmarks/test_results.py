@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,28 +11,25 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import jetspec.record as records
-from benchmarks import groups, measure
-from benchmarks.groups import histogram
-from benchmarks.measured import (
+from benchmarks import measure, rows
+from benchmarks.cells import (
     Measured,
     accepted_lengths,
     question_speedups,
-    round_questions,
     speedup,
     tokens_per_round,
 )
+from benchmarks.estimate import Estimate, to_record
 from benchmarks.recipe import Cell
-from benchmarks.results import Results
-from benchmarks.runs import Result as CellResult
-from benchmarks.runs import commits_of
-from benchmarks.spread import Spread, to_record
-from jetspec.commands.app import app
+from benchmarks.results import Result as CellResult
+from benchmarks.results import commits_of
+from benchmarks.rows import histogram
+from benchmarks.run_record import Results
 from jetspec.engine.llm import LLM
-from jetspec.record import write_record
-from tests.benchmarks.tiny_bench import make_bench, results_of
+from tests.benchmarks.tiny_bench import invoke, make_bench, results_of
 
 
 def measured(speeds: Sequence[float], method: str = "mine", errors: Sequence[str] = ()) -> Measured:
@@ -68,14 +64,6 @@ def test_what_slows_both_down_in_the_same_repeat_is_no_spread() -> None:
     assert found and found["differs"] and found["sd"] < 0.05
 
 
-def test_nothing_is_faster_than_itself() -> None:
-    plain = measured([10, 14, 12], "plain")
-    found = speedup(plain, plain)
-    assert found and (found["mean"], found["sd"], found["differs"]) == (1, None, None)
-    read = Spread.read_ratios(found)
-    assert read is not None and read.text() == "1.00"
-
-
 SPEEDS = st.lists(st.floats(1, 100), min_size=2, max_size=5)
 
 
@@ -87,12 +75,6 @@ def test_as_much_slower_is_as_good_a_claim_as_as_much_faster(a: list[float], b: 
     assert up and down and up["differs"] == down["differs"]
     assert up["mean"] == pytest.approx(1 / down["mean"])
     assert up["sd"] / up["mean"] == pytest.approx(down["sd"] / down["mean"], abs=1e-9)
-
-
-def test_neither_side_of_a_wide_spread_claims_anything() -> None:
-    plain, other = measured([8.3, 16.5, 24.7], "plain"), measured([1.2, 4.6, 8.0], "transformers")
-    found = [speedup(plain, other), speedup(other, plain)]
-    assert [one and one["differs"] for one in found] == [False, False]
 
 
 def test_an_answer_that_failed_half_way_counts_in_no_number() -> None:
@@ -150,36 +132,6 @@ def test_a_method_with_a_limit_is_compared_on_its_own_questions(folder: Path, ll
     assert cells["ngram"]["speedup_transformers"]["mean"] == pytest.approx(math.prod(ratios) ** 0.5)
 
 
-def test_a_method_may_leave_temperatures_out(folder: Path, llm: LLM, tmp_path: Path) -> None:
-    methods = ["ngram", {"name": "transformers", "limit": 1, "temperatures": [0]}]
-    options: dict[str, Any] = {"methods": methods, "temperatures": [0, 1], "limit": 1, "repeats": 1}
-    results = results_of(make_bench(folder, "colder", llm, **options))
-    there = {(cell["method"], cell["temperature"]): cell for cell in results["cells"]}
-    assert set(there) == {(name, draft_temperature) for name in ("plain", "ngram") for draft_temperature in (0, 1)} | {
-        ("transformers", 0)
-    }
-    assert there["ngram", 0]["speedup_transformers"] and not there["ngram", 1]["speedup_transformers"]
-    write_record(folder / "colder" / "results.json", results)
-    shown = CliRunner().invoke(app, ["report", str(folder / "colder"), "--out", str(tmp_path)])
-    assert not shown.exit_code, shown.output
-
-
-@given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=5), st.floats(0.1, 10))
-def test_a_speedup_is_the_same_whatever_the_speed(speeds: list[float], factor: float) -> None:
-    faster = measured([s * factor for s in speeds])
-    assert (found := speedup(faster, measured(speeds, "plain"))) and found["mean"] == pytest.approx(factor)
-
-
-def test_rounds_of_a_question_are_added_up_over_repeats() -> None:
-    def row(*answers: tuple[str, int, int, str | None]) -> dict[str, Any]:
-        made = [{"id": id, "tokens": [t], "rounds": r, "error": e, "accepted": []} for id, t, r, e in answers]
-        return {"ids": [id for id, *_ in answers], "decode_s": 1.0, "answers": made}
-
-    repeats = [[row(("a", 6, 2, None)), row(("b", 9, 9, "no"))], [row(("a", 8, 2, None)), row(("b", 5, 5, None))]]
-    cell = Cell("mine", "task", 0, 16, 1)
-    assert round_questions(Measured(cell, repeats)) == {"a": (14, 4), "b": (5, 5)}
-
-
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=40))
 def test_acceptance_counts_every_round_once(lengths: list[int]) -> None:
     tokens = len(lengths) + sum(lengths)
@@ -193,11 +145,6 @@ def test_acceptance_counts_every_round_once(lengths: list[int]) -> None:
 # -- what a reader should know
 
 
-def test_batches_that_are_never_full_are_noted(folder: Path, llm: LLM) -> None:
-    notes = results_of(make_bench(folder, "full", llm, batches=[2, 8], repeats=1))["notes"]
-    assert notes == ["sums in batches of 8: there are only 5 questions"]
-
-
 def test_a_method_with_too_few_questions_does_not_pass_for_a_full_batch(folder: Path, llm: LLM) -> None:
     few = {"name": "few", "kind": "ngram", "limit": 2}
     results = results_of(make_bench(folder, "few", llm, batches=[4], repeats=1, methods=["ngram", few]))
@@ -208,7 +155,7 @@ def test_a_method_with_too_few_questions_does_not_pass_for_a_full_batch(folder: 
 
 def test_rows_of_several_sources_are_noted(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def notes_of(commit: str, repeats: int) -> list[str]:
-        monkeypatch.setattr(groups, "current_commit", lambda: commit)
+        monkeypatch.setattr(rows, "current_commit", lambda: commit)
         notes: list[str] = results_of(make_bench(folder, "sources", llm, repeats=repeats))["notes"]
         return notes
 
@@ -247,24 +194,14 @@ def test_speedups_know_how_much_questions_differ() -> None:
     assert question_speedups(mine, plain) == found["questions"] == pytest.approx({"a": 2, "b": 4, "c": 8})
     error = math.log(2) / math.sqrt(3)  # their logarithms are as far apart as that of 2
     assert found["se_questions"] == pytest.approx(4 * error) and found["num_questions"] == 3  # of their mean, 4
-    read = Spread.read_ratios(found)
+    read = Estimate.read_ratios(found)
     assert read and read.questions and read.questions.sd == pytest.approx(found["se_questions"])
     assert read.questions.freedom == 2 and read.differs_from_1() == found["differs"]
     assert read.questions.asked[0] == pytest.approx({"a": math.log(2), "b": math.log(4), "c": math.log(8)})
-    unnamed = Spread.read_ratios({key: value for key, value in found.items() if key != "questions"})
+    unnamed = Estimate.read_ratios({key: value for key, value in found.items() if key != "questions"})
     assert unnamed and unnamed.questions and unnamed.questions.sd == read.questions.sd and not unnamed.questions.asked
-    old = Spread.read_ratios({key: value for key, value in found.items() if "questions" not in key})
+    old = Estimate.read_ratios({key: value for key, value in found.items() if "questions" not in key})
     assert old and old.questions is None and old.sd == read.sd
-
-
-def test_what_repeats_show_and_questions_do_not_is_not_claimed() -> None:
-    plain = asked("plain", [{"a": 1, "b": 1, "c": 1, "d": 1}] * 3)
-    steady, uneven = ({"a": 2.0, "b": 2.0, "c": 2.1, "d": 1.9}, {"a": 0.5, "b": 1.0, "c": 4.0, "d": 2.5})
-    claims = [speedup(asked("mine", [speeds] * 3), plain) for speeds in (steady, uneven)]
-    assert [claim and (claim["mean"], claim["differs"]) for claim in claims] == [
-        (pytest.approx(2), True),
-        (pytest.approx(2), False),
-    ]
 
 
 def test_questions_that_were_decoded_together_have_no_times_of_their_own() -> None:
@@ -282,7 +219,7 @@ def test_questions_that_were_decoded_together_have_no_times_of_their_own() -> No
 def run_command(folder: Path, *words: str) -> Result:
     usual = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--tasks", "sums", "--device", "cpu"]
     usual += ["-n", "6", "-r", "2", "--out", str(folder / "command")]
-    return CliRunner().invoke(app, ["bench", *usual, *words])
+    return invoke("run", *usual, *words)
 
 
 def test_the_command_prints_the_record_that_it_writes(folder: Path) -> None:
@@ -312,28 +249,6 @@ def test_the_command_prints_the_record_that_it_writes(folder: Path) -> None:
     assert again.stdout == done.stdout and (folder / "command" / "rows.jsonl").read_bytes() == before
 
 
-def test_cells_are_counted_while_they_are_graded_and_compared(
-    folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench = make_bench(folder, "counted", llm, limit=2, repeats=1)
-    rows = bench.run()
-    results_of(bench, rows)
-    assert capsys.readouterr().err == ""
-    Results(bench, rows).record(progress=True)
-    assert "grading and comparing: ngram sums: 100%" in (said := capsys.readouterr().err) and "2/2" in said
-    assert "running programs" not in said, "there are none"
-
-
-def test_a_report_is_one_command_away_and_shows_the_same_table(folder: Path) -> None:
-    where = ("--out", str(folder / "shown"))
-    done = run_command(folder, *where)
-    assert done.exit_code == 0 and done.stdout.startswith("| method") and " ± " in done.stdout
-    command = done.stderr.splitlines()[-1].partition(": jetspec ")[2]
-    report = CliRunner().invoke(app, shlex.split(command))
-    assert report.exit_code == 0 and report.stdout == done.stdout
-    assert (folder / "shown" / "report" / "report.html").exists()
-
-
 def test_a_fresh_run_keeps_nothing_and_makes_its_report(folder: Path) -> None:
     where = ("--out", str(folder / "fresh"), "-r", "1")
     first = run_command(folder, *where, "--methods", "ngram", "--budgets", "4")
@@ -346,13 +261,13 @@ def test_a_fresh_run_keeps_nothing_and_makes_its_report(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--budgets", "many"], "budgets are numbers such as 1,8"),
-        (["--methods", "jetspec"], "jetspec needs a head: name it as jetspec=FOLDER"),
-        (["--tasks", "nowhere"], "there is no task 'nowhere'"),
-        (["--data-dir", "nowhere"], "is not a folder of questions"),
+        (["--budgets", "many"], "budgets"),
+        (["--methods", "jetspec"], "jetspec=FOLDER"),
+        (["--tasks", "nowhere"], "nowhere"),
+        (["--data-dir", "nowhere"], "nowhere"),
         (["--repeats", "0"], "repeats is 0"),
-        (["--url", "http://127.0.0.1:9/v1"], "no OpenAI-compatible server answers"),
-        (["nowhere.yaml"], "cannot read the recipe nowhere.yaml"),
+        (["--url", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1"),
+        (["nowhere.yaml"], "nowhere.yaml"),
     ],
 )
 def test_wrong_use_is_one_line_and_status_2(folder: Path, words: list[str], why: str) -> None:
@@ -364,7 +279,7 @@ def test_a_run_that_measures_nothing_is_no_news(folder: Path, monkeypatch: pytes
     """The record stays that of the commands that measured, whoever writes it again."""
 
     def run_as(commit: str, *words: str) -> tuple[dict[str, Any], str]:
-        for module in (groups, records):
+        for module in (rows, records):
             monkeypatch.setattr(module, "current_commit", lambda: commit * 8)
         monkeypatch.setattr(records, "current_command", lambda: f"jetspec bench as {commit}")
         done = run_command(folder, "--out", str(folder / "later"), "--limit", "1", *words)
@@ -406,8 +321,8 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(
         patch.setattr(owner, name, stop)
         stopped = run_command(folder, "--out", str(tmp_path / "run"), "--limit", "2", *words)
     assert stopped.exit_code == 130 and stopped.stdout == "" and len(calls) == 2
-    same = "the same command, without --fresh, goes" if words else "the same command goes"
-    assert stopped.stderr.splitlines()[-1] == f"stopped: {same} on with what {tmp_path / 'run'} lacks"
+    said = stopped.stderr.splitlines()[-1]
+    assert said.endswith(f"resumes {tmp_path / 'run'}") and ("--fresh" in said) == bool(words)
     held = (tmp_path / "run" / "rows.jsonl").read_bytes()
     assert held and run_command(folder, "--out", str(tmp_path / "run"), "--limit", "2").exit_code == 0
     assert (tmp_path / "run" / "rows.jsonl").read_bytes().startswith(held)

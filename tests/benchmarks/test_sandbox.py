@@ -253,10 +253,6 @@ def test_a_wrong_program_does_not_pass_by_changing_what_judges_it(program: str) 
     assert not verdict.passed and "test 1: NameError" in verdict.why
 
 
-def test_no_tests_are_no_pass() -> None:
-    assert not run_tests(RIGHT, []).passed
-
-
 def test_nothing_of_the_environment_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "x")
     assert run_tests("import os", ["assert 'SECRET' not in os.environ", "assert os.listdir('.') == []"]).passed

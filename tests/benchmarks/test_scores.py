@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from benchmarks.command_bench import ungraded
 from benchmarks.grade import Grade
 from benchmarks.recipe import BenchConfig
+from benchmarks.run import ungraded
 from benchmarks.scores import check_kept
-from jetspec.commands.app import app
 from jetspec.engine.llm import LLM
-from tests.benchmarks.tiny_bench import make_bench, results_of, write_questions
+from tests.benchmarks.tiny_bench import invoke, make_bench, results_of, write_questions
 
 
 def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: Path, llm: LLM) -> None:
@@ -99,16 +97,12 @@ def test_what_will_have_no_scores_is_told_before_the_measuring(monkeypatch: pyte
 # -- runs that are graded later
 
 
-def run_command(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
-
-
 def measure(folder: Path, out: Path, *words: str) -> dict[str, Any]:
     """A run of two tasks that have graders and one that has none, as its record."""
     write_questions(folder, "gsm8k", [[f"{i} and {i} is"] for i in range(3)])
     write_questions(folder, "mbpp", [["Your code should pass these tests:\nassert double(2) == 4"]] * 2)
     where = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--device", "cpu"]
-    done = run_command("bench", *where, "--tasks", "gsm8k,mbpp,sums", "-n", "6", "-r", "2", "--out", str(out), *words)
+    done = invoke("run", *where, "--tasks", "gsm8k,mbpp,sums", "-n", "6", "-r", "2", "--out", str(out), *words)
     assert done.exit_code == 0, done.output
     return read(out)
 
@@ -134,41 +128,20 @@ def test_what_was_not_graded_where_it_was_measured_is_graded_later(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "math_verify", None)
         before = measure(folder, tmp_path / "run")
-        still = run_command("grade", str(tmp_path / "run"), "--data-dir", str(folder / "eval"))
+        still = invoke("grade", str(tmp_path / "run"), "--data-dir", str(folder / "eval"))
         assert still.exit_code == 1 and "gsm8k is not graded" in " ".join(still.stderr.split())
         assert scores_of(read(tmp_path / "run")) == scores_of(before)
     there = scores_of(before)
     assert there["plain", "gsm8k"] is None and there["plain", "mbpp"] is not None
-    done = run_command("grade", str(tmp_path / "run"), "--data-dir", str(folder / "eval"), "--report")
+    done = invoke("grade", str(tmp_path / "run"), "--data-dir", str(folder / "eval"), "--report")
     assert done.exit_code == 0 and "is not graded" not in done.stderr, done.output
     after = read(tmp_path / "run")
     assert scores_of(after) == scores_of(measure(folder, tmp_path / "graded"))
     assert after["ungraded"] == [] and without_scores(after) == without_scores(before)
     assert set(after["graded"]) == {"command", "date", "commit", "versions"}
     assert "graded later" in (tmp_path / "run" / "report" / "report.md").read_text()
-    shown = run_command("report", str(tmp_path / "graded"), "--out", str(tmp_path / "other"))
+    shown = invoke("report", str(tmp_path / "graded"), "--out", str(tmp_path / "other"))
     assert not shown.exit_code and "graded later" not in (tmp_path / "other" / "report.md").read_text()
-
-
-def test_what_answers_are_graded_by_may_come_later(folder: Path, tmp_path: Path) -> None:
-    """What is asked must be the same, not what stands beside it."""
-    graded = measure(folder, tmp_path / "run", "--methods", "plain")
-    data = tmp_path / "eval"
-    data.mkdir()
-    for task in ("mbpp", "sums"):
-        (data / f"{task}.jsonl").write_text((folder / "eval" / f"{task}.jsonl").read_text())
-    rows = [json.loads(line) for line in (folder / "eval" / "gsm8k.jsonl").read_text().splitlines()]
-    bare = [{key: row[key] for key in ("id", "turns")} for row in rows]
-    gsm8k = data / "gsm8k.jsonl"
-    gsm8k.write_text("".join(json.dumps(line) + "\n" for line in bare))
-    lost = run_command("grade", str(tmp_path / "run"), "--data-dir", str(data))
-    assert lost.exit_code == 2 and "gsm8k would lose scores that the run has" in " ".join(lost.stderr.split())
-    assert read(tmp_path / "run") == graded
-    words = ("--methods", "plain", "--data-dir", str(data))
-    assert scores_of(measure(folder, tmp_path / "bare", *words))["plain", "gsm8k"] is None
-    gsm8k.write_text("".join(json.dumps(line) + "\n" for line in rows))
-    done = run_command("grade", str(tmp_path / "bare"), "--data-dir", str(data))
-    assert done.exit_code == 0 and scores_of(read(tmp_path / "bare")) == scores_of(graded), done.output
 
 
 @pytest.mark.parametrize(
@@ -207,27 +180,14 @@ def test_what_cannot_be_graded_is_one_line_and_status_2(folder: Path, tmp_path: 
         (data / file.name).write_text(file.read_text())
     spoil(run, data)
     held = {file: file.read_bytes() for file in run.iterdir()}
-    done = run_command("grade", str(run), "--data-dir", str(data))
+    done = invoke("grade", str(run), "--data-dir", str(data))
     assert done.exit_code == 2 and why in " ".join(done.stderr.split()) and done.stdout == ""
     assert {file: file.read_bytes() for file in run.iterdir()} == held
 
 
 def test_questions_that_moved_have_to_be_named(folder: Path, tmp_path: Path) -> None:
     measure(folder, tmp_path / "run", "--methods", "plain", "--limit", "1")
-    done = run_command("grade", str(tmp_path / "run"))
+    done = invoke("grade", str(tmp_path / "run"))
     assert done.exit_code == 2 and "name the one with --data-dir" in " ".join(done.stderr.split())
-    file = run_command("grade", str(tmp_path / "run" / "results.json"))
+    file = invoke("grade", str(tmp_path / "run" / "results.json"))
     assert file.exit_code == 2 and "is no folder of a finished" in " ".join(file.stderr.split())
-
-
-def test_tasks_may_skip_questions_of_their_own(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "some.yaml").write_text("skip: {gsm8k: 1, mbpp: 1}\nmethods: [plain]\nlimit: 1\n")
-    record = measure(folder, tmp_path / "run", str(tmp_path / "some.yaml"))
-    done = run_command("grade", str(tmp_path / "run"), "--data-dir", str(folder / "eval"))
-    assert done.exit_code == 0 and scores_of(read(tmp_path / "run")) == scores_of(record), done.output
-
-
-def test_where_nothing_has_a_grader_nothing_is_graded(folder: Path, tmp_path: Path) -> None:
-    measure(folder, tmp_path / "run", "--tasks", "sums", "--methods", "plain", "--limit", "1")
-    done = run_command("grade", str(tmp_path / "run"), "--data-dir", str(folder / "eval"))
-    assert done.exit_code == 2 and "has a grader: sums" in " ".join(done.stderr.split())

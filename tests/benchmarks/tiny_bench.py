@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner, Result
 
 from benchmarks import measure
+from benchmarks.__main__ import app
+from benchmarks.baselines import open_method
 from benchmarks.grade import grade
-from benchmarks.groups import Key, Row
 from benchmarks.measure import Bench
-from benchmarks.methods import Ask, Method, Reply, Timed, open_method
+from benchmarks.methods import Ask, Method, Reply, Timed
 from benchmarks.recipe import BenchConfig, MethodConfig
-from benchmarks.results import Results
+from benchmarks.rows import Key, Row
+from benchmarks.run_record import Results
 from benchmarks.scores import Grader
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
@@ -86,3 +89,8 @@ def meddle(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
         return opened if method.name == "plain" else Meddler(opened, change)
 
     monkeypatch.setattr(measure, "open_method", open_meddler)
+
+
+def invoke(*words: object) -> Result:
+    """Run a command of `python -m benchmarks` in this process."""
+    return CliRunner().invoke(app, [str(word) for word in words])

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import put_between
-from benchmarks.ship_head import MAX_BYTES, decoded, measured
+from benchmarks.pages import decoded, put_between
+from benchmarks.results import read_record
+from benchmarks.ship_head import MAX_BYTES, measured
 from jetspec.engine.llm import LLM
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_folder import CARD_FILE
@@ -47,6 +48,6 @@ def test_a_card_says_what_the_record_says() -> None:
 
 
 def test_the_readme_shows_the_record() -> None:
-    record = json.loads((ROOT / "docs" / "results" / "head_smollm2.json").read_text())
+    record = read_record(ROOT / "docs" / "results" / "head_smollm2.json")
     page = (ROOT / "README.md").read_text()
     assert page == put_between(page, "head", decoded(record))

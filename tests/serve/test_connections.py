@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.check_serve import ServerProcess
+from benchmarks.serve import ServerProcess
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.connection import max_connections
 from jetspec.serve.log import MAX_LINES, WINDOW_S, RateLimit, set_up_log

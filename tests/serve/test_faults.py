@@ -20,7 +20,7 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.check_serve import ServerProcess, check
+from benchmarks.serve import ServerProcess, check
 from jetspec.serve.config import ServeConfig
 from jetspec.types import SamplingParams, Update
 from tests.serve.live import NAME, Live, streaming, tiny_llm, wait_until
@@ -359,7 +359,7 @@ def test_sigterm_under_load(folder: Path) -> None:
 
 
 def test_many_streams_at_once(folder: Path) -> None:
-    """A short run of `benchmarks/check_serve.py`."""
+    """A short run of `python -m benchmarks serve check`."""
     results = check(str(folder), streams=64, seconds=2.5, num_requests=12)
     assert results["problems"] == {}
     assert results["answers"] > 0

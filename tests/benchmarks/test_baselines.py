@@ -1,4 +1,4 @@
-"""Outside contenders: transformers with the same rules, and servers that are asked the same."""
+"""Baselines: transformers under the same rules, and servers with the same requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contenders
-from benchmarks.contenders import RoundCounter, TransformersMethod
-from benchmarks.methods import Ask, Reply, Unequal, open_method, split_time
+from benchmarks import baselines
+from benchmarks.baselines import RoundCounter, TransformersMethod, open_method
+from benchmarks.methods import Ask, Reply, UnequalConditions, split_time
 from benchmarks.recipe import MethodConfig
-from benchmarks.runs import RUN_FILE
-from benchmarks.servers import ServerMethod, Streamed, prefill_end
+from benchmarks.results import RUN_FILE
+from benchmarks.servers import prefill_end
 from jetspec.engine.llm import LLM
 from jetspec.types import SamplingParams
 from tests.benchmarks.tiny_bench import make_bench, results_of, write_questions
@@ -149,24 +149,9 @@ def test_a_server_is_told_to_draw_as_we_do(refuses: tuple[str, ...], folder: Pat
 
 
 def test_a_server_with_another_template_is_refused(folder: Path, llm: LLM) -> None:
-    with serving(llm) as server, pytest.raises(Unequal, match="another model or another chat template"):
+    with serving(llm) as server, pytest.raises(UnequalConditions, match="another model or another chat template"):
         server.extra_tokens = [3, 0]
         make_bench(folder, "template", llm, methods=[f"server={server.url}"]).run()
-
-
-def test_another_prompt_in_a_later_turn_is_not_blamed_on_decoding(folder: Path, llm: LLM) -> None:
-    options: dict[str, Any] = {"tasks": ["talk"], "repeats": 1}
-    found = []
-    with serving(llm) as server:
-        for extra in (0, 2):
-            server.extra_tokens = [0, extra]
-            bench = make_bench(folder, f"later {extra}", llm, methods=[f"server={server.url}"], **options)
-            cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
-            found.append([d["why"] for d in cell["lossless"]["different"] if d["turn"] == 1])
-            assert cell["lossless"]["compared"] == cell["questions"] - found[-1].count("other prompt")
-            assert cell["errors"] == [] and cell["speedup"]["mean"] > 0
-    alike, other = found
-    assert "other prompt" not in alike and other == ["other prompt"] * 2
 
 
 @pytest.mark.parametrize("other", ["weights", "version", "name"])
@@ -254,7 +239,7 @@ def test_an_answer_whose_drafts_all_came_with_the_first_pass_is_timed_as_a_whole
 ) -> None:
     """The target as its own assistant drafts what it says, so one pass may write a whole answer. By a clock that goes
     on when it is looked at: on a busy machine the first pass may be the shortest."""
-    monkeypatch.setattr(contenders, "time", SimpleNamespace(perf_counter=count(0.0).__next__))
+    monkeypatch.setattr(baselines, "time", SimpleNamespace(perf_counter=count(0.0).__next__))
     method = MethodConfig("transformers-assisted", assistant=str(folder / "model"))
     opened = open_method(llm, method, None, 1, 128)
     prompt = llm.tokenizer.encode_chat([{"role": "user", "content": "1 and 1 is"}])
@@ -289,26 +274,6 @@ def test_a_models_own_settings_do_not_count(name: str, ignore_eos: bool, opinion
     assert (plain.num_tokens, plain.finish) == ((40, "length") if ignore_eos else (9, "stop"))
 
 
-def test_an_assistants_own_settings_do_not_count(folder: Path, llm: LLM, opinionated: Path) -> None:
-    ask = Ask([], llm.tokenizer.encode("1 and 1 is"), SamplingParams(max_tokens=40, ignore_eos=True))
-    replies = []
-    for assistant in (folder / "model", opinionated):
-        method = MethodConfig("transformers-assisted", assistant=str(assistant))
-        replies += open_method(llm, method, None, 1, 128).decode([ask]).replies
-    assert replies[0] == replies[1]
-
-
-def test_a_first_piece_of_many_tokens_does_not_come_for_nothing(llm: LLM) -> None:
-    reply = Reply([], "", "length", 8, None, 1)
-    method = object.__new__(ServerMethod)
-    method.tokenizer = llm.tokenizer
-    tokens = len(llm.tokenizer.encode_words("abcde"))
-    assert tokens > 1
-    streamed = Streamed(["abcde", "f"], [2.0, 3.0], "length", {})
-    assert method._early(reply, streamed, prefilled=2.0) == tokens - 1
-    assert method._early(reply, streamed, prefilled=1.0) == 0, "it came after the clock was started"
-
-
 def test_a_model_is_read_once_and_every_opening_has_its_own(
     monkeypatch: pytest.MonkeyPatch, folder: Path, llm: LLM
 ) -> None:
@@ -323,7 +288,7 @@ def test_a_model_is_read_once_and_every_opening_has_its_own(
 
     hf_load = hf_target.load_hf
     monkeypatch.setattr(hf_target, "load_hf", load)
-    contenders._read.cache_clear()
+    baselines._read.cache_clear()
     ask = Ask([], llm.tokenizer.encode("1 and 1 is"), SamplingParams(max_tokens=12, ignore_eos=True))
     method = MethodConfig("transformers-assisted", assistant=str(folder / "model"))
     first, second = (open_method(llm, method, None, 1, 128) for _ in range(2))

@@ -1,6 +1,6 @@
-"""The two speed formulas of speculative decoding, and what a histogram of accepted lengths says about them.
+"""The two speed formulas of speculative decoding, fitted to histograms of accepted lengths.
 
-Both take it that every draft token is accepted with the same probability `alpha`, whatever its depth.
+Both assume that every draft token is accepted with the same probability `alpha`, at any depth.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the script prepares and compares; the engines themselves need a GPU."""
+"""Preparation and comparison of vLLM runs; the engines themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -9,24 +9,36 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import check_vllm
-from benchmarks.check_vllm import QUESTIONS, Folders, compared, judged, prepare, run
+from benchmarks import vllm
+from benchmarks.vllm import QUESTIONS, Options, compared, judged, prepare, run
 from jetspec.models.export import ParsedHead, read_vllm
 from jetspec.models.families import config_from_hf
 from jetspec.models.head_format import check_fits, read_config
 from jetspec.profile.shapes import SHAPES
 
 
+def make_options(work: Path, **changes: Any) -> Options:
+    usual: dict[str, Any] = {"shape": None, "batches": "2", "tokens": 64, "repeats": 3, "width": 8}
+    usual |= {"dtype": "bfloat16", "eager": False, "compile": False, "limit": 1.0}
+    return Options(str(work), **{**usual, **changes})
+
+
+def with_prompts(options: Options, prompts: list[list[int]]) -> Options:
+    options.root.mkdir(parents=True)
+    (options.root / "prompts.json").write_text(json.dumps(prompts))
+    return options
+
+
 def test_a_shape_is_a_target_a_head_and_a_chain_that_fit_each_other(tmp_path: Path) -> None:
-    prepare(tmp_path, "qwen3-8b", torch.bfloat16)
-    folders = Folders(tmp_path, is_random=True)
-    target = config_from_hf(json.loads((Path(folders.target) / "config.json").read_text()))
-    head = read_config(Path(folders.head))
+    options = make_options(tmp_path, shape="qwen3-8b")
+    prepare(options)
+    target = config_from_hf(json.loads((options.root / "target" / "config.json").read_text()))
+    head = read_config(options.root / "head")
     assert target == SHAPES["qwen3-8b"] and check_fits(head, target) == []
-    assert read_vllm(json.loads((Path(folders.chain) / "config.json").read_text())) == ParsedHead.expected(head)
-    assert all(0 <= token < target.vocab_size for prompt in folders.prompts() for token in prompt)
+    chain = json.loads((options.root / "chain" / "config.json").read_text())
+    assert read_vllm(chain) == ParsedHead.expected(head)
+    assert all(0 <= token < target.vocab_size for prompt in options.prompts() for token in prompt)
 
 
 def test_methods_are_compared_with_plain_decoding() -> None:
@@ -44,59 +56,60 @@ def test_methods_are_compared_with_plain_decoding() -> None:
     assert "texts" in results[0] and "texts" not in plain
 
 
-def test_what_was_measured_is_not_measured_again_unless_asked_otherwise(tmp_path: Path) -> None:
-    def args(tokens: int) -> Any:
-        return SimpleNamespace(batches="1,2", tokens=tokens, repeats=3, width=8, eager=False, compile=False)
-
-    out = tmp_path / "plain.json"
-    assert check_vllm.measured(out, args(64)) is None
-    out.write_text(json.dumps({"method": "plain", "asked": check_vllm.asked_for(args(64))}))
-    assert check_vllm.measured(out, args(64)) == json.loads(out.read_text())
-    assert check_vllm.measured(out, args(128)) is None
+def test_a_result_is_reused_for_the_same_options(tmp_path: Path) -> None:
+    out, options = tmp_path / "plain.json", make_options(tmp_path)
+    assert vllm.measured(out, options) is None
+    out.write_text(json.dumps({"method": "plain", "asked": options.asked}))
+    assert vllm.measured(out, options) == json.loads(out.read_text())
+    assert vllm.measured(out, make_options(tmp_path, tokens=128)) is None
 
 
-def test_every_run_asks_other_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a rate is of all of them together."""
-    (tmp_path / "prompts.json").write_text(json.dumps([[i] for i in range(5)]))
+def test_a_process_gets_the_same_options(tmp_path: Path) -> None:
+    words = vllm.words_of(make_options(tmp_path, eager=True, shape="qwen3-8b"))
+    assert words[words.index("--shape") + 1] == "qwen3-8b" and "--eager" in words and "--compile" not in words
+
+
+def test_every_run_answers_other_questions_and_all_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = with_prompts(make_options(tmp_path), [[i] for i in range(5)])
     asked: list[list[int]] = []
 
-    def fake_run(_: Any, prompts: list[list[int]], tokens: int) -> check_vllm.Timing:
+    def fake_run(_: Any, prompts: list[list[int]], tokens: int) -> vllm.Timing:
         if tokens == 64:
             asked.append([prompt[0] for prompt in prompts])
         seconds, steps = float(len(asked)), 10 * len(asked)
-        return check_vllm.Timing({str(i): prompt for i, prompt in enumerate(prompts)}, seconds, steps, 64)
+        return vllm.Timing({str(i): prompt for i, prompt in enumerate(prompts)}, seconds, steps, 64)
 
-    monkeypatch.setattr(check_vllm, "start", lambda *_: None)
-    monkeypatch.setattr(check_vllm, "run", fake_run)
-    args: Any = SimpleNamespace(batches="2", tokens=64, repeats=3, width=8, eager=False, compile=False)
-    found = check_vllm.measure(Folders(tmp_path, False), "32", [2], args)
+    monkeypatch.setattr(vllm, "start", lambda *_: None)
+    monkeypatch.setattr(vllm, "run", fake_run)
+    found = vllm.measure(options, "32")
     assert asked == [[0, 1], [2, 3], [4, 0]] and found["texts"] == [[0], [1]]
     (row,) = found["batches"]
     assert row["tokens_per_s"] == 3 * 64 / (1 + 2 + 3) and row["tokens_per_step"] == 3 * 64 / (10 + 20 + 30) / 2
 
 
-def test_where_texts_part_vllm_alone_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "prompts.json").write_text(json.dumps([[7], [8]]))
+def test_vllm_alone_judges_where_texts_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = with_prompts(make_options(tmp_path), [[7], [8]])
     results: list[dict[str, Any]] = [
         {"method": "plain", "texts": [[1, 2, 3], [4, 5, 6]]},
         {"method": "32", "texts": [[1, 2, 3], [4, 9, 6]]},
         {"method": "64", "texts": [[0, 2, 3], [4, 5, 6]]},
         {"method": "128", "error": "no memory"},
     ]
-    monkeypatch.setattr(check_vllm, "run_method", lambda *_: {"gaps": [0.25, None]})
-    judged(results, tmp_path, SimpleNamespace(shape=None))  # type: ignore[arg-type]
-    assert json.loads((tmp_path / QUESTIONS).read_text()) == [[[8, 4], [5, 9]], [[7], [1, 0]]]
+    monkeypatch.setattr(vllm, "run_method", lambda *_: {"gaps": [0.25, None]})
+    judged(results, options)
+    assert json.loads((options.root / QUESTIONS).read_text()) == [[[8, 4], [5, 9]], [[7], [1, 0]]]
     found = [result["differences"] for result in results]
     assert found == [[], [{"text": 1, "token": 1, "gap": 0.25}], [{"text": 0, "token": 0, "gap": None}], []]
 
 
 def test_the_gap_is_that_of_the_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / QUESTIONS).write_text(json.dumps([[[8, 4], [5, 9]], [[7], [1, 0]]]))
+    options = with_prompts(make_options(tmp_path), [])
+    (options.root / QUESTIONS).write_text(json.dumps([[[8, 4], [5, 9]], [[7], [1, 0]]]))
     best = {5: SimpleNamespace(logprob=-1.0), 9: SimpleNamespace(logprob=-1.5), 1: SimpleNamespace(logprob=-2.0)}
     answer = SimpleNamespace(outputs=[SimpleNamespace(logprobs=[best])])
-    monkeypatch.setattr(check_vllm, "start", lambda *_: SimpleNamespace(generate=lambda *_, **__: [answer] * 2))
+    monkeypatch.setattr(vllm, "start", lambda *_: SimpleNamespace(generate=lambda *_, **__: [answer] * 2))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    assert check_vllm.judge(Folders(tmp_path, False), SimpleNamespace()) == [0.5, None]  # type: ignore[arg-type]
+    assert vllm.judge(options) == [0.5, None]
 
 
 class Engine:

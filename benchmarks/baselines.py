@@ -1,4 +1,4 @@
-"""Outside contenders: what people decode with today, behind the interface of our own methods."""
+"""All methods behind one interface: our engine, `generate` of transformers, OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmarks.methods import Ask, Reply, Timed, split_time
+from benchmarks.methods import Ask, EngineMethod, Method, Reply, Timed, find_head, open_engine, split_time, with_head_of
 from benchmarks.recipe import MethodConfig
-from benchmarks.servers import first_model
+from benchmarks.servers import ServerMethod, first_model
+from jetspec.engine.llm import LLM
 from jetspec.models.hub import resolve
 from jetspec.models.weights import Target
 
@@ -25,21 +26,43 @@ if TYPE_CHECKING:
 LOOKUP_TOKENS = 10
 
 
-def check_ready(method: MethodConfig) -> None:
-    """Whether the package is there, the assistant can be had, the server answers."""
-    if method.url is not None:
+def check_found(method: MethodConfig, is_new: bool = True) -> None:
+    """Refuse a method whose head, package or server is missing, before a target is loaded.
+
+    The server of a run that holds rows already may be gone.
+    """
+    if method.head is not None:
+        find_head(method.head)
+    elif method.url is not None and is_new:
         first_model(method.url)
+    elif not method.is_ours and method.url is None:
+        need(method, "transformers")
+        if method.assistant is not None:
+            resolve(method.assistant)
+
+
+def check_ready(llm: LLM, method: MethodConfig) -> None:
+    """Refuse a method that could not be opened, before hours are spent on the others."""
+    if method.is_ours:
+        with_head_of(llm, method)
         return
-    need(method, "transformers")
-    if method.assistant is not None:
-        resolve(method.assistant)
+    check_found(method)
+    models = [llm.target.path, *([resolve(method.assistant)] if method.assistant else [])]
+    if method.url is None and any(model.is_file() for model in models):
+        need(method, "accelerate")  # transformers needs it to read GGUF files
 
 
-def check_files(method: MethodConfig, target: Path) -> None:
-    """Whether it can read what it decodes: GGUF files, such as that of the default model, take one more package."""
-    models = [target, *([resolve(method.assistant)] if method.assistant else [])]
-    if any(model.is_file() for model in models):
-        need(method, "accelerate")
+def open_method(
+    llm: LLM, method: MethodConfig, budget: int | None, batch: int, max_len: int, **variables: Any
+) -> Method:
+    """Open a method for one budget and batch size. `variables` are those of the chat template, for servers."""
+    if method.is_ours:
+        assert budget is not None
+        return EngineMethod(open_engine(llm, method, budget, batch, max_len))
+    if method.url is not None:
+        return ServerMethod(llm.tokenizer, method.url, method.served_model, variables)
+    lookup = (method.lookup_tokens or LOOKUP_TOKENS) if method.kind_name == "transformers-lookup" else None
+    return TransformersMethod(llm.target, max_len, method.assistant, lookup)
 
 
 def need(method: MethodConfig, package: str) -> None:
@@ -47,15 +70,11 @@ def need(method: MethodConfig, package: str) -> None:
         raise ValueError(f"{method.name} needs the package `{package}`: pip install 'jetspec[bench]'")
 
 
-def lookup_tokens(method: MethodConfig) -> int | None:
-    return (method.lookup_tokens or LOOKUP_TOKENS) if method.kind_name == "transformers-lookup" else None
-
-
 @lru_cache(maxsize=2)
 def _read(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A target or an assistant, kept in the host's memory for all openings: transformers reads a GGUF file slowly.
+    """A target or an assistant in host memory, read once: transformers reads a GGUF file slowly.
 
-    It has none of the settings of its own generation_config.json, which would fill what a request leaves open.
+    Its generation_config.json is dropped, which would fill settings that a request leaves open.
     """
     from transformers import GenerationConfig
 
@@ -67,7 +86,7 @@ def _read(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _load(path: Path, like: Tensor) -> PreTrainedModel:
-    """A copy of its own, since hooks and settings stay with a model."""
+    """A copy, since hooks and settings stay with a model."""
     model: PreTrainedModel = copy.deepcopy(_read(path, like.dtype)).to(like.device)
     return model
 
@@ -75,8 +94,7 @@ def _load(path: Path, like: Tensor) -> PreTrainedModel:
 class TransformersMethod:
     """`generate` of transformers over the same weights: plain, with an assistant model, or with prompt lookup.
 
-    Its prefill is its first pass, from which it also takes the first token, and with drafts more than one: these are
-    paid for as in `split_time`.
+    Its prefill is its first pass, which also gives the first token, and with drafts more than one: see `split_time`.
     """
 
     def __init__(self, target: Target, max_len: int, assistant: str | None, lookup: int | None) -> None:
@@ -123,14 +141,14 @@ class TransformersMethod:
     def _padding(self) -> int:
         return min(self.target.eos_tokens, default=0)
 
-    def _room(self, ask: Ask) -> int:
-        """Tokens that an answer may have, as in our engine: those of its own prompt's room, not of the longest one."""
+    def _capacity(self, ask: Ask) -> int:
+        """Tokens that an answer may have, by the length of its own prompt, not of the longest one."""
         return max(1, min(ask.sampling.token_limit, self.max_len - len(ask.prompt)))
 
     def _settings(self, asks: Sequence[Ask]) -> Any:
         """Our rules and none of the model's own: no filters, no penalties.
 
-        A whole batch is given the room of its shortest prompt, and what others write beyond theirs is cut off.
+        The whole batch may write as much as its shortest prompt allows; `_reply` cuts the others.
         """
         from transformers import GenerationConfig
 
@@ -138,7 +156,7 @@ class TransformersMethod:
         drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
         ends = None if sampling.ignore_eos else sorted(self.target.eos_tokens) or None
         return GenerationConfig(
-            max_new_tokens=max(map(self._room, asks)),
+            max_new_tokens=max(map(self._capacity, asks)),
             eos_token_id=ends,
             pad_token_id=self._padding,
             prompt_lookup_num_tokens=self.lookup,
@@ -146,8 +164,8 @@ class TransformersMethod:
         )
 
     def _reply(self, ask: Ask, tokens: list[int], counter: RoundCounter | None, num_read: int) -> Reply:
-        """Up to the first end token, or the end of its room; the rest of a row is padding."""
-        tokens = tokens[: self._room(ask)]
+        """Reply up to the first end token or the limit; the rest of a row is padding."""
+        tokens = tokens[: self._capacity(ask)]
         ends = frozenset() if ask.sampling.ignore_eos else self.target.eos_tokens
         end = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
         kept = tokens[:end]
@@ -163,7 +181,7 @@ class TransformersMethod:
 
 
 class RoundCounter:
-    """Sees the tokens of every round of assisted generation, after the prompt."""
+    """Streamer that counts the tokens of every round of assisted generation, after the prompt."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -180,7 +198,7 @@ class RoundCounter:
         return self.lengths[1] if len(self.lengths) > 1 else 1
 
     def accepted(self, num_tokens: int) -> list[int]:
-        """Draft tokens kept per round, of the rounds that wrote these tokens."""
+        """Draft tokens accepted per round, of the rounds that wrote these tokens."""
         lengths = []
         for length in self.lengths[1:]:
             if num_tokens <= 0:

@@ -1,6 +1,6 @@
-"""The rows of a cell, and what they come to: speed, how much faster than another cell, tokens per round.
+"""Rows of a cell, and their statistics: speed, speedup over another cell, tokens per round.
 
-An answer that failed counts in none of these, however many of its turns went well.
+An answer that failed counts in none of these.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
-from benchmarks.groups import Row
+from benchmarks.estimate import Estimate
 from benchmarks.recipe import Cell
-from benchmarks.spread import Spread
+from benchmarks.rows import Row
 
 Answer = Mapping[str, Any]
 
@@ -27,7 +27,7 @@ class Measured:
     repeats: Sequence[Sequence[Row]]
 
     def beside(self, other: Measured) -> Measured:
-        """Only the groups that another one has, too."""
+        """The groups that another cell has, too."""
         groups = {tuple(row["ids"]) for rows in other.repeats for row in rows}
         kept = [[row for row in rows if tuple(row["ids"]) in groups] for rows in self.repeats]
         return Measured(self.cell, kept)
@@ -36,7 +36,7 @@ class Measured:
         return {answer["id"]: answer for row in self.repeats[repeat] for answer in row["answers"]}
 
     def whole_answers(self, repeat: int) -> list[Answer]:
-        """Those that did not fail."""
+        """Answers that did not fail."""
         return [answer for answer in self.answers(repeat).values() if not answer["error"]]
 
     @property
@@ -49,10 +49,7 @@ class Measured:
 
     @cached_property
     def timed(self) -> list[list[Row]]:
-        """Rows whose time is that of whole answers, by repeat.
-
-        An answer that failed half-way took its share of its group's time, and nobody knows how much.
-        """
+        """Rows whose time is that of whole answers, by repeat: the share of an answer that failed is not known."""
         return [[row for row in rows if _is_timed(row)] for rows in self.repeats]
 
     @cached_property
@@ -81,7 +78,7 @@ class Measured:
 
     @property
     def commands(self) -> list[set[int | None]]:
-        """Which of the folder's commands measured it, by repeat. None: a row does not say."""
+        """Commands of the folder that measured it, by repeat. None: a row does not tell."""
         return [{row.get("command") for row in rows} for rows in self.repeats]
 
     @property
@@ -95,12 +92,12 @@ class Measured:
 
     @property
     def counted(self) -> list[set[tuple[str, ...]]]:
-        """What its speed is of: the questions of timed groups that did not fail, by repeat."""
+        """Questions behind its speed, by repeat: those of timed groups that did not fail."""
         return [{tuple(a["id"] for a in row["answers"] if not a["error"]) for row in rows} for rows in self.timed]
 
 
 def _is_timed(row: Row) -> bool:
-    """Whether there are whole answers, and none that failed half-way."""
+    """There are whole answers, and none that failed half-way."""
     answers = row["answers"]
     return not all(a["error"] for a in answers) and not any(a["error"] and num_tokens(a) for a in answers)
 
@@ -110,11 +107,10 @@ def num_tokens(answer: Answer) -> int:
 
 
 def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
-    """The ratio of speeds on the groups that both were given, repeat by repeat: the two took turns. With its deviation
-    over repeats, and its standard error over questions where each was decoded alone.
+    """Ratio of speeds on the groups that both have, repeat by repeat, since the two took turns. With its deviation over
+    repeats, and its standard error over questions where each was decoded alone.
 
-    None where the two did not answer the same questions of these. Without repeats there is no spread, and no
-    difference is claimed; beside itself nothing varies.
+    None where the two did not answer the same questions.
     """
     if base is None:
         return None
@@ -126,7 +122,7 @@ def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
     questions = question_speedups(mine, base)
     if mine.cell == base.cell:
         ratios, questions = ratios[:1], {}
-    found = Spread.of_ratios(ratios, questions)
+    found = Estimate.of_ratios(ratios, questions)
     if found is None:
         return None
     return {
@@ -142,8 +138,7 @@ def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
 
 
 def question_speedups(mine: Measured, base: Measured) -> dict[str, float]:
-    """The ratio of speeds on every question, the median over repeats. There are none where questions were decoded
-    together: the time is that of a group."""
+    """Ratio of speeds on every question, the median over repeats; none where questions were decoded together."""
     found: dict[str, list[float]] = {}
     for rows, others in zip(mine.timed, base.timed, strict=True):
         speeds = {row["ids"][0]: row_speed(row) for row in others}

@@ -1,0 +1,80 @@
+"""`python -m benchmarks COMMAND`. A command's module is imported when the command is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from jetspec.commands.app import OneLineErrors
+
+COMMANDS = {
+    "run": ("run:run", "Measure methods against plain decoding."),
+    "grade": ("run:grade", "Grade the answers of a run again."),
+    "report": ("report:report", "Make tables and plots of measurements."),
+    "pages": ("pages:pages", "Make every generated page, table and plot from the records again."),
+    "load": ("load:load", "Put an OpenAI-compatible server under load, and time it."),
+    "serve": ("serve:app", "Servers under load: `check` for errors and leaks, `rates` for speed."),
+    "engine": ("engine:app", "The engine's speed, batches and texts."),
+    "soak": ("engine:soak", "Random arrivals, cancels and preemptions, checked for leaks and wrong texts."),
+    "lossless": ("lossless_check:lossless", "Greedy output against `generate` of transformers, token for token."),
+    "cpu-speed": ("cpu_speed:cpu_speed", "Plain decoding on a CPU against transformers."),
+    "vllm": ("vllm:vllm", "vLLM alone, with chains and with our trees."),
+    "training": ("training:training", "Speed and memory of training."),
+    "ablate": ("ablate:ablate", "Train one short head per setting, and score them alike."),
+    "tree-settings": ("tree_settings:tree_settings", "Tokens per round of a head's trees, by temperature and width."),
+    "records": ("records:records", "Measure every record of the performance page."),
+    "ship-head": ("ship_head:ship_head", "Put a trained head into the package."),
+    "screenshots": ("screenshots:screenshots", "Take the playground's pictures."),
+    "kernel-choices": ("kernel_choices:main", "Measure the kernels that `jetspec.ops.select` chooses from."),
+}
+"""Module and function of every command, with one line of help."""
+
+
+class Commands(OneLineErrors):
+    """Commands that are imported on demand."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        if name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[name][0].split(":")
+        loaded = import_module(f"benchmarks.{module}")
+        found = getattr(loaded, attribute)
+        if isinstance(found, typer.Typer):
+            return typer.main.get_command(found)
+        epilog = getattr(loaded, "GRADE_EPILOG" if name == "grade" else "EPILOG", None)
+        single = typer.Typer(add_completion=False)
+        single.command(name, epilog=epilog, context_settings=HELP)(found)
+        return typer.main.get_command(single)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help) for name, (_, help) in COMMANDS.items()])
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Plain help: the rich one would import every command."""
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        self.format_commands(ctx, formatter)
+        self.format_options(ctx, formatter)
+
+
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP)
+
+
+@app.callback()
+def root(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+    """Measure JetSpec, reproduce the paper's experiments, and make the documentation's tables."""
+
+
+def main() -> None:
+    app(prog_name="python -m benchmarks")
+
+
+if __name__ == "__main__":
+    main()

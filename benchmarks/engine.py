@@ -1,0 +1,600 @@
+"""`engine` and `soak`: properties that must hold of the engine, measured, one record per command.
+
+A text may differ from the plain one only at a near tie: in float32 where two logits are less than 1e-4 apart, in 16
+bits where they are within the rounding of two logits, in some reading of the text: see `benchmarks.precision`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from benchmarks.cpu_speed import Clock
+from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers
+from benchmarks.precision import CachedLogits, FreshPass, PairNoise, Texts, find_differences, pair_noise, readings
+from benchmarks.soak import Soak, plain_texts
+from jetspec.config import BatchTree, EngineConfig, TreeConfig
+from jetspec.engine.engine import Engine
+from jetspec.engine.llm import DTYPES, GPU_TREE, choose_device
+from jetspec.engine.sizes import batch_sizes
+from jetspec.engine.warm_up import warm_up_batches
+from jetspec.files import check_writable
+from jetspec.models.decoder import Decoder
+from jetspec.models.draft_head import DraftHead
+from jetspec.models.head_format import load_head
+from jetspec.models.hf_target import load_hf
+from jetspec.models.hub import resolve
+from jetspec.models.tokenizer import Tokenizer
+from jetspec.models.weights import load_target
+from jetspec.profile.timing import without_capture
+from jetspec.record import current_commit, write_record
+from jetspec.types import Completion, SamplingParams
+
+STRICT_TIE = 1e-4
+LONGEST_PROMPT = 1024
+NOISE_TEXTS, NOISE_TOKENS = 16, 64
+"""Answers that rounding is measured on, and the most tokens of each."""
+MAX_ADMISSION_DELAY = 8
+STEADY_S, MOST_RUNS = 1.0, 5
+"""Shorter runs are repeated, up to this number."""
+SOAK_CHECKS, SOAK_PAGE = 100, 8
+SPEED_SETS, BATCH_SETS = ("gsm8k", "humaneval", "mt_bench"), ("gsm8k",)
+TURN_BATCH = 32
+"""Conversations whose earlier turns are answered together."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target, its head, and engines over both."""
+
+    target: Decoder
+    head: DraftHead
+    eos_tokens: frozenset[int] = frozenset()
+    shortlist: int = TreeConfig.shortlist
+
+    def engine(
+        self, budget: int, config: EngineConfig, depth: int | None = None, batch_trees: tuple[BatchTree, ...] = ()
+    ) -> Engine:
+        """Speculative engine; with a budget of 1 it decodes plainly."""
+        return Engine(
+            self.target,
+            self.head if budget > 1 else None,
+            drafter="head" if budget > 1 else "none",
+            tree=TreeConfig(budget=budget, depth=depth, shortlist=self.shortlist, batch_trees=batch_trees),
+            config=config,
+            eos_tokens=self.eos_tokens,
+        )
+
+
+# -- decoding
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Completions of some prompts, and the time they took."""
+
+    completions: dict[str, Completion]
+    seconds: float
+
+    @property
+    def texts(self) -> dict[str, list[int]]:
+        return {name: completion.token_ids for name, completion in self.completions.items()}
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts.values()))
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / sum(c.stats.rounds for c in self.completions.values())
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second of requests that ran one at a time, without prefill."""
+        return self.tokens / sum(c.stats.decode_s for c in self.completions.values())
+
+
+def decode(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str | None = None) -> Decoded:
+    """Greedy completions of prompts, `batch` at a time; a label shows progress."""
+    sampling, waiting = SamplingParams(max_tokens=tokens), deque(prompts.items())
+    name_of: dict[int, str] = {}
+    done: dict[str, Completion] = {}
+    began = time.perf_counter()
+    with tqdm(total=len(prompts), desc=label, unit="prompt", leave=False, disable=label is None) as bar:
+        while len(done) < len(prompts):
+            while waiting and len(engine.requests) < batch:
+                name, prompt = waiting.popleft()
+                name_of[engine.add(prompt, sampling, quiet=True)] = name
+            for update in engine.step():
+                if update.completion:
+                    done[name_of[update.request_id]] = update.completion
+                    bar.update()
+    seconds = time.perf_counter() - began
+    return Decoded({name: done[name] for name in prompts}, seconds)
+
+
+def decode_timed(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str) -> Decoded:
+    """`decode`, repeated until no graph is captured on the way."""
+    return without_capture(engine.graphs, lambda: decode(engine, prompts, tokens, batch, label))
+
+
+def decode_steadily(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str) -> list[Decoded]:
+    """`decode_timed`, short runs several times: an odd number of runs, the fastest first."""
+    runs = [decode_timed(engine, prompts, tokens, batch, label)]
+    while len(runs) < MOST_RUNS and sum(run.seconds for run in runs) < STEADY_S:
+        runs += [decode(engine, prompts, tokens, batch, label) for _ in range(2)]
+    return sorted(runs, key=lambda run: run.seconds)
+
+
+def warm_up(engine: Engine, prompts: Texts, batch: int) -> None:
+    """Capture and compile rounds of all batch sizes up to this one."""
+    prompt = next(iter(prompts.values()))
+    for size in batch_sizes(batch, engine.drafter.tree.batch_trees):
+        decode(engine, {str(i): prompt[:1] for i in range(size)}, 1, size)  # nothing to prefill: all join at once
+    decode(engine, first(prompts, batch), 2, batch)
+
+
+def engine_config(prompts: Texts, tokens: int, batch: int, **options: Any) -> EngineConfig:
+    """Just enough memory, and no prefix cache: every run does the same work."""
+    return EngineConfig(max_batch=batch, max_len=longest(prompts) + tokens, prefix_cache=False, **options)
+
+
+def longest(prompts: Texts) -> int:
+    return max(map(len, prompts.values()))
+
+
+def first(prompts: Texts, count: int) -> Texts:
+    return dict(list(prompts.items())[:count])
+
+
+def evenly(prompts: Texts, count: int) -> Texts:
+    """At most `count` prompts at even distances."""
+    names = list(prompts)
+    return {names[i]: prompts[names[i]] for i in range(0, len(names), -(-len(names) // count))}
+
+
+# -- near ties
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Distinguishes near ties from mistakes."""
+
+    prompts: Texts
+    judges: Sequence[CachedLogits]
+    noise: PairNoise
+    limit: float
+    """Largest distance of two logits at a near tie."""
+
+    def __call__(self, plain: Texts, other: Texts) -> dict[str, Any]:
+        """Differences of two decodings, each with its gap."""
+        found = find_differences(self.prompts, plain, other, self.judges, self.limit)
+        return {
+            "different": len(found),
+            "mistakes": sum(not difference.tie for difference in found),
+            "differences": [asdict(difference) for difference in found],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"noise": asdict(self.noise), "tie_limit": self.limit}
+
+
+def measure_ties(models: Models, prompts: Texts, plain: Texts, budget: int) -> Ties:
+    """Measure the rounding of passes over one token and over trees of this budget, on plain texts of all kinds of
+    prompts."""
+    fresh = FreshPass(models.target, None, longest(prompts) + longest(plain))
+    some = [(prompts[name], text[:NOISE_TOKENS]) for name, text in evenly(plain, NOISE_TEXTS).items()]
+    noise = pair_noise(fresh, some, budget)
+    if models.target.embedding.dtype == torch.float32:
+        return Ties(prompts, [CachedLogits(fresh)], noise, STRICT_TIE)
+    return Ties(prompts, [CachedLogits(judge) for judge in readings(fresh)], noise, noise.widest_tie)
+
+
+# -- measurements
+
+
+def check_speed(
+    models: Models,
+    sets: Mapping[str, Texts],
+    budgets: Sequence[int],
+    tokens: int,
+    other: PreTrainedModel | None = None,
+    other_prompts: int = 3,
+) -> dict[str, Any]:
+    """Tokens per second of one request at a time: plain, speculative, and of `transformers`; without prefill."""
+    everything = {name: prompt for prompts in sets.values() for name, prompt in prompts.items()}
+    config = engine_config(everything, tokens, 1)
+    done: dict[tuple[str, int], Decoded] = {}
+    for budget in (1, *budgets):
+        engine = models.engine(budget, config)
+        warm_up(engine, everything, 1)
+        for course in warm_up_batches(engine):  # prompts of every length
+            course.run(engine)
+        for name, prompts in sets.items():
+            done[name, budget] = decode_timed(engine, prompts, tokens, 1, f"{name}, budget {budget}")
+    plain = {name: done[name, 1] for name in sets}
+    texts = {name: text for decoded in plain.values() for name, text in decoded.texts.items()}
+    ties = measure_ties(models, everything, texts, max(budgets))
+    runs: list[dict[str, Any]] = [
+        {
+            "set": name,
+            "budget": budget,
+            "tokens": decoded.tokens,
+            "tokens_per_s": decoded.decode_rate,
+            "tokens_per_round": decoded.tokens_per_round,
+            "speedup": decoded.decode_rate / plain[name].decode_rate,
+            **ties(plain[name].texts, decoded.texts),
+        }
+        for (name, budget), decoded in done.items()
+    ]
+    best = {name: max(run["speedup"] for run in runs if run["set"] == name) for name in sets}
+    found = {**ties.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
+    if other is not None:
+        for name, prompts in sets.items():
+            rates = transformers_rates(other, first(prompts, other_prompts), tokens)
+            for run in runs:
+                if run["set"] == name:
+                    run["transformers_tokens_per_s"] = statistics.median(rates)
+                    run["transformers_range"] = [min(rates), max(rates)]
+                    run["speedup_over_transformers"] = run["tokens_per_s"] / statistics.median(rates)
+        found["transformers_prompts"] = min(other_prompts, *map(len, sets.values()))
+    return found
+
+
+@dataclass(frozen=True, order=True)
+class Tree:
+    """`BUDGET` or `BUDGET:DEPTH`, where a depth of 0 is the drafter's own; `shrinking`: an engine's trees on a GPU."""
+
+    budget: int
+    depth: int = 0
+    batch_trees: bool = False
+
+    @classmethod
+    def read(cls, word: str) -> Tree:
+        if word == "shrinking":
+            return cls(GPU_TREE.budget, batch_trees=True)
+        try:
+            budget, _, depth = word.partition(":")
+            tree = cls(int(budget), int(depth or 0))
+            TreeConfig(budget=tree.budget, depth=tree.depth or None)
+        except ValueError as error:
+            raise ValueError(f"{word!r} is no tree: {error}") from None
+        return tree
+
+
+def check_batches(
+    models: Models, prompts: Texts, batches: Sequence[int], trees: Sequence[Tree], tokens: int, waves: int
+) -> dict[str, Any]:
+    """Every batch size with every tree: median tokens per second with prefill, and each text against its own alone.
+
+    `waves` prompts per slot of the batch are decoded. One engine serves all batch sizes of a tree.
+    """
+    config = engine_config(prompts, tokens, max(batches), max_admission_delay=MAX_ADMISSION_DELAY)
+    alone: Decoded | None = None
+    done: dict[tuple[Tree, int], list[Decoded]] = {}
+    for tree in sorted({Tree(1), *trees}):
+        shrinking = GPU_TREE.batch_trees if tree.batch_trees else ()
+        engine = models.engine(tree.budget, config, tree.depth or None, shrinking)
+        warm_up(engine, prompts, max(batches))
+        alone = alone or decode(engine, first(prompts, waves * max(batches)), tokens, 1, "alone")
+        for batch in batches:
+            some, label = first(prompts, waves * batch), f"batch {batch}, budget {tree.budget}"
+            done[tree, batch] = decode_steadily(engine, some, tokens, batch, label)
+    assert alone is not None
+    ties = measure_ties(models, prompts, alone.texts, max(trees).budget)
+    runs = []
+    for (tree, batch), repeats in done.items():
+        median = repeats[len(repeats) // 2]
+        runs.append(
+            {
+                "batch": batch,
+                "budget": tree.budget,
+                "depth": tree.depth or None,
+                "batch_trees": tree.batch_trees,
+                "tokens": median.tokens,
+                "seconds": median.seconds,
+                "seconds_of_runs": [run.seconds for run in repeats],
+                "tokens_per_s": median.tokens / median.seconds,
+                "tokens_per_round": median.tokens_per_round,
+                **ties(alone.texts, median.texts),
+            }
+        )
+    best = {batch: best_speedup([run for run in runs if run["batch"] == batch]) for batch in batches}
+    return {**ties.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
+
+
+def best_speedup(runs: Sequence[Mapping[str, Any]]) -> float:
+    """Speedup of the best budget over plain decoding."""
+    plain = next(run["tokens_per_s"] for run in runs if run["budget"] == 1)
+    return float(max((run["tokens_per_s"] for run in runs if run["budget"] > 1), default=plain) / plain)
+
+
+def check_strict(models: Models, prompts: Texts, batch: int, budget: int, tokens: int) -> dict[str, Any]:
+    """Speculative against plain texts of many prompts, every difference listed."""
+    config = engine_config(prompts, tokens, batch, max_admission_delay=MAX_ADMISSION_DELAY)
+    plain = decode(models.engine(1, config), prompts, tokens, batch, "plain")
+    other = decode(models.engine(budget, config), prompts, tokens, batch, f"budget {budget}")
+    ties = measure_ties(models, prompts, plain.texts, budget)
+    found = ties(plain.texts, other.texts)
+    gaps = [d["gap"] for d in found["differences"] if d["gap"] is not None]
+    return {
+        "prompts": len(prompts),
+        "tokens": plain.tokens,
+        "batch": batch,
+        "budget": budget,
+        "tokens_per_round": other.tokens_per_round,
+        **ties.to_dict(),
+        **verdict([found]),
+        "widest_gap": max(gaps, default=0.0),
+        **found,
+    }
+
+
+def verdict(runs: Sequence[Mapping[str, Any]], speedup: float | None = None) -> dict[str, bool]:
+    """`correct`: every difference is a near tie. `faster`: the best budget beats plain decoding everywhere."""
+    correct = {"correct": not any(run["mistakes"] for run in runs)}
+    return correct if speedup is None else correct | {"faster": speedup > 1}
+
+
+def transformers_rates(model: PreTrainedModel, prompts: Texts, tokens: int) -> list[float]:
+    """Tokens per second of `generate` for each prompt, after a warm-up of the same length."""
+    generate_s(model, next(iter(prompts.values())), tokens)
+    timed = tqdm(prompts.values(), desc="transformers", leave=False)
+    return [(tokens - 1) / generate_s(model, prompt, tokens) for prompt in timed]
+
+
+def generate_s(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> float:
+    """Seconds from the first token to the last."""
+    times = Clock.of_generate(model, prompt, tokens)
+    return times[-1] - times[0]
+
+
+def check_soak(models: Models, prompts: Texts, batch: int, budget: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Random arrivals, cancels and preemptions: see `Soak`. Half the pages of a full batch force preemptions."""
+    fresh = FreshPass(models.target, models.head, longest(prompts) + tokens)
+    plain = plain_texts(models.engine(1, engine_config(prompts, tokens, batch)), prompts, tokens)
+    config = EngineConfig(max_batch=batch, max_len=longest(prompts) + tokens, page_size=SOAK_PAGE)
+    block = models.head.head_config.block_size
+    mean = sum(map(len, prompts.values())) // len(prompts)
+    alone = longest(prompts) + tokens + max(budget, block) + 2 * block
+    pages = -(-max(alone, batch * (mean + tokens) // 2) // SOAK_PAGE)
+    engine = models.engine(budget, replace(config, num_pages=pages))
+    return Soak(engine, prompts, plain, fresh, tokens, STRICT_TIE).run(rounds, SOAK_CHECKS)
+
+
+# -- commands
+
+Head = Annotated[str, typer.Option(help="Name or folder of the head.", metavar="NAME")]
+Dtypes = Annotated[str, typer.Option(help="Precisions, one run for each.", metavar="A,B,..")]
+Tokens = Annotated[int, typer.Option(min=1, help="Most new tokens of a prompt.")]
+Shortlist = Annotated[int, typer.Option(min=0, help="Tokens that an edge term ranks.")]
+Prompts = Annotated[int, typer.Option(min=1, help="Prompts to draw, for `speed` of each set.")]
+Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
+Budget = Annotated[int, typer.Option(min=2, help="Nodes of a tree.")]
+BOTH = "bfloat16,float32"
+EPILOG = examples("soak --head HEAD --data DATA --out docs/results/engine_soak.json")
+app = typer.Typer(no_args_is_help=True)
+
+
+@dataclass
+class Plan:
+    """Options of every command here, and the loop over precisions."""
+
+    check: str
+    model: str
+    head: str
+    data: Path
+    out: Path
+    device: str
+    dtypes: str
+    tokens: int
+    shortlist: int
+    commit: str | None
+    files: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Refuse bad values before anything is loaded."""
+        check_writable(self.out)
+        self.tree = TreeConfig(shortlist=self.shortlist)
+        self.where = choose_device(self.device)
+        if unknown := [name for name in self.dtypes.split(",") if name not in DTYPES]:
+            raise ValueError(f"dtypes: {unknown[0]!r} is none of {', '.join(sorted(DTYPES))}")
+        names = {"speed": SPEED_SETS, "batches": BATCH_SETS}.get(self.check)
+        self.files = [self.data / f"{n}.jsonl" for n in names] if names else sorted(self.data.glob("*.jsonl"))
+        if missing := [file for file in self.files if not file.is_file()]:
+            raise ValueError(f"there is no file {missing[0]}")
+        if not self.files:
+            raise ValueError(f"{self.data} holds no JSONL files")
+
+    def run(self, measure: Callable[[Models, Tokenizer, torch.dtype], dict[str, Any]]) -> None:
+        """Measure in each precision, and write the record after each. Exit status 1: something does not hold."""
+        commit = self.commit or current_commit()  # now, because the checkout may change while this runs
+        about: dict[str, Any] = {"check": self.check, "model": Path(self.model).name, "head": Path(self.head).name}
+        about |= {"device": self.where.type, "draft_temperature": self.tree.draft_temperature}
+        about |= {"shortlist": self.shortlist, "shortlist_parents": self.tree.shortlist_parents}
+        dtypes, results = self.dtypes.split(","), dict[str, dict[str, Any]]()
+        for done, name in enumerate(dtypes, 1):
+            target = load_target(self.model, DTYPES[name], self.where)
+            head = load_head(self.head, target.decoder.config, DTYPES[name], self.where)
+            models = Models(target.decoder, head, target.eos_tokens, self.shortlist)
+            results[name] = measure(models, target.tokenizer, DTYPES[name])
+            left = {"unfinished": dtypes[done:]} if dtypes[done:] else {}
+            holds = not left and all_hold(results)
+            found = {"max_tokens": self.tokens, **left, "holds": holds, "results": results}
+            write_record(self.out, {**about, **found}, commit)
+        print(json.dumps({"check": self.check, "holds": holds, "record": str(self.out)}))
+        if not holds:
+            raise typer.Exit(1)
+
+
+def all_hold(results: Mapping[str, Mapping[str, Any]]) -> bool:
+    """All texts are correct, and a 16-bit dtype is faster; float32 need not be where another was measured."""
+    timed = [result for name, result in results.items() if name != "float32"] or list(results.values())
+    return all(result["correct"] for result in results.values()) and all(r.get("faster", True) for r in timed)
+
+
+@app.command(epilog=examples("engine speed --head HEAD --data DATA --out docs/results/engine_speed.json"))
+def speed(
+    head: Head,
+    data: Questions,
+    out: RecordFile,
+    model: Model = DEFAULT,
+    device: Device = "auto",
+    dtypes: Dtypes = "bfloat16",
+    tokens: Tokens = 256,
+    prompts: Prompts = 80,
+    budgets: Annotated[str, typer.Option(help="Nodes of a tree.", metavar="A,B,..")] = "16,32,64",
+    other_prompts: Annotated[int, typer.Option(min=0, help="Prompts of each set for `transformers`; 0: none.")] = 3,
+    shortlist: Shortlist = TreeConfig.shortlist,
+    commit: Commit = None,
+) -> None:
+    """Time one request at a time: plain, speculative, and `transformers`."""
+    sizes = numbers(budgets, least=2, name="--budgets")
+    plan = Plan("speed", model, head, data, out, device, dtypes, tokens, shortlist, commit)
+
+    def measure(models: Models, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
+        turns = {file.stem: draw_turns([file], prompts, tokenizer) for file in plan.files}
+        sets = {name: every_turn(models, tokenizer, said, tokens) for name, said in turns.items()}
+        other = load_hf(resolve(model), dtype, plan.where) if other_prompts else None
+        return check_speed(models, sets, sizes, tokens, other, other_prompts)
+
+    plan.run(measure)
+
+
+@app.command(
+    "batches", epilog=examples("engine batches --head HEAD --data DATA --out docs/results/engine_batches.json")
+)
+def batches_command(
+    head: Head,
+    data: Questions,
+    out: RecordFile,
+    model: Model = DEFAULT,
+    device: Device = "auto",
+    dtypes: Dtypes = BOTH,
+    tokens: Tokens = 128,
+    batches: Annotated[str, typer.Option(help="Requests at a time.", metavar="A,B,..")] = "1,2,4,8,16,32,64",
+    trees: Annotated[
+        str,
+        typer.Option(help="BUDGET or BUDGET:DEPTH; 1 is plain, `shrinking` an engine's own trees.", metavar="A,B,.."),
+    ] = "1,16,16:8,32,64,shrinking,128",
+    waves: Annotated[int, typer.Option(min=1, help="Prompts per slot of the batch.")] = 4,
+    shortlist: Shortlist = TreeConfig.shortlist,
+    commit: Commit = None,
+) -> None:
+    """Time every batch size with every tree."""
+    sizes, shapes = numbers(batches, name="--batches"), [Tree.read(word) for word in trees.split(",")]
+    plan = Plan("batches", model, head, data, out, device, dtypes, tokens, shortlist, commit)
+    plan.run(
+        lambda models, tokenizer, _: check_batches(
+            models, draw(plan.files, waves * max(sizes), tokenizer), sizes, shapes, tokens, waves
+        )
+    )
+
+
+@app.command(epilog=examples("engine strict --head HEAD --data DATA --out docs/results/engine_strict.json"))
+def strict(
+    head: Head,
+    data: Questions,
+    out: RecordFile,
+    model: Model = DEFAULT,
+    device: Device = "auto",
+    dtypes: Dtypes = BOTH,
+    tokens: Tokens = 256,
+    prompts: Prompts = 1000,
+    batch: Batch = 32,
+    budget: Budget = 64,
+    shortlist: Shortlist = TreeConfig.shortlist,
+    commit: Commit = None,
+) -> None:
+    """Compare many speculative texts with plain ones, and list every difference."""
+    plan = Plan("strict", model, head, data, out, device, dtypes, tokens, shortlist, commit)
+    plan.run(
+        lambda models, tokenizer, _: check_strict(models, draw(plan.files, prompts, tokenizer), batch, budget, tokens)
+    )
+
+
+def soak(
+    head: Head,
+    data: Questions,
+    out: RecordFile,
+    model: Model = DEFAULT,
+    device: Device = "auto",
+    dtypes: Dtypes = "float32",
+    tokens: Tokens = 96,
+    prompts: Prompts = 32,
+    batch: Batch = 8,
+    budget: Budget = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to run.")] = 10_000,
+    shortlist: Shortlist = TreeConfig.shortlist,
+    commit: Commit = None,
+) -> None:
+    """Run random arrivals, cancels and preemptions, and look for leaks and wrong texts."""
+    plan = Plan("soak", model, head, data, out, device, dtypes, tokens, shortlist, commit)
+    plan.run(
+        lambda models, tokenizer, _: check_soak(
+            models, draw(plan.files, prompts, tokenizer), batch, budget, tokens, rounds
+        )
+    )
+
+
+# -- prompts
+
+
+def draw(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """Prompts of first turns, by id."""
+    turns = draw_turns(files, count, tokenizer)
+    return {name: encode(tokenizer, said[:1]) for name, said in turns.items()}
+
+
+def draw_turns(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[str, list[str]]:
+    """User turns drawn over all files, the same for every run. Conversations with a long first turn are left out."""
+    lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    random.Random(0).shuffle(lines)
+    short = (line for line in lines if len(encode(tokenizer, line["turns"][:1])) <= LONGEST_PROMPT)
+    drawn = {line["id"]: line["turns"] for line in islice(short, count)}
+    if len(drawn) < count:
+        held = f"{len(drawn)} conversations that begin with at most {LONGEST_PROMPT:,} tokens"
+        raise ValueError(f"{', '.join(file.name for file in files)}: {held}, of {count} requested")
+    return drawn
+
+
+def encode(tokenizer: Tokenizer, said: Sequence[str]) -> list[int]:
+    """Prompt for the turns of user and assistant."""
+    roles = cycle(("user", "assistant"))
+    return tokenizer.encode_chat([{"role": role, "content": text} for role, text in zip(roles, said, strict=False)])
+
+
+def every_turn(
+    models: Models, tokenizer: Tokenizer, turns: Mapping[str, Sequence[str]], tokens: int
+) -> dict[str, list[int]]:
+    """Prompts of all turns. Plain decoding answers the earlier ones. A conversation ends where it is too long."""
+    prompts: dict[str, list[int]] = {}
+    said: dict[str, list[str]] = {name: [] for name in turns}
+    for number in range(max(map(len, turns.values()))):
+        fitting = {}
+        for name in [name for name in said if number < len(turns[name])]:
+            said[name].append(turns[name][number])
+            prompt = encode(tokenizer, said[name])
+            if len(prompt) <= LONGEST_PROMPT:
+                prompts[f"{name}, turn {number + 1}"] = fitting[name] = prompt
+        answered = {name: prompt for name, prompt in fitting.items() if number + 1 < len(turns[name])}
+        said = {name: said[name] for name in answered}
+        if answered:
+            batch = min(len(answered), TURN_BATCH)
+            engine = models.engine(1, engine_config(answered, tokens, batch))
+            for name, answer in decode(engine, answered, tokens, batch, f"turn {number + 1}").texts.items():
+                said[name].append(tokenizer.decode(answer))
+    return prompts

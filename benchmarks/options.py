@@ -1,0 +1,43 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from benchmarks.recipe import DtypeName
+from jetspec.models.hub import DEFAULT_MODEL
+
+Output = Annotated[Literal["md", "csv", "json", "jsonl"], typer.Option(help="Form of the table on stdout.")]
+Model = Annotated[str, typer.Option("--model", "-m", help="Target: a name, folder or GGUF file.", metavar="NAME")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.", metavar="NAME")]
+Dtype = Annotated[DtypeName, typer.Option(help="float32, bfloat16, float16.", metavar="TYPE")]
+RecordFile = Annotated[Path, typer.Option("--out", help="Record to write.", dir_okay=False, metavar="FILE")]
+RecordFolder = Annotated[Path, typer.Option("--out", help="Folder of the records.", file_okay=False, metavar="FOLDER")]
+Commit = Annotated[str | None, typer.Option(help="Commit of the source, where git cannot tell.", metavar="HASH")]
+Questions = Annotated[
+    Path, typer.Option(help="Folder of JSONL files with `turns`.", exists=True, file_okay=False, metavar="FOLDER")
+]
+TrainRecipe = Annotated[Path, typer.Option(help="Training recipe with the settings that all share.", metavar="FILE")]
+Settings = Annotated[list[str], typer.Option("--set", help="Change a setting of the recipe.", metavar="KEY=VALUE")]
+DEFAULT = DEFAULT_MODEL
+
+
+def examples(*lines: str) -> str:
+    """Epilogue of a command's help."""
+    return "\n  ".join(["Examples:", *(f"python -m benchmarks {line}" for line in lines)])
+
+
+def numbers(text: str, kind: Any = int, least: float = 1, name: str = "") -> list[Any]:
+    """Values of A,B,.., each at least `least`."""
+    try:
+        values = [kind(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    bound = f" of at least {least:g}" if least > -math.inf else ""
+    if not values or min(values) < least:
+        raise typer.BadParameter(f"{text!r} is no list of numbers{bound}, such as 1,8", param_hint=name)
+    return values
