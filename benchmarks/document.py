@@ -69,9 +69,12 @@ class Table:
 
         lines = enumerate((self.columns, *self.rows), -1)
         cells = [[text(r, c, cell) for c, cell in enumerate(line)] for r, line in lines]
-        widths = [3 if self.wraps else max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+        widths = [0 if self.wraps else max(3, *map(len, column)) for column in zip(*cells, strict=True)]
         is_left = [column < self.text_columns for column in range(len(widths))]
-        rule = ["-" * width if left else "-" * (width - 1) + ":" for left, width in zip(is_left, widths, strict=True)]
+        rule = [
+            "-" * max(width, 3) if left else "-" * max(width - 1, 3) + ":"
+            for left, width in zip(is_left, widths, strict=True)
+        ]
 
         def padded(line: Sequence[str]) -> str:
             columns = zip(line, widths, is_left, strict=True)

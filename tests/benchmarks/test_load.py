@@ -10,11 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.load import GIVEN_UP, Load, Part, Timing, percentiles, send_load, summarize
-from jetspec.commands.app import app
 from jetspec.serve.config import ServeConfig
+from tests.benchmarks.tiny_bench import invoke
 from tests.serve.live import Live, tiny_llm
 from tests.train.tiny_model import write_model
 
@@ -55,7 +54,7 @@ def test_a_server_under_load(tmp_path: Path, rate: float | None) -> None:
     with Live(tiny_llm(write_model(tmp_path / "tiny"), max_batch=2), ServeConfig(port=0, max_queue=1)) as live:
         words = ["load", "--url", live.url, "--requests", "12", "--concurrency", "3", "-n", "8", "--json"]
         words += ["--out", str(out)]
-        ran = CliRunner().invoke(app, words if rate is None else [*words, "--rate", str(rate)])
+        ran = invoke(*words, *([] if rate is None else ["--rate", rate]))
         assert ran.exit_code == 0, ran.output
         crowded = asyncio.run(send_load(Load(live.url, 12, 12, None, 60, 0.0, 1, None, 0), CHATS, None))
         live.wait_for_rest()
