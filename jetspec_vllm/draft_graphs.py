@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from jetspec.capture import CapturedFn, GraphPool
+
 
 @dataclass(frozen=True)
 class DraftInputs:
@@ -51,6 +53,12 @@ class DraftInputs:
             state_B=torch.full((num_requests,), unused_state, device=device),
         )
 
+    def copy_(self, source: DraftInputs) -> None:
+        """Overwrites the first requests by those of `source`, which may be fewer."""
+        for field in fields(source):
+            given = getattr(source, field.name)
+            getattr(self, field.name)[: len(given)].copy_(given)
+
     def first(self, count: int) -> DraftInputs:
         """Inputs of the first `count` requests; all requests have the same number of rows."""
         path = len(self.position_T) // len(self.anchor_B)
@@ -60,42 +68,23 @@ class DraftInputs:
         )
 
 
-@dataclass(frozen=True)
-class Captured:
-    graph: torch.cuda.CUDAGraph
-    inputs: DraftInputs
-    token_BN: Tensor
-
-
 class DraftGraphs:
     """One graph per captured batch size. A batch is padded to the next size with idle requests."""
 
     def __init__(self, draft: Callable[[DraftInputs], Tensor], idle: DraftInputs, largest: int) -> None:
-        self.idle, self.largest = idle, largest
-        self.inputs = replace(idle, **{field.name: getattr(idle, field.name).clone() for field in fields(idle)})
-        self.pool = torch.cuda.graph_pool_handle()
-        self.captured = {size: self.capture(draft, size) for size in reversed(batch_sizes(largest))}
-
-    def capture(self, draft: Callable[[DraftInputs], Tensor], size: int) -> Captured:
-        inputs, graph = self.inputs.first(size), torch.cuda.CUDAGraph()
-        draft(inputs)  # compiles kernels outside the capture
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self.pool):
-            token_BN = draft(inputs)
-        return Captured(graph, inputs, token_BN)
+        self.idle, self.sizes = idle, batch_sizes(largest)
+        self.draft = CapturedFn(draft, GraphPool(idle.anchor_B.device))
+        inputs = replace(idle, **{field.name: getattr(idle, field.name).clone() for field in fields(idle)})
+        for size in reversed(self.sizes):  # the first capture allocates the memory that the others share
+            self.draft.capture(size, inputs.first(size))
 
     def run(self, inputs: DraftInputs) -> Tensor:
         """Draft tokens of a batch, valid until the next run."""
         count = len(inputs.anchor_B)
-        size = next(size for size in sorted(self.captured) if size >= count)
-        captured = self.captured[size]
-        for field in fields(inputs):
-            given, kept = getattr(inputs, field.name), getattr(captured.inputs, field.name)
-            kept[: len(given)].copy_(given)
-            if size > count:
-                kept[len(given) :].copy_(getattr(self.idle, field.name)[len(given) : len(kept)])
-        captured.graph.replay()
-        return captured.token_BN[:count]
+        size = next(size for size in self.sizes if size >= count)
+        if size > count:
+            self.draft.load(size, self.idle.first(size))
+        return self.draft(size, inputs)[:count]
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -223,7 +223,7 @@ class TreeDrafter(DraftModelSpeculator):
             temperature_B=torch.where(temperature[state_B] > 0, temperature[state_B], self.tree.draft_temperature),
             state_B=state_B,
         )
-        if self.graphs is not None and committed.is_path and batch.num_reqs <= self.graphs.largest:
+        if self.graphs is not None and committed.is_path and batch.num_reqs <= self.graphs.sizes[-1]:
             return self.graphs.run(inputs)
         return self.draft(inputs)
 

@@ -16,31 +16,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu.cudagraph_utils import _teardown_profiling_state
 
-from jetspec_vllm.draft_graphs import Captured, DraftGraphs, DraftInputs, batch_sizes
+from jetspec_vllm import draft_graphs
+from jetspec_vllm.draft_graphs import batch_sizes
 from jetspec_vllm.drafter import TreeDrafter
 from jetspec_vllm.runner import StockRunner
 from tests.jetspec_vllm.cpu import counted, generate, model_runner, start
 from tests.jetspec_vllm.tiny import Oracle, random_prompts, write_head, write_target
+from tests.rerun import Rerun, RerunPool
 
 pytestmark = pytest.mark.vllm
 
 PROMPTS = random_prompts((20, 3, 60))
-
-
-class Replayed:
-    """Stand-in for a CUDA graph: reads and writes the same tensors at each replay."""
-
-    def __init__(self, draft: Callable[[DraftInputs], Tensor], inputs: DraftInputs, out: Tensor) -> None:
-        self.draft, self.inputs, self.out = draft, inputs, out
-
-    def replay(self) -> None:
-        self.out.copy_(self.draft(self.inputs))
-
-
-def capture(graphs: DraftGraphs, draft: Callable[[DraftInputs], Tensor], size: int) -> Captured:
-    inputs = graphs.inputs.first(size)
-    out = draft(inputs).clone()
-    return Captured(Replayed(draft, inputs, out), inputs, out)  # type: ignore[arg-type]
 
 
 def test_the_texts_are_the_same_and_so_is_the_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +44,7 @@ def test_the_texts_are_the_same_and_so_is_the_acceptance(tmp_path: Path, monkeyp
         return oracle.guess(drafter, block, anchor_B, temperature_B, cache)
 
     monkeypatch.setattr(TreeDrafter, "guess", guess)
-    monkeypatch.setattr(DraftGraphs, "capture", capture)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(draft_graphs, "GraphPool", RerunPool)
     trees = start(target, head, disable_log_stats=False)
     assert generate(trees, PROMPTS, 30) == texts
     rounds = counted(trees)["num_drafts"]
@@ -71,39 +56,32 @@ def test_the_texts_are_the_same_and_so_is_the_acceptance(tmp_path: Path, monkeyp
     assert all(len(proposals) == 1 for (_, length), proposals in seen.items() if length), "a draft depends on its graph"
 
 
-class Addressed(Replayed):
-    """Stand-in for a CUDA graph that stores addresses of its caches."""
-
-    def __init__(self, drafter: TreeDrafter, inputs: DraftInputs, out: Tensor) -> None:
-        super().__init__(drafter.draft, inputs, out)
-        self.drafter, self.address = drafter, self.addresses(drafter)
-
-    @staticmethod
-    def addresses(drafter: TreeDrafter) -> list[int]:
-        return [layer.kv_cache.data_ptr() for layer in drafter.layers.values()]
-
-    def replay(self) -> None:
-        assert self.address == self.addresses(self.drafter), "the graph writes to a cache that is gone"
-        super().replay()
-
-
 def test_graphs_are_dropped_with_their_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM captures against a small cache, drops both, and drafts before it captures again."""
     target, head = str(write_target(tmp_path / "target")), str(write_head(tmp_path / "head"))
-    replayed: list[int] = []
+    replays: list[object] = []
 
-    class Noted(Addressed):
+    def addresses() -> list[int]:
+        return [layer.kv_cache.data_ptr() for layer in model_runner(trees).speculator.layers.values()]
+
+    class AddressedGraph(Rerun):
+        """Stand-in for a CUDA graph that stores addresses of its caches."""
+
+        def __init__(self, run: Callable[[], object], result: object) -> None:
+            super().__init__(run, result)
+            self.addresses = addresses()
+
         def replay(self) -> None:
-            replayed.append(len(self.inputs.anchor_B))
+            replays.append(self)
+            assert self.addresses == addresses(), "the graph writes to a cache that is gone"
             super().replay()
 
-    def capture(graphs: DraftGraphs, draft: Any, size: int) -> Captured:
-        inputs = graphs.inputs.first(size)
-        out = draft(inputs).clone()
-        return Captured(Noted(draft.__self__, inputs, out), inputs, out)  # type: ignore[arg-type]
+    class AddressedPool(RerunPool):
+        def capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+            result = run()
+            return AddressedGraph(run, result), result
 
-    monkeypatch.setattr(DraftGraphs, "capture", capture)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(draft_graphs, "GraphPool", AddressedPool)
     trees = start(target, head)
     texts = generate(trees, PROMPTS, 12)
     assert trees.reset_prefix_cache()
@@ -121,12 +99,12 @@ def test_graphs_are_dropped_with_their_cache(tmp_path: Path, monkeypatch: pytest
     elsewhere = torch.empty(64 << 20)  # the new cache is not to lie where the old one was
     with set_current_vllm_config(runner.vllm_config):
         runner.initialize_kv_cache(config)
-    assert generate(trees, PROMPTS, 12) == texts and not replayed
+    assert generate(trees, PROMPTS, 12) == texts and not replays
 
     del elsewhere
     runner.capture_model()
     assert trees.reset_prefix_cache()
-    assert generate(trees, PROMPTS, 12) == texts and replayed
+    assert generate(trees, PROMPTS, 12) == texts and replays
 
 
 def test_sizes() -> None:
