@@ -101,7 +101,7 @@ def train(
         target = load_target(config.model, choose_dtype(config.dtype, device), device)
     trainer = make_trainer(config, target.decoder, listed=None if dry_run else Path(config.out) / ROWS_FILE)
     if config.score is not False and trainer.validation is not None:
-        trainer.score = lambda head: score_head(target, head, asks_of(trainer.beginnings))
+        trainer.score = lambda head: score_head(target, head, asks_of(trainer.decoded_documents))
     if fresh and trainer.rank == 0 and not dry_run:
         shutil.rmtree(Path(config.out) / "checkpoints", ignore_errors=True)
     step = 0 if fresh else trainer.resume(overridden)

@@ -1,4 +1,4 @@
-"""Conversations the target wrote -> packed rows of tokens, the same for every run with the same seed."""
+"""Reads regenerated conversations and packs them into rows of tokens, the same for every run with the same seed."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ T = TypeVar("T")
 ROW = re.compile(
     r'\{"id": "([^"\\]*)", "token_ids": \[(\d[^\]]*\d)\], "spans": (\[\[[\d, \[\]]*\]\]), "finish": \["[a-z", ]*\]\}\s*'
 )
-"""A row as it is usually written. Its numbers are found faster this way than by a parser of all JSON."""
+"""The usual form of a row. The expression extracts its numbers faster than a general JSON parser."""
 LEADING_ZEROS = tuple(f", 0{digit}" for digit in range(10))
-"""Beginnings of what is no number in JSON."""
+"""Number prefixes that JSON does not allow."""
 ROWS_AT_ONCE = 1024
 NAMED_ROWS = 4
-"""Rows of one kind that a message names by file and line. The others it counts."""
+"""Rows of one kind that a message names by file and line. It counts the others."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One conversation: its tokens, and which of them the target wrote."""
+    """One conversation: its tokens, and a mask of those that the target wrote."""
 
     tokens: np.ndarray
     written: np.ndarray
     id: str | None = None
-    """Names its prompt. Answers to the same prompt share it, in one file or several."""
+    """Id of its prompt. Answers to the same prompt share it, in one file or several."""
 
 
 class Documents(Sequence[Document]):
-    """Many conversations as slices of two flat arrays: five bytes per token, and a few numbers per conversation."""
+    """Conversations as slices of two flat arrays: five bytes per token, and a few numbers per conversation."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Documents(Sequence[Document]):
         self.token_N, self.written_N = token_N, written_N
         self.start_D, self.end_D = start_D, end_D
         self.file_D = file_D
-        """Number of the file each came from."""
+        """Index of the file of each."""
         self.prompt_D = prompt_D
-        """Number of the prompt each answers. One without an id has a prompt of its own."""
+        """Index of the prompt of each. A conversation without an id has its own."""
 
     @classmethod
     def join(cls, found: Sequence[tuple[int, Document]]) -> Documents:
-        """From files' numbers and documents."""
+        """Documents with the indices of their files, in flat arrays."""
         end_D = np.cumsum([len(document.tokens) for _, document in found])
         first: dict[str, int] = {}
         ids = (document.id for _, document in found)
@@ -93,36 +93,36 @@ class Documents(Sequence[Document]):
         return Document(self.token_N[inside], self.written_N[inside])
 
     def take(self, index: np.ndarray) -> Documents:
-        """These, in this order, some perhaps more than once. The tokens are shared."""
+        """The documents `index`, in this order, with repetitions. Tokens are shared, not copied."""
         own = (self.start_D, self.end_D, self.file_D, self.prompt_D)
         return Documents(self.token_N, self.written_N, *(each[index] for each in own))
 
     def hold_out(self, most: int, seed: int) -> tuple[Documents, Documents]:
-        """Some kept out, and the rest, both shuffled: a tenth of the prompts but at most so many, with all answers.
+        """Splits off a tenth of the prompts, at most `most`, with all their answers; returns both parts, shuffled.
 
-        They are drawn from everywhere: files list short answers first, because those were finished first.
+        The split is random, because files list short answers first: those were finished first.
         """
         shuffled = self.take(np.random.default_rng(seed).permutation(len(self)))
         _, first_P = np.unique(shuffled.prompt_D, return_index=True)
         if len(first_P) < 2:
-            raise ValueError("the data has one prompt, so none can be kept out: add more, or set validation_rows to 0")
+            raise ValueError("the data has one prompt, so none can be held out: add more, or set validation_rows to 0")
         count = max(1, min(len(first_P) // 10, most))
         held_D = np.isin(shuffled.prompt_D, shuffled.prompt_D[np.sort(first_P)[:count]])
         return shuffled.take(np.flatnonzero(held_D)), shuffled.take(np.flatnonzero(~held_D))
 
 
 class OnDevice:
-    """A dataclass of tensors that travels as one."""
+    """A base of dataclasses of tensors, with operations on all of them."""
 
     def to(self, device: torch.device) -> Self:
-        """Without waiting, where the tensors are pinned."""
+        """Copies to a device, asynchronously from pinned memory."""
         return self._map(lambda x: x.to(device, non_blocking=True))
 
     def pinned(self) -> Self:
         return self._map(Tensor.pin_memory)
 
     def copy_(self, other: Self) -> None:
-        """Take what another of the same sizes holds, without waiting where that is pinned."""
+        """Copies the content of another of the same sizes, asynchronously from pinned memory."""
         for name, value in vars(self).items():
             value.copy_(getattr(other, name), non_blocking=True)
 
@@ -136,7 +136,7 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class PackedBatch(OnDevice):
-    """Documents one behind the other in rows of T tokens. Padding belongs to document -1."""
+    """Rows of T tokens, each filled with consecutive documents. Padding is document -1."""
 
     token_RT: Tensor
     position_RT: Tensor
@@ -147,7 +147,7 @@ class PackedBatch(OnDevice):
         return self._map(lambda x: x[first : first + count])
 
     def padded(self, count: int) -> PackedBatch:
-        """With empty rows behind it, up to `count`."""
+        """The batch with empty rows appended, up to `count`."""
         more = count - len(self.token_RT)
         empty = {"document_RT": -1}
         return PackedBatch(
@@ -158,7 +158,7 @@ class PackedBatch(OnDevice):
         )
 
     def documents(self) -> Iterator[Document]:
-        """The documents in it, row by row."""
+        """All documents, row by row."""
         for row in range(len(self.token_RT)):
             document = self.document_RT[row]
             for number in range(int(document.max()) + 1):
@@ -167,7 +167,7 @@ class PackedBatch(OnDevice):
 
 
 class Places(list[str]):
-    """File and line of rows of one kind. In words, the first of them and how many more."""
+    """File and line of rows of one kind. As text, the first of them and the number of the others."""
 
     def __str__(self) -> str:
         more = f" and {len(self) - NAMED_ROWS:,} more" if len(self) > NAMED_ROWS else ""
@@ -176,24 +176,24 @@ class Places(list[str]):
 
 @dataclass
 class Tally:
-    """What became of the rows of some files."""
+    """Counts and places of the rows of some files."""
 
     rows: int = 0
     cut: Places = field(default_factory=Places)
     """Longer than the limit."""
     lost: Places = field(default_factory=Places)
-    """Cut before anything that the target wrote could teach, and left out."""
+    """Left out, because the cut removed all answers."""
     empty: Places = field(default_factory=Places)
-    """Left out because the target wrote nothing in them."""
+    """Left out, because they hold no token of the target."""
     short: Places = field(default_factory=Places)
-    """Left out because no answer in them is longer than one token."""
+    """Left out, because no answer is longer than one token."""
     bad: Places = field(default_factory=Places)
     """Broken, and left out."""
     masked: Places = field(default_factory=Places)
-    """Left out because the mask token occurs in them."""
+    """Left out, because they contain the mask token."""
 
     def kinds(self, max_len: int) -> dict[str, Places]:
-        """The rows that are not as they were in the files, by what was done and why."""
+        """Changed and omitted rows, by the change and its reason."""
         kinds = {
             f"cut: longer than row_len {max_len}": self.cut,
             "left out: the cut took all answers": self.lost,
@@ -205,17 +205,17 @@ class Tally:
         return {kind: places for kind, places in kinds.items() if places}
 
     def summary(self, max_len: int) -> str:
-        """A line for each kind; empty if all rows are as they were."""
+        """One line per kind; empty if no row was changed."""
         kinds = self.kinds(max_len).items()
         return "\n".join(f"{len(places):,} of {self.rows:,} rows {kind} ({places})" for kind, places in kinds)
 
     def listing(self, max_len: int) -> str:
-        """A line for each row."""
+        """One line per changed row."""
         kinds = self.kinds(max_len).items()
         return "".join(f"{place} {kind}\n" for kind, places in kinds for place in places)
 
     def names_all(self, max_len: int) -> bool:
-        """Whether the summary names every row."""
+        """True if the summary names every changed row."""
         return all(len(places) <= NAMED_ROWS for places in self.kinds(max_len).values())
 
 
@@ -228,10 +228,10 @@ def read_documents(
     on_bad: OnBad = "stop",
     tally: Tally | None = None,
 ) -> Documents:
-    """All rows of some files. Longer ones are cut, and those left out that teach nothing. Those of a file come in the
-    order of their ids: how the run that wrote them was shared out or broken off does not matter.
+    """All rows of some files, those of a file in the order of their ids, which does not depend on the run that wrote
+    them. Longer rows are cut. Rows without a token to train on are left out.
 
-    Broken rows, and those with the mask token, are an error or left out. `tally` counts what was done.
+    Broken rows, and those with the mask token, are an error or left out. `tally` counts changes.
     """
     tally = Tally() if tally is None else tally
     found = []
@@ -253,7 +253,7 @@ def read_documents(
             " choose another head.mask_token, or leave such rows out with on_bad: skip"
         )
     if not found:
-        raise ValueError("; ".join(("the data has no row to learn from", *tally.summary(max_len).splitlines())))
+        raise ValueError("; ".join(("the data has no row to train on", *tally.summary(max_len).splitlines())))
     found.sort(key=lambda numbered: (numbered[0], numbered[1].id or ""))
     return Documents.join(found)
 
@@ -263,38 +263,38 @@ def parse_or_skip(line: str | None, where: str, vocab_size: int, on_bad: OnBad) 
         return parse(line, where, vocab_size)
     except ValueError as error:
         if on_bad == "stop":
-            raise ValueError(f"{error}; mend it, or leave such rows out with on_bad: skip") from error
+            raise ValueError(f"{error}; fix it, or leave such rows out with on_bad: skip") from error
         return None
 
 
 def keep(document: Document | None, where: str, max_len: int, tally: Tally) -> Document | None:
-    """What a row gives to training, if anything."""
+    """The part of a row to train on, if any."""
     tally.rows += 1
     if document is None:
         tally.bad.append(where)
     elif not document.written.any():
         tally.empty.append(where)
-    elif not teaches(document):
+    elif not is_trainable(document):
         tally.short.append(where)
     elif len(document.tokens) <= max_len:
         return document
     else:
         tally.cut.append(where)
         cut = Document(document.tokens[:max_len], document.written[:max_len], document.id)
-        if teaches(cut):
+        if is_trainable(cut):
             return cut
         tally.lost.append(where)
     return None
 
 
-def teaches(document: Document) -> bool:
-    """Whether an answer has two tokens or more. One of a single token, such as its end alone, gains nothing from a
-    draft: every round writes a token anyway."""
+def is_trainable(document: Document) -> bool:
+    """True if an answer has two tokens or more. A draft cannot shorten one of a single token: every round commits one
+    token anyway."""
     return bool((document.written[1:] & document.written[:-1]).any())
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str | None]]:
-    """Lines with their numbers, empty ones left out; None for one that is no text."""
+    """Lines with their numbers, without blank ones; None for one that is not UTF-8."""
     try:
         yield from text_lines(path)
     except OSError as error:
@@ -302,7 +302,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, str | None]]:
 
 
 def parse(line: str | None, where: str, vocab_size: int) -> Document:
-    """A row {"token_ids": [..], "spans": [[start, end], ..]} as `jetspec data regenerate` writes it."""
+    """A document from a row {"token_ids": [..], "spans": [[start, end], ..]} of `jetspec data regenerate`."""
     if line is None:
         raise ValueError(f"{where}: not UTF-8 text")
     try:
@@ -311,8 +311,8 @@ def parse(line: str | None, where: str, vocab_size: int) -> Document:
         id = None if raw.get("id") is None else str(raw["id"])
     except KeyError:
         lacking = " and ".join(name for name in ("token_ids", "spans") if name not in raw)
-        makes = "which `jetspec data regenerate` makes of prompts"
-        raise ValueError(f"{where}: not a row of regenerated data: it lacks {lacking}, {makes}") from None
+        hint = "`jetspec data regenerate` makes such rows from prompts"
+        raise ValueError(f"{where}: not a row of regenerated data: it lacks {lacking}; {hint}") from None
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where}: not a row of regenerated data ({error!r})") from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -328,7 +328,7 @@ def parse(line: str | None, where: str, vocab_size: int) -> Document:
 
 
 def parse_usual(lines: Sequence[str | None], vocab_size: int) -> list[Document] | None:
-    """Many rows in their usual form at once. None: one has another form, perhaps a wrong one."""
+    """Documents of many rows in the usual form at once. None: one has another form, valid or not."""
     rows = [found for line in lines if line is not None and (found := ROW.fullmatch(line))]
     text = ", ".join(row[2] for row in rows)
     if len(rows) < len(lines) or ", ," in text or any(zero in f", {text}" for zero in LEADING_ZEROS):
@@ -354,7 +354,7 @@ def parse_usual(lines: Sequence[str | None], vocab_size: int) -> list[Document] 
 
 
 class PackedData:
-    """Rows by number: row `i` is the same whenever and wherever it is asked for, so a run can stop anywhere.
+    """Packed rows by number. Row `i` depends only on the documents and the seed, so a run can resume at any step.
 
     Every pass over the documents shuffles them anew and fills rows in that order.
     """
@@ -370,7 +370,7 @@ class PackedData:
 
     @cached_property
     def digest(self) -> str:
-        """Of all tokens, and of which of them the target wrote."""
+        """A hash of all tokens and masks."""
         found = hashlib.blake2b(digest_size=8)
         for document in self.documents:
             found.update(document.tokens.tobytes())
@@ -400,21 +400,21 @@ class PackedData:
         while len(self.passes) <= number:
             order = np.random.default_rng((self.seed, len(self.passes))).permutation(len(self.documents))
             rows: list[list[int]] = []
-            room = 0
+            space = 0
             for index in order.tolist():
                 size = len(self.documents[index].tokens)
-                if size > room:
+                if size > space:
                     rows.append([])
-                    room = self.row_len
+                    space = self.row_len
                 rows[-1].append(index)
-                room -= size
+                space -= size
             self.passes.append(rows)
             self.first_rows.append(self.first_rows[-1] + len(rows))
         return self.passes[number]
 
 
-class Ahead(Generic[T]):
-    """Makes things by number in a thread, each while the one before it is in use."""
+class Prefetch(Generic[T]):
+    """Makes numbered items in a thread, each while the one before it is in use."""
 
     def __init__(self, make: Callable[[int], T], stride: int) -> None:
         self.make, self.stride = make, stride
@@ -422,7 +422,7 @@ class Ahead(Generic[T]):
         self.next: tuple[int, Future[T]] | None = None
 
     def take(self, number: int) -> T:
-        """The thing of that number. The one `stride` later is begun at once."""
+        """Item `number`. The thread starts on item `number + stride` at once."""
         expected, future = self.next or (None, None)
         if future is None or expected != number:
             future = self.pool.submit(self.make, number)
@@ -432,7 +432,7 @@ class Ahead(Generic[T]):
 
 
 def answer_spans(document: Document) -> list[tuple[int, int]]:
-    """Where the target wrote: [start, end). The token before the start is the first anchor, so there must be one."""
+    """Spans [start, end) that the target wrote. The token before a start is the first anchor, so there must be one."""
     edges = np.flatnonzero(np.diff(document.written, prepend=False, append=False)).tolist()
     spans = ((max(start, 1), end) for start, end in zip(edges[::2], edges[1::2], strict=True))
     return [(start, end) for start, end in spans if start < end]

@@ -6,9 +6,10 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,8 +17,8 @@ from jetspec.files import lock, naming
 
 SYNC_S = 5.0
 """Most seconds between two syncs to disk. Rows reach the operating system at once."""
-ROW_START = b'{"id": '
-"""First bytes of every row on disk."""
+ROW_START = '{"id": '
+"""First characters of every row on disk."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class RowFile(LineFile):
     """The output of `jetspec data regenerate`."""
 
     def read(self) -> int:
-        self.ids, end = _read_ids(self.file)
-        return end
+        self.ids: set[str] = set()
+        return read_lines(self.file, ROW_START, partial(_add_id, self.ids))
 
     def append(self, row: Row) -> None:
         self.write(vars(row))
@@ -128,28 +129,35 @@ def run_entry(tally: object, counts: Sequence[str], jobs: int) -> dict[str, Any]
 
 def finished_ids(path: Path) -> set[str]:
     """Ids of all complete rows of a file; none if it does not exist."""
-    if not path.is_file():
-        return set()
-    with path.open("rb") as file:
-        return _read_ids(file)[0]
-
-
-def _read_ids(file: BinaryIO) -> tuple[set[str], int]:
-    """Ids of all complete rows, and the end of the last one in bytes. A file with anything else is refused."""
     ids: set[str] = set()
-    end = 0
+    if path.is_file():
+        with path.open("rb") as file:
+            read_lines(file, ROW_START, partial(_add_id, ids))
+    return ids
+
+
+def _add_id(ids: set[str], row: Mapping[str, Any]) -> None:
+    if not {"id", "token_ids", "spans"} <= row.keys():
+        raise ValueError("keys are missing")
+    ids.add(row["id"])
+
+
+def read_lines(file: BinaryIO, start: str, take: Callable[[Any], None]) -> int:
+    """Passes every complete line of JSON to `take`; returns the end of the last one, in bytes.
+
+    A file is refused if `take` raises an error, or if an incomplete last line does not begin with `start`.
+    """
+    end, first = 0, start.encode()
     file.seek(0)
     for number, line in enumerate(file, 1):
         try:
-            if not line.endswith(b"\n"):
-                if line[: len(ROW_START)] != ROW_START[: len(line)]:
-                    raise ValueError
+            if line.endswith(b"\n"):
+                take(json.loads(line))
+            elif line[: len(first)] == first[: len(line)]:
                 break
-            row = json.loads(line)
-            if not {"id", "token_ids", "spans"} <= row.keys():
-                raise ValueError
-            ids.add(row["id"])
-        except (ValueError, AttributeError):
+            else:
+                raise ValueError("the line is not of this command")
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"{file.name}:{number}: is not a row of this command; choose another --out") from None
         end += len(line)
-    return ids, end
+    return end

@@ -18,11 +18,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count as count_from
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from jetspec.data.prompts import Prompt, stable_hash
 from jetspec.data.regenerate import PLACEHOLDER, in_processes, require_template, system_messages
-from jetspec.data.rows import LineFile, Row, record_of, resumable_runs, run_entry
+from jetspec.data.rows import LineFile, Row, read_lines, record_of, resumable_runs, run_entry
 from jetspec.data.workers import Answer, Results, answer_in_processes
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.progress import progress
@@ -40,6 +40,8 @@ SAMPLE = f'{PLACEHOLDER}Aa "<&>"\n\\{PLACEHOLDER}'
 """Stands for the user's text in a rendered turn: characters that a template might change, between two marks."""
 ID_START = "invented-"
 """Part of the file format, as is `invent/` in seeds: files of earlier releases resume with the same prompts."""
+ROW_START = f'{{"id": "{ID_START}'
+"""First characters of every row on disk."""
 RUN_COUNTS = ("kept", "already", "dropped", "tokens", "seconds", "prompts_per_s")
 """Counts that the record of a run keeps."""
 
@@ -158,58 +160,41 @@ def fingerprint(text: str) -> int:
 # -- the file
 
 
-class PromptFile(LineFile):
-    """The output of `jetspec data synthesize`."""
-
-    def read(self) -> int:
-        self.content = _read(self.file)
-        return self.content.end
-
-    def append(self, id: str, text: str) -> None:
-        self.write({"id": id, "turns": [text]})
-
-
 @dataclass
 class Content:
     """Content of a file's complete rows."""
 
     num_rows: int = 0
     next_attempt: int = 0
-    end: int = 0
-    """End of the last complete row, in bytes."""
     seen: set[int] = field(default_factory=set)
     """Fingerprints of the prompts."""
+
+    def add(self, row: dict[str, Any]) -> None:
+        number, (text,) = attempt_number(row["id"]), row["turns"]
+        if number < self.next_attempt:
+            raise ValueError("attempts are in order")
+        self.seen.add(fingerprint(text))
+        self.num_rows, self.next_attempt = self.num_rows + 1, number + 1
+
+
+class PromptFile(LineFile):
+    """The output of `jetspec data synthesize`."""
+
+    def read(self) -> int:
+        self.content = Content()
+        return read_lines(self.file, ROW_START, self.content.add)
+
+    def append(self, id: str, text: str) -> None:
+        self.write({"id": id, "turns": [text]})
 
 
 def read_content(path: Path) -> Content:
     """Content of a file; empty if it does not exist."""
-    if not path.is_file():
-        return Content()
-    with path.open("rb") as file:
-        return _read(file)
-
-
-def _read(file: BinaryIO) -> Content:
-    """Content of a file. One with anything but prompts of this command, in order, is refused."""
-    found = Content()
-    row_start = f'{{"id": "{ID_START}'.encode()
-    file.seek(0)
-    for line in file:
-        try:
-            if not line.endswith(b"\n"):
-                if line[: len(row_start)] != row_start[: len(line)]:
-                    raise ValueError
-                break
-            row = json.loads(line)
-            number, (text,) = attempt_number(row["id"]), row["turns"]
-            if number < found.next_attempt:
-                raise ValueError
-            found.seen.add(fingerprint(text))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            where = f"{file.name}:{found.num_rows + 1}"
-            raise ValueError(f"{where}: is not a prompt of this command; choose another --out") from None
-        found.num_rows, found.next_attempt, found.end = found.num_rows + 1, number + 1, found.end + len(line)
-    return found
+    content = Content()
+    if path.is_file():
+        with path.open("rb") as file:
+            read_lines(file, ROW_START, content.add)
+    return content
 
 
 def attempt_number(id: str) -> int:

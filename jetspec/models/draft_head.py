@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ class EdgeConfig:
 class HeadConfig:
     """Architecture of a head."""
 
+    kind: ClassVar = "block"
+    """Kind of the head in a training recipe."""
     layers: DecoderConfig
     """The head's own layers; `vocab_size` is the target's."""
     tap_layers: tuple[int, ...]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ from jetspec.types import BatchLayout, KVPages, TreeBatch
 class Eagle3Config:
     """Architecture of a head."""
 
+    kind: ClassVar = "eagle3"
+    """Kind of the head in a training recipe."""
     layers: DecoderConfig
     """Its one layer; `vocab_size` is the target's."""
     tap_layers: tuple[int, ...]

@@ -1,12 +1,13 @@
-"""Drafts to learn from: where they start, what they see, and what they should say.
+"""Drafts to train on: their anchors, attention masks and labels.
 
-The block at anchor a is [x_a, MASK, ..] at positions a, a + 1, ..; its slots see the context strictly before a, as
-they will when decoding, where the anchor's own tap does not exist yet.
+The block at anchor a is [x_a, MASK, ..] at positions a, a + 1, ..; its slots attend to the context strictly before a,
+as in decoding, where the anchor's own tap does not exist yet.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,45 +16,45 @@ from torch import Tensor, nn
 from jetspec import ops
 from jetspec.data.corpus import OnDevice, PackedBatch
 from jetspec.models.draft_head import HeadConfig
+from jetspec.models.eagle3 import Eagle3Config
 from jetspec.models.masked_attention import MaskFn, Visible, make_visible
 
 
 @dataclass(frozen=True)
 class Drafts(OnDevice):
-    """A drafts per row, each of the D tokens behind its anchor.
+    """A drafts per row, each of the D tokens after its anchor.
 
-    Made on the host, where how many predictions are valid can be known without waiting for a device.
+    Made on the host, where the number of valid predictions is known without waiting for a device.
     """
 
     start_RA: Tensor
     """Index in the row of the first token of the anchor's document."""
     end_RA: Tensor
-    """Index in the row of the anchor. A draft sees what lies before it; one that is padding sees nothing."""
+    """Index in the row of the anchor. A draft attends to the tokens before it; padding attends to none."""
     source_RAD: Tensor
-    """The token before the predicted one, counted through all rows: the teacher's row, and the edge term's parent."""
+    """Index over all rows of the token before the predicted one: the teacher's row, and the edge term's parent."""
     label_RAD: Tensor
     valid_RAD: Tensor
     drafted_P: Tensor
-    """Where `valid_RAD` is true, counted through all of it: the predictions that are taught, those with one source
-    side by side. Padding is at 0."""
+    """Flat indices of `valid_RAD`: the predictions with a loss, sorted by source. Padding is 0."""
     taught_P: Tensor
-    """Which of these are no padding."""
+    """False at the padding of `drafted_P`."""
     teacher_CS: Tensor
-    """The sources of each chunk of these, each of them once, however many drafts pass there; then padding."""
+    """Sources of each chunk of `drafted_P`, without repetitions, then padding."""
     teacher_P: Tensor
-    """Which source of its chunk teaches a prediction."""
+    """Index of the source of a prediction in its chunk."""
 
 
 @dataclass(frozen=True)
 class Blocks(Drafts):
-    """Drafts by blocks of S slots each, laid out slot by slot: Q = A * S."""
+    """Drafts in blocks of S slots each, laid out slot by slot: Q = A * S."""
 
     token_RQ: Tensor
     position_RQ: Tensor
 
 
 def sees_document(position_RT: Tensor) -> MaskFn:
-    """What a target sees in a packed row: its own document, up to itself."""
+    """Attention of the target in a packed row: the own document, up to the query."""
     position_RT = narrow_ints(position_RT)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def sees_document(position_RT: Tensor) -> MaskFn:
 
 
 def sees_block(blocks: Blocks, num_context: int, block_size: int, causal: bool) -> MaskFn:
-    """What a slot sees: of `num_context` context rows those of its document before the anchor, then its own block."""
+    """Attention of a slot: of `num_context` context rows those of its document before the anchor, and its own block."""
     start_RA, end_RA = narrow_ints(blocks.start_RA), narrow_ints(blocks.end_RA)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -77,8 +78,8 @@ def sees_block(blocks: Blocks, num_context: int, block_size: int, causal: bool) 
 
 
 def sees_before(drafts: Drafts) -> MaskFn:
-    """What an autoregressive draft sees of the text: what its document holds before the anchor, but for its first
-    token, which has no feature before it."""
+    """Attention of an autoregressive draft to the text: its document before the anchor, without the first token, which
+    has no feature before it."""
     start_RA, end_RA = narrow_ints(drafts.start_RA), narrow_ints(drafts.end_RA)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def sees_before(drafts: Drafts) -> MaskFn:
 
 
 def narrow_ints(x: Tensor) -> Tensor:
-    """A mask compares every query with every key, which takes a GPU half as long in 32 bits."""
+    """Mask operands in 32 bits. A mask compares every query with every key, in half the time of 64 bits."""
     return x.int()
 
 
@@ -108,10 +109,8 @@ def draft_mask(batch: PackedBatch, drafts: Drafts) -> Visible:
 
 
 def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Up to `count` anchors per row, drawn evenly among the tokens before a written one; sorted, with a validity mask.
-
-    The token before the first written one is the anchor that decoding starts from.
-    """
+    """Up to `count` anchors per row, sampled uniformly from the tokens before a written one; sorted, with a validity
+    mask. Decoding starts from the token before the first written one."""
     document, written = batch.document_RT, batch.written_RT
     possible = torch.zeros_like(written)
     possible[:, :-1] = written[:, 1:] & (document[:, 1:] == document[:, :-1]) & (document[:, :-1] >= 0)
@@ -122,7 +121,10 @@ def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -
     return anchor, score.gather(1, order) >= 0
 
 
-def lay_out(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig, multiple: int = 1) -> Blocks:
+def lay_out_blocks(
+    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig, multiple: int = 1
+) -> Blocks:
+    """Drafts of a block head."""
     (R, A), S = anchor_RA.shape, head.block_size
     token = torch.full((R, A, S), head.mask_token)
     token[:, :, 0] = batch.token_RT.gather(1, anchor_RA)
@@ -135,7 +137,7 @@ def lay_out(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadC
 
 
 def lay_out_drafts(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int, multiple: int = 1) -> Drafts:
-    """`multiple`: what is taught is padded to a multiple of so many, so that few sizes occur."""
+    """Drafts of any head. Predictions are padded to a multiple of `multiple`, so that few sizes occur."""
     (R, T), (_, A), D = batch.token_RT.shape, anchor_RA.shape, depth
     index = anchor_RA[..., None] + torch.arange(D)
     label_at = (index + 1).clamp(max=T - 1).flatten(1)
@@ -165,8 +167,8 @@ def lay_out_drafts(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, dept
 
 
 def share_teachers(source_P: Tensor, chunk: int, multiple: int) -> tuple[Tensor, Tensor]:
-    """Of sorted sources: those of each chunk without repetition, padded to a multiple of so many; and for every one of
-    them its place among its chunk's."""
+    """Deduplicates sorted sources: those of each chunk once, padded to a multiple of `multiple`, and for every source
+    its index in its chunk."""
     chunk_P = torch.arange(len(source_P)) // chunk
     is_new = torch.ones_like(source_P, dtype=torch.bool)
     is_new[1:] = (source_P[1:] != source_P[:-1]) | (chunk_P[1:] != chunk_P[:-1])
@@ -178,7 +180,21 @@ def share_teachers(source_P: Tensor, chunk: int, multiple: int) -> tuple[Tensor,
     return teacher_CS, place_P
 
 
-def lay_out_chains(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int, multiple: int = 1) -> Drafts:
-    """Autoregressive drafts, which need a feature before their anchor: none starts at a document's first token."""
+def lay_out_chains(
+    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: Eagle3Config, multiple: int = 1
+) -> Drafts:
+    """Drafts of an autoregressive head. It needs a feature before the anchor, so none starts at a document's first
+    token."""
     valid_RA = valid_RA & (batch.position_RT.gather(1, anchor_RA) > 0)
-    return lay_out_drafts(batch, anchor_RA, valid_RA, depth, multiple)
+    return lay_out_drafts(batch, anchor_RA, valid_RA, head.depth, multiple)
+
+
+LAY_OUT: dict[str, Callable[..., Drafts]] = {"block": lay_out_blocks, "eagle3": lay_out_chains}
+"""Layouts by the kind of the head."""
+
+
+def lay_out(
+    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig | Eagle3Config, multiple: int = 1
+) -> Drafts:
+    """Drafts of a head at some anchors of a batch, made on the host."""
+    return LAY_OUT[head.kind](batch, anchor_RA, valid_RA, head, multiple)

@@ -1,8 +1,9 @@
-"""The model card of a trained head: what it is, how it was made, and what it reached."""
+"""The model card of a trained head: its shape, training, results and origin."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,18 @@ def model_card(
     num_documents: int,
     results: dict[str, dict[str, Any]],
 ) -> str:
-    """A README for the folder of a head. `results` are the last numbers of each kind that training logged.
+    """A README for the folder of a head. `results` are the last numbers of each kind in the log.
 
-    Only for the default target, whose licence is known, it names one: of any other head its maker decides.
+    It names a licence for the default target only. For other targets its author decides.
     """
     record, model = make_record({}), shown(config.model)
     licence = ["license: apache-2.0"] if config.model == TrainConfig.model else []
     sections = [
         "\n".join(("---", *licence, f"base_model: {model}", "tags: [speculative-decoding]", "---")),
         f"# Draft head for {model}",
-        f"Drafts up to {head.depth} tokens {'in one pass' if isinstance(head, HeadConfig) else 'step by step'} for "
+        f"Drafts up to {head.depth} tokens {'in one pass' if head.kind == 'block' else 'step by step'} for "
         "JetSpec, which verifies them with the target: the text stays the target's own.",
-        "## Shape\n\n" + _table(_shape(head) if isinstance(head, HeadConfig) else _eagle3_shape(head)),
+        "## Shape\n\n" + _table(SHAPES[head.kind](head)),
         "## Training\n\n" + _table(_training(config, steps, minutes, num_documents)),
         "## Results\n\n" + (_table(_results(results, steps)) if results else "Nothing was measured."),
         "## Origin\n\n"
@@ -54,14 +55,14 @@ def model_card(
 
 
 def read_card(card: str, section: str) -> dict[str, str]:
-    """What a section of a card says, such as Training or Origin; empty where it says nothing."""
+    """The table of a section of a card, such as Training or Origin; empty if there is none."""
     text = card.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\S.*?) \| (.*) \|$", text, re.MULTILINE)
     return {name: value.strip("`") for name, value in rows}
 
 
 def _command(line: str) -> str:
-    """A recorded command; ours as it is typed, without the Python that runs it."""
+    """A recorded command. One of JetSpec is shown without the Python that runs it."""
     return line.removeprefix("python -m ") if line.startswith("python -m jetspec ") else line
 
 
@@ -90,6 +91,10 @@ def _eagle3_shape(head: Eagle3Config) -> dict[str, Any]:
     }
 
 
+SHAPES: dict[str, Callable[..., dict[str, Any]]] = {"block": _shape, "eagle3": _eagle3_shape}
+"""Descriptions of a head's shape, by its kind."""
+
+
 def _training(config: TrainConfig, steps: int, minutes: float, num_documents: int) -> dict[str, Any]:
     return {
         **{f"data: {Path(file.path).name}": _rows(file) for file in config.files},
@@ -111,7 +116,7 @@ def _rows(file: DataFile) -> str:
 
 @cache
 def _num_rows(path: str) -> int:
-    """Counted once per run: every save writes a card."""
+    """Rows of a file, counted once per run: every checkpoint writes a card."""
     return sum(1 for _ in lines_of(Path(path)))
 
 
@@ -132,11 +137,11 @@ KINDS = {
     "decode": "decoding, tokens per round",
 }
 FROM_ANYWHERE = {"chain": "chain from random places"}
-"""Where rounds do not follow each other, as they do when a head decodes: those start more often where it is hard."""
+"""Names of numbers from random anchors. In decoding, rounds start more often at hard places."""
 
 
 def _results(results: dict[str, dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The loss, and every number of tokens per round; with its step, if that was an earlier one."""
+    """Losses and tokens per round, each with its step if that was an earlier one."""
     return {
         f"{title}: {FROM_ANYWHERE.get(name, name) if kind != 'decode' else name}": f"{value:.3f}"
         + ("" if found["step"] == steps else f" at step {found['step']:,}")

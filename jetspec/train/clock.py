@@ -1,4 +1,4 @@
-"""Time in a run: how fast it is, and how much of it is left."""
+"""Throughput of a run, and its time limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from jetspec.train.loss import DraftLoss
 
 
-class Speed:
-    """Predictions per second since the last look, without waiting for the device before that."""
+class Throughput:
+    """Predictions per second since the last `read`, which alone waits for the device."""
 
     def __init__(self) -> None:
         self.restart()
@@ -31,16 +31,16 @@ class Speed:
 
 @dataclass
 class TimeLimit:
-    """How much of `minutes` a run has used, and how far its schedule has come.
+    """Time used of `minutes`, and progress of the learning rate schedule.
 
-    The schedule goes evenly from where it stands after the first step of a part, which compiles, to 1 at the end.
+    The schedule advances linearly in time, from its state after the first step of a part, which compiles, to 1.
     """
 
     minutes: float | None
     used_s: float = 0.0
-    """By all parts of the run, at the last look."""
+    """Seconds of all parts of the run, at the last update."""
     done: float = 0.0
-    """Share of the schedule."""
+    """Completed share of the schedule."""
     _before_s: float = field(default=0.0, init=False)
     _began: float = field(default=0.0, init=False)
     _origin: tuple[float, float] | None = field(default=None, init=False)
@@ -51,15 +51,15 @@ class TimeLimit:
 
     @property
     def state(self) -> dict[str, float]:
-        """What a later part of the run needs to know."""
+        """State that a checkpoint keeps."""
         return {"used_s": self.used_s, "done": self.done}
 
     def start(self) -> None:
-        """A part of the run begins."""
+        """Starts the clock of a part of the run."""
         self._before_s, self._began, self._origin = self.used_s, time.monotonic(), None
 
-    def look(self) -> None:
-        """Read the clock of the first process: all must look at the same steps, and then agree."""
+    def update(self) -> None:
+        """Reads the clock of the first process. A collective: all processes call it at the same steps."""
         self.used_s = _agreed(self._before_s + time.monotonic() - self._began)
         if self.minutes is None:
             return
@@ -71,7 +71,7 @@ class TimeLimit:
 
 
 def _agreed(number: float) -> float:
-    """What the first process says."""
+    """The number of the first process."""
     if not dist.is_initialized():
         return number
     box = [number]

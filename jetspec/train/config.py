@@ -260,9 +260,9 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def check_files(config: TrainConfig) -> None:
-    """Refuse data that is not there, before anything is loaded."""
+    """Refuses missing data before anything is loaded."""
     for file in config.files:
         path = Path(file.path)
         if not path.is_file():
-            what = "is no file" if path.exists() else "does not exist"
-            raise ValueError(f"data names {path}, which {what}; name files that `jetspec data regenerate` wrote")
+            fault = "is not a file" if path.exists() else "does not exist"
+            raise ValueError(f"data names {path}, which {fault}; name files of `jetspec data regenerate`")

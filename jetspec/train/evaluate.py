@@ -1,7 +1,7 @@
-"""How good a head is, teacher-forced: on text that the target wrote, without decoding it again.
+"""Teacher-forced scores of a head: rounds on text that the target wrote, without decoding it again.
 
-On the target's own greedy text a round keeps the longest path of its tree that spells the coming tokens, and adds
-one more. So the head drafts at every position of an answer at once, and the rounds are a walk through that table.
+On the target's own greedy text a round accepts the longest path of its tree that equals the next tokens, and commits
+one more. So the head drafts at every position of an answer at once, and the rounds follow from that table.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from jetspec.config import TreeConfig
 from jetspec.data.corpus import Document, answer_spans
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
+from jetspec.progress import progress
 from jetspec.train.reading import (
     BEYOND,
     RANKS,
     Reading,
-    coming_tokens,
     first_choices,
     floats_per_anchor,
+    next_tokens,
     read_text,
 )
 from jetspec.tree import DraftTree
 
 NEAR_NATS = 5.0
-"""A top path is near the target when their log-probabilities of it differ by no more than this."""
+"""Largest difference between the log-probabilities of head and target for a top path that counts as near."""
 GREEDY_SHARE = 0.95
-"""Text was written greedily if so many of its tokens are first choices. Sampled text has far fewer."""
+"""Least share of first choices in greedy text. Sampled text has far fewer."""
 NUM_GAPS = 64
-"""Anchors whose top path the target scores."""
+"""Anchors at which the target scores the top path."""
 MAX_FLOATS = 1 << 28
-"""Most numbers in one tensor: as many anchors are drafted at once as this allows."""
+"""Most numbers in one tensor. It bounds the anchors that are drafted at once."""
 
 
 def draft_depth(tree: TreeConfig, reach: int) -> int:
-    """Depth of the trees of a head that drafts `reach` positions."""
+    """Depth of trees from a head that drafts `reach` positions."""
     return min(tree.depth or reach, reach)
 
 
 def make_trees(budgets: Sequence[str], tree: TreeConfig, reach: int) -> dict[str, TreeConfig]:
-    """The trees to measure, by name: `chain`, or a number of nodes. All else is as in `tree`."""
+    """Trees by name: `chain`, or a number of nodes. Other settings are those of `tree`."""
 
     def make(name: str) -> TreeConfig:
         if name == "chain":
             return replace(tree, width=1, budget=draft_depth(tree, reach) + 1)
         if not name.isdecimal():
-            raise ValueError(f"{name!r} is no budget; give numbers of nodes, or chain")
+            raise ValueError(f"budget is {name!r}; give numbers of nodes, or chain")
         return replace(tree, budget=int(name))
 
     return {name: make(name) for name in budgets}
@@ -62,19 +62,19 @@ def make_trees(budgets: Sequence[str], tree: TreeConfig, reach: int) -> dict[str
 
 @dataclass(frozen=True)
 class HeadScore:
-    """What a head did on some answers. A anchors, D depths."""
+    """Results of a head on some answers, with A anchors and D depths."""
 
     rounds: dict[str, list[list[int]]]
-    """Per tree and answer: the accepted length of every round."""
+    """Accepted length of every round, by tree and answer."""
     rank_AD: Tensor
-    """Place of the true token among the candidates under its true parent, best 0; ABSENT; BEYOND."""
+    """Rank of the true token among the candidates of its true parent, best 0; ABSENT; BEYOND."""
     gap_A: Tensor
     """log q - log p of the top path, for a sample of anchors."""
     width: int
 
     @classmethod
     def join(cls, scores: Sequence[HeadScore]) -> HeadScore:
-        """As if all had been scored together."""
+        """The score of all answers together."""
         return cls(
             rounds={name: [r for score in scores for r in score.rounds[name]] for name in scores[0].rounds},
             rank_AD=torch.cat([score.rank_AD for score in scores]),
@@ -84,7 +84,7 @@ class HeadScore:
 
     @property
     def tokens_per_round(self) -> dict[str, float]:
-        """Mean over all rounds; the last round of an answer counts what was kept of it."""
+        """Mean over all rounds. The last round of an answer counts the tokens up to its end."""
         lengths = {name: np.concatenate(rounds) for name, rounds in self.rounds.items()}
         return {name: 1 + float(length.mean()) for name, length in lengths.items()}
 
@@ -99,10 +99,10 @@ class HeadScore:
         }
 
     def depths(self) -> dict[str, Any]:
-        """Per depth, counted from 1: how often the true token is the best candidate, or among the best.
+        """Per depth, counted from 1: share of anchors with the true token as the best candidate, or among the best.
 
-        `hit_on_path` is given that all before it were the best; `hit_below_sibling` given that all were but the
-        last, which was another of the `width` best. None: no such anchor.
+        `hit_on_path` is conditional on best candidates at all depths before; `hit_below_sibling` on a sibling among
+        the `width` best at the depth before. None: no such anchor.
         """
         rank_AD = self.rank_AD
         known_AD, hit_AD = rank_AD != BEYOND, rank_AD == 0
@@ -115,7 +115,7 @@ class HeadScore:
         }
 
     def top_path(self) -> dict[str, Any]:
-        """How far to trust the path of best candidates: beside its siblings, and against the target."""
+        """Quality of the path of best candidates, compared with its siblings and with the target."""
         known_AD, hit_AD = self.rank_AD != BEYOND, self.rank_AD == 0
         on_path, below = (
             _shares(hit_AD[:, 1:].reshape(-1, 1), (known_AD & given)[:, 1:].reshape(-1, 1))[0]
@@ -133,17 +133,17 @@ class HeadScore:
         }
 
     def _on_path(self) -> Tensor:
-        """Whether all true tokens before a depth are the best candidates."""
+        """True where all true tokens before a depth are the best candidates."""
         return F.pad((self.rank_AD == 0).cumprod(1)[:, :-1], (1, 0), value=1).bool()
 
     def _below_sibling(self) -> Tensor:
-        """Whether the true token before a depth is the first that is not the best, but one of the `width` best."""
+        """True where the true token before a depth is the first that is not the best, but among the `width` best."""
         left_AD = self._on_path() & (self.rank_AD > 0) & (self.rank_AD < self.width)
         return F.pad(left_AD[:, :-1], (1, 0), value=False)
 
 
 def _shares(event_AD: Tensor, given_AD: Tensor) -> list[float | None]:
-    """Per column, how often `event` holds where `given` does."""
+    """Share of `event` among `given`, per column."""
     counts = zip((event_AD & given_AD).sum(0).tolist(), given_AD.sum(0).tolist(), strict=True)
     return [hits / total if total else None for hits, total in counts]
 
@@ -157,12 +157,12 @@ def score_head(
     tree: TreeConfig,
     *,
     num_gaps: int = NUM_GAPS,
-    progress: bool = False,
+    show_progress: bool = False,
 ) -> HeadScore:
-    """Teacher-forced rounds on what the target wrote in `documents`, for every tree of `make_trees`.
+    """Teacher-forced rounds on the target's text in `documents`, for every tree of `make_trees`.
 
-    Where it wrote greedily they are the rounds of greedy decoding; a sampled text leaves the likely path more often,
-    and its rounds are shorter.
+    For greedy text they equal the rounds of greedy decoding. Sampled text leaves the likely path more often, and its
+    rounds are shorter.
     """
     trees = make_trees(budgets, tree, head.head_config.draft_depth(tree.depth))
     starts = [0, *accumulate(sum(e - s for s, e in answer_spans(document)) for document in documents)]
@@ -170,12 +170,12 @@ def score_head(
     picked[np.linspace(0, starts[-1] - 1, min(num_gaps, starts[-1])).astype(int)] = True
     scorer = _Scorer(target, head, trees, tree)
     rows = zip(documents, pairwise(starts), strict=True)
-    bar = tqdm(rows, total=len(documents), desc="scoring", unit="answer", disable=not progress)
+    bar = progress(rows, total=len(documents), desc="scoring", unit="answer", disable=not show_progress)
     return HeadScore.join([scorer.score(document, picked[first:last]) for document, (first, last) in bar])
 
 
 def is_greedy(target: Decoder, document: Document) -> bool:
-    """Whether the target's own first choices are what it wrote, but for a few near ties."""
+    """True if the target wrote its own first choices, up to a few near ties."""
     agrees = first_choices(target, document.tokens)[document.written[1:]]
     return bool(agrees.mean() >= GREEDY_SHARE) if len(agrees) else False
 
@@ -185,13 +185,13 @@ class _Scorer:
         self.target, self.head, self.trees, self.width = target, head, trees, tree.width
         self.depth = head.head_config.draft_depth(tree.depth)
         most = max(t.budget for t in trees.values())
-        # One pass of the head serves all trees and the ranks.
+        # one pass of the head for all trees and the ranks
         self.offer = replace(tree, budget=max(most, self.depth + 1))
         self.chain = TreeConfig(budget=self.depth + 1, width=1)
         self.batch = max(1, MAX_FLOATS // floats_per_anchor(head, self.offer))
 
     def score(self, document: Document, picked: np.ndarray) -> HeadScore:
-        """`picked` says at which anchors the target scores the top path."""
+        """The score of one document. The target scores the top path at the anchors `picked`."""
         reading = read_text(self.target, self.head, document.tokens)
         spans = answer_spans(document)
         anchors = np.concatenate([np.arange(start - 1, end - 1) for start, end in spans])
@@ -214,19 +214,19 @@ class _Scorer:
     def _score_anchors(
         self, reading: Reading, anchor_B: Tensor, end_B: Tensor, picked_B: Tensor
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """On the host: accepted lengths per tree, ranks, gaps."""
+        """Accepted lengths per tree, ranks and gaps, on the host."""
         at_B, stop_B = anchor_B.to(reading.token_T.device), end_B.to(reading.token_T.device)
         drafted = reading.draft(at_B, self.offer)
-        coming_BD = coming_tokens(reading.token_T, at_B, stop_B, self.depth)
-        accepted = {name: follow(drafted.tree(tree), coming_BD).cpu() for name, tree in self.trees.items()}
+        next_BD = next_tokens(reading.token_T, at_B, stop_B, self.depth)
+        accepted = {name: follow(drafted.tree(tree), next_BD).cpu() for name, tree in self.trees.items()}
         gap_B = torch.empty(0)
         if picked_B.any():
             row_R = picked_B.nonzero()[:, 0].to(at_B.device)
             gap_B = self._gaps(reading, at_B[row_R], stop_B[row_R])
-        return accepted, drafted.ranks(coming_BD).cpu(), gap_B
+        return accepted, drafted.ranks(next_BD).cpu(), gap_B
 
     def _gaps(self, reading: Reading, at_B: Tensor, stop_B: Tensor) -> Tensor:
-        """log q - log p of the top paths, cut where the text ends. q is the head's own, whatever the heat of trees."""
+        """log q - log p of the top paths up to the end of the text. q is the head's own, at draft temperature 1."""
         chain = reading.draft(at_B, replace(self.offer, draft_temperature=1)).tree(self.chain)
         assert chain.score_BN is not None
         length_B1 = (stop_B - at_B - 1)[:, None].clamp(max=self.depth)
@@ -234,11 +234,11 @@ class _Scorer:
         return (chain.score_BN.gather(1, length_B1) - logp_BD.gather(1, length_B1 - 1))[:, 0].cpu()
 
 
-def follow(tree: DraftTree, coming_BD: Tensor) -> Tensor:
-    """How many of the coming tokens a path of each tree spells, (B)."""
-    node_B = length_B = torch.zeros_like(coming_BD[:, 0])
+def follow(tree: DraftTree, next_BD: Tensor) -> Tensor:
+    """Length of the longest path of each tree that equals the next tokens, (B)."""
+    node_B = length_B = torch.zeros_like(next_BD[:, 0])
     for depth in range(1, tree.max_depth + 1):
-        child_BN = (tree.parent_BN == node_B[:, None]) & (tree.token_BN == coming_BD[:, depth - 1, None])
+        child_BN = (tree.parent_BN == node_B[:, None]) & (tree.token_BN == next_BD[:, depth - 1, None])
         child_BN &= tree.depth_BN == depth
         found_B = child_BN.any(1)
         node_B = torch.where(found_B, child_BN.int().argmax(1), node_B)
@@ -247,7 +247,7 @@ def follow(tree: DraftTree, coming_BD: Tensor) -> Tensor:
 
 
 def rounds_of(accepted: Sequence[int]) -> Iterator[int]:
-    """From the accepted length at every anchor of an answer to those of its rounds. The end cuts the last one."""
+    """Accepted lengths of the rounds of an answer, from those at all anchors. The end of the text cuts the last one."""
     at = 0
     while at < len(accepted):
         kept = min(accepted[at] + 1, len(accepted) - at)

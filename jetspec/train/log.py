@@ -1,4 +1,4 @@
-"""What a run reports while it lasts: lines of JSON, and the same numbers for TensorBoard where it is installed."""
+"""The log of a run: lines of JSON, and the same numbers for TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LOG_FILE = "log.jsonl"
 
 
 class RunLog:
-    """Appends to `log.jsonl` of a folder. What an earlier part of the run, or another run, reported of steps that are
-    still to come is dropped."""
+    """Appends to `log.jsonl` of a folder. Lines of steps after `step`, from an earlier part of the run or another run,
+    are dropped."""
 
     def __init__(self, folder: Path, step: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ class RunLog:
         self.board = _board(folder / "tensorboard", step + 1)
 
     def write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
-        """One line. Of a list, TensorBoard gets every number under its place, counted from 1."""
+        """Writes one line. TensorBoard gets each number of a list under its index, counted from 1."""
         with self.path.open("a") as file:
             file.write(json.dumps({"kind": kind, "step": step, **numbers}) + "\n")
         if self.board is None:
@@ -38,12 +38,12 @@ class RunLog:
 
 
 def was_written(folder: Path, kind: str, step: int) -> bool:
-    """Whether the log of a folder has such a line."""
+    """True if the log of a folder has a line of this kind and step."""
     return any((row.get("kind"), row["step"]) == (kind, step) for row in _rows(folder / LOG_FILE))
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log, but for half of one that a kill may have left, and what is no report of a step."""
+    """Lines of a log, without an incomplete last one and others that are not reports of a step."""
     for line in path.read_text().splitlines() if path.exists() else []:
         with suppress(ValueError):
             row = json.loads(line)
@@ -52,7 +52,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _board(folder: Path, first: int) -> Any:
-    """TensorBoard hides what was reported of steps from `first` on before."""
+    """A TensorBoard writer, if available. It hides earlier reports of steps from `first` on."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,4 +1,4 @@
-"""From drafts to a number: states of the head, weights of the positions, distillation, and what was right."""
+"""The training loss: states of the head, weights of the positions, distillation, and hit rates."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
+from jetspec.models.heads import Head
 from jetspec.ops.select import force
 from jetspec.train.blocks import Blocks, Drafts, block_mask, draft_mask
 from jetspec.train.config import LossConfig
@@ -22,32 +23,32 @@ from jetspec.train.config import LossConfig
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a step or a validation found. `chain` is the expected tokens per round of a chain: right slots + 1."""
+    """Results of a step or a validation. `chain` is the expected tokens per round of a chain: correct slots + 1."""
 
     loss: float
     chain: float
     hit_rate: list[float]
-    """Per depth: of the blocks that have a label there, those that are right up to it."""
+    """Per depth: share of the blocks with a label there that are correct up to it."""
     positions: int
 
 
 class DraftLoss(NamedTuple):
-    """Sums, so that passes, micro-batches and devices can be added up before dividing."""
+    """Sums over drafts. Passes, micro-batches and devices are added up before dividing."""
 
     loss_sum: Tensor
     weight_sum: Tensor
     num_blocks: Tensor
     hit_D: Tensor
-    """Blocks whose slot k is right, and all before it."""
+    """Drafts whose slot k and all before it are correct."""
     reach_D: Tensor
-    """Blocks that have a label at slot k."""
+    """Drafts with a label at slot k."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> DraftLoss:
         return DraftLoss(*map(change, self))
 
     @staticmethod
     def add_up(parts: Iterable[DraftLoss], across: bool) -> DraftLoss:
-        """The sum of some, without gradient; `across` all processes if there are several."""
+        """The detached sum of `parts`, over all processes if `across`."""
         rows = [torch.cat([x.detach().double().flatten() for x in part]) for part in parts]
         total = torch.stack(rows).sum(0)
         if across and dist.is_initialized():
@@ -56,7 +57,7 @@ class DraftLoss(NamedTuple):
         return DraftLoss(*total[:3], *total[3:].split(depth))
 
     def metrics(self) -> Metrics:
-        """As numbers, for which a device must be waited for."""
+        """The metrics as numbers. Waits for the device."""
         hits, reach = self.hit_D.tolist(), self.reach_D.tolist()
         return Metrics(
             loss=float(self.loss_sum / self.weight_sum),
@@ -67,43 +68,54 @@ class DraftLoss(NamedTuple):
 
 
 class Student(TypedDict, total=False):
-    """What `ops.distill_loss` must know of a head besides its states."""
+    """Inputs of `ops.distill_loss` from a head, besides its states."""
 
     edge_RQ: Tensor | None
     successor_VQ: Tensor | None
     student_head_VM: Tensor | None
 
 
-def draft_loss(
-    head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, seen: Hidden, config: LossConfig
+def block_loss(
+    head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, states: Hidden, config: LossConfig
 ) -> DraftLoss:
-    """One pass of the head over all blocks. Slot k at anchor a is taught by the target's row at a + k - 1."""
+    """Loss of one pass over all blocks. The teacher of slot k at anchor a is the target's row at a + k - 1."""
     at = blocks.drafted_P
-    hidden = block_states(head, target, batch, blocks, seen).flatten(0, 2).index_select(0, at)
+    hidden = block_states(head, target, batch, blocks, states).flatten(0, 2).index_select(0, at)
     edge = successor = None
     if head.edge is not None:
         parent = batch.token_RT.flatten()[blocks.source_RAD.flatten()[at]]
         edge = nn.functional.embedding(parent, head.edge.predecessor) * head.edge.gates(hidden)
         successor = head.edge.successor
     label = blocks.label_RAD.flatten()[at]
-    return distil(hidden, label, blocks, target.lm_head, seen, config, edge_RQ=edge, successor_VQ=successor)
+    return distil(hidden, label, blocks, target.lm_head, states, config, edge_RQ=edge, successor_VQ=successor)
 
 
 def unrolled_loss(
-    head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: Drafts, seen: Hidden, config: LossConfig
+    head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden, config: LossConfig
 ) -> DraftLoss:
-    """An autoregressive head goes on from its own states, as it will when decoding, along what the target wrote.
+    """Loss of an autoregressive head, unrolled on its own states, as in decoding, along the target's tokens.
 
-    Teacher and head are compared over the head's vocabulary. Of a token that it cannot draft it learns nothing.
+    Teacher and head are compared over the head's vocabulary. Labels outside of it have no loss.
     """
     at, vocabulary = drafts.drafted_P, head.token_of
-    hidden = chain_states(head, target, batch, drafts, seen).flatten(0, 2).index_select(0, at)
+    hidden = chain_states(head, target, batch, drafts, states).flatten(0, 2).index_select(0, at)
     number = torch.arange(len(vocabulary), device=vocabulary.device)
     own_of = vocabulary.new_full((target.config.vocab_size,), -1).scatter(0, vocabulary, number)
     label = own_of[drafts.label_RAD.flatten()[at]]
     teacher_head = target.lm_head if len(vocabulary) == len(target.lm_head) else target.lm_head[vocabulary]
     own_head = head.lm_head.weight
-    return distil(hidden, label, drafts, teacher_head, seen, config, student_head_VM=own_head)
+    return distil(hidden, label, drafts, teacher_head, states, config, student_head_VM=own_head)
+
+
+LOSSES: dict[str, Callable[..., DraftLoss]] = {"block": block_loss, "eagle3": unrolled_loss}
+"""Losses by the kind of the head."""
+
+
+def draft_loss(
+    head: Head, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden, config: LossConfig
+) -> DraftLoss:
+    """The loss of a head of any kind on some drafts of a batch, of which `states` are the target's."""
+    return LOSSES[head.head_config.kind](head, target, batch, drafts, states, config)
 
 
 def distil(
@@ -111,21 +123,21 @@ def distil(
     label: Tensor,
     drafts: Drafts,
     teacher_head: Tensor,
-    seen: Hidden,
+    states: Hidden,
     config: LossConfig,
     **student: Unpack[Student],
 ) -> DraftLoss:
-    """From the states of the predictions that are taught. A label below 0 cannot be: it counts as wrong, no more."""
+    """The loss from the states of the predictions. A label below 0 has no loss and counts as wrong."""
     at, valid, known = drafts.drafted_P, drafts.valid_RAD, (label >= 0) & drafts.taught_P
     label = label.clamp(min=0)
     weight = position_weights(valid.shape[-1], config, hidden.device).expand(valid.shape)
     if config.dpace is not None:
         found = ops.label_prob(hidden, teacher_head, label, **student) * known
-        weight = stakes(_spread(found, at, valid), valid, config.dpace)
+        weight = prefix_weights(_spread(found, at, valid), valid, config.dpace)
     weight = weight.flatten()[at] * known
     result = ops.distill_loss(
         hidden,
-        seen.hidden_TM.flatten(0, 1)[drafts.teacher_CS.flatten()],
+        states.hidden_TM.flatten(0, 1)[drafts.teacher_CS.flatten()],
         teacher_head,
         label,
         weight,
@@ -144,40 +156,40 @@ def distil(
     )
 
 
-def block_states(head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, seen: Hidden) -> Tensor:
-    """The head's states of the predicting slots, (R, A, D, M), after one pass over all blocks."""
-    assert seen.tap_TX is not None
+def block_states(head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, states: Hidden) -> Tensor:
+    """States of the predicting slots, (R, A, D, M), from one pass over all blocks."""
+    assert states.tap_TX is not None
     embedded = target.embed(blocks.token_RQ).to(head.norm.weight.dtype)
     if torch.is_grad_enabled() and head.fc.weight.requires_grad:
-        embedded.requires_grad_()  # nobody reads it, but so the first layer is like the others: one to compile
+        embedded.requires_grad_()  # unused, but it makes the first layer compile like the others
     visible = block_mask(batch, blocks, head.head_config)
-    with force("reference"):  # also where nothing needs a gradient: a compiled layer fuses what kernels would
-        states = head.forward_blocks(embedded, blocks.position_RQ, seen.tap_TX, batch.position_RT, visible)
-    return head.predicting(states.unflatten(1, (-1, head.head_config.block_size)))
+    with force("reference"):  # also without gradients: a compiled layer fuses the same operations
+        hidden = head.forward_blocks(embedded, blocks.position_RQ, states.tap_TX, batch.position_RT, visible)
+    return head.predicting(hidden.unflatten(1, (-1, head.head_config.block_size)))
 
 
-def chain_states(head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: Drafts, seen: Hidden) -> Tensor:
-    """The head's states of every step of every draft, (R, A, D, M)."""
-    assert seen.tap_TX is not None
+def chain_states(head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden) -> Tensor:
+    """States of every step of every draft, (R, A, D, M)."""
+    assert states.tap_TX is not None
     drafted_RAD = batch.token_RT.flatten()[drafts.source_RAD]
     embedded, drafted = (head.embed(x, target).to(head.norm.weight.dtype) for x in (batch.token_RT, drafted_RAD))
     visible = draft_mask(batch, drafts)
     with force("reference"):
-        return head.forward_unrolled(embedded, seen.tap_TX, batch.position_RT, drafts.end_RA, drafted, visible)
+        return head.forward_unrolled(embedded, states.tap_TX, batch.position_RT, drafts.end_RA, drafted, visible)
 
 
 def _spread(value_P: Tensor, at_P: Tensor, valid_RAD: Tensor) -> Tensor:
-    """Values of the taught predictions in their places, zeros elsewhere. Those of padding must be 0."""
+    """Values of the predictions at their indices, zeros elsewhere. Values of padding must be 0."""
     return value_P.new_zeros(valid_RAD.numel()).index_add(0, at_P, value_P).view(valid_RAD.shape)
 
 
 def position_weights(depth: int, config: LossConfig, device: torch.device) -> Tensor:
-    """exp(-(k - 1) / gamma) for k = 1..D; ones without gamma."""
+    """Weights exp(-(k - 1) / gamma) for k = 1..D; ones without gamma."""
     k = torch.arange(depth, device=device, dtype=torch.float32)
     return torch.ones_like(k) if config.gamma is None else torch.exp(-k / config.gamma)
 
 
-def stakes(prob_RAD: Tensor, valid_RAD: Tensor, smoothing: float) -> Tensor:
-    """D-PACE: a slot weighs the accepted prefixes that pass through it, from smoothed probabilities of the labels."""
+def prefix_weights(prob_RAD: Tensor, valid_RAD: Tensor, smoothing: float) -> Tensor:
+    """D-PACE weights: the expected accepted prefixes through a slot, from smoothed probabilities of the labels."""
     accepted = ((1 - smoothing) * prob_RAD + smoothing).cumprod(-1) * valid_RAD
     return accepted.flip(-1).cumsum(-1).flip(-1)

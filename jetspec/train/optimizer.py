@@ -1,4 +1,4 @@
-"""Who moves the weights, and how fast."""
+"""Optimizers and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jetspec.train.config import OptimizerConfig
 
 
 class BatchedMuon(torch.optim.Muon):
-    """Muon that takes all matrices of one shape together: one by one, they are too small for a GPU.
+    """Muon on all matrices of one shape at once: one by one, they are too small for a GPU.
 
-    Its updates are as large as AdamW's. Matrices that are split over processes are taken one by one.
+    Its updates are scaled to the size of AdamW's. Sharded matrices are updated one by one.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float) -> None:
@@ -34,10 +34,10 @@ class BatchedMuon(torch.optim.Muon):
                 if p.grad is not None:
                     alike[p.shape].append(p)
             for params in alike.values():
-                self._move(params, group)
+                self._update(params, group)
         return loss
 
-    def _move(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         grads = [p.grad for p in params if p.grad is not None]
         for p in params:
             if "momentum_buffer" not in self.state[p]:
@@ -51,7 +51,7 @@ class BatchedMuon(torch.optim.Muon):
 
 
 def orthogonal(x_NIJ: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Each matrix with its singular values brought near 1, in bfloat16, by a few rounds of Newton-Schulz."""
+    """Matrices with singular values near 1, by a few iterations of Newton-Schulz in bfloat16."""
     a, b, c = coefficients
     is_tall = x_NIJ.shape[1] > x_NIJ.shape[2]
     x = (x_NIJ.mT if is_tall else x_NIJ).bfloat16().contiguous()
@@ -65,8 +65,8 @@ def orthogonal(x_NIJ: Tensor, coefficients: tuple[float, float, float], steps: i
 def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """AdamW for all trainable weights, or Muon for the matrices between hidden states and AdamW for the rest.
 
-    The rows of an edge codebook belong to tokens, and most see no gradient in a step: nothing for Muon, which moves
-    a matrix as a whole. Only matrices decay: norms and biases are few and have their own scale.
+    Muon updates a matrix as a whole, which does not suit the codebooks of the edge term: their rows belong to tokens,
+    and most have no gradient in a step. Weight decay applies to matrices only: norms and biases have their own scale.
     """
     named = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if is_hidden_matrix(name, p)] if config.kind == "muon" else []
@@ -87,12 +87,12 @@ def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.opti
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a weight maps states to states: all matrices but those of the edge term and of the output."""
+    """True for weights that map states to states: all matrices but those of the edge term and of the output."""
     return parameter.dim() == 2 and not name.startswith(("edge.", "lm_head."))
 
 
 def lr_frac(step: float, steps: int, config: OptimizerConfig) -> float:
-    """Share of the full learning rate at a step: a linear rise, then a cosine. Time may count for parts of a step."""
+    """Share of the peak learning rate at a step, which may be fractional: a linear rise, then a cosine."""
     warmup = max(1, round(config.warmup_frac * steps))
     if step < warmup:
         return min(1.0, (step + 1) / warmup)

@@ -1,4 +1,4 @@
-"""Several processes train one head: each holds all of it (ddp), or each holds a part of every weight (fsdp)."""
+"""Training with several processes: each holds the whole head (ddp), or a shard of every weight (fsdp)."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from jetspec.models.heads import Head
 
 
 def shard(module: nn.Module, device: torch.device) -> None:
-    """Split every weight over all processes. Whole weights exist from a module's forward to the end of its backward.
+    """Shards every weight over all processes. Whole weights exist from a module's forward to the end of its backward.
 
-    Gradients are added up, not averaged: dividing is left to whoever knows the weights of the positions.
+    Gradients are summed, not averaged: the trainer divides by the weights of the positions.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     sharded = fully_shard(module, mesh=mesh)
     sharded.set_gradient_divide_factor(1.0)
-    sharded.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction
+    sharded.set_force_sum_reduction_for_comms(True)  # the only reduction of Gloo
 
 
 def whole(x: Tensor) -> Tensor:
-    """What is split, put together. All processes must ask for it."""
+    """The full tensor of a sharded one. A collective."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def local(x: Tensor) -> Tensor:
-    """What this process holds."""
+    """The shard of this process."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def split_like(x: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, split as another one is."""
+    """A whole tensor, sharded like another one."""
     x = x.to(other.device)
     return distribute_tensor(x, other.device_mesh, other.placements) if isinstance(other, DTensor) else x
 
@@ -45,7 +45,7 @@ H = TypeVar("H", bound=Head)
 
 
 def frozen_copy(head: H, dtype: torch.dtype) -> H:
-    """The head as it would be loaded for decoding. All processes must ask for it."""
+    """A copy of the head for decoding. A collective."""
 
     def copied(x: Tensor) -> Tensor:
         return whole(x.detach()).to(dtype if x.is_floating_point() else x.dtype, copy=True)

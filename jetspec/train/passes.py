@@ -1,144 +1,134 @@
-"""How the passes of a step are run: as they are written, or captured once as CUDA graphs and replayed.
+"""Forward and backward passes of a training step: run eagerly, or captured once as CUDA graphs and replayed.
 
-A step launches thousands of kernels. Where the batch is small, a host takes longer to launch them than a GPU to run
-them; a graph is launched at once.
+A step launches thousands of kernels. With small batches the launches take longer than the kernels; a graph is launched
+at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from jetspec.capture import GraphPool
-from jetspec.data.corpus import OnDevice, PackedBatch
-from jetspec.models.decoder import Hidden
-from jetspec.train.blocks import Drafts
-from jetspec.train.loss import DraftLoss
-
-Input = TypeVar("Input", bound=OnDevice)
-Output = TypeVar("Output")
-
-
-class Work(Protocol):
-    """What there is to run."""
-
-    device: torch.device
-
-    def capture_states(self, batch: PackedBatch) -> Hidden:
-        """The target's states of a batch."""
-
-    def draft(self, batch: PackedBatch, drafts: Drafts, seen: Hidden) -> DraftLoss: ...
+from jetspec.capture import CapturedFn, GraphPool
+from jetspec.data.corpus import PackedBatch
+from jetspec.models.decoder import Decoder, Hidden
+from jetspec.models.heads import Head
+from jetspec.train.blocks import Drafts, document_mask
+from jetspec.train.config import LossConfig
+from jetspec.train.loss import DraftLoss, draft_loss
 
 
-class Passes(Protocol):
-    @property
-    def num_captured(self) -> int:
-        """Graphs, so far."""
+class HeadWithLoss(nn.Module):
+    """A head with its loss: everything that backward passes through, as one module that can be sharded."""
 
-    def look(self, batch: PackedBatch) -> None:
-        """Let the target see a batch, of which the drafts after it are."""
+    def __init__(self, head: Head, config: LossConfig) -> None:
+        super().__init__()
+        self.head, self.config = head, config
 
-    def teach(self, drafts: Drafts) -> DraftLoss:
-        """Add the gradient of some drafts to what the weights have; returns the loss without it."""
-
-    def score(self, drafts: Drafts) -> DraftLoss:
-        """The loss alone. Gradients mean nothing afterwards."""
+    def forward(self, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden) -> DraftLoss:
+        return draft_loss(self.head, target, batch, drafts, states, self.config)
 
 
-class EagerPasses:
-    """Every pass as it is written."""
+class Passes:
+    """Passes of a step. `encode` runs the target on a batch; `backward` and `score` run the head on its drafts.
 
-    num_captured = 0
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-
-    def look(self, batch: PackedBatch) -> None:
-        self.batch = batch.to(self.work.device)
-        self.seen = self.work.capture_states(self.batch)
-
-    def teach(self, drafts: Drafts) -> DraftLoss:
-        part = self.work.draft(self.batch, drafts.to(self.work.device), self.seen)
-        part.loss_sum.backward()
-        return part.map(Tensor.detach)
-
-    def score(self, drafts: Drafts) -> DraftLoss:
-        return self.work.draft(self.batch, drafts.to(self.work.device), self.seen).map(Tensor.detach)
-
-
-@dataclass
-class Captured(Generic[Input, Output]):
-    """One graph: what it reads, and what it leaves."""
-
-    input: Input
-    graph: Any
-    output: Output
-
-    def replay(self, input: Input) -> Output:
-        self.input.copy_(input)
-        self.graph.replay()
-        return self.output
-
-
-class GraphPasses:
-    """A pass is captured when one of its sizes first comes up, and replayed from then on.
-
-    Weights keep their gradients in place, to which every replay adds: to all together, since one by one, as backward
-    does it, most are too small for a GPU. The target's states stay where they are between its graph and those of the
-    drafts, which read them there.
+    With a pool a pass is captured at the first call with its sizes. Gradients then stay in place, and each replay adds
+    to all of them at once: one by one, as in an eager backward, most are too small for a GPU. The target's states stay
+    in place, too, where the graphs of the drafts read them.
     """
 
-    def __init__(self, work: Work, parameters: list[nn.Parameter], pool: GraphPool) -> None:
-        self.work, self.parameters, self.pool = work, parameters, pool
-        self.looks: dict[Any, Captured[PackedBatch, Hidden]] = {}
-        self.lessons: dict[Any, Captured[Drafts, DraftLoss]] = {}
+    def __init__(self, model: HeadWithLoss, target: Decoder, pool: GraphPool | None) -> None:
+        self.model, self.target, self.pool = model, target, pool
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.totals: list[Tensor] = []
-        """Gradients, where graphs add to them."""
+        """Gradients that graphs add to."""
+        self._encode = CapturedFn(self.target_states, pool)
+        self._backward = CapturedFn(self._draft_backward if pool is None else self._draft_add_gradients, pool)
 
     @property
     def num_captured(self) -> int:
-        return len(self.looks) + len(self.lessons)
+        return 0 if self.pool is None else self.pool.num_captured
 
-    def look(self, batch: PackedBatch) -> None:
+    def encode(self, batch: PackedBatch) -> None:
+        """Runs the target on a batch, for the calls of `backward` or `score` that follow."""
         self.size = batch.shapes
-        if self.size not in self.looks:
-            here = batch.to(self.work.device)
-            self.looks[self.size] = Captured(here, *self.pool.capture(lambda: self.work.capture_states(here)))
-        self.looks[self.size].replay(batch)
+        if self.pool is None:
+            self.batch = batch.to(self.target.embedding.device)
+            self.states = self._encode(self.size, self.batch)
+            return
+        if self.size not in self._encode:
+            batch = batch.to(self.target.embedding.device)
+        self.states = self._encode(self.size, batch)
+        self.batch = self._encode.captured[self.size].inputs
 
-    def teach(self, drafts: Drafts) -> DraftLoss:
-        size = (self.size, drafts.shapes)
-        if size not in self.lessons:
-            self.lessons[size] = self._capture(drafts)
+    def backward(self, drafts: Drafts) -> DraftLoss:
+        """Adds the gradient of some drafts to that of the weights; returns their loss, detached."""
+        key = (self.size, drafts.shapes)
+        if self.pool is None:
+            return self._backward(key, drafts.to(self.target.embedding.device))
+        if key not in self._backward:
+            self._capture_backward(key, drafts)
         pairs = zip(self.parameters, self.totals, strict=True)
-        assert all(parameter.grad is total for parameter, total in pairs), "a graph adds to gradients that are gone"
-        return self.lessons[size].replay(drafts).map(Tensor.clone)
+        assert all(parameter.grad is total for parameter, total in pairs), "graphs add to gradients in place"
+        return self._backward(key, drafts).map(Tensor.clone)
 
     def score(self, drafts: Drafts) -> DraftLoss:
-        """By the same graph: another one would need as much memory again."""
-        return self.teach(drafts)
+        """The loss of some drafts. Gradients are undefined afterwards: a graph without them would take its own memory,
+        so that of `backward` is replayed."""
+        if self.pool is not None:
+            return self.backward(drafts)
+        return self._draft(drafts.to(self.target.embedding.device)).map(Tensor.detach)
 
-    def _capture(self, drafts: Drafts) -> Captured[Drafts, DraftLoss]:
-        """Capturing takes a run that counts for nothing: gradients are then as they were."""
-        here, looked = drafts.to(self.work.device), self.looks[self.size]
-        totals = self.totals = [self._total(parameter) for parameter in self.parameters]
-        before = [total.clone() for total in totals]
+    def zero_gradients(self) -> None:
+        """Graphs add to gradients in place; eager passes allocate new ones."""
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.pool is not None and grads:
+            torch._foreach_zero_(grads)
+        elif self.pool is None:
+            for parameter in self.parameters:
+                parameter.grad = None
 
-        def run() -> DraftLoss:
-            part = self.work.draft(looked.input, here, looked.output)
-            found = torch.autograd.grad(part.loss_sum, self.parameters, allow_unused=True, materialize_grads=True)
-            torch._foreach_add_(totals, found)
-            return part.map(Tensor.detach)
+    def sync_gradients(self, enabled: bool) -> None:
+        """Sets whether a backward reduces sharded gradients across processes. The last one of a step has to."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(enabled)
 
-        graph, part = self.pool.capture(run)
-        torch._foreach_copy_(totals, before)
-        return Captured(here, graph, part)
+    @torch.no_grad()
+    def target_states(self, batch: PackedBatch) -> Hidden:
+        """States of the target, shared by all drafts of a batch."""
+        taps = self.model.head.head_config.tap_layers
+        return self.target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
 
-    @staticmethod
-    def _total(parameter: nn.Parameter) -> Tensor:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+    def _draft(self, drafts: Drafts) -> DraftLoss:
+        with self._precision():
+            loss: DraftLoss = self.model(self.target, self.batch, drafts, self.states)
+        return loss
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        dtype, device = self.target.embedding.dtype, self.target.embedding.device
+        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+    def _draft_backward(self, drafts: Drafts) -> DraftLoss:
+        loss = self._draft(drafts)
+        loss.loss_sum.backward()
+        return loss.map(Tensor.detach)
+
+    def _draft_add_gradients(self, drafts: Drafts) -> DraftLoss:
+        loss = self._draft(drafts)
+        found = torch.autograd.grad(loss.loss_sum, self.parameters, allow_unused=True, materialize_grads=True)
+        torch._foreach_add_(self.totals, found)
+        return loss.map(Tensor.detach)
+
+    def _capture_backward(self, key: Any, drafts: Drafts) -> None:
+        """Captures a pass. Gradients are restored afterwards, because a capture runs the pass once."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.totals = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        before = [total.clone() for total in self.totals]
+        self._backward.capture(key, drafts.to(self.target.embedding.device))
+        torch._foreach_copy_(self.totals, before)

@@ -1,14 +1,14 @@
-"""A text that the target has read, and what a head drafts at any place in it.
+"""Drafts of a head at any position of a text that the target has encoded.
 
-Heads of every kind are asked the same: for a tree at some anchors, and where the true tokens stand among what they
-offer there.
+The interface is the same for heads of every kind: trees at some anchors, and the ranks of the true tokens among the
+candidates there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,26 +25,31 @@ from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, pack_bi
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
 RANKS = (1, 2, 4, 8, 16)
-"""How often the true token is among this many best ones is reported."""
+"""Numbers of best candidates for which the share of true tokens among them is reported."""
 ABSENT, BEYOND = 1 << 30, -1
-"""Ranks of a token that is no candidate, and of a place beyond the end of the text."""
+"""Ranks of a token that is not a candidate, and of a position beyond the end of the text."""
 
 
 class Drafted(Protocol):
-    """What a head drafted at some anchors."""
+    """Drafts at some anchors."""
 
     def tree(self, config: TreeConfig) -> DraftTree: ...
 
-    def ranks(self, coming_BD: Tensor) -> Tensor:
-        """Place of each coming token among the candidates that its true parent offers, (B, D)."""
+    def ranks(self, next_BD: Tensor) -> Tensor:
+        """Rank of each next token among the candidates of its true parent, (B, D)."""
 
 
 class Reading(ABC):
-    """A text as the target has read it: K and V of the target and of the head at every position.
+    """A text with the K and V of target and head at every position.
 
-    Each position is a page of its own. So anchors share the pages before them, have pages of their own from there
-    on, and one forward serves them all.
+    Each position is one page. So anchors share the pages before them, have their own pages from there on, and one
+    forward serves them all.
     """
+
+    @staticmethod
+    @abstractmethod
+    def floats_per_anchor(head: Any, tree: TreeConfig) -> int:
+        """Numbers per anchor in the largest tensor of a draft."""
 
     def __init__(self, target: Decoder, head: Head, tokens: np.ndarray) -> None:
         self.target = target
@@ -57,17 +62,17 @@ class Reading(ABC):
 
     @abstractmethod
     def draft(self, anchor_B: Tensor, tree: TreeConfig) -> Drafted:
-        """At these positions, with the text before them seen: for trees of at most this budget, width and depth."""
+        """Drafts at these positions after the text before them, for trees of at most this budget, width and depth."""
 
     def logprob(self, anchor_B: Tensor, path_BD: Tensor) -> Tensor:
-        """The target's log-probability of every token on paths that leave the text behind their anchors, (B, D)."""
+        """The target's log-probability of every token on paths that branch off after their anchors, (B, D)."""
         token_BD = torch.cat((self.token_T[anchor_B, None], path_BD[:, :-1]), dim=1)
         batch, pages = self._place(anchor_B, token_BD, self.target_pages)
         logits_TV = self.target.logits(self.target(batch, pages).hidden_TM).float()
         return logits_TV.log_softmax(-1).gather(1, path_BD.reshape(-1, 1)).view_as(path_BD)
 
     def _place(self, anchor_B: Tensor, token_BN: Tensor, pages: list[KVPages]) -> tuple[TreeBatch, list[KVPages]]:
-        """Chains of tokens from their anchors on, and pages with room for them behind those of the text."""
+        """Chains of tokens from their anchors on, and the pages of the text extended by pages for them."""
         (B, N), T, device = token_BN.shape, len(self.token_T), token_BN.device
         own_BN = T + torch.arange(B * N, device=device).view(B, N)
         index_P, anchor_B1 = torch.arange(T + N, device=device), anchor_B[:, None]
@@ -75,12 +80,12 @@ class Reading(ABC):
         layout = BatchLayout(page_BP, anchor_B, torch.arange(B + 1, device=device) * N, page_size=1, max_queries=N)
         position_BN = anchor_B1 + torch.arange(N, device=device)
         batch = TreeBatch(token_BN.flatten(), position_BN.flatten(), own_BN.flatten(), layout, None)
-        room = (0, 0, 0, 0, 0, 0, 0, B * N)
-        return batch, [KVPages(F.pad(page.k, room), F.pad(page.v, room)) for page in pages]
+        padding = (0, 0, 0, 0, 0, 0, 0, B * N)
+        return batch, [KVPages(F.pad(page.k, padding), F.pad(page.v, padding)) for page in pages]
 
 
 def whole(tokens: np.ndarray, device: torch.device) -> TreeBatch:
-    """A text from its first token on, each position a page."""
+    """A text as a batch of one request, with one page per position."""
     token_T = torch.as_tensor(tokens, dtype=torch.long, device=device)
     position_T = torch.arange(len(tokens), device=device)
     start_B1 = position_T.new_tensor([0, len(tokens)])
@@ -90,7 +95,7 @@ def whole(tokens: np.ndarray, device: torch.device) -> TreeBatch:
 
 @torch.no_grad()
 def first_choices(target: Decoder, tokens: np.ndarray) -> np.ndarray:
-    """Of every token but the first: whether the target, having read those before it, likes it best."""
+    """For every token but the first: True if it is the target's most likely one."""
     batch = whole(tokens, target.embedding.device)
     choice_T = target.logits(target(batch, _make_pages(target, len(tokens))).hidden_TM).argmax(-1)
     return (choice_T[:-1] == batch.token_T[1:]).cpu().numpy()
@@ -102,21 +107,14 @@ def _make_pages(model: DecoderStack, count: int) -> list[KVPages]:
     return [KVPages(like.new_empty(shape), like.new_empty(shape)) for _ in range(c.num_layers)]
 
 
-def read_text(target: Decoder, head: Head, tokens: np.ndarray) -> Reading:
-    return UnrolledReading(target, head, tokens) if isinstance(head, Eagle3Head) else BlockReading(target, head, tokens)
-
-
-def floats_per_anchor(head: Head, tree: TreeConfig) -> int:
-    """Numbers in the largest tensor that a draft makes, per anchor."""
-    depth, vocab = head.head_config.draft_depth(tree.depth), head.config.vocab_size
-    if isinstance(head, Eagle3Head):
-        return max(depth, tree.width) * head.head_config.draft_vocab_size
-    edges = tree.budget * (tree.shortlist or vocab) if head.edge is not None else 0
-    return max(depth * vocab, edges)
-
-
 class BlockReading(Reading):
-    """For heads that draft in one pass."""
+    """Drafts of heads that draft in one pass."""
+
+    @staticmethod
+    def floats_per_anchor(head: DraftHead, tree: TreeConfig) -> int:
+        depth, vocab = head.head_config.draft_depth(tree.depth), head.config.vocab_size
+        edges = tree.budget * (tree.shortlist or vocab) if head.edge is not None else 0
+        return max(depth * vocab, edges)
 
     def __init__(self, target: Decoder, head: DraftHead, tokens: np.ndarray) -> None:
         super().__init__(target, head, tokens)
@@ -129,7 +127,7 @@ class BlockReading(Reading):
         return self.head.propose(batch, self.target, pages)
 
     def draft(self, anchor_B: Tensor, tree: TreeConfig) -> BlockDrafted:
-        # A shortlist must stay as it is: it shapes the scores.
+        # the shortlist stays as it is, because scores depend on it
         offer = replace(tree, width=max(tree.width, min(RANKS[-1], tree.shortlist or RANKS[-1])))
         depth = self.head.head_config.draft_depth(tree.depth)
         root_B, temperature_B = self.token_T[anchor_B], _greedy_draft_temperature(tree, anchor_B)
@@ -138,7 +136,7 @@ class BlockReading(Reading):
 
 
 class BlockDrafted:
-    """The candidates of every depth, from which any tree is built."""
+    """Candidates of every depth. All trees are built from them."""
 
     def __init__(self, candidates: Candidates, root_B: Tensor, depth: int) -> None:
         self.candidates, self.root_B, self.depth = candidates, root_B, depth
@@ -146,16 +144,20 @@ class BlockDrafted:
     def tree(self, config: TreeConfig) -> DraftTree:
         return build_tree(self.root_B, self.candidates, config, self.depth)
 
-    def ranks(self, coming_BD: Tensor) -> Tensor:
-        parent_BD = torch.cat((self.root_B[:, None], coming_BD[:, :-1]), dim=1).clamp(min=0)
+    def ranks(self, next_BD: Tensor) -> Tensor:
+        parent_BD = torch.cat((self.root_B[:, None], next_BD[:, :-1]), dim=1).clamp(min=0)
         offered = [
-            self.candidates.children(i + 1, parent_BD[:, i : i + 1], RANKS[-1])[0] for i in range(coming_BD.shape[1])
+            self.candidates.children(i + 1, parent_BD[:, i : i + 1], RANKS[-1])[0] for i in range(next_BD.shape[1])
         ]
-        return ranks_among(torch.cat(offered, 1), coming_BD)
+        return ranks_among(torch.cat(offered, 1), next_BD)
 
 
 class UnrolledReading(Reading):
-    """For heads that draft step by step."""
+    """Drafts of heads that draft step by step."""
+
+    @staticmethod
+    def floats_per_anchor(head: Eagle3Head, tree: TreeConfig) -> int:
+        return max(head.head_config.draft_depth(tree.depth), tree.width) * head.head_config.draft_vocab_size
 
     def __init__(self, target: Decoder, head: Eagle3Head, tokens: np.ndarray) -> None:
         super().__init__(target, head, tokens)
@@ -180,9 +182,9 @@ class UnrolledReading(Reading):
         depth, temperature_B = config.draft_depth(tree.depth), _greedy_draft_temperature(tree, anchor_B)
         return self.head.grow(growing, depth, nodes, feature_BM, self.target, pages, temperature_B)
 
-    def offered(self, anchor_B: Tensor, coming_BD: Tensor) -> Tensor:
-        """The best tokens at every depth along the coming tokens, (B, D, K), by the pass that training makes."""
-        token_BD = torch.cat((self.token_T[anchor_B, None], coming_BD[:, :-1]), dim=1).clamp(min=0)
+    def offered(self, anchor_B: Tensor, next_BD: Tensor) -> Tensor:
+        """The best tokens at every depth along the next tokens, (B, D, K), from the pass that training uses."""
+        token_BD = torch.cat((self.token_T[anchor_B, None], next_BD[:, :-1]), dim=1).clamp(min=0)
         embedded, drafted = (self.head.embed(x, self.target)[None] for x in (self.token_T, token_BD))
         visible_BT = (self.position_T > 0) & (self.position_T < anchor_B[:, None])
         tap, position, anchor, visible = (x[None] for x in (self.tap_TX, self.position_T, anchor_B, visible_BT))
@@ -192,7 +194,7 @@ class UnrolledReading(Reading):
 
 
 class UnrolledDrafted:
-    """Trees of one width grow together, and each takes its best nodes."""
+    """Trees of one width are grown together; each takes its best nodes."""
 
     def __init__(self, reading: UnrolledReading, anchor_B: Tensor, offer: TreeConfig) -> None:
         self.reading, self.anchor_B, self.offer = reading, anchor_B, offer
@@ -203,27 +205,38 @@ class UnrolledDrafted:
             self.grown[config.width] = self.reading.grow(self.anchor_B, replace(self.offer, width=config.width))
         return self.grown[config.width].tree(config.budget)
 
-    def ranks(self, coming_BD: Tensor) -> Tensor:
-        rank_BD = ranks_among(self.reading.offered(self.anchor_B, coming_BD), coming_BD)
+    def ranks(self, next_BD: Tensor) -> Tensor:
+        rank_BD = ranks_among(self.reading.offered(self.anchor_B, next_BD), next_BD)
         nothing_seen = (self.anchor_B == 0)[:, None] & (rank_BD != BEYOND)
         return torch.where(nothing_seen, ABSENT, rank_BD)
 
 
 def _greedy_draft_temperature(tree: TreeConfig, anchor_B: Tensor) -> Tensor | None:
-    return (
-        None
-        if tree.draft_temperature == 1
-        else torch.full(anchor_B.shape, tree.draft_temperature, device=anchor_B.device)
-    )
+    if tree.draft_temperature == 1:
+        return None
+    return torch.full(anchor_B.shape, tree.draft_temperature, device=anchor_B.device)
 
 
-def ranks_among(offered_BDK: Tensor, coming_BD: Tensor) -> Tensor:
-    found_BDK = offered_BDK == coming_BD[..., None]
+READINGS: dict[str, type[Reading]] = {"block": BlockReading, "eagle3": UnrolledReading}
+"""Readings by the kind of the head."""
+
+
+def read_text(target: Decoder, head: Head, tokens: np.ndarray) -> Reading:
+    return READINGS[head.head_config.kind](target, head, tokens)
+
+
+def floats_per_anchor(head: Head, tree: TreeConfig) -> int:
+    """Numbers per anchor in the largest tensor of a draft."""
+    return READINGS[head.head_config.kind].floats_per_anchor(head, tree)
+
+
+def ranks_among(offered_BDK: Tensor, next_BD: Tensor) -> Tensor:
+    found_BDK = offered_BDK == next_BD[..., None]
     rank_BD = torch.where(found_BDK.any(-1), found_BDK.int().argmax(-1), ABSENT)
-    return torch.where(coming_BD == BEYOND, BEYOND, rank_BD)
+    return torch.where(next_BD == BEYOND, BEYOND, rank_BD)
 
 
-def coming_tokens(token_T: Tensor, anchor_B: Tensor, end_B: Tensor, depth: int) -> Tensor:
-    """The tokens behind each anchor, (B, D); BEYOND from the end on."""
+def next_tokens(token_T: Tensor, anchor_B: Tensor, end_B: Tensor, depth: int) -> Tensor:
+    """The tokens after each anchor, (B, D); BEYOND from the end on."""
     index_BD = anchor_B[:, None] + torch.arange(1, depth + 1, device=token_T.device)
     return torch.where(index_BD < end_B[:, None], token_T[index_BD.clamp(max=len(token_T) - 1)], BEYOND)

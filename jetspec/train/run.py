@@ -1,13 +1,13 @@
-"""A recipe becomes a run: load, resume, train."""
+"""Makes a trainer from a recipe: reads the data, makes or loads the head, checks that both fit the target."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +25,15 @@ from jetspec.train.config import HeadShape, TrainConfig
 from jetspec.train.trainer import Score, Trainer
 
 DRAFT_VOCAB = 32_000
-"""Tokens of an EAGLE-3 head, unless a recipe says otherwise."""
+"""Default size of an EAGLE-3 draft vocabulary."""
 ROWS_FILE = "rows_cut_or_left_out.txt"
-"""Lists what a run does not take from its data as it is."""
+"""Name of the file that lists cut and omitted rows of the data."""
 
 
 def make_trainer(
     config: TrainConfig, target: Decoder, score: Score | None = None, listed: Path | None = None
 ) -> Trainer:
-    """Everything but the target, ready to run."""
+    """A trainer with its head and data."""
     head = start_head(config, target)
     documents = read_data(config, target.config.vocab_size, head, listed)
     validation = None
@@ -49,9 +49,9 @@ def make_trainer(
 
 
 def read_data(config: TrainConfig, vocab_size: int, head: Head, listed: Path | None = None) -> Documents:
-    """The documents of the recipe. The first process says what was cut or left out, and lists it in a file, if any."""
+    """The documents of the recipe. The first process reports cut and omitted rows, and lists them in a file."""
     tally = Tally()
-    mask_token = head.head_config.mask_token if isinstance(head, DraftHead) else None
+    mask_token = getattr(head.head_config, "mask_token", None)  # only of block heads
     paths = [file.path for file in config.files]
     documents = read_documents(
         paths, config.row_len, vocab_size, mask_token=mask_token, on_bad=config.on_bad, tally=tally
@@ -68,7 +68,7 @@ def read_data(config: TrainConfig, vocab_size: int, head: Head, listed: Path | N
 
 
 def replace_list(path: Path, text: str) -> None:
-    """A list of nothing is no file."""
+    """Writes a list, or removes its file if it is empty."""
     if text:
         write_whole(path, text)
     else:
@@ -76,7 +76,7 @@ def replace_list(path: Path, text: str) -> None:
 
 
 def foreign(path: str, model: str) -> str | None:
-    """What to say of data that another model has answered, by what `jetspec data regenerate` wrote beside it."""
+    """A warning about data that another model has answered, according to its record; None if there is none."""
     meta = Path(f"{path}.meta.json")
     try:
         writer = json.loads(meta.read_text())["settings"]["model"]
@@ -88,13 +88,14 @@ def foreign(path: str, model: str) -> str | None:
 
 
 def adopt_tokens(config: TrainConfig, head: Head, documents: Documents, target: Decoder) -> None:
-    """A fresh EAGLE-3 head drafts the tokens that the data has most of, and starts from the target's rows for them."""
-    if isinstance(head, Eagle3Head) and config.start is None:
+    """Gives a new EAGLE-3 head its vocabulary: the most frequent tokens of the data, with the target's rows."""
+    if config.head.kind == "eagle3" and config.start is None:
+        assert isinstance(head, Eagle3Head)
         head.adopt(frequent_tokens(documents, head.head_config.draft_vocab_size), target)
 
 
 def frequent_tokens(documents: Documents, count: int) -> torch.Tensor:
-    """The tokens that the target wrote most often, ascending. Of equally frequent ones the lower come first."""
+    """The `count` tokens that the target wrote most often, ascending. Ties go to lower ids."""
     times_N = np.zeros(len(documents.token_N) + 1, np.int64)
     np.add.at(times_N, documents.start_D, 1)
     np.add.at(times_N, documents.end_D, -1)
@@ -104,28 +105,54 @@ def frequent_tokens(documents: Documents, count: int) -> torch.Tensor:
 
 
 def start_head(config: TrainConfig, target: Decoder) -> Head:
-    """A fresh head, or the one to start from, with a fresh edge term if the recipe adds one."""
-    if config.start is None and config.head.kind == "eagle3":
-        return Eagle3Head(eagle3_config(config.head, target.config)).init_weights(config.seed)
+    """A new head, or the one to start from, with a new edge term if the recipe adds one."""
     if config.start is None:
-        check_shape(config.head, target.config)
-        return DraftHead(head_config(config.head, target.config)).init_weights(config.seed)
+        return NEW_HEADS[config.head.kind](config.head, target.config).init_weights(config.seed)
     head = load_any_head(config.start, target.config, dtype=torch.float32)
     check_agrees(config.head, head.head_config, config.start)
-    if isinstance(head, Eagle3Head):
+    if config.head.kind == "eagle3":
         return head
+    assert isinstance(head, DraftHead)
     if config.row_len <= head.head_config.block_size:
         raise ValueError(f"row_len {config.row_len} cannot hold a block of {head.head_config.block_size}")
     if config.head.edge_rank and head.edge is None:
         with_edge = replace(head.head_config, edge=EdgeConfig(config.head.edge_rank))
-        fresh = DraftHead(with_edge).init_weights(config.seed)
-        fresh.load_state_dict(head.state_dict(), strict=False)
-        return fresh
+        extended = DraftHead(with_edge).init_weights(config.seed)
+        extended.load_state_dict(head.state_dict(), strict=False)
+        return extended
     return head
 
 
-def check_shape(shape: HeadShape, target: DecoderConfig) -> None:
-    """Refuse a fresh head that does not fit the target."""
+def check_taps(taps: tuple[int, ...], shape: HeadShape, target: DecoderConfig) -> None:
+    """Refuses layers that the target does not have."""
+    if not all(0 <= layer < target.num_layers for layer in taps):
+        named = f"is {list(taps)}" if shape.tap_layers else f"would be {list(taps)} by default"
+        raise ValueError(f"head.tap_layers {named}; the target has layers 0 to {target.num_layers - 1}")
+
+
+def check_agrees(shape: HeadShape, head: HeadConfig | Eagle3Config, start: str) -> None:
+    """Refuses settings that contradict the head to start from. A setting at its default counts as not given."""
+    if shape.kind != head.kind:
+        raise ValueError(f"head.kind is {shape.kind}, but the head to start from, {start}, is of kind {head.kind}")
+    edge: EdgeConfig | None = getattr(head, "edge", None)
+    found = {
+        "num_layers": head.layers.num_layers,
+        "tap_layers": head.tap_layers,
+        "inner_size": head.layers.inner_size,
+        "edge_rank": edge.rank if edge else shape.edge_rank,
+        "draft_vocab": getattr(head, "draft_vocab_size", None),
+        **{name: getattr(head, name, None) for name in ("block_size", "causal", "mask_token", "depth")},
+    }
+    for name in SETTINGS_OF[shape.kind]:
+        wanted = getattr(shape, name)
+        if wanted not in (getattr(HeadShape, name), found[name]):
+            raise ValueError(
+                f"head.{name} is {wanted}, but {found[name]} in the head to start from, {start}; leave it out"
+            )
+
+
+def new_block_head(shape: HeadShape, target: DecoderConfig) -> DraftHead:
+    """A block head without weights, which must fit the target."""
     if shape.mask_token is None:
         raise ValueError(
             "head.mask_token is not set; give the id of a token that never occurs in text,"
@@ -133,73 +160,47 @@ def check_shape(shape: HeadShape, target: DecoderConfig) -> None:
         )
     if shape.mask_token >= target.vocab_size:
         raise ValueError(f"head.mask_token is {shape.mask_token}; the vocabulary of the target has {target.vocab_size}")
-    check_taps(head_config(shape, target).tap_layers, shape, target)
+    config = head_config(shape, target)
+    check_taps(config.tap_layers, shape, target)
+    return DraftHead(config)
 
 
-def check_taps(taps: tuple[int, ...], shape: HeadShape, target: DecoderConfig) -> None:
-    if not all(0 <= layer < target.num_layers for layer in taps):
-        named = f"is {list(taps)}" if shape.tap_layers else f"would be {list(taps)} by default"
-        raise ValueError(f"head.tap_layers {named}; the target has layers 0 to {target.num_layers - 1}")
-
-
-def check_agrees(shape: HeadShape, head: HeadConfig | Eagle3Config, start: str) -> None:
-    """Refuse a setting that the head to start from contradicts. One at its default counts as not given."""
-    kind = "block" if isinstance(head, HeadConfig) else "eagle3"
-    if shape.kind != kind:
-        raise ValueError(f"head.kind is {shape.kind}, but the head to start from, {start}, is of kind {kind}")
-    for name, value in (_found(head, shape) if isinstance(head, HeadConfig) else _eagle3_found(head)).items():
-        wanted = getattr(shape, name)
-        if wanted not in (getattr(HeadShape, name), value):
-            raise ValueError(f"head.{name} is {wanted}, but {value} in the head to start from, {start}; leave it out")
-
-
-def _eagle3_found(head: Eagle3Config) -> dict[str, Any]:
-    return {
-        "tap_layers": head.tap_layers,
-        "inner_size": head.layers.inner_size,
-        "depth": head.depth,
-        "draft_vocab": head.draft_vocab_size,
-    }
-
-
-def _found(head: HeadConfig, shape: HeadShape) -> dict[str, Any]:
-    layers = head.layers
-    return {
-        "num_layers": layers.num_layers,
-        "block_size": head.block_size,
-        "causal": head.causal,
-        "tap_layers": head.tap_layers,
-        "mask_token": head.mask_token,
-        "inner_size": layers.inner_size,
-        "edge_rank": head.edge.rank if head.edge else shape.edge_rank,
-    }
-
-
-def eagle3_config(shape: HeadShape, target: DecoderConfig) -> Eagle3Config:
-    """A head in the image of its target, of one layer."""
+def new_eagle3_head(shape: HeadShape, target: DecoderConfig) -> Eagle3Head:
+    """An EAGLE-3 head without weights, of one layer shaped like the target's."""
     vocab = min(DRAFT_VOCAB, target.vocab_size) if shape.draft_vocab is None else shape.draft_vocab
     if vocab > target.vocab_size:
         raise ValueError(f"head.draft_vocab is {vocab}; the vocabulary of the target has {target.vocab_size}")
     taps = eagle3_tap_layers(target.num_layers) if shape.tap_layers is None else shape.tap_layers
     check_taps(taps, shape, target)
-    return Eagle3Config(
+    config = Eagle3Config(
         layers=replace(layers_like(target, 1, shape.inner_size), family="llama", qk_norm=False),
         tap_layers=taps,
         draft_vocab_size=vocab,
         depth=shape.depth or EAGLE3_DEPTH,
         num_target_layers=target.num_layers,
     )
+    return Eagle3Head(config)
+
+
+NEW_HEADS: dict[str, Callable[[HeadShape, DecoderConfig], Head]] = {
+    "block": new_block_head,
+    "eagle3": new_eagle3_head,
+}
+SETTINGS_OF = {
+    "block": ("tap_layers", "inner_size", "num_layers", "block_size", "causal", "mask_token", "edge_rank"),
+    "eagle3": ("tap_layers", "inner_size", "depth", "draft_vocab"),
+}
+"""Settings of a head by its kind."""
 
 
 def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:
-    """A head in the image of its target: same width, heads and positions, fewer layers.
+    """A block head shaped like its target: the same width, heads and positions, fewer layers.
 
-    Without a mask token it takes the last id, which does to measure speed.
+    Without a mask token it uses the last id, which is sufficient to measure speed.
     """
-    layers = layers_like(target, shape.num_layers, shape.inner_size)
     taps = default_tap_layers(shape.num_layers, target.num_layers) if shape.tap_layers is None else shape.tap_layers
     return HeadConfig(
-        layers=layers,
+        layers=layers_like(target, shape.num_layers, shape.inner_size),
         tap_layers=taps,
         mask_token=target.vocab_size - 1 if shape.mask_token is None else shape.mask_token,
         block_size=shape.block_size,
@@ -226,7 +227,7 @@ def layers_like(target: DecoderConfig, num_layers: int, inner_size: int | None) 
 
 
 def join_processes() -> torch.device | None:
-    """Under torchrun, meet the other processes and take this one's device; otherwise nothing to do."""
+    """Under torchrun, joins the process group and returns the device of this process; otherwise returns None."""
     if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         return None
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jetspec.train.loss import DraftLoss
-from jetspec.train.passes import EagerPasses
+from jetspec.train.passes import Passes
 from jetspec.train.trainer import Trainer
 from tests.benchmarks.test_ablate import write_tiny_run
 from tests.benchmarks.tiny_bench import invoke
@@ -30,7 +30,7 @@ def test_steps_that_capture_are_taken_again(tmp_path: Path, monkeypatch: pytest.
     """Here each of the first five steps captures a pass."""
     steps = 0
 
-    def count(passes: EagerPasses) -> int:
+    def count(passes: Passes) -> int:
         return min(steps, 5)
 
     def take(trainer: Trainer) -> DraftLoss:
@@ -39,7 +39,7 @@ def test_steps_that_capture_are_taken_again(tmp_path: Path, monkeypatch: pytest.
         return train_step(trainer)
 
     train_step = Trainer.train_step
-    monkeypatch.setattr(EagerPasses, "num_captured", property(count))
+    monkeypatch.setattr(Passes, "num_captured", property(count))
     monkeypatch.setattr(Trainer, "train_step", take)
     words = ["--recipe", str(write_tiny_run(tmp_path)), "--shapes", "2x48x2", "--steps", "2", "--warmup", "1", "--out"]
     assert invoke("training", *words, str(tmp_path / "speed.json")).exit_code == 0

@@ -1,4 +1,4 @@
-"""A training pass over packed blocks is the decoding pass at each anchor: no shift, no leak, no neighbour."""
+"""A training pass over packed blocks equals the decoding pass at each anchor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jetspec.config import EngineConfig
 from jetspec.data.corpus import Document, PackedBatch, PackedData
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
-from jetspec.train.blocks import Blocks, block_mask, choose_anchors, document_mask, lay_out, lay_out_drafts
+from jetspec.train.blocks import Blocks, block_mask, choose_anchors, document_mask, lay_out_blocks, lay_out_drafts
 from jetspec.train.config import LossConfig
-from jetspec.train.loss import block_states, draft_loss
+from jetspec.train.loss import block_loss, block_states
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, randomize, tiny_decoder, tiny_head
 
@@ -49,7 +49,7 @@ def trained_states(target: Decoder, head: DraftHead, batch: PackedBatch, blocks:
 
 
 def decoded_states(target: Decoder, head: DraftHead, tokens: list[int]) -> torch.Tensor:
-    """What the engine's head sees when the last of `tokens` is the anchor."""
+    """States of the engine's head with the last of `tokens` as the anchor."""
     engine = make_engine(target, "head", head, config=EngineConfig(page_size=4, prefill_chunk=5))
     engine.add(tokens, SamplingParams())
     request = next(iter(engine.requests.values()))
@@ -64,7 +64,7 @@ def decoded_states(target: Decoder, head: DraftHead, tokens: list[int]) -> torch
 
 
 def variant(name: str) -> DraftHead:
-    """By the words of its name."""
+    """A head with the properties in its name."""
     words = name.split()
     config = tiny_head(TARGET, edge="edge" in words, causal="bidirectional" not in words).head_config
     windows = (5, None) if "windows" in words else ()
@@ -84,7 +84,7 @@ def test_training_equals_decoding_at_every_anchor(name: str) -> None:
     head, batch = variant(name), packed()
     anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
     assert int(valid.sum()) == sum(int(d.written.sum()) for d in documents())
-    compare_with_decoding(head, batch, anchors, valid, lay_out(batch, anchors, valid, head.head_config))
+    compare_with_decoding(head, batch, anchors, valid, lay_out_blocks(batch, anchors, valid, head.head_config))
 
 
 def compare_with_decoding(
@@ -102,7 +102,7 @@ def compare_with_decoding(
 def test_labels_sources_and_weights() -> None:
     head, batch = tiny_head(TARGET), packed()
     anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
-    blocks = lay_out(batch, anchors, valid, head.head_config)
+    blocks = lay_out_blocks(batch, anchors, valid, head.head_config)
     for row, block in valid.nonzero().tolist():
         at = int(anchors[row, block])
         document = batch.document_RT[row]
@@ -117,9 +117,7 @@ def test_labels_sources_and_weights() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
 @pytest.mark.parametrize("multiple", [1, 16])
-def test_every_prediction_finds_its_source_which_is_there_once(
-    chunk: int, multiple: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_of_predictions_are_deduplicated(chunk: int, multiple: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jetspec.ops.CHUNK", chunk)
     batch = packed()
     anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
@@ -138,14 +136,16 @@ def test_every_prediction_finds_its_source_which_is_there_once(
 
 @pytest.mark.parametrize("name", ["causal", "bidirectional", "edge"])
 @pytest.mark.parametrize("chunk", [5, 4096])
-def test_the_loss_is_that_of_full_logits(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prediction is taught by the target's distribution at the token before it."""
+def test_loss_equals_the_one_of_full_logits(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher of a prediction is the target's distribution at the token before it."""
     monkeypatch.setattr("jetspec.ops.CHUNK", chunk)
     head, batch = variant(name).requires_grad_(True), packed()
-    blocks = lay_out(batch, *choose_anchors(batch, 6, torch.Generator().manual_seed(0)), head.head_config, multiple=16)
+    blocks = lay_out_blocks(
+        batch, *choose_anchors(batch, 6, torch.Generator().manual_seed(0)), head.head_config, multiple=16
+    )
     with torch.no_grad():
         seen = captured(TARGET, batch, head.head_config.tap_layers)
-    loss = draft_loss(head, TARGET, batch, blocks, seen, LossConfig(gamma=4.5))
+    loss = block_loss(head, TARGET, batch, blocks, seen, LossConfig(gamma=4.5))
     loss.loss_sum.backward()
     found = {name: p.grad for name, p in head.named_parameters()}
     head.zero_grad()
@@ -169,7 +169,7 @@ def test_the_loss_is_that_of_full_logits(name: str, chunk: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
-def test_a_batch_without_answers_teaches_nothing(multiple: int) -> None:
+def test_batch_without_answers_has_no_predictions(multiple: int) -> None:
     batch = packed()
     batch = replace(batch, written_RT=torch.zeros_like(batch.written_RT))
     drafts = lay_out_drafts(batch, *choose_anchors(batch, 3, torch.Generator()), 5, multiple)
@@ -177,12 +177,12 @@ def test_a_batch_without_answers_teaches_nothing(multiple: int) -> None:
 
 
 def leak_future(blocks: Blocks, patch: pytest.MonkeyPatch) -> Blocks:
-    """The anchor's own row becomes visible."""
+    """Makes the anchor's own row visible."""
     return replace(blocks, end_RA=blocks.end_RA + 1)
 
 
 def share_blocks(blocks: Blocks, patch: pytest.MonkeyPatch) -> Blocks:
-    """Blocks see each other."""
+    """Makes blocks visible to each other."""
 
     def mask(*inputs: Any) -> torch.Tensor:
         visible = block_mask(*inputs)
@@ -200,12 +200,12 @@ def shift_positions(blocks: Blocks, patch: pytest.MonkeyPatch) -> Blocks:
 
 @pytest.mark.parametrize("damage", [leak_future, share_blocks, shift_positions])
 @torch.inference_mode()
-def test_the_comparison_finds_planted_bugs(
+def test_comparison_with_decoding_finds_planted_bugs(
     damage: Callable[[Blocks, pytest.MonkeyPatch], Blocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, batch = tiny_head(TARGET), packed()
     anchors, valid = choose_anchors(batch, 6, torch.Generator().manual_seed(0))
-    blocks = lay_out(batch, anchors, valid, head.head_config)
+    blocks = lay_out_blocks(batch, anchors, valid, head.head_config)
     compare_with_decoding(head, batch, anchors, valid, blocks)
     good = trained_states(TARGET, head, batch, blocks)
     blocks = damage(blocks, monkeypatch)

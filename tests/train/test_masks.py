@@ -1,4 +1,4 @@
-"""One function says who sees whom; its dense form and its block mask attend alike, compiled or not."""
+"""Dense masks and block masks of one attention pattern give the same results, compiled or not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jetspec.models.masked_attention import (
     make_dense_mask,
     narrow,
 )
-from jetspec.train.blocks import choose_anchors, document_mask, lay_out, sees_block, sees_document
+from jetspec.train.blocks import choose_anchors, document_mask, lay_out_blocks, sees_block, sees_document
 from jetspec.train.config import LossConfig
-from jetspec.train.loss import DraftLoss, draft_loss
+from jetspec.train.loss import DraftLoss, block_loss
 
 Make = Callable[[MaskFn, int, int, int, torch.device], Visible]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,12 +31,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its compiler FlexAttention can give gradients on a CPU, but refuses to."""
+    """Allows gradients of FlexAttention on a CPU without its compiler."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 
 def packed(rows: int, length: int, seed: int = 0) -> PackedBatch:
-    """Rows of three documents, with some padding behind them."""
+    """Rows of three documents, then padding."""
     sizes = [length // 2, length // 8, length // 4]
     padding = length - sum(sizes)
     document = torch.repeat_interleave(torch.tensor([0, 1, 2, -1]), torch.tensor([*sizes, padding]))
@@ -74,16 +74,16 @@ def head_config(causal: bool = True, block_size: int = 4, windows: tuple[int | N
     )
 
 
-def who_sees_whom(
+def attention_pattern(
     kind: str, length: int, anchors: int, block_size: int, device: torch.device
 ) -> tuple[MaskFn, Tensor, Tensor]:
-    """The function, and the positions of its queries and keys."""
+    """The pattern, and the positions of its queries and keys."""
     host = packed(2, length)
     batch = host.to(device)
     if kind == "document":
         return sees_document(batch.position_RT), batch.position_RT, batch.position_RT
     config = head_config(kind == "causal", block_size)
-    blocks = lay_out(host, *choose_anchors(host, anchors, torch.Generator().manual_seed(1)), config).to(device)
+    blocks = lay_out_blocks(host, *choose_anchors(host, anchors, torch.Generator().manual_seed(1)), config).to(device)
     key_position = torch.cat((batch.position_RT, blocks.position_RQ), 1)
     return sees_block(blocks, length, block_size, config.causal), blocks.position_RQ, key_position
 
@@ -93,7 +93,7 @@ def attended(
 ) -> tuple[Tensor, ...]:
     """Outputs and gradients for random heads: sizes are length, anchors, block size, H, G, E."""
     length, anchors, block_size, H, G, E = sizes
-    sees, query, key = who_sees_whom(kind, length, anchors, block_size, device)
+    sees, query, key = attention_pattern(kind, length, anchors, block_size, device)
     visible = narrow(make(sees, 2, query.shape[1], key.shape[1], device), query, key, window, kind != "document")
     generator = torch.Generator().manual_seed(2)
     shapes = ((query.shape[1], H), (key.shape[1], G), (key.shape[1], G))
@@ -134,35 +134,35 @@ def models(causal: bool, windows: tuple[int | None, ...], device: torch.device) 
     return target.to(device), head.to(device)
 
 
-def lesson(
+def loss_and_gradients(
     target: Decoder, head: DraftHead, seed: int, device: torch.device
 ) -> tuple[DraftLoss, dict[str, Tensor | None]]:
     """The loss of one batch, and its gradients."""
     host = packed(2, 64, seed)
     anchors = choose_anchors(host, 9, torch.Generator().manual_seed(seed))
-    batch, blocks = host.to(device), lay_out(host, *anchors, head.head_config).to(device)
+    batch, blocks = host.to(device), lay_out_blocks(host, *anchors, head.head_config).to(device)
     with torch.no_grad():
         taps = head.head_config.tap_layers
         seen = target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
     head.zero_grad()
-    result = draft_loss(head, target, batch, blocks, seen, LossConfig())
+    result = block_loss(head, target, batch, blocks, seen, LossConfig())
     result.loss_sum.backward()
-    # Copies: a head that moves to a device takes its gradients along.
+    # copies, because Module.to moves gradients with the weights
     return result, {name: None if p.grad is None else p.grad.clone() for name, p in head.named_parameters()}
 
 
 @pytest.mark.parametrize(("causal", "windows"), [(True, (5, None, 5)), (False, ())], ids=["causal", "bidirectional"])
-def test_compiled_layers_with_block_masks_learn_what_plain_ones_do(
+def test_compiled_layers_give_the_same_gradients(
     causal: bool, windows: tuple[int | None, ...], flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, head = models(causal, windows, CPU)
-    plain = [lesson(target, head, seed, CPU) for seed in range(3)]
+    plain = [loss_and_gradients(target, head, seed, CPU) for seed in range(3)]
     monkeypatch.setattr("jetspec.train.blocks.make_visible", make_block_mask)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     for layer in head.layers:
         layer.compile(dynamic=False, backend=counter)
-    fast = [lesson(target, head, seed, CPU) for seed in range(3)]
+    fast = [loss_and_gradients(target, head, seed, CPU) for seed in range(3)]
     assert counter.frame_count <= 2 + len(set(windows)), "all layers and batches share a compilation"
     for (loss, grads), (expected, expected_grads) in zip(fast, plain, strict=True):
         torch.testing.assert_close(loss.loss_sum, expected.loss_sum, atol=1e-4, rtol=1e-5)
@@ -172,11 +172,11 @@ def test_compiled_layers_with_block_masks_learn_what_plain_ones_do(
 @pytest.mark.gpu
 def test_compiled_training_on_a_gpu_follows_the_cpu() -> None:
     target, head = models(True, (), CPU)
-    expected, expected_grads = lesson(target, head, 0, CPU)
+    expected, expected_grads = loss_and_gradients(target, head, 0, CPU)
     target, head = target.to(CUDA), head.to(CUDA)
     for layer in head.layers:
         layer.compile(dynamic=False)
-    loss, grads = lesson(target, head, 0, CUDA)
+    loss, grads = loss_and_gradients(target, head, 0, CUDA)
     torch.testing.assert_close(loss.loss_sum.cpu(), expected.loss_sum, atol=1e-3, rtol=1e-4)
     for name, grad in grads.items():
         assert grad is not None and expected_grads[name] is not None

@@ -18,7 +18,7 @@ def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("edge", [False, True])
-def test_each_weight_has_its_optimizer(kind: str, edge: bool) -> None:
+def test_each_weight_has_one_optimizer(kind: str, edge: bool) -> None:
     head = tiny_head(tiny_decoder(), edge=edge).requires_grad_(True)
     config = OptimizerConfig(kind=kind, weight_decay=0.3)  # type: ignore[arg-type]
     optimizers = {type(o): o for o in make_optimizers(head, config)}
@@ -34,7 +34,7 @@ def test_each_weight_has_its_optimizer(kind: str, edge: bool) -> None:
             assert all(group["weight_decay"] == (0.3 if p.dim() == 2 else 0.0) for p in group["params"])
 
 
-def test_updates_of_muon_are_as_large_as_those_of_adamw() -> None:
+def test_updates_of_muon_and_adamw_have_one_scale() -> None:
     sizes = {}
     for kind in ("adamw", "muon"):
         head = tiny_head(tiny_decoder()).requires_grad_(True)
@@ -49,7 +49,7 @@ def test_updates_of_muon_are_as_large_as_those_of_adamw() -> None:
     assert 0.1 * sizes["adamw"] < sizes["muon"] < sizes["adamw"]
 
 
-def test_matrices_taken_together_move_as_one_by_one() -> None:
+def test_batched_updates_equal_single_ones() -> None:
     shapes = [(12, 8), (8, 12), (12, 8), (8, 8), (12, 8)]
     alone, together = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
     settings = {"lr": 0.1, "weight_decay": 0.2}
@@ -69,7 +69,7 @@ def test_matrices_taken_together_move_as_one_by_one() -> None:
 
 
 @given(st.integers(1, 5000), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5))
-def test_the_rate_rises_then_falls(steps: int, a: float, b: float, warmup_frac: float) -> None:
+def test_learning_rate_rises_then_falls(steps: int, a: float, b: float, warmup_frac: float) -> None:
     config = OptimizerConfig(warmup_frac=warmup_frac, final_lr_frac=0.1)
     rise = max(1, round(warmup_frac * steps))
     early, late = sorted((a * steps, b * steps))

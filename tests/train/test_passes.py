@@ -1,4 +1,4 @@
-"""Passes that are captured and replayed teach what passes as they are written teach."""
+"""Captured passes give the gradients of eager ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetspec.models.decoder import Decoder
 from jetspec.train.config import HeadShape, LossConfig, TrainConfig
-from jetspec.train.passes import EagerPasses, GraphPasses
+from jetspec.train.passes import Passes
 from jetspec.train.run import make_trainer
 from jetspec.train.trainer import Trainer
 from tests.engine.tiny import randomize
@@ -28,8 +28,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def capturing(config: TrainConfig) -> Trainer:
     trainer = make_trainer(config, TARGET)
-    trainer.captures = True
-    trainer.passes = GraphPasses(trainer, trainer.parameters, RerunPool(trainer.device))
+    trainer.passes = Passes(trainer.model, TARGET, RerunPool(trainer.device))
     return trainer
 
 
@@ -47,36 +46,35 @@ EAGLE = HeadShape(kind="eagle3", tap_layers=(0, 1, 1), depth=3, draft_vocab=30)
     ],
     ids=["plain", "groups", "dpace", "eagle3"],
 )
-def test_captured_passes_teach_the_same(
+def test_captured_passes_give_the_same_steps(
     answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sizes: int
 ) -> None:
     config = replace(recipe(answers, tmp_path), **changes)
     plain, captured = make_trainer(config, TARGET), capturing(config)
-    monkeypatch.setattr("jetspec.train.trainer.SIZES", sizes)
+    monkeypatch.setattr("jetspec.train.trainer.SIZE_MULTIPLE", sizes)
     for step in range(4):
         expected, found = plain.train_step(), captured.train_step()
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        if step == 1:  # its gradients must not reach the next step
+        if step == 1:  # the gradients of a validation are discarded
             assert captured.validate().loss == pytest.approx(plain.validate().loss, rel=1e-4)
     torch.testing.assert_close(weights(captured), weights(plain), atol=1e-4, rtol=1e-4)
 
 
-def test_a_size_is_captured_once(answers: Path, tmp_path: Path) -> None:
+def test_sizes_are_captured_once(answers: Path, tmp_path: Path) -> None:
     trainer = capturing(recipe(answers, tmp_path, anchors_at_once=3))
     for _ in range(3):
         trainer.train_step()
-    assert isinstance(trainer.passes, GraphPasses)
-    assert trainer.passes.pool.num_captured == 3, "one look, groups of 3 and a last one of 2"
+    assert trainer.passes.num_captured == 3, "the target, groups of 3, and a last one of 2"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2, "anchors_at_once": 3}, {"head": EAGLE}])
 def test_captured_training_on_a_gpu_follows_the_cpu(answers: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     config = replace(recipe(answers, tmp_path), **changes)
-    size = TARGET.config.head_dim * 2  # FlexAttention's kernels take no smaller heads
+    size = TARGET.config.head_dim * 2  # the smallest heads of FlexAttention's kernels
     target = randomize(Decoder(replace(TARGET.config, head_dim=size)), 1, 0.15)
     expected, found = make_trainer(config, target), make_trainer(config, copy.deepcopy(target).to("cuda"))
-    assert isinstance(expected.passes, EagerPasses) and isinstance(found.passes, GraphPasses)
+    assert expected.passes.pool is None and found.passes.pool is not None
     for _ in range(4):
         sums = found.train_step().map(Tensor.cpu)
         torch.testing.assert_close(sums, expected.train_step(), atol=1e-2, rtol=1e-3)
