@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -90,8 +91,7 @@ def foreign(path: str, model: str) -> str | None:
 def adopt_tokens(config: TrainConfig, head: Head, documents: Documents, target: Decoder) -> None:
     """Gives a new EAGLE-3 head its vocabulary: the most frequent tokens of the data, with the target's rows."""
     if config.head.kind == "eagle3" and config.start is None:
-        assert isinstance(head, Eagle3Head)
-        head.adopt(frequent_tokens(documents, head.head_config.draft_vocab_size), target)
+        cast(Eagle3Head, head).adopt(frequent_tokens(documents, head.head_config.draft_vocab_size), target)
 
 
 def frequent_tokens(documents: Documents, count: int) -> torch.Tensor:
@@ -108,11 +108,11 @@ def start_head(config: TrainConfig, target: Decoder) -> Head:
     """A new head, or the one to start from, with a new edge term if the recipe adds one."""
     if config.start is None:
         return NEW_HEADS[config.head.kind](config.head, target.config).init_weights(config.seed)
-    head = load_any_head(config.start, target.config, dtype=torch.float32)
-    check_agrees(config.head, head.head_config, config.start)
+    loaded = load_any_head(config.start, target.config, dtype=torch.float32)
+    check_agrees(config.head, loaded.head_config, config.start)
     if config.head.kind == "eagle3":
-        return head
-    assert isinstance(head, DraftHead)
+        return loaded
+    head = cast(DraftHead, loaded)
     if config.row_len <= head.head_config.block_size:
         raise ValueError(f"row_len {config.row_len} cannot hold a block of {head.head_config.block_size}")
     if config.head.edge_rank and head.edge is None:
