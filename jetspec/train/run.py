@@ -91,7 +91,8 @@ def foreign(path: str, model: str) -> str | None:
 def adopt_tokens(config: TrainConfig, head: Head, documents: Documents, target: Decoder) -> None:
     """Gives a new EAGLE-3 head its vocabulary: the most frequent tokens of the data, with the target's rows."""
     if config.head.kind == "eagle3" and config.start is None:
-        cast(Eagle3Head, head).adopt(frequent_tokens(documents, head.head_config.draft_vocab_size), target)
+        fresh = cast(Eagle3Head, head)
+        fresh.adopt(frequent_tokens(documents, fresh.head_config.draft_vocab_size), target)
 
 
 def frequent_tokens(documents: Documents, count: int) -> torch.Tensor:
