@@ -88,12 +88,12 @@ def run_model(model: PreTrainedModel, tokens: list[int], tap_layers: tuple[int, 
     return logits, torch.cat([taps[i][0] for i in tap_layers], -1)
 
 
-def assert_same(folder: Path, model: PreTrainedModel) -> None:
+def assert_same(path: Path, model: PreTrainedModel, tap_layers: tuple[int, ...] = (0, 2, 1)) -> None:
     tokens = torch.randint(0, 61, (23,), generator=torch.Generator().manual_seed(7)).tolist()
-    logits, taps = run_decoder(load_decoder(folder), tokens, (0, 2, 1))
-    wanted_logits, wanted_taps = run_model(model, tokens, (0, 2, 1))
-    torch.testing.assert_close(taps, wanted_taps, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(logits, wanted_logits, atol=1e-4, rtol=1e-4)
+    logits, taps = run_decoder(load_decoder(path), tokens, tap_layers)
+    expected_logits, expected_taps = run_model(model, tokens, tap_layers)
+    torch.testing.assert_close(taps, expected_taps, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -116,8 +116,8 @@ def compare_kernels(folder: Path, tokens: list[int]) -> None:
     with force("triton"):
         found = run_decoder(decoder, tokens, (0, 2, 1))
     with force("reference"):
-        wanted = run_decoder(decoder, tokens, (0, 2, 1))
-    for a, b in zip(found, wanted, strict=True):
+        expected = run_decoder(decoder, tokens, (0, 2, 1))
+    for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 

@@ -22,8 +22,7 @@ from jetspec.models.gguf import CHUNK, TENSOR_TYPES, GGUFFile
 from jetspec.models.hf_target import load_hf
 from jetspec.models.weights import load_decoder, load_target, open_model
 from tests.models.gguf_files import LLAMA, write_gguf
-from tests.models.paged import run_decoder
-from tests.models.test_decoder import make_model, run_model
+from tests.models.test_decoder import assert_same, make_model
 from tests.models.test_tokenizer import gguf_metadata
 
 
@@ -48,8 +47,8 @@ def test_every_type_equals_the_gguf_package(number: int, dtype: torch.dtype, tmp
     assert file.shape("x") == (rows, width)
     out = torch.empty(rows, width, dtype=dtype)
     file.read("x", out)
-    wanted = torch.from_numpy(gguf.dequantize(blocks, kind)).to(dtype)
-    torch.testing.assert_close(out, wanted, atol=0, rtol=0, equal_nan=True)
+    expected = torch.from_numpy(gguf.dequantize(blocks, kind)).to(dtype)
+    torch.testing.assert_close(out, expected, atol=0, rtol=0, equal_nan=True)
 
 
 def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
@@ -121,14 +120,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def assert_same(path: Path, model: PreTrainedModel) -> None:
-    tokens = torch.randint(0, 61, (23,), generator=torch.Generator().manual_seed(7)).tolist()
-    logits, taps = run_decoder(load_decoder(path), tokens, (0, 1))
-    wanted_logits, wanted_taps = run_model(model, tokens, (0, 1))
-    torch.testing.assert_close(taps, wanted_taps, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(logits, wanted_logits, atol=1e-4, rtol=1e-4)
-
-
 def make_pair(case: str) -> tuple[PreTrainedModel, dict[str, np.ndarray], dict[str, Any], str]:
     family, architecture, changes, fields = MODELS[case]
     size = {"num_hidden_layers": 2, "intermediate_size": 64, "rms_norm_eps": 1e-6}
@@ -143,7 +134,7 @@ def make_pair(case: str) -> tuple[PreTrainedModel, dict[str, np.ndarray], dict[s
 def test_gguf_equals_its_source_model(case: str, tmp_path: Path) -> None:
     model, tensors, fields, architecture = make_pair(case)
     path = write_gguf(tmp_path / "a.gguf", tensors, fields, architecture)
-    assert_same(path, model)
+    assert_same(path, model, (0, 1))
 
 
 def test_rope_factors_of_llama3(tmp_path: Path) -> None:
@@ -155,7 +146,7 @@ def test_rope_factors_of_llama3(tmp_path: Path) -> None:
     divisors = (plain / model.model.rotary_emb.inv_freq).numpy()
     assert divisors.max() > 2
     path = write_gguf(tmp_path / "a.gguf", to_gguf(model, "llama") | {"rope_freqs.weight": divisors})
-    assert_same(path, model)
+    assert_same(path, model, (0, 1))
 
 
 SCALES: dict[Type, dict[int, float]] = {Type.Q4_K: {0: 2e-4, 2: 1.5e-3}, Type.Q6_K: {208: 3e-5}}
@@ -193,7 +184,7 @@ def test_k_quants_equal_transformers(is_tied: bool, tmp_path: Path) -> None:
     path = write_k_quants(tmp_path / "a.gguf", is_tied)
     stored = {info.type.name for info in GGUFFile(path).tensors.values()}
     assert stored == {"F32", "Q4_K", "Q6_K"}
-    assert_same(path, load_hf(path, torch.float32))
+    assert_same(path, load_hf(path, torch.float32), (0, 1))
 
 
 @pytest.fixture(scope="module")

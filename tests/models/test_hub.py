@@ -180,8 +180,8 @@ def test_hugging_face_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert hub.resolve("owner/model-1.5") == tmp_path
     assert asked["name"] == "owner/model-1.5"
-    wanted = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja")
-    assert all(any(Path(file).match(pattern) for pattern in asked["patterns"]) for file in wanted)
+    expected = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja")
+    assert all(any(Path(file).match(pattern) for pattern in asked["patterns"]) for file in expected)
     unwanted = ("pytorch_model.bin", "model.pt", "weights.pth", "modeling.py", "tokenizer.py", "tokenizer.pkl")
     assert not any(Path(file).match(pattern) for file in unwanted for pattern in asked["patterns"])
 

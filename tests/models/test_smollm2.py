@@ -109,12 +109,12 @@ def test_numerals_are_single_tokens(target: Target, their_tokenizer: PreTrainedT
 def test_chat(
     messages: list[dict[str, str]], prompt: bool, target: Target, their_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    wanted = their_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
-    assert target.tokenizer.chat(messages, add_generation_prompt=prompt) == wanted
+    expected = their_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+    assert target.tokenizer.chat(messages, add_generation_prompt=prompt) == expected
     if prompt:
         ids: Any = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         ours = target.tokenizer.encode_chat(messages)
-        assert target.tokenizer.decode(ours, skip_special=False) == wanted
+        assert target.tokenizer.decode(ours, skip_special=False) == expected
         # Theirs takes the name of a control token in a message for the token itself; ours leaves it text.
         forged = sum(message["content"].count("<|im_end|>") for message in messages)
         end: Any = their_tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -129,15 +129,15 @@ def test_logits(target: Target, their_model: LlamaForCausalLM) -> None:
     tokens = target.tokenizer.encode_chat(CHATS[2])
     logits, _ = run_decoder(target.decoder, tokens)
     with torch.no_grad():
-        wanted = their_model(torch.tensor([tokens])).logits[0]
-    assert (logits - wanted).norm() / wanted.norm() < 1e-4
-    assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
+        expected = their_model(torch.tensor([tokens])).logits[0]
+    assert (logits - expected).norm() / expected.norm() < 1e-4
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
 def test_greedy_continuation(target: Target, their_model: Any) -> None:
     tokens = target.tokenizer.encode_chat(CHATS[0])
-    wanted = their_model.generate(torch.tensor([tokens]), do_sample=False, max_new_tokens=8)[0].tolist()
+    expected = their_model.generate(torch.tensor([tokens]), do_sample=False, max_new_tokens=8)[0].tolist()
     ours = list(tokens)
-    while len(ours) < len(wanted):
+    while len(ours) < len(expected):
         ours.append(int(run_decoder(target.decoder, ours)[0][-1].argmax()))
-    assert ours == wanted
+    assert ours == expected

@@ -162,23 +162,8 @@ def test_chat_adds_no_second_bos_token() -> None:
 
 
 BOUNDED = GGUF | {"sentencepiece": Tokenizer.from_gguf(sentencepiece_metadata())}
-PARTS = [
-    "<|a|>",
-    "<|",
-    "</s>",
-    "low",
-    "er",
-    " ",
-    "\n",
-    "2024",
-    "n",
-    "e\u0301",
-    "α\u0313\u0300\u0345",
-    "你",
-    "🙂",
-    "-",
-    "'m",
-]
+PARTS = ["<|a|>", "<|", "</s>", "low", "er", " ", "\n", "2024", "n", "-", "'m"]
+PARTS += ["e\u0301", "α\u0313\u0300\u0345", "你", "🙂"]
 
 
 @pytest.mark.parametrize("kind", BOUNDED)
