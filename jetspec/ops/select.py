@@ -330,6 +330,8 @@ FEATURES: tuple[Choice, ...] = (
 
 _forced: Kernels = "auto"
 _without: frozenset[str] = frozenset()
+_chosen: set[str] = set()
+"""Names of rows that were chosen since the caches were last empty."""
 
 
 def select(operation: str, reference: Callable[P, R], *inputs: Tensor, **facts: Any) -> Callable[P, R]:
@@ -361,13 +363,17 @@ def enabled(feature: str, device: torch.device) -> bool:
 @cache
 def _enabled(feature: str, device: Device) -> bool:
     (row,) = (row for row in FEATURES if row.name == feature)
-    return row.name not in _without and row.when(Facts(device, torch.bfloat16))
+    found = row.name not in _without and row.when(Facts(device, torch.bfloat16))
+    if found:
+        _chosen.add(row.name)
+    return found
 
 
 @lru_cache(4096)
 def _first(operation: str, facts: Facts) -> Callable[..., Any] | None:
     for row in TABLE[operation]:
         if row.name not in _without and row.when(facts):
+            _chosen.add(row.name)
             return _load(row.kernel, operation)
     return None
 
@@ -470,6 +476,14 @@ def force(kernels: Kernels) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+@contextmanager
+def watch() -> Iterator[set[str]]:
+    """Collects the names of the rows that are chosen meanwhile."""
+    _leave_out(_without)
+    _chosen.clear()
+    yield _chosen
 
 
 @contextmanager

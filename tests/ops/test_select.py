@@ -49,6 +49,14 @@ def test_rows_can_be_left_out(on_gpu: None) -> None:
         pass
 
 
+def test_chosen_rows_are_collected(on_gpu: None) -> None:
+    with select.watch() as names:
+        chosen("place", torch.zeros(1))
+        chosen("place", torch.zeros(1))
+        chosen("topk_logprob", torch.zeros(1), num_tokens=4000)
+    assert names == {"place"}
+
+
 def test_gradients_go_through_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "HAS_TRITON", True)
     x, trained = SimpleNamespace(is_cuda=True, requires_grad=False), SimpleNamespace(is_cuda=True, requires_grad=True)
