@@ -1,7 +1,7 @@
-"""Kernels in Gluon on a CPU: torch does what they say, program by program.
+"""Gluon kernels on a CPU: torch runs them, program by program.
 
-A layout tells which thread holds what, and changes no number. So all of them are left out here, and a kernel becomes a
-function of whole tensors. The compiler checks the layouts, and a GPU all of it. Programs that wait for each other are
+A layout sets which thread holds which element, and changes no value. So layouts are ignored here, and a kernel becomes a
+function of whole tensors. The compiler checks layouts, and a GPU everything. Programs that wait for each other are
 threads.
 """
 
@@ -20,13 +20,13 @@ from torch import Tensor
 
 ONE_AT_A_TIME = threading.Lock()
 WAIT_S = 60
-PATIENCE = SimpleNamespace(until=0.0)
-"""When a kernel must have ended whose programs wait for each other."""
+DEADLINE = SimpleNamespace(at=0.0)
+"""Time by which a kernel must end whose programs wait for each other."""
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """Places in a tensor's memory."""
+    """Addresses in a tensor's memory."""
 
     memory: Tensor
     place: Any = 0
@@ -36,7 +36,7 @@ class Pointer:
 
     @classmethod
     def to(cls, x: Tensor) -> Pointer:
-        """To the first number of a tensor, which may be a view of another."""
+        """Returns a pointer to the first element of a tensor, which may be a view."""
         size = x.untyped_storage().nbytes() // x.itemsize
         return cls(x.as_strided((size,), (1,), 0), x.storage_offset())
 
@@ -59,13 +59,13 @@ def store(at: Pointer, value: Any, mask: Any = True) -> None:
 
 
 def _from_start(place: Tensor) -> Tensor:
-    """torch refuses what lies behind a tensor, and takes what lies before it for places from its end."""
+    """Checks for negative indices, which torch counts from the end. It checks the upper bound itself."""
     assert not (place < 0).any(), "memory before the tensor"
     return place
 
 
 def atomic_add(at: Pointer, value: int, sem: str) -> Tensor:
-    assert time.monotonic() < PATIENCE.until, "nobody comes"
+    assert time.monotonic() < DEADLINE.at, "a grid barrier is never reached"
     with ONE_AT_A_TIME:
         before = load(at)
         store(at, before + value)
@@ -78,7 +78,7 @@ def multiply(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shared:
-    """Some of a program's shared memory. What was never copied there is not a number."""
+    """Shared memory of a program. Elements that were never written are NaN."""
 
     memory: Tensor
 
@@ -87,7 +87,7 @@ class Shared:
         return cls(torch.zeros(shape)) if dtype == torch.int64 else cls(torch.full(shape, torch.nan, dtype=dtype.torch))
 
     def index(self, place: Any) -> Shared:
-        """Pieces of rows, if any, are put together to be read."""
+        """Returns one stage. Pieces of rows are joined."""
         found = self.memory[int(place)]
         return Shared(found.movedim(0, 1).flatten(1) if found.dim() == 3 else found)
 
@@ -98,7 +98,7 @@ class Shared:
         return Shared(self.memory.permute(order))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        """The rows of a wide matrix lie in pieces as long as a line: all rows of one piece, then of the next."""
+        """Reinterprets lines as rows of a wide matrix: all rows of the first piece, then those of the next."""
         assert dtype == self.dtype
         (count, rows, length), line = shape, self.shape[2]
         return Shared(self.memory.view(shape if length == line else (count, length // line, rows, line)))
@@ -130,7 +130,7 @@ def multiply_shared(a: Shared | Tensor, b: Shared, y: Tensor, use_acc: bool = Tr
 
 @dataclass
 class Barrier:
-    """A phase ends when all have arrived, and all bytes that were announced."""
+    """A barrier whose phase ends when all arrivals and all announced bytes are in."""
 
     count: int
     missing: int
@@ -139,13 +139,13 @@ class Barrier:
 
     def change(self, arrived: int, num_bytes: int) -> None:
         self.missing, self.num_bytes = self.missing - arrived, self.num_bytes + num_bytes
-        assert self.missing >= 0, "more have arrived than a phase has room for"
+        assert self.missing >= 0, "more arrivals than a phase takes"
         if self.missing == self.num_bytes == 0:
             self.missing, self.phase = self.count, self.phase + 1
 
 
 class Barriers:
-    """Those in shared memory, by their place. Nobody waits for long: a program that does would wait for ever."""
+    """Barriers in shared memory, by address. A long wait counts as a deadlock."""
 
     MBarrierLayout = staticmethod(lambda: None)
 
@@ -171,12 +171,14 @@ class Barriers:
     def wait(self, place: Shared, parity: Any) -> None:
         barrier = self.found[place.memory.data_ptr()]
         with self.changed:
-            assert self.changed.wait_for(lambda: barrier.phase % 2 != int(parity), timeout=WAIT_S), "nobody comes"
+            assert self.changed.wait_for(lambda: barrier.phase % 2 != int(parity), timeout=WAIT_S), (
+                "a barrier is never completed"
+            )
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Stands in for the descriptor of a matrix that is copied block by block. Past its end come zeros."""
+    """A stand-in for the descriptor of a matrix that is copied block by block, with zeros past its end."""
 
     matrix: Tensor
     shape: tuple[int, int]
@@ -218,8 +220,8 @@ LANGUAGE: dict[str, Any] = {
 
 
 class Interpreted:
-    """Stands in for a kernel. Programs run one after the other, or all together, and tensors become pointers to their
-    memory. The programs that begin last are the first of the grid."""
+    """A stand-in for a kernel. Programs run one after the other, or all together, and then the first of the grid start
+    last. Tensors become pointers to their memory."""
 
     def __init__(self, kernel: Any, together: bool = False) -> None:
         module, self.arg_names, self.grids = kernel.fn.__globals__, kernel.arg_names, list[tuple[int, ...]]()
@@ -257,7 +259,7 @@ class Interpreted:
             constants = {name: value for name, value in options.items() if name in self.arg_names}
             pointers = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
             self.grids.append(grid)
-            PATIENCE.until = time.monotonic() + WAIT_S
+            DEADLINE.at = time.monotonic() + WAIT_S
 
             def run(program: tuple[int, ...]) -> None:
                 self.current.program = program

@@ -1,4 +1,4 @@
-"""Triton kernels where there is no GPU. The interpreter runs plain Python; only the compiler knows the language."""
+"""Triton kernels without a GPU: interpreted as plain Python, or compiled for a GPU that is absent."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from tests.unwritten import fill_unwritten
 
 HOPPER = 90
-"""Its compute capability."""
+"""Compute capability."""
 _by_address: list[Any] = []
 
 
 @contextmanager
 def given_by_address(tensors: Sequence[Any]) -> Iterator[None]:
-    """For kernels that read where tensors lie in another tensor: they may touch these, too."""
+    """Lets kernels access tensors whose addresses they read from another tensor."""
     _by_address.extend(tensors)
     try:
         yield
@@ -28,28 +28,28 @@ def given_by_address(tensors: Sequence[Any]) -> Iterator[None]:
 
 
 def interpret_quickly() -> None:
-    """Spare Triton's interpreter what takes most of its time, and watch it, in a process that does nothing else."""
+    """Makes Triton's interpreter faster and stricter, in a process that does nothing else."""
     from triton import language
     from triton.runtime import interpreter
 
     fill_unwritten()
-    _change_the_language_once(interpreter, language)
-    _remember_types(interpreter)
-    _remember_shapes(interpreter, language)
-    _look_for_overflows_by_numpy(interpreter)
+    _patch_language_once(interpreter, language)
+    _cache_types(interpreter)
+    _cache_shapes(interpreter, language)
+    _check_overflow_by_numpy(interpreter)
     _sort_by_numpy(interpreter, language)
     _stay_within_tensors(interpreter)
 
 
-def _change_the_language_once(interpreter: Any, language: Any) -> None:
-    """Not whenever a kernel or a function in one is called, and back behind it."""
+def _patch_language_once(interpreter: Any, language: Any) -> None:
+    """Patches the language once, not at every call of a kernel or of a function in one."""
     scope = SimpleNamespace(restore=lambda: None)
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
     interpreter._patch_lang = lambda function: scope
 
 
-def _remember_types(interpreter: Any) -> None:
-    """It looks them up in a table that it makes for every lookup."""
+def _cache_types(interpreter: Any) -> None:
+    """Caches NumPy types, for which the interpreter makes a table at every lookup."""
     dtypes: dict[str, Any] = {}
     dtype_of = interpreter._get_np_dtype
 
@@ -62,8 +62,8 @@ def _remember_types(interpreter: Any) -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
-def _remember_shapes(interpreter: Any, language: Any) -> None:
-    """Few ever occur, and every result of a step works its own out several times, in constants of the language."""
+def _cache_shapes(interpreter: Any, language: Any) -> None:
+    """Caches shapes, which every operation computes several times. Few distinct ones occur."""
     blocks: dict[tuple[object, ...], dict[str, Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}
     make_block, make_tensor = language.block_type.__init__, language.tensor.__init__
@@ -92,8 +92,8 @@ def _remember_shapes(interpreter: Any, language: Any) -> None:
     interpreter.TritonSemantic.broadcast_impl_value = broadcast_unequal
 
 
-def _look_for_overflows_by_numpy(interpreter: Any) -> None:
-    """Its own way takes several steps of the language."""
+def _check_overflow_by_numpy(interpreter: Any) -> None:
+    """Replaces a check that takes several operations of the language."""
     exactly = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
     def check_overflow(self: Any, left: Any, right: Any, step: Any) -> None:
@@ -106,7 +106,7 @@ def _look_for_overflows_by_numpy(interpreter: Any) -> None:
 
 
 def _sort_by_numpy(interpreter: Any, language: Any) -> None:
-    """Its own way are the steps of a network."""
+    """Replaces a sorting network."""
 
     def topk(numbers: Any, k: int) -> Any:
         greatest = np.sort(numbers.handle.data)[..., ::-1][..., :k]
@@ -117,7 +117,7 @@ def _sort_by_numpy(interpreter: Any, language: Any) -> None:
 
 
 def _stay_within_tensors(interpreter: Any) -> None:
-    """What a kernel reads and writes lies in tensors that it was given. A GPU faults only where no memory is at all."""
+    """Checks that a kernel accesses only its tensors. A GPU faults only at unmapped memory."""
     memory, take = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
     starts, ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
 
@@ -151,7 +151,7 @@ def _stay_within_tensors(interpreter: Any) -> None:
 
 
 def _storages(values: Any) -> Iterator[Any]:
-    """Those of tensors, alone, in tuples and under descriptors."""
+    """Storages of tensors, alone, in tuples and under descriptors."""
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _storages(value)
@@ -160,7 +160,7 @@ def _storages(values: Any) -> Iterator[Any]:
 
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
-    """The PTX of a kernel. One that can start early must, and wait before it stores anything."""
+    """Returns the PTX of a kernel. A kernel that takes part in dependent launch must wait before its first store."""
     ptx = str(_compile(kernel, types, constants, HOPPER, options).asm["ptx"])
     early = "OVERLAP" in kernel.arg_names
     assert not early or 0 < ptx.index("griddepcontrol.wait") < ptx.index("st.global")
@@ -168,7 +168,7 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, 
 
 
 def fetches_early(ptx: str) -> bool:
-    """Whether a kernel asks for a weight before it waits."""
+    """Returns true if a kernel prefetches a weight before it waits."""
     return 0 < ptx.index("cp.async.bulk.prefetch.L2") < ptx.index("griddepcontrol.wait")
 
 
@@ -185,14 +185,14 @@ def _source(kernel: Any) -> Any:
 def shared_bytes(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, options: dict[str, int]
 ) -> int:
-    """Shared memory that a program of a kernel takes, on a GPU of a compute capability."""
+    """Returns the bytes of shared memory of a program, on a GPU of a compute capability."""
     return int(_compile(kernel, types, constants, capability, options).metadata.shared)
 
 
 def _compile(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, options: dict[str, int]
 ) -> Any:
-    """Arguments that neither mapping names are pointers to float32. All are aligned, as torch's are."""
+    """Compiles a kernel. Arguments in neither mapping are pointers to float32. All are aligned, as torch aligns them."""
     triton = pytest.importorskip("triton")
     if "OVERLAP" in kernel.arg_names:
         early = capability >= HOPPER

@@ -1,4 +1,4 @@
-"""What tests are watched for, and interpreted kernels more than others."""
+"""Checks of all tests: unwritten memory is NaN, and interpreted kernels access only their tensors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ INNER = 5
 
 
 def run_two_rows(read: int, written: int) -> None:
-    """A kernel for two rows, with memory for so many."""
+    """Runs a kernel of two rows, with memory for a given number of rows."""
     kernels = importlib.import_module("jetspec.ops.swiglu_triton")
     kernels._swiglu_kernel[(2, 1)](torch.zeros(read, 2 * INNER), torch.zeros(written, INNER), INNER=INNER, BLOCK=8)
 
 
-def test_lanes_that_are_masked_may_lie_anywhere(interpreter: Executor) -> None:
+def test_masked_lanes_may_be_out_of_bounds(interpreter: Executor) -> None:
     interpreter.submit(run_two_rows, 2, 2).result()
 
 
 @pytest.mark.parametrize(("read", "written"), [(1, 2), (2, 1)])
-def test_no_kernel_leaves_its_tensors(interpreter: Executor, read: int, written: int) -> None:
+def test_kernels_access_only_their_tensors(interpreter: Executor, read: int, written: int) -> None:
     with pytest.raises(Exception, match="memory of no tensor"):
         interpreter.submit(run_two_rows, read, written).result()
 
@@ -31,7 +31,7 @@ def unwritten() -> torch.Tensor:
     return torch.empty(1000)
 
 
-def test_what_nobody_wrote_is_no_number(interpreter: Executor) -> None:
-    """But where there is a GPU, whose algorithms are to be those that users have."""
+def test_unwritten_memory_is_nan(interpreter: Executor) -> None:
+    """Except on a GPU, where filling memory would change the algorithms that users get."""
     found = unwritten().isnan().all(), interpreter.submit(unwritten).result().isnan().all()
     assert list(found) == [not torch.cuda.is_available()] * 2

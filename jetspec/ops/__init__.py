@@ -1,5 +1,5 @@
-"""The operations a model is made of. Each file states one contract and its plain torch reference, which is the
-CPU path, the oracle of any kernel for it, and the documentation; a Triton kernel `x_triton.py` sits beside `x.py`."""
+"""Operations of a model. Each file `x.py` states one contract and its plain torch reference, which is the CPU path and
+the oracle of the kernels in `x_triton.py` and `x_*_gluon.py` (Hopper). `select.py` chooses between them."""
 
 from jetspec.ops.clock import note_time
 from jetspec.ops.distill_loss import CHUNK, DistillLoss, distill_loss, label_prob

@@ -1,12 +1,13 @@
-"""Kernels that start while the one before them ends: Hopper's programmatic dependent launch.
+"""Programmatic dependent launch of Hopper: a kernel starts while the previous one ends.
 
-A round launches hundreds of short kernels, each waiting for the last program of the one before it. A kernel that takes
-part may be launched as soon as all programs of its predecessor have begun, do what needs none of its results, such as
-reading weights and lengths, and must then `wait` for it. Every program waits, before anything else could end it: a
-kernel that was over before its predecessor would let its successor read what is not yet written.
+A round launches hundreds of short kernels, each of which waits for the last program of the previous one. A kernel that
+takes part may start as soon as all programs of its predecessor have begun. It may do work that needs none of its
+results, such as loading weights and lengths, and must then `wait` for it. Every program waits before it can end: if a
+kernel ended before its predecessor, its successor would read memory that is not yet written.
 
-What was written may be read before the wait only if a kernel that takes no part was launched since: it starts when all
-before it is over and seen by all. The end of a kernel alone, without a wait, promises nobody what it wrote.
+Data may be read before the wait only if a kernel that takes no part was launched since it was written: that kernel
+starts when all earlier ones have ended, with their stores visible. The end of a kernel without a wait guarantees
+neither.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,8 +30,7 @@ def overlap(x: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def fetch(ptr, num_bytes):
-    """Ask for what lies at `ptr`, each thread of a program for a part, so that it is in the cache when it is loaded.
-    Both numbers are multiples of 16."""
+    """Prefetches memory at `ptr` into the L2 cache, each thread a share. Address and size are multiples of 16."""
     threads: tl.constexpr = tl.extra.cuda.num_threads()
     share = tl.cdiv(num_bytes, threads * 16) * 16
     first = tl.arange(0, threads) * share
@@ -46,7 +46,7 @@ def fetch(ptr, num_bytes):
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr):
-    """Until the kernel before has finished. The one behind may be launched meanwhile, and waits in turn."""
+    """Waits for the previous kernel to finish. The next one may start meanwhile, and waits in turn."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,8 +1,8 @@
 """Attention of in-flight tokens over their request's cached prefix and their own ancestors.
 
-One operation serves every forward: a prefill chunk is a chain, a plain step a tree of one node, the head's block
-a chain (or, bidirectional, a clique), a draft a tree. What depends on the batch alone is planned once per forward
-and shared by all layers.
+One operation serves every forward: a prefill chunk is a chain, a plain step a tree of one node, the head's block a
+chain (or, bidirectional, a clique), a draft a tree. Indices and masks depend on the batch alone: they are planned once
+per forward and shared by all layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jetspec.types import KVPages, TreeBatch
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """The kernel finds on the device all that the reference plans on the host."""
+    """Plan of the kernels, which compute on the device all that the reference plans on the host."""
 
     batch: TreeBatch
 
@@ -38,13 +38,13 @@ class RequestGroup:
     """(requests, Q, J): prefix and ancestors, no padding."""
     query_position: Tensor
     key_position: Tensor | None
-    """None where former forwards left tokens in flight, whose positions nobody kept."""
+    """None where earlier forwards left tokens in flight, whose positions are unknown."""
 
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores, (requests, 1, repeat * Q, J), or None for nothing."""
+        """Returns the addend of the scores, (requests, 1, repeat * Q, J), or None if all is seen."""
         seen = self.seen
         if window is not None:
-            assert self.key_position is not None, "no window looks at tokens of former forwards"
+            assert self.key_position is not None, "positions of tokens of earlier forwards are unknown"
             seen = seen & (self.key_position[:, None] > self.query_position[:, :, None] - window)
         if bool(seen.all()):
             return None
@@ -58,7 +58,7 @@ class AttentionPlan:
     masks: dict[tuple[int | None, int, torch.dtype], list[Tensor | None]] = field(default_factory=dict)
 
     def masks_for(self, window: int | None, repeat: int, dtype: torch.dtype) -> list[Tensor | None]:
-        """The groups' masks, each repeated for the query heads that share a key head."""
+        """Returns the masks of the groups, each repeated for the query heads that share a key head."""
         key = (window, repeat, dtype)
         if key not in self.masks:
             self.masks[key] = [group.mask(window, repeat, dtype) for group in self.groups]
@@ -108,7 +108,7 @@ def _attend_unplanned(
 def tree_attention_reference(
     q_THE: Tensor, pages: KVPages, plan: AttentionPlan, scale: float, window: int | None
 ) -> Tensor:
-    """One product per group of requests. The query heads that share a key head are extra queries of it."""
+    """One product per group of requests. Query heads that share a key head are further queries of it."""
     masks = plan.masks_for(window, q_THE.shape[1] // pages.k.shape[2], q_THE.dtype)
     if len(plan.groups) == 1:
         return _attend_group(q_THE, pages, plan.groups[0], masks[0], scale)
@@ -147,10 +147,10 @@ def _plan_group(batch: TreeBatch, rows: list[int], count: int) -> RequestGroup:
 
 
 def _visible(batch: TreeBatch, row: Tensor, count: int, in_flight_count: int) -> Tensor:
-    """Which tokens in flight each of this forward sees: a chain, or what the bits say."""
+    """Returns which tokens in flight each token of this forward sees: those of a chain, or by the bits."""
     chain = torch.ones(1, count, count, dtype=torch.bool, device=row.device).tril_()
     if batch.ancestor_BNW is None:
-        assert count == in_flight_count, "a chain is of one forward"
+        assert count == in_flight_count, "a chain belongs to one forward"
         return chain
     bits = batch.ancestor_BNW[row, :count]
     if batch.is_tree_B is not None:  # chains may have more tokens than there are bits
@@ -162,7 +162,7 @@ def _visible(batch: TreeBatch, row: Tensor, count: int, in_flight_count: int) ->
 
 
 def _as_slice(index: Tensor) -> slice | Tensor:
-    """Neighbours are read in place; others are gathered."""
+    """Returns a slice of neighbouring indices, so that they are read in place. Others are gathered."""
     first, last = int(index[0]), int(index[-1])
     if last - first == len(index) - 1 and bool((index.diff() == 1).all()):
         return slice(first, last + 1)

@@ -120,9 +120,9 @@ def _register_tiled_attention_kernel(
     C: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
-    """One tile of queries over a run of chunks of C keys, WARPS of them at a time.
+    """One tile of queries over a run of chunks of C keys, WARPS chunks at a time.
 
-    Chunks of the prefix come first, then those of the tree, which start at a word of the mask. All is numbered and
+    Chunks of the prefix come first, then those of the tree, which start at a word of the mask. Keys are numbered and
     masked as in `tree_attention_triton`.
     """
     scores: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK_M, 8])
@@ -134,6 +134,7 @@ def _register_tiled_attention_kernel(
     many_results: gl.constexpr = gl.BlockedLayout([1, 1, per_thread], [1, 32 // lanes, lanes], [1, WARPS, 1], [2, 1, 0])
     results: gl.constexpr = gl.SliceLayout(0, many_results)
 
+    # read lengths, choose the run of keys
     tile = tiles - 1 - gl.program_id(0) % tiles
     pair = gl.program_id(0) // tiles
     split = gl.program_id(1)
@@ -155,6 +156,7 @@ def _register_tiled_attention_kernel(
         first = split * run
         last = gl.minimum(first + run, num_chunks)
 
+    # look up the first slots: the previous kernel does not write page tables
     page_ptr += request * page_stride_b
     kinds = shared_chunks, first_seen, shared, end
     k_slot = _slots(page_ptr, first, kinds, PAGE_SIZE, WARPS, C, gl.SliceLayout(1, k_layout))
@@ -163,7 +165,7 @@ def _register_tiled_attention_kernel(
     if tile * BLOCK_M // REPEAT >= count or split >= busy:
         return
 
-    # Rows past the last node repeat it, so that they load what exists; they are not stored.
+    # load Q tile: rows past the last node repeat it and are not stored
     node = _nodes(tile, count, REPEAT, BLOCK_M, scores)
     q_token = start + _nodes(tile, count, REPEAT, BLOCK_M, q_layout)
     q_head = group * REPEAT + (tile * BLOCK_M + index(BLOCK_M, 1, q_layout)) % REPEAT
@@ -175,13 +177,16 @@ def _register_tiled_attention_kernel(
     top = gl.full([WARPS, BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(2, scores))
     total = gl.zeros([WARPS, BLOCK_M], gl.float32, gl.SliceLayout(2, scores))
     acc = gl.zeros([WARPS, BLOCK_M, E], gl.float32, scores)
+    # load first K tile
     k_place = (k_slot * kv_stride_slot)[:, None, :] + index(E, 1, k_layout)
     k = gl.load(k_ptr + k_place)
     for block in range(first, last, WARPS):
+        # load V tile, look up the next slots
         v = gl.load(v_ptr + (v_slot * kv_stride_slot)[:, :, None] + index(E, 2, v_layout))
         k_slot = _slots(page_ptr, block + WARPS, kinds, PAGE_SIZE, WARPS, C, gl.SliceLayout(1, k_layout))
         v_slot = _slots(page_ptr, block + WARPS, kinds, PAGE_SIZE, WARPS, C, gl.SliceLayout(2, v_layout))
 
+        # mask
         chunk = block + index(WARPS, 0, scores)
         place = index(C, 2, scores)
         key, limit = _keys(chunk, place, kinds, C)
@@ -191,20 +196,23 @@ def _register_tiled_attention_kernel(
             seen = seen & ((chunk < shared_chunks) | _ancestors(words_ptr, chunk - shared_chunks, place, W, C))
         else:
             seen = seen & (key <= cached + node)
+        # scores, load next K tile
         product = mma_v2(q, k, nothing)
         k_place = (k_slot * kv_stride_slot)[:, None, :] + index(E, 1, k_layout)
         k = gl.load(k_ptr + k_place, mask=block + WARPS < last, other=0.0)
         score = gl.where(seen, product * scale, float("-inf"))
+        # online softmax
         new_top = gl.maximum(top, gl.max(score, 2))
         weight = gl.exp2(score - new_top[:, :, None])
         keep = gl.exp2(top - new_top)
         total = total * keep + gl.sum(weight, 2)
         top = new_top
+        # weighted values
         p = gl.convert_layout(weight.to(v.dtype), gl.DotOperandLayout(0, scores, 2))
         v = gl.convert_layout(_transposed(v, E // 8), gl.DotOperandLayout(1, scores, 2))
         acc = mma_v2(p, v, acc * keep[:, :, None])
 
-    # The warps add up.
+    # combine the warps
     tops = gl.convert_layout(top, gl.SliceLayout(2, many_results))
     totals = gl.convert_layout(total, gl.SliceLayout(2, many_results))
     best = gl.max(tops, 0)
@@ -219,21 +227,24 @@ def _register_tiled_attention_kernel(
     exists = node_of_row < count
     if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
         if busy > 1:
+            # store partials
             mine = gl.program_id(0) * SPLITS * BLOCK_M + row
             divisor = gl.where(total > 0, total, 1.0)
             row_lse = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
             gl.store(lse_ptr + mine + split * BLOCK_M, row_lse)
             my_part_ptr = part_ptr + (mine + split * BLOCK_M)[:, None] * E + column
             gl.store(my_part_ptr, acc / divisor[:, None], mask=exists[:, None])
-            # All of the program's stores come before its mark, and all loads of the last one after it.
+            # count finished splits: all stores of a program come before its count, all loads of the last one after
             tl.debug_barrier()
             before = gl.atomic_add(finished_ptr + gl.program_id(0), 1, sem="acq_rel")
             if before < busy - 1:
                 return
             gl.store(finished_ptr + gl.program_id(0), 0)
+            # combine splits
             together: gl.constexpr = min(SPLITS, AT_ONCE // per_thread)
             total, acc = _combine(lse_ptr, part_ptr, exists, busy, SPLITS, together, BLOCK_M, E, many_results)
 
+    # store output
     head = group * REPEAT + (tile * BLOCK_M + row) % REPEAT
     out_place = ((start + node_of_row) * (G * REPEAT) + head)[:, None] * E + column
     out = acc / gl.where(total > 0, total, 1.0)[:, None]
@@ -242,9 +253,9 @@ def _register_tiled_attention_kernel(
 
 @gluon.constexpr_function
 def _value_layout(WARPS, C, E):
-    """Threads hold values as tensor cores want them on the right of a product, keys in pairs, but neighbouring numbers
-    of a row where those have every eighth: the product's columns are put in order when it is done. So rows are loaded
-    16 bytes at a time."""
+    """Layout of values: the right operand of a tensor core, keys in pairs, except that a thread holds neighbouring
+    columns where the operand has every eighth. So rows are loaded 16 bytes at a time; the columns of the product are
+    put in order afterwards."""
     bits = [1 << i for i in range(E.bit_length() - 1)]
     own, shared = bits[:-3], bits[-3:]
     keys = [1 << i for i in range(C.bit_length() - 1)]
@@ -256,7 +267,7 @@ def _value_layout(WARPS, C, E):
 
 @gluon.jit
 def _transposed(x, LENGTH: gl.constexpr):
-    """Rows of numbers, seen as matrices with rows of LENGTH, transposed."""
+    """Transposes each row, seen as a matrix with rows of LENGTH."""
     A: gl.constexpr = x.shape[0]
     B: gl.constexpr = x.shape[1]
     E: gl.constexpr = x.shape[2]
@@ -271,7 +282,7 @@ def _nodes(tile, count, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.
 
 @gluon.jit
 def _keys(chunk, place, kinds, C: gl.constexpr):
-    """Keys at places of chunks, and where those of their kind end."""
+    """Numbers of keys at places of chunks, and the end of their kind: prefix or tree."""
     shared_chunks, begin, shared, end = kinds
     is_shared = chunk < shared_chunks
     first = gl.where(is_shared, begin + chunk * C, shared + (chunk - shared_chunks) * C)
@@ -280,8 +291,8 @@ def _keys(chunk, place, kinds, C: gl.constexpr):
 
 @gluon.jit
 def _slots(page_ptr, block, kinds, PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
-    """Where the keys of the next chunks are stored, (WARPS, C); past the end of a kind, its last one's place, which
-    exists and is not looked at."""
+    """Slots of the keys of the next chunks, (WARPS, C). Keys past the end of their kind have the slot of its last key,
+    and are masked."""
     chunk = block + gl.arange(0, WARPS, gl.SliceLayout(1, layout))[:, None]
     key, limit = _keys(chunk, gl.arange(0, C, gl.SliceLayout(0, layout))[None, :], kinds, C)
     key = gl.maximum(gl.minimum(key, limit - 1), 0)
@@ -290,7 +301,7 @@ def _slots(page_ptr, block, kinds, PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr,
 
 @gluon.jit
 def _ancestors(words_ptr, chunk, place, W, C: gl.constexpr):
-    """Which nodes of a chunk each row sees, from the words of its mask."""
+    """True for the nodes of a chunk that a row sees, by the bits of its mask."""
     number = chunk * (C // 32)
     word = gl.load(words_ptr + number, mask=(number >= 0) & (number < W), other=0)
     if C == 64:
@@ -311,7 +322,7 @@ def _combine(
     E: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """The running softmax over the results of all splits, as in `tree_attention_triton`, of the rows that exist."""
+    """The online softmax over the partials of all splits, as in `tree_attention_triton`, for the rows that exist."""
     results: gl.constexpr = gl.SliceLayout(0, layout)
     top = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, results))
     total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, results))

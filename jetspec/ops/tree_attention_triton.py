@@ -1,9 +1,12 @@
-"""The Triton kernels of `tree_attention`: flash decoding over pages.
+"""The portable Triton kernel of `tree_attention`: flash decoding over pages.
 
-A program takes a tile of queries of one request and key head, and a run of its keys. The query heads that share
-a key head are rows of the same tile, so K and V are loaded once for all of them. Where tiles alone would leave the
-GPU idle, the keys are split between programs, and the last of them to finish combines what all have found. Grids
-depend on shapes only; lengths are read on the device, so that a captured launch serves requests of any length.
+A program takes a tile of queries of one request and key head, and a run of its keys. The query heads that share a key
+head are rows of the same tile, so K and V are loaded once for all of them. Where tiles alone would leave the GPU idle,
+keys are split between programs, and the last program to finish combines the partial results. Grids depend on shapes
+only; lengths are read on the device, so that a captured launch serves requests of any length.
+
+Layout: q and out (T, H, E), K and V pages (P, S, G, E), page table (B, P), masks (B, N, W) words of 32 bits. Partial
+results are (tiles, SPLITS, BLOCK_M, BLOCK_E) in fp32, with a log-sum-exp per row.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -30,9 +33,9 @@ MAX_SPLITS = 32
 MANY_ROWS = 1024
 """Queries to one key head."""
 ENOUGH_MEMORY = 128 * 1024
-"""Shared memory of a multiprocessor in which every tile has its place; most GPUs that are no servers' have less."""
+"""Shared memory of a multiprocessor that holds every tile. Most consumer GPUs have less."""
 MAX_SPLIT_QUERIES = 256
-"""Longer chains are prefills: their tiles fill a GPU, and parts of so many queries would not stay in its cache."""
+"""Longer chains are prefills: their tiles fill a GPU, and their partial results would not stay in its cache."""
 
 AT_ONCE = tl.constexpr(2)
 
@@ -49,8 +52,8 @@ class Tiling(NamedTuple):
     """Keys. A multiple of 32, the bits of a mask word."""
     BLOCK_E: int
     min_run: int
-    """Blocks of keys that are worth a program of their own, with the combining that it brings; if there are more than
-    two such runs, all splits take part."""
+    """Key blocks that pay for a split of their own, with the combination it needs. With more than two such runs, all
+    splits are used."""
     num_warps: int
     num_stages: int
 
@@ -96,7 +99,8 @@ def attend(
 
 
 def _choose_tiling(rows: int, key_heads: int, E: int, itemsize: int) -> Tiling:
-    """Products of fp32 run outside the tensor cores, from registers, which hold smaller tiles."""
+    """Products of fp32 run outside the tensor cores, from registers, which hold smaller tiles. With few rows, small
+    tiles give more programs."""
     block_e = max(16, triton.next_power_of_2(E))
     block_m = max(16, triton.next_power_of_2(rows))
     if itemsize > 2:
@@ -111,7 +115,7 @@ def _choose_tiling(rows: int, key_heads: int, E: int, itemsize: int) -> Tiling:
 
 
 def _fit(tiling: Tiling, memory: int) -> Tiling:
-    """Large tiles take fewer blocks at once where shared memory is short."""
+    """Large tiles have fewer blocks in flight where shared memory is short."""
     if memory >= ENOUGH_MEMORY or tiling.BLOCK_M < 64:
         return tiling
     return tiling._replace(num_stages=tiling.num_stages - 1)
@@ -172,17 +176,16 @@ def _tree_attention_kernel(
 ):
     """One tile of queries over one run of key blocks.
 
-    Keys of a request are numbered by their place in its pages. Those below `shared`, the prefix from `first_seen` on,
-    are visible to the whole tile, up to a window; the rest, up to `end`, is masked query by query. Each kind has blocks
-    of its own, so that those of a tree start at a word of the mask, and all go through one loop: a second one would
-    start with nothing on its way, which takes longer than a block of keys. A chain has one kind and stops at its
-    diagonal.
-    With a TREE, `is_tree_ptr` may say which requests are chains for all that.
+    Keys of a request are numbered by their place in its pages. Keys below `shared`, the prefix from `first_seen` on,
+    are visible to the whole tile, up to a window; keys from there to `end` are masked query by query. Each kind has
+    blocks of its own, so that blocks of a tree start at a word of the mask. Both kinds share one loop: a second loop
+    would start with an empty pipeline, which costs more than a block of keys. A chain has one kind, up to its diagonal.
+    With a TREE, `is_tree_ptr` tells the requests that are chains.
 
-    Lengths, pages and masks are older than the kernel before this one, which writes q and the K and V in flight. So
-    the former are looked up while that one still runs, and pages always one block ahead.
+    The previous kernel writes q and the K and V in flight, but not lengths, pages and masks. These are read while it
+    still runs, and pages always one block ahead.
     """
-    # Late tiles of a chain see the most keys, so they start first. Tiles that share keys run side by side.
+    # read lengths. Late tiles of a chain see the most keys, so they start first; tiles that share keys are neighbours.
     tile = tiles - 1 - tl.program_id(0) % tiles
     pair = tl.program_id(0) // tiles
     split = tl.program_id(1)
@@ -193,7 +196,7 @@ def _tree_attention_kernel(
     cached = tl.load(cached_ptr + request).to(tl.int32)
     first_node = tile * BLOCK_M // REPEAT
 
-    # Rows past the last node repeat it, so that they load what exists; they are not stored.
+    # Rows past the last node repeat it, and are not stored.
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = row // REPEAT < count
     node = tl.maximum(tl.minimum(row // REPEAT, count - 1), 0)
@@ -208,12 +211,13 @@ def _tree_attention_kernel(
     begin = first_seen
     if WINDOWED:
         position = tl.load(position_ptr + token).to(tl.int32) if TREE else cached + node
-        hidden = position - window  # the last position that is out of sight
+        hidden = position - window  # the last hidden position
         begin = tl.maximum(tl.min(hidden) + 1, first_seen)
 
+    # choose the run of key blocks
     shared_blocks = tl.cdiv(tl.maximum(shared - begin, 0), BLOCK_N)
     num_blocks = shared_blocks + tl.cdiv(end - shared, BLOCK_N)
-    clear = 0  # blocks that every query sees whole
+    clear = 0  # blocks without a mask
     if not WINDOWED:
         clear = tl.maximum(tl.where(is_tree, cached, cached + first_node + 1) - begin, 0) // BLOCK_N
     first, last, busy = 0, num_blocks, 1
@@ -223,13 +227,15 @@ def _tree_attention_kernel(
         first = split * run
         last = tl.minimum(first + run, num_blocks)
 
+    # look up the first slots
     page_ptr += request * page_stride_b
     key, limit = _keys(first, shared_blocks, begin, shared, end, BLOCK_N)
     slot = _slot(page_ptr, key, limit, PAGE_SIZE)
     wait(OVERLAP)
-    if first_node >= count or split >= busy:  # a tile that sees nothing at all is still written, by its first program
+    if first_node >= count or split >= busy:  # the first split also writes a tile that sees no keys
         return
 
+    # load Q tile
     k_ptr += group * kv_stride_g
     v_ptr += group * kv_stride_g
     q = _load_rows(q_ptr, token * q_stride_t + head * q_stride_h, E, BLOCK_E)
@@ -238,10 +244,13 @@ def _tree_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
 
     for block in range(first, last):
+        # look up the next slots
         next_key, next_limit = _keys(block + 1, shared_blocks, begin, shared, end, BLOCK_N)
         next_slot = _slot(page_ptr, next_key, next_limit, PAGE_SIZE)
+        # load K tile, scores
         k = _load_rows(k_ptr, slot * kv_stride_slot, E, BLOCK_E)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        # mask
         if block >= clear:
             key, limit = _keys(block, shared_blocks, begin, shared, end, BLOCK_N)
             seen = key[None, :] < limit
@@ -261,26 +270,30 @@ def _tree_attention_kernel(
                     key_position = tl.where(key >= cached, flying_position, key)
                 seen = seen & (key_position[None, :] > hidden[:, None])
             score = tl.where(seen, score, float("-inf"))
+        # load V tile, online softmax
         v = _load_rows(v_ptr, slot * kv_stride_slot, E, BLOCK_E)
         top, total, acc = _add_block(score, v, scale, top, total, acc)
         slot = next_slot
 
     if SPLITS > 1:  # noqa: SIM102 (the outer condition is the compiler's)
         if busy > 1:
+            # store partials
             mine = tl.program_id(0) * SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
             column = tl.arange(0, BLOCK_E)[None, :]
             divisor = tl.where(total > 0, total, 1.0)
             row_lse = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
             tl.store(lse_ptr + mine + split * BLOCK_M, row_lse)
             tl.store(part_ptr + (mine + split * BLOCK_M)[:, None] * BLOCK_E + column, acc / divisor[:, None])
-            # All of the program's stores come before its mark, and all loads of the last one after it.
+            # count finished splits: all stores of a program come before its count, all loads of the last one after
             tl.debug_barrier()
             before = tl.atomic_add(finished_ptr + tl.program_id(0), 1, sem="acq_rel")
             if before < busy - 1:
                 return
             tl.store(finished_ptr + tl.program_id(0), 0)
+            # combine splits
             top, total, acc = _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M, BLOCK_E)
 
+    # store output
     divisor = tl.where(total > 0, total, 1.0)
     column = tl.arange(0, BLOCK_E)[None, :]
     place = (token * (G * REPEAT) + head)[:, None] * E + column
@@ -290,10 +303,9 @@ def _tree_attention_kernel(
 
 @triton.jit
 def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The running softmax over the results of all splits, each of the weight of its sum of exponentials.
+    """The online softmax over the partials of all splits, each weighted by its sum of exponentials.
 
-    They were written by other multiprocessors, so they are read from the cache that all share, several at once: no load
-    depends on another.
+    Other multiprocessors wrote them, so they are loaded from the L2 cache, several at once.
     """
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -315,10 +327,8 @@ def _combine(lse_ptr, part_ptr, mine, column, busy, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.jit
 def _add_block(score, v, scale, top, total, acc):
-    """Add one block of keys to the running softmax, which is relative to each row's highest score so far.
-
-    `scale` includes log2(e): powers of two are what the hardware computes.
-    """
+    """Adds one block of keys to the online softmax, relative to the highest score of each row. `scale` includes
+    log2(e), since the hardware computes powers of two."""
     new_top = tl.maximum(top, tl.max(score, 1) * scale)
     weight = tl.exp2(score * scale - new_top[:, None])
     keep = tl.exp2(top - new_top)
@@ -328,7 +338,7 @@ def _add_block(score, v, scale, top, total, acc):
 
 @triton.jit
 def _keys(block, shared_blocks, begin, shared, end, BLOCK_N: tl.constexpr):
-    """The keys of a block, and where those of its kind end."""
+    """Numbers of the keys of a block, and the end of their kind: prefix or tree."""
     is_shared = block < shared_blocks
     first = tl.where(is_shared, begin + block * BLOCK_N, shared + (block - shared_blocks) * BLOCK_N)
     return first + tl.arange(0, BLOCK_N), tl.where(is_shared, shared, end)
@@ -336,7 +346,8 @@ def _keys(block, shared_blocks, begin, shared, end, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _ancestors(words_ptr, block, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which keys of a block each row sees, from the words of its mask: all of the prefix, whose blocks are negative."""
+    """True for the keys of a block that a row sees, by the bits of its mask: all of the prefix, whose blocks are
+    negative."""
     lane = tl.arange(0, BLOCK_N)[None, :]
     words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
     for i in tl.static_range(BLOCK_N // 32):
@@ -348,14 +359,14 @@ def _ancestors(words_ptr, block, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def _slot(page_ptr, key, end, PAGE_SIZE: tl.constexpr):
-    """Where keys are stored; of those from `end` on, the last one's place, which exists and is not looked at."""
+    """Slots of keys. Keys from `end` on have the slot of the last one, and are masked."""
     key = tl.maximum(tl.minimum(key, end - 1), 0)
     return tl.load(page_ptr + key // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
 
 
 @triton.jit
 def _load_rows(ptr, offset, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Rows of E numbers, padded with zeros. Whole rows go without a mask."""
+    """Loads rows of E numbers, padded with zeros."""
     column = tl.arange(0, BLOCK_E)[None, :]
     if E == BLOCK_E:
         return tl.load(ptr + offset[:, None] + column)

@@ -95,7 +95,7 @@ def attend(
 
 
 def _pages(x_PSGE: Tensor) -> TensorDescriptor:
-    """Half a head of a page, a line of shared memory per token: 128 bytes of 16-bit numbers."""
+    """Descriptor of a page's tokens: 64 numbers each, a line of shared memory of 128 bytes."""
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x_PSGE.dtype]
     shape = [x_PSGE.shape[1], 64]
     rows = x_PSGE.flatten(2).flatten(0, 1)
@@ -138,10 +138,11 @@ def _warp_specialized_attention_kernel(
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
-    """One tile of queries over a run of blocks of keys, those of the prefix and of the tree alike.
+    """One tile of queries over a run of key blocks, of the prefix and of the tree alike.
 
-    Lengths, pages and masks are older than the kernel ahead, which writes q and the K and V in flight.
+    The previous kernel writes q and the K and V in flight, but not lengths, pages and masks.
     """
+    # read lengths, choose the run of key blocks
     HALVES: gl.constexpr = E // 64
     dtype: gl.constexpr = k_desc.dtype
     number, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
@@ -155,7 +156,7 @@ def _warp_specialized_attention_kernel(
     end = cached + count
     num_blocks = gl.cdiv(end, BLOCK_N)
     run = gl.maximum(gl.cdiv(num_blocks, SPLITS), min_run)
-    # Few keys are not split: a program for the rows of each group, whose first group of warps takes them.
+    # Few keys are not split: each program takes the rows of one consumer group, with its first group.
     apart = (SPLITS > 1) & (GROUPS > 1) & (num_blocks <= 2 * min_run)
     run = gl.where(apart, 2 * min_run, run)
     busy = gl.cdiv(num_blocks, run)
@@ -164,6 +165,7 @@ def _warp_specialized_attention_kernel(
     if (tile * GROUPS + gl.where(apart, split, 0)) * BLOCK_M // REPEAT >= count:
         steps = 0 * steps
 
+    # allocate stages and barriers
     q_blocks = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK_M, E], k_desc.layout)
     k_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
     v_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
@@ -178,6 +180,7 @@ def _warp_specialized_attention_kernel(
         mbarrier.init(k_free.index(stage), count=GROUPS)
         mbarrier.init(v_free.index(stage), count=GROUPS)
 
+    # start the producer warp and the consumer groups
     sizes: gl.constexpr = (PAGE_SIZE, G, REPEAT, E, SPLITS, BLOCK_M, BLOCK_N, STAGES, OVERLAP, GROUPS)
     shared = q_blocks, k_blocks, v_blocks, k_full, v_full, k_free, v_free
     if ancestor_ptr is not None:
@@ -203,8 +206,8 @@ def _warp_specialized_attention_kernel(
 
 @gluon.jit
 def _fetch(k_desc, v_desc, pages, shared, group, first, steps, end, apart, sizes: gl.constexpr):
-    """Ask for all blocks in turn. Where the pages of the next one lie is looked up ahead. A group of warps that has no
-    rows frees nothing: that is done for it here."""
+    """The producer warp: copies all blocks in turn, and looks up the pages of the next block ahead. It frees stages on
+    behalf of a consumer group without rows."""
     PAGE_SIZE: gl.constexpr = sizes[0]
     E: gl.constexpr = sizes[3]
     PAGES: gl.constexpr = sizes[6] // PAGE_SIZE
@@ -219,6 +222,7 @@ def _fetch(k_desc, v_desc, pages, shared, group, first, steps, end, apart, sizes
         if GROUPS > 1:
             mbarrier.arrive(k_free.index(stage), pred=apart & (step >= STAGES))
             mbarrier.arrive(v_free.index(stage), pred=apart & (step >= STAGES))
+        # load K block, load V block
         mbarrier.wait(k_free.index(stage), parity)
         _fetch_block(k_desc, slots, k_blocks, k_full, stage, group, PAGES, E)
         mbarrier.wait(v_free.index(stage), parity)
@@ -228,7 +232,7 @@ def _fetch(k_desc, v_desc, pages, shared, group, first, steps, end, apart, sizes
 
 @gluon.jit
 def _slots(pages, page, end, PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr):
-    """Where some pages begin. Behind the last one there are zeros, as behind all."""
+    """First slots of some pages. Pages behind the last one start past the cache, where copies read zeros."""
     page_ptr, behind = pages
     last = (end - 1) // PAGE_SIZE
     slots = ()
@@ -241,7 +245,7 @@ def _slots(pages, page, end, PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr):
 
 @gluon.jit
 def _fetch_block(desc, slots, blocks, full, stage, group, PAGES: gl.constexpr, E: gl.constexpr):
-    """The pages that begin at `slots`, each in halves of a head."""
+    """Copies the pages that begin at `slots`, each in halves of a head."""
     HALVES: gl.constexpr = E // 64
     bar, places = full.index(stage), _as_pages(blocks, PAGES)
     mbarrier.expect(bar, blocks.shape[1] * E * desc.dtype.primitive_bitwidth // 8)
@@ -270,8 +274,8 @@ def _attend_second(shared, places, numbers, work, sizes: gl.constexpr):
 
 @gluon.jit
 def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """All rows of a group. Every step weighs the values of the step before; the first one finds no weights yet, and
-    adds nothing."""
+    """A consumer group: all of its rows. Every step multiplies the values of the previous step; the first one
+    multiplies by zeros."""
     PAGE_SIZE: gl.constexpr = sizes[0]
     REPEAT: gl.constexpr = sizes[2]
     E: gl.constexpr = sizes[3]
@@ -288,13 +292,12 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
     scale, q_stride_t, q_stride_h, ancestor_stride_n, W = numbers
     _, split, _, tile, group, start, count, cached, first, steps, apart = work
     dtype: gl.constexpr = q_blocks.dtype
-    # A line of shared memory is half a head, and a block is all lines of one half, then those of the other.
     k_blocks = k_halves._reinterpret(dtype, [STAGES, BLOCK_N, E], k_halves.layout)
     v_blocks = v_halves._reinterpret(dtype, [STAGES, BLOCK_N, E], v_halves.layout)
     first_row = (tile * GROUPS + gl.where(apart, split, GROUP)) * BLOCK_M
     wait(sizes[8])
     if (steps > 0) & ((GROUP == 0) | (apart == 0)):
-        # Rows past the last node repeat it, so that they load what exists; they are not stored.
+        # load Q tile: rows past the last node repeat it and are not stored
         q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [BLOCK_M // 16, 1], [1, 0])
         row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, q_layout))
         token = start + gl.minimum(row // REPEAT, count - 1)
@@ -314,6 +317,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
         p = gl.zeros([BLOCK_M, BLOCK_N], dtype, weights)
         for step in range(steps):
             stage, parity = step % STAGES, (step // STAGES) & 1
+            # scores
             mbarrier.wait(k_full.index(stage), parity)
             s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
             k = k_blocks.index(stage).permute((1, 0))
@@ -322,14 +326,16 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
                 mbarrier.wait(v_full.index(stage), parity)
                 length = cached + count - (first + step) * BLOCK_N
                 _clear_rest(v_halves, stage * HALVES, length, PAGE_SIZE, HALVES, BLOCK_N, BLOCK_M // 16)
+            # weighted values of the previous block
             before = gl.maximum(step - 1, 0)
             mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
             acc = warpgroup_mma(p, v_blocks.index(before % STAGES), acc, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(k_free.index(stage))
+            # mask
             if (first + step + 1) * BLOCK_N > cached:
                 s = _mask(s, words_ptr, node, (first + step) * BLOCK_N - cached, count, W, BLOCK_N, scores)
-            # There are more keys than steps. A compiler does not know, and so cannot put the weighing behind the wait.
+            # online softmax. The condition always holds, which keeps the compiler from moving it behind the wait.
             weight, keep = s, top
             if step < cached + count:
                 new_top = gl.maximum(top, gl.max(s, 1) * scale)
@@ -342,6 +348,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
             mbarrier.arrive(v_free.index(before % STAGES), pred=step > 0)
             p = gl.convert_layout(weight.to(dtype), weights)
 
+        # weighted values of the last block
         acc = warpgroup_mma(p, v_blocks.index((steps - 1) % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         _finish(acc, top, total, first_row, places, work, sizes, GROUP)
@@ -351,7 +358,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
 def _clear_rest(
     v_blocks, block, length, PAGE_SIZE: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr
 ):
-    """What lies behind the last node in its page may not be a number, which no weight would make one."""
+    """Zeroes the values behind the last node in its page: they may be NaN, which a weight of 0 would not remove."""
     if length % PAGE_SIZE != 0 and length < BLOCK_N:
         PAGES: gl.constexpr = BLOCK_N // PAGE_SIZE
         layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
@@ -367,9 +374,9 @@ def _clear_rest(
 
 @gluon.jit
 def _mask(s, words_ptr, node, bit, count, W, BLOCK_N: gl.constexpr, scores: gl.constexpr):
-    """Scores of nodes from `bit` on, which is negative in the prefix, without those that a query does not see: it sees
-    all of the prefix, and nodes by the bits of its mask, 32 of which may begin anywhere in a word."""
-    # A thread holds two neighbours of every eight columns: what it tests first it moves to the end of each byte.
+    """Masks the scores of nodes from `bit` on, negative in the prefix: a query sees all of the prefix, and nodes by the
+    bits of its mask, of which a block may begin anywhere in a word."""
+    # A thread holds two neighbours of every eight columns, so the bits are shifted to the end of each byte first.
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))[None, :]
     number, shift = bit >> 5, bit & 31
     bits = gl.zeros(s.shape, gl.int32, scores)
@@ -384,8 +391,8 @@ def _mask(s, words_ptr, node, bit, count, W, BLOCK_N: gl.constexpr, scores: gl.c
 
 @gluon.jit
 def _word(words_ptr, node, number, count, W):
-    """Of the mask of each row; in a chain a node sees those up to itself. Bits of the prefix, before the first node,
-    are set; those behind the last are not."""
+    """A word of the mask of each row; in a chain a node sees the nodes up to itself. Bits of the prefix, before the
+    first node, are set; bits behind the last node are not."""
     if words_ptr is None:
         word, end = -1, node + 1
     else:
@@ -396,7 +403,7 @@ def _word(words_ptr, node, number, count, W):
 
 @gluon.jit
 def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Store what was found, or wait for what the other splits have found and combine some rows."""
+    """Stores the output, or the partials of a split, and combines some rows once all splits have stored theirs."""
     G: gl.constexpr = sizes[1]
     REPEAT: gl.constexpr = sizes[2]
     E: gl.constexpr = sizes[3]
@@ -412,15 +419,18 @@ def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP
     acc = acc * (1 / divisor)[:, None]
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, outputs))
     column = gl.arange(0, E, gl.SliceLayout(0, outputs))[None, :]
+    # store output
     if busy == 1:
         out_place = _places_of_rows(first_row + row, start, group, G, REPEAT, E)[:, None] + column
         exists = ((first_row + row) // REPEAT < count)[:, None]
         gl.store(out_ptr + out_place, acc.to(out_ptr.dtype.element_ty), mask=exists)
     elif SPLITS > 1:
+        # store partials
         part = (number * SPLITS + split) * BLOCK_M + row
         gl.store(lse_ptr + part, gl.where(total > 0, top + gl.log2(divisor), float("-inf")))
         gl.store(part_ptr + part[:, None] * E + column, acc)
         grid_barrier(barrier_ptr + number, split, busy)
+        # combine splits, store output
         ROWS: gl.constexpr = BLOCK_M // SPLITS
         parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, BLOCK_M // 16, 1], [2, 1, 0])
         for chunk in range(split, SPLITS, busy):
@@ -450,9 +460,9 @@ def _combine(
     E: gl.constexpr,
     parts: gl.constexpr,
 ):
-    """Rows of a tile from `first` on: what all splits have found, each by the weight of its sum of exponentials.
+    """Rows of a tile from `first` on: the partials of all splits, each weighted by its sum of exponentials.
 
-    They were written by other multiprocessors, so they are read from the cache that all share, and all at once.
+    Other multiprocessors wrote them, so they are loaded from the L2 cache, all at once.
     """
     split = index(SPLITS, 0, parts)
     part = (number * SPLITS + split) * BLOCK_M + first + index(ROWS, 1, parts)

@@ -13,7 +13,7 @@ from jetspec.ops.select import force
 EPS = 1e-6
 
 
-def test_a_whole_tile_is_what_lies_behind_the_rows() -> None:
+def test_a_whole_tile_includes_the_memory_behind_the_rows() -> None:
     memory = torch.randn(100, 8)
     x = memory[10:27]
     assert torch.equal(whole_tiles(x, 16), memory[10:42])
@@ -29,13 +29,13 @@ def test_a_whole_tile_ends_with_memory_that_holds_part_of_a_row() -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(5, 96), (17, 96), (40, 160)])
-def test_what_lies_behind_rows_does_not_matter(interpreter: Executor, rows: int, width: int) -> None:
-    """Products read it, and no result depends on it."""
-    interpreter.submit(compare_rooms, rows, width).result()
+def test_padding_does_not_change_products(interpreter: Executor, rows: int, width: int) -> None:
+    """Products read the padding, and no result depends on it."""
+    interpreter.submit(compare_padding, rows, width).result()
 
 
-def compare_rooms(rows: int, width: int) -> None:
-    """Memory behind rows that holds no numbers, and none."""
+def compare_padding(rows: int, width: int) -> None:
+    """Padding of NaN, and no padding."""
     kernels = importlib.import_module("jetspec.ops.linear_triton")
     torch.manual_seed(0)
     x, weight, norm = torch.randn(rows, width), torch.randn(2 * width, width), torch.randn(2 * width)
@@ -50,14 +50,14 @@ def compare_rooms(rows: int, width: int) -> None:
         assert torch.equal(one, other) and one.isfinite().all()
 
 
-def test_only_a_gpu_is_given_room() -> None:
+def test_only_rows_on_a_gpu_are_padded() -> None:
     x = torch.zeros(3, 4)
     assert new_rows(3, 4, like=x).untyped_storage().nbytes() == x.untyped_storage().nbytes()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 17, 64, 65, 100, 128, 129])
-def test_rows_on_a_gpu_have_room(rows: int) -> None:
+def test_rows_on_a_gpu_are_padded(rows: int) -> None:
     x = torch.zeros(1, 8, device="cuda", dtype=torch.bfloat16)
     made = new_rows(rows, 8, like=x)
     assert made.shape == (rows, 8) and made.dtype == x.dtype and made.is_contiguous()
@@ -66,8 +66,8 @@ def test_rows_on_a_gpu_have_room(rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 17, 33, 63, 65, 127])
-def test_products_of_a_layer_find_room_on_a_gpu(rows: int) -> None:
-    """What one product writes the next one reads in whole tiles."""
+def test_outputs_of_products_are_padded_on_a_gpu(rows: int) -> None:
+    """The next product reads them in whole tiles."""
     products = importlib.import_module("jetspec.ops.linear")
     torch.manual_seed(rows)
     size, inner = 4096, 12288

@@ -44,7 +44,7 @@ def scattered_batch(cached: list[int], counts: list[int], page_size: int, kind: 
                 visible[row, node] = visible[row, parent]
             visible[row, node, node] = True
         if kind == "clique":
-            visible[row] = True  # bits past the last node, too, which mean nothing
+            visible[row] = True  # also bits past the last node, which are ignored
         index = length + torch.arange(count)
         position.append(length + torch.tensor(depth, dtype=torch.int64))
         slot.append(order[row, index // page_size] * page_size + index % page_size)
@@ -119,7 +119,7 @@ def test_one_plan_serves_layers_of_every_window(kind: str) -> None:
 
 
 def last_nodes(batch: TreeBatch, count: int) -> TreeBatch:
-    """The last nodes of equally large trees alone: those before them are left in flight by former forwards."""
+    """The last nodes of equally large trees; earlier forwards left the nodes before them in flight."""
     rows, most = len(batch.layout.cached_len_B), batch.layout.max_queries
     layout = replace(
         batch.layout,
@@ -140,7 +140,7 @@ def last_nodes(batch: TreeBatch, count: int) -> TreeBatch:
     page_size=st.integers(1, 7),
     seed=st.integers(0, 99),
 )
-def test_nodes_see_those_that_former_forwards_left_in_flight(
+def test_nodes_see_tokens_of_earlier_forwards(
     cached: list[int], sizes: tuple[int, int], page_size: int, seed: int
 ) -> None:
     batch = scattered_batch(cached, [sum(sizes)] * len(cached), page_size, "tree", seed)
@@ -151,7 +151,7 @@ def test_nodes_see_those_that_former_forwards_left_in_flight(
     torch.testing.assert_close(last, whole[:, -sizes[1] :].flatten(0, 1), atol=1e-5, rtol=1e-4)
 
 
-def test_nobody_sees_the_positions_before_the_first_seen() -> None:
+def test_positions_before_the_first_seen_are_hidden() -> None:
     batch = scattered_batch([9, 1, 0], [4, 4, 4], 4, "tree", 0)
     q, pages = random_inputs(batch, HEADS, KV_HEADS, SIZE)
     out = tree_attention(
@@ -168,7 +168,7 @@ def test_nobody_sees_the_positions_before_the_first_seen() -> None:
 
 
 def with_chains(batch: TreeBatch, flags: list[bool]) -> TreeBatch:
-    """The same requests, of which some are chains; they may be longer than the bits of the trees."""
+    """The same requests, some of them as chains, which may be longer than the masks of the trees."""
     assert batch.ancestor_BNW is not None
     counts = batch.layout.query_start_B1.diff()
     most = max(int(count) for count, is_tree in zip(counts, flags, strict=True) if is_tree)
@@ -191,8 +191,8 @@ def test_some_requests_of_a_batch_are_chains() -> None:
 
 
 @pytest.mark.parametrize("min_run", [0, 1])
-def test_kernel_knows_trees_and_chains(interpreter: Executor, min_run: int) -> None:
-    """With tables of 32-bit numbers, as other engines have them."""
+def test_kernel_mixes_trees_and_chains(interpreter: Executor, min_run: int) -> None:
+    """With tables of 32-bit numbers, as in other engines."""
     batch = with_chains(scattered_batch([70, 0, 33, 1], [38, 75, 4, 20], 4, "tree", 0), FLAGS)
     layout = replace(batch.layout, page_BP=batch.layout.page_BP.int(), query_start_B1=batch.layout.query_start_B1.int())
     q, pages = random_inputs(batch, 2, 1, 8)
@@ -201,9 +201,7 @@ def test_kernel_knows_trees_and_chains(interpreter: Executor, min_run: int) -> N
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("min_run", [0, 1])
-def test_kernel_sees_what_the_reference_sees_of_former_forwards(
-    interpreter: Executor, count: int, min_run: int
-) -> None:
+def test_kernel_sees_tokens_of_earlier_forwards(interpreter: Executor, count: int, min_run: int) -> None:
     batch = scattered_batch([70, 0, 33, 1], [38] * 4, 4, "tree", 0)
     q, pages = random_inputs(batch, 2, 1, 8)
     batch = last_nodes(batch, count)
@@ -223,7 +221,7 @@ def random_inputs(
 
 
 def keep_used(pages: KVPages, batch: TreeBatch) -> KVPages:
-    """Pages in which every slot that belongs to no request is NaN: who reads one shows it."""
+    """Pages in which every slot that belongs to no request is NaN, so that reading one shows."""
     layout, size = batch.layout, batch.layout.page_size
     used = torch.zeros(pages.k.shape[:2], dtype=torch.bool).flatten()
     counts = layout.query_start_B1.diff() + layout.earlier
@@ -272,7 +270,7 @@ def test_kernel_equals_reference(interpreter: Executor, kind: str, window: int |
 
 @pytest.mark.parametrize("min_run", [0, 1])
 def test_kernel_is_launched_for_more_queries_than_there_are(interpreter: Executor, min_run: int) -> None:
-    """Some requests have none."""
+    """Some requests have no queries."""
     batch = scattered_batch([70, 0, 33, 5, 0], [5, 0, 1, 20, 0], 4, "chain", 0)
     batch = replace(batch, layout=replace(batch.layout, max_queries=64))
     interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), None, min_run).result()
@@ -298,7 +296,7 @@ def test_kernel_decodes_one_token(interpreter: Executor, kind: str, cached: int)
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_kernel_takes_short_numbers(interpreter: Executor, kind: str) -> None:
-    """fp16 in bf16's tiling: the interpreter's products know no bf16."""
+    """fp16 in bf16's tiling: the interpreter has no products of bf16."""
     batch = scattered_batch([100, 5], [40, 40], 16, kind, 3)
     q, pages = random_inputs(batch, 4, 1, 16, torch.float16)
     interpreter.submit(compare_interpreted, batch, q, pages, None, tolerance=2e-3).result()
@@ -595,7 +593,7 @@ def test_kernel_compiles_for_hopper(
 @pytest.mark.parametrize(("capability", "memory"), [(89, 100), (90, 228)])
 @pytest.mark.parametrize(("rows", "size"), [(64, 128), (2048, 128), (2048, 256)])
 def test_tiles_fit_into_shared_memory(rows: int, size: int, capability: int, memory: int) -> None:
-    """Of which a program never has the last 1024 bytes."""
+    """The last 1024 bytes are reserved."""
     pytest.importorskip("triton")
     kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
     tiling = kernel._fit(kernel._choose_tiling(rows, 8, size, 2), memory * 1024)
@@ -661,7 +659,7 @@ def test_kernel_on_a_gpu_takes_narrow_groups_of_three(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("nodes", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize("requests", [1, 3, 6, 12, 24, 64])
 def test_kernels_on_a_gpu_take_batches_of_every_size(requests: int, nodes: int, dtype: torch.dtype) -> None:
-    """Whichever kernel it is, and with rows that nobody has, which begin with no prefix."""
+    """With any kernel, and with unused rows, which have no prefix."""
     cached = [0 if i % 5 == 4 else (37 * i) % 300 for i in range(requests)]
     host = scattered_batch(cached, [nodes] * requests, 16, "tree", 0)
     (q, pages), batch = random_inputs(host, 9, 3, 64, dtype), on_gpu(host)
@@ -674,7 +672,7 @@ def test_kernels_on_a_gpu_take_batches_of_every_size(requests: int, nodes: int, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("chunks", [2, 5, 17, 65])
 def test_kernels_on_a_gpu_take_prompts_together(chunks: int, dtype: torch.dtype) -> None:
-    """Most of them are empty in a batch that was captured for more."""
+    """Most of them are empty in a batch that was captured for more chunks."""
     counts = [100, 30, 0, 55] if chunks > 4 else [100, 30]
     counts += [0] * (chunks - len(counts))
     host = scattered_batch([48, *[0] * (chunks - 1)], counts, 16, "chain", 0)
