@@ -72,7 +72,7 @@ def measure(case: Case, target: Decoder) -> dict[str, Any]:
     still = StandingRound(Decoding(target, head, tree, Workload(case.context, case.batch, case.calls)).engine)
     with select.watch() as used:
         graphs = {"": as_graph(still.whole, still.device)}
-    failed = {}
+    failed: dict[str, float | None] = {}
     for name in sorted(used):
         with select.without(name):
             try:

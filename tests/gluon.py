@@ -1,7 +1,7 @@
 """Gluon kernels on a CPU: torch runs them, program by program.
 
-A layout sets which thread holds which element, and changes no value. So layouts are ignored here, and a kernel becomes a
-function of whole tensors. The compiler checks layouts, and a GPU everything. Programs that wait for each other are
+A layout sets which thread holds which element, and changes no value. So layouts are ignored here, and a kernel becomes
+a function of whole tensors. The compiler checks layouts, and a GPU everything. Programs that wait for each other are
 threads.
 """
 

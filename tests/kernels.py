@@ -192,7 +192,7 @@ def shared_bytes(
 def _compile(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, options: dict[str, int]
 ) -> Any:
-    """Compiles a kernel. Arguments in neither mapping are pointers to float32. All are aligned, as torch aligns them."""
+    """Compiles a kernel. Arguments in neither mapping are pointers to float32. All pointers are aligned."""
     triton = pytest.importorskip("triton")
     if "OVERLAP" in kernel.arg_names:
         early = capability >= HOPPER

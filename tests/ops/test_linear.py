@@ -332,7 +332,7 @@ def gluon_kernel(name: str) -> Any:
 
 @pytest.mark.parametrize(("inputs", "reads"), [(576, True), (1408, False), (24, False), (1024, True)])
 def test_register_tiled_kernel_compiles_for_hopper(inputs: int, reads: bool) -> None:
-    """As the first product of an MLP, or as the last, with one, two and three parts of K. The weight is loaded before
+    """The first product of an MLP, or the last, with one, two and three parts of K. The weight is loaded before
     the kernel waits, the rows are after it, and both go to the tensor cores directly."""
     module, tiles = gluon_kernel(REGISTER_TILED), layouts.register_tiles(inputs, reads)
     assert tiles is not None
@@ -395,7 +395,7 @@ def test_programs_of_a_small_weight_fill_a_gpu_if_they_can(outputs: int, rows: i
 
 @pytest.mark.parametrize(("kind", "outputs"), [("gated", 12288), ("added", 4096), ("split", 4096)])
 def test_warp_specialized_kernel_compiles_for_hopper(kind: str, outputs: int) -> None:
-    """As the first product of an MLP, or as the last, with half tiles and without. Weight blocks are copied before the
+    """The first product of an MLP, or the last, with half tiles and without. Weight blocks are copied before the
     kernel waits."""
     module, gated, added = gluon_kernel(WARP_SPECIALIZED), kind == "gated", kind in {"added", "split"}
     tiles = layouts.warp_tiles(outputs, 14336 if kind == "split" else 0, 132)
@@ -523,7 +523,7 @@ def loaded_registers(ptx: str) -> int:
 
 @pytest.mark.parametrize(("rows", "reads"), [(16, True), (64, False), (64, True)])
 def test_kernel_of_a_few_rows_compiles_for_hopper(rows: int, reads: bool) -> None:
-    """As the first product of an MLP, or as the last. Wide products go through the tensor cores' own queue."""
+    """The first product of an MLP, or the last. Wide products go through the tensor cores' own queue (wgmma)."""
     module = importlib.import_module("jetspec.ops.linear_triton")
     kernel, tiling = (
         module._rows_linear_kernel,
