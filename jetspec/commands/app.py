@@ -17,9 +17,7 @@ from typer.core import TyperGroup
 from jetspec import __version__
 from jetspec.commands import screen
 from jetspec.commands.options import examples
-
-NEGATIVE, FAILED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
-"""Exit statuses: a negative answer, an error, and the two that a shell reports of SIGINT and SIGPIPE."""
+from jetspec.commands.screen import BROKEN_PIPE, FAILED, INTERRUPTED
 
 COMMANDS = (
     *("generate", "chat", "compare", "tree", "bench", "serve", "train", "eval-head", "data", "profile"),

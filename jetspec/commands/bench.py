@@ -27,7 +27,7 @@ from jetspec.commands.options import (
     options,
     stream,
 )
-from jetspec.commands.screen import last, out, write_json
+from jetspec.commands.screen import NEGATIVE, last, out, write_json
 from jetspec.files import check_writable
 from jetspec.types import Completion
 
@@ -104,7 +104,7 @@ def bench(
 
         write_record(out_file, record)
     if not result.identical and is_exact(llm) and sampling.temperature == 0:
-        raise typer.Exit(1)
+        raise typer.Exit(NEGATIVE)
 
 
 def read_prompts(path: Path, limit: int) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from jetspec.commands.options import (
     options,
     stream,
 )
-from jetspec.commands.screen import last, out, printable, shade, to_dict, working, write_json
+from jetspec.commands.screen import NEGATIVE, last, out, printable, shade, to_dict, working, write_json
 from jetspec.config import TreeConfig
 from jetspec.types import Completion, SamplingParams, Update
 
@@ -80,7 +80,7 @@ def compare(
     llm = load_llm(settings.model, settings.engine, given.get("tree"))
     report = compare_drafters(llm, texts or DEMO_PROMPTS, decode, as_json)
     if not report.identical and report.is_exact and sampling.temperature == 0:
-        raise typer.Exit(1)
+        raise typer.Exit(NEGATIVE)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,34 @@
-"""`jetspec data`: options of the commands that make training data."""
+"""`jetspec data`: the target answers prompts, or writes prompts, in one process or several."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import multiprocessing
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 from jetspec.aliases import current
 from jetspec.commands.options import Given, TargetConfig, check_model, examples, options
+from jetspec.commands.screen import duration, working
 from jetspec.config import EngineConfig
+
+if TYPE_CHECKING:
+    from jetspec.data.prompts import OnBad, Prompt, PromptData
+    from jetspec.data.regenerate import Check, RegenerateConfig
+    from jetspec.data.synthesize import SynthesizeConfig
+    from jetspec.data.workers import Answer
+    from jetspec.engine.llm import LLM
 
 CPU_BATCH, GPU_BATCH = 8, 2048
 MAX_ADMISSION_DELAY = 24
+SHARED_FRAC = 0.7
+"""Share of a GPU's memory that the caches of several processes on it may take together."""
 TARGET_ONLY = ("max_tokens", "temperature", "top_p", "seed")
 """Settings of answers that only the target uses, as all of `machine`."""
 
@@ -181,7 +195,6 @@ def regenerate(
         if not path.exists():
             raise ValueError(f"{path}: there is no such file or folder")
     check_model(settings.model)
-    from jetspec.commands.data_regenerate import regenerate_data
     from jetspec.data.prompts import PromptData, parse_shard
     from jetspec.data.regenerate import RegenerateConfig
 
@@ -218,7 +231,6 @@ def synthesize(
     words, with broken text, or that exist already are dropped. Answer them with `jetspec data regenerate`.
     """
     check_model(settings.model)
-    from jetspec.commands.data_synthesize import synthesize_data
     from jetspec.data.prefixes import read_prefixes
     from jetspec.data.synthesize import SynthesizeConfig
 
@@ -226,3 +238,122 @@ def synthesize(
     one_by_one, file = asked.pop("prefix"), asked.pop("prefixes")
     config = SynthesizeConfig(settings.model.name, one_by_one or read_prefixes(file), **asked)
     synthesize_data(out, count, config, settings.model, settings.machine, dry_run=dry_run)
+
+
+# -- regenerate
+
+
+def regenerate_data(
+    out: Path,
+    data: PromptData,
+    config: RegenerateConfig,
+    model: TargetConfig,
+    machine: Machines,
+    *,
+    on_bad: OnBad,
+    dry_run: bool,
+) -> None:
+    from jetspec.data.regenerate import load_check, load_corpus, places, plan, write_rows
+
+    config.sampling("")  # refuses bad settings before anything is read
+    where = places(model.device, machine.jobs)
+    if config.responses == "corpus":
+        where, corpus = ["cpu"], load_corpus(config)
+        check: Check = corpus.converse
+        starts: list[Callable[[], Answer]] = [lambda: corpus.answer]
+    else:
+        starts = [
+            partial(
+                load_answerer, config, machine.engine(place, config.max_len), model.dtype, place, where.count(place)
+            )
+            for place in where
+        ]
+        check = load_check(config)
+    if not dry_run:
+        print(write_rows(out, data, config, check, starts, on_bad).summary(out))
+        return
+    words, todo = plan(out, data, config, check, where, on_bad)
+    print(words, flush=True)
+    if todo and config.responses == "target":
+        print(time_needed(config, model.dtype, machine.engine(where[0], config.max_len), where, todo))
+
+
+def time_needed(
+    config: RegenerateConfig, dtype: str, engine: EngineConfig, where: Sequence[str], todo: Sequence[Prompt]
+) -> str:
+    """Time that the answers take, in words. Processes that share a device count as one."""
+    from jetspec.data.probe import probe
+
+    llm = load_target_alone(config.model, engine, dtype, where[0], where.count(where[0]))
+    with working("Answering a few prompts"):
+        found = probe(llm, config, todo, engine.max_batch)
+    if found is None:
+        return "the time is unknown: none of the prompts that were tried can be answered"
+    num_answers = sum(len(prompt.turns) for prompt in todo)
+    seconds = found.seconds_for(num_answers, config.max_tokens, len(set(where)))
+    return (
+        f"which takes about {duration(seconds)}, judging by the beginnings of answers to {found.prompts} prompts:"
+        f" {found.tokens_per_s:,.0f} tokens/s, {found.answer_tokens(config.max_tokens):,.0f} tokens per answer"
+    )
+
+
+def load_answerer(config: RegenerateConfig, engine: EngineConfig, dtype: str, device: str, sharing: int) -> Answer:
+    from jetspec.data.regenerate import regenerate
+
+    return partial(regenerate, load_target_alone(config.model, engine, dtype, device, sharing), config)
+
+
+def load_target_alone(model: str, engine: EngineConfig, dtype: str, device: str, sharing: int) -> LLM:
+    """The target without a drafter. `sharing` is the number of processes on the same device."""
+    import torch
+
+    from jetspec.engine.llm import LLM
+
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+        if sharing > 1:
+            memory = torch.cuda.get_device_properties(device).total_memory
+            engine = replace(engine, cache_gb=SHARED_FRAC * memory / 2**30 / sharing)
+    is_worker = multiprocessing.parent_process() is not None
+    with nullcontext() if is_worker else working(f"Loading {model}"):
+        return LLM(model, drafter="none", engine=engine, dtype=dtype, device=device)
+
+
+# -- synthesize
+
+
+def synthesize_data(
+    out: Path, count: int, config: SynthesizeConfig, model: TargetConfig, machine: Machines, *, dry_run: bool
+) -> None:
+    from jetspec.data.regenerate import places, read_tokenizer
+    from jetspec.data.synthesize import UserTurn, plan, write_prompts
+
+    config.sampling("")  # refuses bad settings before anything is read
+    where = places(model.device, machine.jobs)
+    engines = [engine_for(count, len(where), machine, place) for place in where]
+    tokenizer, eos_tokens, _ = read_tokenizer(config.model)
+    turn = UserTurn(tokenizer, eos_tokens, config.system)
+    if dry_run:
+        print(plan(out, count, config, turn, where))
+        return
+    starts = [
+        partial(load_writer, config, engine, model.dtype, place, where.count(place))
+        for engine, place in zip(engines, where, strict=True)
+    ]
+    print(write_prompts(out, count, config, turn, starts).summary(out))
+
+
+def engine_for(count: int, jobs: int, machine: Machines, place: str) -> EngineConfig:
+    """Engine settings as for answers, with a batch of at most the prompts to write: more would be discarded."""
+    batch = min(machine.engine(place).max_batch, -(-count // jobs))
+    return replace(machine, batch=batch).engine(place)
+
+
+def load_writer(config: SynthesizeConfig, engine: EngineConfig, dtype: str, device: str, sharing: int) -> Answer:
+    from jetspec.data.synthesize import UserTurn, synthesize
+
+    llm = load_target_alone(config.model, engine, dtype, device, sharing)
+    turn = UserTurn(llm.tokenizer, llm.target.eos_tokens, config.system)
+    # The end of a user's turn may differ from that of an answer.
+    llm.target = replace(llm.target, eos_tokens=turn.end_tokens)
+    return partial(synthesize, llm, config, turn)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jetspec.commands.options import AsJson, examples
-from jetspec.commands.screen import out, write_json
+from jetspec.commands.screen import NEGATIVE, out, write_json
 from jetspec.models.hub import check_name, head_path
 
 app = typer.Typer(add_completion=False)
@@ -34,7 +34,7 @@ def info(
     for each in (name, head):
         check_name(head_path(each or name))
     if not show_info(name, head, as_json):
-        raise typer.Exit(1)
+        raise typer.Exit(NEGATIVE)
 
 
 def show_info(name: str, head: str | None, as_json: bool) -> bool:

@@ -16,6 +16,9 @@ from rich.text import Text
 
 from jetspec.types import Completion, RoundStats, Update
 
+NEGATIVE, FAILED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+"""Exit statuses: a negative answer, an error, and the two that a shell reports of SIGINT and SIGPIPE."""
+
 SHADES = ("default", "cyan")
 """Tokens of one round share a shade; the next round takes the next one."""
 

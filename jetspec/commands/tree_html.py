@@ -45,29 +45,11 @@ def write_page(path: Path, prompt: str, rounds: Sequence[DrawnRound], token_text
 
 def page(prompt: str, rounds: Sequence[DrawnRound], token_text: Callable[[int], str]) -> str:
     """The whole document: the prompt, the text with a shade per round, and a picture of every tree."""
-    text = "".join(
-        f'<a href="#round-{n}" class="shade{n % 2}">{escape(r.text)}</a>' for n, r in enumerate(rounds, start=1)
-    )
-    sections = "\n".join(_section(n, r.trace, token_text) for n, r in enumerate(rounds, start=1))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Draft trees</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<h1>Draft trees</h1>
-<p class="prompt">{escape(prompt)}</p>
-<p class="text">{text}</p>
-<p class="legend"><span class="key kept"></span>accepted <span class="key dropped"></span>rejected
-<span class="key bonus"></span>the target's own token. Numbers are log-probabilities after the parent;
-the thicker a line, the more probable. Hold the pointer over a node for its path.</p>
-{sections}
-</body>
-</html>
-"""
+    from jinja2 import Environment, PackageLoader
+
+    template = Environment(loader=PackageLoader("jetspec.commands", ""), autoescape=True).get_template("tree.html")
+    pictures = [(each.text, count_nodes(each.trace), _picture(each.trace, token_text)) for each in rounds]
+    return template.render(prompt=prompt, rounds=pictures)
 
 
 @dataclass(frozen=True)
@@ -78,13 +60,6 @@ class _Box:
     x: float
     y: float
     width: float
-
-
-def _section(number: int, trace: RoundTrace, token_text: Callable[[int], str]) -> str:
-    return (
-        f'<section id="round-{number}"><h2>Round {number}</h2><p>{count_nodes(trace)}</p>'
-        f'<div class="picture">{_picture(trace, token_text)}</div></section>'
-    )
 
 
 def _picture(trace: RoundTrace, token_text: Callable[[int], str]) -> str:
@@ -160,32 +135,3 @@ def _title(trace: RoundTrace, node: int, token_text: Callable[[int], str]) -> st
         path.append(token_text(trace.tokens[at]))
         at = trace.parents[at]
     return f"{label(''.join(reversed(path)))}  Σ {trace.scores[node]:.2f}"
-
-
-STYLE = """
-:root { color-scheme: light dark; --page: #ffffff; --card: #f6f8fa; --ink: #1f2328; --faint: #6b7280; --edge: #d0d7de;
-  --line: #c3cbd4; --shade: #0969da; --kept: #1a7f37; --kept-fill: #dafbe1; --bonus: #9a6700; --bonus-fill: #fff8c5; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #0d1117; --card: #161b22; --ink: #e6edf3; --faint: #8b949e; --edge: #30363d; --line: #4d5561;
-    --shade: #58a6ff; --kept: #3fb950; --kept-fill: #12331c; --bonus: #d29922; --bonus-fill: #3a2d0c; } }
-body { margin: 2rem auto; max-width: 80rem; padding: 0 1.5rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 0; display: inline-block; }
-section { margin: 1.5rem 0; } section p { display: inline-block; margin: 0 0 0 .8rem; color: var(--faint); }
-.prompt { color: var(--faint); white-space: pre-wrap; border-left: 3px solid var(--edge); padding-left: .8rem; }
-.text { white-space: pre-wrap; } .text a { color: inherit; text-decoration: none; }
-.text a.shade0 { color: var(--shade); } .text a:hover { text-decoration: underline; }
-.legend { color: var(--faint); font-size: .9rem; }
-.key { display: inline-block; width: 1.4em; height: .8em; border-radius: 4px; border: 1.5px solid var(--edge);
-  margin: 0 .3em 0 .8em; }
-.key.kept { border-color: var(--kept); background: var(--kept-fill); }
-.key.bonus { border-color: var(--bonus); background: var(--bonus-fill); border-style: dashed; }
-.picture { overflow-x: auto; background: var(--card); border: 1px solid var(--edge); border-radius: 8px;
-  margin-top: .5rem; }
-svg { display: block; } svg text { font: 12px ui-monospace, monospace; fill: var(--ink); }
-svg path { fill: none; stroke: var(--line); } svg rect { fill: var(--page); stroke: var(--line); stroke-width: 1.5; }
-svg g.dropped text { fill: var(--faint); }
-svg path.kept { stroke: var(--kept); } svg g.kept rect { stroke: var(--kept); fill: var(--kept-fill); }
-svg path.bonus { stroke: var(--bonus); } svg path.bonus, svg g.bonus rect { stroke-dasharray: 4 3; }
-svg g.bonus rect { stroke: var(--bonus); fill: var(--bonus-fill); }
-"""
