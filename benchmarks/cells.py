@@ -178,6 +178,6 @@ def round_questions(mine: Measured) -> dict[str, tuple[int, int]]:
 
 
 def accepted_lengths(mine: Measured) -> list[int]:
-    """How many rounds kept 0, 1, 2, .. drafts."""
+    """Number of rounds that accepted 0, 1, 2, .. drafts."""
     columns = zip_longest(*(answer["accepted"] for answer in mine.all_whole_answers), fillvalue=0)
     return [sum(column) for column in columns]

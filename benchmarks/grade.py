@@ -1,4 +1,4 @@
-"""Whether an answer is right: mathematics by equality of expressions, programs by running tests.
+"""Graders of answers: mathematics by equality of expressions, programs by running tests.
 
 A question is a line of a task's file. Programs are graded by the tests that it carries: `test` and `entry_point` as
 OpenAI's HumanEval has them, or the asserts in the prompt of MBPP. A HumanEval line without tests is graded on the calls
@@ -21,24 +21,24 @@ MATH_TASKS = ("gsm8k", "math500", "aime24", "aime25")
 LIMITS = Limits()
 NEEDS_MATH_VERIFY = "grading mathematics needs math-verify: pip install 'jetspec[bench]'"
 MATH_TIMEOUT_S = 5
-"""For one expression; the library can lose itself in a wild one."""
+"""Limit for one expression; the library can take very long."""
 TWO_NUMBERS = re.compile(r"\d\s+\d")
-"""With but a space between them; the library would add them up."""
+"""Numbers separated by a space; the library would add them."""
 SHORT_FRACTION = re.compile(r"\\[cdt]?frac\s*(\\[a-zA-Z]+|[0-9a-zA-Z])\s*(\\[a-zA-Z]+|[0-9a-zA-Z])")
-"""As TeX reads it: without braces, the next two signs."""
+"""Fraction without braces: TeX takes the next two signs."""
 FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 MBPP_TESTS = "Your code should pass these tests:\n"
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What became of an answer."""
+    """Grade of an answer."""
 
     correct: bool | None
-    """None: this question has no grader."""
+    """None: the question has no grader."""
     why: str
     is_partial: bool = False
-    """Whether fewer tests were run than the task is known for, so that scores are higher than published ones."""
+    """Fewer tests were run than the task is known for, so scores are higher than published ones."""
 
 
 def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
@@ -57,7 +57,7 @@ def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
 
 
 def _grade_math(expected: str, answer: str) -> Grade:
-    """By what stands in the last box; in a text without one, by what the library takes for its answer."""
+    """Grade by the last box; in a text without one, by the answer that the library finds."""
     found = last_boxed(answer)
     if found:
         found = SHORT_FRACTION.sub(r"\\frac{\1}{\2}", found)
@@ -71,7 +71,7 @@ def _grade_math(expected: str, answer: str) -> Grade:
 
 
 def last_boxed(text: str) -> str | None:
-    """Braces are counted; a box that is cut off holds nothing."""
+    """Contents of the last complete box."""
     for match in reversed(list(re.finditer(r"boxed\s*\{", text))):
         depth = 1
         for end in range(match.end(), len(text)):
@@ -86,7 +86,7 @@ def _boxed(text: str) -> str:
 
 
 def _same_text(a: str, b: str) -> bool:
-    """But for how it is set. A space between two words or numbers stays, as 1 2 is not 12."""
+    """Equality up to typesetting. A space between two words or numbers counts: 1 2 is not 12."""
 
     def bare(text: str) -> str:
         text = re.sub(r"\\(?:left|right|!|,)", "", text)
@@ -98,12 +98,12 @@ def _same_text(a: str, b: str) -> bool:
 
 
 def _parse(text: str) -> list[Any]:
-    """What the library finds in a text: an expression, and the text of it."""
+    """Expressions that the library finds in a text, with their source."""
     try:
         from math_verify import parse
     except ImportError:
         raise ValueError(NEEDS_MATH_VERIFY) from None
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what it cannot parse is wrong, and no news
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # parse errors are wrong answers
     return list(parse(text, parsing_timeout=_math_timeout()))
 
 
@@ -114,7 +114,7 @@ def _same_value(expected: list[Any], found: list[Any]) -> bool:
 
 
 def _math_timeout() -> int | None:
-    """The library's clock is an alarm signal, which the main thread alone can have."""
+    """Timeout of the library, which needs an alarm signal, and so the main thread."""
     return MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
 
 
@@ -133,7 +133,7 @@ def _grade_humaneval(question: Mapping[str, Any], answer: str) -> Grade:
         return Grade(None, "the question has no function to complete")
     name = question.get("entry_point") or functions[-1].name
     code = find_code(answer, name.__eq__)
-    # What does not define the function is a body that goes on where the prompt ends.
+    # Code without the function is its body, behind the prompt.
     program = f"{prompt}\n{code}" if name in defined_names(code) else prompt + code
     if question.get("test"):
         return _run(program, [question["test"], f"check({name})"])
@@ -143,7 +143,7 @@ def _grade_humaneval(question: Mapping[str, Any], answer: str) -> Grade:
 
 
 def docstring_tests(name: str, docstring: str, reference: str) -> list[str]:
-    """A test per call in the docstring with written-out arguments: the program gives what the reference gives."""
+    """A test per call in the docstring with literal arguments: program and reference agree."""
     calls = list(dict.fromkeys(_literal_calls(name, docstring)))
     if not calls:
         return []
@@ -152,7 +152,7 @@ def docstring_tests(name: str, docstring: str, reference: str) -> list[str]:
 
 EXPECTED = '''
 class Expected:
-    """Values of the reference solution, and whether the program's are the same, floats up to rounding."""
+    """Values of the reference solution, compared with the program's, floats up to rounding."""
 
     def __init__(self, source):
         self.names = {}
@@ -173,7 +173,7 @@ class Expected:
 
 
 def _literal_calls(name: str, docstring: str) -> list[str]:
-    """Arguments of every call of a function in a text, where they are literals. `f()` is but its name."""
+    """Literal arguments of every call of a function in a text. `f()` is only its name."""
     found = []
     for match in re.finditer(rf"\b{re.escape(name)}\(", docstring):
         rest = docstring[match.end() :]
@@ -197,12 +197,12 @@ def find_code(answer: str, is_wanted: Callable[[str], bool]) -> str:
 
 
 def find_blocks(text: str) -> list[str]:
-    """What stands between fences. The last one may be missing where an answer was cut off."""
+    """Text between fences. The last fence may be missing where an answer was cut off."""
     return [block for block in FENCE.findall(text) if block.strip()]
 
 
 def defined_names(code: str) -> set[str]:
-    """By a pattern, since the code of an answer may be broken."""
+    """Functions and classes of code, by a pattern, since it may have syntax errors."""
     return set(re.findall(r"^(?:async\s+)?(?:def|class)\s+(\w+)", code, re.MULTILINE))
 
 

@@ -1,4 +1,4 @@
-"""Whether a text is that of plain decoding, and if not, whether the target itself was undecided where it leaves it."""
+"""Comparison of answers with those of plain decoding: equal, a tie of two logits, or a mistake."""
 
 from __future__ import annotations
 
@@ -19,39 +19,38 @@ from jetspec.tree.sample import filter_logits, gumbel
 from jetspec.types import RowSampling, SamplingParams
 
 OTHER_PROMPT = "other prompt"
-"""Why the text of a server differs that read its own earlier words as other tokens than we do."""
+"""Reason for a server that tokenized its own earlier answer differently."""
 NOISE_TEXTS, NOISE_TOKENS = 8, 64
-"""What rounding is measured on: so many answers, of each at most so many tokens."""
+"""Answers that rounding is measured on, and the most tokens of each."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where an answer leaves the plain one."""
+    """Place where an answer leaves the plain one."""
 
     id: str
     turn: int
     position: int
-    """Tokens of the turn that both wrote before."""
+    """Common tokens of the turn before."""
     gap: float | None
-    """How far apart the target holds the two tokens, reading the text at once. None: one text ends earlier."""
+    """Distance of the two tokens in the target's logits. None: one text ends earlier."""
     least: float | None
-    """The least of several readings, rounded otherwise, where that was wider than a tie."""
+    """Least gap of several readings, where the first is wider than a tie."""
     moved: float | None
-    """How far these are from each other."""
+    """Spread of these readings."""
     tie: bool
-    """Whether rounding alone may have decided between them."""
+    """Rounding alone may have decided between the tokens."""
     why: str | None = None
-    """What else it comes from. Such an answer is listed, and counts neither as compared nor as a mistake."""
+    """Another reason. Such an answer is listed, and counts neither as compared nor as a mistake."""
 
 
 class LosslessCheck:
     """Compares answers with those of plain decoding, token by token.
 
-    Greedy answers of everybody are compared, and drawn ones of our engine, which draws by seed and position alone. A
-    difference is listed with the gap between its two tokens under the target: how far the worse of them lay behind the
-    best, noise of the draw included. It is a tie where the gap, in some reading of the text, is no more than what
-    rounding moves two logits apart by, in general or there, and a mistake elsewhere. The texts of servers are cut up
-    again first.
+    Greedy answers of all methods are compared, and sampled ones of our engine, which samples by seed and position
+    alone. A difference is listed with its gap: the distance of the worse of the two tokens from the target's best,
+    noise of the draw included. It is a tie where the gap, in some reading of the text, is within the rounding of two
+    logits, in general or there, and a mistake elsewhere. Texts of servers are tokenized first.
     """
 
     def __init__(self, bench: Bench, plain: Sequence[Measured]) -> None:
@@ -65,12 +64,12 @@ class LosslessCheck:
         return FreshPass(self.bench.llm.target.decoder, None, self.bench.max_len)
 
     def tie_at(self, temperature: float) -> float:
-        """How far apart two tokens may be. Measured when it is first needed."""
+        """Largest distance of two tokens at a tie, measured at first use."""
         self._noise = self._noise or self._measure_noise()
         return self._noise.tie_at(temperature)
 
     def _measure_noise(self) -> PairNoise:
-        """On first turns of plain answers, drawn evenly from all of them."""
+        """Measure rounding on first turns of plain answers, drawn evenly from all."""
         texts = []
         for measured in self.plain:
             prompts = self._prompts(measured.cell.task)
@@ -83,13 +82,13 @@ class LosslessCheck:
         return pair_noise(self.fresh, some, max(budgets))
 
     def noise_record(self) -> dict[str, Any] | None:
-        """None: it was not needed."""
+        """Rounding for the record. None: it was not measured."""
         if self._noise is None:
             return None
         return {**asdict(self._noise), "widest_tie": self._noise.widest_tie}
 
     def of(self, mine: Measured, plain: Measured) -> dict[str, Any] | None:
-        """A greedy answer is one answer, however often it was repeated; draws of another repeat are others."""
+        """Comparison of a cell. Repeats of a greedy answer count once; draws of another repeat are other answers."""
         method, temperature = self.methods[mine.cell.method], mine.cell.temperature
         if temperature > 0 and not method.is_ours:
             return None
@@ -111,9 +110,11 @@ class LosslessCheck:
         return {
             "check": "seeded tokens" if temperature > 0 else "greedy text" if is_text else "greedy tokens",
             "compared": len(judged),
-            "identical": sum(not any(partings) for partings in judged.values()),
-            "ties": sum(any(partings) and all(p is None or p.tie for p in partings) for partings in judged.values()),
-            "different": [{**asdict(parting), "repeats": repeats} for parting, repeats in repeats_of.items()],
+            "identical": sum(not any(divergences) for divergences in judged.values()),
+            "ties": sum(
+                any(divergences) and all(p is None or p.tie for p in divergences) for divergences in judged.values()
+            ),
+            "different": [{**asdict(divergence), "repeats": repeats} for divergence, repeats in repeats_of.items()],
         }
 
     def _prompts(self, task: str) -> dict[str, Prompt]:
@@ -128,7 +129,7 @@ class LosslessCheck:
         temperature: float,
         is_text: bool,
     ) -> Divergence | None:
-        """The first turn that differs, and where; turns after it answer another conversation."""
+        """First turn that differs, and the place; turns after it answer another conversation."""
         talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
         for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
             if turn in mine.get("other_prompts", ()):
@@ -138,9 +139,9 @@ class LosslessCheck:
             talk.answer(expected, plain["finish"][turn])
             if is_text:
                 expected = self.bench.llm.tokenizer.encode_words(plain["text"][turn])
-            if (parting := find_divergence(expected, given)) is None:
+            if (divergence := find_divergence(expected, given)) is None:
                 continue
-            place, pair = parting
+            place, pair = divergence
             if pair is None:
                 return Divergence(prompt.id, turn, place, None, None, None, tie=False)
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
@@ -149,8 +150,7 @@ class LosslessCheck:
         return None
 
     def gap(self, a: int, b: int, tokens: tuple[int, ...], sampling: SamplingParams) -> Gap:
-        """Between two tokens after a text. Methods leave the plain text where it is undecided, many of them at the same
-        place and in every repeat: that is looked at once."""
+        """Gap of two tokens after a text, cached: many methods leave the plain text at the same place."""
         key = a, b, tokens, sampling if sampling.temperature > 0 else None
         if key not in self._gaps:
             judges = [drawn(reading, sampling) for reading in readings(self.fresh)]
@@ -159,20 +159,20 @@ class LosslessCheck:
 
 
 def drawn(fresh: Judge, sampling: SamplingParams) -> Judge:
-    """Who decides how close two tokens were: the target alone, or with the noise of the draw."""
+    """Judge of a gap: the target alone, or with the noise of the draw."""
     return fresh if sampling.temperature == 0 else DrawnPass(fresh, sampling)
 
 
 @dataclass(frozen=True)
 class DrawnPass:
-    """A fresh pass with the noise of a draw: the token that was drawn is the one with the best of these logits."""
+    """A fresh pass with the noise of a draw: the drawn token has the best of these logits."""
 
     fresh: Judge
     sampling: SamplingParams
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """What the token after these was chosen by, (1, V), in units of logits."""
+        """Logits with noise behind these tokens, (1, V), in units of logits."""
         assert self.sampling.seed is not None
         logits_1V = self.fresh.logits(tokens)
         row = RowSampling.of([self.sampling], [self.sampling.seed], logits_1V.device)

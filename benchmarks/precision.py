@@ -1,11 +1,11 @@
-"""Whether two greedy texts differ only where the target itself was undecided.
+"""Near ties: two greedy texts may differ only where the target itself was undecided.
 
-Kernels that add the same numbers in another order disagree a little, so the best of two nearly equal logits may be one
-for a plain step and the other for a verify pass. A third pass over the text that both wrote is the judge: if the
-distance of two logits changes by at most e from it to either of them, tokens that changed places are at most e apart
-in it. What e is, is measured on the target alone, at some places. At others rounding does more, such as in a text that
-repeats itself for ever: there the text is read again several times, rounded a little more by chance, and by none of our
-kernels, which may be wrong. Another reading is taken to lie as far beyond these as they are from each other.
+Kernels that sum in another order differ a little, so the best of two nearly equal logits may be one for a plain step
+and the other for a verify pass. A third pass over the common text is the judge: if the distance of two logits changes
+by at most e from it to either of them, tokens that changed places are at most e apart in it. The value of e is measured
+on the target alone, at some positions. At others rounding does more, such as in a text that repeats itself: there the
+text is read several times more, each with some random rounding, by plain torch in place of our kernels, which may be
+wrong. Another reading is assumed to be as far beyond these as they are from each other.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from jetspec.types import Request, SamplingParams
 
 PAGE_SIZE = 16
 CANDIDATES = 64
-"""Tokens of a position that may be chosen, for all that is likely: the rest of the vocabulary is noisier."""
+"""Most likely tokens of a position: the rest of the vocabulary is noisier."""
 RIVALS = 64
-"""Tokens near the best of their positions that tell how far rounding moves such. Fewer say nothing."""
+"""Least number of tokens near the best of their positions for a measurement of their rounding."""
 READINGS = 8
-"""Of a text that is looked at more closely, besides the first. More would excuse more: their extremes decide."""
+"""Readings of a text besides the first. More would excuse more: their extremes decide."""
 ONE_IN = 6
-"""One number in so many is moved by a unit of its last place. That is the mean square error of two roundings, each a
-twelfth of a square unit: a layer rounds what it adds to twice."""
+"""One number in so many changes by a unit of its last place: the mean square error of two roundings, each a twelfth of
+a square unit, since a layer rounds the residual twice."""
 
 Texts = Mapping[str, Sequence[int]]
 """Tokens by the name of a prompt."""
 
 
 class FreshPass:
-    """One pass over a whole text, as a prefill makes it: what it expects next, and the K and V it leaves."""
+    """One pass over a whole text, as in a prefill: its logits, and its K and V."""
 
     def __init__(self, target: Decoder, head: DraftHead | None, max_len: int) -> None:
         self.target, self.head = target, head
@@ -61,13 +61,13 @@ class FreshPass:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], last: int = 1) -> Tensor:
-        """What follows each of the last tokens, (last, V), float32."""
+        """Logits behind each of the last tokens, (last, V), float32."""
         with self._admitted(tokens) as request:
             return self.target.logits(self._pass(request, len(tokens)).hidden_TM[-last:]).float()
 
     @torch.inference_mode()
     def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
-        """The same from several passes: over the text before the last tokens, then over these, so many at a time."""
+        """The same from several passes: over the text before the last tokens, then over these, `size` at a time."""
         parts = []
         with self._admitted(tokens) as request:
             if before := len(tokens) - last:
@@ -78,7 +78,7 @@ class FreshPass:
 
     @torch.inference_mode()
     def rows(self, tokens: Sequence[int]) -> list[Tensor]:
-        """What the cache of an engine should hold after these tokens; see `cached_rows`."""
+        """Expected contents of an engine's cache after these tokens; see `cached_rows`."""
         with self._admitted(tokens) as request:
             self._pass(request, len(tokens))
             return cached_rows(self.cache, request)
@@ -87,14 +87,14 @@ class FreshPass:
     def _admitted(self, tokens: Sequence[int]) -> Iterator[Request]:
         request = Request(0, list(tokens), len(tokens), SamplingParams(), seed=0, max_len=len(tokens))
         if not self.cache.admit(request, tokens_ahead=1):
-            raise ValueError(f"{len(tokens)} tokens are more than a pass was prepared for")
+            raise ValueError(f"{len(tokens)} tokens exceed the longest text of this pass")
         try:
             yield request
         finally:
             self.cache.release(request)
 
     def _pass(self, request: Request, count: int) -> Hidden:
-        """Over the next tokens of a text."""
+        """Pass over the next tokens of a text."""
         self.cache.flush()
         chunks = PackedChunks.of([Chunk.of(request, count)], self.cache.device)
         batch = self.cache.place_chunks(chunks)
@@ -115,46 +115,46 @@ def cached_rows(cache: KVCache, request: Request) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a text leaves the plain one."""
+    """Place where a text leaves the plain one."""
 
     prompt: str
     place: int
-    """Tokens that both wrote before."""
+    """Common tokens before."""
     plain: int | None
     other: int | None
     gap: float | None
-    """How far the worse of the two tokens lies behind the best logit of a fresh pass over what both wrote. None: one
-    text merely ends earlier, which no tie explains."""
+    """Distance of the worse of the two tokens from the best logit of a fresh pass over the common text. None: one text
+    ends earlier, which no tie explains."""
     least: float | None = None
-    """The least of several readings, where that was wider than a tie."""
+    """Least gap of several readings, where the first is wider than a tie."""
     moved: float | None = None
-    """How far these are from each other."""
+    """Spread of these readings."""
     tie: bool = False
-    """Whether rounding alone may have decided between the two tokens."""
+    """Rounding alone may have decided between the two tokens."""
 
 
 class Gap(NamedTuple):
-    """How far apart two tokens are after a text: by one reading of it, and where that is no tie, by others."""
+    """Distance of two tokens after a text: by one reading, and where that is no tie, by others."""
 
     first: float
     least: float
     moved: float
-    """From the least to the widest of the others."""
+    """Distance from the least to the widest of the others."""
 
     def is_tie(self, limit: float) -> bool:
-        """Whether rounding may have decided: it moves logits by as much as `limit` in general, or else here."""
+        """Rounding may have decided: it changes logits by up to `limit` in general, or by `moved` here."""
         return self.least <= max(limit, self.moved)
 
 
 class Judge(Protocol):
-    """Whose logits decide how close two tokens were."""
+    """Source of the logits that a gap is taken from."""
 
     def logits(self, tokens: Sequence[int]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class RoundedPass:
-    """A fresh pass by plain torch whose layers begin with what was rounded a little more, by the chance of a seed."""
+    """A fresh pass by plain torch in which the input of every layer is rounded a little more, by a seed."""
 
     fresh: FreshPass
     seed: int
@@ -169,8 +169,8 @@ def rounding_more(target: Decoder, seed: int) -> Iterator[None]:
     generator = torch.Generator(target.embedding.device).manual_seed(seed)
 
     def round_input(_: nn.Module, inputs: tuple[Residual, *tuple[Any, ...]]) -> tuple[Any, ...]:
-        stream, *others = inputs
-        return Residual(round_more(stream.x, generator)), *others
+        residual, *others = inputs
+        return Residual(round_more(residual.x, generator)), *others
 
     hooks = [layer.register_forward_pre_hook(round_input) for layer in target.layers]
     try:
@@ -181,16 +181,16 @@ def rounding_more(target: Decoder, seed: int) -> Iterator[None]:
 
 
 def round_more(x: Tensor, generator: torch.Generator) -> Tensor:
-    """One number in `ONE_IN` moved by a unit of its last place, half of them up."""
+    """One number in `ONE_IN` changed by a unit of its last place, half of them up."""
     mantissa, exponent = torch.frexp(x.double())
     draw = torch.randint(2 * ONE_IN, x.shape, generator=generator, device=x.device)
     step = (draw == 0).double() - (draw == 1).double()
-    unit = mantissa.sign() * torch.finfo(x.dtype).eps / 2  # of a number from a half to one; zeros stay what they are
+    unit = mantissa.sign() * torch.finfo(x.dtype).eps / 2  # of a number from a half to one; zeros stay
     return torch.ldexp(mantissa + step * unit, exponent).to(x.dtype)
 
 
 class CachedLogits:
-    """A judge who reads a text once, for whoever compares many texts with the same plain ones."""
+    """A judge that reads each text once."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -204,20 +204,19 @@ class CachedLogits:
 
 
 def readings(fresh: FreshPass) -> list[Judge]:
-    """Of a text: as it is, and rounded otherwise."""
+    """Judges of a text: the fresh pass, and others with more rounding."""
     return [fresh, *(RoundedPass(fresh, seed) for seed in range(READINGS))]
 
 
 def find_differences(
     prompts: Texts, plain: Texts, other: Texts, judges: Sequence[Judge], limit: float
 ) -> list[Difference]:
-    """The first difference of every text from the plain one. What follows it has another prefix, so is another text.
-    `limit` is the widest tie."""
+    """First difference of every text from the plain one; behind it the prefix differs. `limit` is the widest tie."""
     found = []
     for name, text in other.items():
-        if (parting := find_divergence(plain[name], text)) is None:
+        if (divergence := find_divergence(plain[name], text)) is None:
             continue
-        place, pair = parting
+        place, pair = divergence
         if pair is None:
             found.append(Difference(name, place, None, None, None))
         else:
@@ -227,8 +226,8 @@ def find_differences(
 
 
 def find_divergence(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tuple[int, int] | None] | None:
-    """Tokens before a text leaves the plain one, and the token of each there; no tokens where one of them merely ends
-    earlier. None: they are the same."""
+    """Length of the common prefix, and the token of each text behind it; no tokens where one text ends. None: the texts
+    are equal."""
     place = shared_length(plain, other)
     if place == len(plain) == len(other):
         return None
@@ -236,14 +235,14 @@ def find_divergence(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tu
 
 
 def gap_between(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:
-    """How far the worse of two tokens lies behind the best logit after a text."""
+    """Distance of the worse of two tokens from the best logit after a text."""
     logits_V = judge.logits(tokens)[0]
     return float(logits_V.max() - torch.minimum(logits_V[a], logits_V[b]))
 
 
 def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], limit: float) -> Gap:
-    """The gap by the first judge, and where that is no tie, by the others: where rounding makes it small, or moves it
-    as far as it is wide, rounding may have decided. That of a wrong token is wide in all readings, and moves little."""
+    """Gap by the first judge, and where that is no tie, by the others. The gap of a wrong token is wide in all
+    readings, and changes little between them."""
     first, *others = judges
     gap = gap_between(a, b, tokens, first)
     again = [gap_between(a, b, tokens, judge) for judge in others] if gap > limit else []
@@ -253,25 +252,25 @@ def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], l
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True)
 class PairNoise:
-    """The most that the distance of two logits changed from a fresh pass to others, over a sample of positions."""
+    """Largest change of the distance of two logits from a fresh pass to others, over a sample of positions."""
 
     steps: float
-    """To passes over one token, as plain steps are: of the best token and those that may take its place."""
+    """Change to passes over one token, of the best token and those that may take its place."""
     trees: float
-    """The same, to passes over as many tokens as a tree has."""
+    """The same to passes over as many tokens as a tree has."""
     drawn: float
-    """Of any two of the likeliest tokens, between which a draw may choose."""
+    """Change between any two of the likeliest tokens, between which a draw may choose."""
     positions: int
 
     @property
     def widest_tie(self) -> float:
-        """Tokens further behind the best in a fresh pass cannot take its place: neither side moves them by more."""
+        """Largest distance at which rounding may exchange two tokens."""
         return max(self.steps, self.trees)
 
     def tie_at(self, temperature: float) -> float:
@@ -279,11 +278,10 @@ class PairNoise:
 
 
 def pair_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int) -> PairNoise:
-    """Of the target alone, which reads answers behind their prompts in pieces of one token and of a whole tree.
+    """Rounding of the target alone, which reads answers behind their prompts in pieces of one token and of a tree.
 
-    No engine has a part in it, so one that is wrong cannot excuse itself by its own noise. Tokens that no such noise
-    brings to the top, which is larger among the unlikely ones, are not among those that may take the place of the best,
-    if the texts hold enough that are.
+    No engine is involved: a wrong one cannot be excused by its own noise. Tokens too unlikely to become the best are
+    left out, if the texts hold enough others: their noise is larger.
     """
     behind, moved = list[Tensor](), {1: list[Tensor](), budget: list[Tensor]()}
     for prompt, answer in texts:

@@ -1,18 +1,16 @@
-"""Run a model's program against tests, in a child process that can do little harm.
+"""Sandbox for graded code: runs a model's program against tests in a restricted child process.
 
-Three walls, each for what the others let through:
+No maintained Python package does this: others limit the language (RestrictedPython), or need root or containers.
 
-- The kernel, on every POSIX system: limits on time, memory, file size, open files and processes; an empty folder as the
-  working directory, an empty environment, a session of its own that is killed as a whole. macOS does not enforce the
-  memory limit. On Linux root turns into nobody, and the child leaves the network where user namespaces are allowed or
-  it runs as root. With Landlock (Linux 5.13) it can open nothing but its folder and what Python is made of,
-  and write in the folder only.
-- The interpreter, everywhere: an audit hook, which Python code cannot take off again, refuses sockets, processes,
-  signals, native libraries, reading and changing files outside the folder, and too many changes inside.
-- The verdict counts only with a password that the tests' end sends, so a program that ends early, whatever its
-  exit status, has not passed.
+- The kernel, on every POSIX system: limits on time, memory, file size, open files and processes; an empty working
+  directory and environment, and a session that is killed as a whole. macOS does not enforce the memory limit. On Linux
+  root becomes nobody, and the child leaves the network where user namespaces are allowed or it runs as root. With
+  Landlock (Linux 5.13) it can read only its folder and Python's files, and write only in its folder.
+- The interpreter: an audit hook, which Python code cannot remove, refuses sockets, processes, signals, native
+  libraries, reading and changing files outside the folder, and too many changes inside.
+- The verdict counts only with a password that is sent after the last test: a program that exits early has not passed.
 
-It is made for code that goes wrong, not for code that attacks its grader: both share a process.
+It is made for code that fails, not for code that attacks its grader: both share a process.
 """
 
 from __future__ import annotations
@@ -32,19 +30,19 @@ from typing import Any
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MAX_VERDICT = 1 << 16
-"""Bytes read of what the child says; a pipe holds as many."""
+"""Bytes read from the child; the capacity of a pipe."""
 START_S = 5.0
-"""For the interpreter to start on a busy machine, before the program's own time begins."""
+"""Time for the interpreter to start on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use."""
+    """Resources of a program."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
     file_mb: int = 1
-    """Of one file."""
+    """Size of one file."""
     changes: int = 100
     """Files opened for writing, folders made, and all else that changes the folder. With `file_mb` it limits the disk
     space that a program can fill."""
@@ -53,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a program passed all tests, and if not, why."""
+    """Result of all tests, with the reason of a failure."""
 
     passed: bool
     why: str
@@ -88,7 +86,7 @@ def _find_verdict(said: str, password: str) -> Mapping[str, Any] | None:
 
 
 def _run_child(order: str, folder: str, limits: Limits) -> tuple[str, str]:
-    """What the child wrote to its pipe, and how it ended."""
+    """Output of the child's pipe, and the reason of its end."""
     reader, writer = os.pipe()
     try:
         child = subprocess.Popen(
@@ -104,9 +102,9 @@ def _run_child(order: str, folder: str, limits: Limits) -> tuple[str, str]:
         os.close(writer)
         try:
             child.communicate(order.encode(), timeout=limits.seconds + START_S)
-            ended = _how_it_ended(child.returncode, limits)
+            ended = _end_reason(child.returncode, limits)
         except subprocess.TimeoutExpired:
-            ended = _how_it_ended(-signal.SIGALRM, limits)
+            ended = _end_reason(-signal.SIGALRM, limits)
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -121,7 +119,7 @@ def _run_child(order: str, folder: str, limits: Limits) -> tuple[str, str]:
         os.close(reader)
 
 
-def _how_it_ended(status: int, limits: Limits) -> str:
+def _end_reason(status: int, limits: Limits) -> str:
     if status in (-signal.SIGALRM, -signal.SIGXCPU):
         return f"took more than {limits.seconds:g} s"
     if status < 0:

@@ -1,4 +1,4 @@
-"""The inside of the sandbox: a script that shuts itself in, then runs a program and its tests; see sandbox.py.
+"""Child process of the sandbox: restricts itself, then runs a program and its tests; see sandbox.py.
 
 It is run with `-I -S`, so it imports the standard library alone. The order comes on stdin, the verdict goes to the
 file descriptor named on the command line.
@@ -20,30 +20,30 @@ from typing import Any
 
 NEW_USER, NEW_NET = 0x10000000, 0x40000000
 NO_NEW_PRIVILEGES, KEEP_CAPABILITIES = 38, 8
-"""Of prctl."""
+"""Options of prctl."""
 MAY_READ_ALL = 1 << 2
-"""The capability to read files whatever their mode says, and none other."""
+"""The capability to read files of any mode, alone."""
 NOBODY = 65534
 MB = 1 << 20
 MAX_WHY = 300
 
 READABLE = (sys.base_prefix, sys.base_exec_prefix, "/usr", "/lib", "/lib64", "/nix/store")
-"""Folders that Python and the libraries which it loads lie in."""
+"""Folders of Python and the libraries that it loads."""
 READABLE_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom")
 
 REFUSED = (
     *("socket.", "subprocess.", "ctypes.", "pty.", "syslog."),
-    "os.chdir",  # paths are taken from the folder
+    "os.chdir",  # paths are relative to the folder
     *("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "signal.pthread_kill"),
 )
-"""Beginnings of the names of events that are never allowed."""
+"""Prefixes of audit events that are never allowed."""
 CHANGES = {
     f"os.{name}"
     for name in ("chflags", "chmod", "chown", "link", "mkdir", "remove", "rename", "rmdir", "symlink", "truncate")
 } | {"os.utime", "os.setxattr", "os.removexattr", "sqlite3.connect"}
-"""Events whose paths must lie in the folder."""
+"""Audit events whose paths must be in the folder."""
 NO_EVENT = ("mkfifo", "mknod")
-"""What changes files and raises no event: taken away."""
+"""Functions that change files without an audit event: removed."""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     def say(verdict: dict[str, Any]) -> None:
         write(pipe, f"\n{encode({'password': order['password'], **verdict})}\n".encode())
 
-    leave = os._exit  # what the program left for the interpreter's end is of no interest
+    leave = os._exit  # without the program's exit handlers
     try:
         shut_in(order)
     except (Unsafe, OSError) as error:
@@ -70,23 +70,23 @@ def main() -> None:
 
 
 def shut_in(order: dict[str, Any]) -> None:
-    """Every wall there is. What is needed later is tried at the end, so that no program is blamed for its lack."""
+    """Apply all restrictions, then test that Python's library is readable, which programs need."""
     leave_network()
     is_nobody = drop_root()
     is_walled = wall_files(".")
     if not is_nobody and not is_walled:
-        where = f"nobody else may read Python in {sys.base_prefix}, and this kernel has no Landlock"
+        where = f"other users cannot read Python in {sys.base_prefix}, and this kernel has no Landlock"
         raise Unsafe(f"root would run them as root: {where}; run as another user, or with a Python that all may read")
     set_limits(order)
     guard = make_guard(os.getcwd(), order["changes"])
-    take_away_what_has_no_event()
+    remove_functions_without_event()
     sys.addaudithook(guard)
     with open(os.__file__, "rb"):
         pass
 
 
 def leave_network() -> None:
-    """An empty network of its own, where the kernel allows it."""
+    """Enter an empty network namespace, where the kernel allows it."""
     if sys.platform == "linux":
         flags = NEW_NET if os.geteuid() == 0 else NEW_NET | NEW_USER
         unshare = getattr(ctypes.CDLL(None), "unshare", None)
@@ -95,9 +95,9 @@ def leave_network() -> None:
 
 
 def drop_root() -> bool:
-    """Root is above the limit on processes and may write everywhere, so it becomes nobody.
+    """Become nobody if root, which is above the limit on processes and may write everywhere.
 
-    Where that cannot be, root stays, without any right but those of an owner: False.
+    False: root stays, without capabilities.
     """
     if os.geteuid() != 0:
         return True
@@ -110,7 +110,7 @@ def drop_root() -> bool:
 
 
 def become_nobody() -> None:
-    """Where nobody could not read Python's library, the right to read goes along."""
+    """Change to nobody; where it cannot read Python's library, keep the capability to read."""
     keeps = not is_library_open_to_nobody()
     if keeps and not get_capabilities() & MAY_READ_ALL:
         raise PermissionError
@@ -138,13 +138,13 @@ def is_library_open_to_nobody() -> bool:
 
 
 CAPABILITIES = struct.pack("=Ii", 0x20080522, 0)
-"""The version of what follows, and whose they are: one's own."""
+"""Version of the interface, and this process."""
 CAPABILITY_SETS = "=6I"
-"""Effective, permitted and inheritable, first the low halves of all three."""
+"""Effective, permitted and inheritable sets, the low halves first."""
 
 
 def get_capabilities() -> int:
-    """The low half of what may be had; 0 where the system has none."""
+    """Low half of the permitted set; 0 where the system has none."""
     sets = ctypes.create_string_buffer(struct.calcsize(CAPABILITY_SETS))
     capget = getattr(ctypes.CDLL(None), "capget", None)
     if capget is None or capget(ctypes.create_string_buffer(CAPABILITIES), sets) != 0:
@@ -160,39 +160,39 @@ def set_capabilities(kept: int) -> None:
 
 
 class Landlock:
-    """The kernel's own wall around files, for root as well: what no rule allows, this process may never do again.
+    """Landlock rules: file accesses without a rule are refused to this process for good, even to root.
 
-    It holds back opening, making, moving and removing, not the change of a file's mode, owner or times.
+    They cover opening, creating, renaming and removing, not changes of a file's mode, owner or times.
     """
 
     CREATE, ADD, RESTRICT = 444, 445, 446
-    """Numbers of system calls, the same on all processors that Python runs on."""
+    """Numbers of system calls, the same on all processors."""
     READ = 1 << 2 | 1 << 3
-    """Files and folders."""
+    """Read files and folders."""
     WRITE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 13 | 1 << 14
-    """Write, remove, make folders, files and links, move, cut: no devices, pipes or sockets."""
+    """Write, remove, create folders, files and links, rename, truncate: no devices, pipes or sockets."""
     OF_FILES = 1 << 1 | 1 << 2 | 1 << 14
-    """Rights that a file can have which is no folder."""
+    """Rights of a regular file."""
     KNOWN = (0, 13, 14, 15, 15, 16)
-    """How many rights each version knows, from 0 on; later ones all of them."""
+    """Number of rights in each version from 0 on; later ones have all."""
 
     def __init__(self) -> None:
         self.libc = ctypes.CDLL(None)
         self.version = self.call(self.CREATE, None, 0, 1) if sys.platform == "linux" else 0
 
     def call(self, number: int, *args: Any) -> int:
-        """Below 0: refused."""
+        """System call; negative: refused."""
         whole = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
         return int(self.libc.syscall(ctypes.c_long(number), *whole))
 
     def open(self) -> int:
-        """A set of rules that allows nothing yet: no file, no TCP, no signal or socket to others."""
+        """Create a rule set that allows nothing: no file, no TCP, no signal or socket to other processes."""
         self.handled = (1 << self.KNOWN[min(self.version, len(self.KNOWN) - 1)]) - 1
         tcp, others = (3 if self.version >= 4 else 0), (3 if self.version >= 6 else 0)
         return self.call(self.CREATE, struct.pack("=QQQ", self.handled, tcp, others), 24, 0)
 
     def allow(self, rules: int, path: str, rights: int) -> bool:
-        """Of a path that is not there nothing need be allowed."""
+        """Allow rights on a path, if it exists."""
         try:
             place = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -208,7 +208,7 @@ class Landlock:
 
 
 def wall_files(folder: str) -> bool:
-    """Write in the folder, read there and where Python lies, nothing else. False: this kernel has no such wall."""
+    """Allow writing in the folder, reading there and in Python's folders. False: this kernel has no Landlock."""
     wall = Landlock()
     if wall.version < 1:
         return False
@@ -236,21 +236,20 @@ def set_limits(order: dict[str, Any]) -> None:
         try:
             resource.setrlimit(getattr(resource, name), (value, value))
         except (AttributeError, ValueError, OSError):
-            continue  # a system that lacks one of them
+            continue  # not on this system
     signal.setitimer(signal.ITIMER_REAL, order["seconds"])  # by default the alarm ends the process
 
 
-def take_away_what_has_no_event() -> None:
+def remove_functions_without_event() -> None:
     for name in NO_EVENT:
         for module in (os, posix):
             vars(module).pop(name, None)
 
 
 def make_guard(folder: str, max_changes: int) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook. It keeps what it calls, as the program may put something else under those names.
+    """Audit hook. It holds references to the functions that it calls, as the program may replace those names.
 
-    No event tells of the folder that `os.open` takes its path from. So `os.open` opens nothing outside, and every
-    folder from which a path can be taken lies inside.
+    No event names the `dir_fd` of `os.open`. So `os.open` opens nothing outside, and every `dir_fd` is inside.
     """
     resolve, join, fsdecode, devices = os.path.realpath, os.path.join, os.fsdecode, (os.devnull, *READABLE_FILES)
     root, library = resolve(folder), [resolve(path) for path in READABLE]
@@ -282,7 +281,7 @@ def make_guard(folder: str, max_changes: int) -> Callable[[str, tuple[Any, ...]]
         if event == "open":
             guard_open(*args)
         elif event in CHANGES:
-            of_open_file = isinstance(args[0], int) and event != "os.truncate"  # which may be one of the library
+            of_open_file = isinstance(args[0], int) and event != "os.truncate"  # possibly of the library
             if of_open_file or any(isinstance(p, str | bytes | os.PathLike) and is_outside(p) for p in args):
                 raise PermissionError(f"{event} outside its folder is not allowed here")
             count(event)
@@ -291,11 +290,11 @@ def make_guard(folder: str, max_changes: int) -> Callable[[str, tuple[Any, ...]]
 
 
 def judge(program: str, tests: Sequence[str]) -> tuple[bool, str]:
-    """Whether all tests pass, and what went wrong first.
+    """Result of all tests, and the first failure.
 
-    All is compiled beforehand, and run by what `exec` is now: a program may change the list, or the built-in names.
+    All is compiled first, and run by the present `exec`: a program may change the list, or the built-in names.
     """
-    module = sys.modules["program"] = ModuleType("program")  # dataclasses look their module up
+    module = sys.modules["program"] = ModuleType("program")  # for dataclasses
     names, run, praise = module.__dict__, exec, f"passed {len(tests)} tests"
     parts = {"the program": program, **{f"test {number}": test for number, test in enumerate(tests, start=1)}}
     codes: list[tuple[str, CodeType]] = []
@@ -313,7 +312,7 @@ def judge(program: str, tests: Sequence[str]) -> tuple[bool, str]:
 def describe(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
-    except BaseException:  # the program may have brought its own exception
+    except BaseException:  # of an exception class of the program
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""A long run with random arrivals, cancels and shortages of pages, watched for leaks and for wrong text."""
+"""A long run with random arrivals, cancels and shortages of pages, checked for leaks and wrong texts."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ KINDS = {
     "filtered": SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=2),
 }
 PHASE = 250
-"""Rounds of many arrivals, then as many of few: batches grow to their limit and shrink to nothing."""
+"""Rounds of many arrivals, then as many of few: batches grow to their limit and become empty."""
 BUSY, QUIET, CANCELS = 0.5, 0.02, 0.02
 """Chance per step that a request arrives in either phase, and that one is cancelled."""
 QUEUE = 3
 """Requests at a time, as a multiple of the batch."""
 CLOSE = 1e-3
-"""K and V may be off from a fresh pass by this share of the largest; those of another token are off by about 1."""
-PATIENCE = 200
-"""Steps without a round after which requests are taken to wait for ever."""
+"""Largest error of K and V, as a share of the largest value; those of another token are off by about 1."""
+MOST_IDLE_STEPS = 200
+"""Steps without a round after which the engine is stuck."""
 SLACK_BYTES = 64 << 10
-"""Of device memory, which must all come back: an allocator hands out 512 bytes at least, and what is last uploaded and
-downloaded may differ by a few of these."""
+"""Device memory that need not be freed: the last uploads may differ by a few blocks of 512 bytes."""
 HOST_SLACK_BYTES = 32 << 20
-"""Of resident memory, from the second quarter to the end: of 10,000 rounds, 6.5 KB in each. Less is seen by the
-number of objects; how a process keeps what was freed is its own affair."""
+"""Growth of resident memory from the second quarter to the end: in 10,000 rounds, 6.5 KB in each. Smaller leaks show in
+the number of objects."""
 
 OWN = ("jetspec.engine", "jetspec.types")
 """Modules whose objects are counted."""
@@ -50,7 +49,7 @@ PlainTexts = Mapping[str, Mapping[str, Sequence[int]]]
 
 
 def plain_texts(engine: Engine, prompts: Texts, tokens: int) -> PlainTexts:
-    """What plain decoding makes of each prompt, under each kind of sampling."""
+    """Plain texts of each prompt under each kind of sampling."""
     return {kind: _complete(engine, prompts, replace(params, max_tokens=tokens)) for kind, params in KINDS.items()}
 
 
@@ -67,7 +66,7 @@ def _run(engine: Engine) -> dict[int, Completion]:
 
 
 class Soak:
-    """Requests of all kinds come and go; what they write is compared with what plain decoding wrote."""
+    """Random requests of all kinds, whose texts are compared with those of plain decoding."""
 
     def __init__(
         self, engine: Engine, prompts: Texts, plain: PlainTexts, fresh: FreshPass, tokens: int, tie: float
@@ -85,7 +84,7 @@ class Soak:
         self.resident: list[int] = []
 
     def run(self, rounds: int, checks: int) -> dict[str, Any]:
-        """So many rounds, looked at in between so many times."""
+        """Run `rounds` rounds with `checks` checks in between."""
         self._warm_up()
         at_rest = self._rest()
         count_calls(self.engine.runner, "launch_round", self.counts)
@@ -108,13 +107,13 @@ class Soak:
         return self._results(at_rest.device_bytes)
 
     def _warm_up(self) -> None:
-        """Capture every graph and touch every kernel, so that memory should stay as it is from here on."""
+        """Capture every graph and run every kernel, so that memory is constant from here on."""
         kinds = [replace(kind, max_tokens=1) for kind in KINDS.values()]
         for course in warm_up_batches(self.engine, kinds):
             course.run(self.engine)
         for lengths in joint_prefills(self.engine):
             for i, length in enumerate(lengths):
-                salt = f"{i} of {lengths}"  # no prompt finds the pages of another
+                salt = f"{i} of {lengths}"  # prompts share no pages
                 self.engine.add([0] * (length + 1), SamplingParams(max_tokens=1), quiet=True, cache_salt=salt)
             _run(self.engine)
         prompt = next(iter(self.prompts.values()))
@@ -129,8 +128,8 @@ class Soak:
 
     def _arrivals_and_cancels(self) -> None:
         chance = QUIET if self.counts["launch_round"] // PHASE % 2 else BUSY
-        room = QUEUE * len(self.engine.cache.pages_of) > len(self.engine.requests)
-        if room and self.random.random() < chance:
+        has_capacity = QUEUE * len(self.engine.cache.pages_of) > len(self.engine.requests)
+        if has_capacity and self.random.random() < chance:
             name, kind = self.random.choice(list(self.prompts)), self.random.choice(list(KINDS))
             limit = self.random.randint(1, self.tokens)
             request_id = self.engine.add(self.prompts[name], replace(KINDS[kind], max_tokens=limit), quiet=True)
@@ -144,8 +143,8 @@ class Soak:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether requests wait for ever."""
-        return self.idle_steps > PATIENCE
+        """Requests wait, and no round is run."""
+        return self.idle_steps > MOST_IDLE_STEPS
 
     def _step(self) -> None:
         before = self.counts["launch_round"]
@@ -156,7 +155,7 @@ class Soak:
         self.idle_steps = self.idle_steps + 1 if is_idle else 0
 
     def _check_text(self, name: str, kind: str, limit: int, done: Completion) -> None:
-        """A greedy text must be the plain one up to near ties. Sampled ones share its seed; theirs are counted."""
+        """Compare a text with the plain one: greedy texts up to near ties; differences of sampled ones are counted."""
         self.counts["finished"] += 1
         expected = self.plain[kind][name][:limit]
         if done.token_ids == expected:
@@ -170,16 +169,16 @@ class Soak:
                 self.problems.append(f"{name} differs from the plain text: {found}")
 
     def _check_pages(self) -> None:
-        """Every page is free, remembered or held, and is held as often as it is listed."""
+        """Check that every page is free, cached or held, and its users are counted right."""
         pool, held = self.engine.cache.pool, Counter(page for pages in self.engine.cache.pages_of for page in pages)
         places = [*pool.free_pages, *pool.unused, *held]
         if sorted(places) != list(range(pool.num_pages)):
-            self.problems.append(f"{len(places)} pages are free, remembered or held; there are {pool.num_pages}")
+            self.problems.append(f"{len(places)} pages are free, cached or held; there are {pool.num_pages}")
         if any(held[page] != users for page, users in enumerate(pool.users)):
             self.problems.append("a page's users are miscounted")
 
     def _check_cache(self) -> None:
-        """The cache of one request that runs holds what a fresh pass over its tokens leaves."""
+        """Compare the cache of one running request with a fresh pass over its tokens."""
         ready = [r for r in self.engine.scheduler.running.values() if r.is_prefilled and r.num_cached]
         if not ready:
             return
@@ -191,21 +190,21 @@ class Soak:
             self.problems.append(f"the cache of a request of {request.num_cached} tokens is off by {off:.1e}")
 
     def _row_error(self, request: Request) -> float:
-        """The largest error of a K or V, as a share of the largest value of its layer."""
+        """Largest error of K or V, as a share of the largest value of its layer."""
         held, expected = cached_rows(self.engine.cache, request), self.fresh.rows(request.tokens[: request.num_cached])
         off = [(a - b).abs().max() / b.abs().max() for a, b in zip(held, expected, strict=True)]
         return float(torch.stack(off).max())
 
     def _check_rest(self, at_rest: Rest) -> None:
-        """With nothing left to do, nothing is held."""
+        """Check that an idle engine holds nothing."""
         engine, pool = self.engine, self.engine.cache.pool
         self._check_pages()
         if self.is_stuck:
-            self.problems.append(f"{len(engine.requests)} requests wait and nobody runs")
+            self.problems.append(f"{len(engine.requests)} requests wait and none runs")
         if engine.requests or engine.texts or engine.decode_began or engine.in_flight or self.asked:
-            self.problems.append("the engine still knows requests that ended")
+            self.problems.append("the engine still holds requests that ended")
         if pool.num_available != pool.num_pages or len(engine.cache.free_rows) != len(engine.cache.pages_of):
-            self.problems.append("pages or rows did not come back")
+            self.problems.append("pages or rows were not released")
         if (grown := resident_bytes() - self.settled_bytes) > HOST_SLACK_BYTES:
             self.problems.append(f"{grown} bytes of resident memory were taken after the second quarter")
         if not self.is_stuck:
@@ -215,11 +214,11 @@ class Soak:
             self.problems += at_rest.problems(self._rest())
         for event in ("finished", "cancelled", "preempt"):
             if not self.counts[event]:
-                self.problems.append(f"nothing was put to the test: {event} never happened")
+                self.problems.append(f"{event} never happened, and was not tested")
 
     @property
     def settled_bytes(self) -> int:
-        """Resident at most in the second quarter."""
+        """Largest resident memory of the second quarter."""
         return max(self.resident[len(self.resident) // 4 : len(self.resident) // 2 + 1])
 
     def _memory(self) -> int:
@@ -245,31 +244,31 @@ class Soak:
 
 @dataclass(frozen=True)
 class Rest:
-    """What there is while there is nothing to do."""
+    """Objects, memory and graphs of an idle engine."""
 
     objects: Counter[str]
     device_bytes: int
     graphs: int
 
     def problems(self, later: Rest) -> Iterator[str]:
-        """What has become more since."""
+        """Growth since."""
         for kind, grown in sorted((later.objects - self.objects).items()):
             yield f"{grown} more of {kind} live than at rest"
         if grown := later.graphs - self.graphs:
             yield f"{grown} graphs were captured after all should have been"
         if (grown := later.device_bytes - self.device_bytes) > SLACK_BYTES:
-            yield f"{grown} bytes of device memory did not come back"
+            yield f"{grown} bytes of device memory were not released"
 
 
 def live_objects() -> Counter[str]:
-    """Objects of the engine's own kinds."""
+    """Number of objects of the engine's classes."""
     gc.collect()
     kinds = (type(found) for found in gc.get_objects())
     return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith(OWN))
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where the system does not tell."""
+    """Resident memory of this process; 0 where the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -277,8 +276,8 @@ def resident_bytes() -> int:
 
 
 def joint_prefills(engine: Engine) -> Iterator[list[int]]:
-    """Lengths of prompts that are prefilled together, for every graph of several: as few as need it, of as few tokens,
-    and the first as long as may be, which takes the fewest pages."""
+    """Lengths of prompts prefilled together, for every graph of several: the fewest prompts and tokens that need it,
+    the first as long as possible, which takes the fewest pages."""
     if not engine.uses_graphs:
         return
     sizes, longest = engine.runner.prefill_sizes, engine.max_len - 2
@@ -289,7 +288,7 @@ def joint_prefills(engine: Engine) -> Iterator[list[int]]:
 
 
 def spread_tokens(tokens: int, count: int, longest: int) -> list[int]:
-    """So many numbers of at least 1, the first ones as great as may be."""
+    """`count` numbers of at least 1 that sum to `tokens`, the first ones as large as possible."""
     lengths = []
     for others in reversed(range(count)):
         lengths.append(min(tokens - others, longest))
@@ -298,7 +297,7 @@ def spread_tokens(tokens: int, count: int, longest: int) -> list[int]:
 
 
 def count_calls(owner: object, method: str, counts: Counter[str]) -> None:
-    """From now on, count how often an object's method is called."""
+    """Count calls of an object's method from now on."""
     original = getattr(owner, method)
 
     def counted(*args: object) -> object:

@@ -1,4 +1,4 @@
-"""What is asked: the tasks, and where their questions come from.
+"""Tasks, and the sources of their questions.
 
 A question is one line of JSON: `id`, `turns` (the user's messages in order, each sent as it stands through the chat
 template) and what its answer is graded by, if anything. Questions lie in a folder as TASK.jsonl, on Hugging Face, or,
@@ -21,27 +21,27 @@ Row = Mapping[str, Any]
 BUILTIN = "builtin"
 BUILTIN_FILE = Path(__file__).with_name("builtin.jsonl")
 GRADED_AS = "graded_as"
-"""Field of a built-in question: the task whose grader fits it."""
+"""Field of a built-in question: the task that grades it."""
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """Where a task lies on Hugging Face, and how a row of it becomes a question."""
+    """Dataset of a task on Hugging Face, and the conversion of its rows."""
 
     name: str
     question: Callable[[Row], dict[str, Any]]
     split: str = "test"
     part: str | None = None
     file: str | None = None
-    """One of its JSON files, where the dataset as a whole needs a script that `datasets` does not run any more."""
+    """One of its JSON files, where the dataset needs a script that `datasets` does not run any more."""
 
 
 @dataclass(frozen=True)
 class Task:
     grader: Grader | None = None
-    """How answers are graded: as mathematics, or by running tests. None: they are not."""
+    """Grading: as mathematics, or by running tests. None: answers are not graded."""
     limit: int = 80
-    """Questions asked unless said otherwise."""
+    """Default number of questions."""
     hub: HubSource | None = None
 
 
@@ -101,7 +101,7 @@ TASKS: dict[str, Task] = {
 
 
 def check_tasks(names: Sequence[str], data_dir: Path | None) -> None:
-    """Refuse a task that nothing answers for, before anything is loaded."""
+    """Refuse a task without questions, before anything is loaded."""
     if data_dir is not None and not data_dir.is_dir():
         raise ValueError(f"{data_dir} is not a folder of questions; --data-dir needs one with TASK.jsonl files")
     if data_dir is not None:
@@ -115,7 +115,7 @@ def check_tasks(names: Sequence[str], data_dir: Path | None) -> None:
 
 
 def read_task(name: str, data_dir: Path | None, limit: int | None, skip: int = 0) -> list[Prompt]:
-    """The first questions of a task behind those to skip: from the folder if one is given, else from Hugging Face."""
+    """First questions of a task behind those to skip, from the folder if given, else from Hugging Face."""
     task = TASKS.get(name, Task())
     count = skip + (task.limit if limit is None else limit)
     if name == BUILTIN:

@@ -68,7 +68,7 @@ def make_run(
 
 
 def make_recipe(methods: Sequence[str], budgets: Sequence[int]) -> dict[str, Any]:
-    """As the record of a run has it, in the paper's mode."""
+    """Recipe of a run's record, in the paper's mode."""
     kinds = {name: name if name in KINDS else "ngram" for name in methods}
     chosen = [MethodConfig(name, kind, head="a head" if KINDS[kind].head else None) for name, kind in kinds.items()]
     config = BenchConfig(methods=tuple(chosen), budgets=tuple(budgets), thinking=False)

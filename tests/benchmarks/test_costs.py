@@ -54,7 +54,7 @@ def test_the_table_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [float(row["draft_ms"]) for row in rows] == [cost["draft_ms"]["mean"] for cost in record["costs"]]
 
 
-def test_a_run_that_was_stopped_goes_on_and_times_nothing_twice(
+def test_a_stopped_run_resumes_and_repeats_no_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, run, timed = tiny_plan(tmp_path), tmp_path / "run", list[tuple[int, int]]()
@@ -85,7 +85,7 @@ def test_a_run_that_was_stopped_goes_on_and_times_nothing_twice(
     assert "nothing was left to measure" in capsys.readouterr().err
 
 
-def test_fresh_forgets_and_other_settings_are_not_mixed_in(
+def test_fresh_deletes_rows_and_other_settings_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], folder_of_methods: Path
 ) -> None:
     plan, run = tiny_plan(tmp_path, contexts=(8,), depths=(1,)), tmp_path / "run"

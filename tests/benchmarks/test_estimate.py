@@ -69,7 +69,7 @@ def test_a_mean_over_tasks_varies_as_that_of_each_repeat(tasks: list[list[float]
 
 
 def test_questions_tell_how_far_others_might_have_moved_a_quotient() -> None:
-    """As often as it should, the true one lies within two standard errors."""
+    """The true value is within two standard errors in 95 % of the cases."""
     rng, hits = random.Random(0), 0
     for _ in range(1000):
         parts = [(rng.gauss(3, 0.5) * rounds, rounds) for rounds in rng.choices(range(20, 60), k=30)]
@@ -153,22 +153,7 @@ def test_methods_are_compared_question_by_question(gain: float, least: float, mo
     assert a.is_near(b) == b.is_near(a)
 
 
-def test_who_gains_more_on_most_questions_and_less_in_all_is_near() -> None:
-    """One long question, which outweighs the short ones in the speedup shown."""
-    some = [2.0 + 0.01 * i for i in range(9)], [1.9 + 0.01 * i for i in range(9)]
-    a = Estimate.of_ratios([1.2, 1.201, 1.199], named([1.0, *some[0]]))
-    b = Estimate.of_ratios([1.4, 1.401, 1.399], named([1.05, *some[1]]))
-    assert a and b and a.is_near(b) and a.differs(b) is False
-
-
-def test_what_all_are_compared_with_may_vary() -> None:
-    """A busy machine moves the speedups of a repeat alike."""
-    rng = random.Random(2)
-    pairs = [two_methods(rng, 0.3, plain_noise=0.15) for _ in range(300)]
-    assert sum(a.is_near(b) for a, b in pairs) < 0.1 * len(pairs)
-
-
-def test_who_was_asked_something_else_is_not_paired() -> None:
+def test_other_questions_are_not_paired() -> None:
     """The same gain on every question is certain; on others it may be theirs."""
     mine, its = [2.0, 4.0, 8.0, 3.0], [1.8, 3.6, 7.2, 2.7]
     a, b, c = (
@@ -177,14 +162,3 @@ def test_who_was_asked_something_else_is_not_paired() -> None:
     )
     assert a and b and c and a.differs(b) and not a.is_near(b)
     assert a.differs(c) is False and a.is_near(c)
-
-
-def test_tokens_per_round_are_compared_question_by_question() -> None:
-    names = ["a", "b", "c", "d"]
-    few = [(20, 10), (40, 10), (33, 8), (90, 15)]
-    more = [(2 * tokens + 1, 2 * rounds - 1) for tokens, rounds in few]
-    a, b = Estimate.of_parts(few, names), Estimate.of_parts(more, names)
-    assert a and b and a.is_near(b) is False and b.differs(a)
-    unnamed, other = Estimate.of_parts(few), Estimate.of_parts(more)
-    assert unnamed and other and (unnamed.mean, unnamed.sd) == (a.mean, a.sd) and unnamed.is_near(other)
-    assert math.fsum(a.asked[0].values()) / 4 == pytest.approx(a.mean)

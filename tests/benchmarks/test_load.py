@@ -83,7 +83,7 @@ def test_parts_of_a_load_are_the_whole(tmp_path: Path) -> None:
         assert timing.arrived >= began + at
 
 
-def test_who_is_not_answered_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_late_requests_are_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with Live(tiny_llm(write_model(tmp_path / "tiny")), ServeConfig(port=0)) as live:
         monkeypatch.setattr(live.llm.engine, "step", list)  # nothing ever becomes visible
         timings = asyncio.run(send_load(plan(live.url, requests=3, rate=50.0), CHATS, None, part=Part(max_wait_s=0.2)))

@@ -1,4 +1,4 @@
-"""Whether our text is the target's: what is compared, what is a tie, and what the command makes of it."""
+"""Comparison with plain texts: ties, mistakes, and the exit status of the command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ def test_a_greedy_answer_is_compared_once_however_often_it_was_repeated(
     assert all(found["repeats"] == [0, 1, 2] and found["position"] == 2 for found in greedy["different"])
 
 
-def test_a_place_where_texts_part_is_looked_at_once(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_divergence_is_judged_once(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Any] = []
 
     def look(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:
@@ -114,17 +113,6 @@ def test_pieces_of_a_text_are_the_whole_in_float32_and_nearly_so_in_16_bits(fold
     assert 1e-3 < pair_noise(rounded, texts, 8).widest_tie < 1
 
 
-def test_a_pass_that_broke_off_takes_no_room(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = FreshPass(llm.target.decoder, None, 8)
-    expected = fresh.logits([1, 2, 3])
-    with monkeypatch.context() as patch:
-        patch.setattr(FreshPass, "_pass", lambda *_: 1 / 0)
-        for read in (fresh.logits, fresh.rows, partial(fresh.logits_in_pieces, last=2, size=1)):
-            with pytest.raises(ZeroDivisionError):
-                read([1, 2, 3, 4])
-    assert torch.equal(fresh.logits([1, 2, 3]), expected)
-
-
 class Moved:
     """A target whose pieces move logits: those of tokens that are far behind by more."""
 
@@ -139,7 +127,7 @@ class Moved:
         return (self.at_once + (self.off if size > 1 else self.off / 2)).expand(last, -1)
 
 
-def test_what_may_be_best_is_judged_by_its_own_noise() -> None:
+def test_likely_tokens_are_judged_by_their_own_noise() -> None:
     """And by that of all where hardly anything may be."""
     text = [([1, 2], [3] * 40)]
     noise = pair_noise(Moved(0.25, 1.0, rivals=2), text, 8)  # type: ignore[arg-type]
@@ -243,7 +231,7 @@ def test_an_engine_that_writes_wrong_tokens_is_status_1(
     assert done.exit_code == 1 and "no tie" in done.stderr, done.output
 
 
-def test_what_rounding_decides_is_status_0(folder: Path) -> None:
+def test_rounding_differences_are_status_0(folder: Path) -> None:
     write_questions(folder, "many", [[f"{i} times"] for i in range(16)])
     words = ("--tasks", "many", "--dtype", "bfloat16", "-r", "1", "-t", "0,1", "-n", "48", "--batch", "4")
     done = run_command(folder, "rounded", *words)
@@ -268,7 +256,7 @@ def test_failing_where_plain_decoding_does_not_is_status_1(folder: Path, monkeyp
     assert header.endswith(" failed |") and [line.split()[-2] for line in lines] == ["-", "1"]
 
 
-def test_what_could_not_be_compared_is_not_lossless(folder: Path) -> None:
+def test_texts_without_comparison_are_not_lossless(folder: Path) -> None:
     write_questions(folder, "long", [["x" * CONTEXT]])
     done = run_command(folder, "nothing", "--tasks", "long", "-r", "1")
     assert done.exit_code == 1 and "no answer on long that could be compared" in done.stderr

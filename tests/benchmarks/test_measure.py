@@ -29,10 +29,8 @@ from benchmarks.recipe import BenchConfig, MethodConfig
 from benchmarks.results import ROWS_FILE, RUN_FILE
 from benchmarks.rows import GroupFile, read_lines
 from jetspec.engine.llm import LLM
-from jetspec.models.head_format import save_head
 from jetspec.settings import from_dict
 from tests.benchmarks.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions
-from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import CONTEXT, END_TOKEN
 
 ROOT = Path(__file__).parent.parent.parent
@@ -75,7 +73,7 @@ def test_all_methods_read_the_same_tokens(folder: Path, llm: LLM) -> None:
     assert len(read) == 3 and read["plain"] == read["jetspec"] == read["transformers"]
 
 
-def test_a_killed_run_goes_on_and_gives_the_same_table(folder: Path, llm: LLM) -> None:
+def test_a_killed_run_resumes_and_gives_the_same_table(folder: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"tasks": ["sums", "talk"], "temperatures": [1]}
     flags = ["--tasks", "sums,talk", "-r", "2", "-t", "1", "-n", "8", "--budgets", "6", "--methods", "ngram"]
     flags += ["--data-dir", str(folder / "eval"), "--out", str(folder / "killed"), "--device", "cpu"]
@@ -103,26 +101,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_table(folder: Path, llm: LLM) -
     assert after.count(b"\n") == len(done) == len(read_lines(rows))
 
 
-def test_every_method_is_measured_before_any_is_again(folder: Path, llm: LLM) -> None:
-    """Also by a run that goes on where another was stopped."""
-    options: dict[str, Any] = {"batches": [1, 2], "repeats": 2, "limit": 2, "max_tokens": 2}
-    make_bench(folder, "turns", llm, **options).run()
-    path = folder / "turns" / ROWS_FILE
-    lines = path.read_text().splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines]
-    assert [row["repeat"] for row in rows] == sorted(row["repeat"] for row in rows)
-    for repeat in range(2):
-        order = [(r["cell"]["method"], r["cell"]["batch"]) for r in rows if r["repeat"] == repeat]
-        there = [(m, b) for m in ("plain", "ngram") for b in (1, 2)]
-        assert list(dict.fromkeys(order)) == (there[::-1] if repeat else there), "there and back"
-    path.write_text("".join(lines[:: len(lines) // 5]))  # a few of all repeats
-    held = path.read_text().count("\n")
-    make_bench(folder, "turns", llm, **options).run()
-    later = [json.loads(line)["repeat"] for line in path.read_text().splitlines()[held:]]
-    assert later == sorted(later) and held + len(later) == len(lines)
-
-
-def test_what_failed_is_measured_again_when_asked(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_groups_are_measured_again_on_request(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table is then the one of a run in which nothing failed, and what went well was left alone."""
 
     def break_once(reply: Reply) -> Reply | str:
@@ -156,13 +135,6 @@ def test_questions_may_be_passed_over(folder: Path, llm: LLM) -> None:
     assert asked(skip=3) == ["sums-3", "sums-4"] and asked(skip=1, limit=2) == ["sums-1", "sums-2"]
     with pytest.raises(ValueError, match="sums has 5 questions, none of them behind the first 5"):
         asked(skip=5)
-
-
-def test_rows_that_are_not_asked_for_are_mentioned(folder: Path, llm: LLM) -> None:
-    wide: dict[str, Any] = {"methods": ["ngram"], "limit": 2, "repeats": 1, "batches": [1, 2]}
-    assert results_of(make_bench(folder, "narrow", llm, **wide))["notes"] == []
-    (note,) = results_of(make_bench(folder, "narrow", llm, **{**wide, "batches": [2]}))["notes"]
-    assert "holds 4 more groups" in note
 
 
 @pytest.mark.parametrize(
@@ -203,19 +175,7 @@ def test_rows_of_other_packages_or_trees_are_not_mixed_in(folder: Path, llm: LLM
         bench.run()
 
 
-def test_rows_of_another_head_of_the_same_name_are_not_mixed_in(folder: Path, llm: LLM) -> None:
-    first, second = (tiny_head(llm.target.decoder, seed=seed) for seed in (1, 2))
-    save_head(first, folder / "mine", torch.float32)
-    options: dict[str, Any] = {"methods": [f"jetspec={folder / 'mine'}"], "limit": 1, "repeats": 1}
-    before = make_bench(folder, "trained", llm, **options).run()
-    save_head(second, folder / "mine", torch.float32)
-    with pytest.raises(ValueError, match="another head of jetspec; choose another --out"):
-        make_bench(folder, "trained", llm, **options).run()
-    save_head(first, folder / "mine", torch.float32)
-    assert make_bench(folder, "trained", llm, **options).run() == before
-
-
-def test_a_fresh_run_that_cannot_be_measured_forgets_nothing(folder: Path, llm: LLM) -> None:
+def test_a_fresh_run_that_cannot_be_measured_deletes_nothing(folder: Path, llm: LLM) -> None:
     make_bench(folder, "kept", llm).run()
     before = {path.name: path.read_bytes() for path in (folder / "kept").iterdir()}
     for wrong in ("server=http://127.0.0.1:9/v1", f"jetspec={folder / 'edge'}", f"jetspec={folder / 'nowhere'}"):
@@ -237,18 +197,7 @@ def test_a_question_that_fails_is_reported_and_the_others_are_answered(folder: P
             assert cell["lossless"]["compared"] == 2
 
 
-def test_a_method_that_breaks_is_reported(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_down(reply: Reply) -> Reply:
-        raise RuntimeError("out of\nluck")
-
-    meddle(monkeypatch, break_down)
-    cells = results_of(make_bench(folder, "broken", llm))["cells"]
-    broken = next(cell for cell in cells if cell["method"] == "ngram")
-    assert [error["error"] for error in broken["errors"]] == ["RuntimeError: out of luck"] * 10
-    assert broken["speedup"] is None and broken["tokens"] == 0 and broken["tokens_per_s"]["mean"] is None
-
-
-def test_a_method_that_finds_no_room_is_reported_and_can_be_asked_again(
+def test_a_method_without_memory_is_reported_and_can_be_repeated(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_no_room(llm: LLM, method: MethodConfig, budget: int | None, *args: Any, **options: Any) -> Method:
@@ -264,17 +213,6 @@ def test_a_method_that_finds_no_room_is_reported_and_can_be_asked_again(
     assert cells[4]["tokens"] and cells[8]["tokens"] and not cells[4]["errors"] + cells[8]["errors"]
     rows = bench.run(retry_failed=True)
     assert all(answer["error"] is None for row in rows.values() for answer in row["answers"])
-
-
-def test_without_room_for_plain_decoding_nothing_is_measured(
-    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def find_no_room(*_: Any, **__: Any) -> Method:
-        raise ValueError("plain: no room for 1 texts")
-
-    monkeypatch.setattr(measure, "open_method", find_no_room)
-    with pytest.raises(ValueError, match="no room"):
-        make_bench(folder, "roomless", llm).run()
 
 
 def test_a_lost_gpu_ends_the_run_and_leaves_what_was_measured(
@@ -362,7 +300,7 @@ def test_draws_depend_on_question_turn_and_repeat_but_not_on_the_method(folder: 
     ],
     ids=["head", "head of the recipe", "folder of a run", "server", "assistant", "questions"],
 )
-def test_what_is_not_there_is_found_before_the_target_is_loaded(
+def test_missing_inputs_are_found_before_the_target_is_loaded(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], why: str
 ) -> None:
     def load(*_: Any, **options: Any) -> LLM:

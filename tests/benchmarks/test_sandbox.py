@@ -40,7 +40,7 @@ def test_a_right_program_passes_and_a_wrong_one_says_which_test_failed() -> None
         "if __name__ == '__main__': input()",
     ],
 )
-def test_what_solutions_commonly_do_is_allowed(program: str) -> None:
+def test_common_code_is_allowed(program: str) -> None:
     assert run_tests(program + RIGHT, [TEST]).passed
 
 
@@ -64,13 +64,13 @@ def test_what_solutions_commonly_do_is_allowed(program: str) -> None:
         ("class E(Exception):\n    def __str__(self): raise self\nraise E", "E"),
     ],
 )
-def test_what_goes_wrong_is_contained_and_named(program: str, why: str) -> None:
+def test_failures_are_contained_and_named(program: str, why: str) -> None:
     verdict = run_tests(f"{program}\n", [TEST], Limits(seconds=30, memory_mb=256))
     assert not verdict.passed and why in verdict.why
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
-def test_what_takes_too_long_is_ended(program: str) -> None:
+def test_a_slow_program_is_ended(program: str) -> None:
     began = time.monotonic()
     verdict = run_tests(f"{program}\n", [TEST], BRIEF)
     assert not verdict.passed and "took more than 0.5 s" in verdict.why
@@ -88,7 +88,7 @@ import pathlib, shutil
 {attempt}
 """
 HAS_LANDLOCK = Landlock().version >= 1
-INTERPRETER = "child.take_away_what_has_no_event(); sys.addaudithook(child.make_guard('.', 100))"
+INTERPRETER = "child.remove_functions_without_event(); sys.addaudithook(child.make_guard('.', 100))"
 WALLS = [
     pytest.param(INTERPRETER, id="interpreter"),
     pytest.param(
@@ -101,7 +101,7 @@ WALLS = [
 
 
 def run_walled(wall: str, attempt: str, folder: Path) -> bool:
-    """Whether code got to its end."""
+    """Run code behind one restriction. True: it got to its end."""
     inside = folder / "inside"
     inside.mkdir()
     script = WALLED.format(child=str(CHILD), folder=str(inside), wall=wall, attempt=attempt)
@@ -153,7 +153,7 @@ def test_a_file_outside_is_not_removed(attempt: str, wall: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("wall", WALLS)
 @pytest.mark.parametrize("attempt", ["open({path!r}).read()", "os.open({path!r}, os.O_RDONLY)"])
-def test_what_others_wrote_is_not_read(attempt: str, wall: str, tmp_path: Path) -> None:
+def test_files_outside_are_not_read(attempt: str, wall: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("x")
     assert not run_walled(wall, attempt.format(path=str(secret)), tmp_path)
@@ -172,7 +172,7 @@ def test_a_file_of_the_library_is_not_changed_through_its_descriptor(attempt: st
 
 
 @pytest.mark.parametrize("attempt", [WRITING[0], WRITING[9], "import shutil; shutil.rmtree({parent!r})"])
-def test_all_walls_together_stand_in_front_of_a_program(attempt: str, tmp_path: Path) -> None:
+def test_all_restrictions_apply_to_a_program(attempt: str, tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
     (tmp_path / "kept").touch()
     os.chmod(tmp_path / "kept", 0o666)
@@ -200,7 +200,7 @@ def test_a_program_is_not_root_and_starts_nothing() -> None:
     assert not verdict.passed and "can't start new thread" in verdict.why, "root is above that limit"
 
 
-def test_where_no_wall_stands_no_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_program_runs_without_restrictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root that cannot become anybody else, on a kernel without Landlock."""
     helpless = CHILD.read_text().replace(
         'if __name__ == "__main__":', "drop_root = wall_files = lambda *_: False\nif 1:"
@@ -253,6 +253,6 @@ def test_a_wrong_program_does_not_pass_by_changing_what_judges_it(program: str) 
     assert not verdict.passed and "test 1: NameError" in verdict.why
 
 
-def test_nothing_of_the_environment_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "x")
     assert run_tests("import os", ["assert 'SECRET' not in os.environ", "assert os.listdir('.') == []"]).passed

@@ -85,7 +85,7 @@ def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) ->
     assert results["ungraded"] == ["mbpp is not graded: grading needs a package"] and not results["notes"]
 
 
-def test_what_will_have_no_scores_is_told_before_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_graders_are_named_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     config = BenchConfig(tasks=("gsm8k", "mt_bench", "aime25"))
     assert list(ungraded(config)) == []
     monkeypatch.setitem(sys.modules, "math_verify", None)
@@ -121,7 +121,7 @@ def without_scores(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in {**record, "cells": cells}.items() if key not in ("graded", "ungraded")}
 
 
-def test_what_was_not_graded_where_it_was_measured_is_graded_later(
+def test_answers_are_graded_later_on_another_machine(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # nobody looks at plots here
@@ -172,7 +172,7 @@ def test_fewer_answers_or_tests_are_less(now: dict[str, Any] | None, is_kept: bo
         (lambda run, data: (run / "results.json").write_text('{"costs": []}'), "holds no answers"),
     ],
 )
-def test_what_cannot_be_graded_is_one_line_and_status_2(folder: Path, tmp_path: Path, spoil: Any, why: str) -> None:
+def test_a_run_that_cannot_be_graded_is_status_2(folder: Path, tmp_path: Path, spoil: Any, why: str) -> None:
     run, data = tmp_path / "run", tmp_path / "eval"
     measure(folder, run, "--methods", "plain", "--limit", "1")
     data.mkdir()
@@ -183,11 +183,3 @@ def test_what_cannot_be_graded_is_one_line_and_status_2(folder: Path, tmp_path: 
     done = invoke("grade", str(run), "--data-dir", str(data))
     assert done.exit_code == 2 and why in " ".join(done.stderr.split()) and done.stdout == ""
     assert {file: file.read_bytes() for file in run.iterdir()} == held
-
-
-def test_questions_that_moved_have_to_be_named(folder: Path, tmp_path: Path) -> None:
-    measure(folder, tmp_path / "run", "--methods", "plain", "--limit", "1")
-    done = invoke("grade", str(tmp_path / "run"))
-    assert done.exit_code == 2 and "name the one with --data-dir" in " ".join(done.stderr.split())
-    file = invoke("grade", str(tmp_path / "run" / "results.json"))
-    assert file.exit_code == 2 and "is no folder of a finished" in " ".join(file.stderr.split())

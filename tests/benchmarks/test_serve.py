@@ -67,7 +67,7 @@ def test_both_servers_at_every_rate(model: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.usefixtures("threads")
 def test_a_server_that_dies_is_reported(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured before stays, and nobody waits for the rest."""
+    """Earlier measurements are kept, and later requests fail at once."""
     monkeypatch.setattr(serve, "SERVERS", {"speculative": ()})
     monkeypatch.setattr(serve, "BURST_S", 0.1)
     send = Rates.send
@@ -95,7 +95,7 @@ def test_a_server_that_does_not_start_is_reported(tmp_path: Path, monkeypatch: p
     assert problem.startswith("plain: ") and "jetspec: error" in problem
 
 
-def test_servers_that_will_not_answer_any_more(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal or two is not yet a reason to leave a server."""
     process: Any = SimpleNamespace(poll=lambda: None)
     with Live(tiny_llm(model), ServeConfig(port=0)) as live:
@@ -122,7 +122,7 @@ def test_texts_that_differ_are_counted(model: Path, tmp_path: Path, dtype: str, 
     assert run.record["texts"] == {"1": {"compared": 2, "different": 1}} and len(run.problems) == problems
 
 
-def test_both_servers_get_the_same_prompts_and_no_rate_those_of_another(tmp_path: Path) -> None:
+def test_both_servers_get_the_same_prompts(tmp_path: Path) -> None:
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(400)))
     first, second = (Rates(tmp_path / "x", device="cpu", data=data, rates=(1, 4), seconds=30) for _ in range(2))
@@ -136,7 +136,7 @@ def test_the_warm_up_has_every_size_of_batch() -> None:
     assert [len(phase.chats) for phase in phases if phase.rate is None] == [1, 2, 3, 4, 5] * serve.PASSES
 
 
-def test_who_waits_when_the_last_request_comes() -> None:
+def test_backlog_when_the_last_request_arrives() -> None:
     timings = [
         Timing(0.0, [1.0, 2.0], ended=3.0),  # long done
         Timing(1.0, [2.0, 12.0], ended=12.0),  # begun
