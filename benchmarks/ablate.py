@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tqdm import tqdm
 
 from benchmarks.methods import kind_of
 from benchmarks.options import Questions, RecordFolder, Settings, TrainRecipe, examples
@@ -28,6 +27,7 @@ from jetspec.data.prompts import find_tasks, read_questions
 from jetspec.engine.llm import LLM
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head, save_any_head
+from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.evaluate import score_head
@@ -193,7 +193,7 @@ def run_variant(
     adopt_tokens(config, head, documents, target)
     trainer = Trainer(config, target, head, PackedData(documents, config.row_len, config.seed))
     losses, began = [], time.perf_counter()
-    for step in tqdm(range(1, config.steps + 1), desc=name, unit="step"):
+    for step in progress_bar(range(1, config.steps + 1), desc=name, unit="step"):
         sums = trainer.train_step()
         if step % config.log_every == 0 or step == config.steps:
             losses.append((step, sums.metrics().loss))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 
 from benchmarks.estimate import to_record
 from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE
@@ -26,6 +25,7 @@ from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.models.decoder import Decoder
 from jetspec.profile.rounds import Decoding, StandingRound, Workload
 from jetspec.profile.shapes import open_head, open_target, shape_of
+from jetspec.progress import progress_bar
 from jetspec.record import date_now, hardware, package_versions, shown
 from jetspec.settings import at_least
 from jetspec.train.config import HeadShape
@@ -83,7 +83,7 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
         has_rows = bool(file.rows)
         keep_settings(folder / RUN_FILE, settings, lambda _: has_rows, is_measured=bool(todo))
         if todo:
-            with tqdm(
+            with progress_bar(
                 total=len(todo), desc=f"building {shown(config.shape)}", unit="chain", disable=not progress
             ) as bar:
                 target = open_target(config.shape, "random", dtype, device)

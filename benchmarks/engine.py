@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from benchmarks.cpu_speed import Clock
@@ -40,6 +39,7 @@ from jetspec.models.hub import resolve
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_target
 from jetspec.profile.timing import without_capture
+from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
 from jetspec.types import Completion, SamplingParams
 
@@ -113,7 +113,7 @@ def decode(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str |
     name_of: dict[int, str] = {}
     done: dict[str, Completion] = {}
     began = time.perf_counter()
-    with tqdm(total=len(prompts), desc=label, unit="prompt", leave=False, disable=label is None) as bar:
+    with progress_bar(total=len(prompts), desc=label, unit="prompt", leave=False, disable=label is None) as bar:
         while len(done) < len(prompts):
             while waiting and len(engine.requests) < batch:
                 name, prompt = waiting.popleft()
@@ -352,7 +352,7 @@ def verdict(runs: Sequence[Mapping[str, Any]], speedup: float | None = None) -> 
 def transformers_rates(model: PreTrainedModel, prompts: Texts, tokens: int) -> list[float]:
     """Tokens per second of `generate` for each prompt, after a warm-up of the same length."""
     generate_s(model, next(iter(prompts.values())), tokens)
-    timed = tqdm(prompts.values(), desc="transformers", leave=False)
+    timed = progress_bar(prompts.values(), desc="transformers", leave=False)
     return [(tokens - 1) / generate_s(model, prompt, tokens) for prompt in timed]
 
 

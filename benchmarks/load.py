@@ -21,7 +21,6 @@ import httpx
 import numpy as np
 import typer
 from rich.table import Table
-from tqdm import tqdm
 
 from benchmarks.options import examples
 from benchmarks.plots import TIMES, draw_latencies
@@ -29,6 +28,7 @@ from jetspec.commands.compare import DEMO_PROMPTS
 from jetspec.commands.screen import err, out, write_json
 from jetspec.data.prompts import read_questions
 from jetspec.files import read_text
+from jetspec.progress import progress_bar
 from jetspec.record import write_record
 
 PERCENTILES = (50, 95, 99)
@@ -68,7 +68,7 @@ def load(
         raise FileNotFoundError(f"{to.parent} is not a folder; create it first")
     chats = read_chats(data, requests)
     key = read_key(api_key) if api_key else None
-    with tqdm(total=requests, desc="requests", unit="request", leave=False) as bar:
+    with progress_bar(total=requests, desc="requests", unit="request", leave=False) as bar:
         timings = asyncio.run(send_load(plan, chats, key, bar.update))
     summary = summarize(timings)
     if to is not None:

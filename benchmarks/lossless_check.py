@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tqdm import tqdm
 
 from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers
 from jetspec.config import EngineConfig, TreeConfig
@@ -27,6 +26,7 @@ from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default
 from jetspec.models.hf_target import load_hf
 from jetspec.models.hub import resolve
 from jetspec.models.weights import Target, load_target
+from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
 from jetspec.types import SamplingParams
 
@@ -90,7 +90,7 @@ def transformers_greedy(
     other = load_hf(resolve(model), torch.float32, device)
     greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": sorted(eos), "pad_token_id": 0}
     written = []
-    for prompt in tqdm(prompts, desc="transformers"):
+    for prompt in progress_bar(prompts, desc="transformers"):
         ids = torch.tensor([prompt], device=device)
         out = other.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
         written.append(out[0, len(prompt) :].tolist())

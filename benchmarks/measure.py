@@ -7,7 +7,6 @@ groups that are missing. `run.json` holds the settings of the rows: rows of othe
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from benchmarks.baselines import check_found, check_ready, open_method
 from benchmarks.methods import (
@@ -52,6 +50,7 @@ from jetspec.data.regenerate import Conversation, require_template
 from jetspec.engine.llm import LLM
 from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.hub import head_path, resolve, shipped_head
+from jetspec.progress import progress_bar
 from jetspec.record import date_now, hardware, package_versions, shown
 from jetspec.train.card import read_card
 
@@ -132,7 +131,7 @@ class Bench:
             for method in self.methods:
                 if method.name in names:
                     check_ready(self.llm, method)
-            with progress_bar(len(todo), "group", progress) as bar:
+            with progress_bar(total=len(todo), unit="group", disable=not (progress and todo)) as bar:
                 command = len(self.runs()) - 1
                 for row in self._measure(todo, bar):
                     file.append({**row, "command": command, "date": date_now()})
@@ -188,7 +187,7 @@ class Bench:
                 for index, first in enumerate(range(0, len(prompts), cell.batch)):
                     yield Group(cell, repeat, index, prompts[first : first + cell.batch])
 
-    def _measure(self, groups: Sequence[Group], bar: tqdm[Any]) -> Iterator[Row]:
+    def _measure(self, groups: Sequence[Group], bar: Any) -> Iterator[Row]:
         """Rows of groups. A method is opened and warmed up outside all timing, and kept while groups need it."""
         methods = {method.name: method for method in self.methods}
         for (_, name, budget, batch), some in groupby(groups, key=_engine_of):
@@ -329,12 +328,6 @@ class Bench:
             if method.url is not None and (server := identify(method.url, method.served_model)) is not None:
                 found[f"server of {method.name}"] = server
         return found
-
-
-def progress_bar(total: int, unit: str, is_shown: bool) -> tqdm[Any]:
-    """Progress bar; a log file gets a line every 30 seconds."""
-    interval = 0.5 if sys.stderr.isatty() else 30
-    return tqdm(total=total, unit=unit, mininterval=interval, disable=not (is_shown and total))
 
 
 def _engine_of(group: Group) -> tuple[int, str, int | None, int]:

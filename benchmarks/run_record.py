@@ -12,11 +12,12 @@ from benchmarks.cells import Measured, accepted_lengths, round_questions, speedu
 from benchmarks.estimate import how_many, to_record
 from benchmarks.grade import grade
 from benchmarks.lossless import LosslessCheck
-from benchmarks.measure import Bench, progress_bar
+from benchmarks.measure import Bench
 from benchmarks.recipe import PLAIN, TRANSFORMERS, Cell
 from benchmarks.results import ROWS_FILE
 from benchmarks.rows import Key, Row, measured_by, read_lines
 from benchmarks.scores import Grader, Scores
+from jetspec.progress import progress_bar
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Results:
         decoder, config = self.bench.llm.target.decoder, self.bench.config
         self.scores.run_programs(self.measured.values(), progress)
         cells = []
-        with progress_bar(len(self.measured), "cell", progress) as bar:
+        with progress_bar(total=len(self.measured), unit="cell", disable=not (progress and self.measured)) as bar:
             for cell, measured in self.measured.items():
                 bar.set_description(f"grading and comparing: {cell.method} {cell.task}", refresh=sys.stderr.isatty())
                 cells.append(self.cell(measured))

@@ -13,12 +13,13 @@ from typing import Any
 
 from benchmarks.cells import Measured
 from benchmarks.grade import MATH_TASKS, Grade, grade
-from benchmarks.measure import progress_bar, questions_of
+from benchmarks.measure import questions_of
 from benchmarks.recipe import BenchConfig, Cell
 from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE, read_record
 from benchmarks.rows import Row, kept_settings, questions_digest, read_lines
 from benchmarks.tasks import GRADED_AS, TASKS
 from jetspec.data.prompts import Prompt
+from jetspec.progress import progress_bar
 from jetspec.record import GRADERS, make_record
 
 Grader = Callable[[str, Mapping[str, Any], str], Grade]
@@ -58,7 +59,7 @@ class Scores:
                 self.grade(key)
 
         with (
-            progress_bar(len(answers), "answer", progress) as bar,
+            progress_bar(total=len(answers), unit="answer", disable=not (progress and answers)) as bar,
             ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool,
         ):
             bar.set_description("running programs", refresh=False)
@@ -109,7 +110,7 @@ def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dic
     measured = read_answers(folder, record["cells"])
     scores.run_programs(measured, progress)
     cells = []
-    with progress_bar(len(measured), "cell", progress) as bar:
+    with progress_bar(total=len(measured), unit="cell", disable=not (progress and measured)) as bar:
         for raw, mine in zip(record["cells"], measured, strict=True):
             bar.set_description(f"grading: {mine.cell.method} {mine.cell.task}", refresh=sys.stderr.isatty())
             cells.append({**raw, "score": scores.of(mine)})

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from benchmarks.precision import FreshPass, Texts, cached_rows, find_differences
 from jetspec.engine.engine import Engine
 from jetspec.engine.warm_up import warm_up_batches
+from jetspec.progress import progress_bar
 from jetspec.types import Completion, Request, SamplingParams
 
 KINDS = {
@@ -90,7 +90,7 @@ class Soak:
         count_calls(self.engine.runner, "launch_round", self.counts)
         count_calls(self.engine.scheduler, "preempt", self.counts)
         due = 0
-        with tqdm(total=rounds, desc="soak", unit="round", leave=False) as bar:
+        with progress_bar(total=rounds, desc="soak", unit="round", leave=False) as bar:
             while self.counts["launch_round"] < rounds and not self.is_stuck:
                 self._arrivals_and_cancels()
                 self._step()

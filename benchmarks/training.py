@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tqdm import tqdm
 
 from benchmarks.options import RecordFile, Settings, TrainRecipe, examples
 from jetspec.data.corpus import PackedData
 from jetspec.models.decoder import Decoder
 from jetspec.models.weights import load_target
 from jetspec.profile.timing import without_capture
+from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.loss import DraftLoss
@@ -79,7 +79,7 @@ def take_steps(trainer: Trainer, steps: int, label: str) -> tuple[list[DraftLoss
     """Losses of the steps, and their seconds."""
     wait(trainer.device)
     began = time.perf_counter()
-    sums = [trainer.train_step() for _ in tqdm(range(steps), label, unit="step")]
+    sums = [trainer.train_step() for _ in progress_bar(range(steps), desc=label, unit="step")]
     wait(trainer.device)
     return sums, time.perf_counter() - began
 

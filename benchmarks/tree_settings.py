@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tqdm import tqdm
 
 from benchmarks.ablate import forced_rounds, write_answers
 from benchmarks.options import DEFAULT, Model, Questions, RecordFolder, examples, numbers
@@ -18,6 +17,7 @@ from jetspec.config import EngineConfig, TreeConfig
 from jetspec.data.answers import fingerprint
 from jetspec.engine.llm import LLM
 from jetspec.models.heads import load_any_head
+from jetspec.progress import progress_bar
 from jetspec.record import current_commit, shown_head, write_record
 
 BUDGETS = ("16", "64", "256")
@@ -59,7 +59,7 @@ def tree_settings(
     for name, head in loaded.items():
         about: dict[str, Any] = {"head": shown_head(paths[name]), "weights": fingerprint(head), "model": model}
         about |= {"questions": limit, "tokens": tokens}
-        for tree in tqdm(todo[name], desc=name, unit="tree"):
+        for tree in progress_bar(todo[name], desc=name, unit="tree"):
             setting = {"draft_temperature": tree.draft_temperature, "width": tree.width}
             found = setting | forced_rounds(target, head, answers, tree, BUDGETS, num_gaps=0)
             trees = sorted([*begun(out, name, {**about, "commit": commit}), found], key=tree_key)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 LINE_S = 10.0
 """Seconds between two lines in a log."""
-LINE_FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+LINE_FORMAT = "{desc}{n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
-def progress(
+def progress_bar(
     items: Iterable[Any] | None = None,
     *,
     total: int | None = None,
-    desc: str = "",
+    desc: str | None = None,
     unit: str = "it",
     initial: int = 0,
     leave: bool = True,
@@ -26,10 +26,15 @@ def progress(
 ) -> tqdm[Any]:
     """A progress bar over `items`, or one that `update` advances. In a log a bar that does not `leave` is silent
     unless it takes longer than `LINE_S`."""
-    options: Any = {"desc": desc, "initial": initial, "leave": leave, "disable": disable}
+    options: Any = {"total": total, "initial": initial, "leave": leave, "disable": disable}
     if sys.stderr is not None and sys.stderr.isatty():
-        return tqdm(items, total=total, unit=unit, **options)
-    return LineProgress(items, total=total, unit=f" {unit.strip()}", **options)
+        return tqdm(items, desc=desc, unit=unit, **options)
+    return LineProgress(items, desc=desc and f"{desc}: ", unit=f" {unit.strip()}", **options)
+
+
+def print_above(line: str, file: TextIO | None = None) -> None:
+    """Prints a line above the bars on the terminal; to stdout if no file is given."""
+    tqdm.write(line, file=file)
 
 
 class LineProgress(tqdm):

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from jetspec.progress import progress
+from jetspec.progress import progress_bar
 
 
 def test_logs_get_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with progress(total=100, desc="training", unit=" steps") as bar:
+    with progress_bar(total=100, desc="training", unit=" steps") as bar:
         for _ in range(100):
             now += 1
             bar.update()
@@ -23,7 +23,7 @@ def test_logs_get_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_short_work_leaves_one_line_or_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(progress("abc", desc="scoring", unit="answer")) == ["a", "b", "c"]
+    assert list(progress_bar("abc", desc="scoring", unit="answer")) == ["a", "b", "c"]
     assert "scoring: 3/3 answer" in capsys.readouterr().err
-    assert list(progress("abc", leave=False)) == list(progress("abc", disable=True)) == ["a", "b", "c"]
+    assert list(progress_bar("abc", leave=False)) == list(progress_bar("abc", disable=True)) == ["a", "b", "c"]
     assert capsys.readouterr().err == ""

@@ -172,10 +172,10 @@ class Result:
 
 def measure(plain: Decode, fast: Decode, prompts: Sequence[str], repeats: int) -> Result:
     """Decodes every prompt both ways in every repeat; the side that begins alternates."""
-    from jetspec.progress import progress
+    from jetspec.progress import progress_bar
 
     found: list[list[Comparison]] = []
-    with progress(total=2 * repeats * len(prompts), desc="measuring", unit="answer", leave=False) as bar:
+    with progress_bar(total=2 * repeats * len(prompts), desc="measuring", unit="answer", leave=False) as bar:
         for repeat in range(repeats):
             results = []
             for prompt in prompts:

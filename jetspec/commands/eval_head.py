@@ -122,7 +122,7 @@ def eval_head(llm: LLM, settings: Evaluation, files: Mapping[str, Path], out_fil
     for task, answers in documents.items():
         note(f"{task}: scoring {len(answers)} answers")
         scores[task] = score_head(
-            llm.target.decoder, llm.head, answers, settings.eval.names, settings.tree, show_progress=True
+            llm.target.decoder, llm.head, answers, settings.eval.names, settings.tree, progress=True
         )
     real = _decode(llm, settings, documents) if settings.eval.real else {}
     results = _results(llm, settings, scores, real)

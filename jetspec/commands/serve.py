@@ -92,8 +92,8 @@ def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | No
 
 def _warm_up(llm: LLM) -> None:
     from jetspec.engine.warm_up import warm_up_batches
-    from jetspec.progress import progress
+    from jetspec.progress import progress_bar
 
     planned = warm_up_batches(llm.engine)
-    for batch in progress(planned, desc="warming up", unit="graph", leave=False, disable=not planned):
+    for batch in progress_bar(planned, desc="warming up", unit="graph", leave=False, disable=not planned):
         batch.run(llm.engine)

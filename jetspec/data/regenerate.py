@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from jetspec.data.prompts import BadPrompt, CutPrompt, OnBad, Prompt, PromptData, Responses, stable_hash
 from jetspec.data.rows import Row, RowFile, finished_ids, record_of, resumable_runs, run_entry
@@ -30,7 +29,7 @@ from jetspec.data.workers import Answer, Results, answer_in_processes
 from jetspec.models.hub import resolve
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_tokenizer, open_model
-from jetspec.progress import progress
+from jetspec.progress import print_above, progress_bar
 from jetspec.record import shown, write_record
 from jetspec.types import Completion, SamplingParams
 
@@ -252,12 +251,12 @@ class Tally:
         if self.on_bad == "stop":
             raise ValueError(f"{bad.where}: {bad.reason}; fix it, or leave such prompts out with --on-bad skip")
         self.skipped += 1
-        tqdm.write(f"skipped {bad.where}: {bad.reason}", file=sys.stderr)
+        print_above(f"skipped {bad.where}: {bad.reason}", file=sys.stderr)
 
     def cut_off(self, cut: CutPrompt) -> None:
         self.cut += 1
         left = f"the context is full after {cut.answered} of {cut.turns} turns; the rest is left out"
-        tqdm.write(f"cut {cut.where}: {left}", file=sys.stderr)
+        print_above(f"cut {cut.where}: {left}", file=sys.stderr)
 
     def interrupted(self, out: Path) -> str:
         done, wanted = self.already + self.answered, self.already + self.todo
@@ -302,7 +301,7 @@ def write_rows(
 def count(data: PromptData, done: set[str], check: Check, on_bad: OnBad) -> Tally:
     """Checks all prompts before the first is answered, so that bad ones are reported at once."""
     tally = Tally(on_bad)
-    with progress(data, desc="checking", unit=" prompts", leave=False) as bar:
+    with progress_bar(data, desc="checking", unit=" prompts", leave=False) as bar:
         for prompt in bar:
             if isinstance(prompt, BadPrompt):
                 tally.refuse(prompt)
@@ -327,7 +326,7 @@ def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Calla
         yield from prompts
 
     results = starts[0]()(timed()) if len(starts) == 1 else answer_in_processes(starts, timed())
-    bar = progress(total=tally.todo, desc="answering", unit=" prompts")
+    bar = progress_bar(total=tally.todo, desc="answering", unit=" prompts")
     with bar, closing(results):
         for result in results:
             if isinstance(result, CutPrompt):

@@ -25,7 +25,7 @@ from jetspec.data.regenerate import PLACEHOLDER, in_processes, require_template,
 from jetspec.data.rows import LineFile, Row, read_lines, record_of, resumable_runs, run_entry
 from jetspec.data.workers import Answer, Results, answer_in_processes
 from jetspec.models.tokenizer import Tokenizer
-from jetspec.progress import progress
+from jetspec.progress import progress_bar
 from jetspec.record import shown, write_record
 from jetspec.types import Completion, SamplingParams
 
@@ -286,7 +286,7 @@ def _synthesize_until(
         yield from map(config.attempt, count_from(first))
 
     results = starts[0]()(attempts()) if len(starts) == 1 else answer_in_processes(starts, attempts())
-    bar = progress(total=count, initial=tally.already, desc="synthesizing", unit=" prompts")
+    bar = progress_bar(total=count, initial=tally.already, desc="synthesizing", unit=" prompts")
     with bar, closing(results):
         for number, row in enumerate(in_order(results, first), first):
             text, drop = read_attempt(turn, row, config.attempt(number).turns[0], seen)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from tqdm import tqdm
 
 from jetspec.config import BatchTree, DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine, check_drafter
@@ -22,6 +21,7 @@ from jetspec.models.heads import Head, load_any_head
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import Target, load_target
+from jetspec.progress import progress_bar
 from jetspec.types import Completion, SamplingParams, Update
 
 Prompt = str | Sequence[int]
@@ -159,7 +159,7 @@ class LLM:
                     ids.append(engine.add(tokens, param))
             followed = frozenset(ids)
             with (
-                tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar,
+                progress_bar(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar,
                 freeze_objects(len(ids)),
             ):
                 while len(done) < len(ids):

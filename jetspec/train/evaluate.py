@@ -20,7 +20,7 @@ from jetspec.config import TreeConfig
 from jetspec.data.corpus import Document, answer_spans
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
-from jetspec.progress import progress
+from jetspec.progress import progress_bar
 from jetspec.train.reading import (
     BEYOND,
     RANKS,
@@ -157,7 +157,7 @@ def score_head(
     tree: TreeConfig,
     *,
     num_gaps: int = NUM_GAPS,
-    show_progress: bool = False,
+    progress: bool = False,
 ) -> HeadScore:
     """Teacher-forced rounds on the target's text in `documents`, for every tree of `make_trees`.
 
@@ -170,7 +170,7 @@ def score_head(
     picked[np.linspace(0, starts[-1] - 1, min(num_gaps, starts[-1])).astype(int)] = True
     scorer = _Scorer(target, head, trees, tree)
     rows = zip(documents, pairwise(starts), strict=True)
-    bar = progress(rows, total=len(documents), desc="scoring", unit="answer", disable=not show_progress)
+    bar = progress_bar(rows, total=len(documents), desc="scoring", unit="answer", disable=not progress)
     return HeadScore.join([scorer.score(document, picked[first:last]) for document, (first, last) in bar])
 
 

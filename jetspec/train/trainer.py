@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from tqdm import tqdm
 
 from jetspec.capture import GraphPool
 from jetspec.config import TreeConfig
@@ -25,7 +24,7 @@ from jetspec.models.decoder import Decoder
 from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.heads import Head, load_any_head, save_any_head
 from jetspec.ops.select import force
-from jetspec.progress import progress
+from jetspec.progress import print_above, progress_bar
 from jetspec.train.blocks import Drafts, choose_anchors, lay_out
 from jetspec.train.card import model_card
 from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint, settings
@@ -135,7 +134,7 @@ class Trainer:
         """
         config, log = self.config, RunLog(self.folder, self.step) if self.rank == 0 else None
         total = config.steps if config.minutes is None else None
-        bar = progress(total=total, initial=self.step, desc="training", unit="step", disable=self.rank > 0)
+        bar = progress_bar(total=total, initial=self.step, desc="training", unit="step", disable=self.rank > 0)
         first, throughput = self.step, Throughput()
         if self.step and not (self._is_exported() and self._is_scored()):
             self.publish(log)
@@ -192,7 +191,7 @@ class Trainer:
         card.write_text(self._card(), encoding="utf-8")
         card.replace(self.folder / "head" / CARD_FILE)
         self._report(log, "decode", scores)
-        tqdm.write(f"step {self.step}: {describe_scores(scores, forced)}")
+        print_above(f"step {self.step}: {describe_scores(scores, forced)}")
 
     def _forced(self) -> dict[str, float]:
         """Teacher-forced tokens per round at this step, from its validation if there was one."""
