@@ -1,4 +1,4 @@
-"""The playground in a real browser, against a live server on a tiny model."""
+"""The playground in a browser, against a server with a tiny model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IS_HIGH = "(frame) => frame.scrollHeight > frame.clientHeight"
 KEY = "a-key-that-nobody-guesses"
 Open = Callable[..., Page]
 
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=60_000)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def errors() -> list[str]:
-    """What the console complained about. A test that provokes errors takes them out."""
+    """Errors in the console. A test that causes errors removes them."""
     return []
 
 
@@ -68,7 +68,7 @@ def open_page(browser: Browser, live: Live, errors: list[str]) -> Iterator[Open]
 
 @pytest.fixture
 def slow(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that take long enough to do something in between."""
+    """Rounds of at least 50 ms."""
     step = live.llm.engine.step
 
     def slow_step() -> list[Update]:
@@ -83,12 +83,12 @@ def ask(page: Page, prompt: str = PROMPT) -> None:
     page.get_by_role("button", name="Send").click()
 
 
-def question(request: Request) -> dict[str, Any]:
+def body_of(request: Request) -> dict[str, Any]:
     return json.loads(request.post_data or "{}")
 
 
 def answer_with(page: Page, chunk: dict[str, Any], end: str = "data: [DONE]\n\n") -> None:
-    """From now on the page gets this chunk for an answer, whatever it asks."""
+    """The page gets this chunk as the response to every request."""
     body = f"data: {json.dumps(chunk)}\n\n{end}"
     page.unroute("**/chat/completions")
     page.route("**/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
@@ -109,13 +109,13 @@ def fits(page: Page) -> bool:
 
 
 def in_module(page: Page, name: str, body: str, argument: Any) -> Any:
-    """Run a function's body with a module of the page as `module`."""
+    """Runs the body of a function in which `module` is a module of the page and `given` the argument."""
     script = f"async (given) => {{ const module = await import('/static/{name}'); {body} }}"
     return page.evaluate(script, argument)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_answer_streams_in_shades_of_its_rounds(open_page: Open, alone: LLM, size: str) -> None:
+def test_answer_streams_with_a_shade_per_round(open_page: Open, alone: LLM, size: str) -> None:
     page = open_page(size=size)
     assert fits(page)
     page.evaluate(
@@ -138,7 +138,7 @@ def test_an_answer_streams_in_shades_of_its_rounds(open_page: Open, alone: LLM, 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_tree_of_any_round_can_be_seen(open_page: Open, alone: LLM, size: str) -> None:
+def test_tree_of_any_round_can_be_shown(open_page: Open, alone: LLM, size: str) -> None:
     page = open_page(size=size)
     ask(page)
     expect(page.locator(".sum")).to_contain_text("rounds")
@@ -155,7 +155,7 @@ def test_the_tree_of_any_round_can_be_seen(open_page: Open, alone: LLM, size: st
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_race_ends_with_the_same_text_twice(open_page: Open, alone: LLM, size: str) -> None:
+def test_race_ends_with_identical_texts(open_page: Open, alone: LLM, size: str) -> None:
     page = open_page(size=size)
     page.get_by_label("Your message").fill(PROMPT)
     page.get_by_role("button", name="Race").click()
@@ -168,11 +168,10 @@ def test_a_race_ends_with_the_same_text_twice(open_page: Open, alone: LLM, size:
     assert fits(page)
 
 
-def test_a_race_is_fair_at_any_temperature(open_page: Open) -> None:
-    """Both sides get the same question and seed, and neither finds its prompt in a cache."""
+def test_requests_of_a_race_differ_in_tree_and_salt_only(open_page: Open) -> None:
     page = open_page()
     asked: list[dict[str, Any]] = []
-    page.on("request", lambda request: asked.append(question(request)) if request.post_data else None)
+    page.on("request", lambda request: asked.append(body_of(request)) if request.post_data else None)
     page.locator("#temperature").fill("0.8")
     page.locator("#length").fill("32")
     page.get_by_label("Your message").fill(PROMPT)
@@ -185,7 +184,7 @@ def test_a_race_is_fair_at_any_temperature(open_page: Open) -> None:
     assert (plain["temperature"], plain["max_tokens"]) == (0.8, 32)
 
 
-def test_everything_can_be_done_with_the_keyboard(open_page: Open) -> None:
+def test_page_works_with_the_keyboard_alone(open_page: Open) -> None:
     page = open_page()
     expect(page.get_by_label("Your message")).to_be_focused()
     page.keyboard.type(PROMPT)
@@ -219,14 +218,14 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Open) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
-def test_a_conversation_goes_on_and_begins_anew(open_page: Open) -> None:
+def test_conversation_continues_until_new_chat(open_page: Open) -> None:
     page = open_page()
     page.locator("#length").fill("32")
     ask(page, "x")
     expect(page.locator(".sum")).to_contain_text("rounds")
     with page.expect_request("**/chat/completions") as second:
         ask(page, "y")
-    said = question(second.value)["messages"]
+    said = body_of(second.value)["messages"]
     assert [message["role"] for message in said] == ["user", "assistant", "user"]
     assert said[1]["content"] == page.locator(".answer").first.text_content()
     expect(page.locator(".sum").last).to_contain_text("rounds")
@@ -234,12 +233,12 @@ def test_a_conversation_goes_on_and_begins_anew(open_page: Open) -> None:
     expect(page.locator(".turn")).to_have_count(0)
     with page.expect_request("**/chat/completions") as fresh:
         ask(page, "z")
-    assert len(question(fresh.value)["messages"]) == 1
+    assert len(body_of(fresh.value)["messages"]) == 1
     expect(page.locator(".sum")).to_contain_text("rounds")
 
 
 @pytest.mark.usefixtures("slow")
-def test_an_answer_stays_in_its_conversation(open_page: Open, live: Live) -> None:
+def test_new_chat_drops_a_running_answer(open_page: Open, live: Live) -> None:
     page = open_page()
     ask(page, "x")
     expect(page.locator(".token")).not_to_have_count(0)
@@ -247,23 +246,23 @@ def test_an_answer_stays_in_its_conversation(open_page: Open, live: Live) -> Non
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     with page.expect_request("**/chat/completions") as fresh:
         ask(page, "y")
-    assert question(fresh.value)["messages"] == [{"role": "user", "content": "y"}]
+    assert body_of(fresh.value)["messages"] == [{"role": "user", "content": "y"}]
     page.get_by_role("button", name="Stop").click()
     live.wait_for_rest()
 
 
 @pytest.mark.parametrize("most", [20, 100])
-def test_the_page_asks_for_no_more_than_the_server_writes(folder: Path, open_page: Open, most: int) -> None:
+def test_length_is_limited_to_that_of_the_server(folder: Path, open_page: Open, most: int) -> None:
     with Live(tiny_llm(folder), ServeConfig(port=0, max_tokens=most)) as short:
         page = open_page(short.url)
         with page.expect_request("**/chat/completions") as asked:
             ask(page)
-        assert most - 32 < question(asked.value)["max_tokens"] <= most
+        assert most - 32 < body_of(asked.value)["max_tokens"] <= most
         expect(page.locator(".sum")).to_contain_text("rounds")
 
 
 @pytest.mark.usefixtures("slow")
-def test_stop_frees_the_engine(open_page: Open, live: Live) -> None:
+def test_stop_cancels_the_request(open_page: Open, live: Live) -> None:
     page = open_page()
     ask(page, "hello")
     expect(page.locator(".token")).not_to_have_count(0)
@@ -273,7 +272,7 @@ def test_stop_frees_the_engine(open_page: Open, live: Live) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
-def test_a_server_with_keys_is_opened_by_one(folder: Path, open_page: Open, errors: list[str]) -> None:
+def test_page_asks_for_an_api_key(folder: Path, open_page: Open, errors: list[str]) -> None:
     with Live(tiny_llm(folder), ServeConfig(port=0, keys=(KEY,))) as locked:
         page = open_page(locked.url)
         door = page.get_by_role("dialog")
@@ -296,7 +295,7 @@ def test_a_server_with_keys_is_opened_by_one(folder: Path, open_page: Open, erro
     errors.clear()
 
 
-def test_a_server_without_a_drafter_offers_no_race(folder: Path, open_page: Open) -> None:
+def test_race_needs_a_drafter(folder: Path, open_page: Open) -> None:
     with Live(LLM(folder, drafter="none", device="cpu"), ServeConfig(port=0)) as plain:
         page = open_page(plain.url)
         ask(page)
@@ -306,7 +305,7 @@ def test_a_server_without_a_drafter_offers_no_race(folder: Path, open_page: Open
         assert text_of(page, "#yield") == "1.00"
 
 
-def test_what_goes_wrong_is_said_in_words(open_page: Open, errors: list[str]) -> None:
+def test_errors_are_shown(open_page: Open, errors: list[str]) -> None:
     page = open_page()
     ask(page, "long " * 100)
     alert = page.get_by_role("alert")
@@ -322,7 +321,7 @@ def test_what_goes_wrong_is_said_in_words(open_page: Open, errors: list[str]) ->
     errors.clear()
 
 
-def test_text_never_becomes_markup(open_page: Open) -> None:
+def test_text_is_never_markup(open_page: Open) -> None:
     page = open_page()
     text = "<img src=x onerror=alert(1)><b>bold</b>"
     answer_with(page, {"choices": [{"index": 0, "delta": {"content": text}}]})
@@ -332,7 +331,7 @@ def test_text_never_becomes_markup(open_page: Open) -> None:
     assert page.locator("#turns img, #turns b").count() == 0
 
 
-def test_the_page_needs_nothing_but_its_server(browser: Browser, live: Live) -> None:
+def test_page_loads_only_from_its_server(browser: Browser, live: Live) -> None:
     asked: list[str] = []
     page = browser.new_page()
     page.on("request", lambda request: asked.append(request.url))
@@ -345,7 +344,7 @@ def test_the_page_needs_nothing_but_its_server(browser: Browser, live: Live) -> 
     page.close()
 
 
-def test_colours_follow_the_system_until_switched(open_page: Open) -> None:
+def test_theme_follows_the_system_until_switched(open_page: Open) -> None:
     page = open_page(color_scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(background)
@@ -373,7 +372,7 @@ def random_tree(size: int, seed: int) -> dict[str, Any]:
     return {"tokens": ["word"] * size, "parents": parents, "scores": scores, "path": path, "bonus": "own"}
 
 
-def test_large_trees_are_folded_and_nothing_is_lost(open_page: Open) -> None:
+def test_folded_trees_count_all_nodes(open_page: Open) -> None:
     page = open_page()
     trees = [random_tree(size, seed) for seed, size in enumerate((1, 2, 16, 64, 300))]
     for most in (1, 3, 12, 1000):
@@ -390,7 +389,7 @@ def test_large_trees_are_folded_and_nothing_is_lost(open_page: Open) -> None:
             assert len({(entry["row"], entry["depth"]) for entry in nodes.values()}) == len(nodes)
 
 
-def test_a_large_tree_fits_its_frame_until_all_is_wanted(open_page: Open) -> None:
+def test_large_tree_fits_its_frame_until_unfolded(open_page: Open) -> None:
     page = open_page(size="phone")
     sizes = (12, 20, 40, 128, 300, 128)
     for number, size in enumerate(sizes):
@@ -417,7 +416,7 @@ def test_a_large_tree_fits_its_frame_until_all_is_wanted(open_page: Open) -> Non
     ],
 )
 def test_pieces_add_up_to_the_text(open_page: Open, tokens: list[str], chunks: list[str]) -> None:
-    """Tokens come before their text shows, and may be parts of a character: the text is what counts."""
+    """Also if tokens come before their text or are parts of a character."""
     body = """
         let waiting = given.tokens.map((text) => ({ text }));
         return given.chunks.map((text) => {
