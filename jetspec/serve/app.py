@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,28 +24,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jetspec
 from jetspec.engine.llm import LLM
-from jetspec.serve.builder import PreparedRequest, RequestBuilder
+from jetspec.serve import protocol as api
+from jetspec.serve.builder import RequestBuilder
 from jetspec.serve.compiler import Compiler
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import ApiError, add_handlers, client_disconnected, shutting_down
 from jetspec.serve.log import request_fields
 from jetspec.serve.metrics import Metrics
 from jetspec.serve.middleware import JsonRoute, Middleware
-from jetspec.serve.protocol import (
-    ChatChunk,
-    ChatCompletion,
-    ChatRequest,
-    CompletionRequest,
-    ErrorResponse,
-    GenerationRequest,
-    Health,
-    ModelCard,
-    ModelList,
-    TextCompletion,
-    TreeShape,
-)
 from jetspec.serve.response import AnyResponse, ChatResponse, TextResponse, Vocabulary
-from jetspec.serve.worker import EngineThread, RequestHandle
+from jetspec.serve.worker import EngineThread, Job, RequestHandle
 
 STATIC = Path(__file__).parent / "static"
 PAGE_POLICY = "; ".join(
@@ -58,7 +47,7 @@ PAGE_POLICY = "; ".join(
 PREPARE_THREADS = 2
 """Threads that tokenize requests; with one, a long prompt would delay all others."""
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": text}
+    status: {"model": api.ErrorResponse, "description": text}
     for status, text in {
         400: "The request is invalid or not supported; the message names the field.",
         401: "The API key is missing or wrong.",
@@ -82,7 +71,7 @@ def streaming_responses(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any
 
 def add_chunk_schema(document: dict[str, Any]) -> dict[str, Any]:
     """Adds the schema of chat chunks to the OpenAPI document; no route has them as its whole body."""
-    schema = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+    schema = api.ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
     document["components"]["schemas"] |= {**schema.pop("$defs"), "ChatChunk": schema}
     return document
 
@@ -107,7 +96,7 @@ class Server:
             max_prompt=config.max_prompt,
             max_tokens=config.max_tokens,
         )
-        self.shape = TreeShape(
+        self.shape = api.TreeShape(
             drafter=llm.drafter,
             budget=llm.tree.budget,
             width=llm.tree.width,
@@ -142,33 +131,37 @@ class Server:
         self.serializer.shutdown(wait=False, cancel_futures=True)
 
     def _add_api(self, app: FastAPI) -> None:
-        @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=streaming_responses(ChatChunk))
-        async def chat(body: ChatRequest, request: Request) -> Response:
+        @app.post(
+            "/v1/chat/completions", response_model=api.ChatCompletion, responses=streaming_responses(api.ChatChunk)
+        )
+        async def chat(body: api.ChatRequest, request: Request) -> Response:
             """Complete a conversation. With `stream`, chunks are server-sent events, one per round."""
             return await self._generate(body, request, self.builder.chat, ChatResponse)
 
-        @app.post("/v1/completions", response_model=TextCompletion, responses=streaming_responses(TextCompletion))
-        async def complete(body: CompletionRequest, request: Request) -> Response:
+        @app.post(
+            "/v1/completions", response_model=api.TextCompletion, responses=streaming_responses(api.TextCompletion)
+        )
+        async def complete(body: api.CompletionRequest, request: Request) -> Response:
             """Complete a text. With `stream`, chunks are server-sent events, one per round."""
             return await self._generate(body, request, self.builder.completion, TextResponse)
 
         @app.get("/v1/models", responses=ERRORS)
-        async def models() -> ModelList:
-            return ModelList(data=[self._card()])
+        async def models() -> api.ModelList:
+            return api.ModelList(data=[self._card()])
 
         @app.get("/v1/models/{name:path}", responses=ERRORS)
-        async def model(name: str) -> ModelCard:
+        async def model(name: str) -> api.ModelCard:
             if name != self.model_name:
                 raise ApiError("there is no such model here", status=404, code="model_not_found")
             return self._card()
 
     def _add_operations(self, app: FastAPI) -> None:
-        @app.get("/health", responses={503: {"model": Health}})
+        @app.get("/health", responses={503: {"model": api.Health}})
         async def health() -> Response:
             """Status 200 while the engine works."""
             return _status("failed", 503) if self.worker.failure else _status("ok")
 
-        @app.get("/ready", responses={503: {"model": Health}})
+        @app.get("/ready", responses={503: {"model": api.Health}})
         async def ready() -> Response:
             """Status 200 while another request would be accepted."""
             if self.worker.is_ready:
@@ -188,28 +181,29 @@ class Server:
             async def playground() -> Response:
                 return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
 
-    def _card(self) -> ModelCard:
-        return ModelCard(id=self.model_name, created=self.created, jetspec=self.shape)
+    def _card(self) -> api.ModelCard:
+        return api.ModelCard(id=self.model_name, created=self.created, jetspec=self.shape)
 
     async def _generate(
         self,
-        body: GenerationRequest,
+        body: api.GenerationRequest,
         request: Request,
-        prepare: Callable[[Any, str], PreparedRequest],
-        make_response: Callable[[PreparedRequest, Vocabulary, str], AnyResponse],
+        prepare: Callable[[Any, str], Job],
+        make_response: Callable[[Job, Vocabulary, str], AnyResponse],
     ) -> Response:
         fields = request_fields.get()
         if body.user:
             fields["user"] = body.user
         if self.config.log_text:
             fields["asked"] = body.model_dump(exclude_unset=True)
-        prepared = await asyncio.to_thread(prepare, body, fields.get("tenant", ""))
-        if prepared.grammar is not None:
-            param = "tools" if prepared.reads_tools else "response_format"
+        job = await asyncio.to_thread(prepare, body, fields.get("tenant", ""))
+        if job.sampling.grammar is not None:
+            param = "tools" if job.reads_tools else "response_format"
             client = fields.get("tenant") or (request.client.host if request.client else "")
-            prepared = prepared.with_grammar(await self.compiler.compile(prepared.grammar, param, client))
-        response = make_response(prepared, self.vocab, self.model_name)
-        handle = self.worker.submit(prepared.jobs)
+            grammar = await self.compiler.compile(job.sampling.grammar, param, client)
+            job = replace(job, sampling=replace(job.sampling, grammar=grammar))
+        response = make_response(job, self.vocab, self.model_name)
+        handle = self.worker.submit(job)
         try:
             async with cancel_on_disconnect(request.receive, handle):
                 await asyncio.wait([handle.admitted])
@@ -234,7 +228,7 @@ class Server:
                     response.add(index, update)
         finally:
             self._close(handle, response, fields)
-        if len(response.completions) < handle.num_completions:
+        if len(response.completions) < handle.job.num_completions:
             raise client_disconnected()
         # In a thread: with log-probabilities a response can have megabytes.
         loop = asyncio.get_running_loop()
@@ -247,7 +241,7 @@ class Server:
             async for index, update in handle.updates():
                 if chunk := response.chunk(index, update):
                     yield event(chunk.model_dump_json(ensure_ascii=True))
-            if has_usage and len(response.completions) == handle.num_completions:
+            if has_usage and len(response.completions) == handle.job.num_completions:
                 yield event(response.usage_chunk().model_dump_json(ensure_ascii=True))
             yield event("[DONE]")
         except ApiError as error:
@@ -257,8 +251,8 @@ class Server:
     def _close(self, handle: RequestHandle, response: AnyResponse, fields: dict[str, Any]) -> None:
         """Release a request and complete its log line."""
         self.worker.close(handle)
-        fields["answers"] = f"{len(response.completions)} of {handle.num_completions}"
-        fields["prompt_tokens"] = sum(len(job.tokens) for job in handle.jobs)
+        fields["answers"] = f"{len(response.completions)} of {handle.job.num_completions}"
+        fields["prompt_tokens"] = handle.job.prompt_tokens
         fields["completion_tokens"], fields["rounds"] = handle.num_tokens, handle.num_rounds
         if self.config.log_text:
             fields["answered"] = [done.text for done in response.completions.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -14,19 +14,8 @@ from jetspec.config import TreeConfig
 from jetspec.grammar.bounds import check_bounds
 from jetspec.grammar.tools import BEGIN, check_functions, forced_call, free_calls
 from jetspec.models.tokenizer import Tokenizer, TooLong
+from jetspec.serve import protocol as api
 from jetspec.serve.errors import ApiError
-from jetspec.serve.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Message,
-    SchemaFormat,
-    TemplateOptions,
-    TextFormat,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
 from jetspec.serve.tools import template_arguments
 from jetspec.serve.worker import Job
 from jetspec.types import Grammar, SamplingParams, TreeLimits
@@ -35,29 +24,8 @@ FORCED_CALL = f"{BEGIN}\n"
 """Beginning of the model's turn where it must call a tool."""
 
 
-@dataclass(frozen=True)
-class PreparedRequest:
-    """Jobs for the engine, and how their text is read."""
-
-    jobs: list[Job]
-    shows_logprobs: bool = False
-    reads_tools: bool = False
-    """Completions may contain tool calls."""
-    in_call: bool = False
-    """Completions begin inside a tool call."""
-
-    @property
-    def num_completions(self) -> int:
-        return sum(job.count for job in self.jobs)
-
-    @property
-    def grammar(self) -> Grammar | None:
-        """The grammar, which all jobs share."""
-        return self.jobs[0].sampling.grammar
-
-    def with_grammar(self, grammar: Grammar) -> PreparedRequest:
-        jobs = [replace(job, sampling=replace(job.sampling, grammar=grammar)) for job in self.jobs]
-        return replace(self, jobs=jobs)
+SHARED = ("temperature", "top_p", "top_k", "min_p", "ignore_eos", "seed", "presence_penalty", "frequency_penalty")
+"""Fields of a request that are fields of `SamplingParams`."""
 
 
 class RequestBuilder:
@@ -80,7 +48,7 @@ class RequestBuilder:
         self.max_prompt = min(max_prompt or max_len, max_len - 1)
         self.max_tokens = max_tokens or max_len
 
-    def chat(self, request: ChatRequest, tenant: str) -> PreparedRequest:
+    def chat(self, request: api.ChatRequest, tenant: str) -> Job:
         self._check(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError("top_logprobs needs logprobs", param="top_logprobs")
@@ -95,27 +63,28 @@ class RequestBuilder:
         messages = [template_message(message, f"messages.{i}") for i, message in enumerate(request.messages)]
         tokens = self._encode_chat(messages, FORCED_CALL if is_forced else "", variables)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        jobs = self._jobs(request, [tokens], tenant, chat_limit(request), logprobs, grammar)
-        return PreparedRequest(jobs, request.logprobs, reads_tools=bool(tools), in_call=is_forced)
+        sampling = self._sampling(request, chat_limit(request), logprobs, grammar)
+        job = self._job(request, [tokens], tenant, sampling)
+        return replace(job, shows_logprobs=request.logprobs, reads_tools=bool(tools), in_call=is_forced)
 
-    def completion(self, request: CompletionRequest, tenant: str) -> PreparedRequest:
+    def completion(self, request: api.CompletionRequest, tenant: str) -> Job:
         self._check(request)
         given = request.prompt
         prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         is_given = "max_tokens" in request.model_fields_set
         limit = request.max_tokens if is_given else min(request.max_tokens, self.max_tokens)
         tokens = [self._encode(prompt) for prompt in prompts]
-        jobs = self._jobs(request, tokens, tenant, limit, request.logprobs, None)
-        return PreparedRequest(jobs, request.logprobs is not None)
+        job = self._job(request, tokens, tenant, self._sampling(request, limit, request.logprobs))
+        return replace(job, shows_logprobs=request.logprobs is not None)
 
-    def _grammar(self, request: ChatRequest, tools: list[Tool], is_forced: bool) -> Grammar | None:
+    def _grammar(self, request: api.ChatRequest, tools: list[api.Tool], is_forced: bool) -> Grammar | None:
         """The grammar of a completion: a forced call, calls of strict tools, or the response format."""
         functions = [tool.function for tool in tools]
         with refused("tools"):
             check_bounds([function.parameters for function in functions], "tools")
             check_functions(functions)
         form = request.response_format
-        if isinstance(form, TextFormat):
+        if form and form.type == "text":
             form = None
         if form and tools:
             raise ApiError("response_format and tools cannot be combined", param="response_format")
@@ -126,13 +95,13 @@ class RequestBuilder:
         if tools and not request.parallel_tool_calls:
             why = "parallel_tool_calls can be false only if a tool is strict or tool_choice forces a call"
             raise ApiError(why, param="parallel_tool_calls")
-        if isinstance(form, SchemaFormat):
+        if isinstance(form, api.SchemaFormat):
             with refused("response_format"):
                 check_bounds([form.json_schema.schema_], "response_format")
             return Grammar("json_schema", json.dumps(form.json_schema.schema_))
         return Grammar("json_object") if form else None
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _check(self, request: api.GenerationRequest) -> None:
         if request.model != self.model_name:
             raise ApiError(
                 f"the model {request.model!r} is not served here; {self.model_name!r} is",
@@ -173,30 +142,23 @@ class RequestBuilder:
         if tokens and max(tokens) >= self.vocab_size:
             raise ApiError(f"token id {max(tokens)} is not in the vocabulary", param=param)
 
-    def _jobs(
-        self,
-        request: GenerationRequest,
-        prompts: list[list[int]],
-        tenant: str,
-        limit: int | None,
-        logprobs: int | None,
-        grammar: Grammar | None,
-    ) -> list[Job]:
+    def _job(
+        self, request: api.GenerationRequest, prompts: list[list[int]], tenant: str, sampling: SamplingParams
+    ) -> Job:
         for tokens in prompts:
             if not tokens:
                 raise ApiError("the prompt is empty", param="prompt")
             if len(tokens) > self.max_prompt:
                 raise self._too_long()
-        limits, trace = self._tree_limits(request), bool(request.jetspec and request.jetspec.trace)
-        if trace and logprobs is None:
-            logprobs = 0
-        sampling = self._sampling(request, limit, logprobs, grammar)
+        trace = bool(request.jetspec and request.jetspec.trace)
         salt = json.dumps([tenant, request.cache_salt or ""]) if tenant or request.cache_salt else ""
-        return [Job(tokens, sampling, request.n, limits, trace, salt) for tokens in prompts]
+        return Job(prompts, sampling, request.n, self._tree_limits(request), trace, salt)
 
     def _sampling(
-        self, request: GenerationRequest, limit: int | None, logprobs: int | None, grammar: Grammar | None
+        self, request: api.GenerationRequest, limit: int | None, logprobs: int | None, grammar: Grammar | None = None
     ) -> SamplingParams:
+        if request.jetspec and request.jetspec.trace and logprobs is None:
+            logprobs = 0
         if limit is not None and limit > self.max_tokens:
             raise ApiError(f"max_tokens is {limit}; here it may be at most {self.max_tokens}", param="max_tokens")
         if grammar and request.ignore_eos:
@@ -205,22 +167,15 @@ class RequestBuilder:
         bias = {int(token): value for token, value in request.logit_bias.items()}
         self._check_tokens(list(bias), "logit_bias")
         return SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
+            **{name: getattr(request, name) for name in SHARED},
             max_tokens=limit or self.max_tokens,
             stop=tuple(request.stop),
-            ignore_eos=request.ignore_eos,
-            seed=request.seed,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
             logit_bias=bias,
             logprobs=logprobs,
             grammar=grammar,
         )
 
-    def _tree_limits(self, request: GenerationRequest) -> TreeLimits | None:
+    def _tree_limits(self, request: api.GenerationRequest) -> TreeLimits | None:
         tree = request.jetspec
         if tree is None or (tree.budget is None and tree.width is None):
             return None
@@ -243,7 +198,7 @@ def refused(param: str) -> Iterator[None]:
         raise ApiError(str(error), param=param) from error
 
 
-def chosen_tools(request: ChatRequest) -> tuple[list[Tool], bool]:
+def chosen_tools(request: api.ChatRequest) -> tuple[list[api.Tool], bool]:
     """Returns the tools in the prompt, and whether the model must call one."""
     choice = request.tool_choice
     if choice == "none":
@@ -251,14 +206,14 @@ def chosen_tools(request: ChatRequest) -> tuple[list[Tool], bool]:
     if choice == "auto":
         return request.tools, False
     names = [tool.function.name for tool in request.tools]
-    name = choice.function.name if isinstance(choice, ToolChoice) else None
+    name = choice.function.name if isinstance(choice, api.ToolChoice) else None
     tools = [tool for tool in request.tools if name in (None, tool.function.name)]
     if not tools:
         raise ApiError(f"tool_choice names no tool of this request; it has {names}", param="tool_choice")
     return tools, True
 
 
-def chat_limit(request: ChatRequest) -> int | None:
+def chat_limit(request: api.ChatRequest) -> int | None:
     """The length limit, which has two names."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
@@ -274,7 +229,7 @@ def check_template(template: str | None) -> None:
         raise ApiError(f"tools are not supported: this model's chat template does not use {BEGIN}", param="tools")
 
 
-def check_call_ids(messages: Sequence[Message]) -> None:
+def check_call_ids(messages: Sequence[api.Message]) -> None:
     """A tool message must answer an earlier call."""
     ids: set[str] = set()
     for number, message in enumerate(messages):
@@ -283,7 +238,7 @@ def check_call_ids(messages: Sequence[Message]) -> None:
         ids.update(call.id for call in message.tool_calls or [])
 
 
-def template_options(options: TemplateOptions, template: str | None) -> dict[str, Any]:
+def template_options(options: api.TemplateOptions, template: str | None) -> dict[str, Any]:
     """Variables for the chat template. One that it does not use is refused."""
     given = options.model_dump(exclude_none=True)
     for name in given:
@@ -293,18 +248,18 @@ def template_options(options: TemplateOptions, template: str | None) -> dict[str
     return given
 
 
-def template_tool(tool: Tool) -> dict[str, Any]:
+def template_tool(tool: api.Tool) -> dict[str, Any]:
     """A tool for the chat template: as sent, without `strict`, which concerns decoding only."""
     return tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
-def template_call(call: ToolCall, place: str) -> dict[str, Any]:
+def template_call(call: api.ToolCall, place: str) -> dict[str, Any]:
     with refused(f"{place}.function.arguments"):
         arguments = template_arguments(call.function.arguments)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def template_message(message: Message, place: str) -> dict[str, Any]:
+def template_message(message: api.Message, place: str) -> dict[str, Any]:
     """A message for the chat template: content as plain text, arguments of calls as objects."""
     role = "system" if message.role == "developer" else message.role
     result: dict[str, Any] = {"role": role, "content": message.text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -53,44 +54,32 @@ class ApiError(Exception):
         request_fields.get().update({name: value for name in ("code", "param") if (value := getattr(self, name))})
 
 
-def engine_failed() -> ApiError:
-    """The cause is in the server's log only."""
-    return ApiError("the engine has failed; restart the server", status=500, code="engine_failed")
-
-
-def internal_error() -> ApiError:
-    return ApiError("internal server error", status=500, code="internal_error")
-
-
-def client_disconnected() -> ApiError:
-    """For the log only."""
-    return ApiError("the client disconnected", status=499, code="client_gone")
-
-
-def read_too_slowly() -> ApiError:
-    return ApiError("the response was read too slowly and has been dropped", status=503, code="read_too_slowly")
-
-
-def shutting_down() -> ApiError:
-    return ApiError("the server is shutting down", status=503, code="shutting_down", retry_after=30)
+engine_failed = partial(ApiError, "the engine has failed; restart the server", status=500, code="engine_failed")
+internal_error = partial(ApiError, "internal server error", status=500, code="internal_error")
+client_disconnected = partial(ApiError, "the client disconnected", status=499, code="client_gone")  # for the log only
+read_too_slowly = partial(ApiError, "the response was read too slowly", status=503, code="read_too_slowly")
+shutting_down = partial(ApiError, "the server shuts down", status=503, code="shutting_down", retry_after=30)
 
 
 def add_handlers(app: FastAPI) -> None:
     """Give the errors of all routes the same format."""
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_failure)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _respond)
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
+async def _respond(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error).response()
+    if isinstance(error, HTTPException):
+        response = ApiError(str(error.detail), status=error.status_code).response()
+        if methods := (error.headers or {}).get("Allow"):
+            response.headers["Allow"] = "GET, HEAD" if methods == "GET" else methods
+        return response
+    return (error if isinstance(error, ApiError) else internal_error()).response()
 
 
-async def _on_invalid(request: Request, error: Exception) -> Response:
+def _validation_error(error: RequestValidationError) -> ApiError:
     """Reports one validation error: of a union, that of the alternative that matched furthest."""
-    assert isinstance(error, RequestValidationError)
     first = max(reversed(error.errors()), key=lambda found: len(found["loc"]))
     *place, last = [str(part) for part in first["loc"] if part != "body"] or [""]
     if place[:1] == ["response_format"]:
@@ -98,21 +87,9 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     fields = [part for part in place if FIELD.fullmatch(part)]
     if first["type"] == "extra_forbidden":
         where = ".".join([*fields, last])[:MAX_QUOTE]
-        return ApiError(f"{where} is not supported", param=where, code="unsupported_parameter").response()
+        return ApiError(f"{where} is not supported", param=where, code="unsupported_parameter")
     where = ".".join([*fields, *filter(FIELD.fullmatch, [last])])[:MAX_QUOTE]
     text = str(first["msg"])[:MAX_QUOTE].removeprefix("Value error, ")
     if first["type"] == "too_long":
         text = f"there may be at most {first['ctx']['max_length']}"
-    return ApiError(f"{where}: {text}" if where else text, param=where or None).response()
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = ApiError(str(error.detail), status=error.status_code).response()
-    if methods := (error.headers or {}).get("Allow"):
-        response.headers["Allow"] = "GET, HEAD" if methods == "GET" else methods
-    return response
-
-
-async def _on_failure(request: Request, error: Exception) -> Response:
-    return internal_error().response()
+    return ApiError(f"{where}: {text}" if where else text, param=where or None)

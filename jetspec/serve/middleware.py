@@ -217,19 +217,12 @@ class JsonRoute(APIRoute):
 
         async def handle_parsed(request: Request) -> Response:
             if self.body_field is not None:
-                request = JsonRequest(request.scope, request.receive)
-                await request.json()
+                headers = request.headers
+                _check_type(headers.get("content-type", ""), headers.get("content-encoding", "identity"))
+                request._json = parse_json(await request.body())  # the value that `request.json()` returns
             return await handle(request)
 
         return handle_parsed
-
-
-class JsonRequest(Request):
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            _check_type(self.headers.get("content-type", ""), self.headers.get("content-encoding", "identity"))
-            self._json = parse_json(await self.body())
-        return self._json
 
 
 def _check_type(content_type: str, encoding: str) -> None:

@@ -239,12 +239,8 @@ class NamedSchema(RequestModel):
     """Without effect: a completion always follows its schema."""
 
 
-class TextFormat(RequestModel):
-    type: Literal["text"]
-
-
-class ObjectFormat(RequestModel):
-    type: Literal["json_object"]
+class PlainFormat(RequestModel):
+    type: Literal["text", "json_object"]
 
 
 class SchemaFormat(RequestModel):
@@ -264,7 +260,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     parallel_tool_calls: bool = True

@@ -5,41 +5,16 @@ from __future__ import annotations
 import codecs
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jetspec.models.tokenizer import Tokenizer
-from jetspec.serve.builder import PreparedRequest
-from jetspec.serve.protocol import (
-    CachedTokens,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatTokenLogprob,
-    Delta,
-    FinishReason,
-    FunctionCall,
-    ResponseMessage,
-    ResponseToolCall,
-    RoundUsage,
-    TextChoice,
-    TextCompletion,
-    TextLogprobs,
-    ToolCallDelta,
-    TopLogprob,
-    TracedRound,
-    TracedToken,
-    TracedTree,
-    Usage,
-)
+from jetspec.serve import protocol as api
 from jetspec.serve.tools import ToolReader
 from jetspec.serve.worker import Job
 from jetspec.types import Completion, RoundTrace, TokenLogprob, Update
 
-Chunk = ChatChunk | TextCompletion
+Chunk = api.ChatChunk | api.TextCompletion
 
 
 class SpeedMeter:
@@ -81,7 +56,7 @@ class Vocabulary:
             self._shown[token] = raw.decode(errors="replace") or self.label(token), list(raw)
         return self._shown[token]
 
-    def top(self, token: int, logprob: float) -> TopLogprob:
+    def top(self, token: int, logprob: float) -> api.TopLogprob:
         text, raw = self.shown(token)
         return {"token": text, "logprob": logprob, "bytes": raw}
 
@@ -101,16 +76,16 @@ class TextOffsets:
         return offset
 
 
-def chat_logprobs(entries: list[TokenLogprob], vocab: Vocabulary) -> ChatLogprobs:
-    content: list[ChatTokenLogprob] = [
+def chat_logprobs(entries: list[TokenLogprob], vocab: Vocabulary) -> api.ChatLogprobs:
+    content: list[api.ChatTokenLogprob] = [
         {**vocab.top(entry.token, entry.logprob), "top_logprobs": [vocab.top(*top) for top in entry.top]}
         for entry in entries
     ]
-    return ChatLogprobs.model_construct(content=content)
+    return api.ChatLogprobs.model_construct(content=content)
 
 
-def text_logprobs(entries: list[TokenLogprob], vocab: Vocabulary, offsets: TextOffsets) -> TextLogprobs:
-    return TextLogprobs(
+def text_logprobs(entries: list[TokenLogprob], vocab: Vocabulary, offsets: TextOffsets) -> api.TextLogprobs:
+    return api.TextLogprobs(
         tokens=[vocab.shown(entry.token)[0] for entry in entries],
         token_logprobs=[entry.logprob for entry in entries],
         top_logprobs=[{vocab.shown(token)[0]: logprob for token, logprob in entry.top} for entry in entries],
@@ -128,32 +103,32 @@ class BaseResponse:
     prefix: ClassVar[str]
     """Of the response id."""
 
-    def __init__(self, prepared: PreparedRequest, vocab: Vocabulary, model: str) -> None:
-        self.vocab, self.jobs, self.shows_logprobs = vocab, prepared.jobs, prepared.shows_logprobs
+    def __init__(self, job: Job, vocab: Vocabulary, model: str) -> None:
+        self.vocab, self.job, self.shows_logprobs = vocab, job, job.shows_logprobs
         self.head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
-        self.speeds = [SpeedMeter() for _ in range(prepared.num_completions)]
+        self.speeds = [SpeedMeter() for _ in range(job.num_completions)]
         self.completions: dict[int, Completion] = {}
 
     def _visible(self, logprobs: list[TokenLogprob] | None) -> list[TokenLogprob]:
         """Entries of the tokens that add to the text: not that of the end token, for instance."""
         return [entry for entry in logprobs or [] if self.vocab.raw(entry.token)] if self.shows_logprobs else []
 
-    def _usage(self) -> Usage:
-        return count_usage(self.jobs, self.completions)
+    def _usage(self) -> api.Usage:
+        return count_usage(self.job, self.completions)
 
-    def _trace(self, index: int, update: Update) -> TracedRound | None:
+    def _trace(self, index: int, update: Update) -> api.TracedRound | None:
         """The round of an update, if the request asked for a trace."""
         if update.trace is None:
             return None
         speed = self.speeds[index].add(update, time.perf_counter())
-        return TracedRound(
+        return api.TracedRound(
             round=self.speeds[index].rounds,
             tokens=traced_tokens(update, update.trace, self.vocab),
-            tree=TracedTree(
+            tree=api.TracedTree(
                 tokens=[self.vocab.label(token) for token in update.trace.tokens],
                 parents=update.trace.parents,
                 scores=update.trace.scores,
@@ -172,8 +147,8 @@ class ChatState:
     is_begun: bool = False
     """A chunk with the role was sent."""
     text: str = ""
-    calls: list[ResponseToolCall] = field(default_factory=list)
-    finish: FinishReason | None = None
+    calls: list[api.ResponseToolCall] = field(default_factory=list)
+    finish: api.FinishReason | None = None
 
 
 class ChatResponse(BaseResponse):
@@ -181,19 +156,19 @@ class ChatResponse(BaseResponse):
 
     prefix = "chatcmpl"
 
-    def __init__(self, prepared: PreparedRequest, vocab: Vocabulary, model: str) -> None:
-        super().__init__(prepared, vocab, model)
-        readers = [ToolReader(prepared.in_call) if prepared.reads_tools else None for _ in self.speeds]
+    def __init__(self, job: Job, vocab: Vocabulary, model: str) -> None:
+        super().__init__(job, vocab, model)
+        readers = [ToolReader(job.in_call) if job.reads_tools else None for _ in self.speeds]
         self.states = [ChatState(reader) for reader in readers]
 
-    def add(self, index: int, update: Update) -> tuple[str, list[ToolCallDelta]]:
+    def add(self, index: int, update: Update) -> tuple[str, list[api.ToolCallDelta]]:
         """Record an update. Returns its text and its tool calls."""
         state = self.states[index]
-        text, found = update.text, list[FunctionCall]()
+        text, found = update.text, list[api.FunctionCall]()
         if state.reader:
             text, found = state.reader.push(text, is_last=update.completion is not None)
-        calls = [ResponseToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=call) for call in found]
-        deltas = [ToolCallDelta(index=len(state.calls) + i, **vars(call)) for i, call in enumerate(calls)]
+        calls = [api.ResponseToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=call) for call in found]
+        deltas = [api.ToolCallDelta(index=len(state.calls) + i, **vars(call)) for i, call in enumerate(calls)]
         state.text += text
         state.calls += calls
         if update.completion:
@@ -209,32 +184,32 @@ class ChatResponse(BaseResponse):
         if not (text or calls or update.completion or trace or logprobs):
             return None
         content = text or (None if state.is_begun or state.calls else "")  # a completion without any text has ""
-        delta = Delta(role=None if state.is_begun else "assistant", content=content, tool_calls=calls or None)
+        delta = api.Delta(role=None if state.is_begun else "assistant", content=content, tool_calls=calls or None)
         state.is_begun = True
-        choice = ChatChunkChoice(
+        choice = api.ChatChunkChoice(
             index=index,
             delta=delta,
             logprobs=chat_logprobs(logprobs, self.vocab) if logprobs else None,
             finish_reason=state.finish,
         )
-        return ChatChunk(**self.head, choices=[choice], jetspec=trace)
+        return api.ChatChunk(**self.head, choices=[choice], jetspec=trace)
 
-    def whole(self) -> ChatCompletion:
+    def whole(self) -> api.ChatCompletion:
         choices = []
         for index, state in enumerate(self.states):
             assert state.finish is not None
             content = state.text or (None if state.calls else "")
-            message = ResponseMessage(content=content, tool_calls=state.calls or None)
+            message = api.ResponseMessage(content=content, tool_calls=state.calls or None)
             entries = self._visible(self.completions[index].logprobs)
             logprobs = chat_logprobs(entries, self.vocab) if self.shows_logprobs else None
-            choices.append(ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=state.finish))
-        return ChatCompletion(**self.head, choices=choices, usage=self._usage())
+            choices.append(api.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=state.finish))
+        return api.ChatCompletion(**self.head, choices=choices, usage=self._usage())
 
-    def usage_chunk(self) -> ChatChunk:
-        return ChatChunk(**self.head, choices=[], usage=self._usage())
+    def usage_chunk(self) -> api.ChatChunk:
+        return api.ChatChunk(**self.head, choices=[], usage=self._usage())
 
 
-def finish_reason(state: ChatState, done: Completion) -> FinishReason:
+def finish_reason(state: ChatState, done: Completion) -> api.FinishReason:
     """`tool_calls` if there are any, unless the length limit has cut one off."""
     is_cut = state.reader is not None and state.reader.is_cut and done.finish_reason == "length"
     return "tool_calls" if state.calls and not is_cut else done.finish_reason
@@ -245,8 +220,8 @@ class TextResponse(BaseResponse):
 
     prefix = "cmpl"
 
-    def __init__(self, prepared: PreparedRequest, vocab: Vocabulary, model: str) -> None:
-        super().__init__(prepared, vocab, model)
+    def __init__(self, job: Job, vocab: Vocabulary, model: str) -> None:
+        super().__init__(job, vocab, model)
         self.offsets = [TextOffsets() for _ in self.speeds]
 
     def add(self, index: int, update: Update) -> None:
@@ -260,46 +235,48 @@ class TextResponse(BaseResponse):
         trace = self._trace(index, update)
         if not (update.text or finish or trace or logprobs):
             return None
-        choice = TextChoice(index=index, text=update.text, logprobs=logprobs, finish_reason=finish)
-        return TextCompletion(**self.head, choices=[choice], jetspec=trace)
+        choice = api.TextChoice(index=index, text=update.text, logprobs=logprobs, finish_reason=finish)
+        return api.TextCompletion(**self.head, choices=[choice], jetspec=trace)
 
-    def whole(self) -> TextCompletion:
+    def whole(self) -> api.TextCompletion:
         choices = []
         for index, done in sorted(self.completions.items()):
             logprobs = self._logprobs(done.logprobs, TextOffsets())
-            choices.append(TextChoice(index=index, text=done.text, logprobs=logprobs, finish_reason=done.finish_reason))
-        return TextCompletion(**self.head, choices=choices, usage=self._usage())
+            choices.append(
+                api.TextChoice(index=index, text=done.text, logprobs=logprobs, finish_reason=done.finish_reason)
+            )
+        return api.TextCompletion(**self.head, choices=choices, usage=self._usage())
 
-    def usage_chunk(self) -> TextCompletion:
-        return TextCompletion(**self.head, choices=[], usage=self._usage())
+    def usage_chunk(self) -> api.TextCompletion:
+        return api.TextCompletion(**self.head, choices=[], usage=self._usage())
 
-    def _logprobs(self, entries: list[TokenLogprob] | None, offsets: TextOffsets) -> TextLogprobs | None:
+    def _logprobs(self, entries: list[TokenLogprob] | None, offsets: TextOffsets) -> api.TextLogprobs | None:
         return text_logprobs(self._visible(entries), self.vocab, offsets) if self.shows_logprobs else None
 
 
 AnyResponse = ChatResponse | TextResponse
 
 
-def count_usage(jobs: Sequence[Job], completions: dict[int, Completion]) -> Usage:
+def count_usage(job: Job, completions: dict[int, Completion]) -> api.Usage:
     """Usage of all completions. Those of one prompt share it: it counts once, with the first one's cached tokens."""
     stats = [completions[index].stats for index in range(len(completions))]
-    firsts = [stats[sum(job.count for job in jobs[:number])] for number in range(len(jobs))]
+    firsts = stats[:: job.count]
     prompt, generated = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in stats)
     rounds = sum(s.rounds for s in stats)
-    return Usage(
+    return api.Usage(
         prompt_tokens=prompt,
         completion_tokens=generated,
         total_tokens=prompt + generated,
-        prompt_tokens_details=CachedTokens(cached_tokens=sum(s.cached_tokens for s in firsts)),
-        jetspec=RoundUsage(rounds=rounds, tokens_per_round=generated / max(rounds, 1)),
+        prompt_tokens_details=api.CachedTokens(cached_tokens=sum(s.cached_tokens for s in firsts)),
+        jetspec=api.RoundUsage(rounds=rounds, tokens_per_round=generated / max(rounds, 1)),
     )
 
 
-def traced_tokens(update: Update, trace: RoundTrace, vocab: Vocabulary) -> list[TracedToken]:
+def traced_tokens(update: Update, trace: RoundTrace, vocab: Vocabulary) -> list[api.TracedToken]:
     assert update.logprobs is not None, "a request with a trace has log-probabilities"
     tokens = []
     for depth, entry in enumerate(update.logprobs, 1):
         draft = trace.logprobs[trace.path[depth]] if depth < len(trace.path) else None
         text = vocab.raw(entry.token).decode(errors="replace")
-        tokens.append(TracedToken(text=text, depth=depth, logprob=entry.logprob, draft_logprob=draft))
+        tokens.append(api.TracedToken(text=text, depth=depth, logprob=entry.logprob, draft_logprob=draft))
     return tokens

@@ -10,10 +10,11 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 from jetspec.engine.engine import Engine
 from jetspec.gc_control import freeze_objects
@@ -32,22 +33,34 @@ traces count too."""
 
 @dataclass(frozen=True)
 class Job:
-    """`count` completions of one prompt."""
+    """Prompts of one request, with `count` completions each, and how their text is read."""
 
-    tokens: list[int]
+    prompts: list[list[int]]
     sampling: SamplingParams
     count: int = 1
     limits: TreeLimits | None = None
     trace: bool = False
     cache_salt: str = ""
+    shows_logprobs: bool = False
+    reads_tools: bool = False
+    """Completions may contain tool calls."""
+    in_call: bool = False
+    """Completions begin inside a tool call."""
+
+    @property
+    def num_completions(self) -> int:
+        return len(self.prompts) * self.count
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
 
 
 class RequestHandle:
     """The completions of one HTTP request, as the event loop sees them."""
 
-    def __init__(self, jobs: Sequence[Job], worker: EngineThread) -> None:
-        self.jobs, self._worker = jobs, worker
-        self.num_completions = sum(job.count for job in jobs)
+    def __init__(self, job: Job, worker: EngineThread) -> None:
+        self.job, self._worker = job, worker
         self.num_tokens, self.num_rounds = 0, 0
         """Generated so far, read or not."""
         self.num_unread = 0
@@ -55,9 +68,9 @@ class RequestHandle:
         self.loop = asyncio.get_running_loop()
         self.arrival_s = time.perf_counter()
         self.admitted: asyncio.Future[None] = self.loop.create_future()
-        """Done once the engine has accepted or refused the jobs."""
+        """Done once the engine has accepted or refused the job."""
         self._queue: asyncio.Queue[tuple[int, Update] | ApiError | None] = asyncio.Queue()
-        self._unread, self._unfinished = self.num_completions, self.num_completions
+        self._unread = self._unfinished = job.num_completions
         """Completions whose last update is not read, not generated."""
 
     @property
@@ -166,14 +179,13 @@ class EngineThread:
     def is_ready(self) -> bool:
         return self._thread.is_alive() and not (self.failure or self.is_stopping) and self.num_open < self.max_open
 
-    def submit(self, jobs: Sequence[Job]) -> RequestHandle:
-        """Queue jobs. Raises ApiError if the engine has failed, the server shuts down or the queue is full."""
+    def submit(self, job: Job) -> RequestHandle:
+        """Queue a job. Raises ApiError if the engine has failed, the server shuts down or the queue is full."""
         if self.failure:
             raise engine_failed()
         if self.is_stopping:
             raise shutting_down()
-        handle = RequestHandle(jobs, self)
-        count = handle.num_completions
+        handle, count = RequestHandle(job, self), job.num_completions
         if count > self.max_open:
             raise ApiError(f"the request has {count} completions; batch and queue hold {self.max_open}")
         if self.num_open + count > self.max_open:
@@ -246,7 +258,7 @@ class EngineThread:
             self._call(handle, handle.fail, engine_failed())
             return
         try:
-            ids = [request_id for job in handle.jobs for request_id in self._add(job)]
+            ids = self._add(handle.job)
         except Exception as error:
             self._call(handle, handle.fail, _as_api_error(error))
             for request_id in self.engine.requests.keys() - self._sinks.keys():
@@ -254,13 +266,13 @@ class EngineThread:
             return
         for index, request_id in enumerate(ids):
             self._sinks[request_id] = Sink(handle, index, handle.arrival_s)
-        self.metrics.on_admission(sum(len(job.tokens) for job in handle.jobs))
+        self.metrics.on_admission(handle.job.prompt_tokens)
         self._call(handle, handle.admit)
 
     def _add(self, job: Job) -> list[int]:
-        return self.engine.add_several(
-            job.tokens, job.sampling, job.count, limits=job.limits, trace=job.trace, cache_salt=job.cache_salt
-        )
+        options: dict[str, Any] = {"limits": job.limits, "trace": job.trace, "cache_salt": job.cache_salt}
+        ids = [self.engine.add_several(tokens, job.sampling, job.count, **options) for tokens in job.prompts]
+        return [request_id for several in ids for request_id in several]
 
     def _cancel(self, handle: RequestHandle) -> None:
         for request_id in [id for id, sink in self._sinks.items() if sink.handle is handle]:

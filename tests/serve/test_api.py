@@ -275,7 +275,7 @@ def test_default_length_is_clipped_and_a_given_one_refused(alone: LLM) -> None:
         RequestBuilder(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=257)
     builder = RequestBuilder(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=8)
     asked = {"model": NAME, "prompt": "ab"}
-    (job,) = builder.completion(CompletionRequest.model_validate({**asked, "max_tokens": None}), "").jobs
+    job = builder.completion(CompletionRequest.model_validate({**asked, "max_tokens": None}), "")
     assert job.sampling.max_tokens == 8
     with pytest.raises(ApiError, match="max_tokens"):
         builder.completion(CompletionRequest.model_validate({**asked, "max_tokens": 16}), "")

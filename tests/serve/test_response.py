@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetspec.serve.builder import PreparedRequest
 from jetspec.serve.response import ChatResponse, SpeedMeter, TextOffsets, Vocabulary
 from jetspec.serve.worker import Job
 from jetspec.types import Completion, RoundStats, SamplingParams, TokenLogprob, Update
@@ -54,7 +53,7 @@ def test_fields_that_openai_requires_are_null(live: Live) -> None:
 
 
 def test_message_with_calls_has_null_content() -> None:
-    answer = ChatResponse(PreparedRequest([Job([1], SamplingParams())], reads_tools=True, in_call=True), vocab(), NAME)
+    answer = ChatResponse(Job([[1]], SamplingParams(), reads_tools=True, in_call=True), vocab(), NAME)
     text = '{"name": "clock", "arguments": {}}</tool_call>'
     answer.add(0, Update(0, [5], text, Completion(text, [5], "stop", RoundStats())))
     message = answer.whole().model_dump()["choices"][0]["message"]
@@ -63,7 +62,7 @@ def test_message_with_calls_has_null_content() -> None:
 
 @pytest.mark.parametrize(("end", "finish"), [("</tool_call>", "tool_calls"), ("</tool_call><tool_call>{", "length")])
 def test_cut_off_call_finishes_with_length(end: str, finish: str) -> None:
-    answer = ChatResponse(PreparedRequest([Job([1], SamplingParams())], reads_tools=True), vocab(), NAME)
+    answer = ChatResponse(Job([[1]], SamplingParams(), reads_tools=True), vocab(), NAME)
     text = '<tool_call>{"name": "clock", "arguments": {}}' + end
     answer.add(0, Update(0, [5], text, Completion(text, [5], "length", RoundStats())))
     (choice,) = answer.whole().choices
@@ -131,7 +130,7 @@ def test_whole_response_is_made_outside_the_event_loop(live: Live, monkeypatch: 
 def test_many_logprobs_are_serialized_fast() -> None:
     """CPU time in multiples of plain JSON of the same data."""
     logprobs = [TokenLogprob(i % 256, -1.0, [(k, -1.0) for k in range(20)]) for i in range(8000)]
-    answer = ChatResponse(PreparedRequest([Job([1], SamplingParams())], shows_logprobs=True), vocab(), NAME)
+    answer = ChatResponse(Job([[1]], SamplingParams(), shows_logprobs=True), vocab(), NAME)
     answer.add(0, Update(0, [1], "x", Completion("x", [1], "length", RoundStats(), logprobs)))
     start = time.process_time()
     text = answer.whole().model_dump_json()
