@@ -156,54 +156,17 @@ MANY_ROWS = range(129, 1025)
 MAX_OUTPUTS = 32_768
 """Outputs of a bare product. More keep a library busy for so long that its launch does not matter."""
 
-VECTOR = Choice(
-    "linear.vector",
-    "linear_triton:vector_{operation}",
-    lambda f: f.rows == 1 and f.one_dtype and f.is_contiguous,
-    "plain step: SmolLM2 2.2x, Qwen3-30B-A3B 20 %, Qwen3-8B 15 %",
-)
-REGISTER_TILED = Choice(
-    "linear.register_tiled",
-    "linear_register_tiled_gluon:REGISTER_TILED.{operation}",
-    lambda f: (
-        f.device.is_cuda
-        and f.can_fuse
-        and f.can_copy
-        and f.is_small
-        and f.rows in FEW_ROWS
-        and layouts.register_tiles(f.inputs, f.gated) is not None
-    ),
-    "SmolLM2: plain steps of 32 requests 30 %, 32 nodes 27 %",
-)
-ROWS = Choice(
-    "linear.rows",
-    "linear_triton:ROWS.{operation}",
-    lambda f: f.can_fuse and f.can_copy and f.rows in FEW_ROWS,
-    "SmolLM2 32 nodes 78 %; Qwen3-8B 64 nodes 8 %; Qwen3-30B-A3B 4 %",
-)
-ROWS_OF_SMALL_WEIGHT = Choice(
-    "linear.rows.small_weight",
-    "linear_triton:ROWS.{operation}",
-    lambda f: f.can_fuse and f.can_copy and f.is_small and f.rows in SOME_ROWS,
-    "SmolLM2 128 nodes 36 %",
-)
-WARPS_OF_SMALL_WEIGHT = Choice(
-    "linear.warp_specialized.small_weight",
-    "linear_warp_specialized_gluon:WARP_SPECIALIZED.{operation}",
-    lambda f: _takes_warps(f) and f.is_small and f.rows in MANY_ROWS,
-    "SmolLM2: 8 requests 26 %, 32 requests 19 %",
-)
-WARPS_OF_LARGE_WEIGHT = Choice(
-    "linear.warp_specialized.large_weight",
-    "linear_warp_specialized_gluon:WARP_SPECIALIZED.{operation}",
-    lambda f: (
-        _takes_warps(f)
-        and not f.is_small
-        and f.rows in SOME_ROWS
-        and layouts.warp_tiles(f.outputs, f.split_inputs, f.device.multiprocessors) is not None
-    ),
-    "Qwen3-8B 128 nodes 4 to 5 %",
-)
+
+def _has_tiles(f: Facts) -> bool:
+    return f.can_fuse and f.can_copy
+
+
+def _takes_registers(f: Facts) -> bool:
+    return f.device.is_cuda and _has_tiles(f) and layouts.register_tiles(f.inputs, f.gated) is not None
+
+
+def _fills_gpu(f: Facts) -> bool:
+    return layouts.warp_tiles(f.outputs, f.split_inputs, f.device.multiprocessors) is not None
 
 
 def _takes_warps(f: Facts) -> bool:
@@ -244,18 +207,51 @@ def _takes_warp_specialized_attention(f: Facts) -> bool:
     )
 
 
+FUSED = (
+    Choice(
+        "linear.vector",
+        "linear_triton:vector_{operation}",
+        lambda f: f.rows == 1 and f.one_dtype and f.is_contiguous,
+        "plain step: SmolLM2 2.2x, Qwen3-30B-A3B 20 %, Qwen3-8B 15 %",
+    ),
+    Choice(
+        "linear.register_tiled",
+        "linear_register_tiled_gluon:REGISTER_TILED.{operation}",
+        lambda f: f.rows in FEW_ROWS and f.is_small and _takes_registers(f),
+        "SmolLM2: plain steps of 32 requests 30 %, 32 nodes 27 %",
+    ),
+    Choice(
+        "linear.rows",
+        "linear_triton:ROWS.{operation}",
+        lambda f: f.rows in FEW_ROWS and _has_tiles(f),
+        "SmolLM2 32 nodes 78 %; Qwen3-8B 64 nodes 8 %; Qwen3-30B-A3B 4 %",
+    ),
+    Choice(
+        "linear.rows.small_weight",
+        "linear_triton:ROWS.{operation}",
+        lambda f: f.rows in SOME_ROWS and f.is_small and _has_tiles(f),
+        "SmolLM2 128 nodes 36 %",
+    ),
+    Choice(
+        "linear.warp_specialized.small_weight",
+        "linear_warp_specialized_gluon:WARP_SPECIALIZED.{operation}",
+        lambda f: f.rows in MANY_ROWS and f.is_small and _takes_warps(f),
+        "SmolLM2: 8 requests 26 %, 32 requests 19 %",
+    ),
+    Choice(
+        "linear.warp_specialized.large_weight",
+        "linear_warp_specialized_gluon:WARP_SPECIALIZED.{operation}",
+        lambda f: f.rows in SOME_ROWS and not f.is_small and _takes_warps(f) and _fills_gpu(f),
+        "Qwen3-8B 128 nodes 4 to 5 %",
+    ),
+)
+"""Kernels of products, by the number of rows and the size of the weight. A bare product uses the first four."""
+
 TABLE: dict[str, tuple[Choice, ...]] = {
     # Matrix products
-    "linear": (VECTOR, REGISTER_TILED, ROWS, ROWS_OF_SMALL_WEIGHT),
-    "norm_linear": (
-        *(VECTOR, REGISTER_TILED, ROWS),
-        *(ROWS_OF_SMALL_WEIGHT, WARPS_OF_SMALL_WEIGHT, WARPS_OF_LARGE_WEIGHT),
-    ),
-    "add_linear": (
-        *(VECTOR, REGISTER_TILED, ROWS),
-        *(ROWS_OF_SMALL_WEIGHT, WARPS_OF_SMALL_WEIGHT, WARPS_OF_LARGE_WEIGHT),
-        Choice("linear.in_place", "linear:add_linear_in_place", lambda f: f.can_add_in_place),
-    ),
+    "linear": FUSED[:4],
+    "norm_linear": FUSED,
+    "add_linear": (*FUSED, Choice("linear.in_place", "linear:add_linear_in_place", lambda f: f.can_add_in_place)),
     # Mixture of experts
     "route": (Choice("route", "route_triton:route_triton", always),),
     "add_mixture": (Choice("add_mixture", "moe_triton:add_mixture_triton", lambda f: f.can_add_in_place),),
@@ -394,20 +390,25 @@ def _read(*inputs: Tensor, **facts: Any) -> Facts:
     return Facts(device_of(first.device), first.dtype, all(x.dtype == first.dtype for x in inputs), **facts)
 
 
-def _read_product(x: Tensor, weight: Tensor, *others: Tensor, **facts: Any) -> Facts:
-    found = _read(x, weight, *others)
-    device, matrices = found.device, layouts.can_copy(x) and layouts.can_copy(weight)
+def _read_product(x: Tensor, weight: Tensor, *others: Tensor, gated: bool = False, **facts: Any) -> Facts:
+    device, dtype = device_of(x.device), x.dtype
+    one_dtype = weight.dtype == dtype and all(y.dtype == dtype for y in others)
     # A CPU stands in for a device with a copy engine.
     has_engine = not device.is_cuda or (
-        found.is_short and device.capability >= (9, 0) and device.shared_memory > layouts.STAGE_BYTES
+        dtype.itemsize == 2 and device.capability >= (9, 0) and device.shared_memory > layouts.STAGE_BYTES
     )
-    return found._replace(
+    matrices = has_engine and layouts.can_copy(x) and layouts.can_copy(weight)
+    return Facts(
+        device,
+        dtype,
+        one_dtype,
         rows=x.numel() // x.shape[-1],
-        outputs=len(weight) // (2 if facts.get("gated") else 1),
+        outputs=len(weight) // (2 if gated else 1),
         inputs=weight.shape[1],
         is_small=layouts.is_small(weight),
         is_contiguous=weight.is_contiguous(),
-        can_copy=found.one_dtype and matrices and has_engine and all(y.is_contiguous() for y in others),
+        can_copy=one_dtype and matrices and all(y.is_contiguous() for y in others),
+        gated=gated,
         **facts,
     )
 
@@ -423,21 +424,20 @@ def _read_norm_linear(x: Tensor, weight: Tensor, norm: Tensor, gated: bool, is_b
 
 def _read_add_linear(x: Tensor, weight: Tensor, total: Tensor, next_norm: Tensor | None) -> Facts:
     """A norm cannot begin in float16: the sum times a weight, not yet divided, may overflow."""
-    found = _read_product(x, weight, total)
     can_begin = (
         next_norm is not None
         and total.dtype == next_norm.dtype != torch.float16
         and layouts.can_copy(total)
         and uses_kernel(total, next_norm)
     )
-    split_inputs = found.inputs if enabled("linear.split_k", x.device) else 0
-    in_place = found.one_dtype and total.is_contiguous()
-    return found._replace(can_fuse=can_begin, split_inputs=split_inputs, can_add_in_place=in_place)
+    in_place = x.dtype == weight.dtype == total.dtype and total.is_contiguous()
+    splits = weight.shape[1] if enabled("linear.split_k", x.device) else 0
+    return _read_product(x, weight, total, can_fuse=can_begin, split_inputs=splits, can_add_in_place=in_place)
 
 
 def _read_mixture(total: Tensor, x_TM: Tensor, *weights: Tensor) -> Facts:
     same = total.dtype == x_TM.dtype == weights[0].dtype and total.shape == x_TM.shape
-    return _read(total)._replace(can_add_in_place=same and total.is_contiguous())
+    return _read(total, can_add_in_place=same and total.is_contiguous())
 
 
 def _read_attention(token_T: Tensor, q_THE: Tensor, pages: KVPages, batch: TreeBatch, window: int | None) -> Facts:

@@ -603,20 +603,35 @@ def test_tiles_fit_into_shared_memory(rows: int, size: int, capability: int, mem
     assert 0 < needed <= (memory - 1) * 1024
 
 
-def on_gpu(batch: TreeBatch) -> TreeBatch:
-    layout = {n: getattr(batch.layout, n).cuda() for n in ("page_BP", "cached_len_B", "query_start_B1")}
-    flat = {n: getattr(batch, n).cuda() for n in ("token_T", "position_T", "slot_T")}
-    bits = None if batch.ancestor_BNW is None else batch.ancestor_BNW.cuda()
-    return TreeBatch(**flat, layout=replace(batch.layout, **layout), ancestor_BNW=bits)
+def on_gpu(
+    host: TreeBatch, heads: int, kv_heads: int, size: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, KVPages, TreeBatch]:
+    """Queries, pages and the batch. Slots that belong to no request are NaN."""
+    q, pages = random_inputs(host, heads, kv_heads, size, dtype)
+    layout = {n: getattr(host.layout, n).cuda() for n in ("page_BP", "cached_len_B", "query_start_B1")}
+    flat = {n: getattr(host, n).cuda() for n in ("token_T", "position_T", "slot_T")}
+    bits = None if host.ancestor_BNW is None else host.ancestor_BNW.cuda()
+    batch = TreeBatch(**flat, layout=replace(host.layout, **layout), ancestor_BNW=bits)
+    used = keep_used(pages, host)
+    return q.cuda(), KVPages(used.k.cuda(), used.v.cuda()), batch
 
 
-def check_on_gpu(out: Tensor, q: Tensor, pages: KVPages, batch: TreeBatch, window: int | None) -> None:
-    """The reference in float64 says what is right; weights and output of bf16 are rounded to 8 bits."""
+def check_on_gpu(q: Tensor, pages: KVPages, batch: TreeBatch, window: int | None = None, out: Any = None) -> None:
+    """The reference in float64 tells the result; weights and output of bf16 are rounded to 8 bits. By default the
+    kernel runs twice, so that counters must be left as they were."""
     with force("reference"):
-        wide = KVPages(pages.k.double(), pages.v.double())
+        wide = KVPages(pages.k.double().nan_to_num(), pages.v.double().nan_to_num())
         expected = tree_attention(q.double(), wide, plan_attention(batch), 0.1, window)
     tolerance = 1e-5 if q.dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    found = [tree_attention(q, pages, plan_attention(batch), 0.1, window) for _ in range(2)] if out is None else [out]
+    for result in found:
+        torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def chosen_kernel(q: Tensor, pages: KVPages, batch: TreeBatch) -> str:
+    found = select._first("tree_attention", select._read_attention(batch.token_T, q, pages, batch, None))
+    assert found is not None
+    return found.__module__
 
 
 VERIFY = ([4000], [16], "tree", None)
@@ -639,19 +654,13 @@ VERIFY = ([4000], [16], "tree", None)
 def test_kernel_on_a_gpu(
     cached: list[int], counts: list[int], kind: str, window: int | None, dtype: torch.dtype
 ) -> None:
-    host = scattered_batch(cached, counts, 16, kind, 0)
-    (q, pages), batch = random_inputs(host, 32, 8, 128, dtype), on_gpu(host)
-    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
-    check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, window), q, pages, batch, window)
+    check_on_gpu(*on_gpu(scattered_batch(cached, counts, 16, kind, 0), 32, 8, 128, dtype), window)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_on_a_gpu_takes_narrow_groups_of_three(dtype: torch.dtype) -> None:
-    host = scattered_batch([500, 20], [32, 32], 1, "tree", 0)
-    (q, pages), batch = random_inputs(host, 9, 3, 64, dtype), on_gpu(host)
-    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
-    check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
+    check_on_gpu(*on_gpu(scattered_batch([500, 20], [32, 32], 1, "tree", 0), 9, 3, 64, dtype))
 
 
 @pytest.mark.gpu
@@ -661,11 +670,7 @@ def test_kernel_on_a_gpu_takes_narrow_groups_of_three(dtype: torch.dtype) -> Non
 def test_kernels_on_a_gpu_take_batches_of_every_size(requests: int, nodes: int, dtype: torch.dtype) -> None:
     """With any kernel, and with unused rows, which have no prefix."""
     cached = [0 if i % 5 == 4 else (37 * i) % 300 for i in range(requests)]
-    host = scattered_batch(cached, [nodes] * requests, 16, "tree", 0)
-    (q, pages), batch = random_inputs(host, 9, 3, 64, dtype), on_gpu(host)
-    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
-    for _ in range(2):
-        check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
+    check_on_gpu(*on_gpu(scattered_batch(cached, [nodes] * requests, 16, "tree", 0), 9, 3, 64, dtype))
 
 
 @pytest.mark.gpu
@@ -676,10 +681,8 @@ def test_kernels_on_a_gpu_take_prompts_together(chunks: int, dtype: torch.dtype)
     counts = [100, 30, 0, 55] if chunks > 4 else [100, 30]
     counts += [0] * (chunks - len(counts))
     host = scattered_batch([48, *[0] * (chunks - 1)], counts, 16, "chain", 0)
-    (q, pages), batch = random_inputs(host, 9, 3, 64, dtype), on_gpu(host)
-    batch = replace(batch, layout=replace(batch.layout, max_queries=512))
-    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
-    check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
+    q, pages, batch = on_gpu(host, 9, 3, 64, dtype)
+    check_on_gpu(q, pages, replace(batch, layout=replace(batch.layout, max_queries=512)))
 
 
 @pytest.mark.gpu
@@ -698,18 +701,9 @@ def test_kernels_on_a_gpu_take_prompts_together(chunks: int, dtype: torch.dtype)
 def test_register_tiled_kernel_on_a_gpu(
     cached: list[int], counts: list[int], kind: str, heads: int, kv_heads: int, size: int
 ) -> None:
-    host = scattered_batch(cached, counts, 16, kind, 0)
-    (q, pages), batch = random_inputs(host, heads, kv_heads, size, torch.bfloat16), on_gpu(host)
-    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
-    assert "register_tiled" in chosen_kernel(q, pages, batch)
-    for _ in range(2):  # counters are left as they were
-        check_on_gpu(tree_attention(q, pages, plan_attention(batch), 0.1, None), q, pages, batch, None)
-
-
-def chosen_kernel(q: Tensor, pages: KVPages, batch: TreeBatch) -> str:
-    found = select._first("tree_attention", select._read_attention(batch.token_T, q, pages, batch, None))
-    assert found is not None
-    return found.__module__
+    inputs = on_gpu(scattered_batch(cached, counts, 16, kind, 0), heads, kv_heads, size)
+    assert "register_tiled" in chosen_kernel(*inputs)
+    check_on_gpu(*inputs)
 
 
 @pytest.mark.gpu
@@ -732,13 +726,9 @@ def chosen_kernel(q: Tensor, pages: KVPages, batch: TreeBatch) -> str:
 def test_warp_specialized_kernel_on_a_gpu(
     cached: list[int], counts: list[int], kind: str, heads: int, kv_heads: int, size: int
 ) -> None:
-    host = scattered_batch(cached, counts, 16, kind, 0)
-    q, pages = random_inputs(host, heads, kv_heads, size, torch.bfloat16)
-    used, batch = keep_used(pages, host), on_gpu(host)
-    q, pages, used = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda()), KVPages(used.k.cuda(), used.v.cuda())
-    assert "warp_specialized" in chosen_kernel(q, used, batch)
-    for _ in range(2):  # counters are left as they were
-        check_on_gpu(tree_attention(q, used, plan_attention(batch), 0.1, None), q, pages, batch, None)
+    inputs = on_gpu(scattered_batch(cached, counts, 16, kind, 0), heads, kv_heads, size)
+    assert "warp_specialized" in chosen_kernel(*inputs)
+    check_on_gpu(*inputs)
 
 
 @pytest.mark.gpu
@@ -747,9 +737,7 @@ def test_warp_specialized_kernel_on_a_gpu(
 )
 def test_a_captured_launch_serves_other_lengths(case: Any, lengths: tuple[int, ...]) -> None:
     cached, counts, kind, window = case
-    host = scattered_batch(cached, counts, 16, kind, 0)
-    (q, pages), batch = random_inputs(host, 32, 8, 128, torch.bfloat16), on_gpu(host)
-    q, pages = q.cuda(), KVPages(pages.k.cuda(), pages.v.cuda())
+    q, pages, batch = on_gpu(scattered_batch(cached, counts, 16, kind, 0), 32, 8, 128)
     tree_attention(q, pages, plan_attention(batch), 0.1, window)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -757,4 +745,4 @@ def test_a_captured_launch_serves_other_lengths(case: Any, lengths: tuple[int, .
     for length in lengths:
         batch.layout.cached_len_B.fill_(length)
         graph.replay()
-        check_on_gpu(out, q, pages, batch, window)
+        check_on_gpu(q, pages, batch, window, out)
