@@ -59,12 +59,13 @@ class Commands(OneLineErrors):
         """Plain help: the rich one would import every command."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
-        self.format_commands(ctx, formatter)
-        self.format_options(ctx, formatter)
+        self.format_options(ctx, formatter)  # and the commands
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
-app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP)
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, context_settings=HELP
+)
 
 
 @app.callback()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from itertools import product
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.engine import decode
 from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
@@ -28,7 +28,6 @@ from jetspec.models.hub import resolve
 from jetspec.models.weights import Target, load_target
 from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
-from jetspec.types import SamplingParams
 
 LONGEST = 1200
 """Characters of a prompt."""
@@ -136,16 +135,10 @@ def check(
         config=EngineConfig(max_batch=batch, prefix_cache=prefix_cache, max_len=2048, cache_gb=4),
         eos_tokens=target.eos_tokens,
     )
-    began = time.perf_counter()
-    index = {engine.add(prompt, SamplingParams(max_tokens=tokens)): i for i, prompt in enumerate(prompts)}
-    different, rounds = 0, 0
-    while engine.has_work:
-        for update in engine.step():
-            if update.completion:
-                rounds += update.completion.stats.rounds
-                different += update.completion.token_ids != expected[index[update.request_id]]
-    seconds = time.perf_counter() - began
+    done = decode(engine, {str(i): prompt for i, prompt in enumerate(prompts)}, tokens, len(prompts))
+    different = sum(text != expected[int(i)] for i, text in done.texts.items())
+    rounds = sum(completion.stats.rounds for completion in done.completions.values())
     run = {"drafter": drafter, "budget": budget, "batch": batch, "prefix_cache": prefix_cache}
     written = sum(map(len, expected))
-    print(run, f"different {different}, {written / rounds:.2f} tokens per round, {seconds:.0f} s", flush=True)
-    return {**run, "different": different, "tokens": written, "rounds": rounds, "seconds": seconds}
+    print(run, f"different {different}, {written / rounds:.2f} tokens per round, {done.seconds:.0f} s", flush=True)
+    return {**run, "different": different, "tokens": written, "rounds": rounds, "seconds": done.seconds}
