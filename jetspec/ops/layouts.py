@@ -111,10 +111,6 @@ def can_copy(x: Tensor) -> bool:
     return x.dim() == 2 and x.is_contiguous() and x.shape[1] * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def power_of_2_below(n: int) -> int:
     """The largest power of two up to n, at least 1."""
     return 1 << (max(n, 1).bit_length() - 1)

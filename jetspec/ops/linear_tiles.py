@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import triton
 from torch import Tensor
 
-from jetspec.ops.layouts import Residual, next_power_of_2
+from jetspec.ops.layouts import Residual
 from jetspec.ops.norm_rope import rms_norm
 from jetspec.ops.rows import new_rows
 
@@ -49,7 +50,7 @@ class Epilogue:
         return *out.shape, num_parts, 0 if self.tap is None else self.tap.stride(0), self.eps
 
     def constants(self) -> dict[str, Any]:
-        return {"GATED": self.gated, "PARTS": 1 if self.squares is None else next_power_of_2(len(self.squares))}
+        return {"GATED": self.gated, "PARTS": 1 if self.squares is None else triton.next_power_of_2(len(self.squares))}
 
 
 class Tiles(Protocol):
