@@ -33,7 +33,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert heard == ["through the pipe"]
 
 
-def test_a_file_that_cannot_be_written_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_paths_are_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for good in ("file", "new", "a/b/new"):
         check_writable(tmp_path / good)

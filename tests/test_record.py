@@ -18,7 +18,7 @@ from jetspec.record import current_command, current_commit, shown_head
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_copy_without_history_may_name_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_without_history_names_its_commit_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "jetspec"
     package.mkdir()
     monkeypatch.setattr(module, "__file__", str(package / "record.py"))
@@ -27,8 +27,8 @@ def test_a_copy_without_history_may_name_its_commit(tmp_path: Path, monkeypatch:
     assert current_commit() == "0123abc"
 
 
-def test_asking_for_the_commit_leaves_the_repository_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Git would write its index anew where files were touched, under a lock that stays if it is killed."""
+def test_reading_the_commit_changes_no_file_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Git would rewrite its index after a touch, under a lock that stays if git is killed."""
     (tmp_path / "jetspec").mkdir()
     source = tmp_path / "jetspec" / "record.py"
     source.write_text("")
@@ -47,8 +47,8 @@ def test_asking_for_the_commit_leaves_the_repository_alone(tmp_path: Path, monke
 SHOW = "import json, sys; from jetspec.record import current_command; print(json.dumps([current_command(), sys.argv]))"
 
 
-def test_a_recorded_command_runs_again_and_means_the_same(tmp_path: Path) -> None:
-    """In the folder where it ran, without a word about where that is."""
+def test_a_recorded_command_runs_again_in_its_folder(tmp_path: Path) -> None:
+    """The command names files relative to the folder where it ran."""
     home = tmp_path / "home"
     (home / "tool").mkdir(parents=True)
     (home / "tool" / "__main__.py").write_text(SHOW)
@@ -68,7 +68,7 @@ def test_a_recorded_command_runs_again_and_means_the_same(tmp_path: Path) -> Non
     assert name == "python" and run(again) == (first, meant)
 
 
-def test_a_place_elsewhere_on_the_machine_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absolute_paths_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         sys, "argv", ["jetspec", "--out=/elsewhere/made/record.json", "--work", "/elsewhere", "../beside"]
@@ -80,7 +80,7 @@ def test_a_place_elsewhere_on_the_machine_is_not_told(tmp_path: Path, monkeypatc
     assert current_command().endswith(" --set 'data=[a.jsonl, b.jsonl, c.jsonl]'")
 
 
-def test_no_record_tells_a_place_of_a_machine() -> None:
+def test_no_committed_record_holds_an_absolute_path() -> None:
     """Records of earlier releases satisfy the rule as well."""
     for path in sorted((ROOT / "docs" / "results").rglob("*.json")):
         words = shlex.split(json.loads(path.read_text())["command"])
@@ -91,14 +91,14 @@ def test_no_record_tells_a_place_of_a_machine() -> None:
     ("path", "name"),
     [("/home/me/edge/head", "edge/head"), ("/head", "head"), ("runs/bench/edge/head", "runs/bench/edge/head")],
 )
-def test_heads_of_one_name_are_told_apart_by_their_folders(path: str, name: str) -> None:
+def test_a_head_is_shown_with_its_folder(path: str, name: str) -> None:
     assert shown_head(path) == name
 
 
 @pytest.mark.parametrize(
     ("program", "command"), [("/some/bin/jetspec", "jetspec"), ("tools/mine.py", "python tools/mine.py")]
 )
-def test_a_program_that_is_no_module_is_called_as_it_was(
+def test_programs_are_recorded_by_name(
     monkeypatch: pytest.MonkeyPatch, program: str, command: str
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
@@ -106,7 +106,7 @@ def test_a_program_that_is_no_module_is_called_as_it_was(
     assert current_command() == f"{command} bench --quick"
 
 
-def test_versions_name_what_scores_depend_on_and_import_none_of_it() -> None:
+def test_versions_name_graders_without_importing_them() -> None:
     make = "import json, sys; from jetspec.record import make_record; print(json.dumps(make_record({})['versions']))"
     check = "assert not {'math_verify', 'latex2sympy2_extended', 'datasets'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", f"{make}; {check}"], cwd=ROOT, capture_output=True, check=True)
@@ -114,7 +114,7 @@ def test_versions_name_what_scores_depend_on_and_import_none_of_it() -> None:
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_hardware_tells_whether_processes_share_the_gpu(
+def test_hardware_names_mps(
     runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -34,7 +34,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 SHORT = {"--model": "-m", "--temperature": "-t", "--max-tokens": "-n", "--port": "-p"}
 DEFAULT_TREES = """Unless set, the tree suits the device: on a CPU budget=16 and shortlist_parents=0,
 on a GPU batch_trees=8:32,24:16:8."""
-UNSETTABLE = ("sampling.grammar.compiled", "server.keys")
+UNSETTABLE = {"sampling": "grammar.compiled", "server": "keys"}
 """Fields that no command line sets: a compiled object, and secrets that every user of the machine could read there."""
 
 
@@ -67,6 +67,7 @@ class ModelConfig(TargetConfig):
 class Decoding:
     """Settings of commands that decode."""
 
+    NOTE = DEFAULT_TREES
     model: ModelConfig = field(default_factory=ModelConfig)
     tree: TreeConfig = field(default_factory=TreeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -78,9 +79,7 @@ AsChat = Annotated[bool, typer.Option("--chat/--raw", help="Apply the chat templ
 Prompt = Annotated[str | None, typer.Argument(help="Read from standard input when left out.", metavar="PROMPT")]
 Prompts = Annotated[list[str] | None, typer.Argument(help="Three built-in ones when left out.", metavar="PROMPT")]
 System = Annotated[str | None, typer.Option(help="System message of the conversation.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", help="Change any setting; repeatable.", metavar="SECTION.FIELD=VALUE")
-]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Change any setting; repeatable.", metavar="NAME=VALUE")]
 
 
 def examples(*lines: str) -> str:
@@ -163,11 +162,9 @@ class Flag:
     def parameter(self) -> inspect.Parameter:
         hint = _option_type(self.hint)
         section = self.setting.path.partition(".")[0]
-        names = (
-            [f"{self.name}/--no-{self.name[2:]}"]
-            if hint is bool
-            else [self.name, *filter(None, [SHORT.get(self.name)])]
-        )
+        names = [self.name, SHORT[self.name]] if self.name in SHORT else [self.name]
+        if hint is bool:
+            names = [f"{self.name}/--no-{self.name[2:]}"]
         option = typer.Option(
             *names,
             help=self.help,
@@ -219,7 +216,12 @@ def options(*flags: str) -> Callable[[Command], Command]:
             *own,
             *(flag.parameter() for flag in flagged),
             inspect.Parameter("set_", keyword, default=None, annotation=Set),
-            inspect.Parameter("help_all", keyword, default=False, annotation=help_all(lambda: all_settings(root()))),
+            inspect.Parameter(
+                "help_all",
+                keyword,
+                default=False,
+                annotation=help_all(lambda: describe(all_settings(root()), getattr(root, "NOTE", ""))),
+            ),
         ]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -232,16 +234,15 @@ def options(*flags: str) -> Callable[[Command], Command]:
 def read_options(defaults: Any, flagged: Given, overrides: Sequence[str]) -> tuple[Any, Given]:
     """The settings with flags and overrides applied, and those that were named."""
     raw = parse_overrides(overrides)
-    for section, values in flagged.items():
-        others = raw.setdefault(section, {})
-        if not isinstance(others, dict):
-            raise ValueError(f"{section} is a group of settings; write --set {section}.{next(iter(values))}=VALUE")
-        for name, value in values.items():
-            if others.setdefault(name, value) != value:
-                raise ValueError(f"{section}.{name} is given twice, as {value} and as {others[name]}")
-    for override in overrides:
-        if override.startswith(UNSETTABLE):
-            raise ValueError(f"{override.partition('=')[0]} cannot be set on a command line")
+    for section in vars(defaults):
+        named = raw.setdefault(section, {})
+        if not isinstance(named, dict):
+            raise ValueError(f"{section} is a group of settings; write --set {section}.FIELD=VALUE")
+        if (secret := UNSETTABLE.get(section)) in named:
+            raise ValueError(f"{section}.{secret} cannot be set on a command line")
+        for name, value in flagged.get(section, {}).items():
+            if named.setdefault(name, value) != value:
+                raise ValueError(f"{section}.{name} is given twice, as {value} and as {named[name]}")
     settings = updated(defaults, raw)
     given = {}
     for section, values in raw.items():
@@ -257,7 +258,7 @@ def all_settings(settings: Any) -> list[Setting]:
             setting, default=reduce(lambda found, name: getattr(found, name, None), setting.path.split("."), settings)
         )
         for setting in describe_settings(type(settings))
-        if setting.path not in UNSETTABLE
+        if setting.path not in {f"{section}.{name}" for section, name in UNSETTABLE.items()}
     ]
 
 
@@ -294,21 +295,21 @@ def _option_type(hint: Any) -> Any:
     return hint
 
 
-def help_all(settings: Callable[[], Sequence[Setting]]) -> Any:
-    """The option that lists every setting of a command."""
+def help_all(listing: Callable[[], str]) -> Any:
+    """The option that shows the help with a listing of all settings."""
 
     def show(context: typer.Context, wanted: bool) -> None:
         if wanted:
-            print(context.get_help(), _describe(settings()), sep="\n")
+            print(context.get_help(), listing(), sep="\n")
             raise typer.Exit
 
     return Annotated[bool, typer.Option("--help-all", is_eager=True, callback=show, help="List all settings and exit.")]
 
 
-def _describe(settings: Sequence[Setting]) -> str:
+def describe(settings: Sequence[Setting], note: str = "") -> str:
     """Settings as text: name, default, type, help."""
     width = min(shutil.get_terminal_size().columns, 100)
-    lines = ["All settings, for --set SECTION.FIELD=VALUE. " + DEFAULT_TREES]
+    lines = [f"All settings, for --set NAME=VALUE. {note}"]
     for setting in settings:
         default = "" if setting.default in (None, (), MISSING) else f"={_shown(setting.default)}"
         lines += ["", f"  {setting.path}{default}  ({setting.type})"]

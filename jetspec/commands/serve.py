@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jetspec.commands.options import Given, ModelConfig, check_model, examples, load_llm, options
+from jetspec.commands.options import DEFAULT_TREES, Given, ModelConfig, check_model, examples, load_llm, options
 from jetspec.commands.screen import err
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.serve.config import ServeConfig
@@ -24,6 +24,7 @@ app = typer.Typer(add_completion=False)
 class Serving:
     """Settings of the server."""
 
+    NOTE = DEFAULT_TREES
     model: ModelConfig = field(default_factory=ModelConfig)
     tree: TreeConfig = field(default_factory=TreeConfig)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(max_batch=32))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jetspec.commands.options import Set, examples, help_all
+from jetspec.commands.options import Set, describe, examples, help_all
 from jetspec.commands.screen import duration, err, note, out, working
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.hub import check_name
@@ -50,7 +50,7 @@ def train_command(
     set_: Set = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run's checkpoints and start over.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the time that it takes.")] = False,
-    all_: help_all(lambda: describe_settings(TrainConfig)) = False,  # type: ignore[valid-type]
+    all_: help_all(lambda: describe(describe_settings(TrainConfig))) = False,  # type: ignore[valid-type]
 ) -> None:
     """Train a draft head for a target, from the target's own answers.
 

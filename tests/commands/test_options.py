@@ -112,9 +112,11 @@ def test_flags_and_set_reach_their_sections(fake: type[FakeLLM]) -> None:
         (["--set", "tree.budgit=3"], "tree.budget"),
         (["--set", "tree.budget=few"], "tree.budget"),
         (["--set", "tree=3"], "tree"),
+        (["--set", "sampling=3"], "sampling"),
+        (["--set", "nothing.at=all"], "nothing"),
         (["--set", "tree.budget"], "tree.budget"),
         (["--set", "tree.budget=0"], "budget"),
-        (["--set", "sampling.grammar.compiled=1"], "sampling.grammar.compiled"),
+        (["--set", "sampling.grammar={kind: regex, source: a, compiled: 1}"], "compiled"),
         (["--budget", "8", "--set", "tree.budget=9"], "tree.budget"),
     ],
 )
@@ -125,13 +127,14 @@ def test_wrong_settings_are_one_line(fake: type[FakeLLM], words: list[str], name
 
 
 def test_keys_of_a_server_are_read_from_a_file_only() -> None:
-    result = run("serve", "--set", "server.keys=[0123456789abcdef]")
-    assert result.exit_code == 2 and "server.keys" in result.stderr
+    for override in ("server.keys=[0123456789abcdef]", "server={keys: [0123456789abcdef]}"):
+        result = run("serve", "--set", override)
+        assert result.exit_code == 2 and "server.keys" in result.stderr
 
 
 def test_given_holds_what_the_command_line_names() -> None:
     settings, given = read_options(Decoding(), {"tree": {"width": 4}}, ["tree.depth=2", "sampling.stop=[x]"])
-    assert given == {"tree": {"width": 4, "depth": 2}, "sampling": {"stop": ("x",)}}
+    assert given == {"model": {}, "tree": {"width": 4, "depth": 2}, "engine": {}, "sampling": {"stop": ("x",)}}
     assert settings == replace(Decoding(), tree=TreeConfig(width=4, depth=2), sampling=SamplingParams(stop=("x",)))
 
 
