@@ -98,9 +98,7 @@ def test_a_head_is_shown_with_its_folder(path: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("program", "command"), [("/some/bin/jetspec", "jetspec"), ("tools/mine.py", "python tools/mine.py")]
 )
-def test_programs_are_recorded_by_name(
-    monkeypatch: pytest.MonkeyPatch, program: str, command: str
-) -> None:
+def test_programs_are_recorded_by_name(monkeypatch: pytest.MonkeyPatch, program: str, command: str) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys, "argv", [program, "bench", "--quick"])
     assert current_command() == f"{command} bench --quick"
@@ -114,9 +112,7 @@ def test_versions_name_graders_without_importing_them() -> None:
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_hardware_names_mps(
-    runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hardware_names_mps(runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
