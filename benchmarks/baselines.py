@@ -17,6 +17,7 @@ from benchmarks.methods import Ask, EngineMethod, Method, Reply, Timed, find_hea
 from benchmarks.recipe import MethodConfig
 from benchmarks.servers import ServerMethod, first_model
 from jetspec.engine.llm import LLM
+from jetspec.files import missing_package
 from jetspec.models.hub import resolve
 from jetspec.models.weights import Target
 
@@ -67,7 +68,7 @@ def open_method(
 
 def need(method: MethodConfig, package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ValueError(f"{method.name} needs the package `{package}`: pip install 'jetspec[bench]'")
+        raise missing_package(package, "bench", method.name)
 
 
 @lru_cache(maxsize=2)

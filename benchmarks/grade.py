@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.sandbox import Limits, run_tests
+from jetspec.files import missing_package
 
 MATH_TASKS = ("gsm8k", "math500", "aime24", "aime25")
 LIMITS = Limits()
-NEEDS_MATH_VERIFY = "grading mathematics needs math-verify: pip install 'jetspec[bench]'"
+NEEDS_MATH_VERIFY = str(missing_package("math-verify", "bench", "grading mathematics"))
 MATH_TIMEOUT_S = 5
 """Limit for one expression; the library can take very long."""
 TWO_NUMBERS = re.compile(r"\d\s+\d")

@@ -20,10 +20,10 @@ from benchmarks.plots import Painter, against_batch, gap_histogram, has_matplotl
 from benchmarks.results import CostRecord, HeadRecord, Inputs, Record, Result, Run, read_inputs
 from benchmarks.tables import Form
 from jetspec.commands.screen import err, working
-from jetspec.files import write_whole
+from jetspec.files import install_hint, write_whole
 
 TITLE = "JetSpec: benchmark report"
-EXTRA = "matplotlib is not installed, so there are no plots: pip install 'jetspec[bench]'"
+EXTRA = f"matplotlib is not installed, so there are no plots: {install_hint('bench')}"
 PLOTS = "plots"
 EPILOG = examples(
     "report runs/bench/smollm2",

@@ -13,6 +13,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
+from jetspec.files import missing_package
+
 Responses = Literal["target", "corpus"]
 """Source of the answers: the target, or the data itself."""
 DATA_ENDINGS = (".jsonl", ".jsonl.gz")
@@ -273,7 +275,7 @@ def load_rows(name: str, split: str, part: str | None = None, file: str | None =
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ValueError("Hugging Face datasets need the package `datasets`: pip install 'jetspec[train]'") from None
+        raise missing_package("datasets", "train", "a Hugging Face dataset") from None
     if file is not None:
         streamed: Iterable[Any] = load_dataset(
             "json", data_files=f"hf://datasets/{name}/{file}", split="train", streaming=True
