@@ -3,14 +3,13 @@
 Rounds are captured as CUDA graphs and replayed in turns, so that clock changes of the GPU affect all of them alike. The
 first measurement is repeated as the last: their difference is the noise. Rows that a workload does not use are skipped.
 
-    python -m benchmarks.kernel_choices --out docs/results/kernel_choices.json --seconds 900
+    python -m benchmarks kernel-choices --out docs/results/kernel_choices.json --seconds 900
 
 A record of the same commit, hardware and versions is continued.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -18,10 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from benchmarks.options import RecordFile
 from jetspec.config import TreeConfig
 from jetspec.models.decoder import Decoder
 from jetspec.ops import select
@@ -114,27 +115,26 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
 
 
 @torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what each row of jetspec/ops/select.py buys.")
-    parser.add_argument("--out", type=Path, required=True, help="record to write or to continue")
-    parser.add_argument("--seconds", type=float, default=3600, help="start no workload after this time")
-    args = parser.parse_args()
-    began, results, device = time.monotonic(), read_results(args.out), torch.device("cuda")
+def main(
+    out: RecordFile,
+    seconds: Annotated[float, typer.Option(help="Start no workload after this time.")] = 3600,
+) -> None:
+    """Measure the rows of `jetspec/ops/select.py`.
+
+    Stop it at any time: the same command resumes with the workloads that the record lacks.
+    """
+    began, results, device = time.monotonic(), read_results(out), torch.device("cuda")
     for shape, cases in missing_cases(results):
-        if time.monotonic() - began > args.seconds:
+        if time.monotonic() - began > seconds:
             break
         target = open_target(shape, "random", torch.bfloat16, device)
         for case in cases:
-            if time.monotonic() - began > args.seconds:
+            if time.monotonic() - began > seconds:
                 break
             results.append(measure(case, target))
-            write_record(args.out, {"cases": results})
+            write_record(out, {"cases": results})
             torch.cuda.empty_cache()
             print(f"{time.monotonic() - began:5.0f} s  {case}: {results[-1]['round_ms']:.3f} ms", flush=True)
         del target
         torch.cuda.empty_cache()
     print(summary(results))
-
-
-if __name__ == "__main__":
-    main()

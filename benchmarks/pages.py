@@ -381,8 +381,8 @@ def tree_table(record: Record) -> str:
         for tree in trees
     ]
     known = {(tree["draft_temperature"], tree["width"]) for tree in trees}
-    heats, widths = (sorted(set(values)) for values in zip(*known, strict=True))
-    lacks = [f"{heat:g} with width {width}" for heat in heats for width in widths if (heat, width) not in known]
+    temperatures, widths = (sorted(set(values)) for values in zip(*known, strict=True))
+    lacks = [f"{t:g} with width {width}" for t in temperatures for width in widths if (t, width) not in known]
     missing = f"\n\nNot measured: {', '.join(lacks)}. Bold is the best of the rest." if lacks else ""
     return (
         f"`{record['name']}`, {record['head']}, on the first {record['questions']} questions of each task with answers"

@@ -621,14 +621,14 @@ def trees_text(method: Record) -> str:
     budgets: dict[str, list[str]] = {}
     takes = KINDS[method["kind"]].takes if method["kind"] in KINDS else ()
     for tree in method["trees"] if method["kind"] != PLAIN else ():
-        heat = tree.get("draft_temperature", 1)
+        draft_temperature = tree.get("draft_temperature", 1)
         shape = (
             (True, f"width {tree['width']}"),
             (tree["depth"] is not None, f"depth {tree['depth']}"),
             (tree["expand"] == "paper" and tree["width"] > 1, SHAPES["paper"]),
             (tree["score"] != "accum_logp", f"score {tree['score']}"),
             (tree["entropy_weight"], f"weight {tree['entropy_weight']:g}"),
-            ("draft_temperature" in takes and heat != 1, f"draft temperature {heat:g}"),
+            ("draft_temperature" in takes and draft_temperature != 1, f"draft temperature {draft_temperature:g}"),
             ("shortlist" in takes, f"shortlist {tree['shortlist'] or 'all'}"),
             ("shortlist" in takes, f"parents {tree.get('shortlist_parents', 0)}"),
         )
