@@ -1,4 +1,4 @@
-"""Settings of the server: where it listens, who may use it, and its limits."""
+"""Settings of the server: address, access and limits."""
 
 from __future__ import annotations
 

@@ -71,12 +71,6 @@ def check_size(biases: Any) -> Any:
     return biases
 
 
-def refuse_description(description: Any) -> Any:
-    if description is not None:
-        raise PydanticCustomError("not_in_prompt", "it does not reach the model; put it in a message")
-    return description
-
-
 class RequestModel(BaseModel):
     """Base of everything a client sends: types are not converted, and unknown fields are refused.
 
@@ -231,10 +225,10 @@ class ToolChoice(RequestModel):
 
 
 class NamedSchema(RequestModel):
+    """A response format. Its `description` is not supported: the prompt holds the messages only."""
+
     name: ToolName
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    description: Annotated[None, BeforeValidator(refuse_description)] = None
-    """Refused: the prompt holds the messages only."""
     strict: bool | None = None
     """Without effect: a completion always follows its schema."""
 

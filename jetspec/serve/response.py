@@ -101,7 +101,7 @@ class BaseResponse:
     """
 
     prefix: ClassVar[str]
-    """Of the response id."""
+    """Beginning of the response id."""
 
     def __init__(self, job: Job, vocab: Vocabulary, model: str) -> None:
         self.vocab, self.job, self.shows_logprobs = vocab, job, job.shows_logprobs
@@ -121,7 +121,7 @@ class BaseResponse:
         return count_usage(self.job, self.completions)
 
     def _trace(self, index: int, update: Update) -> api.TracedRound | None:
-        """The round of an update, if the request asked for a trace."""
+        """The round of an update, if the request has `trace`."""
         if update.trace is None:
             return None
         speed = self.speeds[index].add(update, time.perf_counter())

@@ -25,17 +25,17 @@ CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("asked", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "seed": 3}])
-def test_completions_are_those_of_the_engine(live: Live, alone: LLM, prompt: str, asked: dict[str, Any]) -> None:
-    expected = alone.generate(prompt, SamplingParams(max_tokens=40, **asked))[0]
-    whole = live.post(prompt=prompt, max_tokens=40, **asked).json()
+@pytest.mark.parametrize("body", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "seed": 3}])
+def test_completions_are_those_of_the_engine(live: Live, alone: LLM, prompt: str, body: dict[str, Any]) -> None:
+    expected = alone.generate(prompt, SamplingParams(max_tokens=40, **body))[0]
+    whole = live.post(prompt=prompt, max_tokens=40, **body).json()
     TextCompletion.model_validate(whole)
     (choice,) = whole["choices"]
     assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
     stats = expected.stats
     assert whole["usage"]["completion_tokens"] == stats.completion_tokens
     assert whole["usage"]["jetspec"] == {"rounds": stats.rounds, "tokens_per_round": stats.tokens_per_round}
-    with streaming(live, prompt=prompt, max_tokens=40, **asked) as response:
+    with streaming(live, prompt=prompt, max_tokens=40, **body) as response:
         pieces = [chunk["choices"][0]["text"] for chunk in events(response)]
     assert "".join(pieces) == expected.text
 
@@ -71,15 +71,15 @@ def test_stream_adds_up_to_the_whole_response(live: Live) -> None:
 
 
 def test_completions_of_a_request_have_consecutive_seeds(live: Live, alone: LLM) -> None:
-    asked = {"prompt": ["ab", "cd"], "n": 3, "temperature": 1.0, "seed": 7, "max_tokens": 12}
-    texts = [choice["text"] for choice in live.post(**asked).json()["choices"]]
+    body = {"prompt": ["ab", "cd"], "n": 3, "temperature": 1.0, "seed": 7, "max_tokens": 12}
+    texts = [choice["text"] for choice in live.post(**body).json()["choices"]]
     expected = [
         alone.generate(prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=12))[0].text
         for prompt in ("ab", "cd")
         for seed in (7, 8, 9)
     ]
     assert texts == expected and len(set(texts)) > 1
-    with streaming(live, **asked) as response:
+    with streaming(live, **body) as response:
         streamed = [""] * 6
         for chunk in events(response):
             streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
@@ -99,20 +99,20 @@ def test_text_ends_before_a_stop_string(live: Live, prompt: str) -> None:
     text = live.post(prompt=prompt, max_tokens=30, temperature=0).json()["choices"][0]["text"]
     for start in range(1, min(len(text) - 2, 6)):
         stop = text[start : start + 3]
-        asked = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "stop": ["never\u0000there", stop]}
-        with streaming(live, **asked) as response:
+        body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "stop": ["never\u0000there", stop]}
+        with streaming(live, **body) as response:
             chunks = list(events(response))
-        said = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-        assert said == text[: text.index(stop)] == live.post(**asked).json()["choices"][0]["text"]
+        streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert streamed == text[: text.index(stop)] == live.post(**body).json()["choices"][0]["text"]
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_traces_have_every_round(live: Live) -> None:
     """Tokens of all rounds are the text, accepted paths are paths of the trees, and limits hold."""
-    asked = {"prompt": "abcabcabcabc", "max_tokens": 40, "temperature": 0}
-    text = live.post(**asked).json()["choices"][0]["text"]
+    body = {"prompt": "abcabcabcabc", "max_tokens": 40, "temperature": 0}
+    text = live.post(**body).json()["choices"][0]["text"]
     for limits in ({}, {"budget": 4}, {"width": 1}, {"budget": 1}):
-        with streaming(live, **asked, jetspec={"trace": True, **limits}) as response:
+        with streaming(live, **body, jetspec={"trace": True, **limits}) as response:
             rounds = [chunk["jetspec"] for chunk in events(response)]
         assert [r["round"] for r in rounds] == list(range(1, len(rounds) + 1))
         tokens = [token for r in rounds for token in r["tokens"]]
@@ -274,11 +274,11 @@ def test_default_length_is_clipped_and_a_given_one_refused(alone: LLM) -> None:
     with pytest.raises(ValueError, match="max_tokens"):
         RequestBuilder(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=257)
     builder = RequestBuilder(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=8)
-    asked = {"model": NAME, "prompt": "ab"}
-    job = builder.completion(CompletionRequest.model_validate({**asked, "max_tokens": None}), "")
+    body = {"model": NAME, "prompt": "ab"}
+    job = builder.completion(CompletionRequest.model_validate({**body, "max_tokens": None}), "")
     assert job.sampling.max_tokens == 8
     with pytest.raises(ApiError, match="max_tokens"):
-        builder.completion(CompletionRequest.model_validate({**asked, "max_tokens": 16}), "")
+        builder.completion(CompletionRequest.model_validate({**body, "max_tokens": 16}), "")
 
 
 def test_models_are_listed_and_others_unknown(live: Live) -> None:
@@ -300,8 +300,8 @@ def test_metrics_count_tokens_rounds_and_drafts(live: Live, is_cut: bool) -> Non
 
     def generate(limit: int) -> tuple[dict[str, Any], list[int]]:
         """Usage of a completion, and the accepted draft tokens of each round."""
-        asked = {"prompt": "ab", "max_tokens": limit, "temperature": 0, "stream_options": {"include_usage": True}}
-        with streaming(live, **asked, jetspec={"trace": True}) as response:
+        body = {"prompt": "ab", "max_tokens": limit, "temperature": 0, "stream_options": {"include_usage": True}}
+        with streaming(live, **body, jetspec={"trace": True}) as response:
             *chunks, last = events(response)
         return last["usage"], [len(chunk["jetspec"]["tree"]["path"]) - 1 for chunk in chunks]
 

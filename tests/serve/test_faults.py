@@ -52,10 +52,10 @@ def fresh(folder: Path) -> Iterator[Live]:
 
 def raw_request(live: Live, client: socket.socket | None = None, **body: Any) -> socket.socket:
     """Sends a request on a bare socket."""
-    asked = json.dumps({"model": NAME, "prompt": "ab", "stream": True, **LONG, **body}).encode()
+    content = json.dumps({"model": NAME, "prompt": "ab", "stream": True, **LONG, **body}).encode()
     client = client or socket.create_connection(live.listener.getsockname())
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    client.sendall(head.encode() + f"Content-Length: {len(asked)}\r\n\r\n".encode() + asked)
+    client.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return client
 
 
@@ -154,10 +154,10 @@ def test_client_that_never_reads_is_disconnected(folder: Path, caplog: pytest.Lo
         wait_until(lambda: server.server.worker.num_open)
         server.wait_for_rest()
         wait_until(lambda: is_closed(client))
-    facts: list[dict[str, Any]] = [getattr(record, "fields", {}) for record in caplog.records]
-    (said,) = [line for line in facts if line.get("route") == "/v1/completions"]
-    assert said["completion_tokens"] > 0 and said["rounds"] > 0
-    assert said.get("cut_off", False) == stream, "an answer in one piece was handed to the system before"
+    lines: list[dict[str, Any]] = [getattr(record, "fields", {}) for record in caplog.records]
+    (fields,) = [line for line in lines if line.get("route") == "/v1/completions"]
+    assert fields["completion_tokens"] > 0 and fields["rounds"] > 0
+    assert fields.get("cut_off", False) == stream, "a whole response is in the system's buffer when the request ends"
 
 
 def test_slow_reader_is_not_disconnected_before_the_timeout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,16 +201,16 @@ def test_unread_responses_take_no_place_in_the_queue(folder: Path, monkeypatch: 
             assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
             assert server.post(max_tokens=2).status_code == 200
             assert sum(handle.num_unread for handle in worker._unread) <= most
-        said = []
+        received = []
         for client in clients:
             data = b""
             client.settimeout(60)
             while not data.endswith(b"0\r\n\r\n"):
                 data += client.recv(1 << 16)
-            said.append(data)
+            received.append(data)
             client.close()
-        assert b"read_too_slowly" in said[0] and b"[DONE]" not in said[0], "the oldest was dropped"
-        assert b"[DONE]" in said[-1], "the latest was kept"
+        assert b"read_too_slowly" in received[0] and b"[DONE]" not in received[0], "the oldest was dropped"
+        assert b"[DONE]" in received[-1], "the latest was kept"
         wait_until(lambda: not worker._unread)
 
 
@@ -283,11 +283,11 @@ def test_openai_client_raises_when_a_stream_fails(fresh: Live) -> None:
 
 
 def test_request_that_cannot_start_fails_alone(fresh: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, asked = fresh.llm.engine.add, []
+    add, added = fresh.llm.engine.add, []
 
     def picky(tokens: Any, *args: Any, **options: Any) -> int:
-        asked.append(tokens)
-        if len(asked) == 2:
+        added.append(tokens)
+        if len(added) == 2:
             raise KeyError("secret")
         return add(tokens, *args, **options)
 
@@ -306,8 +306,10 @@ def test_shutdown_lets_requests_finish(folder: Path, alone: Any) -> None:
         first = next(lines)
         server.host.should_exit = True
         wait_until(lambda: server.server.worker.is_stopping)
-        said = [json.loads(line[6:])["choices"][0]["text"] for line in [first, *lines] if line.startswith("data: {")]
-        assert "".join(said) == expected
+        received = [
+            json.loads(line[6:])["choices"][0]["text"] for line in [first, *lines] if line.startswith("data: {")
+        ]
+        assert "".join(received) == expected
     with pytest.raises(httpx.ConnectError):
         server.post()
 
@@ -330,11 +332,11 @@ def test_shutdown_aborts_requests_after_drain_or_second_signal(folder: Path, dra
 def test_sigterm_under_load(folder: Path) -> None:
     """Every admitted request gets its whole response, later ones are refused; the exit status is 0."""
     with ServerProcess(str(folder), "--max-batch", "4") as server:
-        asked = {"model": server.model, "prompt": "ab", **LONG, "max_tokens": 100}
+        body = {"model": server.model, "prompt": "ab", **LONG, "max_tokens": 100}
 
         def ask() -> str | None:
             try:
-                answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+                answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
             except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
                 return None  # closed before the server has read any of it
             assert answer.status_code in (200, 503), answer.text

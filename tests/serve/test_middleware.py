@@ -191,7 +191,7 @@ SIZE = 3_800_000
 
 
 def many(entry: bytes) -> bytes:
-    """As many entries as fit into a body."""
+    """Entries that fill a body."""
     return b",".join([entry] * (SIZE // (len(entry) + 1)))
 
 

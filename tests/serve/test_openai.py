@@ -26,7 +26,7 @@ You may call a function, as JSON with its name and arguments between <tool_call>
 {% endif %}"""
 """A template with tools; the model's own has none."""
 
-ASKED: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -61,8 +61,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
-    asked = {"messages": ASKED, "temperature": 0, "max_tokens": 12, **options}
-    return client.chat.completions.create(model=DEFAULT_MODEL, **asked)
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12, **options}
+    return client.chat.completions.create(model=DEFAULT_MODEL, **body)
 
 
 def test_chat_and_stream(client: openai.OpenAI) -> None:
@@ -84,7 +84,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 
 def test_response_format(client: openai.OpenAI) -> None:
     done = client.chat.completions.parse(
-        model=DEFAULT_MODEL, messages=ASKED, temperature=0, max_tokens=60, response_format=Town
+        model=DEFAULT_MODEL, messages=MESSAGES, temperature=0, max_tokens=60, response_format=Town
     )
     choice = done.choices[0]
     assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Town)
@@ -96,7 +96,7 @@ def test_forced_tool_call(client: openai.OpenAI) -> None:
     (call,) = done.choices[0].message.tool_calls
     assert call.function.name == "find_town" and set(json.loads(call.function.arguments)) == {"town"}
     answered = [
-        *ASKED,
+        *MESSAGES,
         done.choices[0].message,
         {"role": "tool", "tool_call_id": call.id, "content": "It is in the north."},
     ]
@@ -117,5 +117,5 @@ def test_errors(client: openai.OpenAI) -> None:
         ask(client, messages=[{"role": "user", "content": "word " * 1000}])
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt-4", messages=ASKED)
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     assert [model.id for model in client.models.list()] == [DEFAULT_MODEL]

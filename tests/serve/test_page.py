@@ -170,14 +170,14 @@ def test_race_ends_with_identical_texts(open_page: Open, alone: LLM, size: str) 
 
 def test_requests_of_a_race_differ_in_tree_and_salt_only(open_page: Open) -> None:
     page = open_page()
-    asked: list[dict[str, Any]] = []
-    page.on("request", lambda request: asked.append(body_of(request)) if request.post_data else None)
+    requests: list[dict[str, Any]] = []
+    page.on("request", lambda request: requests.append(body_of(request)) if request.post_data else None)
     page.locator("#temperature").fill("0.8")
     page.locator("#length").fill("32")
     page.get_by_label("Your message").fill(PROMPT)
     page.get_by_role("button", name="Race").click()
     expect(page.locator(".verdict")).to_contain_text("identical texts")
-    plain, jetspec = asked
+    plain, jetspec = requests
     assert plain.pop("jetspec")["budget"] == 1 < jetspec.pop("jetspec")["budget"]
     assert plain.pop("cache_salt") != jetspec.pop("cache_salt")
     assert plain == jetspec
@@ -225,9 +225,9 @@ def test_conversation_continues_until_new_chat(open_page: Open) -> None:
     expect(page.locator(".sum")).to_contain_text("rounds")
     with page.expect_request("**/chat/completions") as second:
         ask(page, "y")
-    said = body_of(second.value)["messages"]
-    assert [message["role"] for message in said] == ["user", "assistant", "user"]
-    assert said[1]["content"] == page.locator(".answer").first.text_content()
+    messages = body_of(second.value)["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert messages[1]["content"] == page.locator(".answer").first.text_content()
     expect(page.locator(".sum").last).to_contain_text("rounds")
     page.get_by_role("button", name="New chat").click()
     expect(page.locator(".turn")).to_have_count(0)
@@ -255,9 +255,9 @@ def test_new_chat_drops_a_running_answer(open_page: Open, live: Live) -> None:
 def test_length_is_limited_to_that_of_the_server(folder: Path, open_page: Open, most: int) -> None:
     with Live(tiny_llm(folder), ServeConfig(port=0, max_tokens=most)) as short:
         page = open_page(short.url)
-        with page.expect_request("**/chat/completions") as asked:
+        with page.expect_request("**/chat/completions") as requests:
             ask(page)
-        assert most - 32 < body_of(asked.value)["max_tokens"] <= most
+        assert most - 32 < body_of(requests.value)["max_tokens"] <= most
         expect(page.locator(".sum")).to_contain_text("rounds")
 
 
@@ -332,15 +332,15 @@ def test_text_is_never_markup(open_page: Open) -> None:
 
 
 def test_page_loads_only_from_its_server(browser: Browser, live: Live) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
     page = browser.new_page()
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: requests.append(request.url))
     answer = page.goto(live.url)
     assert answer is not None
     policy = answer.headers["content-security-policy"]
     assert "unsafe" not in policy and "default-src 'none'" in policy
     expect(page.locator("#model")).not_to_be_empty()
-    assert asked and all(url.startswith(live.url) for url in asked)
+    assert requests and all(url.startswith(live.url) for url in requests)
     page.close()
 
 

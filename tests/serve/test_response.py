@@ -29,8 +29,8 @@ def test_first_chunk_comes_with_the_first_token(live: Live, monkeypatch: pytest.
         return step()
 
     monkeypatch.setattr(live.llm.engine, "step", held)
-    asked = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 4}
-    with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=asked, timeout=60) as response:
+    body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 4}
+    with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
         pieces = response.iter_raw()
         threading.Timer(0.3, may_step.set).start()
@@ -95,10 +95,10 @@ def test_text_offsets_of_invalid_utf8(data: bytes) -> None:
 
 
 def test_text_offsets_continue_across_chunks(live: Live) -> None:
-    asked = {"prompt": "é漢", "max_tokens": 40, "temperature": 1.5, "seed": 1, "logprobs": 0, "ignore_eos": True}
-    choice = live.post(**asked).json()["choices"][0]
+    body = {"prompt": "é漢", "max_tokens": 40, "temperature": 1.5, "seed": 1, "logprobs": 0, "ignore_eos": True}
+    choice = live.post(**body).json()["choices"][0]
     assert any("\ufffd" in token for token in choice["logprobs"]["tokens"])
-    with streaming(live, **asked) as response:
+    with streaming(live, **body) as response:
         pieces = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in events(response)]
     assert [offset for piece in pieces for offset in piece] == choice["logprobs"]["text_offset"]
     assert max(choice["logprobs"]["text_offset"]) < len(choice["text"])

@@ -61,8 +61,8 @@ def called(choices: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
 
 def test_openai_client_parses_calls_of_strict_tools(calling: Live) -> None:
     options: Any = {**MANY, "max_tokens": 200}  # the client refuses a completion that is cut off
-    asked: Any = [{"role": "user", "content": "?"}]
-    done = calling.client().chat.completions.parse(model=NAME, messages=asked, tools=[STRICT], **options)
+    body: Any = [{"role": "user", "content": "?"}]
+    done = calling.client().chat.completions.parse(model=NAME, messages=body, tools=[STRICT], **options)
     calls = [call for choice in done.choices for call in choice.message.tool_calls or []]
     assert calls and all(isinstance(call.function.parsed_arguments, Seat) for call in calls)
 
@@ -73,7 +73,7 @@ class Flag(BaseModel):
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
-    "asked",
+    "body",
     [
         {"tools": [STRICT], "tool_choice": "required"},
         {"response_format": Flag},
@@ -82,10 +82,10 @@ class Flag(BaseModel):
     ids=["call", "format", "empty"],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
-def test_messages_of_the_openai_client_can_be_sent_back(calling: Live, asked: dict[str, Any], streamed: bool) -> None:
+def test_messages_of_the_openai_client_can_be_sent_back(calling: Live, body: dict[str, Any], streamed: bool) -> None:
     """The client adds parsed values to them."""
     chat, messages = calling.client().chat.completions, list[Any]([{"role": "user", "content": "?"}])
-    options = {"model": NAME, "logit_bias": CALLING, "max_tokens": 100, "seed": 1, **asked}
+    options = {"model": NAME, "logit_bias": CALLING, "max_tokens": 100, "seed": 1, **body}
     for _ in range(2):
         if streamed:
             with chat.stream(messages=messages, **options) as stream:
@@ -93,8 +93,8 @@ def test_messages_of_the_openai_client_can_be_sent_back(calling: Live, asked: di
         else:
             message = chat.parse(messages=messages, **options).choices[0].message
         calls = message.tool_calls or []
-        assert bool(calls) == (asked.get("tool_choice") == "required")
-        assert isinstance(message.parsed, Flag) == ("response_format" in asked)
+        assert bool(calls) == (body.get("tool_choice") == "required")
+        assert isinstance(message.parsed, Flag) == ("response_format" in body)
         assert all(isinstance(call.function.parsed_arguments, Seat) for call in calls)
         messages += [message, *({"role": "tool", "tool_call_id": call.id, "content": "done"} for call in calls)]
 
@@ -150,11 +150,11 @@ def test_calls_do_not_depend_on_tree_or_stream(calling: Live, temperature: float
 def are_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
     """Equal texts and calls, apart from the ids of the calls."""
 
-    def told(choices: list[dict[str, Any]]) -> Any:
-        said = [(choice["message"]["content"] or "", choice["finish_reason"]) for choice in choices]
-        return said, called(choices)
+    def content(choices: list[dict[str, Any]]) -> Any:
+        texts = [(choice["message"]["content"] or "", choice["finish_reason"]) for choice in choices]
+        return texts, called(choices)
 
-    return bool(told(some) == told(others)) and any(called(some))
+    return bool(content(some) == content(others)) and any(called(some))
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -38,11 +38,11 @@ TEXTS = [
 
 
 def read(pieces: list[str], inside: bool = False) -> tuple[str, list[FunctionCall]]:
-    reader, said, calls = ToolReader(inside), "", list[FunctionCall]()
+    reader, content, calls = ToolReader(inside), "", list[FunctionCall]()
     for i, piece in enumerate(pieces):
         text, found = reader.push(piece, is_last=i == len(pieces) - 1)
-        said, calls = said + text, calls + found
-    return said, calls
+        content, calls = content + text, calls + found
+    return content, calls
 
 
 @settings(max_examples=200)
@@ -50,22 +50,22 @@ def read(pieces: list[str], inside: bool = False) -> tuple[str, list[FunctionCal
 def test_split_text_reads_like_the_whole(text: str, cuts: list[int], inside: bool) -> None:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(borders)]
-    said, calls = read(pieces, inside)
+    content, calls = read(pieces, inside)
     whole_said, whole_calls = read([text], inside)
     assert calls == whole_calls
-    assert said.strip() == whole_said.strip()
+    assert content.strip() == whole_said.strip()
 
 
 @settings(max_examples=100)
 @given(st.text(alphabet="<tol_ca/>ab{}", max_size=60))
 def test_text_without_calls_is_unchanged(text: str) -> None:
-    said, calls = read(list(text) or [""])
-    assert not calls and said == text
+    content, calls = read(list(text) or [""])
+    assert not calls and content == text
 
 
 def test_calls_are_found() -> None:
-    said, calls = read(list(TEXTS[2]))
-    assert said == "Let me see. "
+    content, calls = read(list(TEXTS[2]))
+    assert content == "Let me see. "
     assert [call.name for call in calls] == ["add", "now", "say"]
     assert json.loads(calls[0].arguments) == {"a": 1, "b": [2, "<"]}
     assert calls[2].arguments == '{"x": "é"}'
@@ -74,10 +74,10 @@ def test_calls_are_found() -> None:
 
 
 def test_tag_in_a_string_does_not_close_the_call() -> None:
-    said, calls = read(list(TEXTS[8]))
-    assert said == " and" and calls == read_calls(QUOTING) + read_calls(CALL)
+    content, calls = read(list(TEXTS[8]))
+    assert content == " and" and calls == read_calls(QUOTING) + read_calls(CALL)
     assert json.loads(calls[0].arguments)["b"] == END
-    said, calls = read(list(TEXTS[9]))
+    content, calls = read(list(TEXTS[9]))
     assert calls == read_calls(CALL), "text after an unclosed string is read"
     assert read(list(TEXTS[10])) == (TEXTS[10], [])
 
@@ -139,8 +139,8 @@ def test_call_can_be_sent_back_in_a_message(name: str, arguments: Any, is_text: 
     assert bool(calls) == (is_object and bool(re.fullmatch("[a-z_.-]{1,64}", name)))
     for call in calls:
         assert json.loads(call.arguments) == arguments
-        said = sent_back([call])
-        json.dumps(said, ensure_ascii=False).encode()
+        content = sent_back([call])
+        json.dumps(content, ensure_ascii=False).encode()
 
 
 def sent_back(calls: list[FunctionCall]) -> dict[str, Any]:
@@ -153,14 +153,14 @@ def sent_back(calls: list[FunctionCall]) -> dict[str, Any]:
 def test_calls_of_any_number_and_size_can_be_sent_back() -> None:
     number = '{"a": [1e999, ' + "9" * 5000 + "]}"
     assert sent_back(read_calls(f'{{"name": "f", "arguments": {number}}}'))
-    said, calls = read([f"{BEGIN}{CALL}{END}"] * (MAX_CALLS + 1))
-    assert len(calls) == MAX_CALLS and said.strip() == f"{BEGIN}{CALL}{END}"
+    content, calls = read([f"{BEGIN}{CALL}{END}"] * (MAX_CALLS + 1))
+    assert len(calls) == MAX_CALLS and content.strip() == f"{BEGIN}{CALL}{END}"
     assert sent_back(calls)["tool_calls"][-1]["function"]["name"] == "add"
 
 
 def test_arguments_may_be_empty() -> None:
-    said = sent_back([FunctionCall(name="now", arguments="")])
-    assert said["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+    content = sent_back([FunctionCall(name="now", arguments="")])
+    assert content["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
 
 
 WRONG = [

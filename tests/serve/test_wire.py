@@ -59,14 +59,14 @@ def talk(live: Live, *pieces: bytes) -> bytes:
         for piece in pieces:
             client.sendall(piece)
             time.sleep(0.05)
-        said = b""
+        received = b""
         while piece := client.recv(1 << 16):
-            said += piece
-        return said
+            received += piece
+        return received
 
 
-def statuses(said: bytes) -> list[int]:
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", said)]
+def statuses(received: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", received)]
 
 
 def next_status(client: socket.socket) -> int:
@@ -81,17 +81,17 @@ def next_status(client: socket.socket) -> int:
 def test_pipelined_requests_are_answered_in_order(live: Live, cut: int) -> None:
     long = GOOD[:-1] + b" " * 30_000 + b"}"
     in_chunks = head("POST /v1/completions", JSON, "Transfer-Encoding: chunked") + chunked(GOOD, 16)
-    asked = [head("GET /health"), post(GOOD), head("GET /nothing"), post(long), in_chunks, post(b"{")]
-    sent = b"".join(asked) + head("GET /v1/models", "Connection: close") + b"what is this?"
+    body = [head("GET /health"), post(GOOD), head("GET /nothing"), post(long), in_chunks, post(b"{")]
+    sent = b"".join(body) + head("GET /v1/models", "Connection: close") + b"what is this?"
     with connect(live) as client:
         for start in range(0, min(len(sent), 600), cut):
             client.sendall(sent[start : min(start + cut, 600)])
         for start in range(600, len(sent), max(cut, 1000)):
             client.sendall(sent[start : start + max(cut, 1000)])
-        said = b""
+        received = b""
         while piece := client.recv(1 << 16):
-            said += piece
-    assert statuses(said) == [200, 200, 404, 200, 200, 400, 200]
+            received += piece
+    assert statuses(received) == [200, 200, 404, 200, 200, 400, 200]
 
 
 def test_pipelined_bytes_are_bounded(locked: Live) -> None:
@@ -151,11 +151,11 @@ def test_unread_body_closes_the_connection_after_the_response(locked: Live, stat
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/v1/models", "/static/app.js"])
 def test_head_is_get_without_a_body(live: Live, path: str) -> None:
-    got, asked = httpx.get(live.url + path), httpx.head(live.url + path)
-    assert got.status_code == asked.status_code == 200 and asked.content == b""
-    assert got.headers["content-type"] == asked.headers["content-type"]
-    said = talk(live, head(f"HEAD {path}"), head("GET /health", "Connection: close"))
-    assert statuses(said) == [200, 200] and said.endswith(b'\r\n\r\n{"status":"ok"}')
+    got, body = httpx.get(live.url + path), httpx.head(live.url + path)
+    assert got.status_code == body.status_code == 200 and body.content == b""
+    assert got.headers["content-type"] == body.headers["content-type"]
+    received = talk(live, head(f"HEAD {path}"), head("GET /health", "Connection: close"))
+    assert statuses(received) == [200, 200] and received.endswith(b'\r\n\r\n{"status":"ok"}')
 
 
 @pytest.mark.parametrize(
