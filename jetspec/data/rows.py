@@ -106,7 +106,7 @@ def earlier_runs(meta: Path, settings: dict[str, Any]) -> tuple[list[dict[str, A
         runs: list[dict[str, Any]] = record["runs"]
         changed = {key: record["settings"].get(key) for key in settings if record["settings"].get(key) != settings[key]}
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{meta} is damaged; delete it to go on") from None
+        raise ValueError(f"{meta} is damaged; delete it to resume") from None
     return runs, changed
 
 
