@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.cells import Measured
 from benchmarks.measure import Bench
 from benchmarks.precision import FreshPass, Gap, Judge, PairNoise, find_divergence, gap_by_all, pair_noise, readings
+from jetspec.data.conversation import Conversation
 from jetspec.data.prompts import Prompt
-from jetspec.data.regenerate import Conversation
 from jetspec.tree.sample import filter_logits, gumbel
 from jetspec.types import RowSampling, SamplingParams
 

@@ -45,8 +45,8 @@ from benchmarks.rows import (
 from benchmarks.servers import identify, left_open
 from benchmarks.tasks import BUILTIN, check_tasks, read_task
 from jetspec.data.answers import fingerprint
+from jetspec.data.conversation import Conversation, require_template
 from jetspec.data.prompts import Prompt
-from jetspec.data.regenerate import Conversation, require_template
 from jetspec.engine.llm import LLM
 from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.hub import head_path, resolve, shipped_head

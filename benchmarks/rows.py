@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from benchmarks.methods import Ask, Reply, UnequalConditions
 from benchmarks.recipe import BenchConfig, Cell, with_new_keys
+from jetspec.data.conversation import Conversation
 from jetspec.data.prompts import Prompt
-from jetspec.data.regenerate import Conversation
 from jetspec.data.rows import LineFile, earlier_runs
 from jetspec.record import current_commit, make_record, write_record
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from jetspec.data.conversation import system_messages, user_message
 from jetspec.data.corpus import Document, answer_spans, lines_of, parse
 from jetspec.data.prompts import Prompt
-from jetspec.data.regenerate import system_messages, user_message
 from jetspec.files import write_whole
 from jetspec.types import Completion, SamplingParams
 

@@ -20,8 +20,9 @@ from itertools import count as count_from
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from jetspec.data.conversation import PLACEHOLDER, require_template, system_messages
 from jetspec.data.prompts import Prompt, stable_hash
-from jetspec.data.regenerate import PLACEHOLDER, in_processes, require_template, system_messages
+from jetspec.data.regenerate import in_processes
 from jetspec.data.rows import LineFile, Row, read_lines, record_of, resumable_runs, run_entry
 from jetspec.data.workers import Answer, Results, answer_in_processes
 from jetspec.models.tokenizer import Tokenizer

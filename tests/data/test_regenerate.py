@@ -25,17 +25,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
+from jetspec.data.conversation import Conversation, start_conversation
 from jetspec.data.probe import PROBE_TOKENS, Probe, probe
 from jetspec.data.prompts import BadPrompt, CutPrompt, Prompt, PromptData, parse_prompt, parse_shard
 from jetspec.data.regenerate import (
-    Conversation,
     Corpus,
     RegenerateConfig,
     load_check,
     places,
     plan,
     regenerate,
-    start_conversation,
     write_rows,
 )
 from jetspec.data.rows import Row, RowFile, finished_ids
