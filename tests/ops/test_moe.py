@@ -215,14 +215,13 @@ def compiled(kernel: Any, constants: dict[str, Any], dtype: str = "*bf16", **opt
     return compile_for_hopper(kernel, types, constants, **options)
 
 
-@pytest.mark.parametrize("experts", [8, 128])
-def test_grouping_compiles_for_hopper(experts: int) -> None:
+def test_grouping_compiles_for_hopper() -> None:
     from jetspec.ops.moe_triton import GROUP_BLOCK, _group_pairs_kernel
 
-    assert "st.global" in compiled(_group_pairs_kernel, {"TILE": 64, "BINS": experts, "BLOCK": GROUP_BLOCK})
+    assert "st.global" in compiled(_group_pairs_kernel, {"TILE": 64, "BINS": 128, "BLOCK": GROUP_BLOCK})
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), [(1, "*bf16"), (16, "*bf16"), (64, "*bf16"), (64, "*fp32")])
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "*bf16"), (64, "*bf16"), (64, "*fp32")])
 def test_products_compile_for_hopper(tokens: int, dtype: str) -> None:
     """Weights go from the copies to the tensor cores' own queue, however few pairs there are."""
     import jetspec.ops.moe_triton as kernels
@@ -242,10 +241,10 @@ def test_the_sum_compiles_for_hopper() -> None:
     assert "st.global" in compiled(_add_choices_kernel, {"K": 8, "M": 2048, "BLOCK": ADD_BLOCK})
 
 
-@pytest.mark.parametrize("experts", [128, 512])
-def test_router_compiles_for_hopper(experts: int) -> None:
+def test_router_compiles_for_hopper() -> None:
     import jetspec.ops.route_triton as kernels
 
+    experts = 512
     sizes = {"E": experts, "EXPERTS": experts, "CHOSEN": 8, "NORMALIZE": True, "OTHERS": kernels.RANK_TABLE // experts}
     assert "st.global" in compiled(kernels._route_kernel, sizes)
 
