@@ -14,12 +14,11 @@ def topk_logprob(logits: Tensor, k: int, temperature_B: Tensor | None = None) ->
     With `temperature_B`, the logits are (B, D, V) and are divided by it. Equal logits may come in any order; the kernel
     puts the lower token first.
     """
-    logits = apply_temperature(logits, temperature_B)
-    return select("topk_logprob", topk_logprob_reference, logits, num_tokens=k)(logits, k)
+    return select("topk_logprob", topk_logprob_reference, logits, num_tokens=k)(logits, k, temperature_B)
 
 
-def topk_logprob_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    wide = logits.float()
+def topk_logprob_reference(logits: Tensor, k: int, temperature_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = apply_temperature(logits, temperature_B).float()
     value, token = wide.topk(k, dim=-1)
     return token, value - torch.logsumexp(wide, dim=-1, keepdim=True)
 

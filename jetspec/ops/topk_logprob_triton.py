@@ -5,8 +5,9 @@ least k tokens, so by all of the k best; and because groups are small, by few ot
 and are ranked by counting the better ones. Keys are unique (`_keys`), so neither the set that passes nor the ranks
 depend on the order in which programs run.
 
-Layout, contiguous: logits are (R, V), in chunks of CHUNK; keys of leaders (R, leaders), of passed tokens (R, capacity)
-with their count (R,); partial maxima and sums of exponentials (R, chunks); results (R, k).
+Layout, contiguous: logits are (R, V), in chunks of CHUNK, and divided by a temperature as they are loaded; keys of
+leaders (R, leaders), of passed tokens (R, capacity) with their count (R,); partial maxima and sums of exponentials (R,
+chunks); results (R, k).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -55,7 +56,7 @@ LOWEST = tl.constexpr(-3.0e38)
 BOTTOM = tl.constexpr(-(1 << 63))
 
 
-def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None) -> tuple[Tensor, Tensor]:
     logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
     R, V = logits_RV.shape
     programs = device_of(logits.device).multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
@@ -66,6 +67,9 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     most_reaching = k + k // 8
     capacity = min(V, most_reaching * group)
     span = -(-num_chunks // max(1, programs // R))  # chunks per program of the second kernel
+
+    # Rows of a request share a temperature; one temperature may serve all requests, by a stride of 0.
+    scale = temperature_B, 0 if temperature_B is None else temperature_B.stride(0), logits.shape[-2] if R > 1 else 1
 
     device = logits.device
     leader_RL = torch.empty(R, num_leaders, dtype=torch.int64, device=device)
@@ -82,6 +86,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             count_R,
             top_RC,
             sum_RC,
+            *scale,
             V,
             GROUP=group,
             GROUPS=CHUNK // group,
@@ -93,6 +98,7 @@ def topk_logprob_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             leader_RL,
             passed_RP,
             count_R,
+            *scale,
             V,
             num_leaders,
             capacity,
@@ -140,6 +146,9 @@ def _leader_kernel(
     count_ptr,
     top_ptr,
     sum_ptr,
+    temperature_ptr,
+    temperature_stride,
+    rows_per_temperature,
     V,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -149,16 +158,18 @@ def _leader_kernel(
     wait(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_ptr += row * V
+    request = row // rows_per_temperature * temperature_stride
     # leaders
     group = tl.arange(0, GROUPS)
     token = chunk * GROUP * GROUPS + tl.arange(0, GROUP)[:, None] * GROUPS + group[None, :]
     out = row * tl.num_programs(1) + chunk
-    tl.store(leader_ptr + out * GROUPS + group, tl.max(_keys(logits_ptr, token, V), axis=0))
+    tl.store(leader_ptr + out * GROUPS + group, tl.max(_keys(logits_ptr, token, V, temperature_ptr, request), axis=0))
     if chunk == 0:
         tl.store(count_ptr + row, 0)
 
     # partial log-sum-exp
     logit = tl.load(logits_ptr + token, mask=token < V, other=-float("inf")).to(tl.float32)
+    logit = _scaled(logit, temperature_ptr, request)
     top = tl.maximum(tl.max(logit), LOWEST)
     tl.store(top_ptr + out, top)
     tl.store(sum_ptr + out, tl.sum(tl.exp(logit - top)))
@@ -170,6 +181,9 @@ def _pass_kernel(
     leader_ptr,
     passed_ptr,
     count_ptr,
+    temperature_ptr,
+    temperature_stride,
+    rows_per_temperature,
     V,
     num_leaders,
     capacity,
@@ -191,10 +205,11 @@ def _pass_kernel(
 
     # collect keys
     logits_ptr += row * V
+    request = row // rows_per_temperature * temperature_stride
     start = tl.program_id(1) * span * CHUNK
     for block in range(start, tl.minimum(start + span * CHUNK, V), CHUNK):
         token = block + tl.arange(0, CHUNK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
-        key = _keys(logits_ptr, token, V)
+        key = _keys(logits_ptr, token, V, temperature_ptr, request)
         passes = (key >= bound) & (token < V)
         order = tl.cumsum(passes.to(tl.int32), axis=1)
         found = tl.max(order, axis=1)
@@ -266,10 +281,19 @@ def _log_sum_exp(top_ptr, sum_ptr, num_chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _keys(ptr, place, count):
+def _scaled(logit, temperature_ptr, place):
+    """Divide by a temperature, rounded as torch does; without temperatures return the input."""
+    if temperature_ptr is not None:
+        logit = tl.div_rn(logit, tl.load(temperature_ptr + place))
+    return logit
+
+
+@triton.jit
+def _keys(ptr, place, count, temperature_ptr, request):
     """Return keys: the order-preserving integer of a logit above the complement of its token, 32 bits each. NaN has the
     greatest key, as in torch; tokens past the end have the least."""
     wide = tl.load(ptr + place, mask=place < count, other=0.0).to(tl.float32)
+    wide = _scaled(wide, temperature_ptr, request)
     bits = _ordered(tl.where(wide == 0, 0.0, wide).to(tl.int32, bitcast=True))  # -0.0 equals 0.0
     bits = tl.where(wide == wide, bits, 0x7FFFFFFF)
     return tl.where(place < count, bits.to(tl.int64), -(1 << 31)) << 32 | (0x7FFFFFFF - place).to(tl.int64)

@@ -104,9 +104,10 @@ def test_many_rows_equal_a_sort(interpreter: Executor) -> None:
 def test_kernels_compile(logits: str, rows: str) -> None:
     module = importlib.import_module("jetspec.ops.topk_logprob_triton")
     tiling = getattr(module, rows)
-    names = ("V", "num_leaders", "capacity", "span", "k", "most_reaching", "num_chunks")
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(("leader_ptr", "passed_ptr", "token_ptr"), "*i64")
-    types |= {"logits_ptr": logits, "count_ptr": "*i32"}
+    numbers = ("V", "num_leaders", "capacity", "span", "k", "most_reaching", "num_chunks")
+    types = dict.fromkeys((*numbers, "temperature_stride", "rows_per_temperature"), "i32")
+    types |= dict.fromkeys(("leader_ptr", "passed_ptr", "token_ptr"), "*i64")
+    types |= {"logits_ptr": logits, "count_ptr": "*i32", "temperature_ptr": "*fp32"}
     groups = {"GROUP": 16, "GROUPS": module.CHUNK // 16}
     assert "st.global" in compile_for_hopper(module._leader_kernel, types, groups)
     sizes = {"LEADERS": 4096, "CHUNK": module.CHUNK, "RUN": tiling.RUN}
