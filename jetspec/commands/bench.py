@@ -94,7 +94,7 @@ def bench(
         "drafter": llm.drafter,
         "tree": asdict(llm.tree),
         "dtype": str(llm.target.decoder.embedding.dtype).removeprefix("torch."),
-        "max_tokens": sampling.max_tokens,
+        "max_tokens": sampling.token_limit,
         "temperature": sampling.temperature,
         **result.to_dict(),
     }
@@ -158,7 +158,7 @@ class Result:
     def table(self, drafter: str) -> Table:
         values = self.to_dict()
         same = f"{values['same_texts']} of {values['prompts']}"
-        table = Table("", box=SIMPLE, caption=f"{values['prompts']} prompts, {values['repeats']} repeats")
+        table = Table("", box=SIMPLE, caption=f"prompts: {values['prompts']}, repeats: {values['repeats']}")
         for title in ("tokens/s", "tokens per round", "speedup", "same text"):
             table.add_column(title, justify="right")
         for name, key, *more in (

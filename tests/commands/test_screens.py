@@ -144,7 +144,7 @@ def test_bench_writes_one_table_and_one_record(fake: type[FakeLLM], tmp_path: Pa
     record = json.loads((tmp_path / "bench.json").read_text())
     assert record["identical"] and record["speedup"]["mean"] == pytest.approx(3.0)
     assert record["speculative"]["tokens_per_round"] == 3.0 and record["plain"]["tokens_per_round"] == 1.0
-    assert {"command", "date", "hardware", "versions"} <= set(record)
+    assert {"command", "date", "hardware", "versions"} <= set(record) and record["max_tokens"] == 256
 
 
 def test_bench_alternates_the_first_side(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
