@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from scipy import stats
@@ -206,6 +207,7 @@ class Estimate:
 ZERO = Estimate(0.0, 0.0)
 
 
+@lru_cache(1024)
 def student(freedom: float) -> float:
     """Standard errors that chance exceeds once in a hundred times. Few degrees of freedom are rounded down."""
     return float(stats.t.ppf(CONFIDENCE, max(math.floor(freedom), 1) if freedom <= 10 else freedom))
