@@ -171,7 +171,7 @@ class Soak:
     def _check_pages(self) -> None:
         """Check that every page is free, cached or held, and its users are counted right."""
         pool, held = self.engine.cache.pool, Counter(page for pages in self.engine.cache.pages_of for page in pages)
-        places = [*pool.free_pages, *pool.unused, *held]
+        places = [*pool.free_pages, *pool.evictable, *held]
         if sorted(places) != list(range(pool.num_pages)):
             self.problems.append(f"{len(places)} pages are free, cached or held; there are {pool.num_pages}")
         if any(held[page] != users for page, users in enumerate(pool.users)):

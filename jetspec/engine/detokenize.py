@@ -1,4 +1,4 @@
-"""Text as it grows: whole characters only, nothing past a stop string."""
+"""Incremental detokenization: complete characters only, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
 MAX_HELD = 3
-"""Tokens that may hold the beginning of a character: it has at most three bytes before its last."""
+"""Most tokens with an incomplete character: a character has at most three bytes before its last."""
 MAX_UNCUT = 16
-"""Tokens that are held at most. Between any two of them lies a character, which hardly happens."""
+"""Most tokens without a character boundary that are held back. More of them hardly occur."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class TextStream:
-    """Turns tokens into text one at a time.
+    """Turns tokens into text, one at a time.
 
-    A few tokens before the new ones are decoded along with them, because a token's text may depend on what stands
-    before it; the difference of two decodings is the new text. Text that might be the beginning of a stop string
-    is held back until it is not.
+    A token's text may depend on the tokens before it, so a few of those are decoded along with new ones; the
+    difference of two decodings is the new text. Text that may begin a stop string is held back.
     """
 
     def __init__(self, decode: Decode, stop: tuple[str, ...] = ()) -> None:
@@ -29,22 +28,21 @@ class TextStream:
         self.first, self.read = 0, 0
 
     def push(self, token: int) -> bool:
-        """Take one token; True when it completes a stop string, which is then cut off."""
+        """Appends a token. Returns True when it completes a stop string, which is cut off."""
         self.tokens.append(token)
         known = self.decode(self.tokens[self.first : self.read])
         longer = self.decode(self.tokens[self.first :])
         end = len(self.tokens)
         if longer.endswith(REPLACEMENT):
-            end, longer = self._certain(longer)
+            end, longer = self._final(longer)
         if len(longer) <= len(known):
             return False
         return self._append(longer[len(known) :], end)
 
-    def _certain(self, text: str) -> tuple[int, str]:
-        """Of tokens whose text ends with U+FFFD, how many do not depend on what comes, and their text.
+    def _final(self, text: str) -> tuple[int, str]:
+        """For tokens whose text ends with U+FFFD: the number of them with final text, and that text.
 
-        The last ones may be the beginning of a character. If there are more, what stands before those is broken, or is
-        a token for U+FFFD itself, and will not change.
+        The last tokens may begin a character. Text before those is final: an invalid byte, or U+FFFD itself.
         """
         end = len(self.tokens)
         if end - self.read > MAX_HELD:
@@ -55,21 +53,21 @@ class TextStream:
         return (end, text) if end - self.read > MAX_UNCUT else (self.read, "")
 
     def take(self) -> str:
-        """Text that became certain since the last call."""
+        """Returns the text that became final since the last call."""
         end = len(self.text) - overlap(self.text, self.stop)
         new = self.text[self.shown : end]
         self.shown = max(self.shown, end)
         return new
 
     def finish(self) -> str:
-        """The rest, incomplete characters included."""
+        """Returns the remaining text, incomplete characters included."""
         known = self.decode(self.tokens[self.first : self.read])
         self._append(self.decode(self.tokens[self.first :])[len(known) :], len(self.tokens))
         new, self.shown = self.text[self.shown :], len(self.text)
         return new
 
     def _append(self, piece: str, end: int) -> bool:
-        """Add the text of the tokens before `end`."""
+        """Appends the text of the tokens before `end`. Returns True when it contains a stop string."""
         before = len(self.text)
         self.text += piece
         self.first, self.read = self.read, end
@@ -81,7 +79,7 @@ class TextStream:
 
 
 def overlap(text: str, strings: Sequence[str]) -> int:
-    """Length of the longest end of the text that one of the strings begins with."""
+    """Length of the longest suffix of the text that is a proper prefix of one of the strings."""
     longest = 0
     for string in strings:
         for size in range(min(len(string) - 1, len(text)), longest, -1):

@@ -1,4 +1,4 @@
-"""Who guesses: a head, the text itself, or nobody. All of them hand the round a tree."""
+"""Drafters: draft head, n-gram lookup, none. Each returns a `DraftTree`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RoundState:
     anchor_B: Tensor
     sampling: RowSampling
     requests: list[Request]
-    """None of them when a round is captured."""
+    """Empty in a captured round."""
     features: RoundFeatures = field(default_factory=RoundFeatures)
     limits: tuple[Tensor, Tensor] | None = None
-    """Budget and width per request, where one of them wants less than the whole tree."""
+    """Budget and width per request, when a request limits its tree."""
 
     @staticmethod
     def of(rows: RowTable, row_B: Tensor, features: RoundFeatures, requests: list[Request]) -> RoundState:
@@ -47,30 +47,30 @@ class RoundState:
 
 
 class Drafter(Protocol):
-    """Two stages of the round, and what they need from the rest."""
+    """The draft and build stages of a round."""
 
     tree: TreeConfig
     tap_layers: tuple[int, ...]
-    """Target layers whose states it wants to observe."""
+    """Target layers whose hidden states `observe` takes."""
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Read the texts of a round's requests, before it starts."""
+        """Runs on the host before each round, for drafters that read the text."""
 
     def draft(self, state: RoundState) -> Any:
-        """Guess what follows each anchor."""
+        """Drafts tokens that may follow each anchor."""
 
     def build(self, state: RoundState, drafted: Any) -> DraftTree:
-        """Make a tree of the guesses."""
+        """Builds a tree of the drafted tokens."""
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
-        """See tokens that were committed, with their tapped states."""
+        """Takes committed tokens with their tapped hidden states."""
 
 
 class OnDevice:
-    """It guesses from what the device holds, so a round can start before the host has read the last one."""
+    """Base of drafters that read device state only, so a round can start before the host has read the last one."""
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """There is no need to."""
+        """Does nothing."""
 
 
 class NoDrafter(OnDevice):
@@ -86,7 +86,7 @@ class NoDrafter(OnDevice):
         return DraftTree.root(state.anchor_B)
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
-        raise AssertionError("nothing is tapped")
+        raise AssertionError("this drafter has no tap layers")
 
 
 class HeadDrafter(OnDevice):
@@ -126,14 +126,14 @@ class HeadDrafter(OnDevice):
 
 
 class DraftTemperature:
-    """Temperatures to draft with. A sampled request has its own: its tree is drafted from what will be sampled."""
+    """Draft temperatures: a sampled request is drafted at its sampling temperature, a greedy one at a fixed one."""
 
     def __init__(self, greedy: float, device: torch.device) -> None:
         self.greedy = greedy
         self.greedy_1 = None if greedy == 1 else torch.full((1,), greedy, device=device)
 
     def of(self, state: RoundState) -> Tensor | None:
-        """None: 1 for all."""
+        """Temperature per request. None: 1 for all."""
         if state.sampling.any_sampled:
             temperature_B = state.sampling.temperature_B
             return torch.where(temperature_B > 0, temperature_B, self.greedy)
@@ -142,7 +142,7 @@ class DraftTemperature:
 
 @dataclass
 class Continuation:
-    """Node of the tree of matches: how much weight of matches passes through a token."""
+    """Node of the tree of matches, with the total weight of the matches through it."""
 
     token: int
     parent: int
@@ -152,10 +152,10 @@ class Continuation:
 
 
 class NgramDrafter:
-    """Prompt lookup: text that followed earlier occurrences of the last few tokens, merged into a tree.
+    """Prompt lookup: continuations of earlier occurrences of the last tokens, merged into a tree.
 
-    A match of n tokens weighs 4^n, so a long match outweighs many short ones. Weight can only fall along a path,
-    so the heaviest nodes form a tree. The host finds it before the round, and the round reads it from the device.
+    A match of n tokens weighs 4^n, so a long match outweighs many short ones. Weight never grows along a path, so the
+    heaviest nodes form a tree. The host finds it before the round and uploads it.
     """
 
     tap_layers: tuple[int, ...] = ()
@@ -168,36 +168,36 @@ class NgramDrafter:
         self.tree = tree
         self.depth = min(tree.depth or self.max_depth, tree.budget - 1)
         # Per row, and in float64, which holds all of them exactly: tokens, parents (none of what is not there), scores.
-        self.guess_R3N = torch.zeros(num_rows, 3, tree.budget, dtype=torch.float64, device=device)
-        self.guess_R3N[:, 1, 1:] = -1
+        self.drafted_R3N = torch.zeros(num_rows, 3, tree.budget, dtype=torch.float64, device=device)
+        self.drafted_R3N[:, 1, 1:] = -1
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        guess_B3N = torch.zeros(len(requests), 3, self.tree.budget, dtype=torch.float64)
-        guess_B3N[:, 1] = -1
-        for guess_3N, request in zip(guess_B3N, requests, strict=True):
+        drafted_B3N = torch.zeros(len(requests), 3, self.tree.budget, dtype=torch.float64)
+        drafted_B3N[:, 1] = -1
+        for guess_3N, request in zip(drafted_B3N, requests, strict=True):
             nodes = self.heaviest(self.continuations(request.tokens))
             columns = [
                 (n.token, n.parent, math.log(n.weight / nodes[0].weight) if i else 0.0) for i, n in enumerate(nodes)
             ]
             guess_3N[:, : len(nodes)] = torch.tensor(columns, dtype=torch.float64).T
-        device = self.guess_R3N.device
+        device = self.drafted_R3N.device
         row_B = upload([request.row for request in requests], torch.int64, device)
-        self.guess_R3N[row_B] = send(guess_B3N, device)
+        self.drafted_R3N[row_B] = send(drafted_B3N, device)
 
     def draft(self, state: RoundState) -> Tensor:
-        return self.guess_R3N[state.row_B]
+        return self.drafted_R3N[state.row_B]
 
     def build(self, state: RoundState, drafted: Tensor) -> DraftTree:
-        drafted = drafted[..., : self.tree.at(len(drafted)).budget]  # the heaviest come first
+        drafted = drafted[..., : self.tree.at(len(drafted)).budget]  # heaviest first
         size_B = (drafted[:, 1] >= 0).sum(1)
-        if drafted.device.type == "cpu":  # a look is free, and every node that is not there saves time
+        if drafted.device.type == "cpu":  # reading the size is free, and every node costs time
             drafted = drafted[..., : int(size_B.max())]
         token_BN, parent_BN, score_BN = drafted.unbind(1)
         depth = min(self.depth, drafted.shape[-1] - 1)
         return DraftTree.from_parents(token_BN.long(), parent_BN.long(), size_B, depth, score_BN.float())
 
     def continuations(self, tokens: list[int]) -> list[Continuation]:
-        """The tree of the best matches, long before short and late before early; node 0 is the anchor."""
+        """Tree of the best matches, ordered by length, then by recency. Node 0 is the anchor."""
         length = match_lengths(np.asarray(tokens), self.max_match)
         ends = np.flatnonzero(length >= self.min_match)[::-1]
         ends = ends[np.argsort(-length[ends], kind="stable")][: self.max_matches]
@@ -215,7 +215,7 @@ class NgramDrafter:
         return nodes
 
     def heaviest(self, nodes: list[Continuation]) -> list[Continuation]:
-        """At most `budget` nodes and `width` children each, parents first."""
+        """The heaviest nodes, parents first: at most `budget`, and at most `width` children of one node."""
         allowed = {0}
         for node in nodes:
             best = sorted(node.children.values(), key=lambda child: -nodes[child].weight)
@@ -232,11 +232,11 @@ class NgramDrafter:
         return [Continuation(n.token, place[n.parent], n.depth, n.weight) for n in kept]
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
-        raise AssertionError("nothing is tapped")
+        raise AssertionError("this drafter has no tap layers")
 
 
 def match_lengths(text: np.ndarray, longest: int) -> np.ndarray:
-    """For each earlier position, how many tokens ending there equal the last tokens of the text (up to `longest`)."""
+    """For each earlier position, the number of tokens up to it that equal the end of the text, at most `longest`."""
     earlier = len(text) - 1
     length = np.zeros(earlier, dtype=np.int64)
     matching = np.ones(earlier, dtype=bool)

@@ -1,4 +1,4 @@
-"""The engine: requests in, updates out. A step is a chunk of prefill, if any is due, and a round."""
+"""The engine: requests in, updates out. A step runs one chunk of prefill, if any, and one round."""
 
 from __future__ import annotations
 
@@ -42,21 +42,24 @@ GPU_CACHE_FRAC = 0.8
 
 
 def check_drafter(drafter: DrafterName, head: EngineHead | None, tree: TreeConfig) -> None:
-    """Settings that do not go together are refused, not ignored."""
+    """Refuses settings that contradict each other."""
     if drafter == "head" and head is None:
-        raise ValueError("the drafter is `head` but no head was given; give one or choose ngram or none")
+        raise ValueError("drafter is head, but no head was given; give one or choose ngram or none")
     is_default = (tree.expand, tree.score) == ("optimal", "accum_logp")
     if drafter == "ngram" and not is_default:
-        raise ValueError("expand and score are for trees of a head; the ngram drafter ranks by matches alone")
+        raise ValueError("expand and score do not apply to the ngram drafter, which ranks by matches")
     if drafter == "head" and head is not None and not head.uses_score and not is_default:
-        raise ValueError("expand and score are for heads that draft in one pass; an EAGLE-3 head ranks by probability")
+        raise ValueError("expand and score do not apply to an EAGLE-3 head, which ranks by probability")
 
 
 class Engine:
     """Continuous batching of speculative rounds over one target.
 
-    Requests join and leave between rounds. `decode` turns token ids into text; without it there is none. `constrain`
-    makes a grammar's constraint for one text; without it there are no grammars.
+    Requests join and leave between rounds. `decode` turns token ids into text; without it there is no text.
+    `constrain` creates the constraint of a grammar; without it grammars are refused.
+
+    With `overlap_rounds` a round starts before the host has read the last one. Rounds that are launched but not read
+    are in `in_flight`.
     """
 
     def __init__(
@@ -71,33 +74,20 @@ class Engine:
         decode: Decode | None = None,
         constrain: Callable[[Grammar], Constraint] | None = None,
     ) -> None:
-        self.target, self.eos_tokens = target, eos_tokens
-        self.decode, self.constrain = decode, constrain
-        self.device = target.embedding.device
         check_drafter(drafter, head, tree)
         if drafter == "none" or tree.budget == 1:
             drafter, tree = "none", NoDrafter.tree
         head = head if drafter == "head" else None
-        wanted = min(config.max_len or target.config.max_len, target.config.max_len)
+        self.target, self.eos_tokens = target, eos_tokens
+        self.decode, self.constrain = decode, constrain
+        self.device = target.embedding.device
         self.uses_graphs = self._uses_graphs(config)
-        reads_texts = drafter == "ngram"
-        if reads_texts and config.overlap_rounds:
-            raise ValueError("n-grams are looked up in what was read, so no round can start ahead; use ahead 0")
-        self.overlap_rounds = (
-            int(self.uses_graphs and not reads_texts) if config.overlap_rounds is None else config.overlap_rounds
-        )
-        depth = head.head_config.draft_depth(tree.depth) if head else 0
-        # A round writes a tree, or what passes through the head; those that were launched but not read have moved on by
-        # up to a path each.
-        in_flight = head.head_config.num_in_flight(tree) if head else 1
-        lookahead = max(tree.budget, in_flight, depth + 1) + self.overlap_rounds * (depth + 1)
-        self.cache = self._make_cache(head, config, wanted, lookahead)
+        self.overlap_rounds = self._overlap_rounds(drafter, config)
+        context = min(config.max_len or target.config.max_len, target.config.max_len)
+        lookahead = self._lookahead(head, tree)
+        self.cache = self._make_cache(head, config, context, lookahead)
+        self.max_len = self._max_len(context, lookahead, tree)
         self.drafter = self._make_drafter(drafter, head, tree)
-        # A request alone must always find room, or it could wait for ever.
-        self.max_len = min(wanted, self.cache.pool.num_pages * config.page_size - lookahead)
-        if self.max_len < 2:
-            pages = self.cache.pool.num_pages
-            raise ValueError(f"a cache of {pages} pages cannot hold a tree of {tree.budget} nodes; give it more memory")
         self.round = Round(target, self.drafter, self.cache)
         self.graphs = GraphPool(self.device) if self.uses_graphs else None
         self.runner = Runner(self.round, config, self.graphs)
@@ -110,7 +100,7 @@ class Engine:
         self.decode_batch = DecodeBatch.of([])
         self.in_flight: deque[Launched] = deque()
         self.updates: list[Update] = []
-        """What nobody has taken yet. More than a step's own where the one before was broken off."""
+        """Updates to be taken. After an interrupted step they include those of the step before."""
 
     @property
     def has_work(self) -> bool:
@@ -127,11 +117,10 @@ class Engine:
         quiet: bool = False,
         cache_salt: str = "",
     ) -> int:
-        """Queue a prompt; the returned id names it in the updates. A quiet one gets only its last update.
+        """Queues a prompt. Returns the request id that its updates carry. A quiet request gets only its last update.
 
-        Limits cut its trees out of the engine's. They cost as much as the whole ones, but for rounds in which nobody
-        wants more than the anchor: those are plain. Pages of a prompt are shared with those who give the same
-        `cache_salt`.
+        `limits` cut its trees after drafting, so they save time only in a batch where every budget is 1. Prompts share
+        cached pages only within a `cache_salt`.
         """
         self._check(tokens, sampling)
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -169,16 +158,16 @@ class Engine:
         quiet: bool = False,
         cache_salt: str = "",
     ) -> list[int]:
-        """`add` a prompt several times. With a prefix cache its full pages are computed once and shared.
+        """Queues a prompt `count` times. With a prefix cache its full pages are computed once and shared.
 
-        A seed s becomes s, s + 1, and so on, so the first text is the one that a single request would write.
+        Seeds are s, s + 1, .., so the first completion is that of a single request.
         """
         ids = []
         for i in range(count):
             seed = None if sampling.seed is None else (sampling.seed + i) % (1 << 63)
             params = replace(sampling, seed=seed)
             ids.append(self.add(tokens, params, limits=limits, trace=trace, quiet=quiet, cache_salt=cache_salt))
-            if i and self.cache.pool.remembers:
+            if i and self.cache.pool.prefix_cache:
                 self.requests[ids[i]].prefix_leader = self.requests[ids[0]]
         return ids
 
@@ -188,24 +177,24 @@ class Engine:
 
     @uninterrupted()
     def cancel(self, request_id: int) -> None:
-        """Drop a request and free its pages. One that is gone already is no error."""
+        """Removes a request and frees its pages. Does nothing if the request has ended."""
         if request_id in self.requests:
             self._remove(self.requests[request_id])
         self.updates = [update for update in self.updates if update.request_id != request_id]
 
     def step(self) -> list[Update]:
-        """Run one prefill chunk and start one round; return what became visible, which may be of an earlier one."""
+        """Runs one prefill chunk and launches one round. Returns new updates, which may belong to an earlier round."""
         self.work()
         return self.take()
 
     @torch.inference_mode()
     def work(self) -> None:
-        """A step whose updates wait to be taken."""
+        """Runs a step and keeps its updates for `take`."""
         try:
-            with torch.cuda.device_of(self.target.embedding):  # kernels and graphs go where the current device is
+            with torch.cuda.device_of(self.target.embedding):  # kernels run on the current device
                 self._step()
         except BaseException:
-            self._start_over()
+            self._preempt_all()
             raise
 
     def take(self) -> list[Update]:
@@ -217,31 +206,31 @@ class Engine:
         batch = self.scheduler.next_batch()
         if batch:
             if not self.decode_batch.is_of(batch):
-                self._form_batch(batch)
+                self._set_decode_batch(batch)
             self.cache.flush()
             self.drafter.prepare(batch)
             self.in_flight.append(self.runner.launch_round(self.decode_batch))
         self._read(self.overlap_rounds if batch and not self.decode_batch.is_synchronous else 0)
 
     def _read(self, left: int) -> None:
-        """Publish what rounds wrote, until so many are left under way."""
+        """Reads and publishes rounds until `left` are in flight."""
         while len(self.in_flight) > left:
             launched = self.in_flight.popleft()
             self._publish(launched, launched.read())
 
     @uninterrupted()
-    def _start_over(self) -> None:
-        """After a step that was broken off the device may have written what nobody will hear of, and be writing still:
-        whoever runs goes on from what was published of its text."""
+    def _preempt_all(self) -> None:
+        """Preempts all requests after an interrupted step. Unread results on the device are dropped: each request
+        continues from its published tokens."""
         if self.device.type == "cuda":
-            with suppress(RuntimeError):  # a device that failed writes no more
+            with suppress(RuntimeError):  # a failed device writes nothing
                 torch.cuda.synchronize(self.device)
         self.in_flight.clear()
-        self.cache.empty_idle_row()
+        self.cache.reset_idle_row()
         for request in reversed(list(self.scheduler.running.values())):
             self.scheduler.preempt(request)
 
-    def _form_batch(self, batch: list[Request]) -> None:
+    def _set_decode_batch(self, batch: list[Request]) -> None:
         self.decode_batch = DecodeBatch.of(batch)
         now = self.clock()
         for request in batch:
@@ -253,7 +242,7 @@ class Engine:
         began = self.clock()
         self.cache.flush()
         self.runner.launch_prefill([Chunk.of(request, count) for request, count in chunks])
-        if self.device.type == "cuda" and not self.in_flight:  # nobody is kept waiting by a look at the clock
+        if self.device.type == "cuda" and not self.in_flight:  # nothing else waits, so time it
             torch.cuda.synchronize()
         for request, count in chunks:
             self.cache.advance(request, count)
@@ -261,7 +250,7 @@ class Engine:
 
     @uninterrupted()
     def _publish(self, launched: Launched, rows: Sequence[RoundRow]) -> None:
-        """Append what a round committed to its requests, but to those that ended or lost their row meanwhile."""
+        """Appends committed tokens to the requests of a round, except those that have lost their row since."""
         decode_batch, now = launched.decode_batch, self.clock()
         for i, (request, row_epoch) in enumerate(zip(decode_batch.requests, decode_batch.row_epoch, strict=True)):
             if request.row_epoch != row_epoch:
@@ -293,7 +282,7 @@ class Engine:
         return new
 
     def _append(self, request: Request, tokens: list[int]) -> list[int]:
-        """Add committed tokens up to the first that ends the text; what a plain decoder would have written."""
+        """Appends committed tokens up to the one that ends the text. Returns those appended."""
         text, written = self.texts.get(request.id), request.tokens
         for count, token in enumerate(tokens, 1):
             written.append(token)
@@ -310,7 +299,7 @@ class Engine:
         return tokens
 
     def _finish(self, request: Request, now: float) -> tuple[Completion, str]:
-        """All of a request that has ended, and the text that was held back."""
+        """Removes an ended request. Returns its completion, and text that was held back."""
         assert request.finish_reason
         text = self.texts.get(request.id)
         last = text.finish() if text else ""
@@ -348,9 +337,9 @@ class Engine:
 
     def _constraint(self, grammar: Grammar) -> Constraint:
         if self.constrain is None:
-            raise ValueError("this engine knows no vocabulary, which a grammar needs; give it `constrain`")
+            raise ValueError("grammar needs an engine with `constrain`")
         if not self.eos_tokens:
-            raise ValueError("this model has no end token, by which a text that follows a grammar ends; use no grammar")
+            raise ValueError("grammar needs a model with an end token")
         return self.constrain(grammar)
 
     def _check(self, tokens: Sequence[int], sampling: SamplingParams) -> None:
@@ -366,36 +355,58 @@ class Engine:
             if not 0 <= token < self.target.config.vocab_size:
                 raise ValueError(f"token id {token} is not in the vocabulary")
 
+    def _uses_graphs(self, config: EngineConfig) -> bool:
+        possible = self.device.type == "cuda"
+        if config.execution == "graph" and not possible:
+            raise ValueError("execution is graph, which needs a GPU; use eager")
+        return possible and config.execution != "eager"
+
+    def _overlap_rounds(self, drafter: DrafterName, config: EngineConfig) -> int:
+        """Rounds launched before the host has read an earlier one. The n-gram drafter needs the committed text."""
+        if drafter == "ngram" and config.overlap_rounds:
+            raise ValueError(f"overlap_rounds is {config.overlap_rounds}, but the ngram drafter allows only 0")
+        default = int(self.uses_graphs and drafter != "ngram")
+        return default if config.overlap_rounds is None else config.overlap_rounds
+
+    def _lookahead(self, head: EngineHead | None, tree: TreeConfig) -> int:
+        """Positions behind the cached tokens that a round may write: nodes of a tree or tokens in flight in the head,
+        behind one path for each round that the host has not read."""
+        depth = head.head_config.draft_depth(tree.depth) if head else 0
+        num_in_flight = head.head_config.num_in_flight(tree) if head else 1
+        return max(tree.budget, num_in_flight, depth + 1) + self.overlap_rounds * (depth + 1)
+
+    def _max_len(self, context: int, lookahead: int, tree: TreeConfig) -> int:
+        """Longest sequence that fits into an otherwise empty cache, so that any admitted request can finish."""
+        num_pages = self.cache.pool.num_pages
+        max_len = min(context, num_pages * self.cache.page_size - lookahead)
+        if max_len < 2:
+            raise ValueError(
+                f"a cache of {num_pages} pages cannot hold a tree of {tree.budget} nodes; raise num_pages or cache_gb"
+            )
+        return max_len
+
     def _make_drafter(self, name: DrafterName, head: EngineHead | None, tree: TreeConfig) -> Drafter:
         if name == "none":
             return NoDrafter()
         self.target.prepare()
-        if name == "ngram":
+        if head is None:
             return NgramDrafter(tree, self.cache.rows.num_rows, self.device)
-        assert head is not None
         head.prepare()
         return HeadDrafter(head, self.target, self.cache, tree)
 
-    def _uses_graphs(self, config: EngineConfig) -> bool:
-        possible = self.device.type == "cuda"
-        if config.execution == "graph" and not possible:
-            raise ValueError("execution `graph` needs a GPU; use eager")
-        return possible and config.execution != "eager"
-
-    def _make_cache(self, head: EngineHead | None, config: EngineConfig, wanted: int, lookahead: int) -> KVCache:
+    def _make_cache(self, head: EngineHead | None, config: EngineConfig, context: int, lookahead: int) -> KVCache:
         models = [self.target.config] + ([head.config] if head else [])
         dtype = self.target.embedding.dtype
         feature_size = head.feature_size if head else 0
-        num_pages, row_len = config.num_pages, wanted + lookahead
+        num_pages, row_len = config.num_pages, context + lookahead
         if num_pages is None:
             affordable = self._cache_bytes(config) // page_bytes(models, config.page_size, dtype, feature_size)
             num_pages = max(1, min(config.max_batch * -(-row_len // config.page_size), affordable))
-        row_len = min(row_len, num_pages * config.page_size)
         return KVCache(
             self.target.config,
             head.config if head else None,
             num_rows=config.max_batch,
-            row_len=row_len,
+            row_len=min(row_len, num_pages * config.page_size),
             num_pages=num_pages,
             page_size=config.page_size,
             dtype=dtype,

@@ -1,7 +1,6 @@
-"""Where K and V live: one free list and one page table for target and head, a pool of storage for each.
+"""Paged KV cache: one free list, page table and prefix cache for target and head, with separate storage.
 
-The head keeps its context at the same positions as the target keeps its own, so pages, lengths and the prefix
-cache are shared and a prefix hit always brings both.
+The head caches the same positions as the target, so both share pages and lengths, and a prefix hit serves both.
 """
 
 from __future__ import annotations
@@ -29,58 +28,58 @@ PageKey = tuple[int | str, tuple[int, ...]]
 
 
 class PagePool:
-    """Which pages are free, in use or remembered. Numbers only, no storage.
+    """Reference counts of pages, and the prefix cache. It holds page numbers only, no storage.
 
-    A remembered page holds the K/V of a full page of known tokens after a known prefix. It stays recallable after
-    its last user is gone, until its room is needed; the longest unused goes first. Shared pages are full, and
-    requests write only behind their prefix, so nobody ever writes to a page that others read.
+    A registered page is full, and found by its tokens and those before it. After its last user is gone it stays
+    registered until it is evicted, least recently used first. Requests write only behind their shared prefix, so a
+    shared page is never written to.
     """
 
-    def __init__(self, num_pages: int, page_size: int, remember: bool = True) -> None:
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
         self.free_pages = list(range(num_pages - 1, -1, -1))
         self.users = [0] * num_pages
-        self.remembers = remember
-        # A remembered page is found by its own tokens and the serial number of the page before it, or the salt if it
-        # is the first. Serials are never reused, so pages behind a forgotten one cannot be reached by mistake.
+        self.prefix_cache = prefix_cache
+        # A registered page is found by its own tokens and the serial number of the page before it, or the salt for the
+        # first one. Serials are never reused, so pages behind an evicted one cannot be found.
         self.index: dict[PageKey, int] = {}
         self.key_of: dict[int, PageKey] = {}
         self.serial_of: dict[int, int] = {}
         self.next_serial = 1
-        self.unused: OrderedDict[int, None] = OrderedDict()
+        self.evictable: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_available(self) -> int:
-        return len(self.free_pages) + len(self.unused)
+        return len(self.free_pages) + len(self.evictable)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take pages, forgetting remembered ones if need be; None when there are not enough."""
+        """Takes pages, evicting registered ones if necessary. Returns None when there are not enough."""
         if count > self.num_available:
             return None
         while len(self.free_pages) < count:
-            self._forget(next(iter(self.unused)))
+            self._evict(next(iter(self.evictable)))
         pages = [self.free_pages.pop() for _ in range(count)]
         for page in pages:
             self.users[page] = 1
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back. The last page goes first, so that a prefix outlives what follows it."""
+        """Drops a user of each page, the last page first, so that a prefix is evicted after its continuation."""
         for page in reversed(pages):
             self.users[page] -= 1
             if self.users[page] == 0:
                 if page in self.key_of:
-                    self.unused[page] = None
+                    self.evictable[page] = None
                 else:
                     self.free_pages.append(page)
 
-    def remember(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
-        """Make the full pages of a sequence recallable by those who know the salt.
+    def register(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
+        """Registers the full pages of a sequence for requests with the same salt.
 
-        A page whose content is known already stays anonymous.
+        A page with the same tokens as a registered one stays unregistered.
         """
-        if not self.remembers:
+        if not self.prefix_cache:
             return
         before: int | str = salt
         for i in range(len(tokens) // self.page_size):
@@ -93,8 +92,8 @@ class PagePool:
                 self.next_serial += 1
             before = self.serial_of[page]
 
-    def recall(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """The remembered pages of the longest known prefix, taken into use."""
+    def match_prefix(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+        """Takes the registered pages of the longest prefix."""
         pages: list[int] = []
         before: int | str = salt
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
@@ -105,16 +104,16 @@ class PagePool:
             before = self.serial_of[page]
         for page in pages:
             self.users[page] += 1
-            self.unused.pop(page, None)
+            self.evictable.pop(page, None)
         return pages
 
-    def _forget(self, page: int) -> None:
-        del self.unused[page], self.index[self.key_of.pop(page)], self.serial_of[page]
+    def _evict(self, page: int) -> None:
+        del self.evictable[page], self.index[self.key_of.pop(page)], self.serial_of[page]
         self.free_pages.append(page)
 
 
 class KVPool:
-    """Storage for one model's K and V in all layers, and for a feature of each position where it wants one."""
+    """Storage of one model: K and V of all layers, and optionally one feature vector per slot."""
 
     def __init__(
         self,
@@ -128,17 +127,14 @@ class KVPool:
         shape = (2, config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         self.storage = zeros(shape, dtype, device)
         self.layers = tuple(KVPages(k, v) for k, v in zip(*self.storage, strict=True))
-        self.feature_SM = None
-        """By slot."""
-        if feature_size:
-            self.feature_SM = zeros((num_pages * page_size, feature_size), dtype, device)
+        self.feature_SM = zeros((num_pages * page_size, feature_size), dtype, device) if feature_size else None
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room of which little may ever be used: on a CPU it takes memory, and the time to clear it, as it is touched.
+    """Zeros that take memory only once they are touched, on a CPU.
 
-    `torch.zeros` writes all of it. NumPy asks the system for memory that is clear already; where there is none, torch
-    is left to say so, as everywhere else.
+    `torch.zeros` writes all of them; NumPy takes cleared pages from the system. If that fails, torch raises its own
+    out-of-memory error.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type == "cpu" and size:
@@ -148,17 +144,16 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def page_bytes(configs: Sequence[DecoderConfig], page_size: int, dtype: torch.dtype, feature_size: int = 0) -> int:
-    """Memory of one page over all pools."""
+    """Bytes of one page in all pools together."""
     rows = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
     return (rows + feature_size) * page_size * dtype.itemsize
 
 
 class KVCache:
-    """Rows of a page table, one per admitted request, over a page pool and the storage of target and head.
+    """Page table with one row per admitted request, over a page pool and the storage of target and head.
 
-    With `idle_len` there is one row more, for the places of a padded batch that nobody takes: it has pages of its
-    own for so many positions, which nobody else reads, and its length stays 0. With `feature_size` the head's storage
-    has room for a vector of that size per position.
+    `idle_len` adds an idle row that pads captured batches: it has its own pages for that many positions, and its length
+    stays 0. `feature_size` is the size of the head's vector per position.
     """
 
     def __init__(
@@ -190,10 +185,10 @@ class KVCache:
         if idle_len:
             self.page_RP[num_rows, :idle_pages] = torch.arange(num_pages, num_pages + idle_pages)
         self.rows = RowTable(len(self.page_RP), target.vocab_size, device)
-        # Entries of the page table that changed on the host.
         self.new_pages: dict[tuple[int, int], int] = {}
+        """Page table entries, by row and index, that are not on the device yet."""
         self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
-        self.known_starts: dict[tuple[int, int], Tensor] = {}
+        self.starts_cache: dict[tuple[int, int], Tensor] = {}
         self.free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -201,13 +196,13 @@ class KVCache:
         return self.rows.length_R
 
     def admit(self, request: Request, tokens_ahead: int) -> bool:
-        """Give a request a row, the pages of its known prefix, and room for all its tokens and some ahead.
+        """Gives a request a row, pages of its cached prefix, and pages for its other tokens and `tokens_ahead` more.
 
-        The anchor is never taken from the prefix cache: it is not in any cache.
+        Returns False when there is no free row or page. The anchor is never part of a cached prefix.
         """
         if not self.free_rows:
             return False
-        pages = self.pool.recall(request.tokens[:-1], request.cache_salt)
+        pages = self.pool.match_prefix(request.tokens[:-1], request.cache_salt)
         missing = self.pages_for(len(request.tokens) - 1 + tokens_ahead) - len(pages)
         fresh = self.pool.allocate(missing)
         if fresh is None:
@@ -222,7 +217,7 @@ class KVCache:
         return True
 
     def reserve(self, request: Request, tokens_ahead: int) -> bool:
-        """Make room for the next positions of an admitted request, or say no."""
+        """Allocates pages for the next positions of an admitted request. Returns False when there are too few."""
         if request.num_cached <= request.capacity:
             return True
         held = len(self.pages_of[request.row])
@@ -233,8 +228,8 @@ class KVCache:
         return True
 
     def release(self, request: Request) -> None:
-        """Take a request's row back; its full pages stay recallable."""
-        self._remember(request)
+        """Frees a request's row and pages. Full pages stay registered in the prefix cache."""
+        self._register(request)
         self.pool.release(self.pages_of[request.row])
         self.pages_of[request.row] = []
         self.free_rows.append(request.row)
@@ -244,20 +239,20 @@ class KVCache:
         return -(-num_tokens // self.page_size)
 
     def place(self, row_B: Tensor, token_BN: Tensor, depth_BN: Tensor, ancestor_BNW: Tensor | None) -> TreeBatch:
-        """Node j of each tree goes to position length + depth_j and to the slot of position length + j."""
+        """Places node j of each tree at position length + depth_j and in the slot of position length + j."""
         B, N = token_BN.shape
         at = ops.place(self.page_RP, self.length_R, row_B, depth_BN, self.page_size)
         layout = BatchLayout(at.page_BP, at.length_B, self.starts(B, N), self.page_size, N)
         return TreeBatch(token_BN.flatten(), at.position_BN.flatten(), at.slot_BN.flatten(), layout, ancestor_BNW)
 
     def starts(self, requests: int, count: int) -> Tensor:
-        """0, count, 2 count, .., requests * count: made once for all rounds of a shape."""
-        if (requests, count) not in self.known_starts:
-            self.known_starts[requests, count] = torch.arange(0, requests * count + 1, count, device=self.device)
-        return self.known_starts[requests, count]
+        """0, count, 2 count, .., requests * count, cached per shape."""
+        if (requests, count) not in self.starts_cache:
+            self.starts_cache[requests, count] = torch.arange(0, requests * count + 1, count, device=self.device)
+        return self.starts_cache[requests, count]
 
     def place_chunks(self, chunks: PackedChunks) -> TreeBatch:
-        """The next tokens of some prompts, ragged, one behind the other."""
+        """Places the next tokens of some prompts, concatenated."""
         at = chunks.unpack()
         page_T = self.page_RP[at.row_T, at.position_T // self.page_size]
         slot_T = page_T * self.page_size + at.position_T % self.page_size
@@ -266,7 +261,7 @@ class KVCache:
         return TreeBatch(at.token_T, at.position_T, slot_T, layout, None)
 
     def place_path(self, batch: TreeBatch, path_BD1: Tensor) -> TreeBatch:
-        """The accepted paths of placed trees, where they end up: in the slots of the trees' first nodes."""
+        """Places accepted paths in their final slots, those of the first nodes of the trees."""
         (B, num), length_B = path_BD1.shape, batch.layout.cached_len_B
         token_BD1 = batch.token_T.view(B, -1).gather(1, path_BD1)
         position_BD1 = length_B[:, None] + self.starts(num - 1, 1)
@@ -275,10 +270,10 @@ class KVCache:
         return TreeBatch(token_BD1.flatten(), position_BD1.flatten(), slot_BD1.flatten(), layout, None)
 
     def compact(self, row_B: Tensor, batch: TreeBatch, verdict: Acceptance) -> None:
-        """Move the accepted path's K/V down behind the prefix and advance the lengths.
+        """Copies K and V of the accepted path directly behind the cached tokens, and advances the lengths.
 
-        Entries of the path past its end repeat its last node: their copies land behind the new length, where
-        nothing looks. Positions are unchanged by the move, so no rotation is redone.
+        Entries past the end of a path repeat its last node; their copies land behind the new length and are never read.
+        Positions do not change, so neither do rotary embeddings.
         """
         num = verdict.path_BD1.shape[1]
         if num > 1:
@@ -288,22 +283,22 @@ class KVCache:
         if self.idle_row is not None:
             self.length_R[self.idle_row].zero_()
 
-    def empty_idle_row(self) -> None:
-        """What a round that was broken off may have left of it."""
+    def reset_idle_row(self) -> None:
+        """Resets its length, which an interrupted round may have changed."""
         if self.idle_row is not None:
             self.rows.set(self.idle_row, length=0)
 
     @uninterrupted()
     def advance(self, request: Request, count: int) -> None:
-        """Count tokens that a prefill chunk has stored."""
+        """Counts tokens that a prefill chunk has written."""
         request.num_cached += count
         self.rows.set(request.row, length=request.num_cached)
         if request.is_prefilled:
-            self._remember(request)
+            self._register(request)
 
-    def _remember(self, request: Request) -> None:
-        """Full pages are not written to again, so others may read them while the request goes on."""
-        self.pool.remember(request.tokens[: request.num_cached], self.pages_of[request.row], request.cache_salt)
+    def _register(self, request: Request) -> None:
+        """Registers full pages. They are not written to again, so other requests may share them at once."""
+        self.pool.register(request.tokens[: request.num_cached], self.pages_of[request.row], request.cache_salt)
 
     def _append(self, request: Request, pages: list[int], tokens_ahead: int) -> None:
         held = self.pages_of[request.row]
@@ -312,7 +307,7 @@ class KVCache:
         request.capacity = len(held) * self.page_size - tokens_ahead
 
     def flush(self) -> None:
-        """Write what the host changed to the device, before the next forward."""
+        """Uploads changes by the host, before the next forward."""
         if self.new_pages:
             entries = [(row, place, page) for (row, place), page in self.new_pages.items()]
             row, place, page = upload(entries, torch.int64, self.device).unbind(1)

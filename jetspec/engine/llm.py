@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""The Python API: text in, text out."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ K = TypeVar("K")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CPU_TREE = TreeConfig(budget=16, shortlist_parents=0)
-"""On a CPU every node and every product costs time, so the tree is small unless asked for."""
+"""Default tree on a CPU, where every node costs time."""
 GPU_TREE = TreeConfig(batch_trees=(BatchTree(8, 32), BatchTree(24, 16, depth=8)))
-"""On a GPU most nodes of a few requests cost next to nothing, those of many their part of a round."""
+"""Default trees on a GPU, where nodes are almost free in a small batch only."""
 
 
 class LLM:
-    """A target model, with something that guesses ahead of it.
+    """A target model with a drafter.
 
         llm = LLM()                                     # SmolLM2-135M-Instruct
         print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
 
-    The output is the target's own, whatever guesses: exactly so in float32, up to near ties in 16 bits.
+    The output is the target's, whatever the drafter: exactly in float32, up to near ties in 16 bits.
     """
 
     def __init__(
@@ -56,9 +56,8 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
     ) -> None:
-        """`head` None means the one that comes with the package for this model, if there is one; `drafter` None means
-        the head, or without one `ngram`. `dtype` auto is float32 on a CPU, bfloat16 on a GPU; `device` auto is the
-        GPU if there is one."""
+        """Loads a model. `head` None: the head shipped for this model, if any. `drafter` None: the head, or `ngram`
+        without one. `dtype` auto: float32 on a CPU, bfloat16 on a GPU. `device` auto: a GPU if there is one."""
         place = choose_device(device)
         target = load_target(model, choose_dtype(dtype, place), place)
         loaded, head = None, head or shipped_head(model)
@@ -91,8 +90,8 @@ class LLM:
 
     @cached_property
     def engine(self) -> Engine:
-        """Made when it is first needed, because it takes the memory of the cache."""
-        grammars = self._grammars  # and not this object, which would hold itself
+        """The engine, created on first use because it allocates the KV cache."""
+        grammars = self._grammars  # a reference to self would be a cycle
         return Engine(
             self.target.decoder,
             self.head,
@@ -106,7 +105,7 @@ class LLM:
 
     @property
     def grammars(self) -> Grammars:
-        """Made when it is first needed, because it reads the whole vocabulary."""
+        """The grammar compiler, created on first use because it reads the whole vocabulary."""
         return self._grammars()
 
     @property
@@ -119,19 +118,19 @@ class LLM:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Longest prompt that leaves room for an answer."""
+        """Longest prompt: one token of the context is left for the completion."""
         return self.engine.max_len - 1
 
     def with_drafter(
         self, drafter: DrafterName | None, tree: TreeConfig | None = None, *, engine: EngineConfig | None = None
     ) -> LLM:
-        """Another LLM over the same weights: plain and speculative from one load."""
+        """Returns an LLM with the same weights and another drafter, tree or engine configuration."""
         other = object.__new__(type(self))
         other._start(self.target, self.head, drafter, tree or self.tree, engine or self.config)
         return other
 
     def with_head(self, head: str | Path) -> LLM:
-        """Another LLM over the same target, with another head."""
+        """Returns an LLM with the same target and another head."""
         decoder = self.target.decoder
         place, dtype = decoder.embedding.device, decoder.embedding.dtype
         other = object.__new__(type(self))
@@ -147,7 +146,7 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Continue raw prompts (text, or token ids), in order, as one batch."""
+        """Continues raw prompts (text or token ids) as one batch. Returns completions in order."""
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         params = self._params(sampling, len(many))
         encoded, engine = [self._encode(prompt) for prompt in many], self.engine
@@ -197,13 +196,13 @@ class LLM:
             self._drop(keys)
 
     def chat(self, messages: Messages, sampling: SamplingParams | None = None) -> Completion:
-        """Answer a conversation through the model's chat template."""
+        """Answers a conversation through the model's chat template."""
         return self.generate([self.tokenizer.encode_chat(messages)], sampling)[0]
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, trace: bool = False
     ) -> Iterator[Update]:
-        """One update per round; the last one carries the completion. `trace` adds each round's tree."""
+        """Yields one update per round; the last one has the completion. `trace` adds the tree of each round."""
         encoded, engine, ids = self._encode(prompt), self.engine, list[int]()
         try:
             with uninterrupted():
@@ -223,9 +222,9 @@ class LLM:
         return self.stream(self.tokenizer.encode_chat(messages), sampling, trace=trace)
 
     def _updates(self, ids: Collection[int]) -> list[Update]:
-        """What is new of these requests. A step serves all that run: what it brings others is kept for them."""
+        """Returns new updates of these requests. Updates of other requests in the same steps are kept for them."""
         if not any(update.request_id in ids for update in self._kept):
-            assert self.engine.has_work, "a request that is followed ends with its completion"
+            assert self.engine.has_work, "every request ends with a completion"
             self.engine.work()
         with uninterrupted():
             kept = [*self._kept, *self.engine.take()]
@@ -234,7 +233,7 @@ class LLM:
 
     @uninterrupted()
     def _drop(self, ids: Collection[int]) -> None:
-        """Be done with requests, whether they are or not."""
+        """Cancels requests that have not ended, and drops their updates."""
         for request_id in ids:
             self.engine.cancel(request_id)
         self._kept = [update for update in self._kept if update.request_id not in ids]

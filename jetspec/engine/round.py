@@ -1,4 +1,4 @@
-"""The method: draft, build, verify, accept, commit."""
+"""One round of the method: draft, build, verify, accept, commit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = NoDrafter()
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round drafted and committed."""
+    """Draft trees of a round and their accepted paths."""
 
     tree: DraftTree
     verdict: Acceptance
@@ -30,18 +30,18 @@ class RoundResult:
 
     @property
     def packed(self) -> Tensor:
-        """All that the host needs, in one piece, per request: draft tokens kept, nodes of the tree, the committed
-        tokens, then log-probabilities, if any."""
+        """Results for the host in one tensor, per request: accepted length, tree size, committed tokens, and
+        log-probabilities if any."""
         verdict, size_B = self.verdict, self.tree.size_B
         packed_BD3 = torch.cat((verdict.length_B[:, None], size_B[:, None], verdict.token_BD1), 1)
         return packed_BD3 if self.logprobs is None else torch.cat((packed_BD3, self.logprobs.packed_BX), 1)
 
 
 class Round:
-    """One speculative round for a batch of requests.
+    """One speculative round of a batch.
 
-    Before and after it, for every request: the cache of the target, and that of the head, hold all committed
-    tokens but the last, which is the anchor.
+    Invariant before and after: the caches of target and head hold all committed tokens of a request but the last,
+    which is the anchor.
     """
 
     def __init__(self, target: Decoder, drafter: Drafter, cache: KVCache) -> None:
@@ -60,29 +60,29 @@ class Round:
         return self.report(state, tree, logits_BNV, verdict)
 
     def prefill(self, chunks: PackedChunks) -> None:
-        """What the first round needs: read tokens of prompts, and show their tapped states to the drafter."""
+        """Prefill: runs prompt tokens through the target, and passes their tapped states to the drafter."""
         batch = self.cache.place_chunks(chunks)
         out = self.target(batch, self.cache.target.layers, self.drafter.tap_layers)
         if out.tap_TX is not None:
             self.drafter.observe(out.tap_TX, batch)
 
     def drafter_of(self, state: RoundState) -> Drafter:
-        """Nobody, if no request wants drafts, or so many requests have trees of their anchors alone."""
+        """The drafter; plain decoding if no request drafts, or if the tree of this batch size is the anchor alone."""
         is_plain = state.features.drafting == "none" or self.drafter.tree.at(len(state.anchor_B)).budget == 1
         return PLAIN if is_plain else self.drafter
 
     def build(self, state: RoundState, drafter: Drafter, drafted: Any) -> DraftTree:
-        """A tree of the guesses, as large as each request lets it be."""
+        """Builds the draft tree, cut to the limits of each request."""
         tree = drafter.build(state, drafted)
         return tree if state.limits is None else tree.limited(*state.limits)
 
     def verify(self, batch: TreeBatch, tree: DraftTree) -> tuple[Hidden, Tensor]:
-        """The target's distribution after every node, from one pass over the tree."""
+        """Computes the target's logits after every node, in one pass over the tree."""
         out = self.target(batch, self.cache.target.layers, self.drafter.tap_layers)
         return out, self.target.logits(out.hidden_TM).unflatten(0, tree.token_BN.shape)
 
     def adjust(self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, masks: TreeMasks | None) -> Tensor:
-        """What the target chooses by, if a request asks for more than the target's own logits."""
+        """Applies penalties, biases and grammar masks to the logits of every node."""
         if state.features.penalized:
             logits_BNV = penalize(tree, logits_BNV, self.cache.rows.penalties(state.row_B))
         if masks is not None:
@@ -90,14 +90,14 @@ class Round:
         return logits_BNV
 
     def report(self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, verdict: Acceptance) -> RoundResult:
-        """What was committed, counted for those who are penalized for it."""
+        """Collects the results. Committed tokens are counted for penalties."""
         if state.features.penalized:
             self.cache.rows.count(state.row_B, verdict.token_BD1, verdict.length_B)
         logprobs = PathLogprobs.of(logits_BNV, verdict) if state.features.logprobs else None
         return RoundResult(tree, verdict, logprobs)
 
     def commit(self, state: RoundState, batch: TreeBatch, out: Hidden, verdict: Acceptance) -> None:
-        """Keep the accepted path's K/V, show its tapped states to the drafter, and take the bonus as next anchor."""
+        """Keeps K and V of the accepted path, passes its tapped states to the drafter, and sets the next anchor."""
         self.cache.compact(state.row_B, batch, verdict)
         self.cache.rows.anchor_R[state.row_B] = verdict.bonus_B
         if out.tap_TX is not None:

@@ -1,7 +1,7 @@
-"""What the device knows of each admitted request.
+"""Per-request state on the device: lengths, anchors, sampling parameters.
 
-Rounds read and write these columns, so a round needs nothing from the host but the rows that take part in it. What
-the host changes, when a request joins, is gathered and reaches the device in one go before the next forward.
+Rounds read and write these columns, so the host passes only the row numbers of a batch. Changes by the host, when a
+request joins, are collected and uploaded together before the next forward.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ COLUMNS = {
     torch.int64: ("length", "anchor", "top_k", "seed", "budget", "width"),
     torch.float32: ("temperature", "top_p", "min_p", "presence", "frequency"),
 }
-"""By what they hold: those of a kind are one table, so that a request joins by few writes."""
+"""Column names by dtype. Columns of a dtype are one table, so that a joining request takes few writes."""
 
 NO_LIMITS = TreeLimits(MAX_BUDGET, MAX_WIDTH)
 
 
 class RowTable:
-    """Columns with one entry per row: tokens cached, the anchor, and how to sample.
+    """Columns with one entry per row: cached length, anchor, sampling parameters and tree limits.
 
-    What penalties need is a table of the vocabulary per row, which comes into being with the first request that asks
-    for them.
+    Penalties need a count per vocabulary entry and row; that table is allocated for the first request with penalties.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -38,7 +37,7 @@ class RowTable:
         self.columns = {name: self.tables[t][i] for t, names in COLUMNS.items() for i, name in enumerate(names)}
         self.columns["top_p"].fill_(1)
         self.changes: dict[str, dict[int, Any]] = defaultdict(dict)
-        self.written: WrittenTokens | None = None
+        self.token_counts: TokenCounts | None = None
 
     @property
     def length_R(self) -> Tensor:
@@ -49,7 +48,7 @@ class RowTable:
         return self.columns["anchor"]
 
     def enter(self, request: Request) -> None:
-        """A request was given its row."""
+        """Initializes the row of an admitted request."""
         sampling, limits = request.sampling, request.limits or NO_LIMITS
         self.set(
             request.row,
@@ -65,13 +64,13 @@ class RowTable:
             budget=limits.budget,
             width=limits.width,
         )
-        if sampling.is_penalized and self.written is None:
-            self.written = WrittenTokens(self.num_rows, self.vocab_size, self.device)
-        if self.written is not None:
-            self.written.enter(request)
+        if sampling.is_penalized and self.token_counts is None:
+            self.token_counts = TokenCounts(self.num_rows, self.vocab_size, self.device)
+        if self.token_counts is not None:
+            self.token_counts.enter(request)
 
     def limits(self, row_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Budget and width of the trees of the given rows."""
+        """Tree budget and width of the given rows."""
         return self.columns["budget"][row_B], self.columns["width"][row_B]
 
     def set(self, row: int, **values: float) -> None:
@@ -79,7 +78,7 @@ class RowTable:
             self.changes[name][row] = value
 
     def flush(self) -> None:
-        """Write the host's changes to the device. Values travel with their places, which float64 holds exactly."""
+        """Uploads the changes: values with their indices, both exact in float64."""
         for dtype, names in COLUMNS.items():
             changed = [(i, row, value) for i, name in enumerate(names) for row, value in self.changes[name].items()]
             if changed:
@@ -87,11 +86,11 @@ class RowTable:
                 column, row, value = upload(changed, wide, self.device).unbind(1)
                 self.tables[dtype][column.long(), row.long()] = value.to(dtype)
         self.changes.clear()
-        if self.written is not None:
-            self.written.flush()
+        if self.token_counts is not None:
+            self.token_counts.flush()
 
     def sampling(self, row_B: Tensor, features: RoundFeatures) -> RowSampling:
-        """How to sample the given rows. A greedy batch never looks, so nothing is gathered for it."""
+        """Sampling parameters of the given rows; empty for a greedy batch, which does not read them."""
 
         def column(name: str) -> Tensor:
             return self.columns[name][row_B] if features.sampled else self.columns[name][:0]
@@ -107,23 +106,23 @@ class RowTable:
         )
 
     def count(self, row_B: Tensor, token_BD1: Tensor, length_B: Tensor) -> None:
-        """Remember what a round has written, for those who are penalized for it."""
-        assert self.written is not None
-        self.written.commit(row_B, token_BD1, length_B)
+        """Counts the committed tokens of a round."""
+        assert self.token_counts is not None
+        self.token_counts.commit(row_B, token_BD1, length_B)
 
     def penalties(self, row_B: Tensor) -> RowPenalties:
-        """What the given rows add to their logits. Somebody has asked for it, so the tables are there."""
-        assert self.written is not None
+        """Penalties and biases of the given rows."""
+        assert self.token_counts is not None
         return RowPenalties(
             presence_B=self.columns["presence"][row_B],
             frequency_B=self.columns["frequency"][row_B],
-            count_BV=self.written.count_RV[row_B],
-            bias_BV=self.written.bias(row_B),
+            count_BV=self.token_counts.count_RV[row_B],
+            bias_BV=self.token_counts.bias(row_B),
         )
 
 
-class WrittenTokens:
-    """How often each row has written each token, and the biases that its request asked for."""
+class TokenCounts:
+    """Occurrences of each token in the generated text of each row, and logit biases."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.count_RV = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
@@ -132,7 +131,7 @@ class WrittenTokens:
         self.entered: dict[int, Request] = {}
 
     def enter(self, request: Request) -> None:
-        """A request was given its row: what the row held before is nobody's any more."""
+        """Resets the row of an admitted request at the next flush."""
         self.entered[request.row] = request
 
     def flush(self) -> None:
@@ -142,7 +141,7 @@ class WrittenTokens:
         row = upload(list(self.entered), torch.int64, device)
         for table in (self.count_RV, self.biased_RX, self.bias_RX):
             table[row] = 0
-        # A request may have lost the row again since; what is written for it then is written over by the next one.
+        # A request may have lost its row since; the next request of the row overwrites these values.
         for held, request in self.entered.items():
             if request.sampling.logit_bias:
                 token, bias = zip(*request.sampling.logit_bias.items(), strict=True)
@@ -159,7 +158,7 @@ class WrittenTokens:
         return bias_BV.scatter_add_(1, self.biased_RX[row_B], self.bias_RX[row_B])
 
     def commit(self, row_B: Tensor, token_BD1: Tensor, length_B: Tensor) -> None:
-        """Count what a round has written: draft tokens and the bonus. No host sync."""
+        """Counts committed tokens: accepted draft tokens and the bonus. No host sync."""
         is_new_BD1 = torch.arange(token_BD1.shape[1], device=row_B.device) <= length_B[:, None]
         self._add(row_B[:, None].expand_as(token_BD1).flatten(), token_BD1.flatten(), is_new_BD1.flatten())
 

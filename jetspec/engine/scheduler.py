@@ -1,4 +1,7 @@
-"""Who runs next. The scheduler owns the queue; the cache owns the pages; the engine owns the models."""
+"""Scheduling: which requests are admitted, prefilled, decoded and preempted.
+
+The scheduler owns the queue, the cache owns the pages, the engine owns the models.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,26 @@ from jetspec.interrupt import uninterrupted
 from jetspec.types import Request, RequestState
 
 JOIN_SHARE = 8
-"""Requests that join together are enough when they are this fraction of those that run."""
+"""Waiting requests are admitted at once when they number at least this fraction of the running ones."""
 
 
 class Scheduler:
-    """First come, first served. When pages run out the youngest request gives way and starts again later."""
+    """First come, first served, with preemption of the youngest request.
+
+    A request needs a row and pages for its tokens and `lookahead` more, which a round may write. Pages are allocated as
+    the text grows. A running request is preempted for one of two reasons:
+
+    - `reserve_capacity` finds no free page for the next round of an older request, or of the request itself;
+    - a step was interrupted, and the engine restarts everything that was running.
+
+    A preempted request keeps its tokens and returns to the head of the queue. Its K and V are computed again when it is
+    admitted, except for full pages that are still in the prefix cache.
+    """
 
     def __init__(self, cache: KVCache, lookahead: int, prefill_chunk: int, max_admission_delay: int = 0) -> None:
-        self.cache, self.lookahead, self.prefill_chunk, self.max_admission_delay = (
-            cache,
-            lookahead,
-            prefill_chunk,
-            max_admission_delay,
-        )
-        self.held_back = 0
+        self.cache, self.lookahead, self.prefill_chunk = cache, lookahead, prefill_chunk
+        self.max_admission_delay = max_admission_delay
+        self.delayed_steps = 0
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
         """Admitted requests by id, oldest first."""
@@ -36,9 +45,9 @@ class Scheduler:
 
     @uninterrupted()
     def next_chunks(self) -> list[tuple[Request, int]]:
-        """Admit what fits, and share one chunk of prompt tokens among those that still need some."""
-        opens = self._opens()
-        while self.waiting and opens and self._admit(self.waiting[0]):
+        """Admits requests, and splits one chunk of prompt tokens among those in prefill."""
+        may_admit = self._may_admit()
+        while self.waiting and may_admit and self._admit(self.waiting[0]):
             request = self.waiting.popleft()
             request.state = RequestState.PREFILL
             if not request.stats.rounds:
@@ -54,23 +63,23 @@ class Scheduler:
         return chunks
 
     def _admit(self, request: Request) -> bool:
-        """Let a request in, unless a twin is just computing the pages that it could share."""
-        if request.prefix_leader is not None:
-            if request.prefix_leader.state is RequestState.PREFILL and not request.prefix_leader.is_prefilled:
-                return False
-            request.prefix_leader = None
+        """Admits a request, unless its prefix leader is still computing pages that it can share."""
+        leader = request.prefix_leader
+        if leader is not None and leader.state is RequestState.PREFILL and not leader.is_prefilled:
+            return False
+        request.prefix_leader = None
         return self.cache.admit(request, self.lookahead)
 
-    def _opens(self) -> bool:
-        """Whether those in line may come in. All that run wait for a prefill, so it should serve several."""
+    def _may_admit(self) -> bool:
+        """Whether waiting requests may join. Every prefill delays all running requests, so it should serve several."""
         joining = min(len(self.waiting), len(self.cache.free_rows))
-        opens = joining * JOIN_SHARE >= len(self.running) or self.held_back >= self.max_admission_delay
-        self.held_back = 0 if opens or not self.waiting else self.held_back + 1
-        return opens
+        may_admit = joining * JOIN_SHARE >= len(self.running) or self.delayed_steps >= self.max_admission_delay
+        self.delayed_steps = 0 if may_admit or not self.waiting else self.delayed_steps + 1
+        return may_admit
 
     @uninterrupted()
     def next_batch(self) -> list[Request]:
-        """The requests for the next round, each with room for it; the youngest are sent back to make room."""
+        """Requests of the next round, each with pages for it. Preempts the youngest when pages run out."""
         if any(request.num_cached > request.capacity for request in self.running.values()):
             for request in list(self.running.values()):
                 if request.id in self.running and request.is_prefilled:
@@ -82,7 +91,8 @@ class Scheduler:
         return batch
 
     def reserve_capacity(self, request: Request) -> None:
-        """Find room for a request's next round. When it is itself the youngest it has to give way."""
+        """Allocates pages for a request's next round; preempts the youngest requests, and at last this one, if none
+        are free."""
         while not self.cache.reserve(request, self.lookahead):
             youngest = next(reversed(self.running.values()))
             self.preempt(youngest)
@@ -90,14 +100,14 @@ class Scheduler:
                 return
 
     def preempt(self, request: Request) -> None:
-        """Send a request back to the head of the queue. Its tokens stay; their K/V will be computed again."""
+        """Returns a running request to the head of the queue and frees its row and pages."""
         del self.running[request.id]
         self.cache.release(request)
         request.state = RequestState.WAITING
         self.waiting.appendleft(request)
 
     def remove(self, request: Request) -> None:
-        """Take a finished or cancelled request out, wherever it is."""
+        """Removes a finished or cancelled request, queued or running."""
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         else:

@@ -1,4 +1,4 @@
-"""What a pass cannot well do without: its matrix products over the model's own weights, by torch's library."""
+"""Lower bound on the time of a pass: its matrix products over the model's weights, by torch's library."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from jetspec.models.draft_head import DraftHead
 from jetspec.profile.timing import as_graph, time_ms
 
 READ_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
-"""Far more than a cache holds."""
+"""Far more than fits into a cache."""
 
 
 def read_gb_per_s(device: torch.device, calls: int) -> float:
-    """How fast memory can be read at all: one long sum."""
+    """Memory bandwidth, measured by one long sum."""
     memory = torch.zeros(READ_BYTES[device.type] // 4, device=device)
     return memory.nbytes / time_ms(as_graph(memory.sum, device), device, calls) / 1e6
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Products to make, each a weight and its input, and weights that need only be read."""
+    """Matrix products, each a weight and its input, and weights that are only read."""
 
     products: list[tuple[Tensor, Tensor]]
     reads: list[Tensor]
@@ -35,36 +35,36 @@ class Floor:
         for weight, x in self.products:
             F.linear(x, weight)
         for weight in self.reads:
-            weight.view(torch.int64).sum()  # the widest loads there are
+            weight.view(torch.int64).sum()  # widest loads
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """Bytes of all weights."""
         return sum(weight.nbytes for weight in (*(weight for weight, _ in self.products), *self.reads))
 
 
 def plain_floor(target: Decoder, batch: int, experts: Sequence[int]) -> Floor:
-    """The floor of a plain step. `experts` counts those that a pass visits in each sparse layer."""
+    """Floor of a plain step. `experts` are the numbers of experts that a pass visits, per sparse layer."""
     return _floor(target, [(weight, batch) for weight in (*_weights(target), target.lm_head)], experts)
 
 
 def round_floor(target: Decoder, head: DraftHead, batch: int, budget: int, experts: Sequence[int]) -> Floor:
-    """The floor of a round: the head over its block, the target over every node, logits of both, and what the head
-    makes of a path, which has room for every depth."""
+    """Floor of a round: the head over its block, the target over every node, logits of both, and the head's context
+    rows of a path of full depth."""
     config = head.head_config
     draft = [(weight, batch * config.block_size) for weight in _weights(head)]
     verify = [(weight, batch * budget) for weight in (*_weights(target), target.lm_head)]
-    observe = [(weight, batch * (config.depth + 1)) for weight in _observing(head)]
+    observe = [(weight, batch * (config.depth + 1)) for weight in _context_weights(head)]
     return _floor(target, [*draft, (target.lm_head, batch * config.depth), *verify, *observe], experts)
 
 
 def count_experts(target: Decoder, run: Callable[[], object]) -> list[int]:
-    """How many experts a pass of the target visits, per sparse layer."""
+    """Counts the experts that a pass of the target visits, per sparse layer."""
     counts: list[int] = []
 
     def note(moe: nn.Module, inputs: Any) -> None:
-        stream, norm, *_ = inputs
-        counts.append(len(cast(MoE, moe).route(stream, norm).expert_TK.unique()))
+        residual, norm, *_ = inputs
+        counts.append(len(cast(MoE, moe).route(residual, norm).expert_TK.unique()))
 
     hooks = [moe.register_forward_pre_hook(note) for moe in _mixtures(target)]
     run()
@@ -74,7 +74,7 @@ def count_experts(target: Decoder, run: Callable[[], object]) -> list[int]:
 
 
 def _floor(target: Decoder, products: list[tuple[Tensor, int]], experts: Sequence[int]) -> Floor:
-    """An expert sees so few rows that its product takes as long as reading it, and which ones are read is no matter."""
+    """An expert has few rows, so its product takes as long as reading it. Any experts serve as those read."""
     inputs = {(rows, weight.shape[1]): weight.new_empty(rows, weight.shape[1]).normal_() for weight, rows in products}
     reads = []
     for moe, count in zip(_mixtures(target), experts, strict=True):
@@ -83,12 +83,12 @@ def _floor(target: Decoder, products: list[tuple[Tensor, int]], experts: Sequenc
 
 
 def _weights(stack: DecoderStack) -> list[Tensor]:
-    """Of every product in a stack's layers, experts left out."""
+    """Weights of all products in the layers, without experts."""
     return [module.weight for module in stack.layers.modules() if isinstance(module, Linear)]
 
 
-def _observing(head: DraftHead) -> list[Tensor]:
-    """Of the products that make keys and values of tapped states."""
+def _context_weights(head: DraftHead) -> list[Tensor]:
+    """Weights of the products that turn tapped states into K and V."""
     adapter = [] if head.adapter is None else [head.adapter.weight] * len(head.head_config.tap_layers)
     return [*adapter, head.fc.weight, head.context_weights().weight]
 

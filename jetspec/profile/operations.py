@@ -1,10 +1,10 @@
-"""One operation at the shape it has in a round: its kernel against its reference, in time and in value."""
+"""Profile of one operation at its shape in a round: kernel against reference, in time and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,25 +20,25 @@ from jetspec.types import BatchLayout, EdgeFactors, KVPages, RowSampling, Sampli
 
 PAGE_SIZE, DEPTH, WIDTH, EDGE_RANK = 16, 15, 8, 128
 COLD_BYTES = 128 << 20
-"""Enough to be gone from a GPU's cache before it is used again."""
+"""More than a GPU's cache holds, so that inputs are evicted before they are used again."""
 MAX_COPIES = 32
 
 
 @dataclass(frozen=True)
 class OpProfile:
-    """Milliseconds per call. Without a GPU there is a reference only."""
+    """Milliseconds per call. Without a GPU only the reference is measured."""
 
     name: str
     num_bytes: int
-    """What any implementation must read and write."""
+    """Bytes that any implementation must read and write."""
     reference_ms: float
     kernel_ms: float | None
     max_difference: float | None
-    """Largest distance between a value of the kernel and one of the reference."""
+    """Largest absolute difference between values of kernel and reference."""
 
     @property
     def gb_per_s(self) -> float:
-        """Of the kernel if there is one."""
+        """Bandwidth of the kernel, or of the reference without a kernel."""
         return self.num_bytes / (self.kernel_ms or self.reference_ms) / 1e6
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class OpProfile:
 
 @dataclass(frozen=True)
 class Operation:
-    """Something to call on inputs of its own. What it returns, or has written to, is compared."""
+    """A call with its own inputs. It returns the tensors to compare, also those that it writes in place."""
 
     run: Callable[[], tuple[Tensor, ...]]
     num_bytes: int
@@ -55,7 +55,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Setting:
-    """A model's shape and the round that an operation is part of."""
+    """Shape of a model and of the round that an operation belongs to."""
 
     config: DecoderConfig
     dtype: torch.dtype
@@ -65,9 +65,9 @@ class Setting:
     batch: int = 1
     shortlist: int = TreeConfig.shortlist
     window: int | None = None
-    """Of attention, as layers of some models have one."""
+    """Sliding window of attention."""
     max_len: int | None = None
-    """Room of a request in the cache, by which kernels are chosen. None: what an engine gives it by itself."""
+    """Longest sequence of a request, which decides the choice of kernels. None: the engine's default."""
 
     def __post_init__(self) -> None:
         TreeConfig(budget=self.budget, width=WIDTH, shortlist=self.shortlist)
@@ -83,7 +83,7 @@ class Setting:
 
 
 class Inputs:
-    """Random inputs for a setting, the same ones in the same order each time."""
+    """Random inputs of a setting, the same in each run."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.config = setting, setting.config
@@ -99,7 +99,7 @@ class Inputs:
         return min(self.setting.shortlist or self.config.vocab_size, self.config.vocab_size)
 
     def candidates(self, count: int = WIDTH) -> Candidates:
-        """Distinct tokens per depth, as unlike each other as a head's."""
+        """Distinct tokens per depth, with log-probabilities spread like those of a head."""
         vocab = min(self.config.vocab_size, 128 * count)
         logprob = (3 * self.normal(self.B, DEPTH, vocab, dtype=torch.float32)).log_softmax(-1)
         value, token = logprob.topk(count)
@@ -113,11 +113,11 @@ class Inputs:
             return build_tree(self.anchors(), self.candidates(), TreeConfig(budget=self.N, width=WIDTH), DEPTH)
 
     def draft_temperatures(self) -> Tensor:
-        """At which a head drafts."""
+        """Default draft temperature of each request."""
         return torch.full((self.B,), TreeConfig.draft_temperature, device=self.setting.device)
 
     def placed(self, context: int) -> TreeBatch:
-        """A tree per request behind so many cached tokens, in pages that lie anywhere, with room for more."""
+        """One tree per request behind `context` cached tokens, in random pages."""
         device, tree = self.setting.device, self.tree()
         used, width = (-(-(tokens + self.N) // PAGE_SIZE) for tokens in (context, max(context, self.setting.room)))
         page_BP = torch.zeros(self.B, width, dtype=torch.int64, device=device)
@@ -132,7 +132,7 @@ class Inputs:
         return TreeBatch(tokens, position_BN.flatten(), slot_BN.flatten(), layout, tree.ancestor_BNW)
 
     def page_shape(self, batch: TreeBatch) -> tuple[int, ...]:
-        """Of K or V in one layer, with the pages that are in use."""
+        """Shape of K or V of one layer, for the pages in use."""
         return int(batch.layout.page_BP.max()) + 1, PAGE_SIZE, self.config.num_kv_heads, self.config.head_dim
 
     def pages(self, batch: TreeBatch) -> KVPages:
@@ -140,6 +140,21 @@ class Inputs:
         return KVPages(self.normal(*shape), self.normal(*shape))
 
 
+OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {}
+Make = TypeVar("Make", bound=Callable[[Inputs], Operation])
+
+
+def operation(name: str) -> Callable[[Make], Make]:
+    """Adds a function to the operations that can be profiled."""
+
+    def add(make: Make) -> Make:
+        OPERATIONS[name] = make
+        return make
+
+    return add
+
+
+@operation("tree_attention")
 def tree_attention(inputs: Inputs) -> Operation:
     c, batch, window = inputs.config, inputs.placed(inputs.setting.context), inputs.setting.window
     pages, q_THE = inputs.pages(batch), inputs.normal(inputs.T, c.num_heads, c.head_dim)
@@ -152,45 +167,50 @@ def tree_attention(inputs: Inputs) -> Operation:
     )
 
 
+@operation("rms_norm")
 def rms_norm(inputs: Inputs) -> Operation:
     M = inputs.config.hidden_size
     x, weight = inputs.normal(inputs.T, M), inputs.normal(M)
     return Operation(lambda: (ops.rms_norm(x, weight, inputs.config.norm_eps),), 2 * x.nbytes)
 
 
-def stream(inputs: Inputs, norm: Tensor) -> ops.Residual:
-    """Rows as a layer leaves them to the next, the norm begun where its kernels do so."""
+def residual_rows(inputs: Inputs, norm: Tensor) -> ops.Residual:
+    """Residual rows between two layers, with partial norms where the kernels compute them."""
     M = inputs.config.hidden_size
     weight = inputs.normal(M, M).mul_(0.02)
     return ops.add_linear(inputs.normal(inputs.T, M), inputs.normal(inputs.T, M), weight, next_norm=norm)
 
 
+@operation("norm_linear")
 def norm_linear(inputs: Inputs) -> Operation:
-    """The first product of attention."""
+    """QKV projection of attention."""
     c = inputs.config
     norm = inputs.normal(c.hidden_size)
-    rows = stream(inputs, norm)
+    rows = residual_rows(inputs, norm)
     weight = inputs.normal((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size).mul_(0.02)
     return Operation(lambda: (ops.norm_linear(rows, norm, c.norm_eps, weight),), weight.nbytes)
 
 
+@operation("norm_swiglu")
 def norm_swiglu(inputs: Inputs) -> Operation:
-    """The first product of an MLP."""
+    """Gate and up projection of an MLP."""
     c = inputs.config
     norm = inputs.normal(c.hidden_size)
-    rows = stream(inputs, norm)
+    rows = residual_rows(inputs, norm)
     weight = inputs.normal(2 * c.inner_size, c.hidden_size).mul_(0.02)
     return Operation(lambda: (ops.norm_swiglu(rows, norm, c.norm_eps, weight),), weight.nbytes)
 
 
+@operation("add_linear")
 def add_linear(inputs: Inputs) -> Operation:
-    """The last product of an MLP. A copy is added to, since the operation may do so in place."""
+    """Down projection of an MLP. The residual is cloned, because the operation may add in place."""
     c = inputs.config
     x, total = inputs.normal(inputs.T, c.inner_size), inputs.normal(inputs.T, c.hidden_size)
     norm, weight = inputs.normal(c.hidden_size), inputs.normal(c.hidden_size, c.inner_size).mul_(0.02)
     return Operation(lambda: (ops.add_linear(total.clone(), x, weight, next_norm=norm).x,), weight.nbytes)
 
 
+@operation("rotate_store")
 def rotate_store(inputs: Inputs) -> Operation:
     c, batch = inputs.config, inputs.placed(context=PAGE_SIZE)
     pages, G = inputs.pages(batch), c.num_kv_heads
@@ -204,23 +224,23 @@ def rotate_store(inputs: Inputs) -> Operation:
     return Operation(run, 2 * qkv.nbytes)
 
 
+@operation("swiglu")
 def swiglu(inputs: Inputs) -> Operation:
     gate_up = inputs.normal(inputs.T, 2 * inputs.config.inner_size)
     return Operation(lambda: (ops.swiglu(gate_up),), gate_up.nbytes * 3 // 2)
 
 
-def topk_logprob(inputs: Inputs) -> Operation:
-    """Values only: tokens whose logits tie may come in any order."""
+@operation("topk_logprob")
+def topk_logprob(inputs: Inputs, count: int = WIDTH) -> Operation:
+    """Compares values only: tokens with tied logits may come in any order."""
     logits_BDV = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
     temperature_B = inputs.draft_temperatures()
-    return Operation(lambda: (ops.topk_logprob(logits_BDV, WIDTH, temperature_B)[1],), logits_BDV.nbytes)
+    return Operation(lambda: (ops.topk_logprob(logits_BDV, count, temperature_B)[1],), logits_BDV.nbytes)
 
 
+@operation("topk_long")
 def topk_long(inputs: Inputs) -> Operation:
-    """A long list of the best tokens. Values only, too."""
-    logits_BDV = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
-    temperature_B = inputs.draft_temperatures()
-    return Operation(lambda: (ops.topk_logprob(logits_BDV, inputs.shortlist, temperature_B)[1],), logits_BDV.nbytes)
+    return topk_logprob(inputs, inputs.shortlist)
 
 
 def edge_factors(inputs: Inputs) -> EdgeFactors:
@@ -228,8 +248,9 @@ def edge_factors(inputs: Inputs) -> EdgeFactors:
     return EdgeFactors(gate_BDR, *(0.3 * inputs.normal(inputs.config.vocab_size, EDGE_RANK) for _ in range(2)))
 
 
+@operation("shortlist")
 def shortlist(inputs: Inputs) -> Operation:
-    """What an edge term ranks. The best value only: rounding may exchange the last tokens, which are as good."""
+    """Shortlist of an edge term. Compares the best value only: rounding may exchange the last tokens."""
     logits_BDV = inputs.normal(inputs.B, DEPTH, inputs.config.vocab_size)
     anchor_B, edge, temperature_B = inputs.anchors(), edge_factors(inputs), inputs.draft_temperatures()
 
@@ -240,6 +261,7 @@ def shortlist(inputs: Inputs) -> Operation:
     return Operation(run, 2 * (logits_BDV.nbytes + edge.successor_VR.nbytes))
 
 
+@operation("build_tree")
 def build(inputs: Inputs) -> Operation:
     anchor_B, candidates = inputs.anchors(), inputs.candidates()
     config = TreeConfig(budget=inputs.N, width=WIDTH)
@@ -252,8 +274,9 @@ def build(inputs: Inputs) -> Operation:
     return Operation(run, read + sum(x.nbytes for x in run()))
 
 
+@operation("build_edge_tree")
 def build_edge_tree(inputs: Inputs) -> Operation:
-    """With an edge term. Scores only: rounding may let nodes that nearly tie change places."""
+    """Tree with an edge term. Compares scores only: rounding may exchange nodes that nearly tie."""
     edge, anchor_B, plain = edge_factors(inputs), inputs.anchors(), inputs.candidates(inputs.shortlist)
     candidates = replace(plain, edge=edge)
     config = TreeConfig(budget=inputs.N, width=WIDTH, shortlist=inputs.setting.shortlist)
@@ -266,20 +289,13 @@ def build_edge_tree(inputs: Inputs) -> Operation:
     return Operation(run, 2 * plain.token_BDC.numel() * EDGE_RANK * edge.successor_VR.itemsize)
 
 
-def accept_path(inputs: Inputs) -> Operation:
-    return accept_as(inputs, SamplingParams())
-
-
-def accept_sampled(inputs: Inputs) -> Operation:
-    return accept_as(inputs, SamplingParams(temperature=1.0, top_k=50, top_p=0.95))
-
-
-def accept_as(inputs: Inputs, params: SamplingParams) -> Operation:
-    """The target's choice stands out, and is right after the root."""
+@operation("accept")
+def accept_path(inputs: Inputs, params: SamplingParams | None = None) -> Operation:
+    """The logits have a clear maximum, which accepts the first nodes."""
     tree = inputs.tree()
     logits_BNV = inputs.normal(inputs.B, inputs.N, inputs.config.vocab_size)
     logits_BNV.scatter_(-1, tree.token_BN.roll(-1, 1)[..., None], 20)
-    sampling = RowSampling.of([params] * inputs.B, [0] * inputs.B, logits_BNV.device)
+    sampling = RowSampling.of([params or SamplingParams()] * inputs.B, [0] * inputs.B, logits_BNV.device)
     cached_len_B = torch.full_like(tree.size_B, inputs.setting.context)
 
     def run() -> tuple[Tensor, ...]:
@@ -289,9 +305,15 @@ def accept_as(inputs: Inputs, params: SamplingParams) -> Operation:
     return Operation(run, logits_BNV.nbytes)
 
 
+@operation("accept_sampled")
+def accept_sampled(inputs: Inputs) -> Operation:
+    return accept_path(inputs, SamplingParams(temperature=1.0, top_k=50, top_p=0.95))
+
+
+@operation("compact_kv")
 def compact_kv(inputs: Inputs) -> Operation:
-    """A path of full depth, or of as many nodes as may leave one out. It begins at the root, which stays, and leaves
-    out the next node, so that all others are moved."""
+    """Compaction of a path of full depth that starts at the root and skips the next node, so that all others are
+    copied."""
     c, batch = inputs.config, inputs.placed(context=PAGE_SIZE)
     storage = inputs.normal(2, c.num_layers, *inputs.page_shape(batch))
     slot_BN = batch.slot_T.view(inputs.B, inputs.N)
@@ -310,15 +332,16 @@ def compact_kv(inputs: Inputs) -> Operation:
 
 def experts(inputs: Inputs) -> MoEConfig:
     if inputs.config.moe is None:
-        raise ValueError("this shape has no experts to mix; choose one that has, such as qwen3-30b-a3b")
+        raise ValueError("this shape has no experts; choose one with experts, such as qwen3-30b-a3b")
     return inputs.config.moe
 
 
+@operation("norm_route")
 def norm_route(inputs: Inputs) -> Operation:
-    """The start of a sparse MLP. Weights only: of experts that nearly tie, rounding chooses."""
+    """Router of a sparse MLP. Compares weights only: rounding decides between experts that nearly tie."""
     moe, M = experts(inputs), inputs.config.hidden_size
     norm, router = inputs.normal(M), inputs.normal(moe.num_experts, M).mul_(0.02)
-    rows = stream(inputs, norm)
+    rows = residual_rows(inputs, norm)
 
     def run() -> tuple[Tensor, ...]:
         return (ops.norm_route(rows, norm, inputs.config.norm_eps, router, moe.num_chosen, moe.normalize).weight_TK,)
@@ -326,8 +349,9 @@ def norm_route(inputs: Inputs) -> Operation:
     return Operation(run, router.nbytes)
 
 
+@operation("add_mixture")
 def add_mixture(inputs: Inputs) -> Operation:
-    """The end of a sparse MLP. A copy is added to, since the operation may do so in place."""
+    """Experts of a sparse MLP. The residual is cloned, because the operation may add in place."""
     moe, M = experts(inputs), inputs.config.hidden_size
     gate_up = inputs.normal(moe.num_experts, 2 * moe.inner_size, M).mul_(0.02)
     down = inputs.normal(moe.num_experts, M, moe.inner_size).mul_(0.02)
@@ -342,30 +366,11 @@ def add_mixture(inputs: Inputs) -> Operation:
     )
 
 
-OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
-    "tree_attention": tree_attention,
-    "rms_norm": rms_norm,
-    "norm_linear": norm_linear,
-    "norm_swiglu": norm_swiglu,
-    "add_linear": add_linear,
-    "rotate_store": rotate_store,
-    "swiglu": swiglu,
-    "topk_logprob": topk_logprob,
-    "topk_long": topk_long,
-    "shortlist": shortlist,
-    "build_tree": build,
-    "build_edge_tree": build_edge_tree,
-    "accept": accept_path,
-    "accept_sampled": accept_sampled,
-    "compact_kv": compact_kv,
-    "norm_route": norm_route,
-    "add_mixture": add_mixture,
-}
 OF_EXPERTS = ("norm_route", "add_mixture")
 
 
 def find_operations(name: str, config: DecoderConfig) -> list[str]:
-    """The operation of a name, or all that a shape has."""
+    """Names of the operations to profile: one, or all of a shape."""
     if name == "all":
         return [each for each in OPERATIONS if each not in OF_EXPERTS or config.moe is not None]
     if name not in OPERATIONS:
@@ -375,7 +380,7 @@ def find_operations(name: str, config: DecoderConfig) -> list[str]:
 
 @torch.inference_mode()
 def profile_operation(name: str, setting: Setting, calls: int = 200) -> OpProfile:
-    """Time the reference as it is written, and the kernel in a CUDA graph, as rounds run it."""
+    """Times the reference eagerly, and the kernel in a CUDA graph, as in a round."""
     on_gpu = setting.device.type == "cuda"
     reference = _measure(name, setting, "reference", calls)
     kernel = _measure(name, setting, "triton", calls) if on_gpu else None
@@ -396,7 +401,7 @@ class _Measured:
 
 
 def _measure(name: str, setting: Setting, kernels: Kernels, calls: int) -> _Measured:
-    """Calls go round several copies of the inputs, so that none finds its own in the cache of a GPU."""
+    """Cycles through several copies of the inputs, so that none is in the GPU's cache."""
     device, inputs = setting.device, Inputs(setting)
     with force(kernels):
         first = OPERATIONS[name](inputs)
@@ -413,6 +418,6 @@ def _measure(name: str, setting: Setting, kernels: Kernels, calls: int) -> _Meas
 
 
 def _max_difference(some: list[Tensor], others: list[Tensor]) -> float:
-    """NaN where any value is none; infinities that are equal do not differ."""
+    """Largest absolute difference. NaN if any value is NaN; equal infinities do not differ."""
     pairs = [(a.double(), b.double()) for a, b in zip(some, others, strict=True)]
     return float(torch.stack([torch.where(a == b, 0.0, (a - b).abs()).max() for a, b in pairs]).max())

@@ -1,4 +1,4 @@
-"""Where the time of a round goes: its stages, a plain step, and the floor under both, measured on one batch."""
+"""Times of a round, its stages and a plain step, beside their floors, for one batch."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from jetspec.types import SamplingParams
 STAGES = ("draft", "build", "verify", "accept", "commit")
 PREFILL_CHUNK = 65_536
 SPARE_ROUNDS = 8
-"""Rounds that the first requests may run while the last are prefilled."""
+"""Rounds that the first requests may run during the prefill of the last."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A batch of requests, each with `context` random tokens, and how many rounds of it to time."""
+    """A batch of requests with `context` random tokens each, and the number of rounds to time."""
 
     context: int
     batch: int = 1
     rounds: int = 200
     max_len: int | None = None
-    """Room of a request in the cache, by which kernels are chosen. None: what an engine gives it by itself."""
+    """Longest sequence of a request, which decides the choice of kernels. None: the engine's default."""
     temperature: float = 0.0
-    """0: requests are greedy."""
+    """0: greedy."""
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "rounds"):
@@ -51,40 +51,40 @@ class Workload:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a round costs, in milliseconds. A ratio is a time over its floor."""
+    """Times of a round in milliseconds. A ratio is a time divided by its floor."""
 
     budget: int
     context: int
     batch: int
     max_len: int
-    """Room that a request had in the cache."""
+    """Longest sequence of a request."""
     temperature: float
     round_ms: float
     stages_ms: dict[str, float]
-    """Each stage on its own. They add up to a little more than the round, whose gaps between them are smaller."""
+    """Time of each stage alone. The sum is slightly above the round, which has smaller gaps between stages."""
     plain_ms: float
     floor_round_ms: float
     floor_plain_ms: float
     ratio_round_range: tuple[float, float]
-    """The least and the largest ratio of a group of rounds to the group of its floor beside it."""
+    """Smallest and largest ratio of a group of rounds to the adjacent group of its floor."""
     ratio_plain_range: tuple[float, float]
     bytes_round: int
-    """Weights that the floor of the round reads."""
+    """Bytes of weights that the floor of the round reads."""
     bytes_plain: int
     experts_round: float | None
-    """Experts that a verify pass visits, in the mean over sparse layers."""
+    """Mean number of experts per sparse layer that a verify pass visits."""
     experts_plain: float | None
     step_ms: float
-    """A round in the engine's loop, with all that the host does for it."""
+    """Time per round in the engine's loop, host work included."""
     idle_frac: float
-    """Share of that loop between the end of a round and the start of the next, by the device's own clock."""
+    """Fraction of the loop between the end of a round and the start of the next, by the device's clock."""
     tokens_per_round: float
     read_gb_per_s: float
-    """What memory gives whoever only reads it."""
+    """Bandwidth of reading memory alone."""
 
     @property
     def read_round_ms(self) -> float:
-        """The weights of the round, read and not used."""
+        """Time to read the weights of the round alone."""
         return self.bytes_round / self.read_gb_per_s / 1e6
 
     @property
@@ -101,7 +101,7 @@ class Profile:
 
 
 def check(config: DecoderConfig, tree: TreeConfig, work: Workload) -> None:
-    """Refuse what cannot be measured, before anything is loaded."""
+    """Refuses an invalid workload before anything is loaded."""
     if tree.budget < 2:
         raise ValueError("a budget of 1 is plain decoding, which is timed in any case; give at least 2")
     if work.batch > MAX_BATCH:
@@ -117,7 +117,7 @@ def check(config: DecoderConfig, tree: TreeConfig, work: Workload) -> None:
 
 @torch.inference_mode()
 def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) -> Profile:
-    """Measure rounds and plain steps, one after the other, so that one of them is in memory at a time."""
+    """Measures plain steps, then rounds, so that memory holds one engine at a time."""
     check(target.config, tree, work)
     device = target.embedding.device
     plain = _profile_plain(target, work)
@@ -149,7 +149,7 @@ def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) 
 
 
 def _profile_plain(target: Decoder, work: Workload) -> dict[str, Any]:
-    """What a profile says of a plain step."""
+    """Fields of a plain step."""
     still = StandingRound(Decoding(target, None, TreeConfig(budget=1), work).engine)
     experts = count_experts(target, still.verify_once)
     floor = plain_floor(target, work.batch, experts)
@@ -169,7 +169,7 @@ def mean_experts(experts: Sequence[int]) -> float | None:
 
 @dataclass(frozen=True)
 class Loop:
-    """The engine's own loop over some rounds."""
+    """Measurements of the engine's loop."""
 
     step_ms: float
     idle_frac: float
@@ -177,8 +177,7 @@ class Loop:
 
 
 class Decoding:
-    """An engine whose requests are prefilled and never end by themselves. They have the room that an engine gives them,
-    and pages for what they come to."""
+    """An engine with a prefilled batch of requests without end tokens."""
 
     def __init__(self, target: Decoder, head: DraftHead | None, tree: TreeConfig, work: Workload) -> None:
         depth = head.head_config.depth if head else 0
@@ -206,10 +205,10 @@ class Decoding:
                 )
 
     def run(self, rounds: int) -> Loop:
-        """Let the engine go on, up to so many rounds or the first request that reaches the end of its context."""
+        """Runs the engine for `rounds` rounds, or until a request fills its context."""
         engine, before, watched = self.engine, self.engine.runner, WatchedRound(self.engine.round, rounds)
-        self.prepared = engine.runner = self._prepare(watched)  # graphs of a pool end together
-        watched.forget()
+        self.prepared = engine.runner = self._prepare(watched)  # graphs of a pool are destroyed together
+        watched.reset()
         tokens, count, requests = list[int](), 0, len(engine.requests)
         began = Moment(self.device)
         while count < rounds and len(engine.requests) == requests:
@@ -230,8 +229,7 @@ class Decoding:
 
 
 def cache_gb(target: Decoder, head: DraftHead | None, tree: TreeConfig, work: Workload, max_tokens: int) -> float:
-    """Enough for one request that fills its room, and for all with what they come to; but no more than an engine takes
-    by itself."""
+    """Cache size for one request of full length and for all requests of the workload, at most the engine's default."""
     models = [target.config, *([head.config] if head else [])]
     page_size, device = EngineConfig.page_size, target.embedding.device
     overlap_rounds = tree.budget + 2 * (head.head_config.block_size + 1 if head else 1) + page_size
@@ -240,12 +238,12 @@ def cache_gb(target: Decoder, head: DraftHead | None, tree: TreeConfig, work: Wo
     needed = positions * page_bytes(models, page_size, target.embedding.dtype) / page_size / 2**30
     if device.type == "cpu":
         return min(needed, CPU_CACHE_GB)
-    torch.cuda.empty_cache()  # what earlier caches took is free for this one
+    torch.cuda.empty_cache()  # returns the memory of earlier caches
     return min(needed, GPU_CACHE_FRAC * torch.cuda.mem_get_info(device)[0] / 2**30)
 
 
 class WatchedRound(Round):
-    """A round that looks at the device's clock as it begins and as it ends."""
+    """A round that records the device's clock at its start and end."""
 
     def __init__(self, round: Round, rounds: int) -> None:
         super().__init__(round.target, round.drafter, round.cache)
@@ -259,18 +257,18 @@ class WatchedRound(Round):
         ops.note_time(self.time_S, self.count_1)
         return result
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.count_1.zero_()
 
     def idle_frac(self) -> float:
-        """From the start of the first round to the end of the last, the share of time between rounds."""
+        """Fraction of time between rounds, from the start of the first to the end of the last."""
         time_R2 = self.time_S[: int(self.count_1)].view(-1, 2).tolist()
         busy = sum(ended - began for began, ended in time_R2)
         return 1 - busy / (time_R2[-1][1] - time_R2[0][0])
 
 
 class TimedBeside(NamedTuple):
-    """A round and its floor, each the median of its groups, and the range of their ratio over turns."""
+    """Median times of a round and of its floor, and the range of their ratio over groups."""
 
     ms: float
     floor_ms: float
@@ -278,14 +276,14 @@ class TimedBeside(NamedTuple):
 
 
 class StandingRound:
-    """One round of an engine's batch, over and over from the same state, whole or stage by stage.
+    """A round of an engine's batch, repeated from the same state, whole or stage by stage.
 
-    It writes K and V behind what is cached, where the engine's next round writes, too; lengths and anchors are put
-    back after every round.
+    It writes K and V behind the cached tokens, where the engine's next round writes as well. Lengths and anchors are
+    reset after every round.
     """
 
     def __init__(self, engine: Engine) -> None:
-        engine.scheduler.next_batch()  # makes room for the next round
+        engine.scheduler.next_batch()  # allocates pages for the next round
         engine.cache.flush()
         self.round, self.device = engine.round, engine.device
         self.table = engine.cache.rows
@@ -294,7 +292,7 @@ class StandingRound:
         self.state = RoundState.of(self.table, row_B, engine.decode_batch.features, engine.decode_batch.requests)
 
     def time_beside(self, floor: Floor, rounds: int) -> TimedBeside:
-        """In turns with its floor: a GPU that must save power slows down both."""
+        """Times the round and its floor in turns, so that a lower clock of the GPU affects both."""
         graphs = [as_graph(run, self.device) for run in (self.whole, floor.run)]
         turns = time_in_turns_ms(graphs, self.device, rounds)
         ms, floor_ms = (statistics.median(times) for times in zip(*turns, strict=True))
@@ -306,7 +304,7 @@ class StandingRound:
         self.rewind()
 
     def stages_ms(self, rounds: int, stages: Sequence[str] = STAGES) -> dict[str, float]:
-        """Each stage on what the one before it left; the first ones, or all."""
+        """Times each stage on the results of the stage before it."""
         times = {}
         for name in stages:
             times[name] = time_ms(as_graph(getattr(self, name), self.device), self.device, rounds)

@@ -1,4 +1,4 @@
-"""Models to measure: published shapes under random weights, which cost what the real ones cost, or the real ones."""
+"""Models to profile: published shapes with random weights, or real models."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SHAPES = {
 
 
 def shape_of(name: str) -> DecoderConfig:
-    """A shape by its name, or that of a model's files."""
+    """Shape of a known name, or of a model's files."""
     if name in SHAPES:
         return SHAPES[name]
     try:
@@ -76,7 +76,7 @@ def shape_of(name: str) -> DecoderConfig:
 
 
 def open_target(name: str, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A target to measure."""
+    """Loads or creates a target."""
     if weights == "random":
         config = shape_of(name)
         check_room(name, config, dtype, device)
@@ -87,7 +87,7 @@ def open_target(name: str, weights: Weights, dtype: torch.dtype, device: torch.d
 
 
 def check_room(name: str, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse weights that the memory cannot hold, where the system says how much of it is free."""
+    """Refuses weights that do not fit into free memory, where its size is known."""
     with torch.device("meta"):
         needed = sum(parameter.numel() for parameter in Decoder(config).parameters()) * dtype.itemsize
     free = free_memory(device)
@@ -100,7 +100,7 @@ def check_room(name: str, config: DecoderConfig, dtype: torch.dtype, device: tor
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes, where the system tells."""
+    """Free memory in bytes, where the system reports it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -112,7 +112,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def open_head(target: Decoder, path: str | None, shape: HeadShape) -> DraftHead:
-    """The head at `path`, or one of a shape with random weights."""
+    """Loads the head at `path`, or creates one of a shape with random weights."""
     dtype, device = target.embedding.dtype, target.embedding.device
     if path is not None:
         return load_head(path, target.config, dtype, device)

@@ -1,4 +1,4 @@
-"""How long something takes, by the clock of the device that does it."""
+"""Timing by the clock of the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUPS = 5
 
 
 class Moment:
-    """Now. On a GPU: when it has finished what it was told before."""
+    """A point in time. On a GPU: the end of all work launched before."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = time.perf_counter()
@@ -30,13 +30,13 @@ class Moment:
 
 
 def time_ms(run: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Milliseconds per call: the median of a few groups of calls, after one that warms up."""
+    """Milliseconds per call: the median over groups of calls, after a warm-up group."""
     return statistics.median(ms for (ms,) in time_in_turns_ms([run], device, calls))
 
 
 def time_in_turns_ms(runs: Sequence[Callable[[], object]], device: torch.device, calls: int) -> list[list[float]]:
-    """Of several that are to be compared, each group of calls: all take turns, so that whatever the device does with
-    its clock meanwhile is done to all of them."""
+    """Milliseconds per call of several functions, for each group of calls. Groups alternate between the functions, so
+    that changes of the device's clock affect all of them."""
     repeats = max(1, calls // GROUPS)
 
     def group_ms(run: Callable[[], object]) -> float:
@@ -50,17 +50,17 @@ def time_in_turns_ms(runs: Sequence[Callable[[], object]], device: torch.device,
 
 
 def as_graph(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`run` as a CUDA graph, so that the host's part of it is not timed; on a CPU as it is.
+    """Captures `run` as a CUDA graph, so that host time is not measured. On a CPU it is returned unchanged.
 
-    What `run` leaves in its own variables then belongs to the graph and holds the values of one replay.
+    Variables that `run` sets then belong to the graph, and hold the values of its last replay.
     """
     if device.type == "cpu":
         return run
-    aside = torch.cuda.Stream(device)
-    aside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(aside):
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         run()
-    torch.cuda.current_stream(device).wait_stream(aside)
+    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -69,14 +69,14 @@ def as_graph(run: Callable[[], object], device: torch.device) -> Callable[[], ob
 
 
 class Captures(Protocol):
-    """Who captures graphs when they are first needed."""
+    """Counter of captured graphs."""
 
     @property
     def num_captured(self) -> int: ...
 
 
 def without_capture(captures: Captures | None, run: Callable[[], R]) -> R:
-    """What `run` returns once it needs no new graph: capturing is no part of what is timed."""
+    """Result of the first `run` that captures no graph, so that captures are not timed."""
     while True:
         before = captures and captures.num_captured
         result = run()

@@ -31,7 +31,7 @@ class Pages(RuleBasedStateMachine):
 
     @rule(tokens=tokens_strategy, salt=st.sampled_from(["", "1", "other"]))
     def start(self, tokens: list[int], salt: str) -> None:
-        known = self.pool.recall(tokens, salt)
+        known = self.pool.match_prefix(tokens, salt)
         for i, page in enumerate(known):
             assert self.content[page] == (salt, tuple(tokens[: (i + 1) * PAGE]))
         missing = -(-len(tokens) // PAGE) - len(known)
@@ -53,20 +53,20 @@ class Pages(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def share(self, which: int) -> None:
         """Pages may be recalled by others while they are in use."""
-        self.pool.remember(*self.held[which % len(self.held)])
+        self.pool.register(*self.held[which % len(self.held)])
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99), remember=st.booleans())
     def finish(self, which: int, remember: bool) -> None:
         tokens, pages, salt = self.held.pop(which % len(self.held))
         if remember:
-            self.pool.remember(tokens, pages, salt)
+            self.pool.register(tokens, pages, salt)
         self.pool.release(pages)
 
     @invariant()
     def every_page_is_somewhere(self) -> None:
         used = {page for _, pages, _ in self.held for page in pages}
-        free, unused = set(self.pool.free_pages), set(self.pool.unused)
+        free, unused = set(self.pool.free_pages), set(self.pool.evictable)
         assert not (free & unused or free & used or unused & used)
         assert free | unused | used == set(range(8))
         assert self.pool.num_available == 8 - len(used)
@@ -80,22 +80,22 @@ def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning()
     pool = PagePool(4, 1)
     first, second = pool.allocate(2), pool.allocate(2)
     assert first is not None and second is not None
-    pool.remember([1, 2], first)
-    pool.remember([3, 4], second)
+    pool.register([1, 2], first)
+    pool.register([3, 4], second)
     pool.release(first)
     pool.release(second)
     assert pool.allocate(1) == [first[1]]
-    assert pool.recall([1, 2]) == [first[0]]
-    assert pool.recall([3, 4]) == second
+    assert pool.match_prefix([1, 2]) == [first[0]]
+    assert pool.match_prefix([3, 4]) == second
 
 
 def test_without_memory_nothing_is_recalled() -> None:
-    pool = PagePool(4, 1, remember=False)
+    pool = PagePool(4, 1, prefix_cache=False)
     pages = pool.allocate(2)
     assert pages is not None
-    pool.remember([1, 2], pages)
+    pool.register([1, 2], pages)
     pool.release(pages)
-    assert pool.recall([1, 2]) == []
+    assert pool.match_prefix([1, 2]) == []
 
 
 def test_pages_that_there_is_no_room_for_are_told_of_as_elsewhere() -> None:

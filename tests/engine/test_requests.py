@@ -104,7 +104,7 @@ def test_nobody_pays_for_what_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(round_module, name, None)
     engine = engine_of("head")
     assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[GREEDY]
-    assert engine.cache.rows.written is None
+    assert engine.cache.rows.token_counts is None
 
 
 # ---- log-probabilities ----
