@@ -1,4 +1,4 @@
-"""Time on a machine that may be busy, or slow."""
+"""Time limits on a busy or slow machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Callable
 
 STEPS = 500_000
 IDLE_S = 0.05
-"""What so many steps take where nothing else runs."""
+"""Seconds for this many steps on an idle machine."""
 
 
 def slowness() -> float:
-    """How many times as long as on an idle machine everything takes just now, at least once."""
+    """Current slowdown compared to an idle machine, at least 1."""
     began = time.monotonic()
     sum(i * i for i in range(STEPS))
     return max(1.0, (time.monotonic() - began) / IDLE_S)
 
 
 def is_fast(measure: Callable[[], float], seconds: float) -> bool:
-    """Whether something takes less than so long on an idle machine. A busy one stalls now and then; what is slow by
-    itself is slow in all of three tries."""
+    """Whether a measurement stays below a limit on an idle machine, in the best of three tries."""
     return any(measure() < seconds * slowness() for _ in range(3))

@@ -1,4 +1,4 @@
-"""What all tests share. Markers are declared in pyproject.toml."""
+"""Setup of all tests. Markers are declared in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _settled() -> None:
-    """What earlier tests have left for good is not looked through either: a benchmark looks after every method."""
+    """Excludes objects of earlier tests from collection: a benchmark collects after every method."""
     gc.collect()
     gc.freeze()
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Executor]:
-    """A process that interprets Triton kernels: Triton settles how it runs them when it is imported."""
+    """A process that interprets Triton kernels, which is decided when Triton is imported."""
     pytest.importorskip("triton")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), interpret_quickly) as pool:
         with pytest.MonkeyPatch.context() as patch:

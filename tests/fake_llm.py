@@ -1,4 +1,4 @@
-"""An LLM for tests of the command line. Processes of their own import it and little else."""
+"""An LLM for tests of the command line, with few imports for subprocesses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs for those without a GPU."""
+"""Stand-ins for CUDA graphs on a CPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ R = TypeVar("R")
 
 
 def replay_all(patch: pytest.MonkeyPatch) -> None:
-    """Engines capture prefills and rounds, and replay them, as on a GPU. What a round leaves is the host's own."""
+    """Makes engines capture and replay prefills and rounds as on a GPU. Results of rounds are copied."""
     patch.setattr(Engine, "_uses_graphs", lambda self, config: True)
     patch.setattr("jetspec.engine.engine.GraphPool", RerunPool)
     patch.setattr("jetspec.engine.runner.Download", lambda source: Download(source.clone()))
 
 
 class Rerun:
-    """What was captured runs again, on what its tensors hold by then, and leaves its results where they were."""
+    """Calls the captured function again, and writes its results to the tensors of the first call."""
 
     def __init__(self, run: Callable[[], object], result: object) -> None:
         self.run, self.result = run, result
@@ -47,7 +47,7 @@ class RerunPool(GraphPool):
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Of a tensor, a tuple or an object of them."""
+    """Tensors of a tensor, a tuple or an object."""
     if value is None or isinstance(value, Tensor):
         return [] if value is None else [value]
     return [x for x in (value if isinstance(value, tuple) else vars(value).values()) if isinstance(x, Tensor)]

@@ -1,4 +1,4 @@
-"""Memory that nobody wrote."""
+"""Fills uninitialized memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
-"""What hands out memory as it is."""
+"""Functions that return uninitialized memory."""
 
 
 def fill_unwritten() -> None:
-    """With NaN, or the largest integer. It would hold what was there before, mostly zeros, and break a test once in a
-    hundred runs.
+    """Fills new uninitialized tensors with NaN or the largest integer. Otherwise they are mostly zero, and an error
+    shows once in a hundred runs.
 
     Not on a GPU, where what is captured is to be what users capture.
     """

@@ -116,7 +116,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_text_holds_only_calls_that_keep_the_schema(seed: int) -> None:
+def test_tool_calls_follow_their_schema(seed: int) -> None:
     assert check(Walk(seed).write(60)) > 0
 
 
@@ -126,7 +126,7 @@ def is_inside(text: str) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_text_ends_and_control_tokens_come_only_outside_of_calls(seed: int) -> None:
+def test_control_tokens_and_ends_occur_only_outside_of_calls(seed: int) -> None:
     walk = Walk(seed, CLOSED)
     for _ in range(80):
         found = set(allowed(walk.constraint))
@@ -149,7 +149,7 @@ def test_a_text_with_one_call_ends_with_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "hi\n\t\x00\x7f é", "a <tool", "</tool_call> <tool_call", '"<tool_cal'])
-def test_outside_of_calls_everything_is_free_but_false_openings(text: str) -> None:
+def test_text_outside_of_calls_is_unconstrained(text: str) -> None:
     constraint = grammars().start(calls())
     for token in [*text.encode(), 256, 0xFF, 0xC3, *text.encode()]:
         assert constraint.advance(token)
@@ -161,7 +161,7 @@ def test_outside_of_calls_everything_is_free_but_false_openings(text: str) -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_tree_leaves_the_constraint_where_it_was(seed: int) -> None:
+def test_masking_a_tree_restores_the_constraint(seed: int) -> None:
     walk, rng = Walk(seed), random.Random(seed)
     for _ in range(12):
         before = allowed(walk.constraint)
@@ -193,7 +193,7 @@ def engine() -> Engine:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_trees_call_what_plain_decoding_calls(name: str) -> None:
+def test_trees_and_plain_decoding_write_the_same_calls(name: str) -> None:
     expected = run(engine(), PROMPTS, SETTINGS[name])
     texts = {tuple(prompt): done.token_ids for prompt, done in zip(PROMPTS, expected, strict=True)}
     done = run(use(engine(), Script(texts, 0.9, budget=16)), PROMPTS, SETTINGS[name])
@@ -205,7 +205,7 @@ def test_trees_call_what_plain_decoding_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_text_without_calls_is_that_without_the_grammar(temperature: float) -> None:
+def test_text_without_calls_equals_unconstrained_text(temperature: float) -> None:
     """Of a model that likes tokens without text, which the library would not let it write."""
     bias = {token: -100.0 for token, text in enumerate(TOKENS) if BEGIN.encode() in text} | {256: 4.0, VOCAB - 1: 4.0}
     free = SamplingParams(max_tokens=80, temperature=temperature, seed=1, logit_bias=bias)
@@ -232,7 +232,7 @@ def test_a_text_without_calls_is_that_without_the_grammar(temperature: float) ->
         (calls(begin=5).source, "calls"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_kept_is_refused_in_one_line(source: str, word: str) -> None:
+def test_unsupported_schemas_are_refused_in_one_line(source: str, word: str) -> None:
     with pytest.raises(ValueError, match=word) as caught:
         grammars().start(Grammar("calls", source))
     assert "\n" not in str(caught.value) and ".cc" not in str(caught.value)

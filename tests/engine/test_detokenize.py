@@ -1,4 +1,4 @@
-"""Streaming shows whole characters, all of them, and nothing of a stop string."""
+"""Streamed text has complete characters only, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def utf8(tokens: Sequence[int]) -> str:
 
 
 @given(st.text(max_size=30))
-def test_bytes_become_characters_when_they_are_complete(text: str) -> None:
+def test_characters_appear_when_their_bytes_are_complete(text: str) -> None:
     stream, shown = TextStream(utf8), ""
     for byte in text.encode():
         stream.push(byte)
@@ -25,7 +25,7 @@ def test_bytes_become_characters_when_they_are_complete(text: str) -> None:
 
 
 @given(st.binary(max_size=20))
-def test_broken_bytes_are_shown_at_the_end_at_the_latest(data: bytes) -> None:
+def test_invalid_bytes_appear_at_the_end_at_the_latest(data: bytes) -> None:
     stream, shown = TextStream(utf8), ""
     for byte in data:
         stream.push(byte)
@@ -54,8 +54,8 @@ def spell(tokens: Sequence[int]) -> str:
 
 
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=60))
-def test_no_token_is_waited_for_longer_than_a_character(tokens: list[int]) -> None:
-    """Whatever is broken, the text is that of all tokens, and the work for each does not grow with their number."""
+def test_tokens_are_held_back_for_one_character_at_most(tokens: list[int]) -> None:
+    """With any invalid bytes the text is that of all tokens, and the work per token is bounded."""
     work = 0
 
     def counted(some: Sequence[int]) -> str:
@@ -73,7 +73,7 @@ def test_no_token_is_waited_for_longer_than_a_character(tokens: list[int]) -> No
 
 
 @given(st.integers(1, 50))
-def test_the_sign_of_a_broken_character_may_be_meant(count: int) -> None:
+def test_generated_replacement_characters_are_kept(count: int) -> None:
     stream = TextStream(spell)
     for number in range(1, count + 1):
         stream.push(1)
@@ -84,7 +84,7 @@ def test_the_sign_of_a_broken_character_may_be_meant(count: int) -> None:
 
 
 @given(st.text("aé漢🙂", max_size=30))
-def test_bytes_that_are_only_read_together(text: str) -> None:
+def test_bytes_that_decode_only_together(text: str) -> None:
     """Some vocabularies decode neighbouring bytes all or none."""
 
     def all_or_none(tokens: Sequence[int]) -> str:

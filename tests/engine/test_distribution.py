@@ -1,4 +1,4 @@
-"""Sampling follows the target's distribution, whoever drafts. The same test fails for a biased acceptance."""
+"""Sampling follows the target's distribution with every drafter. The same test fails for a biased acceptance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TARGET = tiny_decoder(vocab=VOCAB, layers=2, spread=0.25)
 
 
 def probabilities(target: Decoder, temperature: float) -> torch.Tensor:
-    """The law of the next LENGTH tokens, (V, V, V), from plain forward passes."""
+    """Joint distribution of the next LENGTH tokens, (V, V, V), from plain forward passes."""
     law = torch.ones(1)
     prefixes: list[list[int]] = [[]]
     for _ in range(LENGTH):
@@ -47,7 +47,7 @@ def p_value(head: DraftHead, temperature: float, draws: int) -> float:
 
 
 def adversary(target: Decoder) -> DraftHead:
-    """A head that is sure of what the target finds unlikely."""
+    """A head that is confident of tokens that the target finds unlikely."""
     head = tiny_head(target, block=4)
     head.norm.weight.mul_(-20)
     return head
@@ -59,7 +59,7 @@ def test_joint_distribution_of_three_tokens(make) -> None:  # type: ignore[no-un
 
 
 def test_a_biased_acceptance_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moving on to the first child one time in ten, whatever the target drew, is enough to fail."""
+    """Accepting the first child one time in ten, whatever the target sampled, fails the test."""
     honest = accept
 
     def biased(tree: DraftTree, logits_BNV, sampling, cached_len_B) -> Acceptance:  # type: ignore[no-untyped-def]

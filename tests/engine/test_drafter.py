@@ -1,4 +1,4 @@
-"""At which heat heads draft; prompt lookup: the tree of matches."""
+"""Draft temperatures, and trees of the n-gram drafter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tree_of(batch: RoundState, tree: TreeConfig) -> DraftTree:
     return drafter.build(batch, drafter.draft(batch))
 
 
-def test_greedy_requests_have_the_heat_of_the_tree_and_sampled_ones_their_own() -> None:
+def test_draft_temperature_is_that_of_the_tree_or_the_request() -> None:
     greedy, cpu = state([[1], [2], [3]]), torch.device("cpu")
     params = [SamplingParams(temperature=t) for t in (0.0, 0.5, 2.0)]
     mixed = replace(greedy, sampling=RowSampling.of(params, [0] * 3, "cpu"))
@@ -63,9 +63,7 @@ def test_match_lengths(tokens: list[int], longest: int) -> None:
 
 
 @given(st.lists(texts, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 3), st.integers(1, 6))
-def test_every_path_of_the_tree_followed_these_tokens_before(
-    rows: list[list[int]], budget: int, width: int, depth: int
-) -> None:
+def test_every_ngram_path_occurs_in_the_text(rows: list[list[int]], budget: int, width: int, depth: int) -> None:
     tree = tree_of(state(rows), TreeConfig(budget=budget, width=width, depth=depth))
     tree.validate()
     for row, tokens in enumerate(rows):
@@ -90,11 +88,11 @@ def test_a_long_match_outranks_a_recent_short_one() -> None:
     assert tree.token_BN.tolist() == [[4, 9]]
 
 
-def test_nothing_to_repeat_means_a_plain_step() -> None:
+def test_text_without_repeats_has_a_tree_of_the_anchor() -> None:
     assert tree_of(state([[1, 2, 3, 4, 5]]), TreeConfig(budget=16)).token_BN.tolist() == [[5]]
 
 
-def test_what_a_row_held_before_is_forgotten() -> None:
+def test_ngram_rows_are_overwritten() -> None:
     repeats, other = state([[1, 2, 3, 1, 2]]), state([[1, 2, 3, 4, 5]])
     drafter = NgramDrafter(TreeConfig(budget=16), 2, torch.device("cpu"))
     for batch, expected in ((repeats, [[2, 3, 1, 2]]), (other, [[5]])):

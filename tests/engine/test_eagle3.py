@@ -1,4 +1,4 @@
-"""The tree that an EAGLE-3 head drafts in the engine is the one of its definition."""
+"""EAGLE-3 trees in the engine follow the definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def paths(trace: RoundTrace) -> dict[tuple[int, ...], float]:
 
 
 def rounds(engine: Engine, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], RoundTrace]]:
-    """The text before every round, and what the round was."""
+    """Tokens before every round, and the trace of the round."""
     texts = {engine.add(p, SamplingParams(max_tokens=tokens), trace=True): list(p) for p in prompts}
     seen = []
     while engine.has_work:
@@ -61,7 +61,7 @@ def wrong_trees(head: Eagle3Head, target: Decoder, tree: TreeConfig, seen: list[
         (TreeConfig(budget=60, width=3, depth=2), 7, True),
     ],
 )
-def test_every_tree_is_that_of_the_definition(tree: TreeConfig, draft_vocab: int | None, norm_first: bool) -> None:
+def test_eagle3_trees_match_the_definition(tree: TreeConfig, draft_vocab: int | None, norm_first: bool) -> None:
     head = tiny_eagle3(TARGET, draft_vocab=draft_vocab, norm_before_residual=norm_first)
     engine = make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2, prefill_chunk=3))
     seen = rounds(engine, PROMPTS, 4)
@@ -93,13 +93,13 @@ def test_feature_of_a_wrong_position_changes_the_trees(damage, monkeypatch: pyte
     assert wrong_trees(head, TARGET, tree, seen) > 0
 
 
-def test_taps_of_the_neighbouring_layer_are_seen() -> None:
+def test_taps_of_a_neighbouring_layer_change_the_trees() -> None:
     head, tree = tiny_eagle3(TARGET), TreeConfig(budget=9, width=3, depth=2)
     engine = make_engine(TARGET, "head", head, tree)
     engine.drafter.tap_layers = (1, 1, 2)
     assert wrong_trees(head, TARGET, tree, rounds(engine, PROMPTS[:1], 4)) > 0
 
 
-def test_settings_for_heads_of_one_pass_are_refused() -> None:
+def test_score_and_expand_are_refused_for_eagle3() -> None:
     with pytest.raises(ValueError, match="an EAGLE-3 head ranks by probability"):
         make_engine(TARGET, "head", tiny_eagle3(TARGET), TreeConfig(expand="paper"))

@@ -1,4 +1,4 @@
-"""Kernels that start early read tables before they wait, so something that starts late must stand behind these."""
+"""Kernels with programmatic launch read rope tables before they wait, so another kernel must run in between."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_
 
 
 @pytest.mark.parametrize("who", ["none", "head", "edge", "eagle3"])
-def test_tokens_are_embedded_between_a_table_and_who_reads_it_early(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking up embeddings is torch's kernel, which takes no part in starting early."""
+def test_tokens_are_embedded_between_rope_and_attention(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding lookup is a kernel of torch, which is not launched early."""
     steps: list[str] = []
     rope, embed, rotate_store = DecoderStack.rope, Decoder.embed, ops.rotate_store
 

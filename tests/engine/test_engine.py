@@ -1,4 +1,4 @@
-"""The engine writes what the target writes: token for token, whatever guesses and however memory is cut up."""
+"""The engine's output equals plain decoding for every drafter and memory layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def truth(sampling: SamplingParams) -> dict[tuple[int, ...], list[int]]:
     ids=["2 nodes, sampled", "one request, greedy", "40 nodes, greedy", "40 nodes, sampled"],
 )
 @pytest.mark.parametrize("who", ["ngram", "head", "bidirectional", "edge", "eagle3", "eagle3_few_tokens"])
-def test_output_is_the_targets_own(who: str, budget: int, batch: int, sampling: SamplingParams) -> None:
+def test_output_equals_plain_decoding(who: str, budget: int, batch: int, sampling: SamplingParams) -> None:
     head: Head | None = tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
     if who == "ngram":
         head = None
@@ -45,7 +45,7 @@ def test_output_is_the_targets_own(who: str, budget: int, batch: int, sampling: 
 
 
 @pytest.mark.parametrize("who", ["edge", "head", "eagle3"])
-def test_a_head_that_computes_no_numbers_does_no_harm(who: str) -> None:
+def test_nan_drafts_do_not_change_the_output(who: str) -> None:
     head = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=who == "edge")
     head.norm.weight.fill_(torch.nan)
     engine = make_engine(TARGET, "head", head, TreeConfig(budget=6, width=4))
@@ -75,10 +75,10 @@ def test_scattered_paths_are_committed_exactly(right: float, batch: int, samplin
     prefix_cache=st.booleans(),
     right=st.sampled_from([0.3, 0.9]),
 )
-def test_memory_layout_never_shows(
+def test_output_does_not_depend_on_the_memory_layout(
     page_size: int, chunk: int, batch: int, spare_pages: int, prefix_cache: bool, right: float
 ) -> None:
-    """Any page size, chunk, batch and shortage of pages, preemption included: same text, and every page comes back."""
+    """Page size, prefill chunk, batch size and preemption do not change the text, and all pages are freed."""
     longest = max(len(p) for p in PROMPTS) + GREEDY.token_limit + 20
     config = EngineConfig(
         page_size=page_size,
@@ -95,7 +95,7 @@ def test_memory_layout_never_shows(
     assert sorted(engine.cache.free_rows) == list(range(batch))
 
 
-def test_preemption_happens_and_is_invisible() -> None:
+def test_preemption_does_not_change_the_output() -> None:
     config = EngineConfig(page_size=4, num_pages=24, max_batch=6)
     engine = use(make_engine(TARGET, config=config), Script(truth(GREEDY), 0.5, budget=8))
     preempted = []
@@ -106,7 +106,7 @@ def test_preemption_happens_and_is_invisible() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "head", "eagle3"])
-def test_prefix_cache_hits_change_nothing_but_the_work(kind: str) -> None:
+def test_prefix_hits_reduce_prefill_only(kind: str) -> None:
     head = {"none": None, "head": tiny_head(TARGET, edge=True), "eagle3": tiny_eagle3(TARGET)}[kind]
     who: DrafterName = "head" if head else "none"
     shared = [7, 8, 9, 10] * 5
@@ -167,7 +167,7 @@ def test_stop_strings_end_the_text_where_a_plain_decoder_would(right: float) -> 
     assert "".join(streamed) == done.text
 
 
-def test_statistics_add_up() -> None:
+def test_statistics_are_consistent() -> None:
     engine = use(make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=2)), Script(truth(GREEDY), 0.7, 10))
     for prompt, done in zip(PROMPTS, run(engine, PROMPTS, GREEDY), strict=True):
         stats = done.stats
@@ -177,7 +177,7 @@ def test_statistics_add_up() -> None:
         assert stats.decode_s > 0
 
 
-def test_a_cancelled_request_leaves_no_trace_and_no_page() -> None:
+def test_cancelled_requests_free_their_pages() -> None:
     engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=2))
     ids = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
     for _ in range(3):
@@ -206,7 +206,7 @@ def test_requests_join_between_rounds() -> None:
     assert [done[i].token_ids for i in range(len(PROMPTS))] == TRUTH[GREEDY]
 
 
-def test_a_mixed_batch_gives_each_request_its_own_sampling() -> None:
+def test_sampling_parameters_apply_per_request() -> None:
     params = [GREEDY if i % 2 else SAMPLED for i in range(len(PROMPTS))]
     done = run(make_engine(TARGET, "head", tiny_head(TARGET)), PROMPTS, params)
     expected = [TRUTH[param][i] for i, param in enumerate(params)]
@@ -215,8 +215,8 @@ def test_a_mixed_batch_gives_each_request_its_own_sampling() -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("who", ["ngram", "head"])
-def test_each_request_may_want_less_of_the_tree(who: str, sampling: SamplingParams) -> None:
-    """Alone and in a mixed batch: no tree is larger than its request wants, and no text changes."""
+def test_tree_limits_apply_per_request(who: str, sampling: SamplingParams) -> None:
+    """Alone and in a mixed batch, trees stay within their limits and the text is the same."""
     limits = [None, TreeLimits(1, 4), TreeLimits(5, 4), TreeLimits(40, 1), TreeLimits(1, 1), TreeLimits(12, 2)]
     head = tiny_head(TARGET) if who == "head" else None
     for batch in (1, 6):
@@ -238,8 +238,8 @@ def test_each_request_may_want_less_of_the_tree(who: str, sampling: SamplingPara
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("who", ["ngram", "head", "edge", "eagle3"])
-def test_trees_are_as_large_as_the_batch_allows(who: str, sampling: SamplingParams) -> None:
-    """As requests leave, those who stay have larger trees, and no text changes."""
+def test_tree_size_follows_the_batch_size(who: str, sampling: SamplingParams) -> None:
+    """Trees grow as requests end, and the text is the same."""
     tree = TreeConfig(budget=12, width=4, batch_trees=(BatchTree(2, 6, depth=2), BatchTree(4, 3), BatchTree(6, 1)))
     head: Head | None = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=who == "edge")
     name, head = ("ngram", None) if who == "ngram" else ("head", head)
@@ -269,8 +269,8 @@ def node_depths(parents: list[int]) -> list[int]:
     return depths
 
 
-def test_plain_requests_leave_the_head_its_context() -> None:
-    """A prefix written in plain rounds drafts as well as one written with trees."""
+def test_plain_rounds_update_the_context_of_the_head() -> None:
+    """Drafts after plain rounds are as good as after rounds with trees."""
     head, shared = tiny_head(TARGET), PROMPTS[0]
     accepted = []
     for limits in (None, TreeLimits(1, 1)):
@@ -284,7 +284,7 @@ def test_plain_requests_leave_the_head_its_context() -> None:
     assert accepted[0] == accepted[1]
 
 
-def test_traces_tell_what_happened() -> None:
+def test_traces_match_the_committed_tokens() -> None:
     engine = make_engine(TARGET, "head", tiny_head(TARGET), TreeConfig(budget=12, width=3))
     engine.add(PROMPTS[0], GREEDY, trace=True)
     written: list[int] = []
@@ -324,8 +324,8 @@ def test_head_drafter_needs_a_head() -> None:
         make_engine(TARGET, "head")
 
 
-def test_float64_agrees() -> None:
-    """The engine takes whatever precision the target has."""
+def test_float64_output_equals_plain_decoding() -> None:
+    """The engine runs in the precision of the target."""
     target = tiny_decoder().to(torch.float64)
     done = run(make_engine(target, "ngram"), PROMPTS[:2], GREEDY)
     assert all(len(c.token_ids) == GREEDY.token_limit for c in done)
@@ -337,13 +337,13 @@ def test_a_cache_too_small_for_one_tree_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tree", [TreeConfig(expand="paper"), TreeConfig(score="entropy")])
-def test_settings_that_a_drafter_cannot_honour_are_refused(tree: TreeConfig) -> None:
+def test_settings_of_another_drafter_are_refused(tree: TreeConfig) -> None:
     with pytest.raises(ValueError, match="expand and score"):
         make_engine(TARGET, "ngram", tree=tree)
 
 
-def test_no_round_of_a_drafter_that_reads_texts_starts_ahead() -> None:
-    """It would guess what follows a text that has gone on meanwhile."""
+def test_ngram_rounds_never_overlap() -> None:
+    """Its drafts would continue an outdated text."""
     config = EngineConfig(page_size=4, overlap_rounds=1)
     with pytest.raises(ValueError, match="use ahead 0"):
         make_engine(TARGET, "ngram", config=config)
@@ -359,8 +359,8 @@ def test_the_page_table_is_no_wider_than_the_pool() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("overlap_rounds", [1, 2])
 @pytest.mark.parametrize("who", ["none", "head"])
-def test_rounds_may_start_before_the_last_was_read(who: str, overlap_rounds: int, sampling: SamplingParams) -> None:
-    """Requests end, join, and are sent back for want of pages while a round is under way; the text is the same."""
+def test_overlapping_rounds_do_not_change_the_output(who: str, overlap_rounds: int, sampling: SamplingParams) -> None:
+    """Requests end, join and are preempted while a round is in flight; the text is the same."""
     eos = TRUTH[sampling][0][12]
     head = tiny_head(TARGET) if who == "head" else None
     for num_pages in (None, 24):
@@ -373,7 +373,7 @@ def test_rounds_may_start_before_the_last_was_read(who: str, overlap_rounds: int
         assert not engine.in_flight
 
 
-def test_what_a_round_under_way_finds_for_a_cancelled_request_is_dropped() -> None:
+def test_rounds_in_flight_drop_results_of_cancelled_requests() -> None:
     engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=1, overlap_rounds=1))
     first, second = engine.add(PROMPTS[0], GREEDY), engine.add(PROMPTS[3], GREEDY)
     for _ in range(4):
@@ -387,8 +387,8 @@ def test_what_a_round_under_way_finds_for_a_cancelled_request_is_dropped() -> No
     assert done[second].token_ids == TRUTH[GREEDY][3]  # type: ignore[union-attr]
 
 
-def test_patience_lets_prompts_prefill_together() -> None:
-    """With it, those that wait come in groups; nobody waits longer than it says, and the texts stay."""
+def test_admission_delay_groups_prefills() -> None:
+    """Waiting requests are admitted in groups, none later than the delay, and the text is the same."""
     expected = plain(TARGET, PROMPTS[:1], SamplingParams(max_tokens=25))[0]
 
     def joins(max_admission_delay: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Rounds and prefills as CUDA graphs write what they write as they are written."""
+"""Captured rounds and prefills equal eager ones."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from tests.rerun import replay_all
 
 
 @given(st.integers(1, 5000))
-def test_little_of_a_batch_is_padding(max_batch: int) -> None:
+def test_padding_of_batches_is_bounded(max_batch: int) -> None:
     sizes = batch_sizes(max_batch)
     assert sizes[0] == 1 and sizes[-1] == max_batch and sizes == sorted(set(sizes))
     assert all(after <= max(before + 1, before * 1.5) for before, after in pairwise(sizes))
 
 
 @given(st.integers(1, 200), st.lists(st.integers(1, 250), unique=True, max_size=4))
-def test_padding_shrinks_no_tree(max_batch: int, starts: list[int]) -> None:
+def test_padding_never_makes_trees_smaller(max_batch: int, starts: list[int]) -> None:
     tree = TreeConfig(batch_trees=tuple(BatchTree(start, 20 - i) for i, start in enumerate(sorted(starts))))
     sizes = batch_sizes(max_batch, tree.batch_trees)
     assert sizes[-1] == max_batch
@@ -59,8 +59,8 @@ def test_graphs_need_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("overlap_rounds", [0, 3])
-def test_replayed_rounds_may_be_read_late(overlap_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one has left is there until it is read, however many are under way."""
+def test_results_of_replayed_rounds_persist_until_read(overlap_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rounds are in flight before the first is read."""
     replay_all(monkeypatch)
     target = tiny_decoder()
     config = EngineConfig(page_size=4, max_batch=3, overlap_rounds=overlap_rounds, num_pages=60)
@@ -97,8 +97,8 @@ def test_interrupted_upload_of_rows_is_repeated(monkeypatch: pytest.MonkeyPatch)
     assert completions[last].token_ids == TRUTH[GREEDY][2]
 
 
-def test_pools_in_use_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many others come and go: torch hands out a few in turn."""
+def test_live_graph_pools_have_distinct_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch assigns a small number of streams in rotation."""
     numbers = itertools.cycle(range(32))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=next(numbers)))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
@@ -112,7 +112,7 @@ def test_pools_in_use_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_nothing_is_collected_while_a_graph_is_made(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_is_paused_during_capture(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
     fakes = {"Stream": lambda device: stream, "current_stream": lambda device: stream, "graph_pool_handle": tuple}
     nothing = {"stream": nullcontext, "graph": lambda *_, **__: nullcontext(), "CUDAGraph": SimpleNamespace}
@@ -132,7 +132,7 @@ def test_nothing_is_collected_while_a_graph_is_made(collects: bool, monkeypatch:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("execution", ["eager", "graph"])
 @pytest.mark.parametrize("who", ["none", "ngram", "head", "bidirectional", "edge", "eagle3"])
-def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: SamplingParams) -> None:
+def test_gpu_output_equals_cpu_output(who: str, execution: str, sampling: SamplingParams) -> None:
     target = tiny_decoder().cuda()
     head: Head | None = tiny_head(target, edge=who == "edge", causal=who != "bidirectional").cuda()
     if who in ("none", "ngram"):
@@ -149,9 +149,9 @@ def test_the_gpu_writes_what_the_cpu_writes(who: str, execution: str, sampling: 
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_wide_trees_with_much_room_write_the_targets_text(device: str) -> None:
-    """Attention over so many rows with so much room is a kernel of its own, of 16 bits: ties are judged by the target
-    alone. Most drafts are right, so that deep nodes decide."""
+def test_wide_trees_in_long_contexts_equal_plain_decoding(device: str) -> None:
+    """Attention over many rows of long contexts has its own 16-bit kernel: ties are judged by the target alone. Most
+    drafts are right, so that deep nodes count."""
     shape = DecoderConfig("qwen3", VOCAB, 256, 3, 16, 4, 64, 512, max_len=16_384, qk_norm=True)
     target = randomize(Decoder(shape), 1, 0.1).to(device, torch.bfloat16)
     sampling = SamplingParams(max_tokens=24)
@@ -178,8 +178,8 @@ def test_wide_trees_with_much_room_write_the_targets_text(device: str) -> None:
     [TreeConfig(budget=16, depth=8), *(TreeConfig(budget=budget) for budget in (16, 32, 64, 128)), GPU_TREE],
     ids=lambda tree: f"{tree.budget}{', shrinking' * bool(tree.batch_trees)}",
 )
-def test_large_batches_write_what_each_request_writes_alone(tree: TreeConfig, dtype: torch.dtype) -> None:
-    """Batches of every size up to 64, in layers as wide as those of a small model: each size has kernels of its own."""
+def test_large_batches_equal_single_requests(tree: TreeConfig, dtype: torch.dtype) -> None:
+    """Batches of every size up to 64, with the layer sizes of a small model: kernels depend on the size."""
     shape = DecoderConfig("llama", 512, 576, 3, 9, 3, 64, 1536, max_len=1024, windows=())
     target = randomize(Decoder(shape), 1, 0.1).to("cuda", dtype)
     layers = replace(shape, family="qwen3", num_layers=2, qk_norm=True)
@@ -203,7 +203,7 @@ def written(engine: Engine, prompts: dict[str, list[int]], sampling: SamplingPar
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("who", ["edge", "eagle3"])
-def test_kernels_and_references_write_the_same(who: str) -> None:
+def test_kernels_and_references_decode_the_same(who: str) -> None:
     target = tiny_decoder().cuda()
     head = (tiny_head(target, edge=True) if who == "edge" else tiny_eagle3(target)).cuda()
     config = EngineConfig(page_size=4, execution="eager")
@@ -215,8 +215,8 @@ def test_kernels_and_references_write_the_same(who: str) -> None:
 
 
 @pytest.mark.gpu
-def test_captured_rounds_guess_what_texts_repeat() -> None:
-    """As rounds that run as they are written: each keeps as much of its tree."""
+def test_captured_ngram_rounds_equal_eager_ones() -> None:
+    """Captured and eager rounds accept equally many tokens."""
     target, kept = tiny_decoder().cuda(), []
     for execution in ("eager", "graph"):
         config = EngineConfig(page_size=4, max_batch=3, execution=execution)
@@ -246,8 +246,8 @@ def test_rounds_that_score_by_entropy_are_captured(score: Score) -> None:
 @pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two GPUs: one runs the engine while the other is current"
 )
-def test_engines_run_on_any_gpu_after_another() -> None:
-    """Whatever the current device is."""
+def test_engines_run_on_any_gpu() -> None:
+    """The current device does not matter."""
     for device in ("cuda:0", "cuda:1"):
         target = tiny_decoder().to(device)
         engine = make_engine(target, "head", tiny_head(target).to(device), config=EngineConfig(page_size=4))
@@ -282,9 +282,8 @@ LONG_PROMPTS += [LONG_PROMPTS[-1][:90] + [7] * 12, LONG_PROMPTS[-1][:90] + [7] *
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [40, 128, 1000])
 @pytest.mark.parametrize("who", prefills.WHO)
-def test_replayed_prefills_leave_what_written_ones_leave(who: str, chunk: int) -> None:
-    """In pages of target and head: of one chunk and of several, of whole prompts and of parts, behind known prefixes,
-    and read by a graph that was captured with others."""
+def test_replayed_prefills_write_the_same_cache(who: str, chunk: int) -> None:
+    """For one and several chunks, whole prompts and parts, cached prefixes, and graphs captured with other prompts."""
     target = tiny_decoder().cuda()
     head, left = prefills.head_of(who, target), []
     head = head and head.cuda()
@@ -302,8 +301,8 @@ def test_replayed_prefills_leave_what_written_ones_leave(who: str, chunk: int) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("who", prefills.WHO)
-def test_prefills_and_rounds_replay_in_turn(who: str) -> None:
-    """Texts are those of an engine that runs all as written, and so is what each round keeps of its tree."""
+def test_replayed_prefills_and_rounds_equal_eager_ones(who: str) -> None:
+    """Texts and accepted lengths equal those of an eager engine."""
     target = tiny_decoder().cuda()
     head, done = prefills.head_of(who, target), []
     head = head and head.cuda()
@@ -318,8 +317,8 @@ def test_prefills_and_rounds_replay_in_turn(who: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("who", prefills.WHO)
-def test_a_prefill_never_waits_for_the_gpu(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But to see how long it took, while nothing else runs."""
+def test_prefill_does_not_synchronize(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except to time it while nothing else runs."""
     target = tiny_decoder().cuda()
     head = prefills.head_of(who, target)
     head = head and head.cuda()
@@ -338,8 +337,8 @@ def test_a_prefill_never_waits_for_the_gpu(who: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("execution", ["eager", "graph"])
 @pytest.mark.parametrize("who", ["none", "edge"])
 @pytest.mark.parametrize("name", requests.SETTINGS)
-def test_the_gpu_penalizes_like_the_cpu(name: str, who: str, execution: str) -> None:
-    """In one batch with requests that ask for nothing, and with log-probabilities for some."""
+def test_gpu_penalties_equal_cpu_penalties(name: str, who: str, execution: str) -> None:
+    """Batches mix requests with and without penalties and log-probabilities."""
     target = tiny_decoder().cuda()
     head = tiny_head(target, edge=True).cuda() if who == "edge" else None
     config = EngineConfig(page_size=4, max_batch=4, execution=execution, num_pages=60)  # type: ignore[arg-type]
@@ -354,8 +353,8 @@ def test_the_gpu_penalizes_like_the_cpu(name: str, who: str, execution: str) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("execution", ["eager", "graph"])
-def test_constrained_batches_and_graphs_take_turns(execution: str) -> None:
-    """While somebody is constrained the batch runs as written; before and after that it replays."""
+def test_constrained_batches_run_eagerly_between_replays(execution: str) -> None:
+    """A batch with constraints runs eagerly; before and after it rounds are replayed."""
     target = tiny_decoder().cuda()
     config = EngineConfig(page_size=4, max_batch=6, execution=execution, num_pages=100)  # type: ignore[arg-type]
     options: Any = {"eos_tokens": constraints.NO_END, "constrain": lambda _: constraints.Sums()}
@@ -370,7 +369,7 @@ def test_constrained_batches_and_graphs_take_turns(execution: str) -> None:
 
 @pytest.mark.gpu
 def test_other_threads_may_use_the_gpu_while_a_graph_is_captured() -> None:
-    """Memory that is asked for meanwhile, as by a second model in the same process: more than was there before."""
+    """Another thread allocates more memory than was reserved, as a second model in the process may."""
     device, sizes = torch.device("cuda"), iter((2**28, 2**30))
 
     def ask() -> Tensor:

@@ -1,4 +1,4 @@
-"""The whole engine on its kernels, by Triton's interpreter: what they do together where there is no GPU to show it."""
+"""The engine with all Triton kernels, run by Triton's interpreter."""
 
 from __future__ import annotations
 

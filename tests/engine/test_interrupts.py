@@ -1,4 +1,4 @@
-"""Ctrl-C may come at any time: what was asked for before is answered all the same."""
+"""Ctrl-C at any time does not lose requests that go on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.train.tiny_model import write_model
 
 
 class Heard:
-    """What updates say, however many steps are broken off between them."""
+    """Collects updates across interrupted steps."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -66,10 +66,10 @@ PLACES = [
 
 @pytest.mark.parametrize(("number", "traced"), [(1, False), (2, True), (5, False)])
 @pytest.mark.parametrize(("owner", "name", "when"), PLACES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_step_that_is_broken_off_loses_nothing_of_others(
+def test_interrupted_step_keeps_other_requests(
     owner: type, name: str, when: str, number: int, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C ends some requests, wherever it comes; the rest go on, and what they wrote may be recalled."""
+    """Some requests are cancelled after Ctrl-C; the others continue, and their pages are cached."""
     replay_all(monkeypatch)
     monkeypatch.setattr(Download, "__del__", lambda self: None)
     target = tiny_decoder()
@@ -96,8 +96,8 @@ def test_a_step_that_is_broken_off_loses_nothing_of_others(
     assert heard.follow(again) == [TRUTH[GREEDY][i][12:16] for i in (1, 2)]
 
 
-def test_what_a_broken_step_wrote_of_a_request_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two write in one step. It is broken off between them, and the first is cancelled: nobody hears of it again."""
+def test_cancel_after_an_interrupt_drops_all_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is interrupted between two requests; the first is then cancelled and has no further updates."""
     engine, append = make_engine(tiny_decoder()), Engine._append
     first, second = (engine.add(prompt, GREEDY) for prompt in PROMPTS[:2])
 
@@ -117,11 +117,11 @@ def test_what_a_broken_step_wrote_of_a_request_goes_with_it(monkeypatch: pytest.
 
 WATCHED = {module.__file__ for module in (engines, scheduler, kv_cache, detokenize)}
 STRIDE = 211
-"""Of the lines that run, one in so many is broken off."""
+"""One of this many executed lines is interrupted."""
 
 
 class Press:
-    """Somebody presses Ctrl-C before the nth line of a step's bookkeeping."""
+    """Raises SIGINT before the nth executed line of a step."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.step, self.number, self.place = engine._step, number, ""
@@ -150,8 +150,8 @@ def spell(tokens: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_it_may_come_before_any_line(replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, texts and updates are those of a run that nobody breaks off, and all rows and pages come back."""
+def test_interrupt_before_any_line_changes_nothing(replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, texts and updates equal those of an uninterrupted run, and all rows and pages are freed."""
     if replays:
         replay_all(monkeypatch)
         monkeypatch.setattr(Download, "__del__", lambda self: None)
@@ -174,8 +174,8 @@ def test_it_may_come_before_any_line(replays: bool, monkeypatch: pytest.MonkeyPa
     assert broken > 8
 
 
-def test_streams_beside_the_one_that_it_ends_miss_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes when a step has been done and nobody has heard of it, then when the first stream is dropped."""
+def test_interrupt_keeps_updates_of_other_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first interrupt follows a step before its updates are read, the second one the end of the first stream."""
     llm = LLM(write_model(tmp_path / "model"), drafter="ngram", device="cpu")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = [update.token_ids for update in llm.stream([1, 2, 3], params)]
@@ -203,9 +203,9 @@ def test_streams_beside_the_one_that_it_ends_miss_nothing(tmp_path: Path, monkey
     assert list(chain(*heard)) == list(chain(*expected)) and not llm.engine.requests
 
 
-def test_a_constraint_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_masking_restores_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting:
-        """It says how many tokens it is ahead of its text."""
+        """Counts the tokens that it has advanced past the text."""
 
         overlap_rounds = 0
 
@@ -225,7 +225,7 @@ def test_a_constraint_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> No
     assert constraint.overlap_rounds == 0
 
 
-def test_it_waits_for_the_end_of_what_must_be_whole() -> None:
+def test_interrupts_are_delayed_in_critical_sections() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), uninterrupted():
         with uninterrupted():
@@ -235,8 +235,8 @@ def test_it_waits_for_the_end_of_what_must_be_whole() -> None:
     assert done == ["inner", "outer"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_another_makes_of_it_stays() -> None:
-    """Ignored it stays ignored, and the threads of a server hear nothing of it anyway."""
+def test_other_signal_handlers_are_kept() -> None:
+    """An ignored signal stays ignored, and other threads are not affected."""
     seen = []
     before = signal.signal(signal.SIGINT, lambda *press: seen.append(press))
     try:

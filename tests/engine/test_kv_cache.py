@@ -1,5 +1,4 @@
-"""Pages are handed out once, come back, and are recalled only for exactly the tokens they hold. They take memory when
-they are written, not before."""
+"""Pages have one owner, are freed, and are shared only for exactly the tokens they hold."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 class Pages(RuleBasedStateMachine):
-    """A pool against a model that writes down what each page holds."""
+    """Compares a pool with a model that records the content of each page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
     def share(self, which: int) -> None:
-        """Pages may be recalled by others while they are in use."""
+        """Registered pages may be shared while they are in use."""
         self.pool.register(*self.held[which % len(self.held)])
 
     @precondition(lambda self: self.held)
@@ -76,7 +75,7 @@ Pages.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestPages = Pages.TestCase
 
 
-def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning() -> None:
+def test_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     pool = PagePool(4, 1)
     first, second = pool.allocate(2), pool.allocate(2)
     assert first is not None and second is not None
@@ -89,7 +88,7 @@ def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning()
     assert pool.match_prefix([3, 4]) == second
 
 
-def test_without_memory_nothing_is_recalled() -> None:
+def test_disabled_prefix_cache_has_no_hits() -> None:
     pool = PagePool(4, 1, prefix_cache=False)
     pages = pool.allocate(2)
     assert pages is not None
@@ -98,15 +97,15 @@ def test_without_memory_nothing_is_recalled() -> None:
     assert pool.match_prefix([1, 2]) == []
 
 
-def test_pages_that_there_is_no_room_for_are_told_of_as_elsewhere() -> None:
-    """And none at all are no trouble."""
+def test_cpu_allocation_fails_with_the_error_of_torch() -> None:
+    """An empty allocation succeeds."""
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         KVPool(SIZES, 1 << 40, 16, torch.float32, torch.device("cpu"))
     assert KVPool(SIZES, 0, 16, torch.bfloat16, torch.device("cpu")).storage.numel() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_take_memory_when_they_are_written(dtype: torch.dtype) -> None:
+def test_pages_take_memory_when_they_are_first_written(dtype: torch.dtype) -> None:
     before = resident_bytes()
     pool = KVPool(SIZES, 1 << 12, 16, dtype, torch.device("cpu"), feature_size=64)
     assert pool.storage.nbytes > 1 << 29

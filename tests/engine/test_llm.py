@@ -1,4 +1,4 @@
-"""`LLM.complete`: the same tokens as `generate`, for prompts that come one by one."""
+"""`LLM.complete` and `generate` return the same tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def leave(llm: LLM) -> None:
 
 @pytest.fixture
 def searched() -> Iterator[None]:
-    """Nothing is left out of the search for garbage."""
+    """No object is frozen."""
     was_frozen = gc.get_freeze_count()
     gc.unfreeze()
     yield
@@ -78,7 +78,7 @@ def searched() -> Iterator[None]:
         (complete, False, 5),
     ],
 )
-def test_what_lives_is_not_searched_for_garbage_while_a_large_batch_is_decoded(
+def test_objects_are_frozen_while_a_large_batch_is_decoded(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, searched: None, decode: Callable[[LLM], None], frozen: bool, many: int
 ) -> None:
     monkeypatch.setattr(gc_control, "MIN_BATCH", many)
@@ -117,7 +117,7 @@ def test_prompts_are_pulled_as_needed_and_dropped_on_exit(llm: LLM) -> None:
     assert llm.engine.cache.pool.num_available == llm.engine.cache.pool.num_pages
 
 
-def test_a_prompt_may_follow_from_an_answer(llm: LLM) -> None:
+def test_prompts_may_depend_on_completions(llm: LLM) -> None:
     answers: list[list[int]] = []
 
     def chain() -> Iterator[Asked | None]:
@@ -135,7 +135,7 @@ def test_a_prompt_may_follow_from_an_answer(llm: LLM) -> None:
     assert len(answers) == 4
 
 
-def test_a_quiet_request_still_stops_at_a_string(llm: LLM) -> None:
+def test_quiet_requests_stop_at_strings(llm: LLM) -> None:
     text = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12))[0].text
     stop = SamplingParams(max_tokens=12, stop=(text[4:6],))
     ((_, quiet),) = llm.complete([(0, PROMPTS[0], stop)])
@@ -143,8 +143,8 @@ def test_a_quiet_request_still_stops_at_a_string(llm: LLM) -> None:
     assert (quiet.token_ids, quiet.finish_reason) == (loud.token_ids, "stop")
 
 
-def test_a_model_brings_its_own_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless another is named, or something else is to guess."""
+def test_shipped_head_is_loaded_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless another head or drafter is given."""
     model = write_model(tmp_path / "tiny")
     plain = LLM(model, drafter="none", device="cpu")
     for block in (4, 6):
@@ -173,8 +173,8 @@ def test_head_that_fits_is_named(
     assert ("--head fits" in printed.err) == (name is not None and drafter is None) and printed.out == ""
 
 
-def test_memory_is_free_when_the_last_name_is_gone(llm: LLM) -> None:
-    """Without a search for cycles, for which a GPU that is full does not wait."""
+def test_llm_is_freed_without_the_garbage_collector(llm: LLM) -> None:
+    """GPU memory must not wait for a garbage collection."""
     other = llm.with_drafter("none")
     generate(other)
     left = weakref.ref(other.engine)

@@ -1,4 +1,4 @@
-"""A padded prefill leaves what one without padding leaves, and nothing else."""
+"""A padded prefill writes the same cache as one without padding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def head_of(who: str, target: Decoder) -> Head | None:
 
 
 def replaying(target: Decoder, head: Head | None, config: EngineConfig, sizes: PrefillSizes | None = None) -> Engine:
-    """An engine whose prefills are captured. Its rounds are not: their results would need the memory of a graph."""
+    """An engine with captured prefills and eager rounds."""
     with pytest.MonkeyPatch.context() as patch:
         replay_all(patch)
         engine = make_engine(target, "head" if head else "none", head, TreeConfig(budget=8, width=4), config)
@@ -50,13 +50,13 @@ def replaying(target: Decoder, head: Head | None, config: EngineConfig, sizes: P
 
 
 def product_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Libraries add in an order that depends on the number of rows. Here each is on its own."""
+    """Product of each row alone: libraries add in an order that depends on the number of rows."""
     rows = [weight @ row if bias is None else weight @ row + bias for row in x.flatten(0, -2)]
     return torch.stack(rows).view(*x.shape[:-1], -1)
 
 
 def read_prompts(engine: Engine, prompts: list[list[int]]) -> list[Tensor]:
-    """Prefill them all, each leaving when it is done, and return what all pages hold but those of the idle row."""
+    """Prefills all prompts and cancels each afterwards. Returns the content of all pages but the idle row's."""
     for prompt in prompts:
         engine.add(prompt, GREEDY)
     with torch.inference_mode():
@@ -84,10 +84,10 @@ def held(engine: Engine) -> list[Tensor]:
     max_batch=st.integers(1, 5),
     sizes=st.sampled_from([None, PrefillSizes([8, 16], [1, 2]), PrefillSizes([1, 2, 3, 20], [2, 3])]),
 )
-def test_padding_changes_no_bit_of_what_is_cached(
+def test_padded_prefills_write_the_same_bits(
     who: str, prompts: list[list[int]], page_size: int, prefill_chunk: int, max_batch: int, sizes: PrefillSizes | None
 ) -> None:
-    """Ragged chunks, long prompts in several, prefixes that are known, and chunks too large to be captured."""
+    """Ragged chunks, prompts of several chunks, cached prefixes, and chunks too large to be captured."""
     head = head_of(who, DOUBLE)
     head = head and head.double()
     config = EngineConfig(
@@ -108,8 +108,8 @@ def test_padding_changes_no_bit_of_what_is_cached(
 
 
 @pytest.mark.parametrize("who", WHO)
-def test_text_after_replayed_prefills_is_the_targets_own(who: str) -> None:
-    """With rounds in between, known prefixes, and too few pages for all."""
+def test_output_after_replayed_prefills_equals_plain_decoding(who: str) -> None:
+    """With rounds in between, cached prefixes and preemption."""
     config = EngineConfig(page_size=4, max_batch=3, prefill_chunk=7, num_pages=30)
     engine = replaying(TARGET, head_of(who, TARGET), config)
     for sampling in (GREEDY, SAMPLED):
@@ -119,7 +119,7 @@ def test_text_after_replayed_prefills_is_the_targets_own(who: str) -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 200), st.data())
-def test_sizes_are_few_and_little_of_them_is_padding(prefill_chunk: int, max_batch: int, data: st.DataObject) -> None:
+def test_prefill_sizes_are_few_and_padding_is_bounded(prefill_chunk: int, max_batch: int, data: st.DataObject) -> None:
     sizes = PrefillSizes.of(EngineConfig(prefill_chunk=prefill_chunk, max_batch=max_batch))
     assert len(sizes.tokens) <= 14 and len(sizes.chunks) <= 4
     assert sizes.chunks[-1] == min(max_batch, MAX_CHUNKS)
@@ -151,7 +151,7 @@ def test_a_size_is_captured_once() -> None:
 
 
 def interpret(who: str) -> None:
-    """What kernels leave of padded chunks, the second of which has a prefix, and of the chunks themselves."""
+    """Compares padded with unpadded chunks on the kernels; the second chunk has a prefix."""
     torch.set_num_threads(1)
     target = tiny_decoder(vocab=20, layers=2)
     head = tiny_eagle3(target, draft_vocab=9, depth=2) if who == "eagle3" else head_of(who, target)
@@ -180,5 +180,5 @@ def interpret(who: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["head", "eagle3"])
-def test_kernels_take_padded_chunks(interpreter: Executor, who: str) -> None:
+def test_kernels_accept_padded_chunks(interpreter: Executor, who: str) -> None:
     interpreter.submit(interpret, who).result()

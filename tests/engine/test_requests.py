@@ -1,4 +1,4 @@
-"""What a request may ask for beside tokens: the same answer whatever drafts, and nothing for those who do not ask."""
+"""Penalties, biases, log-probabilities and shared prompts: exact with every drafter, free for other requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def engine_of(who: str, budget: int = 12, **options: object) -> Engine:
 # ---- penalties ----
 
 
-def test_plain_penalized_decoding_is_openais_definition() -> None:
+def test_penalties_follow_the_definition_of_openai() -> None:
     for prompt, text in zip(PROMPTS[:2], TRUTH[SETTINGS["greedy"]][:2], strict=True):
         for i, token in enumerate(text):
             logits, count = next_logits(TARGET, [*prompt, *text[:i]]).clone(), Counter(text[:i])
@@ -50,7 +50,7 @@ def test_plain_penalized_decoding_is_openais_definition() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("who", ["ngram", "head", "edge"])
-def test_penalties_follow_each_nodes_path(who: str, name: str) -> None:
+def test_penalties_count_the_path_of_each_node(who: str, name: str) -> None:
     done = run(engine_of(who, budget=30), PROMPTS, SETTINGS[name])
     assert [c.token_ids for c in done] == TRUTH[SETTINGS[name]]
 
@@ -64,7 +64,7 @@ def test_long_accepted_paths_are_counted(name: str) -> None:
     assert max(max(c.stats.accepted_lengths) for c in done) == 6
 
 
-def test_paths_without_their_own_counts_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_without_path_counts_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above fails if nodes are given the counts of the committed text alone."""
 
     def committed_only(tree, logits_BNV, penalties):  # type: ignore[no-untyped-def]
@@ -78,8 +78,8 @@ def test_paths_without_their_own_counts_are_caught(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("overlap_rounds", [0, 1])
 @pytest.mark.parametrize("num_pages", [None, 24])
-def test_rows_change_hands_cleanly(num_pages: int | None, overlap_rounds: int) -> None:
-    """Requests with and without penalties share rows one after the other, are sent back, and run ahead of the host."""
+def test_reused_rows_start_without_penalties(num_pages: int | None, overlap_rounds: int) -> None:
+    """Requests with and without penalties reuse rows, with preemption and overlapping rounds."""
     engine = engine_of("head", max_batch=3, num_pages=num_pages, overlap_rounds=overlap_rounds)
     names = [["greedy", "plain", "bias", "plain", "sampled", "greedy"][i % 6] for i in range(12)]
     params = [SETTINGS.get(name, GREEDY) for name in names]
@@ -89,8 +89,8 @@ def test_rows_change_hands_cleanly(num_pages: int | None, overlap_rounds: int) -
         assert completion.token_ids == expected[i % 6]
 
 
-def test_a_request_that_loses_its_row_at_once_leaves_no_penalty_behind() -> None:
-    """It is sent back, or cancelled, before the device has heard of it."""
+def test_preempted_requests_leave_no_penalties() -> None:
+    """It is preempted or cancelled before its row is uploaded."""
     engine = engine_of("none", max_batch=2)
     leaving = engine.add([9], replace(PENALIZED, logit_bias={20: 100.0}))
     engine.scheduler.next_chunks()
@@ -99,7 +99,7 @@ def test_a_request_that_loses_its_row_at_once_leaves_no_penalty_behind() -> None
     assert [c.token_ids for c in done] == [TRUTH[GREEDY][0], *TRUTH[SETTINGS["bias"]][1:]]
 
 
-def test_nobody_pays_for_what_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_features_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("penalize", "forbid", "PathLogprobs", "TreeMasks"):
         monkeypatch.setattr(round_module, name, None)
     engine = engine_of("head")
@@ -124,7 +124,7 @@ def check_logprobs(prompt: list[int], completion: Completion, num_top: int) -> N
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SETTINGS["greedy"]], ids=["greedy", "sampled", "penalized"])
 @pytest.mark.parametrize("who", ["none", "ngram", "edge"])
-def test_logprobs_are_the_targets_own(who: str, sampling: SamplingParams) -> None:
+def test_logprobs_are_those_of_the_target(who: str, sampling: SamplingParams) -> None:
     engine = engine_of(who)
     prompt, asked = PROMPTS[2], replace(sampling, logprobs=3)
     streamed: list[TokenLogprob] = []
@@ -148,7 +148,7 @@ def test_logprobs_of_long_paths_cut_by_the_limit() -> None:
     check_logprobs(PROMPTS[0], done, 20)
 
 
-def test_logprobs_survive_preemption_and_running_ahead() -> None:
+def test_logprobs_survive_preemption_and_overlap() -> None:
     engine = engine_of("head", max_batch=6, num_pages=26, overlap_rounds=1)
     done = run(engine, PROMPTS, replace(GREEDY, logprobs=0))
     for prompt, completion, text in zip(PROMPTS, done, TRUTH[GREEDY], strict=True):
@@ -160,7 +160,7 @@ def test_logprobs_survive_preemption_and_running_ahead() -> None:
 
 
 @pytest.mark.parametrize("who", ["none", "head"])
-def test_several_texts_of_one_prompt_share_its_pages(who: str) -> None:
+def test_completions_of_one_prompt_share_its_pages(who: str) -> None:
     prompt, sampling = [7, 8, 9, 10] * 5 + [3], replace(SAMPLED, max_tokens=8)
     engine = engine_of(who, max_batch=4, prefill_chunk=6)
     ids = engine.add_several(prompt, sampling, 4)
@@ -179,7 +179,7 @@ def test_several_texts_of_one_prompt_share_its_pages(who: str) -> None:
     assert engine.cache.pool.num_available == engine.cache.pool.num_pages
 
 
-def test_the_first_of_several_may_leave_before_its_pages_are_there() -> None:
+def test_prefix_leader_may_be_cancelled_during_prefill() -> None:
     engine = engine_of("none", max_batch=4, prefill_chunk=3)
     first, *rest = engine.add_several(PROMPTS[2], GREEDY, 3)
     engine.step()
@@ -190,7 +190,7 @@ def test_the_first_of_several_may_leave_before_its_pages_are_there() -> None:
     assert [done[i].token_ids for i in rest] == [TRUTH[GREEDY][2]] * 2
 
 
-def test_salts_keep_tenants_apart() -> None:
+def test_pages_are_shared_only_within_a_salt() -> None:
     engine = engine_of("head")
     prompt = PROMPTS[2]
 
@@ -210,7 +210,7 @@ def test_salts_keep_tenants_apart() -> None:
 @pytest.mark.parametrize("overlap_rounds", [0, 1, 2])
 @pytest.mark.parametrize("who", ["none", "head"])
 def test_a_cancelled_request_frees_its_pages_at_once(who: str, overlap_rounds: int) -> None:
-    """Also with rounds under way; those that take its pages over are not disturbed by what it still writes."""
+    """Also with rounds in flight, whose writes do not affect the next user of the pages."""
     engine = engine_of(who, max_batch=2, num_pages=30, overlap_rounds=overlap_rounds, prefix_cache=False)
     for steps in (0, 1, 2, 5):
         leaving = engine.add(PROMPTS[0], GREEDY)

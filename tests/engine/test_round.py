@@ -1,4 +1,4 @@
-"""Between rounds the cache holds what a fresh pass over the committed tokens would put there."""
+"""Between rounds the cache equals that of a fresh pass over the committed tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows(cache: KVCache, pages: KVPages, request: Request) -> torch.Tensor:
 
 
 def fresh_rows(engine: Engine, request: Request) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The same from a new engine that prefills the committed tokens in one piece."""
+    """K and V from a new engine that prefills the committed tokens at once."""
     head = getattr(engine.drafter, "head", None)
     name = "head" if head else "none"
     other = make_engine(engine.target, name, head, config=EngineConfig(page_size=64))  # type: ignore[arg-type]
@@ -92,8 +92,8 @@ def broken_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("damage", [broken_compaction, broken_positions, broken_mask])
-def test_the_lossless_test_can_fail(damage, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    """Each part of verification is needed: without it the text is no longer the target's."""
+def test_broken_verification_changes_the_output(damage, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Without any one part of verification the text differs from the target's."""
     truth = {tuple(p): t for p, t in zip(PROMPTS, TRUTH[GREEDY], strict=True)}
     damage(monkeypatch)
     engine = use(make_engine(TARGET), Script(truth, 0.9, budget=16))
@@ -102,7 +102,7 @@ def test_the_lossless_test_can_fail(damage, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("who", ["edge", "eagle3"])
 def test_rows_behind_the_length_are_never_read(who: str) -> None:
-    """Block rows, rejected nodes and padding lie behind the cached length. Poison there changes nothing."""
+    """Block rows, rejected nodes and padding lie behind the cached length. NaN there changes nothing."""
     head = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=True)
     engine = make_engine(TARGET, "head", head, TreeConfig(budget=12, width=4), EngineConfig(page_size=4))
 

@@ -1,4 +1,4 @@
-"""The device's columns hold what the host last said of each row."""
+"""Device columns hold the values that the host set last."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def changes(draw: st.DrawFn) -> tuple[int, dict[str, float]]:
 
 
 @given(st.lists(st.lists(changes(), max_size=4), max_size=4))
-def test_columns_hold_what_was_said_last(flushes: list[list[tuple[int, dict[str, float]]]]) -> None:
+def test_columns_hold_the_last_value(flushes: list[list[tuple[int, dict[str, float]]]]) -> None:
     table = RowTable(ROWS, 8, torch.device("cpu"))
     length_R, expected = table.length_R, {name: table.columns[name].tolist() for name in WHOLE}
     for said in flushes:
@@ -47,8 +47,8 @@ class Event:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.filterwarnings("error")
-def test_memory_is_kept_until_the_device_has_written_it(fails: bool) -> None:
-    """Nobody reads the last round of a text that has ended, and its memory may be given to others."""
+def test_download_keeps_memory_until_it_has_arrived(fails: bool) -> None:
+    """The last round of an ended text is not read, so its host memory may be reused too early."""
     waited = list[str]()
     download = Download(torch.zeros(3))
     download.arrived = Event(waited, fails)  # type: ignore[assignment]

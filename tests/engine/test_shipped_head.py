@@ -1,4 +1,4 @@
-"""The head that comes with the package, on the model it was made for."""
+"""The shipped head on its model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUESTION = [{"role": "user", "content": "Tom has 5 apples and buys 7 more. How m
 
 
 @pytest.mark.model
-def test_it_is_used_by_default_and_guesses_well() -> None:
+def test_shipped_head_is_the_default_and_accepted() -> None:
     llm = LLM(device="cpu", dtype="float32")
     assert llm.drafter == "head" and isinstance(llm.head, DraftHead) and llm.head.edge is not None
     ask = SamplingParams(max_tokens=32)
@@ -31,7 +31,7 @@ def test_it_is_used_by_default_and_guesses_well() -> None:
     assert fast.stats.tokens_per_round > 3
 
 
-def test_it_is_small_and_its_card_names_every_task() -> None:
+def test_shipped_head_is_small_and_has_a_card() -> None:
     folder = shipped_head(DEFAULT_MODEL)
     assert folder is not None and (folder / WEIGHTS_FILE).stat().st_size <= MAX_BYTES
     card = (folder / CARD_FILE).read_text()
@@ -39,7 +39,7 @@ def test_it_is_small_and_its_card_names_every_task() -> None:
         assert f"| {task} |" in card
 
 
-def test_a_card_says_what_the_record_says() -> None:
+def test_card_matches_the_record() -> None:
     counts = {"a": {"chain": 2.0, "64": 3.0}, "b": {"chain": 4.0, "64": 5.0}}
     about = {"dtype": "bfloat16", "limit": 3, "max_tokens": 9, "tree": {"width": 8}, "hardware": {}, "commit": "c0ffee"}
     text = measured(json.loads(json.dumps({**about, "tokens_per_round": counts, "real": {}})))

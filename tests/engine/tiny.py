@@ -41,7 +41,7 @@ def tiny_head(target: Decoder, *, seed: int = 3, edge: bool = False, causal: boo
 def tiny_eagle3(
     target: Decoder, *, seed: int = 3, draft_vocab: int | None = None, depth: int = 4, **changes: Any
 ) -> Eagle3Head:
-    """Its vocabulary is every other token, or all."""
+    """An EAGLE-3 head whose vocabulary is every other token, or all."""
     vocab = target.config.vocab_size
     layers = DecoderConfig("llama", vocab, 32, 1, 4, 2, 8, 64, max_len=256)
     config = Eagle3Config(layers, (0, target.config.num_layers - 2, target.config.num_layers - 1), vocab, depth)
@@ -52,7 +52,7 @@ def tiny_eagle3(
 
 
 def randomize(module: M, seed: int, spread: float) -> M:
-    """Random matrices and biases; norms stay as they are made."""
+    """Fills matrices and biases with random numbers; norms keep their initial values."""
     generator = torch.Generator().manual_seed(seed)
     module.eval().requires_grad_(False)
     for name, parameter in module.named_parameters():
@@ -62,7 +62,7 @@ def randomize(module: M, seed: int, spread: float) -> M:
 
 
 class Script:
-    """A drafter that knows what the target will write and gets a share of it right.
+    """A drafter that knows the target's text and drafts a fraction of it correctly.
 
     Each tree holds the coming tokens as far as they are right, among wrong siblings and cousins, in an order that
     scatters the true path, so that verification and compaction have something to do.
@@ -153,12 +153,12 @@ def run(
 
 
 def plain(target: Decoder, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
-    """What the target writes alone, by the simplest route: a fresh engine per prompt, one node per round."""
+    """Plain decoding of each prompt in a new engine."""
     return [run(make_engine(target), [prompt], sampling)[0].token_ids for prompt in prompts]
 
 
 class Texts(dict[SamplingParams, list[list[int]]]):
-    """What `plain` writes, once it is asked for: every process imports all tests, and runs a part of them."""
+    """Results of `plain`, computed on first use."""
 
     def __init__(self, target: Decoder, prompts: Sequence[Sequence[int]]) -> None:
         self.target, self.prompts = target, prompts

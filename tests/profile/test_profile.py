@@ -1,4 +1,4 @@
-"""`jetspec profile` measures what it says it measures, on models of a few kilobytes."""
+"""Measurements of `jetspec profile` on tiny models."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_shapes_have_the_published_sizes() -> None:
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_random_weights_are_a_whole_model(config: DecoderConfig) -> None:
+def test_random_weights_fill_the_model(config: DecoderConfig) -> None:
     target, head = models(config, dtype=torch.bfloat16, edge=4)
     for stack in (target, head):
         assert not any(p.is_meta or p.requires_grad or p.dtype != torch.bfloat16 for p in stack.parameters())
@@ -117,7 +117,7 @@ def test_random_weights_are_a_whole_model(config: DecoderConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_profile_fields_are_there_and_agree(config: DecoderConfig) -> None:
+def test_profile_fields_are_consistent(config: DecoderConfig) -> None:
     found = profile(*models(config), TREE, WORK).to_dict()
     assert set(found) == FIELDS
     assert tuple(found["stages_ms"]) == STAGES
@@ -136,7 +136,7 @@ def test_profile_fields_are_there_and_agree(config: DecoderConfig) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize(("edge", "temperature"), [(0, 0.0), (4, 0.0), (0, 0.8)])
 def test_stages_add_up_to_the_round(edge: int, temperature: float) -> None:
-    """Stage by stage gives what the round gives, and neither moves the batch on."""
+    """Stages give the same result as the whole round, and neither advances the batch."""
     decoding = Decoding(*models(DENSE, edge=edge), TREE, replace(WORK, temperature=temperature))
     still, table = StandingRound(decoding.engine), decoding.engine.cache.rows
     assert still.state.sampling.any_sampled == still.state.features.sampled == (temperature > 0)
@@ -155,7 +155,7 @@ def test_stages_add_up_to_the_round(edge: int, temperature: float) -> None:
 
 
 @torch.inference_mode()
-def test_the_engine_goes_on_as_if_nothing_had_been_measured() -> None:
+def test_measuring_does_not_change_the_output() -> None:
     texts = []
     for measures in (True, False):
         target, head = models(DENSE)
@@ -172,9 +172,7 @@ def test_the_engine_goes_on_as_if_nothing_had_been_measured() -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("max_len", [None, 100])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_requests_have_the_room_that_an_engine_gives_and_pages_for_what_they_come_to(
-    max_len: int | None, batch: int
-) -> None:
+def test_requests_have_the_default_length_and_enough_pages(max_len: int | None, batch: int) -> None:
     target, head = models(DENSE)
     config = EngineConfig(max_batch=batch, max_len=max_len)
     own = Engine(target, head, drafter="head", tree=TREE, config=config)
@@ -186,7 +184,7 @@ def test_requests_have_the_room_that_an_engine_gives_and_pages_for_what_they_com
 
 
 @torch.inference_mode()
-def test_what_was_measured_leaves_no_cache_behind() -> None:
+def test_profile_frees_its_cache() -> None:
     target, head = models(DENSE)
     decoding = Decoding(target, head, TREE, WORK)
     still = StandingRound(decoding.engine)
@@ -198,7 +196,7 @@ def test_what_was_measured_leaves_no_cache_behind() -> None:
 
 
 @torch.inference_mode()
-def test_where_memory_is_short_the_room_is_what_an_engine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_limited_to_the_default_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     target, head = models(DENSE)
     gb = 10 * page_bytes([target.config, head.config], PAGE_SIZE, torch.float32) / 2**30
     monkeypatch.setattr(profile_module, "CPU_CACHE_GB", gb)
@@ -209,14 +207,14 @@ def test_where_memory_is_short_the_room_is_what_an_engine_has(monkeypatch: pytes
 
 
 @torch.inference_mode()
-def test_a_context_with_room_for_two_tokens_is_measured() -> None:
+def test_context_with_two_free_positions_is_measured() -> None:
     loop = Decoding(*models(DENSE), TREE, Workload(context=DENSE.max_len - 2, batch=1, rounds=8)).run(8)
     assert loop.step_ms > 0 and loop.idle_frac == 0, "there is but one round"
 
 
 @torch.inference_mode()
-def test_a_host_that_keeps_the_device_waiting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which a round takes a millisecond, and so does what lies between two."""
+def test_idle_fraction_shows_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock on which a round takes a millisecond, and so does the time between two."""
     decoding, next_batch = Decoding(*models(DENSE), TREE, WORK), Scheduler.next_batch
     now = [0]
 
@@ -234,8 +232,8 @@ def test_a_host_that_keeps_the_device_waiting_is_seen(monkeypatch: pytest.Monkey
     assert decoding.run(5).idle_frac == pytest.approx(32 / 37)
 
 
-def test_a_device_that_slows_down_does_not_change_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared is timed in turns: here all takes twice as long from some moment on."""
+def test_ratios_do_not_depend_on_the_clock_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements alternate: here everything takes twice as long from some point on."""
     now = 0.0
 
     def take(seconds: float) -> None:
@@ -279,8 +277,8 @@ def test_experts_are_counted_in_a_real_pass() -> None:
 
 
 @torch.inference_mode()
-def test_tokens_of_a_random_mixture_go_to_experts_of_their_own_in_every_layer() -> None:
-    """What layers add for all tokens alike does not drown what tells them apart, however many and wide they are."""
+def test_random_routers_spread_tokens_over_experts() -> None:
+    """The common part of all tokens' states does not dominate, in shapes of any depth and width."""
     wide = replace(LARGER, hidden_size=1024, num_layers=16, num_heads=32, num_kv_heads=4, head_dim=128)
     sparse = replace(wide, moe=MoEConfig(128, 8, 16, True), moe_layers=(0, 15), tied_embedding=False)
     target, head = models(sparse)
@@ -310,7 +308,7 @@ def test_inputs_are_the_same_each_time() -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 15, 16, 17, 31, 32, 64])
-def test_compaction_moves_all_of_a_path_but_its_root(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_input_copies_all_but_the_root(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Tensor, Tensor]] = []
     monkeypatch.setattr(ops, "compact_kv", lambda storage, source, target: calls.append((source, target)))
     inputs = Inputs(Setting(DENSE, torch.float32, CPU, budget=budget, batch=3))
@@ -334,13 +332,13 @@ def test_compaction_moves_all_of_a_path_but_its_root(budget: int, monkeypatch: p
         ([math.inf], [1.0], math.inf),
     ],
 )
-def test_what_is_no_number_is_a_difference(a: list[float], b: list[float], off: float) -> None:
+def test_nan_is_a_difference(a: list[float], b: list[float], off: float) -> None:
     same = torch.tensor([3])
     found = _max_difference([same, torch.tensor(a), same], [same, torch.tensor(b), same])
     assert found == pytest.approx(off, nan_ok=True)
 
 
-def test_a_window_hides_what_lies_before_it() -> None:
+def test_window_limits_attention() -> None:
     found = []
     for window in (None, 5, 1000):
         inputs = Inputs(Setting(SPARSE, torch.float32, CPU, budget=20, context=30, batch=2, window=window))
@@ -350,8 +348,8 @@ def test_a_window_hides_what_lies_before_it() -> None:
     assert found[0][1] == found[2][1] > found[1][1]
 
 
-def test_attention_has_the_room_that_an_engine_gives_and_sees_what_is_cached() -> None:
-    """Kernels are chosen by room."""
+def test_attention_input_has_the_default_length() -> None:
+    """The choice of kernels depends on the longest sequence."""
     found = []
     for max_len in (None, 60):
         inputs = Inputs(Setting(DENSE, torch.float32, CPU, budget=20, context=30, batch=2, max_len=max_len))
@@ -361,7 +359,7 @@ def test_attention_has_the_room_that_an_engine_gives_and_sees_what_is_cached() -
     assert torch.equal(found[0].run()[0], found[1].run()[0]) and found[0].num_bytes == found[1].num_bytes
 
 
-def test_all_is_what_a_shape_has() -> None:
+def test_all_selects_the_operations_of_a_shape() -> None:
     assert find_operations("all", SPARSE) == list(OPERATIONS)
     assert set(OPERATIONS) - set(find_operations("all", DENSE)) == set(OF_EXPERTS)
 
@@ -463,8 +461,8 @@ ROUNDED_16 = {
     "norm_route": 2**-5,
     "add_mixture": 0.05,
 }
-"""How far values of 16 bits may be off, of 1 and of themselves: both sides round, on the way and at the end. Other
-operations leave 32 bits, or what must be equal."""
+"""Absolute and relative tolerance of 16-bit values: both sides round. Other operations return 32 bits or exact
+values."""
 
 
 @pytest.mark.gpu
