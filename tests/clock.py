@@ -18,5 +18,5 @@ def slowness() -> float:
 
 
 def is_fast(measure: Callable[[], float], seconds: float) -> bool:
-    """Whether a measurement stays below a limit on an idle machine, in the best of three tries."""
+    """True if a measurement stays below a limit on an idle machine, in the best of three tries."""
     return any(measure() < seconds * slowness() for _ in range(3))

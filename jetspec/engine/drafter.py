@@ -174,12 +174,12 @@ class NgramDrafter:
     def prepare(self, requests: Sequence[Request]) -> None:
         drafted_B3N = torch.zeros(len(requests), 3, self.tree.budget, dtype=torch.float64)
         drafted_B3N[:, 1] = -1
-        for guess_3N, request in zip(drafted_B3N, requests, strict=True):
+        for drafted_3N, request in zip(drafted_B3N, requests, strict=True):
             nodes = self.heaviest(self.continuations(request.tokens))
             columns = [
                 (n.token, n.parent, math.log(n.weight / nodes[0].weight) if i else 0.0) for i, n in enumerate(nodes)
             ]
-            guess_3N[:, : len(nodes)] = torch.tensor(columns, dtype=torch.float64).T
+            drafted_3N[:, : len(nodes)] = torch.tensor(columns, dtype=torch.float64).T
         device = self.drafted_R3N.device
         row_B = upload([request.row for request in requests], torch.int64, device)
         self.drafted_R3N[row_B] = send(drafted_B3N, device)

@@ -45,7 +45,7 @@ class DecodeBatch:
         )
 
     def is_of(self, requests: list[Request]) -> bool:
-        """Whether the batch has exactly these requests, each still in its row."""
+        """True if the batch has exactly these requests, each still in its row."""
         return requests == self.requests and self.row_epoch == [request.row_epoch for request in requests]
 
 

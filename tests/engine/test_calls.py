@@ -1,4 +1,4 @@
-"""Free text is free, and whatever is called in it keeps the schema, wherever tokens begin and end."""
+"""Text outside of tool calls is free, and every call follows its schema, with any tokenization."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ pytest.importorskip("xgrammar", reason="grammars need xgrammar")
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 ACROSS = ['>{"', ">\n", "x<tool_call>{", "<tool", "}}</", ">x", "call>oh", "x<tool_call>y", "</tool_call>\n<tool_call>"]
-"""Tokens that lie across the borders of tags. Some can never be right, or only in some places."""
+"""Tokens that cross the borders of tags. Some are never allowed, or only in some places."""
 TOKENS = [*byte_tokenizer([BEGIN, END]).token_bytes(), *(text.encode() for text in ACROSS)]
 VOCAB = len(TOKENS) + 2
-"""As in many models, a few of the ids are no tokens."""
+"""Includes a few ids without a token, as in many models."""
 BEGIN_TOKEN, END_TAG_TOKEN = 258, 259
 SILENT = [256, VOCAB - 2, VOCAB - 1]
 """Tokens that add nothing to a text and do not end it."""
@@ -79,7 +79,7 @@ def check(text: str) -> int:
 
 
 class Walk:
-    """A text written at random, of tokens that may come next; those that lead into calls, and to the end, are liked."""
+    """A random text of allowed tokens; those that lead to calls and to their end are preferred."""
 
     def __init__(self, seed: int, schema: Any = OPEN) -> None:
         self.rng = random.Random(seed)
@@ -97,7 +97,7 @@ class Walk:
 
     @property
     def spelled(self) -> str:
-        """What is left of a tag that the text ends within."""
+        """Rest of a tag that the text ends within."""
         text = text_of(self.tokens)
         size = next((size for size in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:size])), 0)
         return BEGIN[size:] if size else ""
@@ -108,7 +108,7 @@ class Walk:
         self.tokens.append(token)
 
     def write(self, steps: int) -> str:
-        """So many tokens, and then on to where the text may end."""
+        """Writes `steps` tokens, then continues until the text may end."""
         while len(self.tokens) < steps or END_TOKEN not in allowed(self.constraint):
             self.step()
             assert len(self.tokens) < 20 * steps
@@ -121,7 +121,7 @@ def test_tool_calls_follow_their_schema(seed: int) -> None:
 
 
 def is_inside(text: str) -> bool:
-    """Whether a call is open, if no string in it can hold a tag."""
+    """True if a call is open, given that no string in it contains a tag."""
     return text.rfind(BEGIN) > text.rfind(END)
 
 
@@ -239,7 +239,7 @@ def test_unsupported_schemas_are_refused_in_one_line(source: str, word: str) -> 
 
 
 def test_objects_stay_open_between_tags() -> None:
-    """As they are elsewhere: what a schema does not name may come, unless it says otherwise."""
+    """Properties that a schema does not name are allowed, unless it forbids them."""
     constraint = grammars().start(calls({"type": "object", "properties": {"a": {"type": "integer"}}}))
     text = f'so {BEGIN}\n{{"a": 1, "b": {{"c": [2]}}}}\n{END} and {BEGIN}{{}}{END}'
     assert all(constraint.advance(token) for token in [*text.encode(), END_TOKEN])
