@@ -71,7 +71,7 @@ class Scheduler:
         return self.cache.admit(request, self.lookahead)
 
     def _may_admit(self) -> bool:
-        """True if waiting requests may join now. Every prefill delays all running requests, so it should serve several."""
+        """True if waiting requests may join now. A prefill delays all running requests, so it should serve several."""
         joining = min(len(self.waiting), len(self.cache.free_rows))
         may_admit = joining * JOIN_SHARE >= len(self.running) or self.delayed_steps >= self.max_admission_delay
         self.delayed_steps = 0 if may_admit or not self.waiting else self.delayed_steps + 1
