@@ -101,5 +101,5 @@ def test_taps_of_a_neighbouring_layer_change_the_trees() -> None:
 
 
 def test_score_and_expand_are_refused_for_eagle3() -> None:
-    with pytest.raises(ValueError, match="an EAGLE-3 head ranks by probability"):
+    with pytest.raises(ValueError, match="expand and score"):
         make_engine(TARGET, "head", tiny_eagle3(TARGET), TreeConfig(expand="paper"))
