@@ -320,7 +320,7 @@ def test_a_small_pool_shortens_the_context_instead_of_hanging() -> None:
 
 
 def test_head_drafter_needs_a_head() -> None:
-    with pytest.raises(ValueError, match="no head"):
+    with pytest.raises(ValueError, match="drafter"):
         make_engine(TARGET, "head")
 
 
@@ -332,7 +332,7 @@ def test_float64_output_equals_plain_decoding() -> None:
 
 
 def test_a_cache_too_small_for_one_tree_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot hold a tree of 40 nodes"):
+    with pytest.raises(ValueError, match="num_pages"):
         make_engine(TARGET, "ngram", tree=TreeConfig(budget=40), config=EngineConfig(page_size=4, num_pages=5))
 
 
@@ -345,7 +345,7 @@ def test_settings_of_another_drafter_are_refused(tree: TreeConfig) -> None:
 def test_ngram_rounds_never_overlap() -> None:
     """Its drafts would continue an outdated text."""
     config = EngineConfig(page_size=4, overlap_rounds=1)
-    with pytest.raises(ValueError, match="use ahead 0"):
+    with pytest.raises(ValueError, match="overlap_rounds"):
         make_engine(TARGET, "ngram", config=config)
     plain = make_engine(TARGET, "ngram", tree=TreeConfig(budget=1), config=config)
     assert [c.token_ids for c in run(plain, PROMPTS, GREEDY)] == TRUTH[GREEDY]

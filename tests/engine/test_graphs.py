@@ -54,7 +54,7 @@ def test_padding_never_makes_trees_smaller(max_batch: int, starts: list[int]) ->
 
 
 def test_graphs_need_a_gpu() -> None:
-    with pytest.raises(ValueError, match="needs a GPU"):
+    with pytest.raises(ValueError, match="execution"):
         make_engine(tiny_decoder(), config=EngineConfig(execution="graph"))
 
 

@@ -307,8 +307,8 @@ def test_grammar_needs_end_token_and_vocabulary() -> None:
     with pytest.raises(ValueError, match="ignore_eos"):
         SamplingParams(grammar=ANYTHING, ignore_eos=True)
     for engine, message in (
-        (make_engine(TARGET, eos_tokens=NO_END), "vocabulary"),
-        (make_engine(TARGET, constrain=lambda _: Sums()), "no end token"),
+        (make_engine(TARGET, eos_tokens=NO_END), "constrain"),
+        (make_engine(TARGET, constrain=lambda _: Sums()), "end token"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.add([1], SamplingParams(grammar=ANYTHING))
