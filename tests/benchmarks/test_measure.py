@@ -163,6 +163,16 @@ def test_a_record_tells_which_weights_were_measured_and_how_heads_were_trained(f
     assert names == {"jetspec-edge": "trained/head", "jetspec": f"{folder.name}/causal"}
 
 
+def test_a_run_of_older_setting_names_resumes(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
+    rows = bench.run()
+    path = tmp_path / "run" / RUN_FILE
+    text = path.read_text().replace('"draft_temperature"', '"heat"').replace('"shortlist_parents"', '"likely"')
+    assert "heat" in text
+    path.write_text(text)
+    assert bench.run() == rows
+
+
 @pytest.mark.parametrize("what", ["versions", "tree of ngram 6"])
 def test_rows_of_other_packages_or_trees_are_not_mixed_in(folder: Path, llm: LLM, what: str, tmp_path: Path) -> None:
     bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)

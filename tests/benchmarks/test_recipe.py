@@ -171,6 +171,15 @@ def test_plain_decoding_is_there_for_every_cell_of_every_method() -> None:
     assert {cell.budget for cell in cells["dflash"]} == {16} and {cell.batch for cell in cells["big"]} == {32}
 
 
+def test_old_names_of_settings_work_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("methods: [{name: jetspec-edge, head: x, heat: 0.7, likely: 3}]\n")
+    tree = make_config(path, {}).all_methods()[1].tree(64)
+    assert (tree.draft_temperature, tree.shortlist_parents) == (0.7, 3)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "heat" in said and "draft_temperature" in said
+
+
 def test_flags_take_the_place_of_a_recipe(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("repeats: 7\nbudgets: [16]\nmethods: [ngram]\n")
