@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from jetspec.tree import DraftTree
 from jetspec.types import TreeBatch
 
 Head = DraftHead | Eagle3Head
+SAVE: dict[str, Callable[..., None]] = {"block": save_head, "eagle3": save_eagle3}
 
 
 class HeadShape(Protocol):
@@ -108,10 +110,7 @@ def load_any_head(
 
 def save_any_head(head: Head, folder: str | Path, card: str | None = None) -> None:
     """Writes a head in the published layout of its kind, in bfloat16."""
-    if isinstance(head, Eagle3Head):
-        save_eagle3(head, folder, card=card)
-    else:
-        save_head(head, folder, card=card)
+    SAVE[head.head_config.kind](head, folder, card=card)
 
 
 def describe_any_head(path: Path) -> dict[str, Any] | None:
