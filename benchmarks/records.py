@@ -21,7 +21,7 @@ from jetspec.record import current_commit, hardware, is_whole_commit, module_com
 
 PROFILES = {
     "profile_qwen3_8b": "qwen3-8b --budget 64 --budget 128 --context 256 --context 2048 --context 8192",
-    "profile_qwen3_8b_edge": "qwen3-8b --edge --budget 64 --budget 128 --context 256",
+    "profile_qwen3_8b_edge": "qwen3-8b --set head.edge_rank=128 --budget 64 --budget 128 --context 256",
     "profile_qwen3_30b_a3b": "qwen3-30b-a3b --budget 64 --context 256",
     "profile_smollm2": f"{DEFAULT_MODEL} --weights real --head {DEFAULT_MODEL} --budget 32 --budget 64 --budget 128 "
     "--context 256",

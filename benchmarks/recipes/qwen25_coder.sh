@@ -9,8 +9,8 @@ usage="give PROMPTS QUESTIONS [STEPS]"
 prompts=${1:?$usage} questions=${2:?$usage} steps=${3:-1000}
 model=${MODEL:-Qwen/Qwen2.5-Coder-1.5B-Instruct} jetspec=${JETSPEC:-jetspec} answers=runs/qwen25_coder/greedy.jsonl
 
-$jetspec data regenerate --model "$model" --data "$prompts" --out "$answers" --on-bad skip \
-    --shard "${SHARD:-0/1}" --jobs "${JOBS:-1}"
+$jetspec data regenerate --model "$model" --data "$prompts" --out "$answers" --set prompts.on_bad=skip \
+    --set prompts.shard="${SHARD:-0/1}" --jobs "${JOBS:-1}"
 $jetspec train jetspec/recipes/qwen25_coder_1_5b.yaml --set "model=$model" --set "data=[$answers]" --set "steps=$steps"
 for recipe in qwen25_coder qwen25_coder_long; do
     ${BENCHMARKS:-python -m benchmarks} run "benchmarks/recipes/$recipe.yaml" --model "$model" --data-dir "$questions"

@@ -13,7 +13,7 @@ train() { # NAME RECIPE [OPTIONS]
 }
 export -f train
 
-$JETSPEC data regenerate --data "$prompts" --out "$ANSWERS" --on-bad skip
+$JETSPEC data regenerate --data "$prompts" --out "$ANSWERS" --set prompts.on_bad=skip
 xargs -L 1 -P "${AT_ONCE:-1}" bash -c 'train "$@"' train <<HEADS
 edge smollm2_135m
 causal smollm2_135m --set head.edge_rank=0
