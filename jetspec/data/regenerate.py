@@ -190,7 +190,7 @@ class Tally:
 
     def refuse(self, bad: BadPrompt) -> None:
         if self.on_bad == "stop":
-            raise ValueError(f"{bad.where}: {bad.reason}; fix it, or leave such prompts out with --set prompts.on_bad=skip")
+            raise ValueError(f"{bad.where}: {bad.reason}; fix it, or use --set prompts.on_bad=skip")
         self.skipped += 1
         print_above(f"skipped {bad.where}: {bad.reason}", file=sys.stderr)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetspec.ops.layouts import STAGE_BYTES, Residual, copied, is_small
-from jetspec.ops.linear_tiles import Epilogue, TiledLinear
+from jetspec.ops.linear_tiles_triton import Epilogue, TiledLinear
 from jetspec.ops.overlap_triton import fetch, overlap, wait
 from jetspec.ops.rows import whole_tiles
 from jetspec.ops.select import device_of, enabled

@@ -29,7 +29,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def instead(words: list[str]) -> subprocess.CompletedProcess[str]:
         commands.append(words[2:])
-        if "--edge" in words:
+        if "head.edge_rank=128" in words:
             return subprocess.CompletedProcess(words, 1)
         Path(words[words.index("--out") + 1]).write_text(json.dumps(record_of(words[2:])))
         return subprocess.CompletedProcess(words, 0)
