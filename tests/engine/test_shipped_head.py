@@ -47,7 +47,7 @@ def test_card_matches_the_record() -> None:
     assert "Decoding" not in text
 
 
-def test_the_readme_shows_the_record() -> None:
+def test_the_page_shows_the_record() -> None:
     record = read_record(ROOT / "docs" / "results" / "head_smollm2.json")
-    page = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "results" / "training.md").read_text()
     assert page == put_between(page, "head", decoded(record))
