@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from typing import Any
 
+from jetspec.aliases import renamed
 from jetspec.config import TreeConfig
 from jetspec.models.draft_head import HeadConfig
 from jetspec.models.head_format import read_config, require_fit
@@ -21,6 +22,8 @@ def tree_config(additional: Mapping[str, Any], num_drafted: int) -> TreeConfig:
     """Tree settings from `--additional-config '{"jetspec": {..}}'`. The budget is vLLM's number of draft tokens plus
     the anchor."""
     given = additional.get(OPTIONS) or {}
+    if isinstance(given, Mapping):
+        given = renamed(given, "tree", where="--additional-config")
     known = {field.name for field in fields(TreeConfig)} - {"budget"}
     if not isinstance(given, Mapping) or (unknown := sorted(set(given) - known)):
         what = f"{', '.join(unknown)} is not an option" if isinstance(given, Mapping) else "it is not a table"

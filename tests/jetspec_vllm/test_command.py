@@ -181,6 +181,11 @@ WRONG: list[tuple[object, str]] = [
 ]
 
 
+def test_old_names_of_settings_still_work(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = tree_config({"jetspec": {"heat": 0.5}}, 15)
+    assert tree.draft_temperature == 0.5 and "draft_temperature" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("given", "said"), WRONG)
 def test_wrong_options_are_named(given: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
