@@ -157,12 +157,6 @@ def test_documents_without_an_id_are_held_out_one_by_one() -> None:
     assert (len(held_out), len(rest)) == (2, 18)
 
 
-def test_single_prompt_cannot_be_split() -> None:
-    document = Document(np.arange(3), np.arange(3) > 0, "a")
-    with pytest.raises(ValueError, match="validation_rows"):
-        Documents.join([(0, document), (1, document)]).hold_out(4, 0)
-
-
 BAD_DATA = [
     {"id": "long", "token_ids": [1, 2, 3, 4, 5, 6], "spans": [[2, 6]]},
     {"id": "lost", "token_ids": [1, 2, 3, 4, 5, 6], "spans": [[4, 6]]},
@@ -205,13 +199,6 @@ def test_first_places_are_named_and_others_counted(count: int) -> None:
     named, _, more = str(places).partition(" and ")
     assert named == ", ".join(f"a:{number}" for number in range(min(count, NAMED_ROWS)))
     assert more == (f"{count - NAMED_ROWS} more" if count > NAMED_ROWS else "")
-
-
-def test_mask_token_in_the_data_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in BAD_DATA[:4]))
-    with pytest.raises(ValueError, match=r"mask token 9 .*a\.jsonl:4"):
-        read_documents([path], 10, 50, mask_token=9)
 
 
 def test_padding_adds_rows_without_documents() -> None:

@@ -621,14 +621,6 @@ def write_corpus(path: Path) -> Path:
     return write_jsonl(path, [{**row, "response": f"answer {i}"} for i, row in enumerate(rows)])
 
 
-def test_corpus_answers_without_the_model(model: Path, tmp_path: Path) -> None:
-    data, out = write_corpus(tmp_path / "p.jsonl"), tmp_path / "out.jsonl"
-    assert run_corpus(model, data, out).exit_code == 0
-    for i, row in enumerate(read_rows(out).values()):
-        (start, end), *_ = row["spans"]
-        assert TOKENIZER.decode(row["token_ids"][start:end]) == f"answer {i}"
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [("-n 9", "max_tokens"), ("--temperature 0", "temperature"), ("--jobs 3 -t 0.7", "machine.jobs")],

@@ -6,10 +6,6 @@ import json
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -283,23 +279,6 @@ def test_foreign_file_is_not_touched(content: str, tmp_path: Path) -> None:
     assert out.read_text() == content
 
 
-def test_ids_name_seed_and_attempt() -> None:
-    one, other = (replace(CONFIG, seed=seed).attempt(7).id for seed in (0, 5))
-    assert (one, other) == ("invented-s0-000007", "invented-s5-000007")
-    assert attempt_number(one) == attempt_number(other) == 7
-
-
-def test_one_run_writes_to_a_regular_file(tmp_path: Path) -> None:
-    pytest.importorskip("fcntl")
-    first = PromptFile(tmp_path / "out.jsonl")
-    with pytest.raises(ValueError, match="another run"):
-        PromptFile(tmp_path / "out.jsonl")
-    first.close()
-    assert not (tmp_path / "out.jsonl").exists()
-    with pytest.raises(ValueError, match="not a regular file"):
-        PromptFile(tmp_path)
-
-
 def test_run_without_new_prompts_ends(tmp_path: Path, no_record: None) -> None:
     out, greedy = tmp_path / "out.jsonl", replace(CONFIG, prefixes=("",))
 
@@ -343,20 +322,6 @@ def test_engine_prompts_do_not_depend_on_the_batch(model: Path, tmp_path: Path) 
         assert "3 prompts synthesized, 0 already there" in result.stdout
     assert outs[0].read_bytes() == outs[1].read_bytes()
     assert "3 already there" in run(model, outs[0], "--count", "3").stdout
-
-
-def test_killed_run_resumes(model: Path, tmp_path: Path) -> None:
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert run(model, whole, "--count", "12", "--batch", "16").exit_code == 0
-    command = [sys.executable, "-m", "jetspec.commands.app", *arguments(model, out, "--count", "12", "--batch", "2")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= 3):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert 3 <= (before := read_content(out).num_rows) < 12
-    assert f"{12 - before} prompts synthesized, {before} already there" in run(model, out, "--count", "12").stdout
-    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:

@@ -187,16 +187,6 @@ def test_rows_may_share_teacher_states(kind: LossKind, chunk: int, states: int) 
     assert_same_gradients(shared.gradients(result.loss_sum), alone.gradients(expected.loss_sum), 1e-13)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(kind: LossKind) -> None:
-    problem = Problem.draw(kind, rows=4, vocab=6, rank=2, temperature=1.5, size=3).trainable()
-
-    def loss_sum(hidden: Tensor, edge: Tensor, successor: Tensor) -> Tensor:
-        return replace(problem, hidden=hidden, edge=edge, successor=successor).solve(chunk=3).loss_sum
-
-    assert torch.autograd.gradcheck(loss_sum, problem.student)
-
-
 def test_backward_scales_and_may_run_again() -> None:
     problem = Problem.draw().trainable()
     loss_sum = problem.solve(chunk=2).loss_sum
@@ -413,29 +403,6 @@ def test_kernel_on_a_gpu(kind: LossKind, vocab: int, dtype: torch.dtype, rtol: f
     assert torch.equal(hit, expected[1])
     torch.testing.assert_close(prob, expected[2], atol=1e-7, rtol=1e-4)
     torch.testing.assert_close(grad, expected_grad, atol=3e-8, rtol=rtol)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("autocast", [True, False])
-def test_bf16_on_a_gpu_stays_close_to_fp32(kind: LossKind, autocast: bool) -> None:
-    """Loss within 1 %, gradients within 4 % of their norm: rounding the logits to bf16 alone changes them by 2 %."""
-    narrow = Problem.draw(kind, rows=700, vocab=49152, rank=64, size=576, seed=1, dtype=torch.bfloat16, device="cuda")
-    narrow.lm_head *= 0.1
-    assert narrow.successor is not None
-    narrow.successor *= 0.1
-    wide = narrow.to(torch.float32).trainable()
-    expected = wide.solve(kernels="reference")
-    if autocast:
-        with torch.autocast("cuda", torch.bfloat16):
-            result = wide.solve(chunk=256)
-        grads = wide.gradients(result.loss_sum)
-    else:
-        result = narrow.trainable().solve(chunk=256)
-        grads = narrow.gradients(result.loss_sum)
-    torch.testing.assert_close(result.loss_sum, expected.loss_sum, atol=0, rtol=0.01)
-    for got, want in zip(grads, wide.gradients(expected.loss_sum), strict=True):
-        assert (got.float() - want).norm() < 0.04 * want.norm()
 
 
 @pytest.mark.gpu

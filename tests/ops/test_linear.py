@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from jetspec.ops import Residual, add_linear, layouts, norm_linear, norm_swiglu, rms_norm, select, swiglu
 from jetspec.ops.counters import MAX_BARRIER_PROGRAMS, barrier_counters
-from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear, pack
+from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear
 from jetspec.ops.select import Device, Facts, force
 from tests.gluon import Blocks, Interpreted
 from tests.kernels import compile_for_hopper, fetches_early
@@ -38,11 +38,6 @@ def test_equals_the_plain_product(rows: int, bias: bool, frozen: bool, dtype: to
         torch.testing.assert_close(y, F.linear(x, weight, b), atol=atol, rtol=rtol)
 
 
-def test_leading_dimensions_are_free() -> None:
-    x, weight = torch.randn(2, 3, 5, 8), torch.randn(4, 8)
-    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
-
-
 def test_trained_weights_are_never_packed() -> None:
     weight = nn.Parameter(torch.randn(6, 8))
     x = torch.randn(8, 8)
@@ -59,13 +54,6 @@ def test_gradients_flow() -> None:
     x = torch.randn(7, 8)
     linear(x, weight).square().sum().backward()
     torch.testing.assert_close(weight.grad, 2 * F.linear(x, weight).T @ x)
-
-
-def test_packing_ahead_changes_nothing() -> None:
-    weight, x = nn.Parameter(torch.randn(6, 8), requires_grad=False), torch.randn(9, 8)
-    pack(weight)
-    assert hasattr(weight, "packed") == HAS_MKL_PACKING
-    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("rows", [(3,), (1,), (2, 5)])
@@ -151,12 +139,6 @@ def test_tiles_need_the_copy_engine_and_memory(
     assert select._read_linear(x, x).can_copy == can
     assert not select._read_linear(x[:, 1:], x[:, 1:]).can_copy, "rows must start at multiples of 16 bytes"
     assert not select._read_linear(x.float(), x.float()).can_copy, "tensor cores take 16 bits"
-
-
-def test_bare_products_with_many_outputs_are_the_librarys() -> None:
-    x = torch.zeros(16, 8, dtype=torch.bfloat16)
-    assert select._read_linear(x, torch.zeros(32_768, 8, dtype=torch.bfloat16)).can_fuse
-    assert not select._read_linear(x, torch.zeros(32_769, 8, dtype=torch.bfloat16)).can_fuse
 
 
 def test_half_precision_does_not_begin_a_norm() -> None:
@@ -285,14 +267,6 @@ def test_a_multiprocessor_reads_as_little_as_it_can(gated: bool, rows: int, outp
     assert rows_read(chosen.width) == min(map(rows_read, (32, 48, 64, 96)))
 
 
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(64, 5120, 48), (64, 6144, 48), (64, 4096, 32), (16, 6144, 96)])
-def test_widths_of_tiles_on_an_h200(rows: int, outputs: int, width: int) -> None:
-    """160 narrow tiles would be more than run at once, and the last 28 would run alone."""
-    pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.linear_triton")
-    assert module.choose_row_tiles(rows, outputs, False, 132).width == width
-
-
 REGISTER_SHAPES = [(64, 576, 1536), (48, 576, 1408), (16, 576, 2880), (33, 1024, 2048), (17, 56, 24), (2, 72, 40)]
 
 
@@ -375,14 +349,6 @@ def test_programs_of_a_large_weight_run_at_once(outputs: int, inputs: int, count
     assert tiles.SPLITS == 1 or (inputs // tiles.SPLITS >= layouts.MIN_SPLIT_INPUTS and not tiles.HALF)
     assert tiles.SPLITS > 1 or inputs < 2 * layouts.MIN_SPLIT_INPUTS
     assert 3 <= tiles.stages(True) <= tiles.stages(False) <= layouts.WARP_STAGES
-
-
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "has_tiles"),
-    [(3072, 0, True), (16896, 0, True), (4096, 12288, True), (3040, 0, False), (16897, 0, False), (5120, 25600, False)],
-)
-def test_products_that_fill_an_h200_once_are_warp_specialized(outputs: int, inputs: int, has_tiles: bool) -> None:
-    assert (layouts.warp_tiles(outputs, inputs, 132) is not None) == has_tiles
 
 
 @given(outputs=st.integers(1, 4000), rows=st.integers(129, 4096), count=st.integers(20, 200))
@@ -551,16 +517,6 @@ def test_kernel_of_a_few_rows_compiles_for_hopper(rows: int, reads: bool) -> Non
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 def test_kernel_on_a_gpu(outputs: int, inputs: int, dtype: torch.dtype, tolerance: float) -> None:
     compare_vector(outputs, inputs, False, dtype, "cuda", tolerance)
-
-
-@pytest.mark.gpu
-def test_residuals_are_added_in_place_on_a_gpu() -> None:
-    total, x, weight = (torch.randn(s, device="cuda") for s in ((64, 96), (64, 128), (96, 128)))
-    expected = total + F.linear(x, weight)
-    with torch.no_grad():
-        out = add_linear(total, x, weight).x
-    assert out.data_ptr() == total.data_ptr()
-    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -122,29 +122,6 @@ def test_tiles_of_every_size(interpreter: Executor, pairs: int, rows: int, depth
     interpreter.submit(compare_tilings, pairs, rows, depth).result()
 
 
-def check_groups(expert_TK: Tensor, num_experts: int, tile_size: int) -> None:
-    import jetspec.ops.moe_triton as kernels
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "GROUP_BLOCK", 8)
-        pair, tile_expert, num_tiles = kernels.group_pairs_triton(expert_TK, num_experts, tile_size)
-    expert, none = expert_TK.flatten(), expert_TK.numel()
-    assert int(num_tiles) == int((-(-torch.bincount(expert, minlength=num_experts) // tile_size)).sum())
-    rows, of_tile = pair.view(-1, tile_size)[:num_tiles], tile_expert[:num_tiles]
-    real = rows < none
-    assert torch.equal(rows[real].long(), expert.argsort(stable=True))
-    assert torch.equal(expert[rows[real].long()], of_tile[:, None].expand_as(rows)[real].long())
-    assert bool((rows[~real] == none).all())
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 30])
-@pytest.mark.parametrize("num_experts", [1, 5, 8])
-@pytest.mark.parametrize("tile_size", [2, 4])
-def test_groups_hold_every_pair_once(interpreter: Executor, tokens: int, num_experts: int, tile_size: int) -> None:
-    expert_TK = torch.randint(num_experts, (tokens, 2))
-    interpreter.submit(check_groups, expert_TK, num_experts, tile_size).result()
-
-
 # -- the router
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from jetspec.ops import select
 from jetspec.ops.place import place_reference
-from jetspec.ops.select import Device, device_of, force, uses_kernel, without
+from jetspec.ops.select import force, uses_kernel, without
 
 
 @pytest.fixture
@@ -71,10 +71,3 @@ def test_every_row_names_a_function(on_gpu: None) -> None:
     for operation, choices in select.TABLE.items():
         for row in choices:
             assert callable(select._load(row.kernel, operation)), row.name
-
-
-def test_device_properties_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(multi_processor_count=78, shared_memory_per_multiprocessor=100)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert device_of.__wrapped__(torch.device("cuda")) == Device("cuda", (8, 9), 78, 100)

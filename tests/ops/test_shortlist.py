@@ -47,26 +47,6 @@ def test_shortlist_holds_the_best_children_of_probable_parents(num_parents: int)
     torch.testing.assert_close(logprob, logits.log_softmax(-1).gather(-1, token))
 
 
-def test_child_that_only_its_parent_makes_probable_is_found() -> None:
-    """Without the edge it is the least probable token of its depth."""
-    logits, root_B, edge = random_drafts(B=1, D=2, V=40, R=4)
-    parent = int(logits[0, 0].argmax())
-    edge.gate_BDR[0, 1] *= 10
-    child = int((edge.successor_VR @ (edge.predecessor_VR[parent] * edge.gate_BDR[0, 1])).argmax())
-    logits[0, 1, child] = logits[0, 1].min() - 1
-    alone = logits[0, 1].topk(8).indices.tolist()
-    assert child not in alone and child in shortlist(logits, root_B, edge, 8, 1)[0][0, 1]
-
-
-def test_zero_edge_gives_the_best_tokens_of_the_depth() -> None:
-    logits, root_B, edge = random_drafts(B=2, D=3, V=30, R=4)
-    none = EdgeFactors(torch.zeros_like(edge.gate_BDR), edge.predecessor_VR, edge.successor_VR)
-    token, logprob = shortlist(logits, root_B, none, 6, 2)
-    best = logits.log_softmax(-1).topk(6)
-    assert torch.equal(token, best.indices)
-    torch.testing.assert_close(logprob, best.values)
-
-
 def test_temperature_divides_the_logits() -> None:
     logits, root_B, edge = random_drafts(B=3, D=2, V=30, R=4)
     temperature_B = torch.tensor([0.5, 1.0, 2.0])

@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.serve import ServerProcess
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.connection import max_connections
 from jetspec.serve.log import MAX_LINES, WINDOW_S, RateLimit, set_up_log
 from tests.serve.live import Live, streaming, tiny_llm, wait_until
 
@@ -32,12 +31,6 @@ def test_idle_connections_are_evicted(folder: Path, monkeypatch: pytest.MonkeyPa
                 assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
             assert [line for line in lines if line][-1] == "data: [DONE]", "an active connection is kept"
         wait_until(lambda: len(open_now) <= 8)
-
-
-def test_connection_limit_is_below_the_file_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for files, most in ((200, 100), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)):
-        monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
-        assert max_connections(ServeConfig()) == most
 
 
 def test_server_survives_more_connections_than_files(folder: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -165,11 +164,6 @@ def test_definitions_of_tools_do_not_collide(tooled: Live, name: str) -> None:
     assert call.type == "function" and call.function.name == name
     flag = json.loads(call.function.arguments)["inner"]["flag"]
     assert flag == 7 if name == "second" else isinstance(flag, bool)
-
-
-def test_strict_tools_are_accepted_with_any_choice(tooled: Live) -> None:
-    for choice in ("auto", "required"):
-        assert tooled.chat(tools=nested_tools(), tool_choice=choice, max_tokens=2).status_code == 200
 
 
 def test_faulty_response_formats_are_refused_by_their_place(live: Live) -> None:
@@ -343,21 +337,3 @@ def test_usage_counts_a_prompt_once_for_all_completions(live: Live) -> None:
     assert both["prompt_tokens"] == 2 * one["prompt_tokens"] + len(live.llm.tokenizer.encode("new", add_special=True))
     full = (one["prompt_tokens"] - 1) // 4 * 4
     assert both["prompt_tokens_details"]["cached_tokens"] == 2 * full
-
-
-def test_openai_client_parses_response_formats(live: Live) -> None:
-    class Flag(BaseModel):
-        on: bool
-
-    done = live.client().chat.completions.parse(
-        model=NAME, messages=[{"role": "user", "content": "?"}], response_format=Flag, max_tokens=100, seed=1
-    )
-    message = done.choices[0].message
-    assert isinstance(message.parsed, Flag)
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        live.client().chat.completions.create(
-            model=NAME,
-            messages=[{"role": "user", "content": "?"}],
-            tools=[WEATHER],
-        )
-    assert httpx.get(f"{live.url}/health").status_code == 200

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from jetspec.serve.config import ServeConfig, read_keys
@@ -77,12 +76,6 @@ def test_only_a_whole_bearer_key_opens_routes(locked: Live, key: str, scheme: st
     expected = 200 if key in KEYS and scheme.lower() == "bearer" else 401
     for path in CLOSED[:-1]:
         assert httpx.get(locked.url + path, headers=headers).status_code == expected
-
-
-def test_openai_client_reports_a_wrong_key(locked: Live) -> None:
-    with pytest.raises(openai.AuthenticationError):
-        locked.client("wrong-key-0123456789").models.list()
-    assert locked.client(KEYS[1]).models.list().data
 
 
 def test_origins_are_refused_unless_named(locked: Live, live: Live) -> None:

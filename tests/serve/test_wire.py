@@ -123,14 +123,6 @@ def test_small_chunks_do_not_block_the_event_loop(locked: Live, key: str, size: 
     assert max(times) < 0.5, "several times the usual CPU time"
 
 
-@pytest.mark.parametrize("size", [1, 300, 100_000])
-def test_chunks_are_joined(live: Live, size: int) -> None:
-    """A few small ones are accepted."""
-    body = GOOD if size == 1 else GOOD[:-1] + b" " * 1_000_000 + b"}"
-    start = head("POST /v1/completions", JSON, "Transfer-Encoding: chunked", "Connection: close")
-    assert statuses(talk(live, start, chunked(body, size))) == [200]
-
-
 @pytest.mark.parametrize(
     ("status", "key", "length"), [(401, "wrong", 10_000_000), (413, KEY, 10_000_000), (401, "wrong", 0), (200, KEY, 0)]
 )

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
@@ -29,13 +27,10 @@ from jetspec.models.heads import Head
 from jetspec.train import evaluate
 from jetspec.train.evaluate import (
     HeadScore,
-    follow,
     make_trees,
-    rounds_of,
     score_head,
 )
 from jetspec.train.reading import ABSENT, BEYOND, BlockReading, next_tokens
-from jetspec.tree import DraftTree
 from jetspec.types import Completion, SamplingParams
 from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head
 from tests.models.paged import run_decoder
@@ -147,18 +142,6 @@ def test_two_answers_in_one_text_score_like_two_texts() -> None:
     assert joint.rank_AD.tolist() == apart.rank_AD.tolist()
 
 
-def test_path_logprob_equals_a_fresh_pass() -> None:
-    target, head = trained_pair(edge=False, causal=True)
-    text, path = [3, 8, 21, 40, 7, 7, 19], torch.tensor([[5, 6, 9], [1, 30, 2], [44, 0, 11]])
-    anchors = [0, 3, 6]
-    with torch.inference_mode():
-        found = BlockReading(target, head, np.array(text)).logprob(torch.tensor(anchors), path)
-    for row, anchor in enumerate(anchors):
-        logits, _ = run_decoder(target, text[: anchor + 1] + path[row].tolist())
-        expected = logits.log_softmax(-1)[anchor:-1].gather(1, path[row, :, None])[:, 0]
-        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
-
-
 def test_gap_is_the_difference_of_logprobs() -> None:
     """Recomputes the gap at every anchor of a short answer from the head's argmax chain and a fresh target pass."""
     target, head = trained_pair(edge=False, causal=True)
@@ -177,15 +160,6 @@ def test_gap_is_the_difference_of_logprobs() -> None:
     torch.testing.assert_close(score.gap_A, torch.tensor(gaps), rtol=1e-3, atol=1e-3)
 
 
-def test_ranks_agree_with_the_chain() -> None:
-    """A chain follows the best candidates, so it is accepted as long as the true tokens have rank 0."""
-    target, head = trained_pair(edge=True, causal=True)
-    documents = documents_of(target, PROMPTS, LENGTHS)
-    score = score_head(target, head, documents, ("chain",), TreeConfig(width=4))
-    runs = (score.rank_AD == 0).cumprod(1).sum(1).split(list(LENGTHS))
-    assert [list(rounds_of(run.tolist())) for run in runs] == score.rounds["chain"]
-
-
 def test_depth_counts_by_hand() -> None:
     rank = torch.tensor([[0, 0, 1], [0, 2, 0], [3, 0, 0], [ABSENT, 0, 0], [0, BEYOND, BEYOND]])
     score = HeadScore({"16": [[2, 1]]}, rank, torch.tensor([6.0, -2.0, 1.0, -7.0]), width=3)
@@ -199,35 +173,6 @@ def test_depth_counts_by_hand() -> None:
     assert score.top_path()["near_frac"] == 1 / 2
     assert score.top_path()["gaps_nats"] == [6.0, -2.0, 1.0, -7.0]
     assert score.tokens_per_round == {"16": 2.5}
-
-
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=30))
-def test_rounds_commit_every_token_once(accepted: list[int]) -> None:
-    rounds = list(rounds_of(accepted))
-    assert sum(rounds) + len(rounds) == len(accepted)
-    at = 0
-    for length in rounds[:-1]:
-        assert length == accepted[at]
-        at += length + 1
-    assert rounds[-1] <= accepted[at]
-
-
-@settings(max_examples=40)
-@given(st.data())
-def test_follow_finds_the_longest_correct_path(data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, 12))
-    parents = [0] + [data.draw(st.integers(0, i - 1)) for i in range(1, size)]
-    tokens = [0]
-    for i in range(1, size):
-        taken = {tokens[j] for j in range(1, i) if parents[j] == parents[i]}
-        tokens.append(data.draw(st.sampled_from([t for t in range(13) if t not in taken])))
-    tree = DraftTree.from_parents(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([size]), size - 1)
-    coming = data.draw(st.lists(st.integers(-1, 3), min_size=12, max_size=12))
-    paths: list[list[int]] = [[]]
-    for i in range(1, size):
-        paths.append([*paths[parents[i]], tokens[i]])
-    longest = max(len(path) for path in paths if path == coming[: len(path)])
-    assert follow(tree, torch.tensor([coming])).tolist() == [longest]
 
 
 class Chatter:
@@ -378,15 +323,10 @@ def test_record_holds_the_shortlist(words: tuple[str, ...], shortlist: int, data
 
 
 def test_table_shows_tasks_and_budgets(data_dir: Path) -> None:
-    result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16,7", "--no-real")
+    result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16,7")
     assert result.exit_code == 0, result.output
-    assert "quiz" in result.stdout and "tree 16" in result.stdout and "tree 7" in result.stdout
-    assert "chat" not in result.stdout and "tokens/s" not in result.stdout
-
-
-def test_the_screen_says_how_many_texts_are_those_of_plain_decoding(data_dir: Path) -> None:
-    result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16")
-    assert "the same text as plain" in result.stdout and "100.0%" in result.stdout
+    assert all(word in result.stdout for word in ("quiz", "tree 16", "tree 7", "the same text as plain", "100.0%"))
+    assert "chat" not in result.stdout
 
 
 def test_questions_of_all_tasks_are_checked_first(data_dir: Path) -> None:

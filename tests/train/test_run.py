@@ -54,18 +54,6 @@ def test_single_prompt_cannot_be_held_out(tmp_path: Path) -> None:
     assert trainer.validation is None and len(trainer.data.documents) == 1
 
 
-def test_cut_rows_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ids = [f"p{i}" for i in range(12)]
-    make_trainer(recipe(tmp_path, write_rows(tmp_path / "a.jsonl", ids)), TARGET)
-    assert capsys.readouterr().err == ""
-    file = write_rows(tmp_path / "b.jsonl", ids, length=40)
-    make_trainer(recipe(tmp_path, file), TARGET)
-    named = ", ".join(f"{file}:{line}" for line in range(1, NAMED_ROWS + 1))
-    assert capsys.readouterr().err == (
-        f"12 of 12 rows cut: longer than row_len 32 ({named} and {12 - NAMED_ROWS} more)\n"
-    )
-
-
 @pytest.mark.parametrize("count", [0, NAMED_ROWS, NAMED_ROWS + 1])
 def test_cut_rows_are_listed_at_every_start(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The message refers to the list only if it does not name all rows. An empty list is not written."""

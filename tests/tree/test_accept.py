@@ -67,15 +67,6 @@ def test_greedy_equals_a_walk_node_by_node(seed: int, batch: int, depth: int, bu
         assert token_BD1[row].tolist() == drafts + [bonus] * (padding + 1)
 
 
-def test_padding_is_never_a_child() -> None:
-    """Padding carries token 0, which is also the target's choice everywhere."""
-    padded = DraftTree.from_parents(torch.tensor([[3, 1, 0, 0]]), torch.zeros(1, 4).long(), torch.tensor([2]), 1)
-    logits_BNV = torch.zeros(1, 4, VOCAB)
-    logits_BNV[..., 0] = 1
-    out = accept(padded, logits_BNV, sampling_rows(1, SamplingParams()), torch.tensor([0]))
-    assert out.length_B.tolist() == [0] and out.bonus_B.tolist() == [0]
-
-
 def test_acceptance_needs_no_host_sync() -> None:
     """Meta tensors have no values: reading one raises."""
     tree = random_tree(torch.zeros(2, dtype=torch.long, device="meta"), 0)
@@ -186,13 +177,6 @@ def test_tree_does_not_change_the_text(draft: Draft, params: SamplingParams) -> 
     sampling = sampling_rows(64, params)
     plain_BT = decode(target_table(1), root_only, sampling, 24)
     assert torch.equal(decode(target_table(1), draft, sampling, 24), plain_BT)
-
-
-def test_full_tree_is_accepted_to_its_depth() -> None:
-    tree = full_tree(torch.zeros(50, dtype=torch.long), 0)
-    logits_BNV = torch.zeros(*tree.token_BN.shape, VOCAB)
-    out = accept(tree, logits_BNV, sampling_rows(50, SamplingParams(1.0)), torch.arange(50))
-    assert out.length_B.tolist() == [2] * 50
 
 
 # ---- the kernel ----

@@ -263,18 +263,6 @@ def test_zero_edge_gives_the_tree_without_edges(seed: int, config: TreeConfig, s
         assert_same(tree, row, plain, row)
 
 
-@settings(max_examples=30)
-@given(seeds, logprob_configs, sizes)
-def test_edge_trees_are_trees(seed: int, config: TreeConfig, size: tuple[int, int, int]) -> None:
-    batch, depth, _ = size
-    candidates, _ = edge_candidates(seed, *size)
-    absent_BDC = torch.rand(candidates.logprob_BDC.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
-    logprob_BDC = candidates.logprob_BDC.masked_fill(absent_BDC, -torch.inf)
-    tree = build_tree(torch.arange(batch), replace(candidates, logprob_BDC=logprob_BDC), config, depth)
-    tree.validate()
-    assert tree.score_BN is not None and not tree.score_BN.isnan().any()
-
-
 @pytest.mark.parametrize("expand", get_args(Expand))
 def test_building_needs_no_host_sync(expand: Expand) -> None:
     """Meta tensors have no values: reading one raises."""

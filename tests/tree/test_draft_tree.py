@@ -75,12 +75,6 @@ def test_chain_mask_is_causal(num_nodes: int) -> None:
     assert torch.equal(tree.visible_BNN()[1], torch.ones(num_nodes, num_nodes).tril().bool())
 
 
-def test_root_alone_has_depth_0() -> None:
-    tree = DraftTree.root(torch.tensor([7, 9]))
-    tree.validate()
-    assert tree.token_BN.tolist() == [[7], [9]] and tree.size_B.tolist() == [1, 1] and tree.max_depth == 0
-
-
 def small_tree() -> DraftTree:
     """0 -> 1, 2; 1 -> 3; then one row of padding."""
     token_BN, parent_BN = torch.tensor([[5, 6, 7, 6, 9]]), torch.tensor([[0, 0, 0, 1, 3]])
@@ -148,11 +142,3 @@ def test_limits_keep_the_first_nodes_within_them(
         size = int(small.size_B[row])
         assert small.token_BN[row, :size].tolist() == kept
         assert [kept[p] for p in small.parent_BN[row, :size].tolist()] == [parents[node] for node in kept]
-
-
-def test_large_limits_change_nothing() -> None:
-    tree = random_tree(5, 3, 20)
-    same = tree.limited(torch.full((3,), 99), torch.full((3,), 99))
-    size = same.token_BN.shape[1]
-    assert size == int(tree.size_B.max())
-    assert same.token_BN.equal(tree.token_BN[:, :size]) and same.parent_BN.equal(tree.parent_BN[:, :size])
