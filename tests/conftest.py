@@ -18,7 +18,7 @@ import torch
 from tests.kernels import interpret_quickly
 from tests.unwritten import fill_unwritten
 
-# How long an example takes says how busy the machine is.
+# No deadline: the time of an example depends on the load of the machine.
 hypothesis.settings.register_profile("patient", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("patient")
 
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 fill_unwritten()
 
-# A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that. Tests send it to them.
+# A shell ignores Ctrl-C in background commands, and their children inherit that. Tests send Ctrl-C to children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,8 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A request of httpx makes a client, which reads the certificates of all authorities, for servers that have none.
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 
-# What all tests import stays until the end. Looking for garbage in it, again and again, would take longer than some
-# tests do, above all those of what collects garbage itself.
+# Imported modules stay until the end. Searching them for garbage takes longer than some tests, in particular those of
+# code that collects garbage itself.
 gc.disable()
 
 

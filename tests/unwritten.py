@@ -18,11 +18,11 @@ def fill_unwritten() -> None:
     """Fills new uninitialized tensors with NaN or the largest integer. Otherwise they are mostly zero, and an error
     shows once in a hundred runs.
 
-    Not on a GPU, where what is captured is to be what users capture.
+    Without effect where a GPU is available: tests capture the same graphs as users there.
     """
     if torch.cuda.is_available():
         return
-    _device_constructors()  # it remembers which functions a device context is for: these, not what takes their place
+    _device_constructors()  # caches the functions of a device context before they are replaced
     for owner, name in MAKERS:
         setattr(owner, name, _filled(getattr(owner, name)))
 

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+import re
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner, Result
 
 from jetspec.aliases import RENAMED
 from jetspec.commands.app import app
-from jetspec.commands.options import Decoding, ModelConfig, all_settings, read_options
+from jetspec.commands.options import Decoding, all_settings, read_options
 from jetspec.commands.profile import SHAPES
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
-from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.settings import describe_settings
 from jetspec.train.config import TrainConfig
 from jetspec.types import SamplingParams
+from tests.commands.cli import all_commands, run
 from tests.fake_llm import FakeLLM
 
 MAX_VISIBLE = 150
 OF_PLUGINS = 5
 """Visible options of `jetspec vllm serve`."""
-
-
-def run(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args))
-
-
-def all_commands(command: Any, words: str = "jetspec") -> Iterator[tuple[str, Any]]:
-    yield words, command
-    for name in getattr(command, "commands", {}):
-        yield from all_commands(command.commands[name], f"{words} {name}")
 
 
 def visible_options(command: Any) -> list[str]:
@@ -72,11 +61,6 @@ def test_every_setting_of_decoding_is_listed_once() -> None:
         names = {field.name for field in fields(config)} - {"grammar"}
         assert {f"{section}.{name}" for name in names} <= set(paths)
     assert "sampling.grammar.compiled" not in paths
-
-
-def test_defaults_are_those_of_the_library() -> None:
-    assert Decoding().sampling == SamplingParams() and Decoding().engine == EngineConfig()
-    assert ModelConfig().name == DEFAULT_MODEL
 
 
 def test_named_shapes_are_those_of_the_profiler() -> None:
@@ -141,29 +125,16 @@ def test_given_holds_what_the_command_line_names() -> None:
 # -- options of an earlier release
 
 
-def old_flags() -> list[tuple[str, str]]:
-    return [(section, flag) for section, rows in RENAMED.items() if section.split(" ")[0] == "flag" for flag in rows]
-
-
 def test_every_old_flag_names_a_setting() -> None:
-    known = {
-        setting.path for words, command in all_commands(typer.main.get_command(app)) for setting in settings_of(command)
-    }
-    for section, flag in old_flags():
-        assert RENAMED[section][flag].removeprefix("--set ") in known
+    commands = [words.split() for words, command in all_commands(typer.main.get_command(app)) if takes_all(command)]
+    known = "".join(run(*words, "--help-all").stdout for words in commands)
+    for section in (section for section in RENAMED if section.split(" ")[0] == "flag"):
+        for path in RENAMED[section].values():
+            assert re.search(rf"^  {re.escape(path.removeprefix('--set '))}[= ]", known, re.MULTILINE), path
 
 
-def settings_of(command: Any) -> list[Any]:
-    """Settings behind --help-all, by its text."""
-    from types import SimpleNamespace
-
-    if not any(param.name == "help_all" for param in command.params):
-        return []
-    words = command.name if command.name not in ("regenerate", "synthesize") else f"data {command.name}"
-    words = "profile op" if words == "op" else words
-    lines = run(*words.split(), "--help-all").stdout.splitlines()
-    named = [line.strip().split("  ")[0].partition("=")[0] for line in lines if line[:2] == "  " and line[2:3] != " "]
-    return [SimpleNamespace(path=name) for name in named]
+def takes_all(command: Any) -> bool:
+    return any(param.name == "help_all" for param in command.params)
 
 
 @pytest.mark.parametrize("flag", ["--depth", "--shortlist", "--likely", "--heat", "--shrink"])
@@ -187,8 +158,3 @@ def test_a_recipe_lists_its_settings_with_its_own_names() -> None:
     listing = run("train", "--help-all").stdout
     for setting in describe_settings(TrainConfig):
         assert setting.path in listing
-
-
-def test_settings_are_plain_values() -> None:
-    """Records and logs show settings, so each section turns into a dict."""
-    assert asdict(Decoding())["tree"]["budget"] == TreeConfig().budget

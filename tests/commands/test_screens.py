@@ -20,15 +20,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
-from jetspec.commands.app import app
 from jetspec.commands.chat import Chat
 from jetspec.commands.compare import compare_sides
 from jetspec.commands.screen import printable
 from jetspec.commands.tree import BONUS, KEPT, round_text
 from jetspec.commands.tree_html import DrawnRound, _place, page, write_page
 from jetspec.types import RoundTrace, SamplingParams, Update
+from tests.commands.cli import run
 from tests.fake_llm import ANSWER, WORDS, FakeLLM
 
 JSON_FIELDS = {"text", "token_ids", "finish_reason", "stats"}
@@ -36,10 +35,6 @@ STATS_FIELDS = {
     *("prompt_tokens", "cached_tokens", "completion_tokens", "rounds", "tokens_per_round", "accepted_lengths"),
     *("prefill_s", "decode_s", "tokens_per_s"),
 }
-
-
-def run(*args: str, stdin: str = "") -> Result:
-    return CliRunner().invoke(app, list(args), input=stdin)
 
 
 # -- generate
@@ -116,7 +111,7 @@ def test_compare_refuses_plain_against_plain(fake: type[FakeLLM]) -> None:
 
 @pytest.mark.parametrize("width", [30, 100])
 def test_compare_live(width: int) -> None:
-    """Rows fit the terminal, those of panels with room for an echoed ^C; two panels a row where there is room."""
+    """Rows fit the terminal, those of panels with two columns for an echoed ^C; two panels a row where they fit."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, height=20, color_system=None)
     plain, speculative = FakeLLM(drafter="none"), FakeLLM()
