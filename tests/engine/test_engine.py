@@ -9,10 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec.config import BatchTree, DrafterName, EngineConfig, TreeConfig
-from jetspec.models.heads import Head
+from jetspec.config import BatchTree, EngineConfig, TreeConfig
 from jetspec.types import Request, SamplingParams, TreeLimits
-from tests.engine.tiny import VOCAB, Script, Texts, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, use
+from tests.engine.tiny import (
+    VOCAB,
+    Script,
+    Texts,
+    engine_of,
+    finish,
+    head_of,
+    make_engine,
+    plain,
+    run,
+    tiny_decoder,
+    tiny_head,
+    use,
+)
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10, [11, 12, 13], [5, 4] * 6 + [30], [40, 41, 42, 43]]
@@ -32,38 +44,21 @@ def truth(sampling: SamplingParams) -> dict[tuple[int, ...], list[int]]:
 )
 @pytest.mark.parametrize("who", ["ngram", "head", "bidirectional", "edge", "eagle3", "eagle3_few_tokens"])
 def test_output_equals_plain_decoding(who: str, budget: int, batch: int, sampling: SamplingParams) -> None:
-    head: Head | None = tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
-    if who == "ngram":
-        head = None
-    elif who.startswith("eagle3"):
-        head = tiny_eagle3(TARGET, draft_vocab=3 if who == "eagle3_few_tokens" else None)
-    tree = TreeConfig(budget=budget, width=4)
     config = EngineConfig(page_size=4, max_batch=batch)
-    engine = make_engine(TARGET, "ngram" if who == "ngram" else "head", head, tree, config)
+    engine = engine_of(TARGET, who, TreeConfig(budget=budget, width=4), config)
     done = run(engine, PROMPTS, replace(sampling, max_tokens=18))
     assert [c.token_ids for c in done] == [text[:18] for text in TRUTH[sampling]]
 
 
 @pytest.mark.parametrize("who", ["edge", "head", "eagle3"])
 def test_nan_drafts_do_not_change_the_output(who: str) -> None:
-    head = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=who == "edge")
+    head = head_of(who, TARGET)
+    assert head is not None
     head.norm.weight.fill_(torch.nan)
     engine = make_engine(TARGET, "head", head, TreeConfig(budget=6, width=4))
     done = run(engine, PROMPTS, GREEDY)
     assert [c.token_ids for c in done] == TRUTH[GREEDY]
     assert all(c.stats.tokens_per_round == 1 for c in done)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("right", [0.0, 0.6, 1.0], ids=["wrong", "half", "echo"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_scattered_paths_are_committed_exactly(right: float, batch: int, sampling: SamplingParams) -> None:
-    engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=batch))
-    use(engine, Script(truth(sampling), right, budget=20))
-    done = run(engine, PROMPTS, sampling)
-    assert [c.token_ids for c in done] == TRUTH[sampling]
-    longest = max(max(c.stats.accepted_lengths) for c in done)
-    assert longest == 6 if right == 1 else longest < 6 or right > 0
 
 
 @settings(max_examples=15)
@@ -95,24 +90,12 @@ def test_output_does_not_depend_on_the_memory_layout(
     assert sorted(engine.cache.free_rows) == list(range(batch))
 
 
-def test_preemption_does_not_change_the_output() -> None:
-    config = EngineConfig(page_size=4, num_pages=24, max_batch=6)
-    engine = use(make_engine(TARGET, config=config), Script(truth(GREEDY), 0.5, budget=8))
-    preempted = []
-    original = engine.scheduler.preempt
-    engine.scheduler.preempt = lambda request: (preempted.append(request.id), original(request))  # type: ignore[assignment,func-returns-value]
-    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] == TRUTH[GREEDY]
-    assert preempted
-
-
-@pytest.mark.parametrize("kind", ["none", "head", "eagle3"])
-def test_prefix_hits_reduce_prefill_only(kind: str) -> None:
-    head = {"none": None, "head": tiny_head(TARGET, edge=True), "eagle3": tiny_eagle3(TARGET)}[kind]
-    who: DrafterName = "head" if head else "none"
+@pytest.mark.parametrize("who", ["none", "edge", "eagle3"])
+def test_prefix_hits_reduce_prefill_only(who: str) -> None:
     shared = [7, 8, 9, 10] * 5
     prompts = [[*shared, 1, 2], [*shared, 3], shared, [*shared, 1, 2, 4]]
-    engine = make_engine(TARGET, who, head, config=EngineConfig(page_size=4, max_batch=1))
-    cold = make_engine(TARGET, who, head, config=EngineConfig(page_size=4, max_batch=1, prefix_cache=False))
+    engine = engine_of(TARGET, who, config=EngineConfig(page_size=4, max_batch=1))
+    cold = engine_of(TARGET, who, config=EngineConfig(page_size=4, max_batch=1, prefix_cache=False))
     warm_done, cold_done = run(engine, prompts, GREEDY), run(cold, prompts, GREEDY)
     assert [c.token_ids for c in warm_done] == [c.token_ids for c in cold_done]
     assert [c.stats.accepted_lengths for c in warm_done] == [c.stats.accepted_lengths for c in cold_done]
@@ -142,8 +125,7 @@ def test_max_tokens_cuts_inside_a_path(limit: int) -> None:
 
 @pytest.mark.parametrize("who", ["none", "ngram", "head", "eagle3"])
 def test_the_context_is_filled_to_its_last_position(who: str) -> None:
-    head = {"head": tiny_head(TARGET), "eagle3": tiny_eagle3(TARGET)}.get(who)
-    engine = make_engine(TARGET, "head" if head else who, head, config=EngineConfig(max_len=24, page_size=5))  # type: ignore[arg-type]
+    engine = engine_of(TARGET, who, config=EngineConfig(max_len=24, page_size=5))
     done = run(engine, PROMPTS[:1], SamplingParams())[0]
     assert (done.token_ids, done.finish_reason) == (TRUTH[GREEDY][0][: 24 - 7], "length")
 
@@ -177,51 +159,14 @@ def test_statistics_are_consistent() -> None:
         assert stats.decode_s > 0
 
 
-def test_cancelled_requests_free_their_pages() -> None:
-    engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=2))
-    ids = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
-    for _ in range(3):
-        engine.step()
-    engine.cancel(ids[0])
-    engine.cancel(ids[-1])
-    engine.cancel(ids[0])
-    done = {}
-    while engine.has_work:
-        done.update({u.request_id: u.completion for u in engine.step() if u.completion})
-    assert sorted(done) == ids[1:-1]
-    assert [done[i].token_ids for i in ids[1:-1]] == TRUTH[GREEDY][1:-1]
-    assert engine.cache.pool.num_available == engine.cache.pool.num_pages
-    assert not (engine.requests or engine.texts or engine.decode_began)
-
-
-def test_requests_join_between_rounds() -> None:
-    engine = use(make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=4)), Script(truth(GREEDY), 0.5, 10))
-    waiting, done = list(enumerate(PROMPTS)), {}
-    names = {}
-    while waiting or engine.has_work:
-        if waiting:
-            index, prompt = waiting.pop(0)
-            names[engine.add(prompt, GREEDY)] = index
-        done.update({names[u.request_id]: u.completion for u in engine.step() if u.completion})
-    assert [done[i].token_ids for i in range(len(PROMPTS))] == TRUTH[GREEDY]
-
-
-def test_sampling_parameters_apply_per_request() -> None:
-    params = [GREEDY if i % 2 else SAMPLED for i in range(len(PROMPTS))]
-    done = run(make_engine(TARGET, "head", tiny_head(TARGET)), PROMPTS, params)
-    expected = [TRUTH[param][i] for i, param in enumerate(params)]
-    assert [c.token_ids for c in done] == expected
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("who", ["ngram", "head"])
 def test_tree_limits_apply_per_request(who: str, sampling: SamplingParams) -> None:
     """Alone and in a mixed batch, trees stay within their limits and the text is the same."""
     limits = [None, TreeLimits(1, 4), TreeLimits(5, 4), TreeLimits(40, 1), TreeLimits(1, 1), TreeLimits(12, 2)]
-    head = tiny_head(TARGET) if who == "head" else None
     for batch in (1, 6):
         tree, config = TreeConfig(budget=12, width=4), EngineConfig(page_size=4, max_batch=batch)
-        engine = make_engine(TARGET, who, head, tree, config)  # type: ignore[arg-type]
+        engine = engine_of(TARGET, who, tree, config)
         pairs = zip(PROMPTS, limits, strict=True)
         ids = [engine.add(prompt, sampling, limits=limit, trace=True) for prompt, limit in pairs]
         done = {}
@@ -241,9 +186,7 @@ def test_tree_limits_apply_per_request(who: str, sampling: SamplingParams) -> No
 def test_tree_size_follows_the_batch_size(who: str, sampling: SamplingParams) -> None:
     """Trees grow as requests end, and the text is the same."""
     tree = TreeConfig(budget=12, width=4, batch_trees=(BatchTree(2, 6, depth=2), BatchTree(4, 3), BatchTree(6, 1)))
-    head: Head | None = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=who == "edge")
-    name, head = ("ngram", None) if who == "ngram" else ("head", head)
-    engine = make_engine(TARGET, name, head, tree, EngineConfig(page_size=4, max_batch=6))  # type: ignore[arg-type]
+    engine = engine_of(TARGET, who, tree, EngineConfig(page_size=4, max_batch=6))
     lengths = [3, 6, 9, 12, 15, 20]
     prompts = zip(PROMPTS, lengths, strict=True)
     ids = [engine.add(prompt, replace(sampling, max_tokens=n), trace=True) for prompt, n in prompts]
@@ -255,11 +198,11 @@ def test_tree_size_follows_the_batch_size(who: str, sampling: SamplingParams) ->
             assert update.trace is not None and update.drafted < tree.at(batch).budget
             largest[batch] = max(largest[batch], update.drafted)
             deepest = max(node_depths(update.trace.parents))
-            assert deepest <= (2 if batch in (2, 3) and head else 15)
+            assert deepest <= (2 if batch in (2, 3) and who != "ngram" else 15)
             if update.completion:
                 done[update.request_id] = update.completion.token_ids
     assert [done[i] for i in ids] == [text[:n] for text, n in zip(TRUTH[sampling], lengths, strict=True)]
-    assert largest[6] == 0 < largest[4] <= 2 < largest[2] <= 5 < largest[1] or not head
+    assert largest[6] == 0 < largest[4] <= 2 < largest[2] <= 5 < largest[1] or who == "ngram"
 
 
 def node_depths(parents: list[int]) -> list[int]:
@@ -276,8 +219,7 @@ def test_plain_rounds_update_the_context_of_the_head() -> None:
     for limits in (None, TreeLimits(1, 1)):
         engine = make_engine(TARGET, "head", head, config=EngineConfig(page_size=4, max_batch=1))
         engine.add(shared, GREEDY, limits=limits)
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         after = run(engine, [shared + TRUTH[GREEDY][0][:20]], GREEDY)[0]
         assert after.stats.cached_tokens == 24
         accepted.append(after.stats.accepted_lengths)
@@ -336,10 +278,11 @@ def test_a_cache_too_small_for_one_tree_is_refused() -> None:
         make_engine(TARGET, "ngram", tree=TreeConfig(budget=40), config=EngineConfig(page_size=4, num_pages=5))
 
 
+@pytest.mark.parametrize("who", ["ngram", "eagle3"])
 @pytest.mark.parametrize("tree", [TreeConfig(expand="paper"), TreeConfig(score="entropy")])
-def test_settings_of_another_drafter_are_refused(tree: TreeConfig) -> None:
+def test_settings_of_another_drafter_are_refused(tree: TreeConfig, who: str) -> None:
     with pytest.raises(ValueError, match="expand and score"):
-        make_engine(TARGET, "ngram", tree=tree)
+        engine_of(TARGET, who, tree)
 
 
 def test_ngram_rounds_never_overlap() -> None:
@@ -351,40 +294,20 @@ def test_ngram_rounds_never_overlap() -> None:
     assert [c.token_ids for c in run(plain, PROMPTS, GREEDY)] == TRUTH[GREEDY]
 
 
-def test_the_page_table_is_no_wider_than_the_pool() -> None:
-    engine = make_engine(TARGET, config=EngineConfig(page_size=4, num_pages=6))
-    assert engine.cache.page_RP.shape[1] == 6
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("overlap_rounds", [1, 2])
 @pytest.mark.parametrize("who", ["none", "head"])
 def test_overlapping_rounds_do_not_change_the_output(who: str, overlap_rounds: int, sampling: SamplingParams) -> None:
     """Requests end, join and are preempted while a round is in flight; the text is the same."""
     eos = TRUTH[sampling][0][12]
-    head = tiny_head(TARGET) if who == "head" else None
     for num_pages in (None, 24):
         config = EngineConfig(page_size=4, max_batch=3, overlap_rounds=overlap_rounds, num_pages=num_pages)
-        engine = make_engine(TARGET, who, head, config=config, eos_tokens=frozenset({eos}))  # type: ignore[arg-type]
+        engine = engine_of(TARGET, who, config=config, eos_tokens=frozenset({eos}))
         done = run(engine, PROMPTS, sampling)
         expected = [t[: t.index(eos) + 1] if eos in t else t for t in TRUTH[sampling]]
         assert [c.token_ids for c in done] == expected
         assert engine.cache.pool.num_available == engine.cache.pool.num_pages
         assert not engine.in_flight
-
-
-def test_rounds_in_flight_drop_results_of_cancelled_requests() -> None:
-    engine = make_engine(TARGET, config=EngineConfig(page_size=4, max_batch=1, overlap_rounds=1))
-    first, second = engine.add(PROMPTS[0], GREEDY), engine.add(PROMPTS[3], GREEDY)
-    for _ in range(4):
-        engine.step()
-    engine.cancel(first)
-    done = {}
-    while engine.has_work:
-        for update in engine.step():
-            assert update.request_id == second
-            done[update.request_id] = update.completion
-    assert done[second].token_ids == TRUTH[GREEDY][3]  # type: ignore[union-attr]
 
 
 def test_admission_delay_groups_prefills() -> None:

@@ -41,16 +41,14 @@ def compare(who: str, sampling: SamplingParams) -> None:
             assert abs(found.logprob - right.logprob) < 1e-4
 
 
-@pytest.mark.parametrize("who", ["none", "edge", "eagle3"])
-def test_kernels_decode_like_references(interpreter: Executor, who: str) -> None:
-    interpreter.submit(compare, who, SamplingParams(max_tokens=2)).result()
+GREEDY = SamplingParams(max_tokens=2)
+SAMPLED = SamplingParams(max_tokens=2, temperature=0.9, top_k=9, top_p=0.95, min_p=0.01, seed=5)
+PENALIZED = SamplingParams(max_tokens=2, frequency_penalty=1.5, presence_penalty=0.5, logit_bias={4: 2}, logprobs=2)
 
 
-def test_kernels_sample_like_references(interpreter: Executor) -> None:
-    sampling = SamplingParams(max_tokens=2, temperature=0.9, top_k=9, top_p=0.95, min_p=0.01, seed=5)
-    interpreter.submit(compare, "head", sampling).result()
-
-
-def test_kernels_serve_penalties_and_log_probabilities(interpreter: Executor) -> None:
-    sampling = SamplingParams(max_tokens=2, frequency_penalty=1.5, presence_penalty=0.5, logit_bias={4: 2}, logprobs=2)
-    interpreter.submit(compare, "edge", sampling).result()
+@pytest.mark.parametrize(
+    ("who", "sampling"),
+    [("none", GREEDY), ("edge", GREEDY), ("eagle3", GREEDY), ("head", SAMPLED), ("edge", PENALIZED)],
+)
+def test_kernels_decode_like_references(interpreter: Executor, who: str, sampling: SamplingParams) -> None:
+    interpreter.submit(compare, who, sampling).result()

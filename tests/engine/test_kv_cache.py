@@ -88,15 +88,6 @@ def test_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     assert pool.match_prefix([3, 4]) == second
 
 
-def test_disabled_prefix_cache_has_no_hits() -> None:
-    pool = PagePool(4, 1, prefix_cache=False)
-    pages = pool.allocate(2)
-    assert pages is not None
-    pool.register([1, 2], pages)
-    pool.release(pages)
-    assert pool.match_prefix([1, 2]) == []
-
-
 def test_cpu_allocation_fails_with_the_error_of_torch() -> None:
     """An empty allocation succeeds."""
     with pytest.raises(RuntimeError, match="can't allocate memory"):

@@ -62,7 +62,7 @@ def randomize(module: M, seed: int, spread: float) -> M:
 
 
 class Script:
-    """A drafter that knows the target's text and drafts a fraction of it correctly.
+    """A drafter that is given the target's text and drafts a fraction of it correctly.
 
     Each tree holds the coming tokens as far as they are right, among wrong siblings and cousins, in an order that
     scatters the true path, so that verification and compaction have something to do.
@@ -136,6 +136,25 @@ def make_engine(
     return Engine(target, head, drafter=drafter, tree=tree, config=config or EngineConfig(page_size=4), **options)  # type: ignore[arg-type]
 
 
+def head_of(who: str, target: Decoder) -> Head | None:
+    """Head of a kind of drafter, with the device and precision of the target; none for other drafters."""
+    if who in ("none", "ngram"):
+        return None
+    if who.startswith("eagle3"):
+        head: Head = tiny_eagle3(target, draft_vocab=3 if who == "eagle3_few_tokens" else None)
+    else:
+        head = tiny_head(target, edge=who == "edge", causal=who != "bidirectional")
+    return head.to(target.embedding)
+
+
+def engine_of(
+    target: Decoder, who: str, tree: TreeConfig | None = None, config: EngineConfig | None = None, **options: object
+) -> Engine:
+    """Engine whose drafter has a name of `head_of`."""
+    head = head_of(who, target)
+    return make_engine(target, "head" if head else who, head, tree, config, **options)  # type: ignore[arg-type]
+
+
 def run(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -144,12 +163,20 @@ def run(
 ) -> list[Completion]:
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     ids = [engine.add(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+    done = finish(engine, watch)
+    return [done[i] for i in ids]
+
+
+def finish(
+    engine: Engine, watch: Callable[[Engine, list[Update]], None] = lambda engine, updates: None
+) -> dict[int, Completion]:
+    """Steps until all requests have ended. Returns their completions by id."""
     done: dict[int, Completion] = {}
     while engine.has_work:
         updates = engine.step()
         watch(engine, updates)
         done.update({u.request_id: u.completion for u in updates if u.completion})
-    return [done[i] for i in ids]
+    return done
 
 
 def plain(target: Decoder, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:

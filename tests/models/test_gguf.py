@@ -232,13 +232,6 @@ def test_corrupted_files(data: st.DataObject, intact: bytes, tmp_path_factory: p
     assert_only_value_errors(tmp_path_factory.getbasetemp() / "bad.gguf", bytes(damaged))
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=100)
-def test_random_bytes(tmp_path_factory: pytest.TempPathFactory, tail: bytes) -> None:
-    data = b"GGUF" + struct.pack("<I", 3) + tail
-    assert_only_value_errors(tmp_path_factory.getbasetemp() / "noise.gguf", data)
-
-
 def text(value: bytes) -> bytes:
     return struct.pack("<Q", len(value)) + value
 
@@ -260,13 +253,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cannot be read"),
     "magic": (header([], [], magic=b"GGML"), "not a GGUF file"),
     "version": (header([], [], version=1), "version 1"),
-    "big endian": (header([], [], version=3 << 24), "version"),
     "many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "more than fit"),
-    "many keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "more than fit"),
     "long name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 40) + bytes(40), "name of"),
     "long text": (header([], [text(b"k") + struct.pack("<IQ", 8, 1 << 62)]), "ends inside"),
     "long array": (header([], [text(b"k") + struct.pack("<IIQ", 9, 4, 1 << 62)]), "more than fit"),
-    "long text array": (header([], [text(b"k") + struct.pack("<IIQ", 9, 8, 1 << 62)]), "more than fit"),
     "nested array": (header([], [text(b"k") + struct.pack("<IIQ", 9, 9, 1) + bytes(16)]), "unsupported type 9"),
     "value type": (header([], [text(b"k") + struct.pack("<IQ", 99, 0)]), "unknown type 99"),
     "not text": (header([], [text(b"\xff\xfe") + struct.pack("<II", 4, 0)]), "not UTF-8"),
@@ -279,7 +269,6 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "partial block": (header([tensor(b"x", [33], kind=8)], []) + bytes(256), "impossible"),
     "removed type": (header([tensor(b"x", [32], kind=4)], []) + bytes(256), "stores tensors as"),
     "alignment": (header([], [alignment(33)]), "alignment"),
-    "no alignment": (header([], [alignment(0)]), "alignment"),
     "unaligned": (header([tensor(b"x", [8], offset=4)], []) + bytes(256), "unaligned"),
     "far away": (header([tensor(b"x", [8], offset=1 << 40)], []) + bytes(256), "ends inside tensor x"),
     "overlap": (header([tensor(b"x", [16]), tensor(b"y", [8], offset=32)], []) + bytes(512), "overlap"),
@@ -302,9 +291,6 @@ def test_hostile_files(case: str, tmp_path: Path) -> None:
         ({"embedding_length": 64}, "has shape"),
         ({"block_count": 4_000_000}, "block_count"),
         ({"attention.head_count": 0}, "head_count"),
-        ({"attention.head_count": "four"}, "head_count"),
-        ({"attention.head_count_kv": 3}, "evenly"),
-        ({"attention.key_length": 7}, "odd"),
         ({"rope.dimension_count": 4}, "rope.dimension_count"),
         ({"rope.scaling.type": "longrope"}, "longrope"),
         ({"expert_count": 8}, "mixtures"),

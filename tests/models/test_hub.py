@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import subprocess
 import sys
@@ -53,11 +52,6 @@ def use_pip(monkeypatch: pytest.MonkeyPatch, pip: Pip) -> list[list[str]]:
 
 def leftovers(cache: Path) -> list[str]:
     return [path.name for path in cache.glob("*") if path.name.startswith(hub.TEMP_PREFIX)]
-
-
-def test_path_is_returned(tmp_path: Path) -> None:
-    assert hub.resolve(tmp_path) == tmp_path
-    assert hub.resolve(str(tmp_path)) == tmp_path
 
 
 def test_default_model_is_fetched_once(
@@ -153,14 +147,6 @@ def test_concurrent_fetches_fetch_once(cache: Path, monkeypatch: pytest.MonkeyPa
         thread.join()
     assert len(set(found)) == 1 and len(found) == 3
     assert len(commands) == 1
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user whom permissions bind")
-def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.chmod(0o500)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=hub.DEFAULT_MODEL):
-        hub.resolve(hub.DEFAULT_MODEL)
 
 
 def test_cache_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
