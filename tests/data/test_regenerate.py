@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
-from jetspec.data.conversation import Conversation, start_conversation
+from jetspec.data.conversation import start_conversation
 from jetspec.data.probe import PROBE_TOKENS, Probe, probe
 from jetspec.data.prompts import BadPrompt, CutPrompt, Prompt, PromptData, parse_prompt, parse_shard
 from jetspec.data.regenerate import (
@@ -47,30 +47,7 @@ TOKENIZER = byte_tokenizer()
 CONFIG = RegenerateConfig("tiny", max_tokens=12, temperature=0.8)
 CHECK = partial(start_conversation, tokenizer=TOKENIZER, max_prompt_tokens=400)
 
-Question = tuple[Conversation, Sequence[int], SamplingParams]
-
-
-class FakeAnswerer:
-    """An answerer whose answers depend on the tokens and the seed, with `window` in flight and out of order."""
-
-    def __init__(self, window: int = 3, max_prompt_tokens: int = 400) -> None:
-        self.window, self.max_prompt_tokens = window, max_prompt_tokens
-        self.order = random.Random(window)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return TOKENIZER
-
-    def complete(self, prompts: Iterable[Question | None]) -> Iterator[tuple[Conversation, Completion]]:
-        source = iter(prompts)
-        held: list[Question] = []
-        while True:
-            while len(held) < self.window and (question := next(source, None)) is not None:
-                held.append(question)
-            if not held:
-                return
-            conversation, tokens, sampling = held.pop(self.order.randrange(len(held)))
-            yield conversation, fake_completion(tokens, sampling)
+Complete = Callable[[Sequence[int], SamplingParams], Completion]
 
 
 def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -78,6 +55,28 @@ def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completi
     written = [pick.randrange(97, 123) for _ in range(pick.randint(1, sampling.token_limit))]
     ends = len(written) < sampling.token_limit
     return Completion("", written + [END_TOKEN] * ends, "stop" if ends else "length", RoundStats())
+
+
+class FakeAnswerer:
+    """An answerer of `complete_one(tokens, sampling)`, with `window` in flight and out of order."""
+
+    def __init__(self, window: int = 3, complete_one: Complete = fake_completion, max_prompt_tokens: int = 400) -> None:
+        self.window, self.complete_one, self.max_prompt_tokens = window, complete_one, max_prompt_tokens
+        self.order = random.Random(window)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return TOKENIZER
+
+    def complete(self, prompts: Iterable[Any]) -> Iterator[tuple[Any, Completion]]:
+        source, held = iter(prompts), list[Any]()
+        while True:
+            while len(held) < self.window and (question := next(source, None)) is not None:
+                held.append(question)
+            if not held:
+                return
+            asked, tokens, sampling = held.pop(self.order.randrange(len(held)))
+            yield asked, self.complete_one(tokens, sampling)
 
 
 def start_fake(window: int = 3) -> Answer:
@@ -525,7 +524,7 @@ def test_probe_is_short_and_covers_all_prompts() -> None:
     asked = list[tuple[str, int]]()
 
     class Watched(FakeAnswerer):
-        def complete(self, prompts: Iterable[Question | None]) -> Iterator[tuple[Conversation, Completion]]:
+        def complete(self, prompts: Iterable[Any]) -> Iterator[tuple[Any, Completion]]:
             for conversation, completion in super().complete(prompts):
                 asked.append((conversation.prompt.id, len(completion.token_ids)))
                 yield conversation, completion

@@ -6,7 +6,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,30 +41,12 @@ from jetspec.data.workers import Answer, Results
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.settings import read_settings
 from jetspec.types import Completion, RoundStats, SamplingParams
+from tests.data.test_regenerate import FakeAnswerer
 from tests.train.tiny_model import END_TOKEN, TEMPLATE, byte_tokenizer, write_model
 
 TOKENIZER = byte_tokenizer()
 TURN = UserTurn(TOKENIZER, frozenset({END_TOKEN}))
 CONFIG = SynthesizeConfig("tiny", ("", "Why is", "List "), max_tokens=12)
-
-Begun = tuple[Row, Sequence[int], SamplingParams]
-
-
-class FakeWriter:
-    """A writer whose text depends on the tokens and the seed, with `window` attempts in flight and out of order."""
-
-    def __init__(self, window: int = 3) -> None:
-        self.window, self.order = window, random.Random(window)
-
-    def complete(self, prompts: Iterable[Begun | None]) -> Iterator[tuple[Row, Completion]]:
-        source, held = iter(prompts), list[Begun]()
-        while True:
-            while len(held) < self.window and (begun := next(source, None)) is not None:
-                held.append(begun)
-            if not held:
-                return
-            row, tokens, sampling = held.pop(self.order.randrange(len(held)))
-            yield row, fake_completion(tokens, sampling)
 
 
 def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -76,7 +58,7 @@ def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completi
 
 
 def start_fake(window: int = 3, config: SynthesizeConfig = CONFIG) -> Answer:
-    return partial(synthesize, FakeWriter(window), config, TURN)
+    return partial(synthesize, FakeAnswerer(window, fake_completion), config, TURN)
 
 
 def write(out: Path, count: int, *starts: Callable[[], Answer], config: SynthesizeConfig = CONFIG) -> Tally:

@@ -195,19 +195,14 @@ def fields(count: int) -> bytes:
 HUGE: list[tuple[str, Callable[[], bytes]]] = [
     ("completions", lambda: b'"prompt": [%s]}' % many(b'""')),
     ("completions", lambda: b'"prompt": [%s]}' % many(b"1")),
-    ("completions", lambda: b'"prompt": [%s, ""]}' % many(b"1")),
-    ("completions", lambda: b'"prompt": [%s]}' % many(b"[]")),
     ("completions", lambda: PROMPT + b', "stop": [%s]}' % many(b"1")),
     ("completions", lambda: PROMPT + b', "logit_bias": {%s}}' % fields(SIZE // 14)),
-    ("completions", lambda: PROMPT + b', "logit_bias": {%s}}' % fields(30_000)),
     ("chat/completions", lambda: PARTS % many(b"1")),
-    ("chat/completions", lambda: PARTS % many(b"{}")),
     ("chat/completions", lambda: PARTS % many(b'{"type":"text","text":""}')),
     ("chat/completions", lambda: b'"messages": [%s]}' % many(b"1")),
     ("chat/completions", lambda: b'"messages": [%s]}' % many(b'{"role":"user","content":"x"}')),
     ("chat/completions", lambda: b'"messages": [{"role": "user", "content": "x"}], "tools": [%s]}' % many(b"1")),
     ("chat/completions", lambda: b'"messages": [], %s}' % fields(SIZE // 14)),
-    ("chat/completions", lambda: b'"messages": [], %s}' % fields(30_000)),
 ]
 
 
@@ -227,9 +222,7 @@ def test_huge_body_does_not_block_the_event_loop(live: Live, number: int) -> Non
     [
         (b"", None),
         (b"{", None),
-        (b"null", None),
         (b"[]", None),
-        (b'"text"', None),
         (b"\xff\xfe{}", None),
         (b"[" * 100_000, None),
         (b'{"model": "\xff"}', None),
@@ -243,13 +236,10 @@ def test_huge_body_does_not_block_the_event_loop(live: Live, number: int) -> Non
         (MODEL + PROMPT + b', "prompt": "b"}', "prompt"),
         (MODEL + PROMPT + b', "logit_bias": {"1": -100, "1": 100}}', "1"),
         (MODEL + PROMPT + b', "logit_bias": {"1": -100, "01": 100}}', "logit_bias.01"),
-        (MODEL + b'"prompt": [-1]}', "prompt.0"),
         (MODEL + b'"prompt": [true, 1]}', "prompt.0"),
         (MODEL + b'"prompt": ["a", 1]}', "prompt.1"),
-        (MODEL + b'"prompt": [[1], 2]}', "prompt.1"),
         (MODEL + b'"prompt": [[1], [-2]]}', "prompt.1.0"),
         (MODEL + b'"prompt": []}', "prompt"),
-        (MODEL + b'"prompt": 5}', "prompt"),
         (MODEL + b'"prompt": [%s]}' % b",".join([b'"a"'] * 17), "prompt"),
         (MODEL + b'"prompt": [%s]}' % b",".join([b"[1]"] * 17), "prompt"),
     ],

@@ -75,13 +75,6 @@ def test_chat_and_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == chunks[-1].usage.jetspec["rounds"]
 
 
-def test_log_probabilities(client: openai.OpenAI) -> None:
-    choice = ask(client, logprobs=True, top_logprobs=2, max_tokens=6).choices[0]
-    content = choice.logprobs.content
-    assert "".join(entry.token for entry in content) == choice.message.content
-    assert all(entry.logprob <= 0 and entry.top_logprobs[0].token == entry.token for entry in content)
-
-
 def test_response_format(client: openai.OpenAI) -> None:
     done = client.chat.completions.parse(
         model=DEFAULT_MODEL, messages=MESSAGES, temperature=0, max_tokens=60, response_format=Town
@@ -101,21 +94,3 @@ def test_forced_tool_call(client: openai.OpenAI) -> None:
         {"role": "tool", "tool_call_id": call.id, "content": "It is in the north."},
     ]
     assert ask(client, messages=answered, tools=[TOOL], max_tokens=2).choices[0].finish_reason == "length"
-
-
-def test_strict_tool_that_is_not_called_changes_nothing(client: openai.OpenAI) -> None:
-    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    texts = [ask(client, tools=[tool], max_tokens=30).choices[0].message.content for tool in (TOOL, strict)]
-    assert texts[0] == texts[1] and "<tool_call>" not in texts[0]
-
-
-def test_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, service_tier="auto")
-    assert caught.value.param == "service_tier" and caught.value.code == "unsupported_parameter"
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, messages=[{"role": "user", "content": "word " * 1000}])
-    assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
-    assert [model.id for model in client.models.list()] == [DEFAULT_MODEL]
