@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec.grammar.tools import BEGIN, END
-from jetspec.serve.builder import check_template, template_message
-from jetspec.serve.errors import ApiError
+from jetspec.serve.builder import template_message
 from jetspec.serve.protocol import MAX_CALLS, FunctionCall, Message
 from jetspec.serve.tools import ToolReader, read_calls
 
@@ -181,10 +180,3 @@ WRONG = [
 @pytest.mark.parametrize("text", WRONG)
 def test_invalid_calls_are_refused(text: str) -> None:
     assert read_calls(text) == []
-
-
-def test_templates_without_tools_are_refused() -> None:
-    check_template("{% if tools %}<tool_call>{% endif %}")
-    for template in (None, "{{ messages }}", "{% if tools %}[TOOL_CALLS]{% endif %}"):
-        with pytest.raises(ApiError, match="tools"):
-            check_template(template)

@@ -20,7 +20,7 @@ from jetspec.data.corpus import Document, Documents, PackedBatch
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
 from jetspec.models.heads import load_any_head
-from jetspec.models.masked_attention import attend_own, make_block_mask, make_dense_mask
+from jetspec.models.masked_attention import make_block_mask
 from jetspec.train.blocks import choose_anchors, document_mask, lay_out_chains
 from jetspec.train.config import HeadShape, LossConfig, TrainConfig
 from jetspec.train.evaluate import make_trees, rounds_of, score_head
@@ -109,29 +109,6 @@ def test_labels_outside_the_vocabulary_count_as_wrong() -> None:
     assert torch.equal(loss.reach_D, drafts.valid_RAD.sum((0, 1)))
     right = drafts.label_RAD[..., 0] == head.token_of[0]
     assert loss.hit_D[0] == (right & drafts.valid_RAD[..., 0]).sum() < loss.reach_D[0]
-
-
-@pytest.mark.parametrize("filled", [1, 3])
-def test_own_keys_attend_alike_under_both_masks(filled: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 5, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), (2, 5, 3, 2, 16), (2, 5, 3, 2, 16)]
-    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    seen = torch.arange(3) < filled
-
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key < 2 * query  # the first query attends to its own keys only
-
-    found = []
-    for make in (make_dense_mask, make_block_mask):
-        q, k, v, k_own, v_own = inputs
-        out = attend_own(q, k, v, make(sees, 2, 5, 9, CPU), k_own, v_own, seen)
-        found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
-    for dense, block in zip(*found, strict=True):
-        torch.testing.assert_close(dense, block, atol=1e-5, rtol=1e-5)
-    if filled == 1:
-        repeated = v_own[:, 0, 0].repeat_interleave(2, 1)
-        torch.testing.assert_close(found[0][0][:, 0], repeated)
 
 
 def wide_models(device: torch.device) -> tuple[Decoder, Eagle3Head]:

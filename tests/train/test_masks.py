@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,18 +12,12 @@ from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, make_head
 from jetspec.models.masked_attention import (
-    MaskFn,
-    Visible,
-    attend_masked,
     make_block_mask,
-    make_dense_mask,
-    narrow,
 )
-from jetspec.train.blocks import choose_anchors, document_mask, lay_out_blocks, sees_block, sees_document
+from jetspec.train.blocks import choose_anchors, document_mask, lay_out_blocks
 from jetspec.train.config import LossConfig
 from jetspec.train.loss import DraftLoss, block_loss
 
-Make = Callable[[MaskFn, int, int, int, torch.device], Visible]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -74,58 +66,8 @@ def head_config(causal: bool = True, block_size: int = 4, windows: tuple[int | N
     )
 
 
-def attention_pattern(
-    kind: str, length: int, anchors: int, block_size: int, device: torch.device
-) -> tuple[MaskFn, Tensor, Tensor]:
-    """The pattern, and the positions of its queries and keys."""
-    host = packed(2, length)
-    batch = host.to(device)
-    if kind == "document":
-        return sees_document(batch.position_RT), batch.position_RT, batch.position_RT
-    config = head_config(kind == "causal", block_size)
-    blocks = lay_out_blocks(host, *choose_anchors(host, anchors, torch.Generator().manual_seed(1)), config).to(device)
-    key_position = torch.cat((batch.position_RT, blocks.position_RQ), 1)
-    return sees_block(blocks, length, block_size, config.causal), blocks.position_RQ, key_position
-
-
-def attended(
-    make: Make, kind: str, window: int | None, device: torch.device, dtype: torch.dtype, *sizes: int
-) -> tuple[Tensor, ...]:
-    """Outputs and gradients for random heads: sizes are length, anchors, block size, H, G, E."""
-    length, anchors, block_size, H, G, E = sizes
-    sees, query, key = attention_pattern(kind, length, anchors, block_size, device)
-    visible = narrow(make(sees, 2, query.shape[1], key.shape[1], device), query, key, window, kind != "document")
-    generator = torch.Generator().manual_seed(2)
-    shapes = ((query.shape[1], H), (key.shape[1], G), (key.shape[1], G))
-    q, k, v = (torch.randn(2, *shape, E, generator=generator).to(device, dtype).requires_grad_() for shape in shapes)
-    out = attend_masked(q, k, v, visible)
-    return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-
-
-@pytest.mark.parametrize("window", [None, 3, 9])
-@pytest.mark.parametrize("kind", ["document", "causal", "bidirectional"])
-def test_block_mask_attends_like_the_dense_mask(kind: str, window: int | None, flex_on_cpu: None) -> None:
-    setting = (kind, window, CPU, torch.float32, 40, 7, 4, 6, 2, 8)
-    for plain, flex in zip(attended(make_dense_mask, *setting), attended(make_block_mask, *setting), strict=True):
-        torch.testing.assert_close(flex, plain, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("kind", "window", "dtype", "tolerance"),
-    [("causal", None, torch.bfloat16, 3e-2), ("document", 100, torch.float32, 1e-4)],
-)
-def test_block_mask_attends_like_the_dense_mask_on_a_gpu(
-    kind: str, window: int | None, dtype: torch.dtype, tolerance: float
-) -> None:
-    setting = (kind, window, CUDA, dtype, 1000, 64, 16, 9, 3, 64)
-    for plain, flex in zip(attended(make_dense_mask, *setting), attended(make_block_mask, *setting), strict=True):
-        error = (flex.float() - plain.float()).abs().max() / plain.float().abs().max()
-        assert error < tolerance
-
-
 def models(causal: bool, windows: tuple[int | None, ...], device: torch.device) -> tuple[Decoder, DraftHead]:
-    target = Decoder(layers(2)).requires_grad_(False)
+    target = Decoder(layers(2, (9, None))).requires_grad_(False)
     generator = torch.Generator().manual_seed(3)
     for parameter in target.parameters():
         if parameter.dim() > 1:
@@ -151,7 +93,7 @@ def loss_and_gradients(
     return result, {name: None if p.grad is None else p.grad.clone() for name, p in head.named_parameters()}
 
 
-@pytest.mark.parametrize(("causal", "windows"), [(True, (5, None, 5)), (False, ())], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize(("causal", "windows"), [(True, ()), (True, (5, None, 5)), (False, (5, None, 5))])
 def test_compiled_layers_give_the_same_gradients(
     causal: bool, windows: tuple[int | None, ...], flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

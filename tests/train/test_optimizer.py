@@ -34,21 +34,6 @@ def test_each_weight_has_one_optimizer(kind: str, edge: bool) -> None:
             assert all(group["weight_decay"] == (0.3 if p.dim() == 2 else 0.0) for p in group["params"])
 
 
-def test_updates_of_muon_and_adamw_have_one_scale() -> None:
-    sizes = {}
-    for kind in ("adamw", "muon"):
-        head = tiny_head(tiny_decoder()).requires_grad_(True)
-        weight = head.get_parameter("layers.0.mlp.down.weight")
-        before = weight.detach().clone()
-        config = OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.0)
-        for p in head.parameters():
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-        for optimizer in make_optimizers(head, config):
-            optimizer.step()
-        sizes[kind] = float((weight.detach() - before).pow(2).mean().sqrt())
-    assert 0.1 * sizes["adamw"] < sizes["muon"] < sizes["adamw"]
-
-
 def test_batched_updates_equal_single_ones() -> None:
     shapes = [(12, 8), (8, 12), (12, 8), (8, 8), (12, 8)]
     alone, together = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
