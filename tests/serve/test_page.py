@@ -247,6 +247,7 @@ def test_new_chat_drops_a_running_answer(open_page: Open, live: Live) -> None:
     with page.expect_request("**/chat/completions") as fresh:
         ask(page, "y")
     assert body_of(fresh.value)["messages"] == [{"role": "user", "content": "y"}]
+    expect(page.locator(".token")).not_to_have_count(0)
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".sum")).to_have_text("stopped")
     live.wait_for_rest()
