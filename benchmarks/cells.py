@@ -5,7 +5,7 @@ An answer that failed counts in none of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -179,5 +179,8 @@ def round_questions(mine: Measured) -> dict[str, tuple[int, int]]:
 
 def accepted_lengths(mine: Measured) -> list[int]:
     """Number of rounds that accepted 0, 1, 2, .. drafts."""
-    columns = zip_longest(*(answer["accepted"] for answer in mine.all_whole_answers), fillvalue=0)
-    return [sum(column) for column in columns]
+    return sum_columns(answer["accepted"] for answer in mine.all_whole_answers)
+
+
+def sum_columns(rows: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]

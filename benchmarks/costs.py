@@ -63,8 +63,6 @@ class CostConfig:
 
 
 class CostFile(KeyedFile[tuple[int, int]]):
-    """Rows of chains, by context and depth."""
-
     @staticmethod
     def key_of(row: Row) -> tuple[int, int]:
         return int(row["context"]), int(row["depth"])

@@ -84,8 +84,6 @@ class Models:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Completions of some prompts, and the time they took."""
-
     completions: dict[str, Completion]
     seconds: float
 
@@ -317,7 +315,6 @@ def check_batches(
 
 
 def best_speedup(runs: Sequence[Mapping[str, Any]]) -> float:
-    """Speedup of the best budget over plain decoding."""
     plain = next(run["tokens_per_s"] for run in runs if run["budget"] == 1)
     return float(max((run["tokens_per_s"] for run in runs if run["budget"] > 1), default=plain) / plain)
 
@@ -572,7 +569,6 @@ def draw_turns(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[
 
 
 def encode(tokenizer: Tokenizer, said: Sequence[str]) -> list[int]:
-    """Prompt for the turns of user and assistant."""
     roles = cycle(("user", "assistant"))
     return tokenizer.encode_chat([{"role": role, "content": text} for role, text in zip(roles, said, strict=False)])
 

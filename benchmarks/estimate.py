@@ -106,7 +106,8 @@ class Estimate:
             values = tuple(map(math.exp, repeats)) if is_ratio else found.values
             return replace(found, values=values, is_ratio=is_ratio, questions=questions)
         center, error = (statistics.fmean(found) for found in zip(*((p.center, p.error) for p in parts), strict=True))
-        spread = mean_of_known([part.spread for part in parts])
+        spreads = [part.spread for part in parts if part.spread is not None]
+        spread = statistics.fmean(spreads) if len(spreads) == len(parts) else None
         return cls(center, spread, error, min(p.freedom for p in parts), (), is_ratio, questions)
 
     @classmethod
@@ -213,12 +214,6 @@ def student(freedom: float) -> float:
     return float(stats.t.ppf(CONFIDENCE, max(math.floor(freedom), 1) if freedom <= 10 else freedom))
 
 
-def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Mean, or None where a value is missing."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else None
-
-
 def welch_freedom(parts: Iterable[Estimate]) -> float:
     """Degrees of freedom of a sum, after Welch and Satterthwaite."""
     known = [(part.error**2, part.freedom) for part in parts]
@@ -228,7 +223,6 @@ def welch_freedom(parts: Iterable[Estimate]) -> float:
 
 
 def to_record(values: Sequence[float]) -> dict[str, Any]:
-    """Every value, with mean, deviation and median."""
     found = Estimate.of(values)
     about = {"mean": found and found.mean, "sd": found and found.sd, "median": found and found.median}
     return {**about, "values": list(values)}

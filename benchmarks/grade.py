@@ -33,8 +33,6 @@ MBPP_TESTS = "Your code should pass these tests:\n"
 
 @dataclass(frozen=True)
 class Grade:
-    """Grade of an answer."""
-
     correct: bool | None
     """None: the question has no grader."""
     why: str
@@ -72,7 +70,6 @@ def _grade_math(expected: str, answer: str) -> Grade:
 
 
 def last_boxed(text: str) -> str | None:
-    """Contents of the last complete box."""
     for match in reversed(list(re.finditer(r"boxed\s*\{", text))):
         depth = 1
         for end in range(match.end(), len(text)):

@@ -88,7 +88,6 @@ def measure(case: Case, target: Decoder) -> dict[str, Any]:
 
 
 def missing_cases(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[Case]]]:
-    """Cases that have no result, by shape."""
     done = {tuple(result[name] for name in ("shape", "batch", "nodes", "context")) for result in results}
     left = [case for case in CASES if (case.shape, case.batch, case.nodes, case.context) not in done]
     for shape, cases in groupby(left, lambda case: case.shape):

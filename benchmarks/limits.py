@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from benchmarks.document import Table, make_table
 from benchmarks.results import Record, read_record
@@ -61,8 +62,6 @@ class Limit:
 
 @dataclass(frozen=True)
 class Found:
-    """The measurement of a limit."""
-
     limit: Limit
     value: float | None
     commit: str | None
@@ -129,22 +128,19 @@ def shape(name: str, *, edge: bool = False) -> tuple[Need, ...]:
 REAL = (*timed(DEFAULT_MODEL, "real"), ("its own head", lambda r: r["head"]["name"] == DEFAULT_MODEL))
 
 
+def has_runs(dtype: str, wanted: Iterable[Any], key: Callable[[Record], Any]) -> Callable[[Record], bool]:
+    keys = set(wanted)
+    return lambda record: keys <= {key(run) for run in record["results"][dtype]["runs"]}
+
+
 def speed(dtype: str) -> tuple[Need, ...]:
     """Condition: every set, with trees and without."""
-    wanted = set(product(SPEED_SETS, (False, True)))
-
-    def has_all(record: Record) -> bool:
-        return wanted <= {(run["set"], run["budget"] > 1) for run in record["results"][dtype]["runs"]}
-
+    has_all = has_runs(dtype, product(SPEED_SETS, (False, True)), lambda run: (run["set"], run["budget"] > 1))
     return (*SMOLLM2, (f"{', '.join(SPEED_SETS)} in {dtype}", has_all))
 
 
 def batches(dtype: str) -> tuple[Need, ...]:
-    wanted = set(product(BATCH_SIZES, BATCH_BUDGETS))
-
-    def has_all(record: Record) -> bool:
-        return wanted <= {(run["batch"], run["budget"]) for run in record["results"][dtype]["runs"]}
-
+    has_all = has_runs(dtype, product(BATCH_SIZES, BATCH_BUDGETS), lambda run: (run["batch"], run["budget"]))
     return (*SMOLLM2, (f"every batch size with every budget in {dtype}", has_all))
 
 

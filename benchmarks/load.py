@@ -126,7 +126,6 @@ class Load:
 
     @property
     def base_url(self) -> str:
-        """The address without /v1."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     def arrivals(self) -> list[float]:
@@ -310,7 +309,6 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def times_of(timing: Timing) -> dict[str, Any]:
-    """A request in the record."""
     if timing.error is not None:
         return {"error": timing.error}
     return {

@@ -97,7 +97,6 @@ def transformers_greedy(
 
 
 def random_head(target: Decoder, edge: bool) -> DraftHead:
-    """Random head in the shape of a real one."""
     c = target.config
     layers = DecoderConfig(
         "qwen3", c.vocab_size, c.hidden_size, 5, 9, 3, 64, c.inner_size, c.max_len, qk_norm=True, rope=c.rope
@@ -111,7 +110,6 @@ def random_head(target: Decoder, edge: bool) -> DraftHead:
 
 @cache
 def loaded(model: str, device: str) -> Target:
-    """Target of a worker process."""
     return load_target(model, torch.float32, torch.device(device))
 
 

@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,6 @@ class Bench:
         return told | {key: origin[key] for key in ("command", "commit") if key in origin}
 
     def commits(self) -> list[str]:
-        """Commits of the sources that measured the rows."""
         return list(dict.fromkeys(str(run["commit"]) for run in self.runs()))
 
     def groups(self) -> Iterator[Group]:
@@ -190,7 +190,8 @@ class Bench:
     def _measure(self, groups: Sequence[Group], bar: Any) -> Iterator[Row]:
         """Rows of groups. A method is opened and warmed up outside all timing, and kept while groups need it."""
         methods = {method.name: method for method in self.methods}
-        for (_, name, budget, batch), some in groupby(groups, key=_engine_of):
+        engine_of = attrgetter("repeat", "cell.method", "cell.budget", "cell.batch")  # every repeat has its own
+        for (_, name, budget, batch), some in groupby(groups, key=engine_of):
             opened, warm = self._open(methods[name], budget, batch), set()
             for group in some:
                 place = f"repeat {group.repeat + 1}: {name} {budget or ''} x{batch} {group.cell.task}"
@@ -311,28 +312,17 @@ class Bench:
             for budget in config.budgets_of(method)
             if budget is not None
         }
-        return shared | tasks | methods | trees | self._heads() | self._servers()
-
-    def _heads(self) -> dict[str, str]:
-        """Fingerprints of heads: a head that was trained again keeps its name."""
-        found = {}
-        for method in self.methods:
-            if method.traits.head and (head := with_head_of(self.llm, method).head) is not None:
-                found[f"head of {method.name}"] = fingerprint(head)
-        return found
-
-    def _servers(self) -> dict[str, dict[str, Any]]:
-        """Identities of the servers that answer."""
-        found = {}
-        for method in self.methods:
-            if method.url is not None and (server := identify(method.url, method.served_model)) is not None:
-                found[f"server of {method.name}"] = server
-        return found
-
-
-def _engine_of(group: Group) -> tuple[int, str, int | None, int]:
-    """Key of groups that one engine decodes: every repeat has its own."""
-    return group.repeat, group.cell.method, group.cell.budget, group.cell.batch
+        heads = {  # by fingerprint: a head that was trained again keeps its name
+            f"head of {method.name}": fingerprint(head)
+            for method in self.methods
+            if method.traits.head and (head := with_head_of(self.llm, method).head) is not None
+        }
+        servers = {
+            f"server of {method.name}": server
+            for method in self.methods
+            if method.url is not None and (server := identify(method.url, method.served_model)) is not None
+        }
+        return shared | tasks | methods | trees | heads | servers
 
 
 def check_alive() -> None:

@@ -29,8 +29,6 @@ class UnequalConditions(ValueError):
 
 @dataclass(frozen=True)
 class Ask:
-    """One turn of one question."""
-
     messages: Sequence[dict[str, str]]
     """Conversation so far, for methods that apply the chat template themselves."""
     prompt: list[int]
@@ -89,8 +87,6 @@ class Method(Protocol):
 
 
 class EngineMethod:
-    """A setting of our engine."""
-
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 

@@ -27,7 +27,6 @@ DEFAULT = DEFAULT_MODEL
 
 
 def examples(*lines: str) -> str:
-    """Epilogue of a command's help."""
     return "\n  ".join(["Examples:", *(f"python -m benchmarks {line}" for line in lines)])
 
 

@@ -81,7 +81,6 @@ class Entry:
 
 
 def fill(entry: Entry, root: Path) -> None:
-    """Put the text of an entry between its marks."""
     page = root / entry.page
     text = entry.make(Place(root / "docs" / "results", root / "docs" / "plots", page))
     if text is not None:
@@ -236,7 +235,6 @@ def tree_title(run: Mapping[str, Any]) -> str:
 
 
 def strict_table(record: Record) -> str:
-    """Many speculative texts against plain ones."""
     return table(
         {
             "dtype": dtype,
@@ -250,15 +248,10 @@ def strict_table(record: Record) -> str:
 
 
 def soak_table(record: Record) -> str:
-    """Counts of a soak."""
     results = record["results"]
     keys = dict.fromkeys(key for result in results.values() for key, value in result.items() if type(value) is int)
     rows = ({"count": key.replace("_", " "), **{name: f"{r[key]:,}" for name, r in results.items()}} for key in keys)
     return table(rows)
-
-
-def limits_table(place: Place) -> str:
-    return check_limits(place.records)[0].to_markdown()
 
 
 # -- vLLM, training, heads
@@ -296,7 +289,6 @@ def vllm_table(record: Record) -> str:
 
 
 def texts_note(result: Record) -> str:
-    """Share of texts that differ, and where known, the largest distance of the two tokens."""
     share = f"{1 - result['same_texts']:.0%}"
     if not (places := result.get("differences")):
         return share
@@ -305,7 +297,6 @@ def texts_note(result: Record) -> str:
 
 
 def answers_table(record: Record) -> str:
-    """Speed of answering prompts, a row per run of the command."""
     return table(
         {
             "prompts": f"{run['answered']:,}",
@@ -319,7 +310,6 @@ def answers_table(record: Record) -> str:
 
 
 def training_table(record: Record) -> str:
-    """Speed and memory of batches of several shapes."""
     titles = {"rows": "rows", "row_len": "tokens of a row", "anchors": "anchors of a row", "anchors_at_once": "at once"}
     return table(
         {
@@ -455,7 +445,6 @@ def length_parts(records: Mapping[str, Record], place: Place) -> list[str]:
 
 
 def variants_table(records: Mapping[str, Record]) -> str:
-    """Mean tokens per round over the tasks, a row per variant."""
     rows = [
         {
             "variant": name,
@@ -587,7 +576,7 @@ ENTRIES: tuple[Entry, ...] = (
     *entries("docs/results/methods.md", {name: benchmark(name) for name in ("bench_smollm2", "bench_qwen25_coder")}),
     Entry("docs/results/methods.md", "bench_quick", benchmark("bench_quick")),
     *entries("docs/results/methods.md", {name: tree_tables(name) for name in ("tree_settings", "tree_settings_wide")}),
-    Entry("docs/results/engine.md", "limits", limits_table),
+    Entry("docs/results/engine.md", "limits", lambda place: check_limits(place.records)[0].to_markdown()),
     *tables_of(
         "docs/results/engine.md",
         {

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,7 @@ class Counterpart:
     """Difference beside that of settings."""
 
 
-def _published(name: str, kind: str = "jetspec-paper", **known: Any) -> Counterpart:
-    return Counterpart(name, kind, **known)
-
-
+_published = partial(Counterpart, kind="jetspec-paper")
 OURS: dict[str, Counterpart] = {
     PLAIN: Counterpart("plain", PLAIN, None),
     "eagle3": Counterpart("EAGLE-3", "eagle3", None),
@@ -57,9 +54,9 @@ OURS: dict[str, Counterpart] = {
     "reverse-kl": _published("reverse KL"),
     "jetspec-corpus": _published("JetSpec-Corpus"),
     "causal": _published("causal"),
-    "bidirectional": _published("diffusion", "ddtree"),
+    "bidirectional": Counterpart("diffusion", "ddtree"),
     **{f"causal-gamma-{g}": _published(f"causal, gamma {g}") for g in (3, 7, 15)},
-    **{f"bidirectional-gamma-{g}": _published(f"diffusion, gamma {g}", "ddtree") for g in (3, 7, 15)},
+    **{f"bidirectional-gamma-{g}": Counterpart(f"diffusion, gamma {g}", "ddtree") for g in (3, 7, 15)},
     "accum-logp": _published("accum_logp"),
     "entropy": _published("entropy_guided", score="entropy"),
     **{

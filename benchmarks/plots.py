@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.cells import sum_columns
 from benchmarks.document import Plot
 from benchmarks.estimate import Estimate
 from benchmarks.formulas import (
@@ -21,7 +22,7 @@ from benchmarks.formulas import (
 )
 from benchmarks.recipe import PLAIN
 from benchmarks.results import HeadRecord, Record, Result
-from benchmarks.tables import Value, at_best, by_method, on_all_tasks, over_tasks, rounds_of, speedup_of
+from benchmarks.tables import Value, at_best, by_budget, by_method, on_all_tasks, over_tasks, rounds_of, speedup_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,6 +90,7 @@ class Painter:
             axes = figure.subplots()
             axes.set_title(title, loc="left")
             draw(axes)
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
             return Plot(name, title, caption, to_svg(figure, name))
 
 
@@ -122,7 +124,6 @@ def setting_plots(painter: Painter, mark: str, where: str, cells: Sequence[Resul
 
 
 def speedup_bars(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
-    """A group of bars per task, a bar per method."""
     drawn = [cell for cell in at_best(cells) if cell.speedup and not cell.is_plain]
     if not drawn:
         return None
@@ -135,21 +136,16 @@ def speedup_bars(painter: Painter, name: str, where: str, cells: Sequence[Result
             own = {cell.task: cell.speedup for cell in drawn if cell.method == method and cell.speedup}
             places = [tasks.index(task) + (i - (len(labels) - 1) / 2) * width for task in own]
             heights, spreads = [s.mean for s in own.values()], [s.sd or 0 for s in own.values()]
-            bars = axes.bar(places, heights, width * 0.92, yerr=spreads, color=painter.colour(method), label=label)
-            _ink_errors(bars)
+            bars: Any = axes.bar(places, heights, width * 0.92, yerr=spreads, color=painter.colour(method), label=label)
+            for whisker in bars.errorbar.lines[2]:
+                whisker.set(color=INK, linewidth=1)
         axes.axhline(1, color=INK, linewidth=0.8)
         limits = (-0.6, len(tasks) - 0.4)
         axes.set(xticks=range(len(tasks)), xticklabels=tasks, xlim=limits, ylabel="speedup over plain")
         axes.grid(axis="x", visible=False)
-        _legend_below(axes)
 
     caption = "Each method at its best budget (the number beside its name). Whiskers: standard deviation over repeats."
     return painter.plot(name, f"Speedup per task, {where}", caption, draw)
-
-
-def _ink_errors(bars: Any) -> None:
-    for part in bars.errorbar.lines[2]:
-        part.set(color=INK, linewidth=1)
 
 
 def against_budget(
@@ -174,7 +170,6 @@ def against_budget(
                 _line(axes, series, painter.colour(method), method)
         _powers(axes, budgets)
         axes.set(xlabel="budget (nodes of a tree)", ylabel=unit)
-        _legend_below(axes)
 
     bars = "standard error over questions" if value is rounds_of else "standard deviation over repeats"
     caption = f"Means over tasks. Bars: {bars}. Dotted: methods without a budget."
@@ -189,8 +184,8 @@ def series_of(
     tasks = len({cell.task for cell in cells})
     found: dict[str, dict[int | None, Estimate]] = {}
     for method, own in by_method(cells).items():
-        for budget in dict.fromkeys(cell.budget for cell in own):
-            number = over_tasks([value(cell) for cell in own if cell.budget == budget], tasks, mean)
+        for budget, group in by_budget(own).items():
+            number = over_tasks([value(cell) for cell in group], tasks, mean)
             if number is not None:
                 found.setdefault(method, {})[budget] = number
     return found
@@ -201,9 +196,8 @@ def against_batch(painter: Painter | None, name: str, where: str, cells: Sequenc
     drawn = [cell for cell in cells if cell.speedup and not cell.is_plain]
     if painter is None or len({cell.batch for cell in drawn}) < 2:
         return []
-    labels = {method: {c.label for c in drawn if c.method == method} for method in {c.method for c in drawn}}
-    several = [method for method in dict.fromkeys(cell.method for cell in drawn) if len(labels[method]) > 1]
-    parts = {m: [cell for cell in drawn if cell.method == m] for m in several} or {"all methods": drawn}
+    several = {method: own for method, own in by_method(drawn).items() if len(by_budget(own)) > 1}
+    parts = several or {"all methods": drawn}
     return [_batch_plot(painter, f"{name}_{m}", f"{m}, {where}", own) for m, own in parts.items()]
 
 
@@ -218,7 +212,6 @@ def _batch_plot(painter: Painter, name: str, where: str, cells: Sequence[Result]
         axes.axhline(1, color=INK, linewidth=0.8)
         _powers(axes, batches)
         axes.set(xlabel="batch (conversations decoded together)", ylabel="speedup over plain")
-        _legend_below(axes)
 
     caption = "Means over tasks; the number beside a method is its budget. Plain decoding has the same batch."
     return painter.plot(name, f"Speedup against batch: {where}", caption, draw)
@@ -237,7 +230,6 @@ def acceptance(painter: Painter, name: str, where: str, cells: Sequence[Result])
             axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=colour, label=cell.label)
         depth = max(len(accepted) for _, accepted in histograms)
         axes.set(xlabel="depth", ylabel="share of rounds that get there", ylim=(0, 1), xticks=range(1, depth))
-        _legend_below(axes)
 
     caption = f"Over all tasks, each method at its best budget.{left_out(cells)}"
     return painter.plot(name, f"Acceptance per depth, {where}", caption, draw)
@@ -253,12 +245,9 @@ def left_out(cells: Sequence[Result]) -> str:
 def merged_histograms(cells: Sequence[Result]) -> list[tuple[Result, list[int]]]:
     """Per method, one of its cells and the accepted lengths of all of them."""
     found = []
-    for method in dict.fromkeys(cell.method for cell in cells):
-        own = [cell for cell in cells if cell.method == method and any(cell.accepted[1:])]
-        if own:
-            depth = max(len(cell.accepted) for cell in own)
-            rows = [[*cell.accepted, *[0] * (depth - len(cell.accepted))] for cell in own]
-            found.append((own[0], [sum(column) for column in zip(*rows, strict=True)]))
+    for group in by_method(cells).values():
+        if own := [cell for cell in group if any(cell.accepted[1:])]:
+            found.append((own[0], sum_columns(cell.accepted for cell in own)))
     return found
 
 
@@ -276,7 +265,6 @@ def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Result])
             label = f"{cell.label} (α = {alpha:.2f})"
             axes.plot(lengths, tokens_when_cut(accepted), "o", markersize=4, color=colour, label=label)
         axes.set(xlabel="draft length L", ylabel="tokens per round")
-        _legend_below(axes)
 
     caption = (
         "Lines: (1 - α^(L+1)) / (1 - α) with the α that fits a method's accepted lengths best. Points: its measured "
@@ -312,7 +300,6 @@ def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result])
             axes.plot([depth], [speedup], "o", color=colour, label=label)
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="draft length L", ylabel="speedup over plain")
-        _legend_below(axes)
 
     caption = (
         "Points: measured, at the greatest depth that was accepted. Dashed: (1 - α^(L+1)) / ((1 - α)(L·c + 1)), every "
@@ -336,7 +323,6 @@ def gap_histogram(painter: Painter, heads: Iterable[HeadRecord]) -> Plot | None:
         colours = [painter.colour(name) for name in gaps]
         axes.hist(clipped, bins=edges, weights=weights, color=colours, label=list(gaps))
         axes.set(xlabel="log q - log p of the top path, nats", ylabel="share of anchors")
-        _legend_below(axes)
 
     caption = (
         "q is the head's probability of its best path, p the target's. Gaps beyond "
@@ -358,17 +344,10 @@ def _powers(axes: Axes, values: Sequence[int]) -> None:
     axes.minorticks_off()
 
 
-def _legend_below(axes: Axes) -> None:
-    figure = axes.get_figure()
-    assert figure is not None
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-
-
 # -- pages
 
 
 def draw_lines(title: str, means: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Tokens per round against budget, a line per variant."""
     figure, axes = new_figure((6, 3.6))
     for name, mean in means.items():
         axes.plot(list(mean), list(mean.values()), marker="o", label=name)

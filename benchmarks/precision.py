@@ -228,7 +228,8 @@ def find_differences(
 def find_divergence(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tuple[int, int] | None] | None:
     """Length of the common prefix, and the token of each text behind it; no tokens where one text ends. None: the texts
     are equal."""
-    place = shared_length(plain, other)
+    pairs = enumerate(zip(plain, other, strict=False))
+    place = next((i for i, (x, y) in pairs if x != y), min(len(plain), len(other)))
     if place == len(plain) == len(other):
         return None
     return place, None if place in (len(plain), len(other)) else (plain[place], other[place])
@@ -249,11 +250,6 @@ def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], l
     known = [other for other in again if other < math.inf]  # without what a draw leaves out
     moved = max(known) - min(known) if known else 0.0
     return Gap(gap, min(again, default=gap), moved)
-
-
-def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True)

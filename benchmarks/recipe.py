@@ -211,8 +211,6 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of the results table."""
-
     method: str
     task: str
     temperature: float

@@ -229,8 +229,6 @@ def skipped(skip: int | Mapping[str, int], tasks: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """Results of `jetspec eval-head`."""
-
     name: str
     record: Record
 
@@ -315,8 +313,6 @@ def device_of(record: Record) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Runs and records that a report is made of."""
-
     runs: list[Run]
     heads: list[HeadRecord]
     costs: list[CostRecord]

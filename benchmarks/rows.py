@@ -46,8 +46,6 @@ class KeyedFile(LineFile, Generic[K]):
 
 
 class GroupFile(KeyedFile[Key]):
-    """Rows of groups."""
-
     @staticmethod
     def key_of(row: Row) -> Key:
         return Cell(**row["cell"]), row["repeat"], row["group"]
@@ -58,7 +56,6 @@ class GroupFile(KeyedFile[Key]):
 
 
 def read_lines(path: Path) -> dict[Key, Row]:
-    """Rows of groups in a file."""
     return read_keyed(path, GroupFile.key_of)[0]
 
 
@@ -111,8 +108,6 @@ def measured_by(rows: Iterable[Row], runs: Sequence[Row]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Group:
-    """Questions decoded together."""
-
     cell: Cell
     repeat: int
     index: int
@@ -150,7 +145,6 @@ class Answering:
         return self.error is None and self.conversation.has_next_turn
 
     def ask(self, config: BenchConfig, temperature: float, repeat: int) -> Ask:
-        """The next turn."""
         talk = self.conversation
         if self.turn:
             talk.token_ids = talk.with_next_turn()

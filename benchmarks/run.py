@@ -21,7 +21,7 @@ from benchmarks.measure import Bench, check_inputs, questions_of
 from benchmarks.options import Output, examples, numbers
 from benchmarks.recipe import KINDS, OLD_KEYS, PLAIN, BenchConfig, DtypeName, with_new_keys
 from benchmarks.report import print_summary, report_folder, write_report
-from benchmarks.results import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Inputs, Lossless, Result, Run, commits_of
+from benchmarks.results import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Inputs, Result, Run, commits_of
 from benchmarks.rows import kept_settings
 from benchmarks.run_record import Results
 from benchmarks.scores import grade_run
@@ -178,7 +178,6 @@ def measure(plan: Plan, folder: Path, fresh: bool, retry_failed: bool) -> None:
 
 
 def show_run(folder: Path, form: Form) -> Inputs:
-    """Print the table of a run, and its remarks."""
     inputs = print_summary([folder], form)
     for line in (line for found in inputs.runs for line in remarks(found)):
         say(line)
@@ -211,13 +210,12 @@ def is_lossless(config: BenchConfig, run: Run) -> bool:
     """Our methods wrote the target's text, but for ties. Texts that could not be compared do not count as the same."""
     outside = {method.name for method in config.all_methods() if not method.is_ours}
     ours = [cell for cell in run.cells if cell.lossless and cell.method not in outside]
-    return all(_is_shown(run, cell, cell.lossless) for cell in ours if cell.lossless)
-
-
-def _is_shown(run: Run, cell: Result, check: Lossless) -> bool:
-    plain = run.cell(cell.key.beside(PLAIN, 1))
-    assert plain is not None
-    return bool(check.compared) and not check.mistakes and cell.failed <= plain.failed
+    plain_failed = {cell.key: cell.failed for cell in run.cells if cell.is_plain}
+    return all(
+        check.compared and not check.mistakes and cell.failed <= plain_failed[cell.key.beside(PLAIN, 1)]
+        for cell in ours
+        if (check := cell.lossless)
+    )
 
 
 def remarks(run: Run) -> Iterator[str]:

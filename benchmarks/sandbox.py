@@ -51,8 +51,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of all tests, with the reason of a failure."""
-
     passed: bool
     why: str
 
@@ -76,7 +74,6 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits = Limits()) -> 
 
 
 def _find_verdict(said: str, password: str) -> Mapping[str, Any] | None:
-    """The line with the password."""
     for line in said.splitlines():
         with suppress(ValueError, TypeError, KeyError):
             verdict: Mapping[str, Any] = json.loads(line)

@@ -123,7 +123,6 @@ def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dic
 
 
 def read_finished(folder: Path) -> dict[str, Any]:
-    """Record of a finished run."""
     for name in (RESULTS_FILE, ROWS_FILE, RUN_FILE):
         if not folder.is_dir() or not (folder / name).is_file():
             raise ValueError(f"{folder} is no folder of a finished `benchmarks run`: it has no {name}")
@@ -141,7 +140,6 @@ def check_kept(task: str, before: Counts, now: Counts, why: Mapping[str, str]) -
 
 
 def answered(score: Mapping[str, Any]) -> set[str]:
-    """The questions whose answers were graded."""
     return {*score["right"], *score["wrong"]}
 
 

@@ -112,8 +112,6 @@ class ServerProcess:
 
 @dataclass
 class Client:
-    """A client that sends one request after the other."""
-
     number: int
     asked: int = 0
     answered: int = 0
@@ -392,7 +390,6 @@ class Rates:
         return senders.send(load, phase.chats, max_wait_s)
 
     def compare(self, rate: str) -> None:
-        """Count the requests that both answered, and those with different texts."""
         if any(rate not in texts for texts in self.texts.values()):
             return
         answers = zip(*(texts[rate] for texts in self.texts.values()), strict=True)

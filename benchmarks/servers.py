@@ -59,7 +59,6 @@ class ServerMethod:
         return max(0, min(size, reply.num_tokens) - 1)
 
     def _answer(self, ask: Ask) -> tuple[Reply | str, Streamed | None]:
-        """The reply with its stream, or an error."""
         try:
             return self._follow(ask)
         except UnequalConditions:
@@ -90,8 +89,6 @@ BROKEN = (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeErro
 
 @dataclass(frozen=True)
 class Streamed:
-    """An answer with the times of its pieces."""
-
     pieces: list[str]
     times: list[float]
     """Time of each piece."""
@@ -164,7 +161,6 @@ def stream(url: str, body: Mapping[str, Any]) -> Streamed:
 
 
 def _events(url: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The objects of an event stream."""
     request = urllib.request.Request(
         f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -246,7 +242,6 @@ def server_version(url: str) -> str | None:
 
 
 def first_model(url: str) -> str:
-    """First model that a server offers."""
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/models", timeout=30) as response:
             return str(json.load(response)["data"][0]["id"])

@@ -49,7 +49,6 @@ PlainTexts = Mapping[str, Mapping[str, Sequence[int]]]
 
 
 def plain_texts(engine: Engine, prompts: Texts, tokens: int) -> PlainTexts:
-    """Plain texts of each prompt under each kind of sampling."""
     return {kind: _complete(engine, prompts, replace(params, max_tokens=tokens)) for kind, params in KINDS.items()}
 
 
@@ -143,7 +142,6 @@ class Soak:
 
     @property
     def is_stuck(self) -> bool:
-        """Requests wait, and no round is run."""
         return self.idle_steps > MOST_IDLE_STEPS
 
     def _step(self) -> None:
@@ -244,14 +242,11 @@ class Soak:
 
 @dataclass(frozen=True)
 class Rest:
-    """Objects, memory and graphs of an idle engine."""
-
     objects: Counter[str]
     device_bytes: int
     graphs: int
 
     def problems(self, later: Rest) -> Iterator[str]:
-        """Growth since."""
         for kind, grown in sorted((later.objects - self.objects).items()):
             yield f"{grown} more of {kind} live than at rest"
         if grown := later.graphs - self.graphs:
@@ -261,7 +256,6 @@ class Rest:
 
 
 def live_objects() -> Counter[str]:
-    """Number of objects of the engine's classes."""
     gc.collect()
     kinds = (type(found) for found in gc.get_objects())
     return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith(OWN))
@@ -297,7 +291,6 @@ def spread_tokens(tokens: int, count: int, longest: int) -> list[int]:
 
 
 def count_calls(owner: object, method: str, counts: Counter[str]) -> None:
-    """Count calls of an object's method from now on."""
     original = getattr(owner, method)
 
     def counted(*args: object) -> object:

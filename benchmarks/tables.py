@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal
 
 import pandas as pd
@@ -77,19 +79,14 @@ def groups_of(cells: Iterable[Result]) -> list[tuple[str, list[Result]]]:
     return [(f"temperature {temperature:g}, batch {batch}", list(group)) for (temperature, batch), group in groups]
 
 
-def by_key(cells: Iterable[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
+def by_key(key: str, cells: Iterable[Result]) -> dict[Any, list[Result]]:
     found: dict[Any, list[Result]] = {}
     for cell in cells:
-        found.setdefault(key(cell), []).append(cell)
+        found.setdefault(getattr(cell, key), []).append(cell)
     return found
 
 
-def by_method(cells: Iterable[Result]) -> dict[str, list[Result]]:
-    return by_key(cells, lambda cell: cell.method)
-
-
-def by_budget(cells: Iterable[Result]) -> dict[int | None, list[Result]]:
-    return by_key(cells, lambda cell: cell.budget)
+by_method, by_budget = partial(by_key, "method"), partial(by_key, "budget")
 
 
 def over_tasks(
@@ -149,12 +146,7 @@ def failures(cells: Iterable[Result]) -> set[tuple[str, str, int]]:
     return {(cell.task, *place) for cell in cells for place in cell.failed}
 
 
-def speedup_of(cell: Result) -> Estimate | None:
-    return cell.speedup
-
-
-def rounds_of(cell: Result) -> Estimate | None:
-    return cell.tokens_per_round
+speedup_of, rounds_of = attrgetter("speedup"), attrgetter("tokens_per_round")
 
 
 # -- by task
@@ -427,7 +419,6 @@ def paper_table(pairs: Sequence[Pair]) -> Table:
 
 
 def remarks_of(pairs: Sequence[Pair]) -> list[str]:
-    """Each remark of some pairs once."""
     return list(dict.fromkeys(pair.remark for pair in sorted(pairs, key=lambda p: p.cell.task) if pair.remark))
 
 
@@ -441,6 +432,7 @@ def against_table(a: Run, b: Run) -> Table:
             continue
         mine, its = cell.tokens_per_s, other.tokens_per_s
         gains = (None, None) if cell.is_plain else (cell.speedup, other.speedup)
+        scores = (("A", cell.score), ("B", other.score))
         rows.append(
             {
                 "task": cell.task,
@@ -456,7 +448,7 @@ def against_table(a: Run, b: Run) -> Table:
                 "verdict": NONE if cell.is_plain else verdict(*gains),
                 "A tokens per round": text_of(cell.tokens_per_round),
                 "B tokens per round": text_of(other.tokens_per_round),
-                **{f"{name} score": _share(c.score) for name, c in (("A", cell), ("B", other))},
+                **{f"{run} score": s.share.text(3) + s.mark if s else NONE for run, s in scores},
             }
         )
     caption = (
@@ -474,10 +466,6 @@ def verdict(a: Estimate | None, b: Estimate | None) -> str:
     if differs is None:
         return "spread unknown"
     return ("B gains more" if b.mean > a.mean else "A gains more") if differs else NO_DIFFERENCE
-
-
-def _share(score: Score | None) -> str:
-    return score.share.text(3) + score.mark if score else NONE
 
 
 def head_table(head: HeadRecord) -> Table:

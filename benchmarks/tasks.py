@@ -77,14 +77,6 @@ def _livecodebench(row: Row) -> dict[str, Any]:
     return {"turns": [f"{wording}\n```\n{row['question_content']}\n```"]}
 
 
-def _mt_bench(row: Row) -> dict[str, Any]:
-    return {"turns": list(row["prompt"])}
-
-
-def _alpaca_eval(row: Row) -> dict[str, Any]:
-    return {"turns": [row["instruction"]]}
-
-
 TASKS: dict[str, Task] = {
     "gsm8k": Task("math", hub=HubSource("openai/gsm8k", _gsm8k, part="main")),
     "math500": Task("math", hub=HubSource("HuggingFaceH4/MATH-500", _problem)),
@@ -93,8 +85,12 @@ TASKS: dict[str, Task] = {
     "humaneval": Task("tests", hub=HubSource("openai/openai_humaneval", _humaneval)),
     "mbpp": Task("tests", hub=HubSource("google-research-datasets/mbpp", _mbpp)),
     "livecodebench": Task(hub=HubSource("livecodebench/code_generation_lite", _livecodebench, file="test.jsonl")),
-    "mt_bench": Task(hub=HubSource("HuggingFaceH4/mt_bench_prompts", _mt_bench, split="train")),
-    "alpaca_eval": Task(hub=HubSource("tatsu-lab/alpaca_eval", _alpaca_eval, file="alpaca_eval.json")),
+    "mt_bench": Task(
+        hub=HubSource("HuggingFaceH4/mt_bench_prompts", lambda row: {"turns": list(row["prompt"])}, "train")
+    ),
+    "alpaca_eval": Task(
+        hub=HubSource("tatsu-lab/alpaca_eval", lambda row: {"turns": [row["instruction"]]}, file="alpaca_eval.json")
+    ),
     "spec_bench": Task(),
     BUILTIN: Task("tests", 28),
 }

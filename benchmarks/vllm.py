@@ -219,8 +219,6 @@ def start(options: Options, method: str, sizes: list[int]) -> Any:
 
 @dataclass
 class Timing:
-    """Texts of one batch, and the time in which all its requests ran."""
-
     texts: dict[str, list[int]]
     seconds: float
     steps: int
@@ -320,7 +318,6 @@ def run_method(method: str, options: Options) -> dict[str, Any]:
 
 
 def words_of(options: Options) -> list[str]:
-    """Options as words of a command."""
     given = {name: value for name, value in asdict(options).items() if value not in (None, False)}
     return [w for name, value in given.items() for w in (f"--{name}", *([] if value is True else [str(value)]))]
 
