@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks.cpu_speed import Clock
-from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers
+from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers, with_options
 from benchmarks.precision import CachedLogits, FreshPass, PairNoise, Texts, find_differences, pair_noise, readings
 from benchmarks.soak import Soak, plain_texts
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
@@ -348,15 +348,10 @@ def verdict(runs: Sequence[Mapping[str, Any]], speedup: float | None = None) -> 
 
 def transformers_rates(model: PreTrainedModel, prompts: Texts, tokens: int) -> list[float]:
     """Tokens per second of `generate` for each prompt, after a warm-up of the same length."""
-    generate_s(model, next(iter(prompts.values())), tokens)
+    Clock.of_generate(model, next(iter(prompts.values())), tokens)
     timed = progress_bar(prompts.values(), desc="transformers", leave=False)
-    return [(tokens - 1) / generate_s(model, prompt, tokens) for prompt in timed]
-
-
-def generate_s(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> float:
-    """Seconds from the first token to the last."""
-    times = Clock.of_generate(model, prompt, tokens)
-    return times[-1] - times[0]
+    clocks = (Clock.of_generate(model, prompt, tokens) for prompt in timed)
+    return [(tokens - 1) / (times[-1] - times[0]) for times in clocks]
 
 
 def check_soak(models: Models, prompts: Texts, batch: int, budget: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -374,14 +369,9 @@ def check_soak(models: Models, prompts: Texts, batch: int, budget: int, tokens: 
 
 # -- commands
 
-Head = Annotated[str, typer.Option(help="Name or folder of the head.", metavar="NAME")]
-Dtypes = Annotated[str, typer.Option(help="Precisions, one run for each.", metavar="A,B,..")]
-Tokens = Annotated[int, typer.Option(min=1, help="Most new tokens of a prompt.")]
-Shortlist = Annotated[int, typer.Option(min=0, help="Tokens that an edge term ranks.")]
 Prompts = Annotated[int, typer.Option(min=1, help="Prompts to draw, for `speed` of each set.")]
 Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 Budget = Annotated[int, typer.Option(min=2, help="Nodes of a tree.")]
-BOTH = "bfloat16,float32"
 EPILOG = examples("soak --head HEAD --data DATA --out docs/results/engine_soak.json")
 app = typer.Typer(no_args_is_help=True)
 
@@ -390,17 +380,15 @@ app = typer.Typer(no_args_is_help=True)
 class Plan:
     """Options of every command here, and the loop over precisions."""
 
-    check: str
-    model: str
-    head: str
-    data: Path
-    out: Path
-    device: str
-    dtypes: str
-    tokens: int
-    shortlist: int
-    commit: str | None
-    files: list[Path] = field(default_factory=list)
+    head: Annotated[str, typer.Option(help="Name or folder of the head.", metavar="NAME")]
+    data: Questions
+    out: RecordFile
+    model: Model = DEFAULT
+    device: Device = "auto"
+    dtypes: Annotated[str, typer.Option(help="Precisions, one run for each.", metavar="A,B,..")] = "bfloat16,float32"
+    tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a prompt.")] = 256
+    shortlist: Annotated[int, typer.Option(min=0, help="Tokens that an edge term ranks.")] = TreeConfig.shortlist
+    commit: Commit = None
 
     def __post_init__(self) -> None:
         """Refuse bad values before anything is loaded."""
@@ -409,17 +397,20 @@ class Plan:
         self.where = choose_device(self.device)
         if unknown := [name for name in self.dtypes.split(",") if name not in DTYPES]:
             raise ValueError(f"dtypes: {unknown[0]!r} is none of {', '.join(sorted(DTYPES))}")
-        names = {"speed": SPEED_SETS, "batches": BATCH_SETS}.get(self.check)
-        self.files = [self.data / f"{n}.jsonl" for n in names] if names else sorted(self.data.glob("*.jsonl"))
-        if missing := [file for file in self.files if not file.is_file()]:
-            raise ValueError(f"there is no file {missing[0]}")
-        if not self.files:
-            raise ValueError(f"{self.data} holds no JSONL files")
 
-    def run(self, measure: Callable[[Models, Tokenizer, torch.dtype], dict[str, Any]]) -> None:
+    def files(self, *names: str) -> list[Path]:
+        """Files of these sets of prompts; without names, of all."""
+        files = [self.data / f"{name}.jsonl" for name in names] or sorted(self.data.glob("*.jsonl"))
+        if missing := [file for file in files if not file.is_file()]:
+            raise ValueError(f"there is no file {missing[0]}")
+        if not files:
+            raise ValueError(f"{self.data} holds no JSONL files")
+        return files
+
+    def run(self, check: str, measure: Callable[[Models, Tokenizer, torch.dtype], dict[str, Any]]) -> None:
         """Measure in each precision, and write the record after each. Exit status 1: something does not hold."""
         commit = self.commit or current_commit()  # now, because the checkout may change while this runs
-        about: dict[str, Any] = {"check": self.check, "model": Path(self.model).name, "head": Path(self.head).name}
+        about: dict[str, Any] = {"check": check, "model": Path(self.model).name, "head": Path(self.head).name}
         about |= {"device": self.where.type, "draft_temperature": self.tree.draft_temperature}
         about |= {"shortlist": self.shortlist, "shortlist_parents": self.tree.shortlist_parents}
         dtypes, results = self.dtypes.split(","), dict[str, dict[str, Any]]()
@@ -432,7 +423,7 @@ class Plan:
             holds = not left and all_hold(results)
             found = {"max_tokens": self.tokens, **left, "holds": holds, "results": results}
             write_record(self.out, {**about, **found}, commit)
-        print(json.dumps({"check": self.check, "holds": holds, "record": str(self.out)}))
+        print(json.dumps({"check": check, "holds": holds, "record": str(self.out)}))
         if not holds:
             raise typer.Exit(1)
 
@@ -444,106 +435,73 @@ def all_hold(results: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 @app.command(epilog=examples("engine speed --head HEAD --data DATA --out docs/results/engine_speed.json"))
+@with_options(Plan, dtypes="bfloat16")
 def speed(
-    head: Head,
-    data: Questions,
-    out: RecordFile,
-    model: Model = DEFAULT,
-    device: Device = "auto",
-    dtypes: Dtypes = "bfloat16",
-    tokens: Tokens = 256,
+    plan: Plan,
     prompts: Prompts = 80,
     budgets: Annotated[str, typer.Option(help="Nodes of a tree.", metavar="A,B,..")] = "16,32,64",
     other_prompts: Annotated[int, typer.Option(min=0, help="Prompts of each set for `transformers`; 0: none.")] = 3,
-    shortlist: Shortlist = TreeConfig.shortlist,
-    commit: Commit = None,
 ) -> None:
     """Time one request at a time: plain, speculative, and `transformers`."""
-    sizes = numbers(budgets, least=2, name="--budgets")
-    plan = Plan("speed", model, head, data, out, device, dtypes, tokens, shortlist, commit)
+    sizes, files = numbers(budgets, least=2, name="--budgets"), plan.files(*SPEED_SETS)
 
     def measure(models: Models, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
-        turns = {file.stem: draw_turns([file], prompts, tokenizer) for file in plan.files}
-        sets = {name: every_turn(models, tokenizer, said, tokens) for name, said in turns.items()}
-        other = load_hf(resolve(model), dtype, plan.where) if other_prompts else None
-        return check_speed(models, sets, sizes, tokens, other, other_prompts)
+        turns = {file.stem: draw_turns([file], prompts, tokenizer) for file in files}
+        sets = {name: every_turn(models, tokenizer, said, plan.tokens) for name, said in turns.items()}
+        other = load_hf(resolve(plan.model), dtype, plan.where) if other_prompts else None
+        return check_speed(models, sets, sizes, plan.tokens, other, other_prompts)
 
-    plan.run(measure)
+    plan.run("speed", measure)
 
 
-@app.command(
-    "batches", epilog=examples("engine batches --head HEAD --data DATA --out docs/results/engine_batches.json")
-)
-def batches_command(
-    head: Head,
-    data: Questions,
-    out: RecordFile,
-    model: Model = DEFAULT,
-    device: Device = "auto",
-    dtypes: Dtypes = BOTH,
-    tokens: Tokens = 128,
+@app.command(epilog=examples("engine batches --head HEAD --data DATA --out docs/results/engine_batches.json"))
+@with_options(Plan, tokens=128)
+def batches(
+    plan: Plan,
     batches: Annotated[str, typer.Option(help="Requests at a time.", metavar="A,B,..")] = "1,2,4,8,16,32,64",
     trees: Annotated[
         str,
         typer.Option(help="BUDGET or BUDGET:DEPTH; 1 is plain, `shrinking` an engine's own trees.", metavar="A,B,.."),
     ] = "1,16,16:8,32,64,shrinking,128",
     waves: Annotated[int, typer.Option(min=1, help="Prompts per slot of the batch.")] = 4,
-    shortlist: Shortlist = TreeConfig.shortlist,
-    commit: Commit = None,
 ) -> None:
     """Time every batch size with every tree."""
     sizes, shapes = numbers(batches, name="--batches"), [Tree.read(word) for word in trees.split(",")]
-    plan = Plan("batches", model, head, data, out, device, dtypes, tokens, shortlist, commit)
-    plan.run(
-        lambda models, tokenizer, _: check_batches(
-            models, draw(plan.files, waves * max(sizes), tokenizer), sizes, shapes, tokens, waves
-        )
-    )
+    files = plan.files(*BATCH_SETS)
+
+    def measure(models: Models, tokenizer: Tokenizer, _: torch.dtype) -> dict[str, Any]:
+        prompts = draw(files, waves * max(sizes), tokenizer)
+        return check_batches(models, prompts, sizes, shapes, plan.tokens, waves)
+
+    plan.run("batches", measure)
 
 
 @app.command(epilog=examples("engine strict --head HEAD --data DATA --out docs/results/engine_strict.json"))
-def strict(
-    head: Head,
-    data: Questions,
-    out: RecordFile,
-    model: Model = DEFAULT,
-    device: Device = "auto",
-    dtypes: Dtypes = BOTH,
-    tokens: Tokens = 256,
-    prompts: Prompts = 1000,
-    batch: Batch = 32,
-    budget: Budget = 64,
-    shortlist: Shortlist = TreeConfig.shortlist,
-    commit: Commit = None,
-) -> None:
+@with_options(Plan)
+def strict(plan: Plan, prompts: Prompts = 1000, batch: Batch = 32, budget: Budget = 64) -> None:
     """Compare many speculative texts with plain ones, and list every difference."""
-    plan = Plan("strict", model, head, data, out, device, dtypes, tokens, shortlist, commit)
+    files = plan.files()
     plan.run(
-        lambda models, tokenizer, _: check_strict(models, draw(plan.files, prompts, tokenizer), batch, budget, tokens)
+        "strict",
+        lambda models, tokenizer, _: check_strict(models, draw(files, prompts, tokenizer), batch, budget, plan.tokens),
     )
 
 
+@with_options(Plan, dtypes="float32", tokens=96)
 def soak(
-    head: Head,
-    data: Questions,
-    out: RecordFile,
-    model: Model = DEFAULT,
-    device: Device = "auto",
-    dtypes: Dtypes = "float32",
-    tokens: Tokens = 96,
+    plan: Plan,
     prompts: Prompts = 32,
     batch: Batch = 8,
     budget: Budget = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to run.")] = 10_000,
-    shortlist: Shortlist = TreeConfig.shortlist,
-    commit: Commit = None,
 ) -> None:
     """Run random arrivals, cancels and preemptions, and look for leaks and wrong texts."""
-    plan = Plan("soak", model, head, data, out, device, dtypes, tokens, shortlist, commit)
+    files = plan.files()
     plan.run(
+        "soak",
         lambda models, tokenizer, _: check_soak(
-            models, draw(plan.files, prompts, tokenizer), batch, budget, tokens, rounds
-        )
+            models, draw(files, prompts, tokenizer), batch, budget, plan.tokens, rounds
+        ),
     )
 
 

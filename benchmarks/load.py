@@ -22,7 +22,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from benchmarks.options import examples
+from benchmarks.options import examples, with_options
 from benchmarks.plots import TIMES, draw_latencies
 from jetspec.commands.compare import DEMO_PROMPTS
 from jetspec.commands.screen import err, out, write_json
@@ -44,18 +44,47 @@ EPILOG = examples(
 )
 
 
+@dataclass(frozen=True)
+class Load:
+    """A load: where, how many, how often, and the settings of each request."""
+
+    url: Annotated[str, typer.Option(help="The server, without /v1.")] = "http://127.0.0.1:8000"
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 64
+    concurrency: Annotated[int, typer.Option(min=1, help="Most at a time.")] = 8
+    rate: Annotated[float | None, typer.Option(help="Arrivals per second, at random; else as answers come.")] = None
+    """Requests beyond `concurrency` wait, which counts. None: each connection sends one by one."""
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 128
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0
+    budget: Annotated[int | None, typer.Option(help="Nodes of a tree, of a JetSpec server; 1 is plain.")] = None
+    model: Annotated[str | None, typer.Option(help="By default the first that the server has.")] = None
+    seed: Annotated[int, typer.Option(help="Seed of the arrivals.")] = 0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"the url is {self.url!r}; it begins with http:// or https://")
+        if self.rate is not None and not 0 < self.rate <= 1e6:
+            raise ValueError(f"rate is {self.rate}; it must be positive")
+
+    @property
+    def base_url(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    def arrivals(self) -> list[float]:
+        """Seconds after the start at which requests arrive."""
+        if self.rate is None:
+            return [0.0] * self.requests
+        rng, at, times = random.Random(self.seed), 0.0, []
+        for _ in range(self.requests):
+            at += rng.expovariate(self.rate)
+            times.append(at)
+        return times
+
+
+@with_options(Load)
 def load(
-    url: Annotated[str, typer.Option(help="The server, without /v1.")] = "http://127.0.0.1:8000",
-    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="Most at a time.")] = 8,
-    rate: Annotated[float | None, typer.Option(help="Arrivals per second, at random; else as answers come.")] = None,
+    plan: Load,
     data: Annotated[Path | None, typer.Option(help="Prompts: a .jsonl file; else three built-in ones.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
-    budget: Annotated[int | None, typer.Option(help="Nodes of a tree, of a JetSpec server; 1 is plain.")] = None,
-    model: Annotated[str | None, typer.Option(help="By default the first that the server has.")] = None,
     api_key: Annotated[Path | None, typer.Option(help="File with a key in its first line.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the arrivals.")] = 0,
     to: Annotated[Path | None, typer.Option("--out", help="Record to write, with a plot beside it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -63,12 +92,11 @@ def load(
 
     Exit status 1: some requests failed.
     """
-    plan = Load(url, requests, concurrency, rate, max_tokens, temperature, budget, model, seed)
     if to is not None and not to.parent.is_dir():
         raise FileNotFoundError(f"{to.parent} is not a folder; create it first")
-    chats = read_chats(data, requests)
+    chats = read_chats(data, plan.requests)
     key = read_key(api_key) if api_key else None
-    with progress_bar(total=requests, desc="requests", unit="request", leave=False) as bar:
+    with progress_bar(total=plan.requests, desc="requests", unit="request", leave=False) as bar:
         timings = asyncio.run(send_load(plan, chats, key, bar.update))
     summary = summarize(timings)
     if to is not None:
@@ -100,43 +128,6 @@ def read_chats(path: Path | None, count: int | None) -> list[list[Message]]:
         system = [{"role": "system", "content": question.system}] if question.system else []
         chats.append([*system, {"role": "user", "content": question.turns[0]}])
     return chats
-
-
-@dataclass(frozen=True)
-class Load:
-    """A load: where, how many, how often, and the settings of each request."""
-
-    url: str
-    requests: int
-    concurrency: int
-    rate: float | None
-    """Arrivals per second; those beyond `concurrency` wait, which counts. None: each connection sends one by one."""
-    max_tokens: int
-    temperature: float
-    budget: int | None
-    """Budget of a JetSpec server's trees. None: its own."""
-    model: str | None
-    seed: int
-
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"the url is {self.url!r}; it begins with http:// or https://")
-        if self.rate is not None and not 0 < self.rate <= 1e6:
-            raise ValueError(f"rate is {self.rate}; it must be positive")
-
-    @property
-    def base_url(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1")
-
-    def arrivals(self) -> list[float]:
-        """Seconds after the start at which requests arrive."""
-        if self.rate is None:
-            return [0.0] * self.requests
-        rng, at, times = random.Random(self.seed), 0.0, []
-        for _ in range(self.requests):
-            at += rng.expovariate(self.rate)
-            times.append(at)
-        return times
 
 
 @dataclass

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +27,30 @@ Questions = Annotated[
 TrainRecipe = Annotated[Path, typer.Option(help="Training recipe with the settings that all share.", metavar="FILE")]
 Settings = Annotated[list[str], typer.Option("--set", help="Change a setting of the recipe.", metavar="KEY=VALUE")]
 DEFAULT = DEFAULT_MODEL
+
+
+def with_options(options: Callable[..., Any], **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: a command takes the fields of a dataclass as options in place of its first parameter, an instance.
+
+    `defaults` replace those of fields.
+    """
+
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        _, *own = signature(function, eval_str=True).parameters.values()
+        fields = signature(options, eval_str=True).parameters.values()
+        fields_now = [field.replace(default=defaults.get(field.name, field.default)) for field in fields]
+
+        @wraps(function)
+        def command(**given: Any) -> None:
+            instance = options(**{field.name: given.pop(field.name) for field in fields})
+            function(instance, **given)
+
+        every = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in (*fields_now, *own)]
+        command.__dict__["__signature__"] = Signature(every)
+        command.__annotations__ = {each.name: each.annotation for each in every}
+        return command
+
+    return made
 
 
 def examples(*lines: str) -> str:

@@ -29,7 +29,7 @@ import httpx
 import typer
 
 from benchmarks.load import GIVEN_UP, Load, Message, Part, Timing, read_chats, send_load, summarize
-from benchmarks.options import DEFAULT, Device, Dtype, Model, RecordFile, examples, numbers
+from benchmarks.options import DEFAULT, Device, Dtype, Model, RecordFile, examples, numbers, with_options
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.engine.sizes import batch_sizes
 from jetspec.record import current_commit, write_record
@@ -300,22 +300,22 @@ def send_part(load: Load, chats: list[list[Message]], part: Part) -> tuple[list[
 class Rates:
     """Both servers at every rate, and the record of it."""
 
-    out: Path
-    model: str = DEFAULT
-    device: str = "auto"
-    dtype: str = "auto"
-    max_batch: int = 32
-    server_options: Sequence[str] = ()
-    data: Path | None = None
-    rates: Sequence[float] = (1, 2, 4, 8, 16, 32)
-    seconds: float = 20
-    max_wait: float = 60
-    max_tokens: int = 256
-    clients: int = 4
-    seed: int = 0
+    out: RecordFile
+    model: Model = DEFAULT
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    max_batch: Annotated[int, typer.Option(min=1, help="Answers that a server writes together.")] = 32
+    server_option: Annotated[list[str] | None, typer.Option(help='Options of jetspec serve, as "--budget 32".')] = None
+    data: Annotated[Path | None, typer.Option(help="Prompts: JSONL file or folder; by default built-in.")] = None
+    rates: Annotated[str, typer.Option(help="Requests per second, separated by commas.")] = "1,2,4,8,16,32"
+    seconds: Annotated[float, typer.Option(help="Seconds of arrivals per rate.")] = 20
+    max_wait: Annotated[float, typer.Option(help="Seconds to wait for answers after the last arrival.")] = 60
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256
+    clients: Annotated[int, typer.Option(min=1, help="Sending processes: one alone may be the slower side.")] = 4
+    seed: Annotated[int, typer.Option(help="Seed of arrivals, and of the order of prompts.")] = 0
 
     def __post_init__(self) -> None:
-        self.commit = current_commit()
+        self.commit, per_s = current_commit(), numbers(self.rates, float, 1e-6, "--rates")
         if self.seconds <= 0:
             raise ValueError("seconds must be positive")
         device = choose_device(self.device)
@@ -324,8 +324,8 @@ class Rates:
         chats = read_chats(self.data, None)
         random.Random(self.seed).shuffle(chats)
         prompts = cycle(chats)
-        self.warm_up = list(warm_up_phases(prompts, self.max_batch, max(self.rates)))
-        self.phases = [Phase(rate, list(islice(prompts, max(1, round(rate * self.seconds))))) for rate in self.rates]
+        self.warm_up = list(warm_up_phases(prompts, self.max_batch, max(per_s)))
+        self.phases = [Phase(rate, list(islice(prompts, max(1, round(rate * self.seconds))))) for rate in per_s]
         self.texts: dict[str, dict[str, list[str | None]]] = {name: {} for name in SERVERS}
         self.problems: list[str] = []
         self.record: dict[str, Any] = {
@@ -353,7 +353,7 @@ class Rates:
 
     def options(self, name: str) -> list[str]:
         """Options of a server. Its queue is long enough that requests wait instead of being refused."""
-        given = [word for words in self.server_options for word in shlex.split(words)]
+        given = [word for words in self.server_option or () for word in shlex.split(words)]
         queue = ["--max-batch", str(self.max_batch), "--max-queue", str(MOST_OPEN)]
         return ["--device", self.device, "--dtype", self.dtype, *queue, *given, *SERVERS[name]]
 
@@ -448,29 +448,13 @@ def describe(rate: dict[str, Any]) -> str:
 
 
 @app.command("rates", epilog=examples("serve rates --data questions --out docs/results/serve_rates_h200.json"))
-def measure_rates(
-    out: RecordFile,
-    model: Model = DEFAULT,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    max_batch: Annotated[int, typer.Option(min=1, help="Answers that a server writes together.")] = 32,
-    server_option: Annotated[list[str], typer.Option(help='Options of jetspec serve, as "--budget 32".')] = [],  # noqa: B006
-    data: Annotated[Path | None, typer.Option(help="Prompts: JSONL file or folder; by default built-in.")] = None,
-    rates: Annotated[str, typer.Option(help="Requests per second, separated by commas.")] = "1,2,4,8,16,32",
-    seconds: Annotated[float, typer.Option(help="Seconds of arrivals per rate.")] = 20,
-    max_wait: Annotated[float, typer.Option(help="Seconds to wait for answers after the last arrival.")] = 60,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
-    clients: Annotated[int, typer.Option(min=1, help="Sending processes: one alone may be the slower side.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of arrivals, and of the order of prompts.")] = 0,
-) -> None:
+@with_options(Rates)
+def measure_rates(run: Rates) -> None:
     """Measure throughput and latency at several rates, with and without speculation.
 
     Each server first gets batches of every size, so that nothing is compiled while it is timed. The record is written
     after every rate; `pages` makes the table and the plot of it. Exit status 1: a request failed, or texts differ.
     """
-    per_s = numbers(rates, float, 1e-6, "--rates")
-    sizes = (max_batch, server_option, data, per_s, seconds, max_wait, max_tokens, clients, seed)
-    run = Rates(out, model, device, dtype, *sizes)
     run.measure()
     if run.problems:
         raise typer.Exit(1)

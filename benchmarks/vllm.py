@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from benchmarks.options import RecordFile, examples, numbers
+from benchmarks.options import RecordFile, examples, numbers, with_options
 from benchmarks.tasks import BUILTIN_FILE
 from jetspec.data.prompts import read_questions
 from jetspec.files import write_whole
@@ -57,20 +57,20 @@ EPILOG = examples(
 class Options:
     """Options of a comparison; those of a timing decide whether an earlier result can be used."""
 
-    work: str
-    shape: str | None
-    batches: str
-    tokens: int
-    repeats: int
-    width: int
-    dtype: str
-    eager: bool
-    compile: bool
-    limit: float
+    work: Annotated[Path | None, typer.Option(help="Folder of models and results, to resume; else a new one.")] = None
+    shape: Annotated[str | None, typer.Option(help="Random weights of this shape, e.g. qwen3-8b.")] = None
+    batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16"
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 256
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per batch size, with other questions each.")] = 4
+    width: Annotated[int, typer.Option(min=1, help="Children of a node.")] = 8
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16"
+    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False
+    compile: Annotated[bool, typer.Option("--compile", help="Let vLLM compile the target, too.")] = False
+    limit: Annotated[float, typer.Option(help="Seconds that a method may take.")] = 300
 
     @property
     def root(self) -> Path:
-        return Path(self.work) / f"{self.shape or DEFAULT_MODEL}-{self.dtype}"
+        return Path(self.work or ".") / f"{self.shape or DEFAULT_MODEL}-{self.dtype}"
 
     @property
     def sizes(self) -> list[int]:
@@ -84,19 +84,11 @@ class Options:
         return list(json.loads((self.root / "prompts.json").read_text()))
 
 
+@with_options(Options)
 def vllm(
+    options: Options,
     out: RecordFile,
-    shape: Annotated[str | None, typer.Option(help="Random weights of this shape, e.g. qwen3-8b.")] = None,
     methods: Annotated[str, typer.Option(help="plain, chain, or budgets of trees.")] = "plain,chain,16,32,64,128",
-    batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 256,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs per batch size, with other questions each.")] = 4,
-    width: Annotated[int, typer.Option(min=1, help="Children of a node.")] = 8,
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16",
-    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="Let vLLM compile the target, too.")] = False,
-    limit: Annotated[float, typer.Option(help="Seconds that a method may take.")] = 300,
-    work: Annotated[Path | None, typer.Option(help="Folder of models and results, to resume; else a new one.")] = None,
     one: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Time vLLM with our trees at several batch sizes, beside vLLM alone and with its own chain.
@@ -104,18 +96,17 @@ def vllm(
     The default model shows real speed. Random weights cost the same but accept nothing: they show the time of a step.
     In float32 all texts must be those of plain decoding.
     """
-    folder = str(work or tempfile.mkdtemp())
-    options = Options(folder, shape, batches, tokens, repeats, width, dtype, eager, compile, limit)
-    root = options.root
+    if options.work is None:
+        options = replace(options, work=Path(tempfile.mkdtemp()))
     if one is not None:
         found = {"gaps": judge(options)} if one == JUDGE else measure(options, one)
-        write_whole(root / f"{one}.json", json.dumps(found))
+        write_whole(options.root / f"{one}.json", json.dumps(found))
         return
     prepare(options)
     lengths = [len(prompt) for prompt in options.prompts()]
-    about = {"model": shape or DEFAULT_MODEL, "dtype": dtype, "tokens": tokens, "width": width}
-    about |= {"prompt_tokens": statistics.mean(lengths), "graphs": not eager, "compiled": compile}
-    about |= {"vllm": version("vllm"), "random_weights": shape is not None}
+    about = {"model": options.shape or DEFAULT_MODEL, **{n: getattr(options, n) for n in ("dtype", "tokens", "width")}}
+    about |= {"prompt_tokens": statistics.mean(lengths), "graphs": not options.eager, "compiled": options.compile}
+    about |= {"vllm": version("vllm"), "random_weights": options.shape is not None}
     results: list[dict[str, Any]] = []
     for method in methods.split(","):
         results.append(run_method(method, options))

@@ -111,7 +111,7 @@ def test_a_server_that_does_not_answer_is_reported(model: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("dtype", "problems"), [("float32", 1), ("bfloat16", 0)])
-def test_texts_that_differ_are_counted(model: Path, tmp_path: Path, dtype: str, problems: int) -> None:
+def test_texts_that_differ_are_counted(model: Path, tmp_path: Path, dtype: Any, problems: int) -> None:
     """They are a failure where nothing is rounded. Requests that one server did not answer do not count."""
     run = Rates(tmp_path / "x.json", str(model), "cpu", dtype)
     run.texts = {"speculative": {"1": ["a", "b", None]}, "plain": {}}
@@ -125,7 +125,7 @@ def test_texts_that_differ_are_counted(model: Path, tmp_path: Path, dtype: str, 
 def test_both_servers_get_the_same_prompts(tmp_path: Path) -> None:
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(400)))
-    first, second = (Rates(tmp_path / "x", device="cpu", data=data, rates=(1, 4), seconds=30) for _ in range(2))
+    first, second = (Rates(tmp_path / "x", device="cpu", data=data, rates="1,4", seconds=30) for _ in range(2))
     assert first.phases == second.phases and [len(phase.chats) for phase in first.phases] == [30, 120]
     asked = [chat[0]["content"] for phase in (first.warm_up[-1], *first.phases) for chat in phase.chats]
     assert len(set(asked)) == len(asked)
