@@ -28,10 +28,7 @@ LOOKUP_TOKENS = 10
 
 
 def check_found(method: MethodConfig, is_new: bool = True) -> None:
-    """Refuse a method whose head, package or server is missing, before a target is loaded.
-
-    The server of a run that holds rows already may be gone.
-    """
+    """Refuse a missing head, package or server before a target is loaded. The server of existing rows may be gone."""
     if method.head is not None:
         find_head(method.head)
     elif method.url is not None and is_new:
@@ -73,10 +70,7 @@ def need(method: MethodConfig, package: str) -> None:
 
 @lru_cache(maxsize=2)
 def _read(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A target or an assistant in host memory, read once: transformers reads a GGUF file slowly.
-
-    Its generation_config.json is dropped, which would fill settings that a request leaves open.
-    """
+    """A model in host memory, read once, without its generation config, which would fill settings left open."""
     from transformers import GenerationConfig
 
     from jetspec.models.hf_target import load_hf

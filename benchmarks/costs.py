@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.estimate import to_record
-from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE
+from benchmarks.results import ROWS_FILE, RUN_FILE
 from benchmarks.rows import KeyedFile, Row, keep_settings, kept_settings, measured_by
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
@@ -74,8 +74,6 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
     dtype = choose_dtype(config.dtype, device)
     settings = _settings(config, dtype, device)
     with closing(CostFile(folder / ROWS_FILE, fresh)) as file:
-        for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
-            (folder / name).unlink(missing_ok=True)
         wanted = [(context, depth) for depth, context in product(config.depths, config.contexts)]
         todo = [chain for chain in wanted if chain not in file.rows]
         has_rows = bool(file.rows)

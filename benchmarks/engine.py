@@ -191,8 +191,7 @@ class Ties:
 
 
 def measure_ties(models: Models, prompts: Texts, plain: Texts, budget: int) -> Ties:
-    """Measure the rounding of passes over one token and over trees of this budget, on plain texts of all kinds of
-    prompts."""
+    """Measure the rounding of passes over one token and over trees of this budget, on plain texts of all prompts."""
     fresh = FreshPass(models.target, None, longest(prompts) + longest(plain))
     some = [(prompts[name], text[:NOISE_TOKENS]) for name, text in evenly(plain, NOISE_TEXTS).items()]
     noise = pair_noise(fresh, some, budget)
@@ -276,10 +275,7 @@ class Tree:
 def check_batches(
     models: Models, prompts: Texts, batches: Sequence[int], trees: Sequence[Tree], tokens: int, waves: int
 ) -> dict[str, Any]:
-    """Every batch size with every tree: median tokens per second with prefill, and each text against its own alone.
-
-    `waves` prompts per slot of the batch are decoded. One engine serves all batch sizes of a tree.
-    """
+    """Every batch size with every tree: median tokens per second with prefill, and texts against those alone."""
     config = engine_config(prompts, tokens, max(batches), max_admission_delay=MAX_ADMISSION_DELAY)
     alone: Decoded | None = None
     done: dict[tuple[Tree, int], list[Decoded]] = {}

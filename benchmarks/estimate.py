@@ -91,10 +91,7 @@ class Estimate:
 
     @classmethod
     def average(cls, parts: Iterable[Estimate]) -> Estimate:
-        """Mean of values measured in the same repeats: a machine that is slow in one repeat is slow for all of them.
-
-        Where some lack a repeat, all are taken to vary together.
-        """
+        """Mean of values measured in the same repeats. Where some lack a repeat, all are taken to vary together."""
         parts = list(parts)
         is_ratio = parts[0].is_ratio
         asked = [part.questions for part in parts if part.questions is not None]
@@ -150,10 +147,7 @@ class Estimate:
         return Estimate(ratio, ratio * math.hypot(self.sd / self.mean, other.sd / other.mean))
 
     def differs(self, other: Estimate) -> bool | None:
-        """The two are further apart than their deviations, and than chance, explain: over repeats and over questions.
-
-        None: there is no deviation to judge by.
-        """
+        """The two are further apart than deviations and chance explain, over repeats and questions. None: unknown."""
         if self.spread is None or other.spread is None:
             return None
         if (paired := self._paired(other)) is not None:

@@ -31,7 +31,7 @@ from benchmarks.methods import (
     with_head_of,
 )
 from benchmarks.recipe import PLAIN, BenchConfig, Cell, MethodConfig
-from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE
+from benchmarks.results import ROWS_FILE, RUN_FILE
 from benchmarks.rows import (
     Answering,
     Group,
@@ -119,8 +119,6 @@ class Bench:
         for method in self.methods if fresh else ():
             check_ready(self.llm, method)
         with closing(GroupFile(self.folder / ROWS_FILE, fresh)) as file:
-            for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
-                (self.folder / name).unlink(missing_ok=True)
             wanted = list(self.groups())
             todo = [
                 group for group in wanted if group.key not in file.rows or (retry_failed and file.failed(group.key))
@@ -204,8 +202,7 @@ class Bench:
             release_memory()
 
     def _open(self, method: MethodConfig, budget: int | None, batch: int) -> Method:
-        """An open method, or one that fails where memory does not suffice. Plain decoding must open, as the others are
-        compared with it."""
+        """An open method, or one that fails where memory does not suffice. Plain decoding must open."""
         llm = with_head_of(self.llm, method)
         try:
             return open_method(llm, method, budget, batch, self.max_len, **self.variables)

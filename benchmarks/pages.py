@@ -124,8 +124,7 @@ def table(rows: Iterable[Mapping[str, str]], text_columns: int = 1, **options: A
 
 
 def profile_table(record: Record) -> str:
-    """A row per budget and context: round, stages, plain step and their floors; of a mixture of experts also the
-    experts that a layer visits, and the gigabytes of all reads."""
+    """A row per budget and context; of a mixture also the experts that a layer visits, and gigabytes of reads."""
     rows = []
     for run in record["runs"]:
         sparse = run["experts_round"] is not None
@@ -258,10 +257,7 @@ def soak_table(record: Record) -> str:
 
 
 def vllm_table(record: Record) -> str:
-    """vLLM alone, with chains and with trees at every batch size, beside the paper's speedups.
-
-    Random weights accept nothing: of them a step tells its time, and the tokens that would pay for it.
-    """
+    """vLLM alone, with chains and with trees, beside the paper's speedups; random weights tell times alone."""
     about, is_random = record["settings"], record["settings"].get("random_weights", False)
     paper = {(row.budget, row.batch): row.speedup for row in paper_rows() if row.table.number == VLLM_TABLE}
     rows, notes = [], []

@@ -181,10 +181,7 @@ SHAPES = {"paper": "all children of the best nodes", "optimal": "the best nodes"
 
 
 def tree_differences(ours: Counterpart, tree: Mapping[str, Any], temperature: float) -> list[str]:
-    """Known differences of a tree from those of the paper's method.
-
-    The draft temperature has an effect on greedy requests alone.
-    """
+    """Known differences of a tree from the paper's. The draft temperature has an effect on greedy requests alone."""
     found, width = [], tree["width"]
     published = published_width(tree["budget"]) if ours.expand == "paper" else None
     if ours.expand == "paper" and published is None:

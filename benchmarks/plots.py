@@ -275,10 +275,7 @@ def equation_1(painter: Painter, name: str, where: str, cells: Sequence[Result])
 
 
 def equation_2(painter: Painter, name: str, where: str, cells: Sequence[Result]) -> Plot | None:
-    """Speedup of the formula for every draft length, through the measured point.
-
-    A method that is faster than its tokens per round explain has a cost below 0, which no formula fits.
-    """
+    """Speedup of the formula for every draft length through the measured point, where its cost is at least 0."""
     speeds = series_of(cells, speedup_of)
     drawn = []
     for cell, accepted in merged_histograms(at_best(on_all_tasks(cells))):

@@ -226,8 +226,7 @@ def find_differences(
 
 
 def find_divergence(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tuple[int, int] | None] | None:
-    """Length of the common prefix, and the token of each text behind it; no tokens where one text ends. None: the texts
-    are equal."""
+    """Length of the common prefix, and the tokens behind it unless one text ends. None: the texts are equal."""
     pairs = enumerate(zip(plain, other, strict=False))
     place = next((i for i, (x, y) in pairs if x != y), min(len(plain), len(other)))
     if place == len(plain) == len(other):

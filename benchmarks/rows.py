@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from benchmarks.methods import Ask, Reply, UnequalConditions
 from benchmarks.recipe import BenchConfig, Cell, with_new_keys
+from benchmarks.results import RESULTS_FILE, RUN_FILE
 from jetspec.data.conversation import Conversation
 from jetspec.data.prompts import Prompt
 from jetspec.data.rows import LineFile, earlier_runs
@@ -25,11 +26,13 @@ K = TypeVar("K", bound=Hashable)
 
 
 class KeyedFile(LineFile, Generic[K]):
-    """Rows on disk by key: the last row of a key counts. `fresh` deletes rows that are there."""
+    """Rows on disk by key: the last row of a key counts. `fresh` deletes earlier rows, settings and results."""
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self.fresh = fresh
         super().__init__(path)
+        for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
+            path.with_name(name).unlink(missing_ok=True)
 
     @staticmethod
     @abstractmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -16,8 +15,7 @@ from benchmarks.measure import Bench
 from benchmarks.recipe import PLAIN, TRANSFORMERS, Cell
 from benchmarks.results import ROWS_FILE
 from benchmarks.rows import Key, Row, measured_by, read_lines
-from benchmarks.scores import Grader, Scores
-from jetspec.progress import progress_bar
+from benchmarks.scores import Grader, Scores, with_progress
 
 
 @dataclass
@@ -31,12 +29,7 @@ class Results:
     def record(self, progress: bool = False) -> dict[str, Any]:
         decoder, config = self.bench.llm.target.decoder, self.bench.config
         self.scores.run_programs(self.measured.values(), progress)
-        cells = []
-        with progress_bar(total=len(self.measured), unit="cell", disable=not (progress and self.measured)) as bar:
-            for cell, measured in self.measured.items():
-                bar.set_description(f"grading and comparing: {cell.method} {cell.task}", refresh=sys.stderr.isatty())
-                cells.append(self.cell(measured))
-                bar.update()
+        cells = list(map(self.cell, with_progress(self.measured.values(), "grading and comparing", progress)))
         return {
             **measured_by(self.rows.values(), self.bench.runs()),
             "model": self.bench.llm.model_name,

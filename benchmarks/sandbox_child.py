@@ -95,10 +95,7 @@ def leave_network() -> None:
 
 
 def drop_root() -> bool:
-    """Become nobody if root, which is above the limit on processes and may write everywhere.
-
-    False: root stays, without capabilities.
-    """
+    """Become nobody if root, to whom limits do not apply. False: root stays, without capabilities."""
     if os.geteuid() != 0:
         return True
     try:

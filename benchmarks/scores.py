@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields
@@ -44,8 +44,7 @@ class Scores:
         """Tasks whose answers could not be graded here, with the reason."""
 
     def run_programs(self, cells: Collection[Measured], progress: bool = False) -> None:
-        """Grade programs, several at a time. Mathematics is left to `of`: the timeout of its library needs the main
-        thread."""
+        """Grade programs, several at a time. Mathematics is left to `of`: its timeout needs the main thread."""
         answers = {
             (mine.cell.task, answer["id"], answer["text"][-1]): None
             for mine in cells
@@ -103,6 +102,14 @@ class Scores:
         return [f"{task} is not graded: {why}" for task, why in self.ungraded.items()]
 
 
+def with_progress(cells: Collection[Measured], activity: str, progress: bool) -> Iterator[Measured]:
+    with progress_bar(total=len(cells), unit="cell", disable=not (progress and cells)) as bar:
+        for mine in cells:
+            bar.set_description(f"{activity}: {mine.cell.method} {mine.cell.task}", refresh=sys.stderr.isatty())
+            yield mine
+            bar.update()
+
+
 def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dict[str, Any]:
     """Record of a finished run with new scores; all else is kept. Neither its target nor its machine is needed."""
     record = read_finished(folder)
@@ -110,12 +117,9 @@ def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dic
     measured = read_answers(folder, record["cells"])
     scores.run_programs(measured, progress)
     cells = []
-    with progress_bar(total=len(measured), unit="cell", disable=not (progress and measured)) as bar:
-        for raw, mine in zip(record["cells"], measured, strict=True):
-            bar.set_description(f"grading: {mine.cell.method} {mine.cell.task}", refresh=sys.stderr.isatty())
-            cells.append({**raw, "score": scores.of(mine)})
-            check_kept(mine.cell.task, raw["score"], cells[-1]["score"], scores.ungraded)
-            bar.update()
+    for raw, mine in zip(record["cells"], with_progress(measured, "grading", progress), strict=True):
+        cells.append({**raw, "score": scores.of(mine)})
+        check_kept(mine.cell.task, raw["score"], cells[-1]["score"], scores.ungraded)
     now = make_record({})
     versions = {name: version for name, version in now["versions"].items() if name in ("python", *GRADERS)}
     graded = {key: now[key] for key in ("command", "date", "commit")} | {"versions": versions}

@@ -111,8 +111,7 @@ class BadRequest(ValueError):
 
 
 def neutral_sampling(url: str, model: str) -> dict[str, Any]:
-    """Settings by which a server samples from the model's distribution alone: all of them, unless it accepts a request
-    with OpenAI's fields only."""
+    """Settings that sample from the model's distribution alone; OpenAI's fields only where others are refused."""
     for settings in ({**NEUTRAL, **BEYOND}, NEUTRAL):
         try:
             stream(url, chat_body(model, _probe(1), settings))
@@ -204,10 +203,7 @@ PROBE_TOKENS = 16
 
 
 def identify(url: str, model: str | None) -> dict[str, Any] | None:
-    """Identity of the server at an address: model, version, sampling settings, and digest of a greedy answer.
-
-    The answer distinguishes other weights under the same name. None: no server answers.
-    """
+    """Model, version, settings and digest of a greedy answer, which tells weights apart. None: no server answers."""
     try:
         name = model or first_model(url)
     except ValueError:

@@ -423,8 +423,7 @@ def remarks_of(pairs: Sequence[Pair]) -> list[str]:
 
 
 def against_table(a: Run, b: Run) -> Table:
-    """Cells that both runs have. Two runs took no turns, so the verdict is on the speedups over their own plain
-    decoding."""
+    """Cells that both runs have. The verdict is on speedups, each over the plain decoding of its own run."""
     rows = []
     for cell in in_order(a.cells):
         other = b.cell(cell.key)
