@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from jetspec.models.decoder import DecoderConfig, MoEConfig, RopeConfig
-
-Layout = Literal["hf", "gguf"]
+from jetspec.models.gguf import GGUFFile
 
 MAX_LAYERS, MAX_SIZE, MAX_VOCAB, MAX_LEN, MAX_EXPERTS = 1024, 1 << 20, 1 << 24, 1 << 30, 4096
 
@@ -111,16 +109,6 @@ def stacked_experts_name(name: str) -> str:
     return f"model.layers.{layer}.{STACKED_EXPERTS[inner]}"
 
 
-class GGUFHeader(Protocol):
-    """Parts of a GGUF file that a config needs."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]: ...
-    def __contains__(self, name: str) -> bool: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, out: Tensor) -> None: ...
-
-
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Reads the contents of a `config.json`."""
     name = str(raw.get("model_type"))
@@ -134,7 +122,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hidden_size, num_heads = c.size("hidden_size"), c.size("num_attention_heads")
     num_layers = c.integer("num_hidden_layers", 1, MAX_LAYERS)
     has_bias = family.biases == "optional" and c.flag("attention_bias")
-    moe = _moe_from_hf(c) if family.sparse else None
+    experts = "num_experts" if "num_experts" in raw else "num_local_experts"
+    sizes = (experts, "num_experts_per_tok", "moe_intermediate_size")
+    moe = _moe(c, *sizes, normalize=c.flag("norm_topk_prob")) if family.sparse else None
     return check_config(
         DecoderConfig(
             family=name,
@@ -160,7 +150,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def config_from_gguf(file: GGUFHeader) -> DecoderConfig:
+def config_from_gguf(file: GGUFFile) -> DecoderConfig:
     """Reads the header of a GGUF file."""
     architecture = str(file.metadata.get("general.architecture"))
     names = {family.architecture: name for name, family in reversed(FAMILIES.items())}
@@ -177,6 +167,7 @@ def config_from_gguf(file: GGUFHeader) -> DecoderConfig:
     for key in ("attention.value_length", "rope.dimension_count"):
         if c.size(key, head_dim) != head_dim:
             raise ValueError(f"{architecture}.{key} differs from the head size {head_dim}; that is not supported")
+    sizes = ("expert_count", "expert_used_count", "expert_feed_forward_length")
     moe_layers = tuple(i for i in range(num_layers) if family.sparse and f"blk.{i}.ffn_gate_inp.weight" in file)
     return check_config(
         DecoderConfig(
@@ -196,7 +187,8 @@ def config_from_gguf(file: GGUFHeader) -> DecoderConfig:
             mlp_bias="blk.0.ffn_down.bias" in file,
             qk_norm=family.qk_norm,
             tied_embedding="output.weight" not in file,
-            moe=_moe_from_gguf(c) if moe_layers else None,
+            # GGUF has no key for `normalize`; all published qwen3_moe models do.
+            moe=_moe(c, *sizes, normalize=True) if moe_layers else None,
             moe_layers=moe_layers,
         )
     )
@@ -227,18 +219,16 @@ def rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
     inside = c.integer("original_max_position_embeddings", 1, MAX_LEN, max_len)
     original_len = outer.integer("original_max_position_embeddings", 1, MAX_LEN, inside)
     factor = c.real("factor", 1e-3, 1e6, max_len / original_len if kind == "yarn" else None)
-    return _checked_rope(
-        RopeConfig(
-            theta=theta,
-            kind=kind,
-            factor=factor,
-            original_len=original_len,
-            low_freq_factor=c.real("low_freq_factor", 0, 1e6, 1.0),
-            high_freq_factor=c.real("high_freq_factor", 0, 1e6, 4.0),
-            beta_fast=c.real("beta_fast", 0, 1e6, 32.0),
-            beta_slow=c.real("beta_slow", 0, 1e6, 1.0),
-            attention_factor=_attention_factor(c, factor),
-        )
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_len=original_len,
+        low_freq_factor=c.real("low_freq_factor", 0, 1e6, 1.0),
+        high_freq_factor=c.real("high_freq_factor", 0, 1e6, 4.0),
+        beta_fast=c.real("beta_fast", 0, 1e6, 32.0),
+        beta_slow=c.real("beta_slow", 0, 1e6, 1.0),
+        attention_factor=_attention_factor(c, factor),
     )
 
 
@@ -263,7 +253,11 @@ def windows_from_hf(rule: str, raw: Mapping[str, Any], num_layers: int) -> tuple
 
 def check_config(config: DecoderConfig) -> DecoderConfig:
     """Checks relations between values, each of which was checked as it was read."""
-    c = config
+    c, rope = config, config.rope
+    if rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise ValueError("rope low_freq_factor must be below high_freq_factor")
+    if rope.kind == "yarn" and (rope.theta <= 1 or min(rope.beta_fast, rope.beta_slow) <= 0):
+        raise ValueError("yarn needs rope_theta above 1 and positive beta_fast and beta_slow")
     if c.num_heads % c.num_kv_heads:
         raise ValueError(f"{c.num_heads} heads cannot share {c.num_kv_heads} key/value heads evenly")
     if c.head_dim % 2:
@@ -311,14 +305,9 @@ class Fields:
         return value
 
 
-def _moe_from_hf(c: Fields) -> MoEConfig:
-    key = "num_experts" if "num_experts" in c.raw else "num_local_experts"
-    return MoEConfig(
-        num_experts=c.integer(key, 1, MAX_EXPERTS),
-        num_chosen=c.integer("num_experts_per_tok", 1, MAX_EXPERTS),
-        inner_size=c.size("moe_intermediate_size"),
-        normalize=c.flag("norm_topk_prob"),
-    )
+def _moe(c: Fields, experts: str, chosen: str, inner: str, normalize: bool) -> MoEConfig:
+    """Reads sizes under these keys."""
+    return MoEConfig(c.integer(experts, 1, MAX_EXPERTS), c.integer(chosen, 1, MAX_EXPERTS), c.size(inner), normalize)
 
 
 def _moe_layers(c: Fields, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -326,15 +315,6 @@ def _moe_layers(c: Fields, raw: Mapping[str, Any], num_layers: int) -> tuple[int
     if not isinstance(dense, list):
         raise ValueError("mlp_only_layers is not a list")
     return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
-
-
-def _moe_from_gguf(c: Fields) -> MoEConfig:
-    return MoEConfig(
-        num_experts=c.integer("expert_count", 1, MAX_EXPERTS),
-        num_chosen=c.integer("expert_used_count", 1, MAX_EXPERTS),
-        inner_size=c.size("expert_feed_forward_length"),
-        normalize=True,  # GGUF has no key for it; all published qwen3_moe models normalise
-    )
 
 
 def _rope_from_gguf(c: Fields) -> RopeConfig:
@@ -346,25 +326,15 @@ def _rope_from_gguf(c: Fields) -> RopeConfig:
     factor = c.real("rope.scaling.factor", 1e-3, 1e6)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
-    return _checked_rope(
-        RopeConfig(
-            theta=theta,
-            kind="yarn",
-            factor=factor,
-            original_len=c.integer("rope.scaling.original_context_length", 1, MAX_LEN),
-            beta_fast=c.real("rope.scaling.yarn_beta_fast", 0, 1e6, 32.0),
-            beta_slow=c.real("rope.scaling.yarn_beta_slow", 0, 1e6, 1.0),
-            attention_factor=c.real("rope.scaling.attn_factor", 0, 1e6, 1.0) * _stretch(factor),
-        )
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_len=c.integer("rope.scaling.original_context_length", 1, MAX_LEN),
+        beta_fast=c.real("rope.scaling.yarn_beta_fast", 0, 1e6, 32.0),
+        beta_slow=c.real("rope.scaling.yarn_beta_slow", 0, 1e6, 1.0),
+        attention_factor=c.real("rope.scaling.attn_factor", 0, 1e6, 1.0) * _stretch(factor),
     )
-
-
-def _checked_rope(rope: RopeConfig) -> RopeConfig:
-    if rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
-        raise ValueError("rope low_freq_factor must be below high_freq_factor")
-    if rope.kind == "yarn" and (rope.theta <= 1 or min(rope.beta_fast, rope.beta_slow) <= 0):
-        raise ValueError("yarn needs rope_theta above 1 and positive beta_fast and beta_slow")
-    return rope
 
 
 def _attention_factor(c: Fields, factor: float) -> float | None:
@@ -379,7 +349,7 @@ def _stretch(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _divisors(file: GGUFHeader, head_dim: int) -> tuple[float, ...]:
+def _divisors(file: GGUFFile, head_dim: int) -> tuple[float, ...]:
     """Reads the divisors of the rotary frequencies, which converters store as a tensor for Llama 3."""
     if "rope_freqs.weight" not in file:
         return ()

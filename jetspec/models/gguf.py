@@ -23,19 +23,8 @@ CHUNK = 1 << 17
 """Numbers dequantised at a time: a multiple of all block sizes that fits the CPU cache."""
 
 STRING, ARRAY, BOOL = 8, 9, 7
-SCALARS: dict[int, str] = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    BOOL: "<u1",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+SCALARS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "<u1")))
+SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +81,7 @@ class GGUFFile:
         cursor = _Cursor(self._data, path)
         if cursor.take(4) != b"GGUF":
             raise cursor.error("is not a GGUF file")
-        version = cursor.scalar("<u4")
+        version = cursor.integer(4)
         if version not in (2, 3):
             raise cursor.error(f"has GGUF version {version}; 2 and 3 can be read")
         num_tensors = cursor.count(least_bytes=32, what="tensors")
@@ -160,9 +149,8 @@ class _Cursor:
         start = self.advance(num_bytes)
         return self.data[start : start + num_bytes]
 
-    def scalar(self, dtype: str) -> Any:
-        width = int(dtype[2])
-        return np.frombuffer(self.data, dtype, 1, self.advance(width)).item()
+    def scalars(self, dtype: str, count: int) -> np.ndarray:
+        return np.frombuffer(self.data, dtype, count, self.advance(count * int(dtype[2])))
 
     def integer(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
@@ -194,14 +182,13 @@ class _Cursor:
 
     def value(self) -> Any:
         kind = self.integer(4)
-        return self.array() if kind == ARRAY else self.single(kind)
-
-    def single(self, kind: int) -> Any:
+        if kind == ARRAY:
+            return self.array()
         if kind == STRING:
             return self.string()
         if kind not in SCALARS:
             raise self.error(f"has a value of unknown type {kind}")
-        value = self.scalar(SCALARS[kind])
+        value = self.scalars(SCALARS[kind], 1).item()
         return bool(value) if kind == BOOL else value
 
     def array(self) -> list[Any]:
@@ -212,7 +199,7 @@ class _Cursor:
             raise self.error(f"has an array of unsupported type {kind}")
         dtype = SCALARS[kind]
         count = self.count(least_bytes=int(dtype[2]), what="numbers")
-        return np.frombuffer(self.data, dtype, count, self.advance(count * int(dtype[2]))).tolist()
+        return self.scalars(dtype, count).tolist()
 
     def tensor_info(self) -> TensorInfo:
         num_dims = self.integer(4)
@@ -221,7 +208,11 @@ class _Cursor:
         shape = tuple(self.integer(8) for _ in range(num_dims))[::-1]
         kind, offset = self.integer(4), self.integer(8)
         if kind not in TENSOR_TYPES:
-            raise self.error(f"stores tensors as {_type_name(kind)}; {_supported()} can be read")
+            from gguf import GGMLQuantizationType
+
+            stored = GGMLQuantizationType(kind).name if kind in set(GGMLQuantizationType) else f"type {kind}"
+            known = ", ".join(tensor_type.name for tensor_type in TENSOR_TYPES.values())
+            raise self.error(f"stores tensors as {stored}; {known} can be read")
         tensor_type = TENSOR_TYPES[kind]
         if min(shape) < 1 or shape[-1] % tensor_type.block:
             raise self.error(f"has a tensor with impossible dimensions {shape}")
@@ -238,13 +229,3 @@ def _decode(raw: np.ndarray, tensor_type: TensorType) -> Tensor:
     from gguf.quants import dequantize
 
     return torch.from_numpy(dequantize(raw[None], GGMLQuantizationType[tensor_type.name])[0])
-
-
-def _type_name(kind: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    return GGMLQuantizationType(kind).name if kind in set(GGMLQuantizationType) else f"type {kind}"
-
-
-def _supported() -> str:
-    return ", ".join(tensor_type.name for tensor_type in TENSOR_TYPES.values())

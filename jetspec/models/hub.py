@@ -14,8 +14,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -111,18 +109,12 @@ def _is_complete(path: Path) -> bool:
 def _fetch(path: Path) -> None:
     """Fetch to a temporary folder, check, then rename, so that `path` is never incomplete."""
     print(f"Fetching {DEFAULT_MODEL} ({SIZE / 1e6:.0f} MB, once) to {path}", file=sys.stderr, flush=True)
-    with _temp_folder(path.parent) as folder:
-        _extract(_download(folder), folder / path.name)
-        os.replace(folder / path.name, path)
-
-
-@contextmanager
-def _temp_folder(parent: Path) -> Iterator[Path]:
-    """Temporary folder of one fetch. The caller holds the lock, so other such folders are left from killed runs."""
-    for stale in parent.glob(f"{TEMP_PREFIX}*"):
+    for stale in path.parent.glob(f"{TEMP_PREFIX}*"):  # left by killed runs: the caller holds the lock
         shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=TEMP_PREFIX, dir=parent, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(prefix=TEMP_PREFIX, dir=path.parent, ignore_cleanup_errors=True) as folder:
+        fetched = Path(folder) / path.name
+        _extract(_download(Path(folder)), fetched)
+        os.replace(fetched, path)
 
 
 def _download(folder: Path) -> Path:

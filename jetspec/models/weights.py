@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.families import (
     FAMILIES,
-    Layout,
     config_from_gguf,
     config_from_hf,
     dtype_from_hf,
@@ -30,18 +29,6 @@ from jetspec.models.tokenizer import Tokenizer
 DType = torch.dtype | Literal["auto"]
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-class TensorSource(Protocol):
-    """Named tensors on disk, read one at a time."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def layout(self) -> Layout: ...
-    def __contains__(self, name: str) -> bool: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, out: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +75,7 @@ class OpenModel:
     """A model with its tensors still on disk."""
 
     config: DecoderConfig
-    tensors: TensorSource
+    tensors: SafetensorsFolder | GGUFFile
     dtype: torch.dtype
     """Dtype that its config names, or bf16."""
 
@@ -114,11 +101,18 @@ def _fill(model: OpenModel, dtype: DType, device: torch.device) -> Decoder:
     with errors_name(model.tensors.path):
         for name, parameter in parameters:  # check all shapes before memory is allocated for any
             for piece in _pieces(model.config, name, parameter, model.tensors):
-                _check(model.tensors, piece)
+                if piece.name not in model.tensors:
+                    raise ValueError(f"tensor {piece.name} is missing")
+                if (shape := model.tensors.shape(piece.name)) != piece.out.shape:
+                    raise ValueError(f"tensor {piece.name} has shape {shape}; the config implies {(*piece.out.shape,)}")
         for name, parameter in parameters:
             out = torch.empty(parameter.shape, dtype=dtype, device=device)
             for piece in _pieces(model.config, name, out, model.tensors):
-                _read(model.tensors, piece)
+                model.tensors.read(piece.name, piece.out)
+                if piece.permuted_heads:
+                    # llama.cpp rotates neighbouring rows of a head together; we rotate row i with row i + half.
+                    interleaved = piece.out.unflatten(0, (piece.permuted_heads, -1, 2))
+                    piece.out.copy_(interleaved.transpose(1, 2).flatten(0, 2).clone())
             module, _, leaf = name.rpartition(".")
             setattr(decoder.get_submodule(module), leaf, nn.Parameter(out, requires_grad=False))
     if model.config.tied_embedding:
@@ -192,7 +186,7 @@ class _Piece:
     """Heads whose rows llama.cpp interleaved. 0: rows are in order."""
 
 
-def _pieces(config: DecoderConfig, name: str, out: Tensor, tensors: TensorSource | TensorFiles) -> Iterator[_Piece]:
+def _pieces(config: DecoderConfig, name: str, out: Tensor, tensors: TensorFiles | GGUFFile) -> Iterator[_Piece]:
     is_expert = out.dim() == 3
     if is_expert and tensors.layout == "hf" and stacked_experts_name(name) in tensors:
         yield _Piece(stacked_experts_name(name), out)
@@ -208,19 +202,3 @@ def _pieces(config: DecoderConfig, name: str, out: Tensor, tensors: TensorSource
             yield from (_Piece(part.hf.format(e=e), expert) for e, expert in enumerate(piece))
         else:
             yield _Piece(part.hf, piece)
-
-
-def _check(tensors: TensorSource, piece: _Piece) -> None:
-    if piece.name not in tensors:
-        raise ValueError(f"tensor {piece.name} is missing")
-    shape, expected = tensors.shape(piece.name), tuple(piece.out.shape)
-    if shape != expected:
-        raise ValueError(f"tensor {piece.name} has shape {shape}; the config implies {expected}")
-
-
-def _read(tensors: TensorSource, piece: _Piece) -> None:
-    tensors.read(piece.name, piece.out)
-    if piece.permuted_heads:
-        # llama.cpp rotates neighbouring rows of a head together; we rotate row i with row i + half.
-        interleaved = piece.out.unflatten(0, (piece.permuted_heads, -1, 2))
-        piece.out.copy_(interleaved.transpose(1, 2).flatten(0, 2).clone())
