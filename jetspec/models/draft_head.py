@@ -16,15 +16,7 @@ from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.config import TreeConfig
-from jetspec.models.decoder import (
-    Attend,
-    DecoderConfig,
-    DecoderLayer,
-    DecoderStack,
-    Linear,
-    RMSNorm,
-    Rope,
-)
+from jetspec.models.decoder import Attend, DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm, Rope
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
 from jetspec.ops import HeadNorm
 from jetspec.tree import Candidates, DraftTree, build_tree, pack_bits
@@ -252,7 +244,7 @@ class DraftHead(DecoderStack):
     def _full_mask(self, block: TreeBatch) -> Tensor:
         """Returns the mask in which all slots of a block attend to each other."""
         rows, size = len(block.layout.cached_len_B), self.head_config.block_size
-        return pack_bits(torch.ones(rows, size, size, dtype=torch.bool, device=block.token_T.device))
+        return pack_bits(block.token_T.new_ones(rows, size, size, dtype=torch.bool))
 
     def block_tokens(self, anchor_B: Tensor) -> Tensor:
         """Returns [anchor, MASK, .., MASK] per request, (B, block size)."""
@@ -308,8 +300,7 @@ class DraftHead(DecoderStack):
             for window in self.config.distinct_windows
         }
         G, tap_rope, block_rope = self.config.num_kv_heads, self.rope(tap_position), self.rope(block_position)
-        attends = []
-        weights = self.context_weights()
+        attends, weights = [], self.context_weights()
         for i, kv in enumerate(self.context(tap, weights).unbind(-3)):
             norm = None if weights.norm is None else weights.norm.layer(i)
             _, k, v = ops.rotate_qkv(kv, G, tap_rope, norm)

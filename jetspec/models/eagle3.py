@@ -273,9 +273,8 @@ class Eagle3Head(DecoderStack):
         hidden, at = _rows(before, anchor), position.gather(-1, anchor)
         steps = torch.arange(drafted.shape[-2], device=at.device)
         # Keys of the chain so far, newest first, padded to a fixed shape.
-        k_own, v_own = (
-            x.new_zeros(*anchor.shape, len(steps) - 1, *x.shape[-2:]).requires_grad_(x.requires_grad) for x in (k, v)
-        )
+        shape = (*anchor.shape, len(steps) - 1, *k.shape[-2:])
+        k_own, v_own = (x.new_zeros(shape).requires_grad_(x.requires_grad) for x in (k, v))
         states = []
         for step, x in enumerate(drafted.unbind(-2)):
             rope = self.rope(at + step)

@@ -66,8 +66,6 @@ def load_eagle3(
     folder: Path, config: Eagle3Config, dtype: DType = "auto", device: torch.device | str = "cpu"
 ) -> Eagle3Head:
     """Loads a head for inference. `config` is that of the folder, with tap layers."""
-    with torch.device("meta"):
-        head = Eagle3Head(config)
 
     def buffers(tensors: HeadTensors, dtype: torch.dtype) -> dict[str, Tensor]:
         read = {"token_of": _read_vocabulary(tensors, config)}
@@ -76,7 +74,7 @@ def load_eagle3(
             read["embedding"] = _read_tensor(tensors, EMBEDDING, shape).to(dtype)
         return read
 
-    return load_weights(head, folder, NAMES, dtype, device, buffers)
+    return load_weights(Eagle3Head, config, folder, NAMES, dtype, device, buffers)
 
 
 def _read_vocabulary(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
@@ -197,11 +195,9 @@ def _tap_layers(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ..
 def describe_eagle3(folder: Path) -> dict[str, Any]:
     """Returns facts about the head in a folder."""
     config = read_eagle3_config(folder)
-    with torch.device("meta"):
-        head = Eagle3Head(config)
     return {
         "format": "EAGLE-3" + (" (speculators)" if "speculators_model_type" in raw_config(folder) else ""),
-        **shared_facts(head),
+        **shared_facts(Eagle3Head, config),
         "tap_layers": list(config.tap_layers) or "as the target decides",
         "draft_vocab_size": config.draft_vocab_size,
         "own_embedding": config.own_embedding,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from jetspec.files import some, whole_folder
 from jetspec.models.decoder import DecoderConfig, DecoderStack, RopeConfig
-from jetspec.models.draft_head import DraftHead, HeadConfig
-from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
+from jetspec.models.draft_head import HeadConfig
+from jetspec.models.eagle3 import Eagle3Config
 from jetspec.models.families import part_rows, parts_of
 from jetspec.models.gguf import PLAIN
 from jetspec.models.tensor_files import (
@@ -37,6 +37,7 @@ SCALE = "_scale"
 """Suffix of the tensor that holds the factor per row of an int8 matrix."""
 T = TypeVar("T")
 H = TypeVar("H", bound=DecoderStack)
+C = TypeVar("C", HeadConfig, Eagle3Config)
 
 
 @dataclass(frozen=True)
@@ -91,20 +92,17 @@ class HeadTensors(TensorFiles):
             for parameter, value in head.named_parameters()
             for name, part in self.pieces(parameter, head.config, value)
         }
-        self._require(expected)
-        scales = {name + SCALE: (shape[0], 1) for name, shape in expected.items() if self.dtype(name) == torch.int8}
-        self._require(scales)
-        expected |= scales
+        for name, shape in list(expected.items()):
+            if name in self and self.dtype(name) == torch.int8:
+                expected[name + SCALE] = (shape[0], 1)
+        if missing := [name for name in expected if name not in self]:
+            raise ValueError(f"tensors are missing: {some(missing)}")
         if unknown := [name for name in self.entries if name not in expected and name not in self.names.others]:
             raise ValueError(f"tensors are not part of the config: {some(unknown)}")
         for name, shape in expected.items():
             self.dtype(name)
             if self.shape(name) != shape:
                 raise ValueError(f"tensor {name} has shape {self.shape(name)}; the config implies {shape}")
-
-    def _require(self, names: Mapping[str, object]) -> None:
-        if missing := [name for name in names if name not in self.entries]:
-            raise ValueError(f"tensors are missing: {some(missing)}")
 
     def weights(self, head: DecoderStack, dtype: DType, device: torch.device | str) -> dict[str, Tensor]:
         """Reads all parameters of a head. `auto` is the dtype of the file, float32 for int8."""
@@ -131,14 +129,17 @@ class HeadTensors(TensorFiles):
 
 
 def load_weights(
-    head: H,
+    kind: Callable[[C], H],
+    config: C,
     folder: Path,
     names: Names,
     dtype: DType,
     device: torch.device | str,
     buffers: Callable[[HeadTensors, torch.dtype], dict[str, Tensor]] | None = None,
 ) -> H:
-    """Fills a head on the meta device from its folder, for inference. `buffers` reads what is not a parameter."""
+    """Loads a head of a kind from its folder, for inference. `buffers` reads the tensors that are not parameters."""
+    with torch.device("meta"):
+        head = kind(config)
     with errors_name(folder):
         tensors = HeadTensors(folder, names)
         tensors.check(head)
@@ -155,19 +156,12 @@ def published_tensors(head: DecoderStack, names: Names, dtype: torch.dtype) -> d
     for parameter, value in head.named_parameters():
         stored = names.parts(parameter, head.config, len(value))
         for name, part in zip(stored, value.detach().split(list(stored.values())), strict=True):
-            if dtype == torch.int8:
-                out |= _as_int8(name, part.to("cpu", torch.float32))
-            else:
-                out[name] = part.to("cpu", dtype, copy=True)
+            out[name] = part.to("cpu", torch.float32 if dtype == torch.int8 else dtype, copy=True)
+            if dtype == torch.int8 and part.dim() > 1:
+                # Multiples of a 127th of a row's largest entry; norms stay as they are.
+                scale = (out[name].abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
+                out |= {name: (out[name] / scale).round().to(torch.int8), name + SCALE: scale}
     return out
-
-
-def _as_int8(name: str, value: Tensor) -> dict[str, Tensor]:
-    """Quantises rows to multiples of a 127th of their largest entry; norms stay as they are."""
-    if value.dim() == 1:
-        return {name: value.clone()}
-    scale = (value.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
-    return {name: (value / scale).round().to(torch.int8), name + SCALE: scale}
 
 
 def write_folder(folder: str | Path, config: dict[str, Any], tensors: dict[str, Tensor], card: str | None) -> None:
@@ -239,9 +233,10 @@ def misfits(head: HeadConfig | Eagle3Config, target: TargetShape) -> list[str]:
     return problems
 
 
-def shared_facts(head: DraftHead | Eagle3Head) -> dict[str, Any]:
+def shared_facts(kind: Callable[[C], DecoderStack], config: C) -> dict[str, Any]:
     """Returns the facts about a head that all kinds have."""
-    config = head.head_config
+    with torch.device("meta"):
+        head = kind(config)
     return {
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
         "layers": config.layers.num_layers,

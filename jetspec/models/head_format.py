@@ -6,6 +6,7 @@ Other kinds of heads are recognised and refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,7 @@ def load_head(
     config = read_config(folder)
     if target is not None:
         require_fit(path_or_id, config, target)
-    with torch.device("meta"):
-        head = DraftHead(config)
-    return load_weights(head, folder, NAMES, dtype, device)
+    return load_weights(DraftHead, config, folder, NAMES, dtype, device)
 
 
 def shipped_head_name(target: DecoderConfig) -> str | None:
@@ -106,14 +105,12 @@ def describe_head(folder: str | Path) -> dict[str, Any] | None:
     folder = Path(folder)
     if kind := _foreign(folder):
         return {"format": kind, "problem": _refusal(folder, kind)}
-    if not _is_head(folder):
+    if not _is_head(raw_config(folder)):
         return None
     config = read_config(folder)
-    with torch.device("meta"):
-        head = DraftHead(config)
     return {
         "format": ("JetSpec" if config.causal else "DFlash") + (" with edges" if config.edge else ""),
-        **shared_facts(head),
+        **shared_facts(DraftHead, config),
         "windows": list(config.layers.windows),
         "block_size": config.block_size,
         "mask_token": config.mask_token,
@@ -143,10 +140,9 @@ def read_config(folder: Path) -> HeadConfig:
     """Reads the config of a head's folder and checks every value."""
     if kind := _foreign(folder):
         raise ValueError(_refusal(folder, kind))
-    if not _is_head(folder):
+    if not _is_head(raw := raw_config(folder)):
         why = nested_head(folder) or f"it needs a {CONFIG_FILE} that names DFlashDraftModel"
         raise ValueError(f"{folder} is not a draft head: {why}")
-    raw = raw_config(folder)
     with errors_name(folder / CONFIG_FILE):
         return _from_published(raw)
 
@@ -158,7 +154,10 @@ def _from_published(raw: Mapping[str, Any]) -> HeadConfig:
     layers, outer, inner = _layers_config(raw), Fields(raw), Fields(own)
     num_target_layers = outer.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
     target_hidden_size = inner.size("target_hidden_size", layers.hidden_size)
-    causal = _flag(raw, CAUSAL)
+    causal, edge = _flag(raw, CAUSAL), None
+    if own.get("edge") is not None:
+        c = Fields(table(own, "edge"))
+        edge = EdgeConfig(c.size("rank"), c.flag("gate", True), c.real("gate_bias", -1e6, 1e6, 1.0))
     return HeadConfig(
         layers=layers,
         tap_layers=_tap_layers(own, layers.num_layers, num_target_layers),
@@ -169,7 +168,7 @@ def _from_published(raw: Mapping[str, Any]) -> HeadConfig:
         shifted=bool(_flag(raw, SHIFTED)),
         target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
         num_target_layers=num_target_layers,
-        edge=_edge_config(Fields(table(own, "edge"))) if own.get("edge") is not None else None,
+        edge=edge,
     )
 
 
@@ -195,10 +194,6 @@ def _tap_layers(own: Mapping[str, Any], num_layers: int, num_target_layers: int 
     return tuple(Fields({"target_layer_ids": i}).integer("target_layer_ids", 0, MAX_LAYERS) for i in ids)
 
 
-def _edge_config(c: Fields) -> EdgeConfig:
-    return EdgeConfig(c.size("rank"), c.flag("gate", True), c.real("gate_bias", -1e6, 1e6, 1.0))
-
-
 def _flag(raw: Mapping[str, Any], spellings: tuple[str, ...]) -> bool | None:
     """Returns the value of a flag in any of its spellings; None if there is none."""
     flat = {**raw, **{f"dflash_config.{key}": value for key, value in table(raw, "dflash_config").items()}}
@@ -221,7 +216,7 @@ def write_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
     if config.shifted:
         own["shift_label"] = True
     if config.edge is not None:
-        own["edge"] = {"rank": config.edge.rank, "gate": config.edge.gate, "gate_bias": config.edge.gate_bias}
+        own["edge"] = asdict(config.edge)
     out: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -240,8 +235,7 @@ def write_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
     return out
 
 
-def _is_head(folder: Path) -> bool:
-    raw = raw_config(folder)
+def _is_head(raw: Mapping[str, Any]) -> bool:
     return bool(ARCHITECTURES & architectures(raw)) or "dflash_config" in raw
 
 

@@ -15,14 +15,13 @@ from jetspec.models.draft_head import ContextWeights, DraftHead, HeadState
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.eagle3_format import (
     check_eagle3_fits,
-    describe_eagle3,
     for_target,
     is_eagle3,
     load_eagle3,
     read_eagle3_config,
     save_eagle3,
 )
-from jetspec.models.head_format import check_fits, describe_head, load_head, read_config, save_head
+from jetspec.models.head_format import load_head, save_head
 from jetspec.models.hub import head_path, resolve
 from jetspec.models.weights import DType
 from jetspec.tree import DraftTree
@@ -111,15 +110,3 @@ def load_any_head(
 def save_any_head(head: Head, folder: str | Path, card: str | None = None) -> None:
     """Writes a head in the published layout of its kind, in bfloat16."""
     SAVE[head.head_config.kind](head, folder, card=card)
-
-
-def describe_any_head(path: Path) -> dict[str, Any] | None:
-    """Returns facts about the head in a folder, None if there is none."""
-    return describe_eagle3(path) if is_eagle3(path) else describe_head(path)
-
-
-def why_not(path: Path, target: DecoderConfig) -> list[str]:
-    """Returns the reasons why the head of a folder does not fit a target."""
-    if not is_eagle3(path):
-        return check_fits(read_config(path), target)
-    return check_eagle3_fits(for_target(read_eagle3_config(path), target), target)
