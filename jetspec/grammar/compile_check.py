@@ -40,17 +40,15 @@ class CompileChecker:
         self.start()
         try:
             self._pipe.send((grammar, limit_s))
-            if not self._pipe.poll(limit_s + GRACE_S):
-                self._kill()
-                raise TimeoutError
-            is_late, why = self._pipe.recv()
-        except TimeoutError:
-            raise
+            is_answered = self._pipe.poll(limit_s + GRACE_S)
+            is_late, why = self._pipe.recv() if is_answered else (True, "")
         except (EOFError, OSError):
             self._kill()
             if self._is_stopped:
                 raise ChildProcessError("the process that checks grammars was stopped") from None
             raise ValueError(_unusable(grammar, TOO_LARGE)) from None
+        if not is_answered:
+            self._kill()
         if is_late:
             raise TimeoutError
         if why:

@@ -34,18 +34,20 @@ def _is_type(value: Any) -> bool:
     return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
 
 
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(check, value))
+def _list_of(check: Callable[[Any], bool], least: int = 0) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) >= least and all(map(check, value))
 
 
 FORMS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (("type",), _is_type, f"a type ({', '.join(sorted(TYPES))}) or a list of some"),
     (("$ref", "pattern", "format"), _is_text, "a string"),
-    (COUNTS, lambda value: _is_number(value) and isinstance(value, int), "a whole number"),
-    ((*RANGE, "multipleOf"), _is_number, "a number"),
-    (("enum",), lambda value: isinstance(value, list), "a list"),
+    (COUNTS, lambda value: _is_number(value) and isinstance(value, int) and value >= 0, "a whole number from 0"),
+    (RANGE, _is_number, "a number"),
+    (("multipleOf",), lambda value: _is_number(value) and value > 0, "a number above 0"),
+    (("enum",), _list_of(lambda value: True, least=1), "a list of one or more values"),
     (("required",), _list_of(_is_text), "a list of names"),
-    ((*CHOICES, "prefixItems"), _list_of(_is_schema), "a list of schemas"),
+    (CHOICES, _list_of(_is_schema, least=1), "a list of one or more schemas"),
+    (("prefixItems",), _list_of(_is_schema), "a list of schemas"),
     (NAMED_SCHEMAS, lambda v: isinstance(v, dict) and all(map(_is_schema, v.values())), "an object of schemas"),
     (INNER_SCHEMAS, _is_schema, "a schema"),
 ]
@@ -57,14 +59,6 @@ def check_form(schema: dict[str, Any]) -> None:
         for keyword in keywords:
             if keyword in schema and not is_good(schema[keyword]):
                 raise ValueError(f"{keyword} in the JSON schema is not {form}")
-    for keyword in COUNTS:
-        if schema.get(keyword, 0) < 0:
-            raise ValueError(f"{keyword} in the JSON schema is negative")
-    if schema.get("multipleOf", 1) <= 0:
-        raise ValueError("multipleOf in the JSON schema is not above 0")
-    for keyword in (*CHOICES, "enum"):
-        if schema.get(keyword) == []:
-            raise ValueError(f"{keyword} in the JSON schema is empty, so that no value is valid")
 
 
 # ---- structure ----

@@ -6,7 +6,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -100,7 +99,7 @@ def _ignored(schema: dict[str, Any], root: Any) -> set[str]:
         schema.get("properties") or types_of(schema["propertyNames"], root) != {"string"}
     ):
         ignored |= {"propertyNames"}
-    if schema.get("additionalProperties") is not False and _count(schema, "minProperties") > max(1, len(required)):
+    if schema.get("additionalProperties") is not False and schema.get("minProperties", 0) > max(1, len(required)):
         ignored |= {"minProperties"}  # xgrammar may repeat a name, which counts once
     if not re.fullmatch(r"#(/.*)?", str(schema.get("$ref", "#")), re.DOTALL):
         ignored |= {"$ref"}
@@ -133,31 +132,23 @@ def _spell_out(schema: dict[str, Any], root: dict[str, Any]) -> None:
         schema["pattern"] = spelled_out(schema["pattern"])
 
 
-def _count(schema: dict[str, Any], keyword: str) -> int:
-    value = schema.get(keyword)
-    return value if isinstance(value, int) else 0
-
-
 # ---- oneOf ----
 
 
-@dataclass(frozen=True)
 class Branch:
-    """Properties by which branches of `oneOf` are told apart."""
+    """Properties by which branches of `oneOf` are told apart: types, constants, and constants of properties."""
 
-    schema: dict[str, Any]
-    types: frozenset[str]
-    values: frozenset[str]
-    """Its constants as JSON; empty: any value."""
-    tags: dict[str, frozenset[str]]
-    """Constants of those of its properties that have some."""
+    def __init__(self, schema: Any, root: Any) -> None:
+        self.schema, self.types = resolved(schema, root), types_of(schema, root)
+        self.values = _keys(self.schema)
+        self.tags = {name: _keys(resolved(part, root)) for name, part in self.schema.get("properties", {}).items()}
 
 
 def _separate(schema: dict[str, Any], root: Any) -> None:
     """Replaces `oneOf` by `anyOf`, which is equal if the branches are disjoint; refuses it otherwise."""
     if "oneOf" not in schema:
         return
-    branches = [_branch(part, root) for part in schema["oneOf"]]
+    branches = [Branch(part, root) for part in schema["oneOf"]]
     for one, other in combinations(branches, 2):
         if one.types.isdisjoint(other.types) or _differ(one.values, other.values):
             continue
@@ -174,14 +165,8 @@ def _separate(schema: dict[str, Any], root: Any) -> None:
     schema["anyOf"] = schema.pop("oneOf")
 
 
-def _branch(schema: Any, root: Any) -> Branch:
-    whole = resolved(schema, root)
-    tags = {name: _keys(resolved(part, root)) for name, part in whole.get("properties", {}).items()}
-    return Branch(whole, types_of(schema, root), _keys(whole), {name: keys for name, keys in tags.items() if keys})
-
-
 def _keys(schema: dict[str, Any]) -> frozenset[str]:
-    """Constants of a schema as normalised JSON; empty if some are lists or objects."""
+    """Constants of a schema as normalised JSON; empty (any value) if some are lists or objects."""
     values = only_values(schema)
     if any(isinstance(value, list | dict) for value in values):
         return frozenset()
@@ -240,9 +225,9 @@ def _needed(schema: dict[str, Any]) -> list[list[Any]]:
         if kind == "object":
             named, others = schema.get("properties", {}), schema.get("additionalProperties", True)
             needed += [named[name] for name in schema.get("required", ())]
-            needed += [others] if _count(schema, "minProperties") > len(named) else []
+            needed += [others] if schema.get("minProperties", 0) > len(named) else []
         elif kind == "array":
-            first, least = schema.get("prefixItems") or [], _count(schema, "minItems")
+            first, least = schema.get("prefixItems") or [], schema.get("minItems", 0)
             needed += first[:least]
             needed += [schema.get("items", True)] if least > len(first) else []
         ways.append(needed)

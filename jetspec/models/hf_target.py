@@ -26,7 +26,7 @@ class HFTarget:
         self.model = model.eval()
         self.device = model.device
         self.window: int | None = getattr(config, "sliding_window", None)
-        self.layer_kinds = _layer_kinds(config, self.window)
+        self.kinds = _layer_kinds(config, self.window)
         self._taps: list[Tensor] = []
         for layer in _decoder_layers(model, config.num_hidden_layers):
             layer.register_forward_hook(self._tap)
@@ -71,17 +71,14 @@ class HFTarget:
 
     def _masks(self, position_T: Tensor, visible: Tensor) -> Tensor | dict[str, Tensor]:
         """Returns the additive mask (1, 1, T, keys); one per layer kind if a model has several."""
-        masks = {kind: self._mask(kind, position_T, visible)[None, None] for kind in self.layer_kinds}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _mask(self, kind: str, position_T: Tensor, visible: Tensor) -> Tensor:
-        if kind == "sliding_attention":
-            assert self.window is not None
+        seen = {"full_attention": visible}
+        if self.window is not None:
             cached = visible.shape[1] - len(position_T)
             key_position = torch.cat((torch.arange(cached, device=self.device), position_T))
-            visible = visible & (key_position > position_T[:, None] - self.window)
+            seen["sliding_attention"] = visible & (key_position > position_T[:, None] - self.window)
         zero = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
-        return zero.masked_fill_(~visible, torch.finfo(zero.dtype).min)
+        masks = {kind: zero.masked_fill(~seen[kind], torch.finfo(zero.dtype).min)[None, None] for kind in self.kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _tap(self, layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]

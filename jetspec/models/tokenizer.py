@@ -57,10 +57,8 @@ class Tokenizer:
         self.eos_tokens = eos_tokens | {
             id for id in [backend.token_to_id(self._named.get("eos_token", ""))] if id is not None
         }
-        self._control = _first_characters(
-            [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-        )
         added = backend.get_added_tokens_decoder().values()
+        self._control = _first_characters([token.content for token in added if token.special])
         self._longest_added = max((len(token.content) for token in added), default=0)
         self._is_byte_level = backend.decoder is not None and b"ByteLevel" in backend.decoder.__getstate__()
 
@@ -158,7 +156,9 @@ class Tokenizer:
         token = self._backend.id_to_token(id)
         if token is None:
             return f"<{id}>"
-        text = _from_bytes(token) if self._is_byte_level else token.replace("▁", " ")
+        raw = _byte_level(token) if self._is_byte_level else None
+        text = token if self._is_byte_level else token.replace("▁", " ")
+        text = text if raw is None else raw.decode("utf-8", errors="backslashreplace")
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
     def token_bytes(self) -> list[bytes]:
@@ -179,10 +179,11 @@ class Tokenizer:
             raise ValueError(f"chat templates take {', '.join(CHAT_VARIABLES)}, not {', '.join(sorted(unknown))}")
         if self.chat_template is None:
             raise ValueError("this model has no chat template; use --raw to give it plain text")
-        return _render(
-            self.chat_template,
-            self._named | variables | {"messages": messages, "add_generation_prompt": add_generation_prompt},
-        )
+        rendered = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return _compiled(self.chat_template).render(self._named | variables | rendered)
+        except Exception as error:  # templates are programs
+            raise ValueError(f"the chat template failed: {error or type(error).__name__}") from error
 
     def encode_chat(
         self, messages: Sequence[Message], begin: str = "", most: int | None = None, **variables: Any
@@ -236,13 +237,6 @@ def _first_characters(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(patterns) or r"(?!)")
 
 
-def _render(template: str, variables: Mapping[str, Any]) -> str:
-    try:
-        return _compiled(template).render(**variables)
-    except Exception as error:  # templates are programs
-        raise ValueError(f"the chat template failed: {error or type(error).__name__}") from error
-
-
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
     """Compiles a chat template, which is untrusted: it runs in a sandbox with a few harmless functions."""
@@ -284,7 +278,7 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns bos_token, eos_token and others; each is a text or a table with a text inside."""
     named = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+    for key in NAMES:
         value = config.get(key)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
@@ -300,11 +294,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
-
-
-def _from_bytes(token: str) -> str:
-    raw = _byte_level(token)
-    return token if raw is None else raw.decode("utf-8", errors="backslashreplace")
 
 
 def _byte_level(token: str) -> bytes | None:
@@ -384,8 +373,7 @@ class _GGUFVocabulary:
         if pre not in PRE_TOKENIZERS:
             raise ValueError(f"GGUF pre-tokenizer {pre!r} is not supported; choose one of {', '.join(PRE_TOKENIZERS)}")
         merges = [tuple(merge.split(" ", 1)) for merge in self._list("merges", str)]
-        model = _bpe(self.id_of, merges, ignore_merges=pre in WHOLE_WORDS)
-        backend = Backend(model)
+        backend = Backend(_bpe(self.id_of, merges, ignore_merges=pre in WHOLE_WORDS))
         if pre == "qwen2":
             backend.normalizer = normalizers.NFC()
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
@@ -396,15 +384,9 @@ class _GGUFVocabulary:
 
     def _sentencepiece(self) -> Backend:
         unknown = self._token("unknown")
-        backend = Backend(
-            _bpe(
-                self.id_of,
-                self._merges_from_scores(),
-                unk_token=None if unknown is None else self.tokens[unknown],
-                fuse_unk=True,
-                byte_fallback=True,
-            )
-        )
+        unk = None if unknown is None else self.tokens[unknown]
+        merges = self._merges_from_scores()
+        backend = Backend(_bpe(self.id_of, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
         adds_space = self._get("add_space_prefix", True)
         prepend = [normalizers.Prepend("▁")] if adds_space else []
         backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
@@ -437,11 +419,9 @@ class _GGUFVocabulary:
 
     def _eos_tokens(self) -> frozenset[int]:
         declared = {self._token(name) for name in ("eos", "eot", "eom")}
-        by_text = {self.id_of[text] for text in END_TEXTS if text in self.id_of and self._is_control(text)}
-        return frozenset(id for id in declared if id is not None) | by_text
-
-    def _is_control(self, text: str) -> bool:
-        return self.types[self.id_of[text]] == CONTROL
+        named = {self.id_of[text] for text in END_TEXTS if text in self.id_of}
+        controls = {id for id in named if self.types[id] == CONTROL}
+        return frozenset(id for id in declared if id is not None) | controls
 
     def _token(self, name: str) -> int | None:
         id = self._get(f"{name}_token_id")
