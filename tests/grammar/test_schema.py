@@ -276,7 +276,7 @@ OVERLAPPING = [{"type": "object", "properties": {name: {"type": "integer"}}} for
         ({"type": "string", "$dynamicRef": "#x"}, "\\$dynamicRef"),
         ({"anyOf": []}, "anyOf .* empty"),
         ({"enum": []}, "enum .* empty"),
-        ({"type": "string", "minLength": -5}, "minLength .* negative"),
+        ({"type": "string", "minLength": -5}, "minLength .* whole number"),
         ({"type": "string", "maxLength": 1e9}, "maxLength .* whole number"),
         ({"type": "string", "maxLength": True}, "maxLength .* whole number"),
         ({"type": "string", "y" * 9000: 1}, "yyy"),
