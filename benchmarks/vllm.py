@@ -135,9 +135,8 @@ def prepare(options: Options) -> None:
 
 def write_default(root: Path, dtype: torch.dtype) -> list[list[int]]:
     """Write the default model and its head; prompts are the built-in questions."""
-    from jetspec.models.export import export_head
+    from jetspec.models.export import export_head, save_target
     from jetspec.models.head_format import load_head
-    from jetspec.models.target_format import save_target
     from jetspec.models.weights import load_target
 
     target, head = load_target(DEFAULT_MODEL, torch.float32), load_head(shipped_head(DEFAULT_MODEL) or DEFAULT_MODEL)
@@ -150,9 +149,8 @@ def write_default(root: Path, dtype: torch.dtype) -> list[list[int]]:
 
 def write_shape(root: Path, shape: str, dtype: torch.dtype) -> list[list[int]]:
     """Write configs alone, for random weights in vLLM; prompts are random."""
-    from jetspec.models.export import write_chain_config
-    from jetspec.models.head_format import write_config as write_head_config
-    from jetspec.models.target_format import write_config
+    from jetspec.models.export import write_chain_config, write_target_config
+    from jetspec.models.head_format import write_config
     from jetspec.profile.shapes import SHAPES
     from jetspec.train.config import HeadShape
     from jetspec.train.run import head_config
@@ -160,8 +158,8 @@ def write_shape(root: Path, shape: str, dtype: torch.dtype) -> list[list[int]]:
     target = SHAPES[shape]
     head = head_config(HeadShape(mask_token=target.vocab_size - 1), target)
     configs = {
-        "target": write_config(target, dtype),
-        "head": write_head_config(head, dtype),
+        "target": write_target_config(target, dtype),
+        "head": write_config(head, dtype),
         "chain": write_chain_config(head, "vllm", dtype, None),
     }
     for name, config in configs.items():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks import lossless_check as check
+from jetspec.models.export import save_target
 from jetspec.models.hub import DEFAULT_MODEL
-from jetspec.models.target_format import save_target
 
 PROMPTS = [
     "Repeat after me: one two three one two three one two three.",

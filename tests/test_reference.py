@@ -24,12 +24,13 @@ from transformers import (
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.models.decoder import DecoderConfig
-from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, make_head
+from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.hf_target import HFTarget
-from jetspec.models.weights import load_decoder
+from jetspec.models.weights import load_decoder, open_model
 from jetspec.reference import accept, commit, generate_reference, prefill, verify
 from jetspec.tree import DraftTree, build_tree_reference
 from jetspec.types import Completion, RowSampling, SamplingParams
+from tests.models.head_paged import make_head
 
 VOCAB, HIDDEN, NUM_LAYERS = 23, 16, 3
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -288,7 +289,10 @@ def test_engine_equals_reference(
     head, sampling = random_head(HEADS[kind]), SamplingParams(temperature=temperature, seed=5, max_tokens=14)
     shape = replace(TREES[tree], draft_temperature=0.4, shortlist_parents=0, shortlist=VOCAB)
     config, trees, traces = EngineConfig(page_size=4, max_batch=1), list[DraftTree](), list[tuple[list[int], ...]]()
-    engine, done = Engine(load_decoder(tmp_path), head, drafter="head", tree=shape, config=config), list[Completion]()
+    engine, done = (
+        Engine(load_decoder(open_model(tmp_path)), head, drafter="head", tree=shape, config=config),
+        list[Completion](),
+    )
     engine.add(PROMPT, sampling, trace=True)
     while not done:
         for update in engine.step():

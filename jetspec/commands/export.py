@@ -74,7 +74,7 @@ def export(name: str, folder: Path, format: Format, dtype: torch.dtype, target: 
 def _export_target(name: str, folder: Path, engine: Engine | None, dtype: torch.dtype) -> None:
     import torch
 
-    from jetspec.models.target_format import save_target
+    from jetspec.models.export import save_target
     from jetspec.models.weights import load_target
 
     if engine is not None:

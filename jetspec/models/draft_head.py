@@ -313,8 +313,3 @@ class DraftHead(DecoderStack):
         """Returns attention of slots over context rows, then slots."""
         q, k, v = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
         return attend_masked(q, torch.cat((k_context, k), -3), torch.cat((v_context, v), -3), visible)
-
-
-def make_head(config: HeadConfig, seed: int = 0, **changes: object) -> DraftHead:
-    """Returns a head with initial weights."""
-    return DraftHead(replace(config, **changes)).init_weights(seed)  # type: ignore[arg-type]

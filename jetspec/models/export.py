@@ -1,5 +1,6 @@
-"""Exports heads to other engines: chain drafters for stock vLLM, SGLang and the speculators library.
+"""Exports models to other engines: targets as Hugging Face folders, heads as chain drafters.
 
+The drafters are for stock vLLM, SGLang and the speculators library.
 Each engine has its own config keys and silently uses a default for a missing one; the only symptom is a lower
 acceptance rate. So the written config is parsed by the engine's rules and compared with the head.
 """
@@ -14,16 +15,36 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from jetspec.models.decoder import RopeConfig
+from jetspec.files import whole_folder
+from jetspec.models.decoder import DecoderConfig, RopeConfig
 from jetspec.models.draft_head import DraftHead, HeadConfig
-from jetspec.models.families import rope_from_hf
-from jetspec.models.head_folder import HeadTensors, architectures, published_tensors, raw_config, table, write_folder
+from jetspec.models.families import config_from_hf, rope_from_hf
+from jetspec.models.head_folder import (
+    HeadTensors,
+    architectures,
+    layer_fields,
+    published_tensors,
+    raw_config,
+    table,
+    write_folder,
+)
 from jetspec.models.head_format import NAMES, save_head, write_config
 from jetspec.models.hub import local_file
-from jetspec.models.tensor_files import CONFIG_FILE, read_json
+from jetspec.models.tensor_files import CONFIG_FILE, WEIGHTS_FILE, read_json, write_json, write_tensors
+from jetspec.models.tokenizer import TOKENIZER_FILES
+from jetspec.models.weights import Target, hf_tensors
 
 Engine = Literal["vllm", "sglang", "speculators"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+GENERATION_FILE = "generation_config.json"
+TARGET_FILES = (CONFIG_FILE, WEIGHTS_FILE, GENERATION_FILE, *TOKENIZER_FILES)
+TARGET_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 def export_head(
@@ -84,6 +105,8 @@ def _speculators(raw: dict[str, Any], config: HeadConfig, target: str | None) ->
     """Nests the layers in a table of their own; layer ids count the embedding as layer 0."""
     own = ("architectures", "dflash_config", "block_size", "num_target_layers", "dtype")
     layers = {key: value for key, value in raw.items() if key not in own}
+    path = local_file(target, CONFIG_FILE) if target else None
+    found = architectures(read_json(path)) if path else set()
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.depth}
     return {
         "architectures": ["DFlashSpeculator"],
@@ -92,7 +115,7 @@ def _speculators(raw: dict[str, Any], config: HeadConfig, target: str | None) ->
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target, "architectures": sorted(_architectures(target))},
+            "verifier": {"name_or_path": target, "architectures": sorted(found)},
         },
         "transformer_layer_config": layers,
         "draft_vocab_size": config.layers.vocab_size,
@@ -103,12 +126,6 @@ def _speculators(raw: dict[str, Any], config: HeadConfig, target: str | None) ->
         "sample_from_anchor": False,
         "dtype": raw["dtype"],
     }
-
-
-def _architectures(target: str | None) -> set[str]:
-    """Returns the architectures in the target's config.json, if it is on this machine."""
-    path = local_file(target, CONFIG_FILE) if target else None
-    return architectures(read_json(path)) if path else set()
 
 
 @dataclass(frozen=True)
@@ -187,3 +204,47 @@ READERS: dict[Engine, dict[str, Callable[[Mapping[str, Any]], ParsedHead]]] = {
     "speculators": {"vLLM 0.32": read_speculators, "vLLM 0.26": partial(read_speculators, has_is_causal=False)},
 }
 """Parsers of each format, by the program."""
+
+
+def save_target(target: Target, folder: str | Path, dtype: torch.dtype) -> None:
+    """Writes a target, dequantised, to a folder that appears complete or not at all."""
+    config = write_target_config(target.decoder.config, dtype)
+    ends: dict[str, Any] = {"eos_token_id": sorted(target.eos_tokens)}
+    if target.tokenizer.bos_token is not None:
+        ends["bos_token_id"] = target.tokenizer.bos_token
+    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in hf_tensors(target.decoder)}
+    with whole_folder(Path(folder), TARGET_FILES) as fresh:
+        write_json(fresh / CONFIG_FILE, {**config, **ends})
+        write_json(fresh / GENERATION_FILE, ends)
+        target.tokenizer.save(fresh)
+        write_tensors(tensors, fresh / WEIGHTS_FILE)
+
+
+def write_target_config(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the contents of config.json; ValueError if they would not be read as the same model."""
+    out = {
+        "architectures": [TARGET_ARCHITECTURES[c.family]],
+        "model_type": c.family,
+        **layer_fields(c, dtype),
+        "tie_word_embeddings": c.tied_embedding,
+        "mlp_bias": c.mlp_bias,
+    }
+    window = next((window for window in c.windows if window is not None), None)
+    if c.family == "mistral":
+        out["sliding_window"] = window
+    elif c.family.startswith("qwen") and window is not None:
+        kinds = ["sliding_attention" if c.window(i) else "full_attention" for i in range(c.num_layers)]
+        out |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    if c.moe is not None:
+        out |= {
+            "num_experts": c.moe.num_experts,
+            "num_experts_per_tok": c.moe.num_chosen,
+            "moe_intermediate_size": c.moe.inner_size,
+            "norm_topk_prob": c.moe.normalize,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i in range(c.num_layers) if i not in c.moe_layers],
+        }
+    if (read := config_from_hf(out)) != c:
+        wrong = [name for name in vars(c) if getattr(read, name) != getattr(c, name)]
+        raise ValueError(f"a Hugging Face config of family {c.family} cannot express its {', '.join(wrong)}")
+    return out

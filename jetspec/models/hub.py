@@ -156,14 +156,10 @@ def _snapshot(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # huggingface_hub raises many classes without a common base
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise _unreachable(name, "from Hugging Face", reason, _is_offline(error)) from error
-
-
-def _is_offline(error: BaseException | None) -> bool:
-    """Whether the causes of an error include a failed connection."""
-    while error is not None and type(error).__name__ not in OFFLINE_ERRORS:
-        error = error.__cause__ or error.__context__
-    return error is not None
+        cause: BaseException | None = error
+        while cause is not None and type(cause).__name__ not in OFFLINE_ERRORS:
+            cause = cause.__cause__ or cause.__context__
+        raise _unreachable(name, "from Hugging Face", reason, cause) from error
 
 
 def _unreachable(name: str, source: str, reason: str, is_offline: object) -> ValueError:

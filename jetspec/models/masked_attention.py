@@ -62,16 +62,13 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     """Attention of (.., queries, H, E) over (.., keys, G, E) under a mask."""
     flat = q.dim() == 3
     q, k, v = (x.transpose(-3, -2)[None] if flat else x.transpose(-3, -2) for x in (q, k, v))
-    out = _attend(q, k, v, visible).transpose(-3, -2)
-    return out[0] if flat else out
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     if isinstance(visible, Tensor):
         mask = visible.unsqueeze(-3)
-        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    out: Tensor = _flex(q, k, v, visible)
-    return out
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    else:
+        out = _flex(q, k, v, visible)
+    out = out.transpose(-3, -2)
+    return out[0] if flat else out
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, visible: BlockMask, **options: Any) -> Any:

@@ -51,12 +51,7 @@ def load_target(name_or_path: str | Path, dtype: DType = "auto", device: torch.d
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {vocab_size}")
     known = frozenset(token for token in eos_tokens if 0 <= token < vocab_size)
-    return Target(_fill(model, dtype, torch.device(device)), tokenizer, known, Path(name_or_path).name, path)
-
-
-def load_decoder(source: str | Path, dtype: DType = "auto", device: torch.device | str = "cpu") -> Decoder:
-    """Loads a model without its tokenizer. `auto` is fp32 on the CPU, elsewhere the model's own dtype or bf16."""
-    return _fill(open_model(Path(source)), dtype, torch.device(device))
+    return Target(load_decoder(model, dtype, device), tokenizer, known, Path(name_or_path).name, path)
 
 
 def load_tokenizer(model: OpenModel) -> tuple[Tokenizer, frozenset[int]]:
@@ -92,9 +87,10 @@ def open_model(path: Path) -> OpenModel:
         return OpenModel(config_from_gguf(file), file, torch.bfloat16)
 
 
-def _fill(model: OpenModel, dtype: DType, device: torch.device) -> Decoder:
+def load_decoder(model: OpenModel, dtype: DType = "auto", device: torch.device | str = "cpu") -> Decoder:
+    """Reads the weights. `auto` is fp32 on the CPU, elsewhere the model's own dtype or bf16."""
     if dtype == "auto":
-        dtype = torch.float32 if device.type == "cpu" else model.dtype
+        dtype = torch.float32 if torch.device(device).type == "cpu" else model.dtype
     with torch.device("meta"):
         decoder = Decoder(model.config)
     parameters = list(decoder.named_parameters())

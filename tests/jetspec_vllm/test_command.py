@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from jetspec.commands.app import app
 from jetspec.config import TreeConfig
 from jetspec.models.decoder import DecoderConfig
-from jetspec.models.draft_head import make_head
 from jetspec.models.head_format import save_head
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec_vllm import options
@@ -27,6 +26,7 @@ from jetspec_vllm.command import run_command, serve_command
 from jetspec_vllm.compat import check_hook, check_version
 from jetspec_vllm.options import check_head, refusals, refuse, tree_config
 from tests.engine.tiny import tiny_decoder, tiny_head
+from tests.models.head_paged import make_head
 
 TARGET = tiny_decoder().config
 HEAD = replace(tiny_head(tiny_decoder()).head_config, num_target_layers=TARGET.num_layers)

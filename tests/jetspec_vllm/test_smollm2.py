@@ -15,10 +15,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 import jetspec
 from jetspec import LLM, TreeConfig
-from jetspec.models.export import export_head
+from jetspec.models.export import export_head, save_target
 from jetspec.models.head_format import load_head
 from jetspec.models.hub import DEFAULT_MODEL, HEADS
-from jetspec.models.target_format import save_target
 from tests.jetspec_vllm.cpu import counted, generate, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]

@@ -18,7 +18,6 @@ from vllm import SamplingParams
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from jetspec.models.draft_head import make_head
 from jetspec.models.head_format import read_config, save_head
 from jetspec_vllm.compat import check_hooks
 from jetspec_vllm.drafter import TreeDrafter
@@ -26,6 +25,7 @@ from jetspec_vllm.runner import needs_history, slot_rows
 from jetspec_vllm.worker import StockWorker
 from tests.jetspec_vllm.cpu import generate, start
 from tests.jetspec_vllm.tiny import random_prompts, write_head, write_target
+from tests.models.head_paged import make_head
 
 pytestmark = pytest.mark.vllm
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from jetspec.models.decoder import DecoderConfig
-from jetspec.models.draft_head import EdgeConfig, HeadConfig, make_head
+from jetspec.models.draft_head import EdgeConfig, HeadConfig
 from jetspec.models.head_format import save_head
 from jetspec.tree import DraftTree
 from jetspec.types import TreeBatch
+from tests.models.head_paged import make_head
 
 VOCAB, BLOCK = 512, 8
 

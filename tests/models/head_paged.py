@@ -102,3 +102,8 @@ def propose_densely(head: DraftHead, token_S: Tensor, tap: Tensor, target: Embed
     context, slots = position.tensor_split([len(tap)])
     visible = position <= slots[:, None] if head.head_config.causal else torch.ones(len(slots), len(position)).bool()
     return head.forward_blocks(target.embed(token_S), slots, tap, context, visible)
+
+
+def make_head(config: HeadConfig, seed: int = 0, **changes: object) -> DraftHead:
+    """Returns a head with initial weights."""
+    return DraftHead(replace(config, **changes)).init_weights(seed)  # type: ignore[arg-type]

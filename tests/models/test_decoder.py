@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from jetspec.models.weights import load_decoder
+from jetspec.models.weights import load_decoder, open_model
 from tests.models.paged import run_decoder
 
 SMALL: dict[str, Any] = {
@@ -81,7 +81,7 @@ def run_model(model: PreTrainedModel, tokens: list[int], tap_layers: tuple[int, 
 
 def assert_same(path: Path, model: PreTrainedModel, tap_layers: tuple[int, ...] = (0, 2, 1)) -> None:
     tokens = torch.randint(0, 61, (23,), generator=torch.Generator().manual_seed(7)).tolist()
-    logits, taps = run_decoder(load_decoder(path), tokens, tap_layers)
+    logits, taps = run_decoder(load_decoder(open_model(path)), tokens, tap_layers)
     expected_logits, expected_taps = run_model(model, tokens, tap_layers)
     torch.testing.assert_close(taps, expected_taps, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-4)

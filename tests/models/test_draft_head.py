@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jetspec import ops
 from jetspec.config import Score, TreeConfig
-from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers, make_head
+from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
 from tests.models.head_paged import (
     CAUSAL,
     HEADS,
@@ -20,6 +20,7 @@ from tests.models.head_paged import (
     WINDOWED,
     Embedder,
     HeadPages,
+    make_head,
     propose_densely,
     random_head,
 )

@@ -201,7 +201,7 @@ def assert_only_value_errors(path: Path, data: bytes) -> None:
     tracemalloc.start()
     try:
         open_model(path)
-        load_decoder(path)
+        load_decoder(open_model(path))
     except ValueError as error:
         assert str(path) in str(error) and "\n" not in str(error)
     finally:
@@ -300,13 +300,13 @@ def test_header_and_tensors_disagree(fields: dict[str, Any], message: str, tmp_p
     _, tensors, intact_fields, _ = make_pair("llama")
     path = write_gguf(tmp_path / "a.gguf", tensors, intact_fields | fields)
     with pytest.raises(ValueError, match=message):
-        load_decoder(path)
+        load_decoder(open_model(path))
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", {}, {}, "mamba")
     with pytest.raises(ValueError, match="'mamba' is not supported; choose one of"):
-        load_decoder(path)
+        load_decoder(open_model(path))
 
 
 def test_target_of_a_file(tmp_path: Path) -> None:

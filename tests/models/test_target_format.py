@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig, RopeConfig
+from jetspec.models.export import save_target, write_target_config
 from jetspec.models.hub import DEFAULT_MODEL
-from jetspec.models.target_format import save_target, write_config
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import Target, load_target
 from tests.engine.tiny import randomize
@@ -60,7 +60,7 @@ def test_saved_target_is_the_same_model(family: str, tmp_path: Path) -> None:
 def test_inexpressible_config_is_refused() -> None:
     config = DecoderConfig("llama", 40, 32, 2, 4, 2, 8, 48, max_len=64, windows=(4, 4))
     with pytest.raises(ValueError, match="windows"):
-        write_config(config, torch.float32)
+        write_target_config(config, torch.float32)
 
 
 @pytest.mark.model

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetspec.models.describe import describe, fits
-from jetspec.models.weights import INDEX, load_decoder, load_target
+from jetspec.models.weights import INDEX, load_decoder, load_target, open_model
 from tests.models.paged import run_decoder
 from tests.models.test_decoder import make_model
 from tests.models.test_tokenizer import BACKEND, write_folder
@@ -32,7 +32,7 @@ def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
 
 
 def test_loaded_decoder_is_ready_to_run(tmp_path: Path) -> None:
-    decoder = load_decoder(save_model(tmp_path, tie_word_embeddings=True))
+    decoder = load_decoder(open_model(save_model(tmp_path, tie_word_embeddings=True)))
     assert not decoder.training
     assert not any(parameter.requires_grad for parameter in decoder.parameters())
     assert decoder.lm_head is decoder.embedding
@@ -41,10 +41,10 @@ def test_loaded_decoder_is_ready_to_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    decoder = load_decoder(save_model(tmp_path), dtype)
+    decoder = load_decoder(open_model(save_model(tmp_path)), dtype)
     assert {parameter.dtype for parameter in decoder.parameters()} == {dtype}
     assert decoder.inv_freq.dtype == torch.float32
-    exact = load_decoder(tmp_path)
+    exact = load_decoder(open_model(tmp_path))
     assert {parameter.dtype for parameter in exact.parameters()} == {torch.float32}
     torch.testing.assert_close(decoder.embedding, exact.embedding.to(dtype), atol=0, rtol=0)
 
@@ -54,11 +54,11 @@ def test_stacked_experts(tmp_path: Path) -> None:
     sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     model = make_model("qwen3_moe", sizes)
     model.save_pretrained(tmp_path)
-    separate = load_decoder(tmp_path)
+    separate = load_decoder(open_model(tmp_path))
     stored = load_file(tmp_path / "model.safetensors")
     assert "model.layers.0.mlp.experts.2.up_proj.weight" in stored
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
-    stacked = load_decoder(tmp_path)
+    stacked = load_decoder(open_model(tmp_path))
     for (name, ours), theirs in zip(stacked.named_parameters(), separate.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
 
@@ -70,14 +70,14 @@ NORM = "model.norm.weight"
 def test_mismatching_tensor_is_refused(value: Tensor | None, tmp_path: Path) -> None:
     edit_tensors(save_model(tmp_path), model__norm__weight=value)
     with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}: tensor {re.escape(NORM)}"):
-        load_decoder(tmp_path)
+        load_decoder(open_model(tmp_path))
 
 
 def test_huge_config_allocates_nothing(tmp_path: Path) -> None:
     save_model(tmp_path)
     edit_config(tmp_path, vocab_size=1 << 24, hidden_size=1 << 20, head_dim=8)
     with pytest.raises(ValueError, match="has shape"):
-        load_decoder(tmp_path)
+        load_decoder(open_model(tmp_path))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -90,7 +90,7 @@ def test_truncated_file(kept: int, tmp_path: Path) -> None:
     file = save_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read"):
-        load_decoder(tmp_path)
+        load_decoder(open_model(tmp_path))
 
 
 @pytest.mark.parametrize("kept", [None, -5])
@@ -101,7 +101,7 @@ def test_damaged_shard(kept: int | None, tmp_path: Path) -> None:
     if kept is not None:
         shard.write_bytes(content)
     with pytest.raises(ValueError, match=shard.name):
-        load_decoder(tmp_path)
+        load_decoder(open_model(tmp_path))
 
 
 def move_norm(folder: Path, file: object) -> None:
@@ -114,21 +114,21 @@ def move_norm(folder: Path, file: object) -> None:
 def test_index_names_the_wrong_shard(tmp_path: Path) -> None:
     move_norm(save_model(tmp_path, shards=True), None)
     with pytest.raises(ValueError, match=re.escape(NORM)):
-        load_decoder(tmp_path)
+        load_decoder(open_model(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/tmp/a.safetensors", "a\\b.safetensors", "x.bin", "", 7])
 def test_index_stays_in_its_folder(name: Any, tmp_path: Path) -> None:
     move_norm(save_model(tmp_path / "model", shards=True), name)
     with pytest.raises(ValueError, match=re.escape(repr(str(name)))):
-        load_decoder(tmp_path / "model")
+        load_decoder(open_model(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 100_000])
 def test_damaged_index(content: str, tmp_path: Path) -> None:
     (save_model(tmp_path, shards=True) / INDEX).write_text(content)
     with pytest.raises(ValueError, match=r"index\.json"):
-        load_decoder(tmp_path)
+        load_decoder(open_model(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", "\ud800".encode("utf-8", "surrogatepass"), None])
@@ -138,7 +138,7 @@ def test_damaged_config(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json"):
-        load_decoder(tmp_path)
+        load_decoder(open_model(tmp_path))
 
 
 class Trap:
@@ -157,7 +157,7 @@ def test_pickles_are_never_opened(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     for source in (tmp_path, tmp_path / name):
         with pytest.raises(ValueError, match="pickle"):
-            load_decoder(source)
+            load_decoder(open_model(source))
     assert not (tmp_path / "sprung").exists()
 
 
@@ -165,7 +165,7 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     save_model(tmp_path)
     edit_config(tmp_path, auto_map={"AutoModelForCausalLM": "trap.Model"})
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
-    load_decoder(tmp_path)
+    load_decoder(open_model(tmp_path))
     assert not (tmp_path / "sprung").exists()
 
 
@@ -192,7 +192,7 @@ def test_describe(tmp_path: Path) -> None:
     write_folder(save_model(tmp_path, vocab_size=size), {"eos_token": "</s>", "chat_template": "x"})
     told = describe(tmp_path)
     assert (told["kind"], told["format"], told["family"]) == ("target", "safetensors", "llama")
-    assert told["parameters"] == sum(parameter.numel() for parameter in load_decoder(tmp_path).parameters())
+    assert told["parameters"] == sum(parameter.numel() for parameter in load_decoder(open_model(tmp_path)).parameters())
     assert (told["layers"], told["vocab_size"], told["chat_template"]) == (3, size, True)
     assert len(fits(told, told)) == 1
     json.dumps(told)

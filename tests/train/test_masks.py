@@ -10,13 +10,14 @@ from torch.nn.attention import flex_attention
 
 from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, DecoderConfig
-from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, make_head
+from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.masked_attention import (
     make_block_mask,
 )
 from jetspec.train.blocks import choose_anchors, document_mask, lay_out_blocks
 from jetspec.train.config import LossConfig
 from jetspec.train.loss import DraftLoss, block_loss
+from tests.models.head_paged import make_head
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
