@@ -69,7 +69,7 @@ def split_time(
 ) -> tuple[float, float]:
     """Seconds of prefill and of decoding.
 
-    One token per answer may come with the prefill. `early` more of them did: their share of the time moves to decoding
+    One token per answer may come with the prefill. `early` more of them did: their share of the time counts as decoding
     at the rate of the rest. Without a rest, all of the time is that of decoding.
     """
     whole, decode, rest = ended - began, ended - prefilled, written - answers - early

@@ -142,7 +142,7 @@ class Gap(NamedTuple):
     """Distance from the least to the widest of the others."""
 
     def is_tie(self, limit: float) -> bool:
-        """Rounding may have decided: it changes logits by up to `limit` in general, or by `moved` here."""
+        """Rounding may have decided: it changes logits by up to `limit`, or by the distance measured here."""
         return self.least <= max(limit, self.moved)
 
 

@@ -95,7 +95,7 @@ def leave_network() -> None:
 
 
 def drop_root() -> bool:
-    """Become nobody if root, to whom limits do not apply. False: root stays, without capabilities."""
+    """Become the user `nobody` if root, to whom limits do not apply. False: root stays, without capabilities."""
     if os.geteuid() != 0:
         return True
     try:
@@ -107,7 +107,7 @@ def drop_root() -> bool:
 
 
 def become_nobody() -> None:
-    """Change to nobody; where it cannot read Python's library, keep the capability to read."""
+    """Change to the user `nobody`; where it cannot read Python's library, keep the capability to read."""
     keeps = not is_library_open_to_nobody()
     if keeps and not get_capabilities() & MAY_READ_ALL:
         raise PermissionError

@@ -391,7 +391,7 @@ def _flat(name: str, value: Estimate | None, has_median: bool = True) -> dict[st
 
 
 def paper_table(pairs: Sequence[Pair]) -> Table:
-    """Our cells beside rows of one of the paper's tables. A setting that all rows share moves to the caption."""
+    """Our cells beside rows of one of the paper's tables. A setting that all rows share goes to the caption."""
     remarks = remarks_of(pairs)
     rows = [
         {

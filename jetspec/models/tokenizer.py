@@ -349,7 +349,7 @@ class _GGUFVocabulary:
         self.types: list[int] = self._list("token_type", int) or [1] * len(self.tokens)
         if len(self.types) != len(self.tokens):
             raise ValueError("the GGUF vocabulary does not have one type per token")
-        # Converters invent names for embedding rows without a token.
+        # Converters make up names for embedding rows without a token.
         self.id_of = {token: id for id, token in enumerate(self.tokens) if self.types[id] != UNUSED}
 
     def tokenizer(self) -> Tokenizer:

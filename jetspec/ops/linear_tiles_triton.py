@@ -1,4 +1,4 @@
-"""Operands of the tiled linear kernels, which differ in how they move data, not in what they compute.
+"""Operands of the tiled linear kernels, which differ in how they load data, not in what they compute.
 
 A norm is spread over two products, so that it needs no kernel of its own: the product that writes the residual stream
 scales it by the norm's weight and sums the squares of its part of each row, and the product that reads it divides.

@@ -335,7 +335,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
             # mask
             if (first + step + 1) * BLOCK_N > cached:
                 s = _mask(s, words_ptr, node, (first + step) * BLOCK_N - cached, count, W, BLOCK_N, scores)
-            # online softmax. The condition always holds, which keeps the compiler from moving it behind the wait.
+            # online softmax. The condition always holds, which keeps the compiler from scheduling it after the wait.
             weight, keep = s, top
             if step < cached + count:
                 new_top = gl.maximum(top, gl.max(s, 1) * scale)

@@ -154,7 +154,7 @@ class EngineThread:
         """Unfinished requests -> number of completions. Used in the event loop only."""
         self._unread: dict[RequestHandle, None] = {}
         """Finished requests that are still being read, oldest first. They take no place in the queue, so a slow reader
-        delays nobody; beyond `MAX_UNREAD` the oldest are discarded."""
+        delays no other request; beyond `MAX_UNREAD` the oldest are discarded."""
         self._mean_s = 1.0
         self._sinks: dict[int, Sink] = {}
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""Measuring: the same questions for everybody, nothing lost, nothing measured twice."""
+"""Measurement: every method answers the same questions, no row is lost or measured twice."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_wrong_use_is_one_line_and_status_2(folder: Path, words: list[str], why:
 
 
 def test_a_run_that_measures_nothing_keeps_its_record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record stays that of the commands that measured, whoever writes it again."""
+    """The record stays that of the commands that measured, also when it is written again."""
 
     def run_as(commit: str, *words: str) -> tuple[dict[str, Any], str]:
         for module in (rows, records):

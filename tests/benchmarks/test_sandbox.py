@@ -97,7 +97,7 @@ WALLS = [
         marks=pytest.mark.skipif(not HAS_LANDLOCK, reason="this kernel has no Landlock"),
     ),
 ]
-"""Each holds on its own, without the other and with the rights of whoever runs the tests."""
+"""Each holds on its own, without the other and with the rights of the user who runs the tests."""
 
 
 def run_walled(wall: str, attempt: str, folder: Path) -> bool:
@@ -201,7 +201,7 @@ def test_a_program_is_not_root_and_starts_nothing() -> None:
 
 
 def test_no_program_runs_without_restrictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root that cannot become anybody else, on a kernel without Landlock."""
+    """Root that cannot change its user, on a kernel without Landlock."""
     helpless = CHILD.read_text().replace(
         'if __name__ == "__main__":', "drop_root = wall_files = lambda *_: False\nif 1:"
     )

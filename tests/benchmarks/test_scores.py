@@ -124,7 +124,7 @@ def without_scores(record: Mapping[str, Any]) -> dict[str, Any]:
 def test_answers_are_graded_later_on_another_machine(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # nobody looks at plots here
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # no plots are made here
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "math_verify", None)
         before = measure(folder, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Grammars of requests: a slow one is refused and delays nobody else; the engine gets compiled ones."""
+"""Grammars of requests: a slow one is refused and delays no other request; the engine gets compiled ones."""
 
 from __future__ import annotations
 
