@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetspec.config import TreeConfig
-from jetspec.engine.drafter import DraftTemperature, NgramDrafter, RoundState, match_lengths
+from jetspec.engine.drafter import DraftTemperature, NgramDrafter, RoundState
 from jetspec.tree import DraftTree
 from jetspec.types import Request, RowSampling, SamplingParams
 
@@ -38,28 +37,11 @@ def test_draft_temperature_is_that_of_the_tree_or_the_request() -> None:
     params = [SamplingParams(temperature=t) for t in (0.0, 0.5, 2.0)]
     mixed = replace(greedy, sampling=RowSampling.of(params, [0] * 3, "cpu"))
     for draft_temperature in (0.75, 1.0):
-        of_mixed, of_greedy = (
-            DraftTemperature(draft_temperature, cpu).of(mixed),
-            DraftTemperature(draft_temperature, cpu).of(greedy),
-        )
+        temperature = DraftTemperature(draft_temperature, cpu)
+        of_mixed, of_greedy = temperature.of(mixed), temperature.of(greedy)
         assert of_mixed is not None and of_mixed.tolist() == [draft_temperature, 0.5, 2.0]
-        assert (
-            of_greedy is None
-            if draft_temperature == 1
-            else of_greedy is not None and of_greedy.tolist() == [draft_temperature] * 3
-        )
-
-
-@given(texts, st.integers(1, 5))
-def test_match_lengths(tokens: list[int], longest: int) -> None:
-    def naive(end: int) -> int:
-        length = 0
-        while length < min(longest, end + 1) and tokens[end - length] == tokens[-1 - length]:
-            length += 1
-        return length
-
-    expected = [naive(end) for end in range(len(tokens) - 1)]
-    assert match_lengths(np.asarray(tokens), longest).tolist() == expected
+        assert (of_greedy is None) == (draft_temperature == 1)
+        assert of_greedy is None or of_greedy.tolist() == [draft_temperature] * 3
 
 
 @given(st.lists(texts, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 3), st.integers(1, 6))
@@ -86,10 +68,6 @@ def test_a_long_match_outranks_a_recent_short_one() -> None:
     tokens = [1, 2, 3, 4, 9, 0, 3, 4, 8, 0, 1, 2, 3, 4]
     tree = tree_of(state([tokens]), TreeConfig(budget=2, width=1))
     assert tree.token_BN.tolist() == [[4, 9]]
-
-
-def test_text_without_repeats_has_a_tree_of_the_anchor() -> None:
-    assert tree_of(state([[1, 2, 3, 4, 5]]), TreeConfig(budget=16)).token_BN.tolist() == [[5]]
 
 
 def test_ngram_rows_are_overwritten() -> None:

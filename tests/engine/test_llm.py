@@ -43,10 +43,6 @@ def test_completions_are_those_of_generate(llm: LLM) -> None:
     assert {completion.text for completion in done.values()} == {""}
 
 
-def generate(llm: LLM) -> None:
-    llm.generate(PROMPTS[:4], SAMPLING[:4])
-
-
 def complete(llm: LLM) -> None:
     assert len(list(llm.complete(numbered()))) == len(PROMPTS)
 
@@ -70,10 +66,7 @@ def searched() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("decode", "frozen", "many"),
     [
-        (generate, False, 3),
         (complete, False, 3),
-        (leave, False, 3),
-        (complete, True, 3),
         (leave, True, 3),
         (complete, False, 5),
     ],
@@ -176,7 +169,7 @@ def test_head_that_fits_is_named(
 def test_llm_is_freed_without_the_garbage_collector(llm: LLM) -> None:
     """GPU memory must not wait for a garbage collection."""
     other = llm.with_drafter("none")
-    generate(other)
+    other.generate(PROMPTS[:4], SAMPLING[:4])
     left = weakref.ref(other.engine)
     gc.disable()
     try:

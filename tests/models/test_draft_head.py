@@ -59,15 +59,6 @@ def test_cached_head_equals_head_recomputed_from_all_taps(config: HeadConfig, pi
 
 
 @each_head
-def test_block_has_one_state_per_depth(config: HeadConfig) -> None:
-    head = random_head(config)
-    cache = HeadPages(head, 2)
-    states = cache.propose(head.block_tokens(torch.tensor([1, 2])), TARGET)
-    assert states.shape == (2, config.depth, config.layers.hidden_size)
-    assert config.depth == config.block_size - (not config.shifted)
-
-
-@each_head
 @pytest.mark.parametrize("slot", [1, 2, 4])
 def test_slots_attend_as_the_mask_says(config: HeadConfig, slot: int) -> None:
     """A slot's input affects later slots, and earlier ones only in bidirectional heads."""
@@ -213,10 +204,8 @@ def test_draft_temperature_divides_the_logits(edge: bool, shortlist_parents: int
     """Checks log-probabilities without and with a parent."""
     head = random_head(HEADS["edge"] if edge else CAUSAL)
     hidden_BDM, root_B = torch.randn(2, 3, CAUSAL.layers.hidden_size), torch.tensor([4, 5])
-    temperature_B, tree = (
-        torch.tensor([0.5, 2.0]),
-        TreeConfig(width=4, shortlist=9, shortlist_parents=shortlist_parents),
-    )
+    temperature_B = torch.tensor([0.5, 2.0])
+    tree = TreeConfig(width=4, shortlist=9, shortlist_parents=shortlist_parents)
     found = head.candidates(hidden_BDM, root_B, TARGET, tree, temperature_B)
     logits_BDV = TARGET.logits(hidden_BDM) / temperature_B[:, None, None]
     assert_close(found.logprob_BDC, logits_BDV.log_softmax(-1).gather(-1, found.token_BDC))

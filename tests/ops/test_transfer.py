@@ -10,6 +10,7 @@ from torch import Tensor
 
 from jetspec.ops import copy_to_host
 from jetspec.ops.select import Kernels, force
+from jetspec.ops.transfer import Download
 from tests.kernels import compile_for_hopper
 
 
@@ -47,3 +48,24 @@ def test_host_reads_one_copy_while_the_next_is_written() -> None:
         if i:
             events[i - 1].synchronize()
             assert targets[i - 1].unique().tolist() == [i]
+
+
+class Event:
+    def __init__(self, waited: list[str], fails: bool) -> None:
+        self.waited, self.fails = waited, fails
+
+    def synchronize(self) -> None:
+        self.waited.append("waited")
+        if self.fails:
+            raise RuntimeError("the device is lost")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_download_keeps_memory_until_it_has_arrived(fails: bool) -> None:
+    """The last round of an ended text is not read, so its host memory may be reused too early."""
+    waited = list[str]()
+    download = Download(torch.zeros(3))
+    download.arrived = Event(waited, fails)  # type: ignore[assignment]
+    del download
+    assert waited == ["waited"]
