@@ -21,12 +21,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetspec.ops.counters import barrier_counters
@@ -339,16 +334,7 @@ def _store(y, factor, first_token, first, places, T, N, GATED: gl.constexpr, WID
 
 @gluon.jit
 def _store_added(
-    y,
-    before,
-    first_token,
-    first,
-    places,
-    T,
-    N,
-    ROWS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    layout: gl.constexpr,
+    y, before, first_token, first, places, T, N, ROWS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
 ):
     """Stores outputs from `first` on of some rows, added to the residual `before`, and begins the next norm. Returns
     the sums of squares of the stored rows."""

@@ -35,12 +35,7 @@ def shortlist(
 
 
 def shortlist_reference(
-    logits_BDV: Tensor,
-    root_B: Tensor,
-    parents_BDP: Tensor,
-    edge: EdgeFactors,
-    count: int,
-    temperature_B: Tensor | None,
+    logits_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors, count: int, temperature_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     alone_BDV = apply_temperature(logits_BDV, temperature_B).float().log_softmax(-1)
     token_BDC = _best_logprob(alone_BDV, root_B, parents_BDP, edge).topk(count)[1]

@@ -37,12 +37,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def shortlist_triton(
-    logits_BDV: Tensor,
-    root_B: Tensor,
-    parents_BDP: Tensor,
-    edge: EdgeFactors,
-    count: int,
-    temperature_B: Tensor | None,
+    logits_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors, count: int, temperature_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     logits_BDV = logits_BDV.contiguous()
     best_BDV, lse_BD = best_logprob_triton(logits_BDV, root_B, parents_BDP, edge, temperature_B)

@@ -135,15 +135,7 @@ def _philox_words(seed, position, block):
 
 @triton.jit
 def _threshold_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    threshold_ptr,
-    N,
-    V,
-    BLOCK: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, N, V, BLOCK: tl.constexpr
 ):
     """Least value of a row that top-k, then top-p, then min-p keep, without the sort of `filter_logits`.
 
