@@ -13,7 +13,7 @@ INNER = 5
 
 def run_two_rows(read: int, written: int) -> None:
     """Runs a kernel of two rows, with memory for a given number of rows."""
-    kernels = importlib.import_module("jetspec.ops.swiglu_triton")
+    kernels = importlib.import_module("jetspec.ops.norm_rope_triton")
     kernels._swiglu_kernel[(2, 1)](torch.zeros(read, 2 * INNER), torch.zeros(written, INNER), INNER=INNER, BLOCK=8)
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetspec.ops import counters
+from jetspec.ops import buffers
 
 
 @gluon.jit
@@ -30,7 +30,7 @@ def wait(OVERLAP: gl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-MAX_PROGRAMS = tl.constexpr(counters.MAX_BARRIER_PROGRAMS)
+MAX_PROGRAMS = tl.constexpr(buffers.MAX_BARRIER_PROGRAMS)
 
 
 @gluon.jit

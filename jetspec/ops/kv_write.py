@@ -1,12 +1,26 @@
-"""Writes to the paged KV cache. A slot is page * page_size + offset: the flat index of a token in storage."""
+"""Slots of the paged KV cache: those of new tokens, and writes to them. A slot is page * page_size + offset: the flat
+index of a token in storage."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from jetspec.ops.layouts import SlotRows
+from jetspec.ops.layouts import Placement, SlotRows
 from jetspec.ops.select import select
 from jetspec.types import KVPages
+
+
+def place(page_RP: Tensor, length_R: Tensor, row_B: Tensor, depth_BN: Tensor, page_size: int) -> Placement:
+    """Place nodes after the cached tokens of their requests, `row_B` of the page table. All int64."""
+    return select("place", place_reference, page_RP)(page_RP, length_R, row_B, depth_BN, page_size)
+
+
+def place_reference(page_RP: Tensor, length_R: Tensor, row_B: Tensor, depth_BN: Tensor, page_size: int) -> Placement:
+    page_BP, length_B = page_RP[row_B], length_R[row_B]
+    index_BN = length_B[:, None] + torch.arange(depth_BN.shape[1], device=row_B.device)
+    slot_BN = page_BP.gather(1, index_BN // page_size) * page_size + index_BN % page_size
+    return Placement(page_BP, length_B, length_B[:, None] + depth_BN, slot_BN)
 
 
 def store_kv(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor) -> None:

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetspec.ops.layouts import Residual, copied
-from jetspec.ops.norm_rope import rms_norm
+from jetspec.ops.norm_rope import rms_norm, swiglu
 from jetspec.ops.select import select
-from jetspec.ops.swiglu import swiglu
 
 PACKED_ROWS_OF_A_CPU = range(5, 17)
 ROWS_OF_A_CPU = range(2, 33)

@@ -14,9 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
+from jetspec.ops.buffers import new_rows
 from jetspec.ops.layouts import Residual
 from jetspec.ops.norm_rope import rms_norm
-from jetspec.ops.rows import new_rows
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from jetspec.ops.buffers import whole_tiles
 from jetspec.ops.layouts import STAGE_BYTES, Residual, copied, is_small
 from jetspec.ops.linear_tiles_triton import Epilogue, TiledLinear
 from jetspec.ops.overlap_triton import fetch, overlap, wait
-from jetspec.ops.rows import whole_tiles
 from jetspec.ops.select import device_of, enabled
 
 BLOCK_K = 2048

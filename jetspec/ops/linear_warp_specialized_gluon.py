@@ -24,12 +24,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.counters import barrier_counters
+from jetspec.ops.buffers import barrier_counters, whole_tiles
 from jetspec.ops.fragments_gluon import grid_barrier, wait
 from jetspec.ops.layouts import WARP_INPUTS, WARP_ROWS, WarpTiles, is_small, small_weight_warp_tiles, warp_tiles
 from jetspec.ops.linear_tiles_triton import Epilogue, TiledLinear
 from jetspec.ops.overlap_triton import overlap
-from jetspec.ops.rows import whole_tiles
 from jetspec.ops.select import device_of, enabled
 
 

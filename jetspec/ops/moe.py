@@ -8,9 +8,8 @@ from torch import Tensor
 
 from jetspec.ops.layouts import Residual, Routed, copied
 from jetspec.ops.linear import linear
-from jetspec.ops.norm_rope import rms_norm
+from jetspec.ops.norm_rope import rms_norm, swiglu_reference
 from jetspec.ops.select import select
-from jetspec.ops.swiglu import swiglu_reference
 
 
 def norm_route(

@@ -1,4 +1,4 @@
-"""RMS normalization and rotary position embeddings (RoPE).
+"""Operations on rows between the products of a layer: RMS norm, rotary position embeddings (RoPE), SwiGLU.
 
 The kernels compute in fp32 and take tensors of one dtype. Mixed dtypes, as under autocast, use the references.
 """
@@ -104,6 +104,19 @@ def rotate_store_layers_reference(
     for i, (kv_TXE, pages) in enumerate(zip(kv_TLXE.unbind(1), pages_L, strict=True)):
         norm = None if norm_L is None else norm_L.layer(i)
         rotate_store(kv_TXE, kv_TXE.shape[1] // 2, tables, norm, pages, slot_T)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up, (..., I), for (..., 2I) with the gate first.
+
+    The kernel rounds only the product, the reference also silu(gate): in bf16 they differ by one rounding.
+    """
+    return select("swiglu", swiglu_reference, gate_up)(gate_up)
+
+
+def swiglu_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def _weights(norm: HeadNorm | None) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ They run dozens of times per forward, on as little as one row, so launches must 
 and strides follow from constants.
 
 Layout, contiguous: heads are (T, L, H + 2G, E) with L = 1 but for `rotate_store_layers`, tables (T, E), norm weights
-(L, E); pages as in `kv_write_triton`.
+(L, E); pages as in `kv_write_triton`; gate and up (T, 2I), with the gate first.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.buffers import new_rows
 from jetspec.ops.kv_write_triton import check_slots
 from jetspec.ops.layouts import HeadNorm, RotaryTables, equal_distance
 from jetspec.ops.overlap_triton import overlap, wait
-from jetspec.ops.rows import new_rows
 from jetspec.types import KVPages
 
 ROPE_ROWS = 4
@@ -31,6 +31,7 @@ MANY_TOKENS, MANY_HEADS, NORM_ROWS = 4096, 16, 4
 """From this many tokens on, heads per program of a rotation, and rows per program of a norm."""
 MANY_COLUMNS = 4096
 """Longest row of the norm with several rows per program."""
+SWIGLU_BLOCK = 1024
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -287,3 +288,25 @@ def _head_weight(q_norm_ptr, k_norm_ptr, element, mask, is_q):
 @triton.jit
 def _round(x, dtype):
     return x.to(dtype).to(tl.float32)
+
+
+def swiglu_triton(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    *lead, double = gate_up.shape
+    out = new_rows(gate_up.numel() // double, double // 2, like=gate_up).view(*lead, double // 2)
+    if rows := gate_up.numel() // double:
+        grid = (rows, triton.cdiv(double // 2, SWIGLU_BLOCK))
+        _swiglu_kernel[grid](gate_up, out, INNER=double // 2, BLOCK=SWIGLU_BLOCK, **overlap(gate_up))
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(gate_up_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False):
+    """One block of columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INNER
+    wait(OVERLAP)
+    gate = tl.load(gate_up_ptr + row * 2 * INNER + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * INNER + INNER + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * INNER + column, gate * tl.sigmoid(gate) * up, mask=inside)

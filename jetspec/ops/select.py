@@ -253,7 +253,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "norm_linear": FUSED,
     "add_linear": (*FUSED, Choice("linear.in_place", "linear:add_linear_in_place", lambda f: f.can_add_in_place)),
     # Mixture of experts
-    "route": (Choice("route", "route_triton:route_triton", always),),
+    "route": (Choice("route", "moe_triton:route_triton", always),),
     "add_mixture": (Choice("add_mixture", "moe_triton:add_mixture_triton", lambda f: f.can_add_in_place),),
     # Attention
     "plan_attention": (Choice("tree_attention", "tree_attention:KernelPlan", always),),
@@ -285,12 +285,12 @@ TABLE: dict[str, tuple[Choice, ...]] = {
             "SmolLM2 2 to 3 %",
         ),
     ),
-    "swiglu": (Choice("swiglu", "swiglu_triton:swiglu_triton", always),),
+    "swiglu": (Choice("swiglu", "norm_rope_triton:swiglu_triton", always),),
     # KV cache
     "store_kv": (Choice("store_kv", "kv_write_triton:store_kv_triton", always),),
     "compact_kv": (Choice("compact_kv", "kv_write_triton:compact_kv_triton", always),),
     "compact_rows": (Choice("compact_rows", "kv_write_triton:compact_rows_triton", always),),
-    "place": (Choice("place", "place_triton:place_triton", always, "SmolLM2 3 to 5 %"),),
+    "place": (Choice("place", "kv_write_triton:place_triton", always, "SmolLM2 3 to 5 %"),),
     # Drafting
     "topk_logprob": (Choice("topk_logprob", "topk_logprob_triton:topk_logprob_triton", _is_short_list),),
     "shortlist": (Choice("shortlist", "shortlist_triton:shortlist_triton", _has_short_factors),),
@@ -303,7 +303,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "distill_loss": (Choice("distill_loss", "distill_loss_triton:distill_loss_triton", always),),
     # Host
     "copy_to_host": (Choice("copy_to_host", "transfer_triton:copy_to_host_triton", always),),
-    "note_time": (Choice("note_time", "clock_triton:note_time_triton", always),),
+    "note_time": (Choice("note_time", "transfer_triton:note_time_triton", always),),
 }
 
 FEATURES: tuple[Choice, ...] = (

@@ -1,7 +1,8 @@
-"""Copies between the host and the device that do not block the host."""
+"""Copies between the host and the device that do not block the host, and timestamps of the device's own clock."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -57,3 +58,13 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device without blocking the host."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def note_time(time_S: Tensor, count_1: Tensor) -> None:
+    """Append the time of the device, in nanoseconds, to a ring buffer and increment its count. Both are int64."""
+    select("note_time", note_time_reference, time_S)(time_S, count_1)
+
+
+def note_time_reference(time_S: Tensor, count_1: Tensor) -> None:
+    time_S[count_1 % len(time_S)] = time.perf_counter_ns()
+    count_1 += 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.ops.rows import new_rows
+from jetspec.ops.buffers import new_rows
 from jetspec.types import KVPages, TreeBatch
 
 

@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from jetspec.ops.counters import counters
+from jetspec.ops.buffers import counters
 from jetspec.ops.fragments_gluon import index, wait
 from jetspec.ops.layouts import REGISTER_QUERIES, power_of_2_below
 from jetspec.ops.overlap_triton import overlap

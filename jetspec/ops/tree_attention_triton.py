@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.counters import counters
+from jetspec.ops.buffers import counters
 from jetspec.ops.layouts import FEW_QUERY_ROWS, is_narrow, power_of_2_below
 from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.ops.select import device_of

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.counters import MAX_BARRIER_PROGRAMS, barrier_counters
+from jetspec.ops.buffers import MAX_BARRIER_PROGRAMS, barrier_counters
 from jetspec.ops.fragments_gluon import grid_barrier, index, wait
 from jetspec.ops.layouts import LONG_WARP_KEYS, WARP_KEYS, WARP_QUERIES, num_groups, num_tiles, power_of_2_below
 from jetspec.ops.overlap_triton import overlap

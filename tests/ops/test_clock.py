@@ -24,7 +24,7 @@ def test_times_are_in_order_and_overwrite_the_oldest() -> None:
 
 def test_kernel_compiles() -> None:
     pytest.importorskip("triton")
-    from jetspec.ops.clock_triton import _note_time_kernel
+    from jetspec.ops.transfer_triton import _note_time_kernel
 
     types = {"time_ptr": "*i64", "count_ptr": "*i64", "size": "i32"}
     ptx = compile_for_hopper(_note_time_kernel, types, {}, num_warps=1)

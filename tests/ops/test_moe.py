@@ -219,7 +219,7 @@ def test_the_sum_compiles_for_hopper() -> None:
 
 
 def test_router_compiles_for_hopper() -> None:
-    import jetspec.ops.route_triton as kernels
+    import jetspec.ops.moe_triton as kernels
 
     experts = 512
     sizes = {"E": experts, "EXPERTS": experts, "CHOSEN": 8, "NORMALIZE": True, "OTHERS": kernels.RANK_TABLE // experts}

@@ -8,12 +8,12 @@ from concurrent.futures import Executor
 import pytest
 import torch
 
-from jetspec.ops.place import place_reference
+from jetspec.ops.kv_write import place_reference
 from tests.kernels import compile_for_hopper
 
 
 def compare(batch: int, nodes: int, page_size: int, device: str) -> None:
-    triton = importlib.import_module("jetspec.ops.place_triton")
+    triton = importlib.import_module("jetspec.ops.kv_write_triton")
     generator = torch.Generator().manual_seed(batch + nodes)
     rows, width = batch + 3, 300
     pages = torch.randint(0, 1000, (rows, width), generator=generator)
@@ -39,6 +39,6 @@ def test_kernel_on_a_gpu(batch: int, nodes: int) -> None:
 
 
 def test_kernel_compiles() -> None:
-    kernel = importlib.import_module("jetspec.ops.place_triton")._place_kernel
+    kernel = importlib.import_module("jetspec.ops.kv_write_triton")._place_kernel
     types = dict.fromkeys(kernel.arg_names, "*i64") | dict.fromkeys(("N", "P", "depth_stride_b"), "i32")
     assert "st.global" in compile_for_hopper(kernel, types, {"PAGE_SIZE": 16, "BLOCK": 256})

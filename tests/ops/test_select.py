@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from jetspec.ops import select
-from jetspec.ops.place import place_reference
+from jetspec.ops.kv_write import place_reference
 from jetspec.ops.select import force, uses_kernel, without
 
 

@@ -36,10 +36,10 @@ def test_kernel_equals_reference(
 
 
 def test_kernel_compiles() -> None:
-    from jetspec.ops.swiglu_triton import BLOCK, _swiglu_kernel
+    from jetspec.ops.norm_rope_triton import SWIGLU_BLOCK, _swiglu_kernel
 
     types = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"}
-    assert "st.global" in compile_for_hopper(_swiglu_kernel, types, {"INNER": 12288, "BLOCK": BLOCK})
+    assert "st.global" in compile_for_hopper(_swiglu_kernel, types, {"INNER": 12288, "BLOCK": SWIGLU_BLOCK})
 
 
 @pytest.mark.gpu
