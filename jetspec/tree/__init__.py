@@ -3,8 +3,7 @@
 from jetspec.tree.accept import accept, walk
 from jetspec.tree.adjust import forbid, penalize
 from jetspec.tree.build import GrowingTree, build_tree, build_tree_reference
-from jetspec.tree.candidates import Candidates
-from jetspec.tree.draft_tree import WORD, Acceptance, DraftTree, children_of, draw, pack_bits, unpack_bits
+from jetspec.tree.draft_tree import WORD, Acceptance, Candidates, DraftTree, children_of, pack_bits, unpack_bits
 from jetspec.tree.sample import choose_nodes, choose_token, filter_logits, gumbel
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "children_of",
     "choose_nodes",
     "choose_token",
-    "draw",
     "filter_logits",
     "forbid",
     "gumbel",

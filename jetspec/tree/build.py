@@ -19,8 +19,7 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.ops.select import select
-from jetspec.tree.candidates import Candidates
-from jetspec.tree.draft_tree import DraftTree
+from jetspec.tree.draft_tree import Candidates, DraftTree
 
 
 def build_tree(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, depth: int) -> DraftTree:

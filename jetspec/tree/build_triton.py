@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.config import TreeConfig
-from jetspec.tree.candidates import Candidates
-from jetspec.tree.draft_tree import WORD, DraftTree
+from jetspec.tree.draft_tree import WORD, Candidates, DraftTree
 from jetspec.tree.edge_triton import edge_children_triton
 
 NODES = 32

@@ -1,12 +1,15 @@
-"""Draft trees as parent pointers, with ancestor bitmasks for attention."""
+"""Draft trees as parent pointers with ancestor bitmasks for attention, the candidates that a head proposes for them,
+and the accepted path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from jetspec.types import EdgeFactors
 
 WORD = 32
 """Bits per word of an ancestor mask."""
@@ -100,42 +103,6 @@ class DraftTree:
         """Return the mask as booleans: entry (i, j) is true when node i attends to node j."""
         return unpack_bits(self.ancestor_BNW, self.token_BN.shape[1])
 
-    def validate(self) -> None:
-        """Assert every invariant of the class. For tests and debugging: it reads the tensors."""
-        num_nodes = self.token_BN.shape[1]
-        node_N = torch.arange(num_nodes, device=self.token_BN.device)
-        real_BN = node_N < self.size_B[:, None]
-        child_BN = real_BN & (node_N > 0)
-        parent_BN = self.parent_BN
-
-        assert ((self.size_B >= 1) & (self.size_B <= num_nodes)).all(), "size out of range"
-        assert torch.where(child_BN, (parent_BN >= 0) & (parent_BN < node_N), parent_BN == node_N).all(), (
-            "a parent must come before its child; root and padding are their own"
-        )
-        above_BN = self.depth_BN.gather(1, parent_BN)
-        assert (self.depth_BN == torch.where(child_BN, above_BN + 1, 0)).all(), "depth is not the parent's plus one"
-        assert (self.depth_BN <= self.max_depth).all(), "deeper than max_depth"
-
-        own_NW = pack_bits(torch.eye(num_nodes, dtype=torch.bool, device=self.token_BN.device))
-        inherited_BNW = torch.where(child_BN[..., None], _rows(self.ancestor_BNW, parent_BN), 0)
-        assert self.ancestor_BNW.dtype == torch.int32
-        assert (self.ancestor_BNW == inherited_BNW | own_NW).all(), "mask is not the parent's row plus the own bit"
-
-        same_BNN = (parent_BN[:, :, None] == parent_BN[:, None]) & (self.token_BN[:, :, None] == self.token_BN[:, None])
-        both_BNN = child_BN[:, :, None] & child_BN[:, None] & (node_N[:, None] < node_N)
-        assert not (same_BNN & both_BNN).any(), "siblings carry the same token"
-        if self.score_BN is not None:
-            rises_BN = self.score_BN > self.score_BN.gather(1, parent_BN)
-            assert not (rises_BN & child_BN).any(), "a child outranks its parent"
-
-    def show(
-        self, decode: Callable[[int], str] | None = None, row: int = 0, path: Collection[int] | None = None
-    ) -> str:
-        """Draw one tree of the batch with its scores; the nodes of `path` are marked."""
-        size = int(self.size_B[row])
-        scores = None if self.score_BN is None else self.score_BN[row, :size].tolist()
-        return draw(self.token_BN[row, :size].tolist(), self.parent_BN[row, :size].tolist(), scores, path or (), decode)
-
 
 def children_of(parents: Sequence[int]) -> list[list[int]]:
     """Return the children of every node, in node order. The root and padding are children of no node."""
@@ -159,33 +126,6 @@ def unpack_bits(word_BNW: Tensor, num_bits: int) -> Tensor:
     """Inverse of `pack_bits`: int32 words to booleans (..., num_bits)."""
     bit = torch.arange(WORD, dtype=torch.int32, device=word_BNW.device)
     return (word_BNW[..., None] >> bit & 1).flatten(-2)[..., :num_bits].bool()
-
-
-def draw(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    scores: Sequence[float] | None = None,
-    path: Collection[int] = (),
-    decode: Callable[[int], str] | None = None,
-) -> str:
-    """Return a tree as text, one node per line: token, score, and a mark on the nodes of `path`."""
-    children = children_of(parents)
-
-    def label(node: int) -> str:
-        name = repr(decode(tokens[node])) if decode else str(tokens[node])
-        score = "" if scores is None else f"  {scores[node]:.2f}"
-        return f"{name}{score}{'  ✓' if node in path else ''}"
-
-    lines = [label(0)]
-
-    def descend(node: int, indent: str) -> None:
-        for child in children[node]:
-            is_last = child == children[node][-1]
-            lines.append(f"{indent}{'└─ ' if is_last else '├─ '}{label(child)}")
-            descend(child, indent + ("   " if is_last else "│  "))
-
-    descend(0, "")
-    return "\n".join(lines)
 
 
 def _rows(x_BNW: Tensor, index_BN: Tensor) -> Tensor:
@@ -212,3 +152,37 @@ class Acceptance:
         step_D1 = torch.arange(path_BD1.shape[1], device=bonus_B.device)
         token_BD1 = torch.where(step_D1 < length_B[:, None], torch.cat((draft_BD, bonus_B1), dim=1), bonus_B1)
         return cls(path_BD1, length_B, bonus_B, token_BD1)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Proposals of a draft head: C tokens per depth with full-vocabulary log-probabilities (float32), best first.
+
+    With an edge term they are in any order. Depth d, counted from 1, is row d - 1. A log-probability of -inf marks an
+    absent candidate: it sorts last, and its token may be any valid id.
+    """
+
+    token_BDC: Tensor
+    logprob_BDC: Tensor
+    entropy_BD: Tensor | None = None
+    edge: EdgeFactors | None = None
+
+    def children(self, depth: int, parent_BW: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Return the K = min(width, C) best tokens at `depth` for each parent token: token_BWK, logprob_BWK.
+
+        Without edges all parents share one list. With edges each parent re-ranks the shortlist, which keeps its mass:
+        log q(c|y) = z_c - logsumexp(z) + logsumexp(logprob) with z = logprob + edge, summed over the shortlist.
+        """
+        token_BC, logprob_BC = self.token_BDC[:, depth - 1], self.logprob_BDC[:, depth - 1]
+        num_parents = parent_BW.shape[1]
+        token_BWC = token_BC[:, None].expand(-1, num_parents, -1)
+        logprob_BWC = logprob_BC[:, None].expand(-1, num_parents, -1)
+        if self.edge is None:
+            return token_BWC[..., :width], logprob_BWC[..., :width]
+
+        z_BWC = logprob_BWC + self.edge.score(depth, parent_BW, token_BC)
+        # One call for both sums: equal rows give equal bits, so an edge of 0 changes nothing. The clamp keeps a depth
+        # without candidates at -inf instead of NaN.
+        mass_2BW = torch.stack((logprob_BWC, z_BWC)).logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
+        ranked_BWC, order_BWC = (z_BWC - (mass_2BW[1] - mass_2BW[0])[..., None]).sort(descending=True, stable=True)
+        return token_BWC.gather(-1, order_BWC[..., :width]), ranked_BWC[..., :width]

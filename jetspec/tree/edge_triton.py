@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.tree.candidates import Candidates
+from jetspec.tree.draft_tree import Candidates
 
 FEW_PARENTS = 16 * 512
 """512 programs of 16 parents each run at once on a large GPU."""

@@ -12,6 +12,7 @@ from jetspec.config import TreeConfig
 from jetspec.engine.drafter import DraftTemperature, NgramDrafter, RoundState
 from jetspec.tree import DraftTree
 from jetspec.types import Request, RowSampling, SamplingParams
+from tests.trees import validate
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -47,7 +48,7 @@ def test_draft_temperature_is_that_of_the_tree_or_the_request() -> None:
 @given(st.lists(texts, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 3), st.integers(1, 6))
 def test_every_ngram_path_occurs_in_the_text(rows: list[list[int]], budget: int, width: int, depth: int) -> None:
     tree = tree_of(state(rows), TreeConfig(budget=budget, width=width, depth=depth))
-    tree.validate()
+    validate(tree)
     for row, tokens in enumerate(rows):
         size = int(tree.size_B[row])
         assert size <= budget and int(tree.depth_BN[row].max()) <= depth

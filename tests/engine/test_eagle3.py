@@ -8,7 +8,6 @@ from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.models.decoder import Decoder
 from jetspec.models.eagle3 import Eagle3Head
-from jetspec.tree import draw
 from jetspec.types import RoundTrace, SamplingParams
 from tests.engine.tiny import make_engine, tiny_decoder, tiny_eagle3
 from tests.models.slow_eagle3 import slow_tree
@@ -62,4 +61,4 @@ def test_eagle3_trees_match_the_definition(tree: TreeConfig, draft_vocab: int | 
     head = tiny_eagle3(TARGET, draft_vocab=draft_vocab, norm_before_residual=norm_first)
     engine = make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2, prefill_chunk=3))
     seen = rounds(engine, PROMPTS, 4)
-    assert wrong_trees(head, TARGET, tree, seen) == 0, draw(seen[0][1].tokens, seen[0][1].parents)
+    assert wrong_trees(head, TARGET, tree, seen) == 0, seen[0][1]

@@ -19,6 +19,7 @@ from jetspec.ops.select import force
 from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, build_tree_reference
 from jetspec.types import EdgeFactors
 from tests.kernels import compile_for_hopper
+from tests.trees import validate
 
 VOCAB = 6
 
@@ -100,7 +101,7 @@ def test_device_builder_equals_the_heap(
     candidates = random_candidates(seed, *size, ties, own)
     anchor_B = torch.arange(batch)
     tree = build_tree(anchor_B, candidates, config, depth)
-    tree.validate()
+    validate(tree)
     assert tree.token_BN.shape[1] <= config.budget
     for row in range(batch):
         assert_same(tree, row, heap_tree(row, candidates, config, depth, row))
@@ -123,7 +124,7 @@ def test_growing_tree_with_a_wide_frontier_is_the_best_tree(
     candidates = random_candidates(seed, *size, ties, own=True)
     grown = grow(candidates, batch, depth, width, frontier=budget, budget=budget).tree()
     best = build_tree(torch.arange(batch), candidates, TreeConfig(budget=budget, width=width), depth)
-    grown.validate()
+    validate(grown)
     for row in range(batch):
         assert_same(grown, row, best, row)
 
@@ -137,8 +138,8 @@ def test_growing_tree_of_a_smaller_budget_is_a_prefix(
     candidates = random_candidates(seed, *size, ties, own=True)
     growing = grow(candidates, batch, depth, width, frontier, budget=40)
     small, large = growing.tree(budget), growing.tree()
-    small.validate()
-    large.validate()
+    validate(small)
+    validate(large)
     alone = grow(candidates, batch, depth, width, frontier, budget).tree()
     for row in range(batch):
         assert_same(small, row, alone, row)
@@ -166,7 +167,7 @@ def test_smaller_budget_gives_a_prefix(seed: int, config: TreeConfig, size: tupl
 def test_trees_have_no_needless_padding(expand: Expand, budget: int, width: int, depth: int, num_nodes: int) -> None:
     candidates = random_candidates(0, 2, depth, VOCAB, ties=False, own=False)
     tree = build_tree(torch.tensor([1, 2]), candidates, TreeConfig(budget=budget, width=width, expand=expand), depth)
-    tree.validate()
+    validate(tree)
     assert tree.token_BN.shape == (2, num_nodes) and tree.size_B.tolist() == [num_nodes] * 2
     if width == 1:
         assert torch.equal(tree.parent_BN[0], torch.arange(-1, num_nodes - 1).clamp(min=0))
@@ -295,7 +296,7 @@ def compare_builders(candidates: Candidates, config: TreeConfig, device: str = "
         expected = build_tree(anchor_B, candidates, config, depth)
     with force("triton"):
         tree = build_tree(anchor_B, candidates, config, depth)
-    tree.validate()
+    validate(tree)
     tolerance = 0.0 if candidates.edge is None else 1e-5
     assert tree.max_depth == expected.max_depth
     for name in ("token_BN", "parent_BN", "depth_BN", "ancestor_BNW", "size_B"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.tree import DraftTree, pack_bits, unpack_bits
+from tests.trees import validate
 
 fast = settings(max_examples=40)
 
@@ -34,7 +35,7 @@ def climb(parent_N: list[int], node: int) -> set[int]:
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 70))
 def test_ancestors_and_depths_equal_those_found_by_climbing(seed: int, batch: int, num_nodes: int) -> None:
     tree = random_tree(seed, batch, num_nodes)
-    tree.validate()
+    validate(tree)
     for row in range(batch):
         parents = tree.parent_BN[row].tolist()
         above = [climb(parents, node) for node in range(num_nodes)]
@@ -70,7 +71,7 @@ def test_bits_survive_packing(seed: int, num_bits: int) -> None:
 @pytest.mark.parametrize("num_nodes", [1, 5, 33, 64])
 def test_chain_mask_is_causal(num_nodes: int) -> None:
     tree = DraftTree.chain(torch.arange(2 * num_nodes).view(2, num_nodes))
-    tree.validate()
+    validate(tree)
     assert tree.max_depth == num_nodes - 1
     assert torch.equal(tree.visible_BNN()[1], torch.ones(num_nodes, num_nodes).tril().bool())
 
@@ -103,23 +104,17 @@ def changed(x_BN: Tensor, node: int, value: float) -> Tensor:
 )
 def test_validate_finds_broken_invariants(field: str, node: int, value: float) -> None:
     tree = small_tree()
-    tree.validate()
+    validate(tree)
     broken: dict[str, Any] = {field: changed(getattr(tree, field), node, value)}
     with pytest.raises(AssertionError):
-        replace(tree, **broken).validate()
+        validate(replace(tree, **broken))
 
 
 def test_validate_checks_the_bounds() -> None:
     with pytest.raises(AssertionError):
-        replace(small_tree(), max_depth=1).validate()
+        validate(replace(small_tree(), max_depth=1))
     with pytest.raises(AssertionError):
-        replace(small_tree(), size_B=torch.tensor([6])).validate()
-
-
-def test_drawing_shows_tokens_scores_and_path() -> None:
-    lines = small_tree().show(lambda token: chr(ord("a") + token), path=[0, 1, 3]).splitlines()
-    assert lines == ["'f'  0.00  ✓", "├─ 'g'  -0.50  ✓", "│  └─ 'g'  -0.75  ✓", "└─ 'h'  -1.50"]
-    assert DraftTree.chain(torch.tensor([[1, 2]])).show() == "1\n└─ 2"
+        validate(replace(small_tree(), size_B=torch.tensor([6])))
 
 
 @fast
@@ -130,7 +125,7 @@ def test_limits_keep_the_first_nodes_within_them(
     """A node stays within the budget if its parent stays and fewer than `width` siblings precede it."""
     tree = random_tree(seed, batch, num_nodes)
     small = tree.limited(torch.full((batch,), budget), torch.full((batch,), width))
-    small.validate()
+    validate(small)
     for row in range(batch):
         parents, kept = tree.parent_BN[row].tolist(), [0]
         num_children = [0] * num_nodes

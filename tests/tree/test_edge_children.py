@@ -15,6 +15,7 @@ from jetspec.tree import Candidates, build_tree
 from jetspec.types import EdgeFactors
 from tests.kernels import HOPPER, compile_for_hopper, shared_bytes
 from tests.tree.test_build import to, wide_candidates
+from tests.trees import validate
 
 SHARED_BYTES = 100 << 10
 """Shared memory per program that every supported GPU has."""
@@ -117,7 +118,7 @@ def test_trees_with_edges_on_a_gpu(dtype: torch.dtype, batch: int, shortlist: in
     candidates = to(wide_candidates(batch, 15, shortlist, 64, dtype), "cuda")
     anchor_B = torch.arange(batch, device="cuda")
     tree = build_tree(anchor_B, candidates, TreeConfig(128, 8), 15)
-    tree.validate()
+    validate(tree)
     with force("reference"):
         expected = build_tree(anchor_B, candidates, TreeConfig(128, 8), 15)
     torch.testing.assert_close(tree.score_BN, expected.score_BN, rtol=1e-4, atol=1e-4)
