@@ -37,21 +37,13 @@ def distill_loss_triton(
     loss_R = torch.zeros(R, dtype=torch.float32, device=z_RV.device)
     hit_R, label_prob_R = torch.zeros_like(loss_R, dtype=torch.bool), torch.zeros_like(loss_R)
     with torch.cuda.device_of(z_RV):
+        sizes = {"BLOCK": min(BLOCK, triton.next_power_of_2(V)), "num_warps": NUM_WARPS}
         _distill_loss_kernel[(R,)](
-            z_RV,
-            u_SV,
-            None if teacher_of_R is None else teacher_of_R.contiguous(),
-            label_R.contiguous(),
-            weight_R.contiguous(),
-            loss_R,
-            hit_R,
-            label_prob_R,
-            V,
-            temperature,
+            *(z_RV, u_SV, None if teacher_of_R is None else teacher_of_R.contiguous(), label_R.contiguous()),
+            *(weight_R.contiguous(), loss_R, hit_R, label_prob_R, V, temperature),
             KIND=kind,
             WITH_GRAD=with_grad,
-            BLOCK=min(BLOCK, triton.next_power_of_2(V)),
-            num_warps=NUM_WARPS,
+            **sizes,
         )
     return loss_R, hit_R, label_prob_R
 

@@ -34,18 +34,10 @@ def store_kv_triton(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor
     k, v = k_TGE.flatten(1), v_TGE.flatten(1)  # views, also for slices of a wider row
     T, size = k.shape
     if T:
+        sizes = {"SIZE": size, "E": k_TGE.shape[2], "ROW": pages.k.stride(1), "HEAD": pages.k.stride(2)}
         _store_kv_kernel[(T,)](
-            k,
-            v,
-            pages.k,
-            pages.v,
-            slot_T.contiguous(),
-            k.stride(0),
-            v.stride(0),
-            SIZE=size,
-            E=k_TGE.shape[2],
-            ROW=pages.k.stride(1),
-            HEAD=pages.k.stride(2),
+            *(k, v, pages.k, pages.v, slot_T.contiguous(), k.stride(0), v.stride(0)),
+            **sizes,
             BLOCK=triton.next_power_of_2(size),
         )
 
@@ -78,20 +70,17 @@ def _store_kv_kernel(
     tl.store(v_pages_ptr + target, v, mask=inside)
 
 
+def _compact_sizes(num: int, size: int) -> dict[str, int]:
+    return {"NUM": num, "NUM_PADDED": triton.next_power_of_2(num), "SIZE": size, "BLOCK": COMPACT_BLOCK}
+
+
 def compact_kv_triton(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -> None:
     assert storage.is_contiguous() and source_BD1.shape == target_BD1.shape
     _, L, pages, S, G, E = storage.shape
     B, num = source_BD1.shape
     if B and num:
         _compact_kv_kernel[(B, 2 * L, triton.cdiv(G * E, COMPACT_BLOCK))](
-            storage,
-            source_BD1.contiguous(),
-            target_BD1.contiguous(),
-            pages * S,
-            NUM=num,
-            NUM_PADDED=triton.next_power_of_2(num),
-            SIZE=G * E,
-            BLOCK=COMPACT_BLOCK,
+            *(storage, source_BD1.contiguous(), target_BD1.contiguous(), pages * S), **_compact_sizes(num, G * E)
         )
 
 
@@ -103,13 +92,7 @@ def compact_rows_triton(layers: SlotRows, source_BD1: Tensor, target_BD1: Tensor
     words = first.shape[1] * first.element_size() // 4
     if B and num:
         _compact_rows_kernel[(B, len(layers.rows_L), triton.cdiv(words, COMPACT_BLOCK))](
-            layers.address_L,
-            source_BD1.contiguous(),
-            target_BD1.contiguous(),
-            NUM=num,
-            NUM_PADDED=triton.next_power_of_2(num),
-            SIZE=words,
-            BLOCK=COMPACT_BLOCK,
+            *(layers.address_L, source_BD1.contiguous(), target_BD1.contiguous()), **_compact_sizes(num, words)
         )
 
 
@@ -177,21 +160,10 @@ def place_triton(page_RP: Tensor, length_R: Tensor, row_B: Tensor, depth_BN: Ten
     assert page_RP.is_contiguous() and depth_BN.stride(1) == 1
     page_BP, position_BN, slot_BN = (torch.empty(B, n, dtype=torch.int64, device=row_B.device) for n in (P, N, N))
     length_B = torch.empty(B, dtype=torch.int64, device=row_B.device)
+    sizes = {"PAGE_SIZE": page_size, "BLOCK": PLACE_BLOCK, "num_warps": 4}
     _place_kernel[(B, triton.cdiv(max(P, N), PLACE_BLOCK))](
-        page_RP,
-        length_R,
-        row_B,
-        depth_BN,
-        page_BP,
-        length_B,
-        position_BN,
-        slot_BN,
-        N,
-        P,
-        depth_BN.stride(0),
-        PAGE_SIZE=page_size,
-        BLOCK=PLACE_BLOCK,
-        num_warps=4,
+        *(page_RP, length_R, row_B, depth_BN, page_BP, length_B, position_BN, slot_BN, N, P, depth_BN.stride(0)),
+        **sizes,
     )
     return Placement(page_BP, length_B, position_BN, slot_BN)
 

@@ -32,17 +32,12 @@ def _plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool, adds: bool) -
 def _launch(tiles: RegisterTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     T, N = out.shape
     with torch.cuda.device_of(x_TK):
+        sizes = {"K": x_TK.shape[1], "BLOCK_M": REGISTER_BLOCK, "BLOCK_N": REGISTER_BLOCK}
+        sizes |= epilogue.constants() | tiles._asdict()
         _register_tiled_linear_kernel[(triton.cdiv(N, REGISTER_BLOCK), triton.cdiv(T, REGISTER_BLOCK))](
-            x_TK,
-            weight,
-            *epilogue.operands(out),
-            *epilogue.sizes(out),
-            K=x_TK.shape[1],
-            BLOCK_M=REGISTER_BLOCK,
-            BLOCK_N=REGISTER_BLOCK,
+            *(x_TK, weight, *epilogue.operands(out), *epilogue.sizes(out)),
             num_warps=tiles.WARPS,
-            **epilogue.constants(),
-            **tiles._asdict(),
+            **sizes,
             **overlap(x_TK),
         )
 

@@ -66,20 +66,11 @@ def _launch_vector(
     is_long = K >= LONG_ROW
     block_k = min(2 * BLOCK_K if is_long else BLOCK_K, triton.next_power_of_2(K))
     block_n = max(1, PRODUCTS // block_k // (2 if gated else 1))
+    sizes = {"K": K, "GATED": gated, "BLOCK_N": block_n, "BLOCK_K": block_k}
     _vector_linear_kernel[(triton.cdiv(N, block_n),)](
-        x.contiguous(),
-        weight,
-        bias,
-        norm,
-        None if total is None else total.contiguous(),
-        out,
-        N,
-        eps,
-        K=K,
-        GATED=gated,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        *(x.contiguous(), weight, bias, norm, None if total is None else total.contiguous(), out, N, eps),
         num_warps=8 if is_long or norm is not None else 4,
+        **sizes,
         **overlap(x),
     )
     return out
@@ -187,16 +178,12 @@ def _widths(device: torch.device) -> list[tuple[int, bool]]:
 
 def _launch_rows(tiles: RowTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     (T, N), K = out.shape, x_TK.shape[1]
-    half = TensorDescriptor.from_tensor(weight, [tiles.BLOCK_N // 2, tiles.BLOCK_K]) if tiles.HALF else None
+    x_desc = TensorDescriptor.from_tensor(whole_tiles(x_TK, tiles.BLOCK_M), [tiles.BLOCK_M, tiles.BLOCK_K])
+    weight_desc = TensorDescriptor.from_tensor(weight, [tiles.BLOCK_N, tiles.BLOCK_K])
+    half_desc = TensorDescriptor.from_tensor(weight, [tiles.BLOCK_N // 2, tiles.BLOCK_K]) if tiles.HALF else None
     with torch.cuda.device_of(x_TK):
         _rows_linear_kernel[(triton.cdiv(N, tiles.width), triton.cdiv(T, tiles.BLOCK_M))](
-            weight,
-            TensorDescriptor.from_tensor(whole_tiles(x_TK, tiles.BLOCK_M), [tiles.BLOCK_M, tiles.BLOCK_K]),
-            TensorDescriptor.from_tensor(weight, [tiles.BLOCK_N, tiles.BLOCK_K]),
-            half,
-            *epilogue.operands(out),
-            K,
-            *epilogue.sizes(out),
+            *(weight, x_desc, weight_desc, half_desc, *epilogue.operands(out), K, *epilogue.sizes(out)),
             EARLY=is_small(weight),
             **epilogue.constants(),
             **tiles._asdict(),

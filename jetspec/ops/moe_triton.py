@@ -62,14 +62,10 @@ def route_triton(logits_TE: Tensor, num_chosen: int, normalize: bool, dtype: tor
         return expert_TK, weight_TK
     experts = triton.next_power_of_2(E)
     with torch.cuda.device_of(logits_TE):
+        sizes = {"E": E, "CHOSEN": num_chosen, "NORMALIZE": normalize, "EXPERTS": experts}
         _route_kernel[(T,)](
-            logits_TE.contiguous(),
-            expert_TK,
-            weight_TK,
-            E=E,
-            CHOSEN=num_chosen,
-            NORMALIZE=normalize,
-            EXPERTS=experts,
+            *(logits_TE.contiguous(), expert_TK, weight_TK),
+            **sizes,
             OTHERS=min(experts, RANK_TABLE // experts),
             num_warps=4 if E <= 128 else 8,
             **overlap(logits_TE),
@@ -122,13 +118,10 @@ def add_mixture_triton(total_TM: Tensor, routed: Routed, gate_up: Tensor, down: 
     out_TKM = _mix(routed.x_TM.contiguous(), routed.expert_TK, routed.weight_TK.contiguous(), gate_up, down)
     T, K, M = out_TKM.shape
     with torch.cuda.device_of(total_TM):
+        sizes = {"K": K, "M": M, "BLOCK": ADD_BLOCK, "num_warps": 2, **overlap(total_TM)}
         _add_choices_kernel[(T, triton.cdiv(M, ADD_BLOCK))](
             *(total_TM, out_TKM, tap, 0 if tap is None else tap.stride(0)),
-            K=K,
-            M=M,
-            BLOCK=ADD_BLOCK,
-            num_warps=2,
-            **overlap(total_TM),
+            **sizes,
         )
     return Residual(total_TM)
 

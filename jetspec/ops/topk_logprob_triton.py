@@ -81,50 +81,24 @@ def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None) ->
     logprob_RK = torch.empty_like(token_RK, dtype=torch.float32)
     with torch.cuda.device_of(logits):
         _leader_kernel[(R, num_chunks)](
-            logits_RV,
-            leader_RL,
-            count_R,
-            top_RC,
-            sum_RC,
-            *scale,
-            V,
+            *(logits_RV, leader_RL, count_R, top_RC, sum_RC, *scale, V),
             GROUP=group,
             GROUPS=CHUNK // group,
             num_warps=4,
             **overlap(logits),
         )
+        sizes = {"LEADERS": triton.next_power_of_2(num_leaders), "CHUNK": CHUNK, "RUN": tiling.RUN}
         _pass_kernel[(R, -(-num_chunks // span))](
-            logits_RV,
-            leader_RL,
-            passed_RP,
-            count_R,
-            *scale,
-            V,
-            num_leaders,
-            capacity,
-            span,
-            k,
-            most_reaching,
-            LEADERS=triton.next_power_of_2(num_leaders),
-            CHUNK=CHUNK,
-            RUN=tiling.RUN,
+            *(logits_RV, leader_RL, passed_RP, count_R, *scale, V, num_leaders, capacity, span, k, most_reaching),
             num_warps=8,
+            **sizes,
             **overlap(logits),
         )
+        sizes = {"CHUNKS": triton.next_power_of_2(num_chunks), "OWN": tiling.OWN, "BLOCK": tiling.BLOCK}
         _rank_kernel[(R, -(-most_reaching // tiling.OWN))](
-            passed_RP,
-            count_R,
-            top_RC,
-            sum_RC,
-            token_RK,
-            logprob_RK,
-            capacity,
-            num_chunks,
-            k,
-            CHUNKS=triton.next_power_of_2(num_chunks),
-            OWN=tiling.OWN,
-            BLOCK=tiling.BLOCK,
+            *(passed_RP, count_R, top_RC, sum_RC, token_RK, logprob_RK, capacity, num_chunks, k),
             num_warps=4,
+            **sizes,
             **overlap(logits),
         )
     shape = (*logits.shape[:-1], k)

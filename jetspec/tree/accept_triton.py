@@ -24,16 +24,8 @@ def accept_triton(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
     length_B, bonus_B = choice_BN.new_empty(B), choice_BN.new_empty(B)
     with torch.cuda.device_of(choice_BN):
         _accept_kernel[(B,)](
-            tree.token_BN.contiguous(),
-            tree.parent_BN.contiguous(),
-            tree.depth_BN.contiguous(),
-            choice_BN.contiguous(),
-            path_BD1,
-            token_BD1,
-            length_B,
-            bonus_B,
-            N,
-            tree.max_depth,
+            *(tree.token_BN.contiguous(), tree.parent_BN.contiguous(), tree.depth_BN.contiguous()),
+            *(choice_BN.contiguous(), path_BD1, token_BD1, length_B, bonus_B, N, tree.max_depth),
             NODES=triton.next_power_of_2(N),
             num_warps=1 if N <= 256 else 4,
         )

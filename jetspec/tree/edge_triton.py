@@ -8,7 +8,7 @@ successor vectors (V, R), outputs (B, D, C, K).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,13 +26,12 @@ CHILDREN_BYTES = 64 * 1024
 LOWEST = tl.constexpr(-3.0e38)
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """Sizes of the product of one program: parents x ranks times ranks x children."""
 
-    parents: int
-    children: int
-    ranks: int
+    PARENTS: int
+    CHILDREN: int
+    RANKS: int
 
 
 def edge_children_triton(
@@ -52,24 +51,14 @@ def edge_children_triton(
     index_BDCK = torch.empty(B, D, C, width, dtype=torch.int32, device=anchor_B.device)
     logprob_BDCK = torch.empty_like(index_BDCK, dtype=torch.float32)
     with torch.cuda.device_of(anchor_B):
-        _edge_children_kernel[(-(-C // tiling.parents), max_depth, B)](
-            anchor_B,
-            candidates.token_BDC.contiguous(),
-            candidates.logprob_BDC.contiguous(),
-            edge.gate_BDR.contiguous(),
-            edge.predecessor_VR.contiguous(),
-            edge.successor_VR.contiguous(),
-            index_BDCK,
-            logprob_BDCK,
-            D,
-            C,
-            width,
+        _edge_children_kernel[(-(-C // tiling.PARENTS), max_depth, B)](
+            *(anchor_B, candidates.token_BDC.contiguous(), candidates.logprob_BDC.contiguous()),
+            *(edge.gate_BDR.contiguous(), edge.predecessor_VR.contiguous(), edge.successor_VR.contiguous()),
+            *(index_BDCK, logprob_BDCK, D, C, width),
             R=R,
-            PARENTS=tiling.parents,
-            CHILDREN=tiling.children,
-            RANKS=tiling.ranks,
             WIDTH=triton.next_power_of_2(width),
             num_warps=4,
+            **tiling._asdict(),
         )
     return index_BDCK, logprob_BDCK
 

@@ -33,14 +33,8 @@ def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: 
     threshold_BN = _thresholds(logits_BNV, sampling) if sampling.any_filtered else None
     with torch.cuda.device_of(logits_BNV):
         _choose_nodes_kernel[(B * N, num_chunks)](
-            logits_BNV,
-            threshold_BN,
-            position_BN.contiguous(),
-            sampling.temperature_B,
-            sampling.seed_B,
-            key_BNC,
-            N,
-            V,
+            *(logits_BNV, threshold_BN, position_BN.contiguous(), sampling.temperature_B, sampling.seed_B),
+            *(key_BNC, N, V),
             SAMPLED=sampling.any_sampled,
             CHUNK=chunk,
             num_warps=4,
@@ -57,14 +51,8 @@ def _thresholds(logits_BNV: Tensor, sampling: RowSampling) -> Tensor:
     threshold_BN = torch.empty(B, N, dtype=torch.float32, device=logits_BNV.device)
     with torch.cuda.device_of(logits_BNV):
         _threshold_kernel[(B * N,)](
-            logits_BNV,
-            sampling.temperature_B,
-            sampling.top_k_B,
-            sampling.top_p_B,
-            sampling.min_p_B,
-            threshold_BN,
-            N,
-            V,
+            *(logits_BNV, sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B),
+            *(threshold_BN, N, V),
             BLOCK=min(BLOCK, triton.next_power_of_2(V)),
             num_warps=16,
         )

@@ -85,9 +85,9 @@ def test_kernel_compiles_and_fits_shared_memory(dtype: str, rank: int, parents: 
     tiling = module.find_tiling(rank, torch.bfloat16 if dtype == "bf16" else torch.float32, parents)
     types = dict.fromkeys(("D", "C", "K"), "i32") | {"anchor_ptr": "*i64", "token_ptr": "*i64", "index_ptr": "*i32"}
     types |= dict.fromkeys(("predecessor_ptr", "successor_ptr"), f"*{dtype}")
-    sizes = {"PARENTS": tiling.parents, "CHILDREN": tiling.children, "RANKS": tiling.ranks}
+    sizes = tiling._asdict()
     sizes |= {"R": rank, "WIDTH": width}
-    product = "wgmma" if tiling.parents >= 64 else "mma.sync"
+    product = "wgmma" if tiling.PARENTS >= 64 else "mma.sync"
     assert product in compile_for_hopper(module._edge_children_kernel, types, sizes)
     used = shared_bytes(module._edge_children_kernel, types, sizes, HOPPER, {"num_warps": 4})
     assert used <= SHARED_BYTES
