@@ -43,6 +43,7 @@ def _plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool, adds: bool) -
 def _launch(tiles: WarpTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     (T, N), K = out.shape, x_TK.shape[1]
     programs, row_tiles = triton.cdiv(N, tiles.width), triton.cdiv(T, WARP_ROWS)
+    half_desc = _blocks(weight, tiles.BLOCK_N // 2) if tiles.HALF else None
     part, barrier = None, None
     if tiles.SPLITS > 1:
         assert row_tiles == 1, "programs that wait for each other run at once"
@@ -50,14 +51,8 @@ def _launch(tiles: WarpTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogu
         barrier = barrier_counters(x_TK.device)
     with torch.cuda.device_of(x_TK):
         _warp_specialized_linear_kernel[(programs * tiles.SPLITS, row_tiles)](
-            _blocks(whole_tiles(x_TK, WARP_ROWS), WARP_ROWS),
-            _blocks(weight, tiles.BLOCK_N),
-            _blocks(weight, tiles.BLOCK_N // 2) if tiles.HALF else None,
-            part,
-            barrier,
-            *epilogue.operands(out),
-            K,
-            *epilogue.sizes(out),
+            *(_blocks(whole_tiles(x_TK, WARP_ROWS), WARP_ROWS), _blocks(weight, tiles.BLOCK_N), half_desc),
+            *(part, barrier, *epilogue.operands(out), K, *epilogue.sizes(out)),
             BLOCK_M=WARP_ROWS,
             BLOCK_K=WARP_INPUTS,
             STAGES=tiles.stages(epilogue.gated),

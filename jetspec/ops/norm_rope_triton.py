@@ -174,24 +174,13 @@ def _launch_rotate(
     assert cos.is_contiguous() and signed_sin.is_contiguous() and qkv.numel() == tokens * layers * X * E
     heads = X if v is not None else X - num_kv_heads
     at_once = HEADS if tokens < MANY_TOKENS else MANY_HEADS
+    *weights, eps = (None, None, 0.0) if norm is None else (norm.q, norm.k, norm.eps)
+    sizes = {"H": X - 2 * num_kv_heads, "G": num_kv_heads, "HALF": E // 2, "HEADS": at_once}
     if tokens:
         _rotate_qkv_kernel[(tokens, triton.cdiv(heads, at_once), layers)](
-            qkv,
-            cos,
-            signed_sin,
-            norm.q if norm is not None else None,
-            norm.k if norm is not None else None,
-            q,
-            k,
-            v,
-            slot,
-            norm.eps if norm is not None else 0.0,
-            distance,
-            H=X - 2 * num_kv_heads,
-            G=num_kv_heads,
-            HALF=E // 2,
+            *(qkv, cos, signed_sin, *weights, q, k, v, slot, eps, distance),
+            **sizes,
             PAIRS=triton.next_power_of_2(E // 2),
-            HEADS=at_once,
             ROW=num_kv_heads * E if slot is None else k.stride(1),
             HEAD=E if slot is None else k.stride(2),
             **(overlap(qkv) if early else {}),

@@ -62,18 +62,8 @@ def attend(
     part, lse = call.partial(programs, splits, REGISTER_QUERIES, E)
     with torch.cuda.device_of(q_THE):
         _register_tiled_attention_kernel[(programs, splits)](
-            pages.k,
-            pages.v,
-            *call.operands(),
-            part,
-            lse,
-            counters(q_THE.device),
-            call.log2_scale,
-            layout.first_seen,
-            tiles,
-            pages.k.stride(1),
-            pages.k.stride(2),
-            *call.strides(),
+            *(pages.k, pages.v, *call.operands(), part, lse, counters(q_THE.device)),
+            *(call.log2_scale, layout.first_seen, tiles, pages.k.stride(1), pages.k.stride(2), *call.strides()),
             TREE=call.ancestor is not None,
             SPLITS=splits,
             BLOCK_M=REGISTER_QUERIES,

@@ -69,25 +69,14 @@ def attend(
     is_shared = tiles == 1 and programs > multiprocessors
     stage_keys = (FEW_STAGE_KEYS if is_shared else STAGE_KEYS)[E]
     part, lse = call.partial(programs * groups, splits, WARP_QUERIES, E)
+    sizes = {"SPLITS": splits, "GROUPS": groups, "BLOCK_M": WARP_QUERIES, "BLOCK_N": block_n}
+    sizes["STAGES"] = stage_keys // block_n
     with torch.cuda.device_of(q_THE):
         _warp_specialized_attention_kernel[(programs * splits,)](
-            _pages(pages.k),
-            _pages(pages.v),
-            *call.operands(),
-            part,
-            lse,
-            barrier_counters(q_THE.device),
-            call.log2_scale,
-            tiles,
-            len(pages.k) * batch.layout.page_size,
-            *call.strides(),
-            MIN_RUN // block_n,
-            SPLITS=splits,
-            GROUPS=groups,
-            BLOCK_M=WARP_QUERIES,
-            BLOCK_N=block_n,
-            STAGES=stage_keys // block_n,
+            *(_pages(pages.k), _pages(pages.v), *call.operands(), part, lse, barrier_counters(q_THE.device)),
+            *(call.log2_scale, tiles, len(pages.k) * batch.layout.page_size, *call.strides(), MIN_RUN // block_n),
             num_warps=WARP_QUERIES // 16,
+            **sizes,
             **call.constants(),
             **overlap(q_THE),
         )
