@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -22,11 +22,20 @@ from torch.autograd.function import once_differentiable
 from jetspec.ops.layouts import LossKind, RowScores
 from jetspec.ops.select import select
 
-Student = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Hidden, edge, successor and output matrix."""
-
 CHUNK = 4096
 """Rows per chunk: enough to keep a GPU busy, and a gigabyte of logits over a vocabulary of 128k."""
+
+
+_Factors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Hidden, edge, successor and output matrix."""
+
+
+class Student(TypedDict, total=False):
+    """Inputs of `distill_loss` from a head, besides its states."""
+
+    edge_RQ: Tensor | None
+    successor_VQ: Tensor | None
+    student_head_VM: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -76,16 +85,9 @@ def distill_loss(
     """
     assert kind == "sft" or teacher_RM is not None
     assert (edge_RQ is None) == (successor_VQ is None)
-    objective = _Objective(
-        teacher_RM=None if kind == "sft" else teacher_RM,
-        teacher_of_R=teacher_of_R,
-        lm_head_VM=lm_head_VM,
-        label_R=label_R,
-        weight_R=weight_R,
-        kind=kind,
-        temperature=1.0 if kind == "sft" else temperature,
-        chunk=chunk,
-    )
+    if kind == "sft":
+        teacher_RM, temperature = None, 1.0
+    objective = _Objective(teacher_RM, teacher_of_R, lm_head_VM, label_R, weight_R, kind, temperature, chunk)
     student = (hidden_RM, edge_RQ, successor_VQ, student_head_VM)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student):
         return DistillLoss(*_DistillLoss.apply(*student, objective))
@@ -94,30 +96,13 @@ def distill_loss(
 
 
 def label_prob(
-    hidden_RM: Tensor,
-    lm_head_VM: Tensor,
-    label_R: Tensor,
-    *,
-    edge_RQ: Tensor | None = None,
-    successor_VQ: Tensor | None = None,
-    student_head_VM: Tensor | None = None,
-    chunk: int = CHUNK,
+    hidden_RM: Tensor, lm_head_VM: Tensor, label_R: Tensor, *, chunk: int = CHUNK, **student: Unpack[Student]
 ) -> Tensor:
     """Return q(label) per row at temperature 1, without gradient: for weights that depend on it."""
-    weight_R = torch.ones(len(label_R), device=label_R.device)
+    one_R = torch.ones(len(label_R), device=label_R.device)
     with torch.no_grad():
-        return distill_loss(
-            hidden_RM,
-            None,
-            lm_head_VM,
-            label_R,
-            weight_R,
-            kind="sft",
-            edge_RQ=edge_RQ,
-            successor_VQ=successor_VQ,
-            student_head_VM=student_head_VM,
-            chunk=chunk,
-        ).label_prob_R
+        result = distill_loss(hidden_RM, None, lm_head_VM, label_R, one_R, kind="sft", chunk=chunk, **student)
+    return result.label_prob_R
 
 
 def distill_loss_reference(
@@ -233,7 +218,7 @@ class _DistillLoss(torch.autograd.Function):
 
 
 def _score(
-    student: Student, grads: Sequence[Tensor | None], objective: _Objective
+    student: _Factors, grads: Sequence[Tensor | None], objective: _Objective
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weighted sum, then `RowScores`. Fill the gradients of the student that are not None."""
     hidden, (d_hidden, d_edge, _, _) = student[0], grads
@@ -254,7 +239,7 @@ def _score(
     return (objective.weight_R * loss_R).sum(), loss_R, hit_R, label_prob_R
 
 
-def _concatenated(student: Student, grads: Sequence[Tensor | None], lm_head_VM: Tensor) -> _Logits:
+def _concatenated(student: _Factors, grads: Sequence[Tensor | None], lm_head_VM: Tensor) -> _Logits:
     (hidden, edge, successor, head), (d_hidden, d_edge, d_successor, d_head) = student, grads
     M, dtype = hidden.shape[1], lm_head_VM.dtype
     x, w = hidden.to(dtype), lm_head_VM if head is None else head.to(dtype)
@@ -262,9 +247,8 @@ def _concatenated(student: Student, grads: Sequence[Tensor | None], lm_head_VM: 
         x, w = torch.cat((x, edge.to(dtype)), 1), torch.cat((w, successor.to(dtype)), 1)
     width = x.shape[1] if d_hidden is not None else x.shape[1] - M if d_edge is not None else 0
     parts = ((slice(0, M), d_head), (slice(M, None), d_successor))
-    return _Logits(
-        x, w, x.new_empty(len(x), width) if width else None, [(at, dw) for at, dw in parts if dw is not None]
-    )
+    dx = x.new_empty(len(x), width) if width else None
+    return _Logits(x, w, dx, [(at, dw) for at, dw in parts if dw is not None])
 
 
 def _score_chunk(rows: slice, logits: _Logits, objective: _Objective) -> RowScores:
@@ -274,16 +258,9 @@ def _score_chunk(rows: slice, logits: _Logits, objective: _Objective) -> RowScor
     teacher_SM, teacher_of_R = objective.teachers(rows), objective.teacher_of_R
     u_SV = None if teacher_SM is None else teacher_SM.to(z_RV.dtype) @ objective.lm_head_VM.T
 
-    scores = select("distill_loss", distill_loss_reference, z_RV)(
-        z_RV,
-        u_SV,
-        None if teacher_of_R is None else teacher_of_R[rows],
-        objective.label_R[rows],
-        objective.weight_R[rows],
-        objective.kind,
-        objective.temperature,
-        logits.with_grad,
-    )
+    labels = None if teacher_of_R is None else teacher_of_R[rows], objective.label_R[rows], objective.weight_R[rows]
+    kernel = select("distill_loss", distill_loss_reference, z_RV)
+    scores = kernel(z_RV, u_SV, *labels, objective.kind, objective.temperature, logits.with_grad)
     if logits.dx_RK is not None:
         torch.mm(z_RV, w_VK[:, -logits.dx_RK.shape[1] :], out=logits.dx_RK[rows])
     for columns, dw in logits.dws:

@@ -304,9 +304,9 @@ def _rows_linear_kernel(
         half_up /= divisor
     # bias, gate, residual; store
     places = bias_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride
-    own_squares = _finish(y, up, before, token, first, *places, T, N, GATED, BLOCK_N)
+    own_squares = _finish(y, up, before, token, first, places, T, N, GATED, BLOCK_N)
     if HALF:
-        own_squares += _finish(half_y, half_up, half_before, token, first + BLOCK_N, *places, T, N, GATED, HALF_N)
+        own_squares += _finish(half_y, half_up, half_before, token, first + BLOCK_N, places, T, N, GATED, HALF_N)
     if next_norm_ptr is not None:
         tl.store(next_squares_ptr + tile * T + token, own_squares, mask=token < T)
 
@@ -324,25 +324,10 @@ def _load_tile(ptr, token, first, T, N, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    y,
-    up,
-    before,
-    token,
-    first,
-    bias_ptr,
-    out_ptr,
-    next_norm_ptr,
-    scaled_ptr,
-    tap_ptr,
-    tap_stride,
-    T,
-    N,
-    GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def _finish(y, up, before, token, first, places, T, N, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """Stores outputs from `first` on, added to the residual `before`, and begins the next norm. Returns the sums of
     squares of the stored rows."""
+    bias_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride = places
     output = first + tl.arange(0, BLOCK_N)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + output, mask=output < N, other=0.0).to(tl.float32)[None, :]

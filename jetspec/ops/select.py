@@ -121,19 +121,13 @@ class Choice(NamedTuple):
     name: str
     kernel: str
     """`module:function`, in `jetspec.ops` where the module has no package. Imported when it is first chosen."""
-    when: Callable[[Facts], bool]
+    when: Callable[[Facts], bool] = lambda facts: True
     buys: str = ""
     """Share of a whole round that the row saves on an H200, from `benchmarks/kernel_choices.py`. Empty: not measured
     apart."""
 
 
-def always(facts: Facts) -> bool:
-    return True
-
-
-def one_dtype(facts: Facts) -> bool:
-    return facts.one_dtype
-
+one_dtype: Callable[[Facts], bool] = attrgetter("one_dtype")
 
 MAX_TOPK = 2048
 """Longest list that the top-k kernels return."""
@@ -175,36 +169,22 @@ def _takes_warps(f: Facts) -> bool:
 
 
 def _takes_register_tiled_attention(f: Facts) -> bool:
-    tiles = layouts.num_tiles(f.query_rows, layouts.REGISTER_QUERIES) * f.key_heads
+    has_fragments = f.device.is_cuda and f.device.capability >= (8, 0)  # earlier tensor cores take others
+    fits = f.is_short and f.is_plain and f.head_size in (64, 128)
     is_few = f.query_rows <= layouts.FEW_QUERY_ROWS or layouts.is_narrow(f.query_rows, f.key_heads)
-    return (
-        f.device.is_cuda
-        and f.device.capability >= (8, 0)  # earlier tensor cores take other fragments
-        and f.is_short
-        and f.is_plain
-        and f.head_size in (64, 128)
-        and is_few
-        and tiles <= f.device.multiprocessors
-    )
+    tiles = layouts.num_tiles(f.query_rows, layouts.REGISTER_QUERIES) * f.key_heads
+    return has_fragments and fits and is_few and tiles <= f.device.multiprocessors
 
 
 def _takes_warp_specialized_attention(f: Facts) -> bool:
     """Enough tiles of queries, but no more than multiprocessors unless each has keys of its own. Pages start where the
     layout of shared memory repeats, every eight rows."""
+    serves = f.is_hopper and f.is_short and f.is_plain and f.sees_all and f.is_contiguous
     fits = f.head_size in (64, 128) and f.page_size % 8 == 0 and layouts.WARP_KEYS % f.page_size == 0
     tiles = layouts.num_tiles(f.query_rows, f.groups * layouts.WARP_QUERIES)
     least = 32 if f.capacity < layouts.LONG_CONTEXT else 8  # the kernel has more to prepare than others
-    return (
-        f.is_hopper
-        and f.is_short
-        and f.is_plain
-        and f.sees_all
-        and f.is_contiguous
-        and fits
-        and f.query_rows >= 33
-        and tiles * f.key_heads >= least
-        and (tiles == 1 or tiles * f.key_heads <= f.device.multiprocessors)
-    )
+    is_enough = f.query_rows >= 33 and tiles * f.key_heads >= least
+    return serves and fits and is_enough and (tiles == 1 or tiles * f.key_heads <= f.device.multiprocessors)
 
 
 FUSED = (
@@ -253,10 +233,10 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "norm_linear": FUSED,
     "add_linear": (*FUSED, Choice("linear.in_place", "linear:add_linear_in_place", lambda f: f.can_add_in_place)),
     # Mixture of experts
-    "route": (Choice("route", "moe_triton:route_triton", always),),
+    "route": (Choice("route", "moe_triton:route_triton"),),
     "add_mixture": (Choice("add_mixture", "moe_triton:add_mixture_triton", lambda f: f.can_add_in_place),),
     # Attention
-    "plan_attention": (Choice("tree_attention", "tree_attention:KernelPlan", always),),
+    "plan_attention": (Choice("tree_attention", "tree_attention:KernelPlan"),),
     "tree_attention": (
         Choice(
             "tree_attention.warp_specialized",
@@ -270,11 +250,11 @@ TABLE: dict[str, tuple[Choice, ...]] = {
             _takes_register_tiled_attention,
             "SmolLM2 plain steps of 32 requests 20 %; Qwen3-8B plain step, context 8192: 15 %",
         ),
-        Choice("tree_attention.portable", "tree_attention_triton:attend", always),
+        Choice("tree_attention.portable", "tree_attention_triton:attend"),
     ),
     # Rows between the products of a layer
     "rms_norm": (Choice("rms_norm", "norm_rope_triton:rms_norm_triton", one_dtype),),
-    "rope": (Choice("rope", "norm_rope_triton:rope_triton", always),),
+    "rope": (Choice("rope", "norm_rope_triton:rope_triton"),),
     "rotate_qkv": (Choice("rotate_qkv", "norm_rope_triton:rotate_qkv_triton", one_dtype),),
     "rotate_store": (Choice("rotate_store", "norm_rope_triton:rotate_store_triton", one_dtype),),
     "rotate_store_layers": (
@@ -285,25 +265,25 @@ TABLE: dict[str, tuple[Choice, ...]] = {
             "SmolLM2 2 to 3 %",
         ),
     ),
-    "swiglu": (Choice("swiglu", "norm_rope_triton:swiglu_triton", always),),
+    "swiglu": (Choice("swiglu", "norm_rope_triton:swiglu_triton"),),
     # KV cache
-    "store_kv": (Choice("store_kv", "kv_write_triton:store_kv_triton", always),),
-    "compact_kv": (Choice("compact_kv", "kv_write_triton:compact_kv_triton", always),),
-    "compact_rows": (Choice("compact_rows", "kv_write_triton:compact_rows_triton", always),),
-    "place": (Choice("place", "kv_write_triton:place_triton", always, "SmolLM2 3 to 5 %"),),
+    "store_kv": (Choice("store_kv", "kv_write_triton:store_kv_triton"),),
+    "compact_kv": (Choice("compact_kv", "kv_write_triton:compact_kv_triton"),),
+    "compact_rows": (Choice("compact_rows", "kv_write_triton:compact_rows_triton"),),
+    "place": (Choice("place", "kv_write_triton:place_triton", buys="SmolLM2 3 to 5 %"),),
     # Drafting
     "topk_logprob": (Choice("topk_logprob", "topk_logprob_triton:topk_logprob_triton", _is_short_list),),
     "shortlist": (Choice("shortlist", "shortlist_triton:shortlist_triton", _has_short_factors),),
     "build_tree": (Choice("build_tree", "jetspec.tree.build_triton:build_tree_triton", _is_short_list),),
     # Acceptance
-    "choose_nodes": (Choice("choose_nodes", "jetspec.tree.sample_triton:choose_nodes_triton", always),),
-    "accept": (Choice("accept", "jetspec.tree.accept:accept_by_nodes", always),),
-    "walk": (Choice("walk", "jetspec.tree.accept_triton:accept_triton", always),),
+    "choose_nodes": (Choice("choose_nodes", "jetspec.tree.sample_triton:choose_nodes_triton"),),
+    "accept": (Choice("accept", "jetspec.tree.accept:accept_by_nodes"),),
+    "walk": (Choice("walk", "jetspec.tree.accept_triton:accept_triton"),),
     # Training
-    "distill_loss": (Choice("distill_loss", "distill_loss_triton:distill_loss_triton", always),),
+    "distill_loss": (Choice("distill_loss", "distill_loss_triton:distill_loss_triton"),),
     # Host
-    "copy_to_host": (Choice("copy_to_host", "transfer_triton:copy_to_host_triton", always),),
-    "note_time": (Choice("note_time", "transfer_triton:note_time_triton", always),),
+    "copy_to_host": (Choice("copy_to_host", "transfer_triton:copy_to_host_triton"),),
+    "note_time": (Choice("note_time", "transfer_triton:note_time_triton"),),
 }
 
 FEATURES: tuple[Choice, ...] = (
@@ -313,13 +293,12 @@ FEATURES: tuple[Choice, ...] = (
         lambda f: f.device.is_cuda and f.device.capability >= (9, 0),
         "SmolLM2 45 %; Qwen3-8B 8 %",
     ),
-    Choice("linear.half_tiles", "linear_triton", always, "Qwen3-8B 64 nodes 3 %"),
-    Choice("linear.split_k", "linear_warp_specialized_gluon", always, "Qwen3-8B 128 nodes 0 to 2.5 %"),
+    Choice("linear.half_tiles", "linear_triton", buys="Qwen3-8B 64 nodes 3 %"),
+    Choice("linear.split_k", "linear_warp_specialized_gluon", buys="Qwen3-8B 128 nodes 0 to 2.5 %"),
     Choice(
         "tree_attention.two_groups",
         "tree_attention_warp_specialized_gluon",
-        always,
-        "Qwen3-8B 128 nodes, context 8192: 5 %",
+        buys="Qwen3-8B 128 nodes, context 8192: 5 %",
     ),
 )
 """Features of kernels that serve several operations: a kernel asks `enabled` for them."""

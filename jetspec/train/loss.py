@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head
+from jetspec.ops.distill_loss import Student
 from jetspec.ops.select import force
 from jetspec.train.blocks import Blocks, Drafts, block_mask, draft_mask
 from jetspec.train.config import LossConfig
@@ -65,14 +66,6 @@ class DraftLoss(NamedTuple):
             hit_rate=[h / r if r else 0.0 for h, r in zip(hits, reach, strict=True)],
             positions=int(sum(reach)),
         )
-
-
-class Student(TypedDict, total=False):
-    """Inputs of `ops.distill_loss` from a head, besides its states."""
-
-    edge_RQ: Tensor | None
-    successor_VQ: Tensor | None
-    student_head_VM: Tensor | None
 
 
 def block_loss(

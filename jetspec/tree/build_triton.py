@@ -105,10 +105,8 @@ def _build_tree_kernel(
     """
     # empty frontier with the root
     row = tl.program_id(0).to(tl.int64)
-    node_token_ptr += row * N
-    node_parent_ptr += row * N
-    node_depth_ptr += row * N
-    node_score_ptr += row * N
+    own = row * N
+    nodes = node_token_ptr + own, node_parent_ptr + own, node_depth_ptr + own, node_score_ptr + own
     anchor = tl.load(anchor_ptr + row)
     slot = tl.arange(0, SLOTS)
     rank_K = tl.arange(0, WIDTH)
@@ -122,7 +120,7 @@ def _build_tree_kernel(
     if PAPER:
         deepest -= 1
         count = 1
-        _write(node_token_ptr, node_parent_ptr, node_depth_ptr, node_score_ptr, 0, anchor, 0, 0, 0.0, True)
+        _write(nodes, 0, anchor, 0, 0, 0.0, True)
 
     pops = 0
     key, above, place, first = tl.reduce((key_S, above_S, place_S, first_S), 0, _better)
@@ -144,24 +142,11 @@ def _build_tree_kernel(
             place_K = rank_K if index_ptr is None else tl.load(index_ptr + children + rank_K, mask=keep_K, other=0)
             token_K = tl.load(token_ptr + (row * D + depth) * C + place_K, mask=keep_K, other=0)
             score_K = score + _increment(logprob_K, entropy_ptr, entropy_weight, row * D + depth, keep_K, SCORE)
-            _write(
-                node_token_ptr,
-                node_parent_ptr,
-                node_depth_ptr,
-                node_score_ptr,
-                count + rank_K,
-                token_K,
-                first + rank,
-                depth + 1,
-                score_K,
-                keep_K,
-            )
+            _write(nodes, count + rank_K, token_K, first + rank, depth + 1, score_K, keep_K)
             count += tl.sum(present_K.to(tl.int32))
         else:
             token = tl.load(token_ptr + (row * D + depth - 1) * C + own_place, mask=depth > 0, other=anchor)
-            _write(
-                node_token_ptr, node_parent_ptr, node_depth_ptr, node_score_ptr, pops, token, parent, depth, score, True
-            )
+            _write(nodes, pops, token, parent, depth, score, True)
             count += 1
 
         # keys of the next sibling and of the first child
@@ -187,7 +172,7 @@ def _build_tree_kernel(
     size = tl.minimum(count, N)
     tl.store(size_ptr + row, size)
     padding = (slot >= size) & (slot < N)
-    _write(node_token_ptr, node_parent_ptr, node_depth_ptr, node_score_ptr, slot, 0, slot, 0, -float("inf"), padding)
+    _write(nodes, slot, 0, slot, 0, -float("inf"), padding)
 
 
 @triton.jit
@@ -246,7 +231,8 @@ def _increment(logprob, entropy_ptr, entropy_weight, level, mask, SCORE: tl.cons
 
 
 @triton.jit
-def _write(token_ptr, parent_ptr, depth_ptr, score_ptr, node, token, parent, depth, score, mask):
+def _write(nodes, node, token, parent, depth, score, mask):
+    token_ptr, parent_ptr, depth_ptr, score_ptr = nodes
     tl.store(token_ptr + node, token, mask=mask)
     tl.store(parent_ptr + node, parent, mask=mask)
     tl.store(depth_ptr + node, depth, mask=mask)
