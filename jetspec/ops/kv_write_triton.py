@@ -71,7 +71,7 @@ def _store_kv_kernel(
 
 
 def _compact_sizes(num: int, size: int) -> dict[str, int]:
-    return {"NUM": num, "NUM_PADDED": triton.next_power_of_2(num), "SIZE": size, "BLOCK": COMPACT_BLOCK}
+    return {"NUM": num, "SLOTS": triton.next_power_of_2(num), "SIZE": size, "BLOCK": COMPACT_BLOCK}
 
 
 def compact_kv_triton(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -> None:
@@ -98,17 +98,11 @@ def compact_rows_triton(layers: SlotRows, source_BD1: Tensor, target_BD1: Tensor
 
 @triton.jit
 def _compact_rows_kernel(
-    address_ptr,
-    source_ptr,
-    target_ptr,
-    NUM: tl.constexpr,
-    NUM_PADDED: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    address_ptr, source_ptr, target_ptr, NUM: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """`_compact_kv_kernel` for layers at separate addresses."""
     storage_ptr = tl.load(address_ptr + tl.program_id(1)).to(tl.pointer_type(tl.int32))
-    _copy_rows(storage_ptr, source_ptr, target_ptr, NUM, NUM_PADDED, SIZE, BLOCK)
+    _copy_rows(storage_ptr, source_ptr, target_ptr, NUM, SLOTS, SIZE, BLOCK)
 
 
 @triton.jit
@@ -118,31 +112,25 @@ def _compact_kv_kernel(
     target_ptr,
     num_slots,
     NUM: tl.constexpr,
-    NUM_PADDED: tl.constexpr,
+    SLOTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One block of elements, in all slots of a row, of one layer's K or V."""
     plane = tl.program_id(1).to(tl.int64)
-    _copy_rows(storage_ptr + plane * num_slots * SIZE, source_ptr, target_ptr, NUM, NUM_PADDED, SIZE, BLOCK)
+    _copy_rows(storage_ptr + plane * num_slots * SIZE, source_ptr, target_ptr, NUM, SLOTS, SIZE, BLOCK)
 
 
 @triton.jit
 def _copy_rows(
-    storage_ptr,
-    source_ptr,
-    target_ptr,
-    NUM: tl.constexpr,
-    NUM_PADDED: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    storage_ptr, source_ptr, target_ptr, NUM: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copy a block of elements from source to target slots, through registers.
+    """Copy a block of elements from source to target slots, through registers. SLOTS is NUM rounded up.
 
     Only this program touches these elements. Its threads may not write before all of them have read.
     """
     row = tl.program_id(0)
-    entry = tl.arange(0, NUM_PADDED)
+    entry = tl.arange(0, SLOTS)
     source = tl.load(source_ptr + row * NUM + entry, mask=entry < NUM, other=0).to(tl.int64)
     target = tl.load(target_ptr + row * NUM + entry, mask=entry < NUM, other=0).to(tl.int64)
     element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

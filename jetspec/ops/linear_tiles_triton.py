@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -53,20 +53,13 @@ class Epilogue:
         return {"GATED": self.gated, "PARTS": 1 if self.squares is None else triton.next_power_of_2(len(self.squares))}
 
 
-class Tiles(Protocol):
-    """Block sizes of a launch."""
-
-    @property
-    def width(self) -> int:
-        """Outputs of a program."""
-
-
 @dataclass(frozen=True)
 class TiledLinear:
     """The products of a layer by one kernel, with the signatures of `linear.py`."""
 
     plan: Callable[[Tensor, Tensor, int, bool, bool], Any]
-    """Returns `Tiles` for x, the weight, the number of outputs, a gate, an addition."""
+    """Returns block sizes for x, the weight, the number of outputs, a gate, an addition; `width` is the outputs of a
+    program."""
     launch: Callable[[Any, Tensor, Tensor, Tensor, Epilogue], None]
     """Runs the kernel with tiles, x, the weight, the output and the epilogue."""
 
@@ -80,13 +73,7 @@ class TiledLinear:
         return self._product(x_TK, weight, Epilogue(bias, gated, residual.squares, eps))
 
     def add_linear(
-        self,
-        total_TN: Tensor,
-        x_TK: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        next_norm: Tensor,
-        tap: Tensor | None = None,
+        self, total_TN: Tensor, x_TK: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor, tap: Tensor | None
     ) -> Residual:
         (T, N), tiles = total_TN.shape, self.plan(x_TK, weight, len(weight), False, True)
         scaled = new_rows(T, N, like=total_TN)

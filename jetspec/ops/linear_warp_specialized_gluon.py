@@ -265,7 +265,7 @@ def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
             _store(half_y, factor, first_token, first + BLOCK_N, places, T, N, GATED, BLOCK_N // 2)
     else:
         if SPLITS > 1:
-            y = _add_splits(y, part_ptr, barrier_ptr, tile * 2 + GROUP, split, BLOCK_N, SPLITS, wide, own)
+            y = _add_splits(y, (part_ptr, barrier_ptr), tile * 2 + GROUP, split, BLOCK_N, SPLITS, wide, own)
         own_squares = _store_added(y, before, first_token, first, places, T, N, OWN, BLOCK_N, own)
         if HALF:
             half_squares = _store_added(
@@ -278,18 +278,11 @@ def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _add_splits(
-    y,
-    part_ptr,
-    barrier_ptr,
-    group,
-    split,
-    WIDTH: gl.constexpr,
-    SPLITS: gl.constexpr,
-    wide: gl.constexpr,
-    own: gl.constexpr,
+    y, places, group, split, WIDTH: gl.constexpr, SPLITS: gl.constexpr, wide: gl.constexpr, own: gl.constexpr
 ):
     """Adds the partial sums of all splits, for some rows. Other multiprocessors wrote them, so they are loaded from the
     L2 cache."""
+    part_ptr, barrier_ptr = places
     OWN: gl.constexpr = 64 // SPLITS
     # store partial sums
     row, column = _indices(0, 0, 64, WIDTH, wide)

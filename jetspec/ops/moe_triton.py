@@ -247,28 +247,18 @@ def _gate_up_kernel(
     for piece in range(tl.program_id(0), tl.load(num_tiles_ptr) * PIECES, tl.num_programs(0)):
         expert, tile_ptr, count = _open_tile(piece // PIECES, pair_ptr, tile_expert_ptr, num_pairs, PAIRS)
         weight_ptr = gate_up_ptr + expert * 2 * INNER * M
-        places = x_ptr, weight_ptr, gated_ptr, tile_ptr, num_pairs, piece % PIECES * COLUMNS
+        places = x_ptr, weight_ptr, gated_ptr, tile_ptr, num_pairs, piece % PIECES * COLUMNS, K
         for bits in tl.static_range(4, 7):
             if _suits(count, 1 << bits, PAIRS):
-                _gate_up(*places, K, M, INNER, 1 << bits, COLUMNS, DEPTH)
+                _gate_up(places, M, INNER, 1 << bits, COLUMNS, DEPTH)
 
 
 @triton.jit
 def _gate_up(
-    x_ptr,
-    weight_ptr,
-    gated_ptr,
-    tile_ptr,
-    num_pairs,
-    first,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    INNER: tl.constexpr,
-    PAIRS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    places, M: tl.constexpr, INNER: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):
     """One piece, from column `first` on. The weight rows of the gate are above those of up."""
+    x_ptr, weight_ptr, gated_ptr, tile_ptr, num_pairs, first, K = places
     pair = tl.load(tile_ptr + tl.arange(0, PAIRS)).to(tl.int64)
     half, lane = tl.arange(0, 2 * COLUMNS) // COLUMNS, tl.arange(0, 2 * COLUMNS) % COLUMNS
     row, is_row, is_pair = half * INNER + first + lane, first + lane < INNER, pair < num_pairs
@@ -305,25 +295,15 @@ def _down_kernel(
         places = gated_ptr, expert_ptr, weight_ptr, out_ptr, tile_ptr, num_pairs, piece % PIECES * ROWS
         for bits in tl.static_range(4, 7):
             if _suits(count, 1 << bits, PAIRS):
-                _down(*places, M, INNER, 1 << bits, ROWS, DEPTH)
+                _down(places, M, INNER, 1 << bits, ROWS, DEPTH)
 
 
 @triton.jit
 def _down(
-    gated_ptr,
-    down_ptr,
-    weight_ptr,
-    out_ptr,
-    tile_ptr,
-    num_pairs,
-    first,
-    M: tl.constexpr,
-    INNER: tl.constexpr,
-    PAIRS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    places, M: tl.constexpr, INNER: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):
     """One piece, from column `first` on."""
+    gated_ptr, down_ptr, weight_ptr, out_ptr, tile_ptr, num_pairs, first = places
     pair = tl.load(tile_ptr + tl.arange(0, PAIRS)).to(tl.int64)
     is_pair = pair < num_pairs
     weight = tl.load(weight_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)

@@ -147,7 +147,7 @@ def _mass_kernel(
     # prefetch successors, load parents
     _fetch_successors(successor_ptr, chunk * span, V, R, TILE, OVERLAP)
     wait(OVERLAP)
-    gated = _gated(root_ptr, parents_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
+    gated = _gated((root_ptr, parents_ptr, gate_ptr, predecessor_ptr), row, depth, parent, D, P, R, RANKS)
     # online log-sum-exp over the tiles
     for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
         token = start + tl.arange(0, TILE)
@@ -209,7 +209,7 @@ def _best_logprob_kernel(
     # prefetch successors, load parents
     _fetch_successors(successor_ptr, chunk * span, V, R, TILE, OVERLAP)
     wait(OVERLAP)
-    gated = _gated(root_ptr, parents_ptr, gate_ptr, predecessor_ptr, row, depth, parent, D, P, R, RANKS)
+    gated = _gated((root_ptr, parents_ptr, gate_ptr, predecessor_ptr), row, depth, parent, D, P, R, RANKS)
     lse = tl.load(lse_ptr + (tl.minimum(parent, P) * tl.num_programs(2) + row) * D + tl.minimum(depth, D - 1))
     for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
         token = start + tl.arange(0, TILE)
@@ -292,20 +292,9 @@ def _successors(successor_ptr, token, V, R: tl.constexpr, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _gated(
-    root_ptr,
-    parents_ptr,
-    gate_ptr,
-    predecessor_ptr,
-    row,
-    depth,
-    parent,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    RANKS: tl.constexpr,
-):
+def _gated(places, row, depth, parent, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr):
     """Return the gated predecessor vectors of the rows: of the root at depth 0, else of the parent; 0 for none."""
+    root_ptr, parents_ptr, gate_ptr, predecessor_ptr = places
     level = row * D + tl.minimum(depth, D - 1)
     previous = tl.load(parents_ptr + tl.maximum(level - 1, 0) * P + tl.minimum(parent, P - 1))
     token = tl.where(depth == 0, tl.load(root_ptr + row), previous)

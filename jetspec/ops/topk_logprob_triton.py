@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.layouts import power_of_2_below
 from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.ops.select import device_of
 
@@ -61,7 +62,7 @@ def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None) ->
     R, V = logits_RV.shape
     programs = device_of(logits.device).multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
     tiling = FEW if R < MANY_ROWS else MANY
-    group = _group_size(V, k)
+    group = power_of_2_below(min(MAX_GROUP, CHUNK, V // (LEADERS * k)))
     num_chunks = -(-V // CHUNK)
     num_leaders = num_chunks * (CHUNK // group)
     most_reaching = k + k // 8
@@ -103,14 +104,6 @@ def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None) ->
         )
     shape = (*logits.shape[:-1], k)
     return token_RK.view(shape), logprob_RK.view(shape)
-
-
-def _group_size(V: int, k: int) -> int:
-    """Return the largest power of two that leaves enough groups."""
-    group = 1
-    while 2 * group <= min(MAX_GROUP, CHUNK, V // (LEADERS * k)):
-        group *= 2
-    return group
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from jetspec.ops.fragments_gluon import index, wait
 from jetspec.ops.layouts import REGISTER_QUERIES, power_of_2_below
 from jetspec.ops.overlap_triton import overlap
 from jetspec.ops.select import device_of
-from jetspec.ops.tree_attention_launch import Attention
+from jetspec.ops.tree_attention import Attention
 from jetspec.types import KVPages, TreeBatch
 
 MAX_SPLITS = 32

@@ -24,7 +24,7 @@ from jetspec.ops.buffers import counters
 from jetspec.ops.layouts import FEW_QUERY_ROWS, is_narrow, power_of_2_below
 from jetspec.ops.overlap_triton import overlap, wait
 from jetspec.ops.select import device_of
-from jetspec.ops.tree_attention_launch import Attention
+from jetspec.ops.tree_attention import Attention
 from jetspec.types import KVPages, TreeBatch
 
 WARPS_PER_MULTIPROCESSOR = 8

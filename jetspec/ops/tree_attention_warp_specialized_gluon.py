@@ -40,7 +40,7 @@ from jetspec.ops.fragments_gluon import grid_barrier, index, wait
 from jetspec.ops.layouts import LONG_WARP_KEYS, WARP_KEYS, WARP_QUERIES, num_groups, num_tiles, power_of_2_below
 from jetspec.ops.overlap_triton import overlap
 from jetspec.ops.select import device_of, enabled
-from jetspec.ops.tree_attention_launch import Attention
+from jetspec.ops.tree_attention import Attention
 from jetspec.types import KVPages, TreeBatch
 
 STAGE_KEYS = {64: 512, 128: 384}

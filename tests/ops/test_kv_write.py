@@ -132,7 +132,7 @@ def test_kernels_compile() -> None:
     from jetspec.ops.kv_write_triton import COMPACT_BLOCK, _compact_kv_kernel, _compact_rows_kernel, _store_kv_kernel
 
     slots = {"source_ptr": "*i64", "target_ptr": "*i64", "storage_ptr": "*bf16", "num_slots": "i32"}
-    constants = {"NUM": 16, "NUM_PADDED": 16, "SIZE": 1024, "BLOCK": COMPACT_BLOCK}
+    constants = {"NUM": 16, "SLOTS": 16, "SIZE": 1024, "BLOCK": COMPACT_BLOCK}
     for kernel, more in ((_compact_kv_kernel, {}), (_compact_rows_kernel, {"address_ptr": "*i64"})):
         ptx = compile_for_hopper(kernel, slots | more, constants)
         assert ptx.rindex("ld.global") < ptx.index("bar.sync") < ptx.index("st.global")

@@ -45,7 +45,7 @@ def compare_padding(rows: int, width: int) -> None:
     with force("triton"):
         for y in (memory[:rows], x):
             product = kernels.ROWS.linear(y, weight, None)
-            found.append([product, *kernels.ROWS.add_linear(total.clone(), y, weight, None, norm)])
+            found.append([product, *kernels.ROWS.add_linear(total.clone(), y, weight, None, norm, None)])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other) and one.isfinite().all()
 
@@ -76,7 +76,7 @@ def test_outputs_of_products_are_padded_on_a_gpu(rows: int) -> None:
         return (torch.randn(shape) * shape[-1] ** -0.5).to("cuda", torch.bfloat16)
 
     total, norm = made(rows, size), made(size)
-    residual = products.add_linear(total, made(rows, size), made(size, size), None, norm)
+    residual = products.add_linear(total, made(rows, size), made(size, size), None, norm, None)
     gated = products.norm_swiglu(residual, norm, EPS, weight := made(2 * inner, size))
     for x in (residual.scaled, gated):
         assert len(whole_tiles(x, TILE)) % TILE == 0
