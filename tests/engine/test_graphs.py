@@ -20,19 +20,28 @@ from torch import Tensor
 
 from benchmarks.precision import FreshPass, find_differences, pair_noise, readings
 from jetspec.capture import GraphPool
-from jetspec.config import BatchTree, DrafterName, EngineConfig, Score, TreeConfig
+from jetspec.config import BatchTree, EngineConfig, Score, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import GPU_TREE
 from jetspec.engine.sizes import batch_sizes
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
-from jetspec.models.heads import Head
-from jetspec.ops.select import force
 from jetspec.types import SamplingParams
 from tests.engine import test_prefill as prefills
 from tests.engine import test_requests as requests
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH
-from tests.engine.tiny import VOCAB, Script, make_engine, randomize, run, tiny_decoder, tiny_eagle3, tiny_head, use
+from tests.engine.tiny import (
+    VOCAB,
+    Script,
+    engine_of,
+    finish,
+    make_engine,
+    randomize,
+    run,
+    tiny_decoder,
+    tiny_head,
+    use,
+)
 from tests.grammar import test_constraint as constraints
 from tests.rerun import replay_all
 
@@ -58,17 +67,19 @@ def test_graphs_need_a_gpu() -> None:
         make_engine(tiny_decoder(), config=EngineConfig(execution="graph"))
 
 
-@pytest.mark.parametrize("overlap_rounds", [0, 3])
-def test_results_of_replayed_rounds_persist_until_read(overlap_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several rounds are in flight before the first is read."""
+@pytest.mark.parametrize(("who", "overlap_rounds"), [("none", 1), ("head", 0), ("head", 3), ("edge", 1), ("eagle3", 1)])
+def test_replayed_prefills_and_rounds_equal_plain_decoding(
+    who: str, overlap_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several rounds are in flight before the first is read. Requests are preempted and have cached prefixes."""
     replay_all(monkeypatch)
-    target = tiny_decoder()
-    config = EngineConfig(page_size=4, max_batch=3, overlap_rounds=overlap_rounds, num_pages=60)
-    engine = make_engine(target, "head", tiny_head(target), config=config)
+    config = EngineConfig(page_size=4, max_batch=3, prefill_chunk=7, overlap_rounds=overlap_rounds, num_pages=30)
+    engine = engine_of(tiny_decoder(), who, config=config)
     for sampling in (GREEDY, SAMPLED, replace(SAMPLED, logprobs=2)):
         expected = TRUTH[GREEDY if sampling is GREEDY else SAMPLED]
         assert [done.token_ids for done in run(engine, PROMPTS, sampling)] == expected
-    assert engine.graphs is not None and engine.graphs.num_captured > 6
+    assert engine.graphs is not None and engine.graphs.num_captured > 3
+    assert int(engine.cache.length_R[engine.cache.idle_row]) == 0
 
 
 def test_interrupted_upload_of_rows_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +102,7 @@ def test_interrupted_upload_of_rows_is_repeated(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(Tensor, "copy_", broken_off)
         while engine.has_work:
             engine.step()
-    completions = {}
-    while engine.has_work:
-        completions.update({update.request_id: update.completion for update in engine.step() if update.completion})
-    assert completions[last].token_ids == TRUTH[GREEDY][2]
+    assert finish(engine)[last].token_ids == TRUTH[GREEDY][2]
 
 
 def test_live_graph_pools_have_distinct_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,19 +139,14 @@ def test_garbage_collection_is_paused_during_capture(collects: bool, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("execution", ["eager", "graph"])
-@pytest.mark.parametrize("who", ["none", "ngram", "head", "bidirectional", "edge", "eagle3"])
+@pytest.mark.parametrize("who", ["none", "ngram", "head", "bidirectional", "edge", "eagle3_few_tokens"])
 def test_gpu_output_equals_cpu_output(who: str, execution: str, sampling: SamplingParams) -> None:
     target = tiny_decoder().cuda()
-    head: Head | None = tiny_head(target, edge=who == "edge", causal=who != "bidirectional").cuda()
-    if who in ("none", "ngram"):
-        head = None
-    elif who == "eagle3":
-        head = tiny_eagle3(target, draft_vocab=20).cuda()
     smaller = BatchTree(2, 6, depth=2), BatchTree(4, 3), BatchTree(6, 1)
     for budget, batch, batch_trees in ((8, 3, ()), (40, 6, ()), (40, 6, smaller)):
         config = EngineConfig(page_size=4, max_batch=batch, execution=execution, num_pages=60)  # type: ignore[arg-type]
         tree = TreeConfig(budget=budget, width=4, batch_trees=batch_trees)
-        engine = make_engine(target, "head" if head else who, head, tree, config)  # type: ignore[arg-type]
+        engine = engine_of(target, who, tree, config)
         assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[sampling]
         assert engine.cache.pool.num_available == engine.cache.pool.num_pages
 
@@ -202,47 +205,6 @@ def written(engine: Engine, prompts: dict[str, list[int]], sampling: SamplingPar
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("who", ["edge", "eagle3"])
-def test_kernels_and_references_decode_the_same(who: str) -> None:
-    target = tiny_decoder().cuda()
-    head = (tiny_head(target, edge=True) if who == "edge" else tiny_eagle3(target)).cuda()
-    config = EngineConfig(page_size=4, execution="eager")
-    with force("reference"):
-        expected = run(make_engine(target, "head", head, config=config), PROMPTS, GREEDY)
-    done = run(make_engine(target, "head", head, config=config), PROMPTS, GREEDY)
-    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
-    assert [c.stats.accepted_lengths for c in done] == [c.stats.accepted_lengths for c in expected]
-
-
-@pytest.mark.gpu
-def test_captured_ngram_rounds_equal_eager_ones() -> None:
-    """Captured and eager rounds accept equally many tokens."""
-    target, kept = tiny_decoder().cuda(), []
-    for execution in ("eager", "graph"):
-        config = EngineConfig(page_size=4, max_batch=3, execution=execution)
-        engine = make_engine(target, "ngram", None, TreeConfig(budget=12, width=4), config)
-        assert engine.uses_graphs == (execution == "graph")
-        done = run(engine, [prompt * 3 for prompt in PROMPTS], GREEDY)
-        kept.append([(c.token_ids, c.stats.accepted_lengths) for c in done])
-    assert kept[0] == kept[1]
-    assert max(max(lengths) for _, lengths in kept[0]) > 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("score", ["entropy", "hybrid"])
-def test_rounds_that_score_by_entropy_are_captured(score: Score) -> None:
-    target = tiny_decoder().cuda()
-    head, kept = tiny_head(target).cuda(), []
-    for execution in ("eager", "graph"):
-        config = EngineConfig(page_size=4, execution=execution)
-        engine = make_engine(target, "head", head, TreeConfig(budget=12, width=4, score=score), config)
-        done = run(engine, PROMPTS, GREEDY)
-        assert [c.token_ids for c in done] == TRUTH[GREEDY]
-        kept.append([c.stats.accepted_lengths for c in done])
-    assert kept[0] == kept[1]
-
-
-@pytest.mark.gpu
 @pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two GPUs: one runs the engine while the other is current"
 )
@@ -256,10 +218,9 @@ def test_engines_run_on_any_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("who", ["head", "ngram"])
-def test_requests_join_and_leave_while_graphs_replay(who: DrafterName) -> None:
+def test_requests_join_and_leave_while_graphs_replay(who: str) -> None:
     target = tiny_decoder().cuda()
-    head = tiny_head(target).cuda() if who == "head" else None
-    engine = make_engine(target, who, head, config=EngineConfig(page_size=4, max_batch=5))
+    engine = engine_of(target, who, config=EngineConfig(page_size=4, max_batch=5))
     waiting, names, done = list(enumerate(PROMPTS * 3)), {}, {}
     while waiting or engine.has_work:
         if waiting:
@@ -279,19 +240,22 @@ LONG_PROMPTS = [[(seed * i * i + i) % 47 for i in range(seed + 1)] for seed in (
 LONG_PROMPTS += [LONG_PROMPTS[-1][:90] + [7] * 12, LONG_PROMPTS[-1][:90] + [7] * 70]
 
 
+DRAFTERS: list[tuple[str, Score]] = [(who, "accum_logp") for who in (*prefills.WHO, "ngram")]
+DRAFTERS += [("head", "entropy"), ("head", "hybrid")]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [40, 128, 1000])
 @pytest.mark.parametrize("who", prefills.WHO)
 def test_replayed_prefills_write_the_same_cache(who: str, chunk: int) -> None:
     """For one and several chunks, whole prompts and parts, cached prefixes, and graphs captured with other prompts."""
     target = tiny_decoder().cuda()
-    head, left = prefills.head_of(who, target), []
-    head = head and head.cuda()
+    left = []
     for execution in ("eager", "graph"):
         config = EngineConfig(
             page_size=4, max_batch=5, prefill_chunk=chunk, num_pages=400, overlap_rounds=0, execution=execution
         )
-        engine = make_engine(target, "head" if head else "none", head, config=config)
+        engine = engine_of(target, who, config=config)
         left.append([prefills.read_prompts(engine, LONG_PROMPTS[i:] + LONG_PROMPTS[:i]) for i in (0, 5)])
         assert (engine.graphs is not None and engine.graphs.num_captured > 1) == (execution == "graph")
     for expected, found in zip(*left, strict=True):
@@ -300,15 +264,15 @@ def test_replayed_prefills_write_the_same_cache(who: str, chunk: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("who", prefills.WHO)
-def test_replayed_prefills_and_rounds_equal_eager_ones(who: str) -> None:
+@pytest.mark.parametrize(("who", "score"), DRAFTERS, ids=lambda value: value)
+def test_replayed_prefills_and_rounds_equal_eager_ones(who: str, score: Score) -> None:
     """Texts and accepted lengths equal those of an eager engine."""
-    target = tiny_decoder().cuda()
-    head, done = prefills.head_of(who, target), []
-    head = head and head.cuda()
+    target, tree = tiny_decoder().cuda(), TreeConfig(budget=12, width=4, score=score)
+    done = []
     for execution in ("eager", "graph"):
         config = EngineConfig(page_size=4, max_batch=4, prefill_chunk=70, execution=execution, num_pages=180)
-        engine = make_engine(target, "head" if head else "none", head, config=config)
+        engine = engine_of(target, who, tree, config)
+        assert engine.uses_graphs == (execution == "graph")
         done.append([run(engine, LONG_PROMPTS, GREEDY), run(engine, LONG_PROMPTS[::-1], GREEDY)])
     for expected, found in zip(*done, strict=True):
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
@@ -320,10 +284,8 @@ def test_replayed_prefills_and_rounds_equal_eager_ones(who: str) -> None:
 def test_prefill_does_not_synchronize(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Except to time it while nothing else runs."""
     target = tiny_decoder().cuda()
-    head = prefills.head_of(who, target)
-    head = head and head.cuda()
     config = EngineConfig(page_size=4, max_batch=4, prefix_cache=False, num_pages=200, execution="graph")
-    engine = make_engine(target, "head" if head else "none", head, config=config)
+    engine = engine_of(target, who, config=config)
     prefills.read_prompts(engine, LONG_PROMPTS)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     torch.cuda.set_sync_debug_mode("error")
@@ -340,9 +302,8 @@ def test_prefill_does_not_synchronize(who: str, monkeypatch: pytest.MonkeyPatch)
 def test_gpu_penalties_equal_cpu_penalties(name: str, who: str, execution: str) -> None:
     """Batches mix requests with and without penalties and log-probabilities."""
     target = tiny_decoder().cuda()
-    head = tiny_head(target, edge=True).cuda() if who == "edge" else None
     config = EngineConfig(page_size=4, max_batch=4, execution=execution, num_pages=60)  # type: ignore[arg-type]
-    engine = make_engine(target, "head" if head else "none", head, TreeConfig(budget=12, width=4), config)
+    engine = engine_of(target, who, TreeConfig(budget=12, width=4), config)
     penalized = replace(requests.SETTINGS[name], logprobs=3)
     params = [GREEDY if i % 3 == 2 else penalized for i in range(len(PROMPTS))]
     for i, completion in enumerate(run(engine, PROMPTS, params)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from concurrent.futures import Executor
 from itertools import pairwise
 
@@ -20,22 +19,12 @@ from jetspec.engine.sizes import MAX_CHUNKS, MAX_TOKENS, TOKEN_STEP, PrefillSize
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
 from jetspec.ops.select import force
-from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TARGET, TRUTH
-from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
+from tests.engine.test_engine import GREEDY
+from tests.engine.tiny import engine_of, head_of, make_engine, tiny_decoder, tiny_eagle3
 from tests.rerun import replay_all
 
 WHO = ["none", "head", "edge", "eagle3"]
 DOUBLE = tiny_decoder().double()
-
-
-def head_of(who: str, target: Decoder) -> Head | None:
-    heads: dict[str, Callable[[], Head | None]] = {
-        "none": lambda: None,
-        "head": lambda: tiny_head(target),
-        "edge": lambda: tiny_head(target, edge=True),
-        "eagle3": lambda: tiny_eagle3(target, draft_vocab=20),
-    }
-    return heads[who]()
 
 
 def replaying(target: Decoder, head: Head | None, config: EngineConfig, sizes: PrefillSizes | None = None) -> Engine:
@@ -88,8 +77,6 @@ def test_padded_prefills_write_the_same_bits(
     who: str, prompts: list[list[int]], page_size: int, prefill_chunk: int, max_batch: int, sizes: PrefillSizes | None
 ) -> None:
     """Ragged chunks, prompts of several chunks, cached prefixes, and chunks too large to be captured."""
-    head = head_of(who, DOUBLE)
-    head = head and head.double()
     config = EngineConfig(
         page_size=page_size,
         prefill_chunk=prefill_chunk,
@@ -98,24 +85,13 @@ def test_padded_prefills_write_the_same_bits(
         num_pages=120,
         overlap_rounds=0,
     )
-    eager = make_engine(DOUBLE, "head" if head else "none", head, config=config)
+    eager = engine_of(DOUBLE, who, config=config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("jetspec.ops.linear"), "linear_reference", product_by_rows)
         expected = read_prompts(eager, prompts)
-        found = read_prompts(replaying(DOUBLE, head, config, sizes), prompts)
+        found = read_prompts(replaying(DOUBLE, head_of(who, DOUBLE), config, sizes), prompts)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert any(len(prompt) > 1 for prompt in prompts) == bool(expected[0].any())
-
-
-@pytest.mark.parametrize("who", WHO)
-def test_output_after_replayed_prefills_equals_plain_decoding(who: str) -> None:
-    """With rounds in between, cached prefixes and preemption."""
-    config = EngineConfig(page_size=4, max_batch=3, prefill_chunk=7, num_pages=30)
-    engine = replaying(TARGET, head_of(who, TARGET), config)
-    for sampling in (GREEDY, SAMPLED):
-        assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[sampling]
-    assert engine.graphs is not None and 0 < engine.graphs.num_captured <= 2
-    assert int(engine.cache.length_R[engine.cache.idle_row]) == 0
 
 
 @given(st.integers(1, 5000), st.integers(1, 200), st.data())
@@ -138,16 +114,6 @@ def test_prefill_sizes_are_few_and_padding_is_bounded(prefill_chunk: int, max_ba
         assert sum(len(chunk.tokens) for chunk in padded) == size[0]
         for rest in padded[count:]:
             assert rest.row == max_batch and rest.first == 0 and len(rest.tokens) <= sizes.max_padding
-
-
-def test_a_size_is_captured_once() -> None:
-    engine = replaying(TARGET, None, EngineConfig(page_size=4, max_batch=1, prefix_cache=False))
-    assert engine.graphs is not None
-    counts = []
-    for prompt in ([1] * 10, [2] * 33, [3] * 34, [4] * 5):
-        read_prompts(engine, [prompt])
-        counts.append(engine.graphs.num_captured)
-    assert counts == [1, 1, 2, 2]
 
 
 def interpret(who: str) -> None:

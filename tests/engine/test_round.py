@@ -8,9 +8,8 @@ import torch
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.kv_cache import KVCache
-from jetspec.models.heads import Head
 from jetspec.types import KVPages, Request, SamplingParams, Update
-from tests.engine.tiny import Script, Texts, make_engine, run, tiny_decoder, tiny_eagle3, tiny_head, use
+from tests.engine.tiny import Script, Texts, engine_of, make_engine, run, tiny_decoder, use
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10]
@@ -32,11 +31,10 @@ def fresh_rows(engine: Engine, request: Request) -> tuple[list[torch.Tensor], li
     other = make_engine(engine.target, name, head, config=EngineConfig(page_size=64))  # type: ignore[arg-type]
     other.add(request.tokens, GREEDY)
     other._prefill(other.scheduler.next_chunks())
-    prefix_leader = next(iter(other.requests.values()))
-    target = [rows(other.cache, pages, prefix_leader) for pages in other.cache.target.layers]
-    return target, [
-        rows(other.cache, pages, prefix_leader) for pages in other.cache.head.layers
-    ] if other.cache.head else []
+    (only,) = other.requests.values()
+    layers = other.cache.head.layers if other.cache.head else []
+    target = [rows(other.cache, pages, only) for pages in other.cache.target.layers]
+    return target, [rows(other.cache, pages, only) for pages in layers]
 
 
 def check_cache(engine: Engine, updates: list[Update]) -> None:
@@ -54,12 +52,7 @@ def check_cache(engine: Engine, updates: list[Update]) -> None:
 
 @pytest.mark.parametrize("who", ["causal", "bidirectional", "edge", "eagle3"])
 def test_cache_of_target_and_head_equals_a_fresh_pass(who: str) -> None:
-    head: Head = tiny_head(TARGET, edge=who == "edge", causal=who != "bidirectional")
-    if who == "eagle3":
-        head = tiny_eagle3(TARGET)
-    engine = make_engine(
-        TARGET, "head", head, TreeConfig(budget=30, width=5), EngineConfig(page_size=4, prefill_chunk=5)
-    )
+    engine = engine_of(TARGET, who, TreeConfig(budget=30, width=5), EngineConfig(page_size=4, prefill_chunk=5))
     run(engine, PROMPTS, GREEDY, check_cache)
 
 
@@ -70,41 +63,10 @@ def test_cache_equals_a_fresh_pass_after_long_scattered_paths(right: float) -> N
     run(engine, PROMPTS, GREEDY, check_cache)
 
 
-def broken_compaction(monkeypatch: pytest.MonkeyPatch) -> None:
-    def advance_only(self: KVCache, row_B, batch, verdict) -> None:  # type: ignore[no-untyped-def]
-        self.length_R.index_add_(0, row_B, verdict.length_B + 1)
-
-    monkeypatch.setattr(KVCache, "compact", advance_only)
-
-
-def broken_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = KVCache.place
-
-    def by_index(self: KVCache, row_B, token_BN, depth_BN, ancestor):  # type: ignore[no-untyped-def]
-        return place(self, row_B, token_BN, torch.arange(token_BN.shape[1]).expand_as(token_BN), ancestor)
-
-    monkeypatch.setattr(KVCache, "place", by_index)
-
-
-def broken_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = KVCache.place
-    monkeypatch.setattr(KVCache, "place", lambda self, row, token, depth, _: place(self, row, token, depth, None))
-
-
-@pytest.mark.parametrize("damage", [broken_compaction, broken_positions, broken_mask])
-def test_broken_verification_changes_the_output(damage, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    """Without any one part of verification the text differs from the target's."""
-    truth = {tuple(p): t for p, t in zip(PROMPTS, TRUTH[GREEDY], strict=True)}
-    damage(monkeypatch)
-    engine = use(make_engine(TARGET), Script(truth, 0.9, budget=16))
-    assert [c.token_ids for c in run(engine, PROMPTS, GREEDY)] != TRUTH[GREEDY]
-
-
 @pytest.mark.parametrize("who", ["edge", "eagle3"])
 def test_rows_behind_the_length_are_never_read(who: str) -> None:
     """Block rows, rejected nodes and padding lie behind the cached length. NaN there changes nothing."""
-    head = tiny_eagle3(TARGET) if who == "eagle3" else tiny_head(TARGET, edge=True)
-    engine = make_engine(TARGET, "head", head, TreeConfig(budget=12, width=4), EngineConfig(page_size=4))
+    engine = engine_of(TARGET, who, TreeConfig(budget=12, width=4), EngineConfig(page_size=4))
 
     def poison(engine: Engine, updates: list[Update]) -> None:
         assert engine.cache.head is not None
