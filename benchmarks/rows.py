@@ -44,7 +44,7 @@ class KeyedFile(LineFile, Generic[K]):
         return end
 
     def append(self, row: Row) -> None:
-        self.write(row)
+        super().append(row)
         self.rows[self.key_of(row)] = row
 
 

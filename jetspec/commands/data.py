@@ -231,8 +231,7 @@ def synthesize(
     words, with broken text, or that exist already are dropped. Answer them with `jetspec data regenerate`.
     """
     check_model(settings.model)
-    from jetspec.data.prefixes import read_prefixes
-    from jetspec.data.synthesize import SynthesizeConfig
+    from jetspec.data.synthesize import SynthesizeConfig, read_prefixes
 
     asked = dict(vars(settings.prompts))
     one_by_one, file = asked.pop("prefix"), asked.pop("prefixes")
@@ -282,7 +281,7 @@ def time_needed(
     config: RegenerateConfig, dtype: str, engine: EngineConfig, where: Sequence[str], todo: Sequence[Prompt]
 ) -> str:
     """Time that the answers take, in words. Processes that share a device count as one."""
-    from jetspec.data.probe import probe
+    from jetspec.data.regenerate import probe
 
     llm = load_target_alone(config.model, engine, dtype, where[0], where.count(where[0]))
     with working("Answering a few prompts"):

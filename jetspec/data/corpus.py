@@ -43,24 +43,18 @@ class Document:
     """Id of its prompt. Answers to the same prompt share it, in one file or several."""
 
 
+@dataclass(frozen=True, eq=False)
 class Documents(Sequence[Document]):
     """Conversations as slices of two flat arrays: five bytes per token, and a few numbers per conversation."""
 
-    def __init__(
-        self,
-        token_N: np.ndarray,
-        written_N: np.ndarray,
-        start_D: np.ndarray,
-        end_D: np.ndarray,
-        file_D: np.ndarray,
-        prompt_D: np.ndarray,
-    ) -> None:
-        self.token_N, self.written_N = token_N, written_N
-        self.start_D, self.end_D = start_D, end_D
-        self.file_D = file_D
-        """Index of the file of each."""
-        self.prompt_D = prompt_D
-        """Index of the prompt of each. A conversation without an id has its own."""
+    token_N: np.ndarray
+    written_N: np.ndarray
+    start_D: np.ndarray
+    end_D: np.ndarray
+    file_D: np.ndarray
+    """Index of the file of each."""
+    prompt_D: np.ndarray
+    """Index of the prompt of each. A conversation without an id has its own."""
 
     @classmethod
     def join(cls, found: Sequence[tuple[int, Document]]) -> Documents:
@@ -174,35 +168,28 @@ class Places(list[str]):
         return ", ".join(self[:NAMED_ROWS]) + more
 
 
+CHANGES = {
+    "cut": "cut: longer than row_len {max_len}",
+    "lost": "left out: the cut took all answers",
+    "empty": "left out: the target wrote nothing",
+    "short": "left out: answers of one token only",
+    "bad": "left out: broken",
+    "masked": "left out: the mask token occurs",
+}
+"""Changes of rows with their reasons."""
+
+
 @dataclass
 class Tally:
-    """Counts and places of the rows of some files."""
+    """Number of the rows of some files, and places of those changed or left out, by the name of the change."""
 
     rows: int = 0
-    cut: Places = field(default_factory=Places)
-    """Longer than the limit."""
-    lost: Places = field(default_factory=Places)
-    """Left out, because the cut removed all answers."""
-    empty: Places = field(default_factory=Places)
-    """Left out, because they hold no token of the target."""
-    short: Places = field(default_factory=Places)
-    """Left out, because no answer is longer than one token."""
-    bad: Places = field(default_factory=Places)
-    """Broken, and left out."""
-    masked: Places = field(default_factory=Places)
-    """Left out, because they contain the mask token."""
+    places: dict[str, Places] = field(default_factory=lambda: {name: Places() for name in CHANGES})
 
     def kinds(self, max_len: int) -> dict[str, Places]:
         """Changed and omitted rows, by the change and its reason."""
-        kinds = {
-            f"cut: longer than row_len {max_len}": self.cut,
-            "left out: the cut took all answers": self.lost,
-            "left out: the target wrote nothing": self.empty,
-            "left out: answers of one token only": self.short,
-            "left out: broken": self.bad,
-            "left out: the mask token occurs": self.masked,
-        }
-        return {kind: places for kind, places in kinds.items() if places}
+        named = ((CHANGES[name].format(max_len=max_len), places) for name, places in self.places.items())
+        return {kind: places for kind, places in named if places}
 
     def summary(self, max_len: int) -> str:
         """One line per kind; empty if no row was changed."""
@@ -234,7 +221,7 @@ def read_documents(
     Broken rows, and those with the mask token, are an error or left out. `tally` counts changes.
     """
     tally = Tally() if tally is None else tally
-    found = []
+    masked, found = tally.places["masked"], []
     for file, path in enumerate(paths):
         lines = lines_of(Path(path))
         while block := list(islice(lines, ROWS_AT_ONCE)):
@@ -244,12 +231,12 @@ def read_documents(
             for (number, _), document in zip(block, documents, strict=True):
                 kept = keep(document, f"{path}:{number}", max_len, tally)
                 if kept is not None and mask_token is not None and (kept.tokens == mask_token).any():
-                    tally.masked.append(f"{path}:{number}")
+                    masked.append(f"{path}:{number}")
                 elif kept is not None:
                     found.append((file, kept))
-    if tally.masked and on_bad == "stop":
+    if masked and on_bad == "stop":
         raise ValueError(
-            f"the mask token {mask_token} occurs in {len(tally.masked):,} rows of the data ({tally.masked});"
+            f"the mask token {mask_token} occurs in {len(masked):,} rows of the data ({masked});"
             " choose another head.mask_token, or leave such rows out with on_bad: skip"
         )
     if not found:
@@ -271,19 +258,19 @@ def keep(document: Document | None, where: str, max_len: int, tally: Tally) -> D
     """The part of a row to train on, if any."""
     tally.rows += 1
     if document is None:
-        tally.bad.append(where)
+        tally.places["bad"].append(where)
     elif not document.written.any():
-        tally.empty.append(where)
+        tally.places["empty"].append(where)
     elif not is_trainable(document):
-        tally.short.append(where)
+        tally.places["short"].append(where)
     elif len(document.tokens) <= max_len:
         return document
     else:
-        tally.cut.append(where)
+        tally.places["cut"].append(where)
         cut = Document(document.tokens[:max_len], document.written[:max_len], document.id)
         if is_trainable(cut):
             return cut
-        tally.lost.append(where)
+        tally.places["lost"].append(where)
     return None
 
 

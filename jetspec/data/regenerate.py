@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,8 +31,8 @@ from jetspec.data.conversation import (
     user_message,
 )
 from jetspec.data.prompts import BadPrompt, CutPrompt, OnBad, Prompt, PromptData, Responses, stable_hash
-from jetspec.data.rows import Row, RowFile, finished_ids, record_of, resumable_runs, run_entry
-from jetspec.data.workers import Answer, Results, answer_in_processes
+from jetspec.data.rows import Row, RowFile, RunTally, read_ids, record_of, resumable_runs
+from jetspec.data.workers import Answer, Results, answer_all
 from jetspec.models.hub import resolve
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_tokenizer, open_model
@@ -42,6 +42,8 @@ from jetspec.types import Completion, SamplingParams
 
 RUN_COUNTS = ("answered", "already", "skipped", "cut", "tokens", "seconds", "tokens_per_s")
 """Counts that the record of a run keeps."""
+WARM_UP_TOKENS, PROBE_TOKENS = 4, 64
+"""Most tokens of an answer of a probe before the clock starts, and of a timed one."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +164,11 @@ class Corpus:
 
 
 @dataclass
-class Tally:
+class Tally(RunTally):
     """Counts of one run."""
 
-    on_bad: OnBad
+    on_bad: OnBad = "stop"
     todo: int = 0
-    already: int = 0
     skipped: int = 0
     unusable: set[str] = field(default_factory=set)
     """Ids of well-formed prompts that cannot be used, such as those longer than the context."""
@@ -175,18 +176,10 @@ class Tally:
     answered: int = 0
     cut: int = 0
     """Prompts answered, but not to the last turn."""
-    tokens: int = 0
-    began: float = 0.0
-    seconds: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def add(self, row: Row) -> None:
-        self.answered += 1
-        self.tokens += row.num_written
-        self.seconds = time.monotonic() - self.began
+        return self.per_second(self.tokens)
 
     def refuse(self, bad: BadPrompt) -> None:
         if self.on_bad == "stop":
@@ -225,23 +218,26 @@ def write_rows(
     Each of `starts` loads an answerer, in a process of its own when there are several. The run is recorded in `out` +
     .meta.json.
     """
+    prompts = {"data": [shown(source) for source in data.sources], "limit": data.limit, "shard": list(data.shard)}
+    settings = _settings(config)
+    record = {"settings": settings, **prompts}
     with record_of(out) as meta, closing(RowFile(out)) as rows:
-        runs = resumable_runs(meta, _settings(config)) if rows.ids else []
+        runs = resumable_runs(meta, settings) if rows.ids else []
         tally = count(data, rows.ids, check, on_bad)
-        _write_meta(meta, config, data, runs)
+        write_record(meta, {**record, "runs": runs})
         if tally.todo:
             try:
-                _answer_all(rows, _unanswered(data, rows.ids | tally.unusable), starts, tally)
+                _answer(rows, _unanswered(data, rows.ids | tally.unusable), starts, tally)
             except KeyboardInterrupt:
                 print(tally.interrupted(out), file=sys.stderr)
                 raise
-            _write_meta(meta, config, data, [*runs, run_entry(tally, RUN_COUNTS, len(starts))])
+            write_record(meta, {**record, "runs": [*runs, tally.entry(RUN_COUNTS, len(starts))]})
     return tally
 
 
 def count(data: PromptData, done: set[str], check: Check, on_bad: OnBad) -> Tally:
     """Checks all prompts before the first is answered, so that bad ones are reported at once."""
-    tally = Tally(on_bad)
+    tally = Tally(on_bad=on_bad)
     with progress_bar(data, desc="checking", unit=" prompts", leave=False) as bar:
         for prompt in bar:
             if isinstance(prompt, BadPrompt):
@@ -261,12 +257,8 @@ def _unanswered(data: PromptData, without: set[str]) -> Iterator[Prompt]:
     return (prompt for prompt in data if isinstance(prompt, Prompt) and prompt.id not in without)
 
 
-def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[[], Answer]], tally: Tally) -> None:
-    def timed() -> Iterator[Prompt]:
-        tally.began = time.monotonic()  # workers take the first prompt once their models are loaded
-        yield from prompts
-
-    results = starts[0]()(timed()) if len(starts) == 1 else answer_in_processes(starts, timed())
+def _answer(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[[], Answer]], tally: Tally) -> None:
+    results = answer_all(starts, prompts, tally)
     bar = progress_bar(total=tally.todo, desc="answering", unit=" prompts")
     with bar, closing(results):
         for result in results:
@@ -276,15 +268,11 @@ def _answer_all(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Calla
             if isinstance(result, BadPrompt):
                 tally.refuse(result)
             else:
-                rows.append(result)
-                tally.add(result)
+                rows.append(vars(result))
+                tally.answered += 1
+                tally.count_tokens(result)
                 bar.set_postfix_str(f"{tally.tokens_per_s:,.0f} tokens/s", refresh=False)
             bar.update()
-
-
-def _write_meta(meta: Path, config: RegenerateConfig, data: PromptData, runs: list[dict[str, Any]]) -> None:
-    prompts = {"data": [shown(source) for source in data.sources], "limit": data.limit, "shard": list(data.shard)}
-    write_record(meta, {"settings": _settings(config), **prompts, "runs": runs})
 
 
 def _settings(config: RegenerateConfig) -> dict[str, Any]:
@@ -298,7 +286,7 @@ def plan(
     out: Path, data: PromptData, config: RegenerateConfig, check: Check, places: Sequence[str], on_bad: OnBad
 ) -> tuple[str, list[Prompt]]:
     """A description of the run, made without loading the model, and the prompts that it would answer."""
-    done = finished_ids(out)
+    done, _ = read_ids(out)
     if done:
         resumable_runs(out.with_name(f"{out.name}.meta.json"), _settings(config))
     tally = count(data, done, check, on_bad)
@@ -342,3 +330,46 @@ def places(device: str, jobs: int | None) -> list[str]:
     num_gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
     names = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu" if device == "auto" else device]
     return [names[i % len(names)] for i in range(jobs or len(names))]
+
+
+# -- the time that it takes
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Timing of a few answers of at most `PROBE_TOKENS` tokens."""
+
+    prompts: int
+    tokens: int
+    ends: int
+    """Answers that ended before the limit."""
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def answer_tokens(self, most: int) -> float:
+        """Expected tokens of an answer of at most `most`, with the same probability to end at every token."""
+        chance = self.ends / self.tokens
+        return (1 - (1 - chance) ** most) / chance if chance else most
+
+    def seconds_for(self, answers: int, most: int, devices: int) -> float:
+        """Estimated seconds for so many answers of at most `most` tokens."""
+        return answers * self.answer_tokens(most) / (self.tokens_per_s * devices)
+
+
+def probe(answerer: Answerer, config: RegenerateConfig, prompts: Sequence[Prompt], batch: int) -> Probe | None:
+    """Times a full batch of prompts, spread evenly over all. Returns None if none of them can be answered."""
+    some = list(prompts[:: max(1, len(prompts) // batch)][:batch])
+
+    def answers(most: int) -> list[Row]:
+        short = replace(config, max_tokens=min(most, config.max_tokens))
+        return [row for row in regenerate(answerer, short, iter(some)) if isinstance(row, Row)]
+
+    answers(WARM_UP_TOKENS)
+    began = time.perf_counter()
+    rows = answers(PROBE_TOKENS)
+    seconds = time.perf_counter() - began
+    tokens, ends = sum(row.num_written for row in rows), sum(row.finish.count("stop") for row in rows)
+    return Probe(len(rows), tokens, ends, seconds) if tokens else None

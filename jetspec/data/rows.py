@@ -9,9 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jetspec.files import lock, naming
 
@@ -53,7 +52,7 @@ class LineFile(ABC):
     def read(self) -> int:
         """Reads the lines of the file; returns the end of the last complete one, in bytes."""
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Mapping[str, Any]) -> None:
         with naming(self.path):
             self.file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             self.file.flush()
@@ -76,11 +75,41 @@ class RowFile(LineFile):
     """The output of `jetspec data regenerate`."""
 
     def read(self) -> int:
-        self.ids: set[str] = set()
-        return read_lines(self.file, ROW_START, partial(_add_id, self.ids))
+        self.ids, end = read_ids(self.path)
+        return end
 
-    def append(self, row: Row) -> None:
-        self.write(vars(row))
+
+def read_ids(path: Path) -> tuple[set[str], int]:
+    """Ids of all complete rows of a file, if it exists, and the end of the last one, in bytes."""
+    ids: set[str] = set()
+
+    def add(row: Mapping[str, Any]) -> None:
+        if not {"id", "token_ids", "spans"} <= row.keys():
+            raise ValueError("keys are missing")
+        ids.add(row["id"])
+
+    return ids, read_lines(path, ROW_START, add)
+
+
+@dataclass
+class RunTally:
+    """Counts of one run that every record keeps."""
+
+    already: int = 0
+    tokens: int = 0
+    began: float = 0.0
+    seconds: float = 0.0
+
+    def count_tokens(self, row: Row) -> None:
+        self.tokens += row.num_written
+        self.seconds = time.monotonic() - self.began
+
+    def per_second(self, count: int) -> float:
+        return count / self.seconds if self.seconds else 0.0
+
+    def entry(self, counts: Sequence[str], jobs: int) -> dict[str, Any]:
+        """The entry of the run in a record."""
+        return {"jobs": jobs, **{name: getattr(self, name) for name in counts}}
 
 
 @contextmanager
@@ -122,42 +151,24 @@ def resumable_runs(meta: Path, settings: dict[str, Any]) -> list[dict[str, Any]]
     return runs
 
 
-def run_entry(tally: object, counts: Sequence[str], jobs: int) -> dict[str, Any]:
-    """The entry of a run in a record."""
-    return {"jobs": jobs, **{name: getattr(tally, name) for name in counts}}
-
-
-def finished_ids(path: Path) -> set[str]:
-    """Ids of all complete rows of a file; none if it does not exist."""
-    ids: set[str] = set()
-    if path.is_file():
-        with path.open("rb") as file:
-            read_lines(file, ROW_START, partial(_add_id, ids))
-    return ids
-
-
-def _add_id(ids: set[str], row: Mapping[str, Any]) -> None:
-    if not {"id", "token_ids", "spans"} <= row.keys():
-        raise ValueError("keys are missing")
-    ids.add(row["id"])
-
-
-def read_lines(file: BinaryIO, start: str, take: Callable[[Any], None]) -> int:
-    """Passes every complete line of JSON to `take`; returns the end of the last one, in bytes.
+def read_lines(path: Path, start: str, take: Callable[[Any], None]) -> int:
+    """Passes every complete line of JSON of a file, if it exists, to `take`; returns the end of the last one, in bytes.
 
     A file is refused if `take` raises an error, or if an incomplete last line does not begin with `start`.
     """
     end, first = 0, start.encode()
-    file.seek(0)
-    for number, line in enumerate(file, 1):
-        try:
-            if line.endswith(b"\n"):
-                take(json.loads(line))
-            elif line[: len(first)] == first[: len(line)]:
-                break
-            else:
-                raise ValueError("the line is not of this command")
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError(f"{file.name}:{number}: is not a row of this command; choose another --out") from None
-        end += len(line)
+    if not path.is_file():
+        return end
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if line.endswith(b"\n"):
+                    take(json.loads(line))
+                elif line[: len(first)] == first[: len(line)]:
+                    break
+                else:
+                    raise ValueError("the line is not of this command")
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise ValueError(f"{path}:{number}: is not a row of this command; choose another --out") from None
+            end += len(line)
     return end

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -23,17 +22,20 @@ from typing import Any, Literal, Protocol
 from jetspec.data.conversation import PLACEHOLDER, require_template, system_messages
 from jetspec.data.prompts import Prompt, stable_hash
 from jetspec.data.regenerate import in_processes
-from jetspec.data.rows import LineFile, Row, read_lines, record_of, resumable_runs, run_entry
-from jetspec.data.workers import Answer, Results, answer_in_processes
+from jetspec.data.rows import LineFile, Row, RunTally, read_lines, record_of, resumable_runs
+from jetspec.data.workers import Answer, Results, answer_all
+from jetspec.files import read_text
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.progress import progress_bar
 from jetspec.record import shown, write_record
+from jetspec.settings import read_settings
 from jetspec.types import Completion, SamplingParams
 
 Drop = Literal["unfinished", "garbled", "empty", "short", "repeated"]
 """Reason to drop an attempt: no end within the limit; control tokens or half a character in the text; nothing written;
 fewer than `MIN_WORDS`; a text that the file holds already."""
 
+BUILTIN_FILE = Path(__file__).with_name("prefixes.yaml")
 MIN_WORDS = 2
 GIVE_UP = 500
 """Attempts in a row without a new prompt that end a run."""
@@ -71,15 +73,37 @@ class SynthesizeConfig:
         return SamplingParams(self.temperature, self.top_p, max_tokens=self.max_tokens, seed=seed, stop=stop)
 
 
+# -- prefixes
+
+
+def builtin_prefixes() -> tuple[str, ...]:
+    """Prefixes of all kinds in turn, so that any stretch is balanced. Every second one is empty: a free prompt."""
+    kinds: dict[str, list[str]] = read_settings(BUILTIN_FILE)
+    in_turn = [prefix for row in zip(*kinds.values(), strict=True) for prefix in row]
+    return tuple(one for prefix in in_turn for one in (prefix, ""))
+
+
+def read_prefixes(name: str) -> tuple[str, ...]:
+    """The prefixes `builtin` or `none`, or those of a text file: one per line, an empty line for a free prompt."""
+    if name == "builtin":
+        return builtin_prefixes()
+    if name == "none":
+        return ("",)
+    prefixes = tuple(read_text(Path(name)).splitlines())
+    if not prefixes:
+        raise ValueError(f"{name} holds no prefixes")
+    return prefixes
+
+
+# -- a turn
+
+
 class Writer(Protocol):
     """A generator that continues turns, such as an `LLM`."""
 
     def complete(
         self, prompts: Iterable[tuple[Row, Sequence[int], SamplingParams] | None]
     ) -> Iterator[tuple[Row, Completion]]: ...
-
-
-# -- a turn
 
 
 class UserTurn:
@@ -161,14 +185,15 @@ def fingerprint(text: str) -> int:
 # -- the file
 
 
-@dataclass
 class Content:
-    """Content of a file's complete rows."""
+    """Content of the complete rows of a file, if it exists."""
 
-    num_rows: int = 0
-    next_attempt: int = 0
-    seen: set[int] = field(default_factory=set)
-    """Fingerprints of the prompts."""
+    def __init__(self, path: Path) -> None:
+        self.num_rows = self.next_attempt = 0
+        self.seen: set[int] = set()
+        """Fingerprints of the prompts."""
+        self.end = read_lines(path, ROW_START, self.add)
+        """End of the last row, in bytes."""
 
     def add(self, row: dict[str, Any]) -> None:
         number, (text,) = attempt_number(row["id"]), row["turns"]
@@ -182,20 +207,8 @@ class PromptFile(LineFile):
     """The output of `jetspec data synthesize`."""
 
     def read(self) -> int:
-        self.content = Content()
-        return read_lines(self.file, ROW_START, self.content.add)
-
-    def append(self, id: str, text: str) -> None:
-        self.write({"id": id, "turns": [text]})
-
-
-def read_content(path: Path) -> Content:
-    """Content of a file; empty if it does not exist."""
-    content = Content()
-    if path.is_file():
-        with path.open("rb") as file:
-            read_lines(file, ROW_START, content.add)
-    return content
+        self.content = Content(self.path)
+        return self.content.end
 
 
 def attempt_number(id: str) -> int:
@@ -209,29 +222,24 @@ def attempt_number(id: str) -> int:
 
 
 @dataclass
-class Tally:
+class Tally(RunTally):
     """Counts of one run."""
 
-    already: int
     kept: int = 0
     dropped: Counter[Drop] = field(default_factory=Counter)
-    tokens: int = 0
     since_last: int = 0
     """Attempts since the last new prompt."""
-    began: float = 0.0
-    seconds: float = 0.0
 
     @property
     def prompts_per_s(self) -> float:
-        return self.kept / self.seconds if self.seconds else 0.0
+        return self.per_second(self.kept)
 
     @property
     def reasons(self) -> str:
         return ", ".join(f"{number:,} {reason}" for reason, number in self.dropped.most_common())
 
     def add(self, row: Row, drop: Drop | None) -> None:
-        self.tokens += row.num_written
-        self.seconds = time.monotonic() - self.began
+        self.count_tokens(row)
         if drop is None:
             self.kept, self.since_last = self.kept + 1, 0
             return
@@ -260,15 +268,14 @@ def write_prompts(
     Each of `starts` loads a writer, in a process of its own when there are several. The run is recorded in `out` +
     .meta.json.
     """
+    settings = _settings(config)
     with record_of(out) as meta, closing(PromptFile(out)) as file:
-        runs = resumable_runs(meta, _settings(config)) if file.content.num_rows else []
+        runs = resumable_runs(meta, settings) if file.content.num_rows else []
         tally = Tally(already=file.content.num_rows)
-        write_record(meta, {"settings": _settings(config), "runs": runs})
+        write_record(meta, {"settings": settings, "runs": runs})
         if tally.already < count:
             _synthesize_until(file, count, config, turn, starts, tally)
-            write_record(
-                meta, {"settings": _settings(config), "runs": [*runs, run_entry(tally, RUN_COUNTS, len(starts))]}
-            )
+            write_record(meta, {"settings": settings, "runs": [*runs, tally.entry(RUN_COUNTS, len(starts))]})
     return tally
 
 
@@ -281,18 +288,13 @@ def _synthesize_until(
     tally: Tally,
 ) -> None:
     first, seen = file.content.next_attempt, file.content.seen
-
-    def attempts() -> Iterator[Prompt]:
-        tally.began = time.monotonic()  # workers take the first attempt once their models are loaded
-        yield from map(config.attempt, count_from(first))
-
-    results = starts[0]()(attempts()) if len(starts) == 1 else answer_in_processes(starts, attempts())
+    results = answer_all(starts, map(config.attempt, count_from(first)), tally)
     bar = progress_bar(total=count, initial=tally.already, desc="synthesizing", unit=" prompts")
     with bar, closing(results):
         for number, row in enumerate(in_order(results, first), first):
             text, drop = read_attempt(turn, row, config.attempt(number).turns[0], seen)
             if drop is None:
-                file.append(row.id, text)
+                file.append({"id": row.id, "turns": [text]})
                 seen.add(fingerprint(text))
                 bar.update()
             tally.add(row, drop)
@@ -320,7 +322,7 @@ def _settings(config: SynthesizeConfig) -> dict[str, Any]:
 
 def plan(out: Path, count: int, config: SynthesizeConfig, turn: UserTurn, places: Sequence[str]) -> str:
     """A description of the run, made without loading the model."""
-    already = read_content(out).num_rows
+    already = Content(out).num_rows
     if already:
         resumable_runs(out.with_name(f"{out.name}.meta.json"), _settings(config))
     todo = max(0, count - already)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from jetspec.data.prompts import BadPrompt, CutPrompt, Prompt
-from jetspec.data.rows import Row
+from jetspec.data.rows import Row, RunTally
 
 Results = Generator[Row | BadPrompt | CutPrompt, None, None]
 Answer = Callable[[Iterator[Prompt]], Results]
@@ -23,6 +24,16 @@ EXIT_S = 10.0
 """Seconds that a worker may take to exit."""
 PROMPTS_PER_MESSAGE = 8
 """Prompts sent to a worker at a time: few, so that workers finish at about the same time."""
+
+
+def answer_all(starts: Sequence[Callable[[], Answer]], prompts: Iterator[Prompt], tally: RunTally) -> Results:
+    """Results of one answerer, or of several, each in a process of its own."""
+
+    def timed() -> Iterator[Prompt]:
+        tally.began = time.monotonic()  # the first prompt is taken once the models are loaded
+        yield from prompts
+
+    return starts[0]()(timed()) if len(starts) == 1 else answer_in_processes(starts, timed())
 
 
 def answer_in_processes(starts: Sequence[Callable[[], Answer]], prompts: Iterator[Prompt]) -> Results:

@@ -77,17 +77,6 @@ def sees_block(blocks: Blocks, num_context: int, block_size: int, causal: bool) 
     return sees
 
 
-def sees_before(drafts: Drafts) -> MaskFn:
-    """Attention of an autoregressive draft to the text: its document before the anchor, without the first token, which
-    has no feature before it."""
-    start_RA, end_RA = narrow_ints(drafts.start_RA), narrow_ints(drafts.end_RA)
-
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key > start_RA[row, query]) & (key < end_RA[row, query])
-
-    return sees
-
-
 def narrow_ints(x: Tensor) -> Tensor:
     """Mask operands in 32 bits. A mask compares every query with every key, in half the time of 64 bits."""
     return x.int()
@@ -104,8 +93,15 @@ def block_mask(batch: PackedBatch, blocks: Blocks, head: HeadConfig) -> Visible:
 
 
 def draft_mask(batch: PackedBatch, drafts: Drafts) -> Visible:
+    """Attention of autoregressive drafts to the text: the document before the anchor, without its first token, which
+    has no feature before it."""
     (R, A), T = drafts.end_RA.shape, batch.token_RT.shape[1]
-    return make_visible(sees_before(drafts), R, A, T, drafts.end_RA.device)
+    start_RA, end_RA = narrow_ints(drafts.start_RA), narrow_ints(drafts.end_RA)
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key > start_RA[row, query]) & (key < end_RA[row, query])
+
+    return make_visible(sees, R, A, T, drafts.end_RA.device)
 
 
 def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,9 @@ def model_card(
     It names a licence for the default target only. For other targets its author decides.
     """
     record, model = make_record({}), shown(config.model)
+    command = record["command"]
+    if command.startswith("python -m jetspec "):
+        command = command.removeprefix("python -m ")
     licence = ["license: apache-2.0"] if config.model == TrainConfig.model else []
     sections = [
         "\n".join(("---", *licence, f"base_model: {model}", "tags: [speculative-decoding]", "---")),
@@ -40,7 +43,7 @@ def model_card(
         "## Origin\n\n"
         + _table(
             {
-                "command": f"`{_command(record['command'])}`",
+                "command": f"`{command}`",
                 "commit": record["commit"] or "unknown",
                 "date": record["date"],
                 "hardware": record["hardware"].get("gpu") or record["hardware"]["cpu"],
@@ -59,11 +62,6 @@ def read_card(card: str, section: str) -> dict[str, str]:
     text = card.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\S.*?) \| (.*) \|$", text, re.MULTILINE)
     return {name: value.strip("`") for name, value in rows}
-
-
-def _command(line: str) -> str:
-    """A recorded command. One of JetSpec is shown without the Python that runs it."""
-    return line.removeprefix("python -m ") if line.startswith("python -m jetspec ") else line
 
 
 def _shape(head: HeadConfig) -> dict[str, Any]:

@@ -35,9 +35,18 @@ STATE = {"step": int, "optimizers": list, "config": dict, "time": dict}
 
 def run_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Numbers]:
     """Weights and optimizer state on the host. A collective: sharded tensors are gathered from all processes."""
-    tensors, numbers = optimizer_state(head, optimizers)
-    weights = {f"head.{name}": _on_host(x) for name, x in head.state_dict().items()}
-    return weights | tensors, numbers
+    tensors = {f"head.{name}": _on_host(x) for name, x in head.state_dict().items()}
+    numbers: Numbers = [{} for _ in optimizers]
+    name_of = {id(p): name for name, p in head.named_parameters()}
+    for i, optimizer in enumerate(optimizers):
+        for parameter, state in optimizer.state.items():
+            name = name_of[id(parameter)]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    tensors[f"optimizer.{i}.{name}.{key}"] = _on_host(value)
+                else:
+                    numbers[i].setdefault(name, {})[key] = float(value)
+    return tensors, numbers
 
 
 def save_checkpoint(
@@ -147,33 +156,6 @@ def load_checkpoint(
     with torch.no_grad():
         for name, value in head.state_dict().items():
             value.copy_(split_like(tensors[f"head.{name}"], value))
-    restore_optimizers(head, optimizers, tensors, raw["optimizers"])
-    return raw
-
-
-def optimizer_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Numbers]:
-    """Tensors of the optimizers by name, and their scalars per optimizer and parameter."""
-    name_of = {id(p): name for name, p in head.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    numbers: Numbers = []
-    for i, optimizer in enumerate(optimizers):
-        numbers.append({})
-        for parameter, state in optimizer.state.items():
-            name = name_of[id(parameter)]
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    tensors[f"optimizer.{i}.{name}.{key}"] = _on_host(value)
-                else:
-                    numbers[i].setdefault(name, {})[key] = float(value)
-    return tensors, numbers
-
-
-def restore_optimizers(
-    head: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    tensors: dict[str, Tensor],
-    numbers: Numbers,
-) -> None:
     for i, optimizer in enumerate(optimizers):
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in head.named_parameters():
@@ -183,9 +165,10 @@ def restore_optimizers(
                 for key, value in tensors.items()
                 if key.startswith(prefix)
             }
-            state |= {key: torch.tensor(value) for key, value in numbers[i].get(name, {}).items()}
+            state |= {key: torch.tensor(value) for key, value in raw["optimizers"][i].get(name, {}).items()}
             if state and id(parameter) in mine:
                 optimizer.state[parameter] = state
+    return raw
 
 
 def _on_host(x: Tensor) -> Tensor:

@@ -60,7 +60,11 @@ class TimeLimit:
 
     def update(self) -> None:
         """Reads the clock of the first process. A collective: all processes call it at the same steps."""
-        self.used_s = _agreed(self._before_s + time.monotonic() - self._began)
+        self.used_s = self._before_s + time.monotonic() - self._began
+        if dist.is_initialized():
+            box = [self.used_s]
+            dist.broadcast_object_list(box, src=0)
+            (self.used_s,) = box
         if self.minutes is None:
             return
         if self._origin is None:
@@ -68,12 +72,3 @@ class TimeLimit:
         used, done = self._origin
         left = 60 * self.minutes - used
         self.done = min(1.0, done + (1 - done) * (self.used_s - used) / left) if left > 0 else 1.0
-
-
-def _agreed(number: float) -> float:
-    """The number of the first process."""
-    if not dist.is_initialized():
-        return number
-    box = [number]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -21,15 +21,7 @@ from jetspec.data.corpus import Document, answer_spans
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
 from jetspec.progress import progress_bar
-from jetspec.train.reading import (
-    BEYOND,
-    RANKS,
-    Reading,
-    first_choices,
-    floats_per_anchor,
-    next_tokens,
-    read_text,
-)
+from jetspec.train.reading import BEYOND, RANKS, READINGS, Reading, first_choices, next_tokens
 from jetspec.tree import DraftTree
 
 NEAR_NATS = 5.0
@@ -188,11 +180,12 @@ class _Scorer:
         # one pass of the head for all trees and the ranks
         self.offer = replace(tree, budget=max(most, self.depth + 1))
         self.chain = TreeConfig(budget=self.depth + 1, width=1)
-        self.batch = max(1, MAX_FLOATS // floats_per_anchor(head, self.offer))
+        self.read = READINGS[head.head_config.kind]
+        self.batch = max(1, MAX_FLOATS // self.read.floats_per_anchor(head, self.offer))
 
     def score(self, document: Document, picked: np.ndarray) -> HeadScore:
         """The score of one document. The target scores the top path at the anchors `picked`."""
-        reading = read_text(self.target, self.head, document.tokens)
+        reading = self.read(self.target, self.head, document.tokens)
         spans = answer_spans(document)
         anchors = np.concatenate([np.arange(start - 1, end - 1) for start, end in spans])
         ends = np.concatenate([np.full(end - start, end) for start, end in spans])

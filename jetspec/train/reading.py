@@ -221,15 +221,6 @@ READINGS: dict[str, type[Reading]] = {"block": BlockReading, "eagle3": UnrolledR
 """Readings by the kind of the head."""
 
 
-def read_text(target: Decoder, head: Head, tokens: np.ndarray) -> Reading:
-    return READINGS[head.head_config.kind](target, head, tokens)
-
-
-def floats_per_anchor(head: Head, tree: TreeConfig) -> int:
-    """Numbers per anchor in the largest tensor of a draft."""
-    return READINGS[head.head_config.kind].floats_per_anchor(head, tree)
-
-
 def ranks_among(offered_BDK: Tensor, next_BD: Tensor) -> Tensor:
     found_BDK = offered_BDK == next_BD[..., None]
     rank_BD = torch.where(found_BDK.any(-1), found_BDK.int().argmax(-1), ABSENT)

@@ -61,19 +61,14 @@ def read_data(config: TrainConfig, vocab_size: int, head: Head, listed: Path | N
         return documents
     said = [tally.summary(config.row_len)]
     if listed is not None:
-        replace_list(listed, tally.listing(config.row_len))
+        if listing := tally.listing(config.row_len):
+            write_whole(listed, listing)
+        else:
+            listed.unlink(missing_ok=True)
         said.append("" if tally.names_all(config.row_len) else f"all of them are listed in {listed}")
     for words in filter(None, (*said, *(foreign(path, config.model) for path in paths))):
         print(words, file=sys.stderr)
     return documents
-
-
-def replace_list(path: Path, text: str) -> None:
-    """Writes a list, or removes its file if it is empty."""
-    if text:
-        write_whole(path, text)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def foreign(path: str, model: str) -> str | None:

@@ -136,7 +136,8 @@ class Trainer:
         total = config.steps if config.minutes is None else None
         bar = progress_bar(total=total, initial=self.step, desc="training", unit="step", disable=self.rank > 0)
         first, throughput = self.step, Throughput()
-        if self.step and not (self._is_exported() and self._is_scored()):
+        is_scored = self.score is None or was_written(self.folder, "decode", self.step)
+        if self.step and not (self._is_exported() and is_scored):
             self.publish(log)
         self.limit.start()
         with bar:
@@ -219,9 +220,6 @@ class Trainer:
         except (ValueError, OSError):
             return False
         return there.keys() == now.keys() and all(torch.equal(there[name], value) for name, value in now.items())
-
-    def _is_scored(self) -> bool:
-        return self.score is None or was_written(self.folder, "decode", self.step)
 
     def train_step(self) -> DraftLoss:
         """One update from `accumulate` micro-batches on every device. Sums are divided once, at the end."""

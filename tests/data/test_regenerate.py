@@ -26,18 +26,20 @@ from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
 from jetspec.data.conversation import start_conversation
-from jetspec.data.probe import PROBE_TOKENS, Probe, probe
 from jetspec.data.prompts import BadPrompt, CutPrompt, Prompt, PromptData, parse_prompt, parse_shard
 from jetspec.data.regenerate import (
+    PROBE_TOKENS,
     Corpus,
+    Probe,
     RegenerateConfig,
     load_check,
     places,
     plan,
+    probe,
     regenerate,
     write_rows,
 )
-from jetspec.data.rows import Row, RowFile, finished_ids
+from jetspec.data.rows import Row, RowFile, read_ids
 from jetspec.data.workers import Answer, Results, answer_in_processes
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.types import Completion, RoundStats, SamplingParams
@@ -377,7 +379,7 @@ def test_truncated_file_is_completed_to_the_same_rows(tmp_path: Path, monkeypatc
     out = tmp_path / "out.jsonl"
     for size in range(len(content) + 1):
         out.write_bytes(content[:size])
-        done = finished_ids(out)
+        done = read_ids(out)[0]
         tally = write_rows(out, data, CONFIG, CHECK, [start_fake], "stop")
         assert tally.already == len(done) == content[:size].count(b"\n")
         assert tally.answered == 3 - len(done)
@@ -402,7 +404,7 @@ def test_full_disk_leaves_complete_rows(model: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == f"jetspec: error: File too large: {out}"
-    before = finished_ids(out)
+    before = read_ids(out)[0]
     assert 0 < len(before) < 40
     assert f"{len(before)} already there" in run(model, data, out).stdout
     assert len(read_rows(out)) == 40
@@ -582,7 +584,7 @@ def test_killed_run_resumes(model: Path, tmp_path: Path) -> None:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-    before = finished_ids(out)
+    before = read_ids(out)[0]
     assert 20 <= len(before) < 60
     result = run(model, data, out)
     assert f"{60 - len(before)} prompts answered, {len(before)} already there" in result.stdout

@@ -20,20 +20,22 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
-from jetspec.data.prefixes import BUILTIN_FILE, builtin_prefixes, read_prefixes
 from jetspec.data.prompts import Prompt, PromptData
 from jetspec.data.rows import Row
 from jetspec.data.synthesize import (
+    BUILTIN_FILE,
     GIVE_UP,
+    Content,
     PromptFile,
     SynthesizeConfig,
     Tally,
     UserTurn,
     around_user_text,
     attempt_number,
+    builtin_prefixes,
     fingerprint,
     read_attempt,
-    read_content,
+    read_prefixes,
     synthesize,
     write_prompts,
 )
@@ -270,7 +272,7 @@ def test_run_without_new_prompts_ends(tmp_path: Path, no_record: None) -> None:
 
     with pytest.raises(ValueError, match=rf"{GIVE_UP} repeated"):
         write(out, 2, lambda: same_again, config=greedy)
-    assert read_content(out).num_rows == 1
+    assert Content(out).num_rows == 1
 
 
 # -- the command, with a real engine
