@@ -57,13 +57,20 @@ class RequestBuilder:
             check_template(self.tokenizer.chat_template)
             check_call_ids(request.messages)
         grammar = self._grammar(request, tools, is_forced)
-        variables: dict[str, Any] = {"tools": [template_tool(tool) for tool in tools]} if tools else {}
+        variables: dict[str, Any] = {}
+        if tools:  # as sent, without `strict`, which concerns decoding only
+            sent = (tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in tools)
+            variables["tools"] = list(sent)
         if request.chat_template_kwargs:
             variables |= template_options(request.chat_template_kwargs, self.tokenizer.chat_template)
         messages = [template_message(message, f"messages.{i}") for i, message in enumerate(request.messages)]
         tokens = self._encode_chat(messages, FORCED_CALL if is_forced else "", variables)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        sampling = self._sampling(request, chat_limit(request), logprobs, grammar)
+        old, new = request.max_tokens, request.max_completion_tokens  # two names of one limit
+        if old is not None and new is not None and old != new:
+            why = f"max_tokens is {old}, but max_completion_tokens is {new}; give one of them"
+            raise ApiError(why, param="max_tokens")
+        sampling = self._sampling(request, new or old, logprobs, grammar)
         job = self._job(request, [tokens], tenant, sampling)
         return replace(job, shows_logprobs=request.logprobs, reads_tools=bool(tools), in_call=is_forced)
 
@@ -213,14 +220,6 @@ def chosen_tools(request: api.ChatRequest) -> tuple[list[api.Tool], bool]:
     return tools, True
 
 
-def chat_limit(request: api.ChatRequest) -> int | None:
-    """The length limit, which has two names."""
-    old, new = request.max_tokens, request.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        raise ApiError(f"max_tokens is {old}, but max_completion_tokens is {new}; give one of them", param="max_tokens")
-    return new or old
-
-
 def check_template(template: str | None) -> None:
     """Refuse tools if the chat template does not render them, or renders calls in another format."""
     if template is None or "tools" not in template:
@@ -248,24 +247,14 @@ def template_options(options: api.TemplateOptions, template: str | None) -> dict
     return given
 
 
-def template_tool(tool: api.Tool) -> dict[str, Any]:
-    """A tool for the chat template: as sent, without `strict`, which concerns decoding only."""
-    return tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
-
-
-def template_call(call: api.ToolCall, place: str) -> dict[str, Any]:
-    with refused(f"{place}.function.arguments"):
-        arguments = template_arguments(call.function.arguments)
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
-
-
 def template_message(message: api.Message, place: str) -> dict[str, Any]:
     """A message for the chat template: content as plain text, arguments of calls as objects."""
     role = "system" if message.role == "developer" else message.role
     result: dict[str, Any] = {"role": role, "content": message.text}
-    if message.tool_calls:
-        calls = enumerate(message.tool_calls)
-        result["tool_calls"] = [template_call(call, f"{place}.tool_calls.{i}") for i, call in calls]
+    for number, call in enumerate(message.tool_calls or []):
+        with refused(f"{place}.tool_calls.{number}.function.arguments"):
+            function = {"name": call.function.name, "arguments": template_arguments(call.function.arguments)}
+        result.setdefault("tool_calls", []).append({"id": call.id, "type": call.type, "function": function})
     if message.tool_call_id:
         result["tool_call_id"] = message.tool_call_id
     return result

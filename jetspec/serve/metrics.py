@@ -33,8 +33,7 @@ class Metrics:
         self._recent: deque[tuple[float, int]] = deque()
         """(end time, committed tokens) of the rounds in the window."""
 
-        requests = Counter("jetspec:requests", "HTTP requests.", ["route", "status"], registry=self.registry)
-        self._requests = requests
+        self._requests = Counter("jetspec:requests", "HTTP requests.", ["route", "status"], registry=self.registry)
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.")
         self._tokens = self._counter("vllm:generation_tokens", "Generated tokens.")
         self._success = Counter(
@@ -67,8 +66,7 @@ class Metrics:
         return Counter(name, help, ["model_name"], registry=self.registry).labels(**self._model)
 
     def _latency(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, help, ["model_name"], buckets=buckets, registry=self.registry)
-        return family.labels(**self._model)
+        return Histogram(name, help, ["model_name"], buckets=buckets, registry=self.registry).labels(**self._model)
 
     def _add_gauges(self, engine: Engine) -> None:
         """Values that are read when the metrics are scraped."""

@@ -12,7 +12,7 @@ from jetspec.models.tokenizer import Tokenizer
 from jetspec.serve import protocol as api
 from jetspec.serve.tools import ToolReader
 from jetspec.serve.worker import Job
-from jetspec.types import Completion, RoundTrace, TokenLogprob, Update
+from jetspec.types import Completion, TokenLogprob, Update
 
 Chunk = api.ChatChunk | api.TextCompletion
 
@@ -84,15 +84,6 @@ def chat_logprobs(entries: list[TokenLogprob], vocab: Vocabulary) -> api.ChatLog
     return api.ChatLogprobs.model_construct(content=content)
 
 
-def text_logprobs(entries: list[TokenLogprob], vocab: Vocabulary, offsets: TextOffsets) -> api.TextLogprobs:
-    return api.TextLogprobs(
-        tokens=[vocab.shown(entry.token)[0] for entry in entries],
-        token_logprobs=[entry.logprob for entry in entries],
-        top_logprobs=[{vocab.shown(token)[0]: logprob for token, logprob in entry.top} for entry in entries],
-        text_offset=[offsets.next(vocab.raw(entry.token)) for entry in entries],
-    )
-
-
 class BaseResponse:
     """Collects the updates of one HTTP request.
 
@@ -118,16 +109,33 @@ class BaseResponse:
         return [entry for entry in logprobs or [] if self.vocab.raw(entry.token)] if self.shows_logprobs else []
 
     def _usage(self) -> api.Usage:
-        return count_usage(self.job, self.completions)
+        """Usage of all completions. Those of one prompt share it: counted once, with the first one's cached tokens."""
+        stats = [self.completions[index].stats for index in range(len(self.completions))]
+        firsts = stats[:: self.job.count]
+        prompt, generated = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in stats)
+        rounds = sum(s.rounds for s in stats)
+        return api.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=generated,
+            total_tokens=prompt + generated,
+            prompt_tokens_details=api.CachedTokens(cached_tokens=sum(s.cached_tokens for s in firsts)),
+            jetspec=api.RoundUsage(rounds=rounds, tokens_per_round=generated / max(rounds, 1)),
+        )
 
     def _trace(self, index: int, update: Update) -> api.TracedRound | None:
         """The round of an update, if the request has `trace`."""
         if update.trace is None:
             return None
+        assert update.logprobs is not None, "a request with a trace has log-probabilities"
         speed = self.speeds[index].add(update, time.perf_counter())
+        tokens = []
+        for depth, entry in enumerate(update.logprobs, 1):
+            draft = update.trace.logprobs[update.trace.path[depth]] if depth < len(update.trace.path) else None
+            text = self.vocab.raw(entry.token).decode(errors="replace")
+            tokens.append(api.TracedToken(text=text, depth=depth, logprob=entry.logprob, draft_logprob=draft))
         return api.TracedRound(
             round=self.speeds[index].rounds,
-            tokens=traced_tokens(update, update.trace, self.vocab),
+            tokens=tokens,
             tree=api.TracedTree(
                 tokens=[self.vocab.label(token) for token in update.trace.tokens],
                 parents=update.trace.parents,
@@ -149,6 +157,7 @@ class ChatState:
     text: str = ""
     calls: list[api.ResponseToolCall] = field(default_factory=list)
     finish: api.FinishReason | None = None
+    """`tool_calls` if there are any, unless the length limit has cut one off."""
 
 
 class ChatResponse(BaseResponse):
@@ -173,7 +182,8 @@ class ChatResponse(BaseResponse):
         state.calls += calls
         if update.completion:
             self.completions[index] = update.completion
-            state.finish = finish_reason(state, update.completion)
+            is_cut = state.reader is not None and state.reader.is_cut and update.completion.finish_reason == "length"
+            state.finish = "tool_calls" if state.calls and not is_cut else update.completion.finish_reason
         return text, deltas
 
     def chunk(self, index: int, update: Update) -> Chunk | None:
@@ -207,12 +217,6 @@ class ChatResponse(BaseResponse):
 
     def usage_chunk(self) -> api.ChatChunk:
         return api.ChatChunk(**self.head, choices=[], usage=self._usage())
-
-
-def finish_reason(state: ChatState, done: Completion) -> api.FinishReason:
-    """`tool_calls` if there are any, unless the length limit has cut one off."""
-    is_cut = state.reader is not None and state.reader.is_cut and done.finish_reason == "length"
-    return "tool_calls" if state.calls and not is_cut else done.finish_reason
 
 
 class TextResponse(BaseResponse):
@@ -251,32 +255,15 @@ class TextResponse(BaseResponse):
         return api.TextCompletion(**self.head, choices=[], usage=self._usage())
 
     def _logprobs(self, entries: list[TokenLogprob] | None, offsets: TextOffsets) -> api.TextLogprobs | None:
-        return text_logprobs(self._visible(entries), self.vocab, offsets) if self.shows_logprobs else None
+        if not self.shows_logprobs:
+            return None
+        entries, vocab = self._visible(entries), self.vocab
+        return api.TextLogprobs(
+            tokens=[vocab.shown(entry.token)[0] for entry in entries],
+            token_logprobs=[entry.logprob for entry in entries],
+            top_logprobs=[{vocab.shown(token)[0]: logprob for token, logprob in entry.top} for entry in entries],
+            text_offset=[offsets.next(vocab.raw(entry.token)) for entry in entries],
+        )
 
 
 AnyResponse = ChatResponse | TextResponse
-
-
-def count_usage(job: Job, completions: dict[int, Completion]) -> api.Usage:
-    """Usage of all completions. Those of one prompt share it: it counts once, with the first one's cached tokens."""
-    stats = [completions[index].stats for index in range(len(completions))]
-    firsts = stats[:: job.count]
-    prompt, generated = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in stats)
-    rounds = sum(s.rounds for s in stats)
-    return api.Usage(
-        prompt_tokens=prompt,
-        completion_tokens=generated,
-        total_tokens=prompt + generated,
-        prompt_tokens_details=api.CachedTokens(cached_tokens=sum(s.cached_tokens for s in firsts)),
-        jetspec=api.RoundUsage(rounds=rounds, tokens_per_round=generated / max(rounds, 1)),
-    )
-
-
-def traced_tokens(update: Update, trace: RoundTrace, vocab: Vocabulary) -> list[api.TracedToken]:
-    assert update.logprobs is not None, "a request with a trace has log-probabilities"
-    tokens = []
-    for depth, entry in enumerate(update.logprobs, 1):
-        draft = trace.logprobs[trace.path[depth]] if depth < len(trace.path) else None
-        text = vocab.raw(entry.token).decode(errors="replace")
-        tokens.append(api.TracedToken(text=text, depth=depth, logprob=entry.logprob, draft_logprob=draft))
-    return tokens

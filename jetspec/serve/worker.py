@@ -257,22 +257,25 @@ class EngineThread:
         if self.failure:
             self._call(handle, handle.fail, engine_failed())
             return
+        job, ids = handle.job, list[int]()
+        options: dict[str, Any] = {"limits": job.limits, "trace": job.trace, "cache_salt": job.cache_salt}
         try:
-            ids = self._add(handle.job)
+            for tokens in job.prompts:
+                ids += self.engine.add_several(tokens, job.sampling, job.count, **options)
         except Exception as error:
-            self._call(handle, handle.fail, _as_api_error(error))
+            if not isinstance(error, ApiError | ValueError):
+                log.error("a request could not be started", exc_info=error)
+                failed = ApiError("this request could not be started", status=500, code="request_failed")
+            else:
+                failed = error if isinstance(error, ApiError) else ApiError(str(error))
+            self._call(handle, handle.fail, failed)
             for request_id in self.engine.requests.keys() - self._sinks.keys():
                 self.engine.cancel(request_id)
             return
         for index, request_id in enumerate(ids):
             self._sinks[request_id] = Sink(handle, index, handle.arrival_s)
-        self.metrics.on_admission(handle.job.prompt_tokens)
+        self.metrics.on_admission(job.prompt_tokens)
         self._call(handle, handle.admit)
-
-    def _add(self, job: Job) -> list[int]:
-        options: dict[str, Any] = {"limits": job.limits, "trace": job.trace, "cache_salt": job.cache_salt}
-        ids = [self.engine.add_several(tokens, job.sampling, job.count, **options) for tokens in job.prompts]
-        return [request_id for several in ids for request_id in several]
 
     def _cancel(self, handle: RequestHandle) -> None:
         for request_id in [id for id, sink in self._sinks.items() if sink.handle is handle]:
@@ -296,13 +299,3 @@ class EngineThread:
     @staticmethod
     def _call(handle: RequestHandle, method: Callable[..., None], *args: object) -> None:
         handle.loop.call_soon_threadsafe(method, *args)
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    """The API error for an exception of `Engine.add`."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, ValueError):
-        return ApiError(str(error))
-    log.error("a request could not be started", exc_info=error)
-    return ApiError("this request could not be started", status=500, code="request_failed")

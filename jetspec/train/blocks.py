@@ -186,11 +186,4 @@ def lay_out_chains(
 
 
 LAY_OUT: dict[str, Callable[..., Drafts]] = {"block": lay_out_blocks, "eagle3": lay_out_chains}
-"""Layouts by the kind of the head."""
-
-
-def lay_out(
-    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig | Eagle3Config, multiple: int = 1
-) -> Drafts:
-    """Drafts of a head at some anchors of a batch, made on the host."""
-    return LAY_OUT[head.kind](batch, anchor_RA, valid_RA, head, multiple)
+"""Layouts of the drafts of a head, made on the host, by the kind of the head."""

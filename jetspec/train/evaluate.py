@@ -34,17 +34,12 @@ MAX_FLOATS = 1 << 28
 """Most numbers in one tensor. It bounds the anchors that are drafted at once."""
 
 
-def draft_depth(tree: TreeConfig, reach: int) -> int:
-    """Depth of trees from a head that drafts `reach` positions."""
-    return min(tree.depth or reach, reach)
-
-
 def make_trees(budgets: Sequence[str], tree: TreeConfig, reach: int) -> dict[str, TreeConfig]:
     """Trees by name: `chain`, or a number of nodes. Other settings are those of `tree`."""
 
     def make(name: str) -> TreeConfig:
         if name == "chain":
-            return replace(tree, width=1, budget=draft_depth(tree, reach) + 1)
+            return replace(tree, width=1, budget=min(tree.depth or reach, reach) + 1)
         if not name.isdecimal():
             raise ValueError(f"budget is {name!r}; give numbers of nodes, or chain")
         return replace(tree, budget=int(name))

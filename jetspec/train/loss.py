@@ -15,7 +15,6 @@ from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
-from jetspec.models.heads import Head
 from jetspec.ops.distill_loss import Student
 from jetspec.ops.select import force
 from jetspec.train.blocks import Blocks, Drafts, block_mask, draft_mask
@@ -102,13 +101,6 @@ def unrolled_loss(
 
 LOSSES: dict[str, Callable[..., DraftLoss]] = {"block": block_loss, "eagle3": unrolled_loss}
 """Losses by the kind of the head."""
-
-
-def draft_loss(
-    head: Head, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden, config: LossConfig
-) -> DraftLoss:
-    """The loss of a head of any kind on some drafts of a batch, of which `states` are the target's."""
-    return LOSSES[head.head_config.kind](head, target, batch, drafts, states, config)
 
 
 def distil(

@@ -6,7 +6,7 @@ at once.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.heads import Head
 from jetspec.train.blocks import Drafts, document_mask
 from jetspec.train.config import LossConfig
-from jetspec.train.loss import DraftLoss, draft_loss
+from jetspec.train.loss import LOSSES, DraftLoss
 
 
 class HeadWithLoss(nn.Module):
@@ -30,7 +30,7 @@ class HeadWithLoss(nn.Module):
         self.head, self.config = head, config
 
     def forward(self, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden) -> DraftLoss:
-        return draft_loss(self.head, target, batch, drafts, states, self.config)
+        return LOSSES[self.head.head_config.kind](self.head, target, batch, drafts, states, self.config)
 
 
 class Passes:
@@ -104,13 +104,10 @@ class Passes:
         return self.target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
 
     def _draft(self, drafts: Drafts) -> DraftLoss:
-        with self._precision():
+        dtype, device = self.target.embedding.dtype, self.target.embedding.device
+        with nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype):
             loss: DraftLoss = self.model(self.target, self.batch, drafts, self.states)
         return loss
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        dtype, device = self.target.embedding.dtype, self.target.embedding.device
-        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
     def _draft_backward(self, drafts: Drafts) -> DraftLoss:
         loss = self._draft(drafts)

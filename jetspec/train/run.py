@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -22,7 +21,7 @@ from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
 from jetspec.models.heads import Head, load_any_head
 from jetspec.record import shown
-from jetspec.train.config import HeadShape, TrainConfig
+from jetspec.train.config import BLOCK_ONLY, EAGLE3_ONLY, HeadShape, TrainConfig
 from jetspec.train.trainer import Score, Trainer
 
 DRAFT_VOCAB = 32_000
@@ -103,7 +102,8 @@ def frequent_tokens(documents: Documents, count: int) -> torch.Tensor:
 def start_head(config: TrainConfig, target: Decoder) -> Head:
     """A new head, or the one to start from, with a new edge term if the recipe adds one."""
     if config.start is None:
-        return NEW_HEADS[config.head.kind](config.head, target.config).init_weights(config.seed)
+        make = new_block_head if config.head.kind == "block" else new_eagle3_head
+        return make(config.head, target.config).init_weights(config.seed)
     loaded = load_any_head(config.start, target.config, dtype=torch.float32)
     check_agrees(config.head, loaded.head_config, config.start)
     if config.head.kind == "eagle3":
@@ -139,7 +139,7 @@ def check_agrees(shape: HeadShape, head: HeadConfig | Eagle3Config, start: str) 
         "draft_vocab": getattr(head, "draft_vocab_size", None),
         **{name: getattr(head, name, None) for name in ("block_size", "causal", "mask_token", "depth")},
     }
-    for name in SETTINGS_OF[shape.kind]:
+    for name in ("tap_layers", "inner_size", *(BLOCK_ONLY if shape.kind == "block" else EAGLE3_ONLY)):
         wanted = getattr(shape, name)
         if wanted not in (getattr(HeadShape, name), found[name]):
             raise ValueError(
@@ -176,17 +176,6 @@ def new_eagle3_head(shape: HeadShape, target: DecoderConfig) -> Eagle3Head:
         num_target_layers=target.num_layers,
     )
     return Eagle3Head(config)
-
-
-NEW_HEADS: dict[str, Callable[[HeadShape, DecoderConfig], Head]] = {
-    "block": new_block_head,
-    "eagle3": new_eagle3_head,
-}
-SETTINGS_OF = {
-    "block": ("tap_layers", "inner_size", "num_layers", "block_size", "causal", "mask_token", "edge_rank"),
-    "eagle3": ("tap_layers", "inner_size", "depth", "draft_vocab"),
-}
-"""Settings of a head by its kind."""
 
 
 def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:

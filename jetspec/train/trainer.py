@@ -25,7 +25,7 @@ from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.heads import Head, load_any_head, save_any_head
 from jetspec.ops.select import force
 from jetspec.progress import print_above, progress_bar
-from jetspec.train.blocks import Drafts, choose_anchors, lay_out
+from jetspec.train.blocks import LAY_OUT, Drafts, choose_anchors
 from jetspec.train.card import model_card
 from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint, settings
 from jetspec.train.clock import Throughput, TimeLimit
@@ -293,7 +293,8 @@ class Trainer:
         anchor_RA, valid_RA = choose_anchors(batch, self.config.anchors, generator)
         parts = zip(*(x.split(self.config.anchors_at_once, dim=1) for x in (anchor_RA, valid_RA)), strict=True)
         multiple = 1 if self.passes.pool is None else SIZE_MULTIPLE
-        groups = [lay_out(batch, anchor, valid, self.head.head_config, multiple) for anchor, valid in parts]
+        lay_out, config = LAY_OUT[self.head.head_config.kind], self.head.head_config
+        groups = [lay_out(batch, anchor, valid, config, multiple) for anchor, valid in parts]
         if self.device.type == "cuda":
             batch, groups = batch.pinned(), [group.pinned() for group in groups]
         return MicroBatch(batch, groups)
