@@ -75,21 +75,19 @@ class Metrics:
         def pages_in_use() -> int:
             return pool.num_pages - pool.num_available
 
-        with_model = {
+        gauges = {
             "vllm:num_requests_running": ("Completions in the batch.", lambda: len(scheduler.running)),
             "vllm:num_requests_waiting": ("Completions in the queue.", lambda: len(scheduler.waiting)),
             "vllm:kv_cache_usage_perc": ("Share of pages in use, 0 to 1.", lambda: pages_in_use() / pool.num_pages),
-        }
-        for name, (help, read) in with_model.items():
-            Gauge(name, help, ["model_name"], registry=self.registry).labels(**self._model).set_function(read)
-        own = {
             "jetspec:pages_in_use": ("Pages of the KV cache in use.", pages_in_use),
             "jetspec:pages": ("Pages of the KV cache.", lambda: pool.num_pages),
             "jetspec:tokens_per_second": (f"Mean of the last {WINDOW_S:g} s.", self.tokens_per_s),
             "jetspec:tokens_per_round": (f"Mean of the last {WINDOW_S:g} s.", self.tokens_per_round),
         }
-        for name, (help, read) in own.items():
-            Gauge(name, help, registry=self.registry).set_function(read)
+        for name, (help, read) in gauges.items():
+            labels = self._model if name.startswith("vllm:") else {}
+            gauge = Gauge(name, help, list(labels), registry=self.registry)
+            (gauge.labels(**labels) if labels else gauge).set_function(read)
 
     def on_admission(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)

@@ -156,12 +156,15 @@ class TextPart(RequestModel):
     text: str
 
 
-class CalledFunction(RequestModel):
+class ChosenFunction(RequestModel):
+    name: ToolName
+
+
+class CalledFunction(ChosenFunction):
     """A function call in a message. Calls in a completion must satisfy the same rules."""
 
     REDUNDANT = frozenset({"parsed_arguments"})
 
-    name: ToolName
     arguments: str
     """A JSON object."""
 
@@ -202,8 +205,7 @@ class Message(RequestModel):
         return self.content or ""
 
 
-class FunctionSpec(RequestModel):
-    name: ToolName
+class FunctionSpec(ChosenFunction):
     description: str | None = None
     parameters: dict[str, Any] = {}
     strict: bool | None = None
@@ -213,10 +215,6 @@ class FunctionSpec(RequestModel):
 class Tool(RequestModel):
     type: Literal["function"]
     function: FunctionSpec
-
-
-class ChosenFunction(RequestModel):
-    name: ToolName
 
 
 class ToolChoice(RequestModel):
