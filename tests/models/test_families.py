@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jetspec.models.decoder import Decoder, RopeConfig
-from jetspec.models.families import FAMILIES, config_from_hf, dtype_from_hf, parts_of, rope_from_hf
+from jetspec.models.decoder import RopeConfig
+from jetspec.models.families import config_from_hf, dtype_from_hf, rope_from_hf
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -85,11 +84,7 @@ def test_head_size_need_not_divide_the_hidden_size() -> None:
         config_from_hf(LLAMA | {"hidden_size": 30, "head_dim": None})
 
 
-def test_biases() -> None:
-    qwen2 = config_from_hf(QWEN3 | {"model_type": "qwen2", "attention_bias": False})
-    assert (qwen2.qkv_bias, qwen2.out_bias, qwen2.mlp_bias) == (True, False, False)
-    llama = config_from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True})
-    assert (llama.qkv_bias, llama.out_bias, llama.mlp_bias) == (True, True, True)
+def test_mistral_has_no_biases() -> None:
     mistral = config_from_hf(LLAMA | {"model_type": "mistral", "attention_bias": True, "mlp_bias": True})
     assert (mistral.qkv_bias, mistral.out_bias, mistral.mlp_bias) == (False, False, False)
 
@@ -101,11 +96,8 @@ MIXED = ["sliding_attention", "full_attention", "full_attention", "full_attentio
     ("changes", "windows"),
     [
         ({"sliding_window": 9, "use_sliding_window": False}, ()),
-        ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}, (None, None, 9, 9)),
         ({"sliding_window": None, "use_sliding_window": True}, ()),
         ({"model_type": "llama", "sliding_window": 9, "use_sliding_window": True}, ()),
-        ({"model_type": "mistral", "sliding_window": 9}, (9,) * 4),
-        ({"model_type": "mistral", "sliding_window": None}, ()),
         ({"sliding_window": 9, "use_sliding_window": True, "layer_types": MIXED}, (9, None, None, None)),
     ],
 )  # fmt: skip
@@ -113,10 +105,7 @@ def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> No
     assert config_from_hf(QWEN3 | changes).windows == windows
 
 
-def test_sparse_layers() -> None:
-    assert config_from_hf(MOE).moe_layers == (0, 1, 2, 3)
-    assert config_from_hf(MOE | {"decoder_sparse_step": 2}).moe_layers == (1, 3)
-    assert config_from_hf(MOE | {"mlp_only_layers": [0, 2]}).moe_layers == (1, 3)
+def test_number_of_experts_has_two_names() -> None:
     other = {("num_local_experts" if key == "num_experts" else key): value for key, value in MOE.items()}
     assert config_from_hf(other) == config_from_hf(MOE)
 
@@ -125,24 +114,18 @@ def test_sparse_layers() -> None:
     ("changes", "message"),
     [
         ({"model_type": "mamba"}, "choose one of llama, mistral, qwen2, qwen3, qwen3_moe"),
-        ({"model_type": None}, "choose one of"),
-        ({"model_type": ["llama"]}, "choose one of"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "choose one of default, linear, llama3, yarn"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
         ({"rope_scaling": "yarn"}, "not a table"),
         ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}}, "below"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
-        ({"rope_theta": -1}, "rope_theta is -1"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "GGUF"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
-        ({"hidden_size": -32}, "hidden_size is -32"),
         ({"hidden_size": 32.0}, "whole number"),
-        ({"hidden_size": "32"}, "whole number"),
-        ({"hidden_size": True}, "whole number"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": 1 << 40}, "vocab_size"),
         ({"num_key_value_heads": 3}, "evenly"),
@@ -151,7 +134,6 @@ def test_sparse_layers() -> None:
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
         ({"layer_types": ["full_attention"], "use_sliding_window": True}, "each of 4 layers"),
-        ({"layer_types": [[]] * 4, "use_sliding_window": True}, "each of 4 layers"),
     ],
 )
 def test_invalid_config_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -199,18 +181,6 @@ def test_any_config_is_read_or_refused(changes: dict[str, Any]) -> None:
 )
 def test_dtype(raw: dict[str, Any], dtype: torch.dtype) -> None:
     assert dtype_from_hf(raw) == dtype
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_has_stored_names(family: str) -> None:
-    config = config_from_hf(MOE | {"model_type": family, "attention_bias": True, "mlp_bias": True})
-    with torch.device("meta"):
-        decoder = Decoder(dataclasses.replace(config, moe_layers=config.moe_layers[1:]))
-    for layout in ("hf", "gguf"):
-        names = [
-            getattr(part, layout) for name, p in decoder.named_parameters() for part in parts_of(name, p.dim() == 3)
-        ]
-        assert len(names) == len(set(names)) and all(names)
 
 
 def test_original_length_defaults_to_the_context() -> None:
