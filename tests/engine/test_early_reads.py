@@ -6,11 +6,9 @@ import pytest
 from torch import Tensor
 
 from jetspec import ops
-from jetspec.config import TreeConfig
 from jetspec.models.decoder import Decoder, DecoderStack
-from jetspec.models.heads import Head
 from jetspec.types import SamplingParams
-from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
+from tests.engine.tiny import engine_of, run, tiny_decoder
 
 
 @pytest.mark.parametrize("who", ["none", "head", "edge", "eagle3"])
@@ -31,10 +29,7 @@ def test_tokens_are_embedded_between_rope_and_attention(who: str, monkeypatch: p
         steps.append("read")
         return rotate_store(*inputs)  # type: ignore[arg-type]
 
-    target = tiny_decoder()
-    head: Head | None = tiny_head(target, edge=who == "edge") if who != "eagle3" else tiny_eagle3(target)
-    head = None if who == "none" else head
-    engine = make_engine(target, "head" if head else "none", head, TreeConfig(budget=8, width=4))
+    engine = engine_of(tiny_decoder(), who)
     monkeypatch.setattr(DecoderStack, "rope", noted_rope)
     monkeypatch.setattr(Decoder, "embed", noted_embed)
     monkeypatch.setattr(ops, "rotate_store", noted_rotate)

@@ -6,15 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 
 import jetspec.engine.round as round_module
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
-from jetspec.tree import penalize
 from jetspec.types import Completion, SamplingParams, TokenLogprob, Update
+from tests.engine import tiny
 from tests.engine.test_engine import GREEDY, PROMPTS, SAMPLED, TRUTH, truth
-from tests.engine.tiny import VOCAB, Script, make_engine, next_logits, run, tiny_decoder, tiny_head, use
+from tests.engine.tiny import VOCAB, Script, finish, make_engine, next_logits, run, tiny_decoder, use
 
 TARGET = tiny_decoder()
 PENALIZED = SamplingParams(max_tokens=24, presence_penalty=0.6, frequency_penalty=0.8, logit_bias={7: 3.0, 8: -100})
@@ -27,10 +26,8 @@ SETTINGS = {
 
 
 def engine_of(who: str, budget: int = 12, **options: object) -> Engine:
-    head = tiny_head(TARGET, edge=who == "edge") if who in ("head", "edge") else None
-    drafter = "head" if head else who
     config = EngineConfig(page_size=4, **options)  # type: ignore[arg-type]
-    return make_engine(TARGET, drafter, head, TreeConfig(budget=budget, width=4), config)  # type: ignore[arg-type]
+    return tiny.engine_of(TARGET, who, TreeConfig(budget=budget, width=4), config)
 
 
 # ---- penalties ----
@@ -62,18 +59,6 @@ def test_long_accepted_paths_are_counted(name: str) -> None:
     done = run(engine, PROMPTS, SETTINGS[name])
     assert [c.token_ids for c in done] == TRUTH[SETTINGS[name]]
     assert max(max(c.stats.accepted_lengths) for c in done) == 6
-
-
-def test_penalties_without_path_counts_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above fails if nodes are given the counts of the committed text alone."""
-
-    def committed_only(tree, logits_BNV, penalties):  # type: ignore[no-untyped-def]
-        return penalize(replace(tree, depth_BN=torch.zeros_like(tree.depth_BN)), logits_BNV, penalties)
-
-    monkeypatch.setattr(round_module, "penalize", committed_only)
-    coming = {tuple(p): t for p, t in zip(PROMPTS, TRUTH[SETTINGS["greedy"]], strict=True)}
-    engine = use(engine_of("none"), Script(coming, 0.9, budget=20))
-    assert [c.token_ids for c in run(engine, PROMPTS, SETTINGS["greedy"])] != TRUTH[SETTINGS["greedy"]]
 
 
 @pytest.mark.parametrize("overlap_rounds", [0, 1])
@@ -135,10 +120,10 @@ def test_logprobs_are_those_of_the_target(who: str, sampling: SamplingParams) ->
                 assert [found.token for found in update.logprobs] == update.token_ids
                 streamed.extend(update.logprobs)
 
-    wanted, silent = run(engine, [prompt, prompt], [asked, sampling], follow)
-    check_logprobs(prompt, wanted, 3)
-    assert streamed == wanted.logprobs
-    assert silent.logprobs is None and silent.token_ids == wanted.token_ids
+    asked_for, silent = run(engine, [prompt, prompt], [asked, sampling], follow)
+    check_logprobs(prompt, asked_for, 3)
+    assert streamed == asked_for.logprobs
+    assert silent.logprobs is None and silent.token_ids == asked_for.token_ids
 
 
 def test_logprobs_of_long_paths_cut_by_the_limit() -> None:
@@ -164,12 +149,9 @@ def test_completions_of_one_prompt_share_its_pages(who: str) -> None:
     prompt, sampling = [7, 8, 9, 10] * 5 + [3], replace(SAMPLED, max_tokens=8)
     engine = engine_of(who, max_batch=4, prefill_chunk=6)
     ids = engine.add_several(prompt, sampling, 4)
-    done: dict[int, Completion] = {}
-    most_users = 0
-    while engine.has_work:
-        done.update({u.request_id: u.completion for u in engine.step() if u.completion})
-        most_users = max(most_users, *engine.cache.pool.users)
-    assert most_users == 4
+    users: list[int] = []
+    done = finish(engine, lambda engine, _: users.extend(engine.cache.pool.users))
+    assert max(users) == 4
     assert [done[i].stats.cached_tokens for i in ids] == [0, 20, 20, 20]
     for i, request_id in enumerate(ids):
         alone = run(engine_of(who, prefix_cache=False), [prompt], replace(sampling, seed=11 + i))[0]
@@ -184,9 +166,7 @@ def test_prefix_leader_may_be_cancelled_during_prefill() -> None:
     first, *rest = engine.add_several(PROMPTS[2], GREEDY, 3)
     engine.step()
     engine.cancel(first)
-    done = {}
-    while engine.has_work:
-        done.update({u.request_id: u.completion for u in engine.step() if u.completion})
+    done = finish(engine)
     assert [done[i].token_ids for i in rest] == [TRUTH[GREEDY][2]] * 2
 
 
@@ -195,11 +175,8 @@ def test_pages_are_shared_only_within_a_salt() -> None:
     prompt = PROMPTS[2]
 
     def ask(salt: str) -> Completion:
-        engine.add(prompt, GREEDY, cache_salt=salt)
-        while True:
-            for update in engine.step():
-                if update.completion:
-                    return update.completion
+        request_id = engine.add(prompt, GREEDY, cache_salt=salt)
+        return finish(engine)[request_id]
 
     done = [ask(salt) for salt in ("alice", "bob", "alice", "", "bob", "0")]
     assert [c.stats.cached_tokens for c in done] == [0, 0, 16, 0, 16, 0]
@@ -212,27 +189,26 @@ def test_pages_are_shared_only_within_a_salt() -> None:
 def test_a_cancelled_request_frees_its_pages_at_once(who: str, overlap_rounds: int) -> None:
     """Also with rounds in flight, whose writes do not affect the next user of the pages."""
     engine = engine_of(who, max_batch=2, num_pages=30, overlap_rounds=overlap_rounds, prefix_cache=False)
+    heard = set[int]()
     for steps in (0, 1, 2, 5):
         leaving = engine.add(PROMPTS[0], GREEDY)
         staying = engine.add(PROMPTS[3], GREEDY)
         for _ in range(steps):
             engine.step()
         engine.cancel(leaving)
+        engine.cancel(leaving)
         held = sum(len(pages) for pages in engine.cache.pages_of)
         assert engine.cache.pool.num_available == 30 - held
         following = engine.add(PROMPTS[2], GREEDY)
-        done: dict[int, Completion | None] = {}
-        while engine.has_work:
-            for update in engine.step():
-                assert update.request_id != leaving
-                done[update.request_id] = update.completion
+        done = finish(engine, lambda _, updates: heard.update(update.request_id for update in updates))
+        assert leaving not in heard
         for request_id, index in ((staying, 3), (following, 2)):
-            assert done[request_id].token_ids == TRUTH[GREEDY][index]  # type: ignore[union-attr]
+            assert done[request_id].token_ids == TRUTH[GREEDY][index]
         assert engine.cache.pool.num_available == 30
-        assert not (engine.requests or engine.in_flight)
+        assert not (engine.requests or engine.texts or engine.decode_began or engine.in_flight)
 
 
-# ---- what is refused ----
+# ---- refused ----
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from jetspec.config import EngineConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.warm_up import KINDS, warm_up_batches
 from jetspec.types import SamplingParams
-from tests.engine.tiny import make_engine, tiny_decoder, tiny_head
+from tests.engine.tiny import finish, make_engine, tiny_decoder, tiny_head
 from tests.rerun import replay_all
 
 TARGET = tiny_decoder()
@@ -26,11 +26,6 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> Engine:
     for batch in warm_up_batches(engine):
         batch.run(engine)
     return engine
-
-
-def finish(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
 
 
 def test_requests_find_their_graphs(warm: Engine) -> None:
@@ -51,8 +46,8 @@ def test_requests_find_their_graphs(warm: Engine) -> None:
 def test_warm_up_leaves_no_request_and_no_prefix(warm: Engine) -> None:
     assert not warm.requests and not warm.has_work
     warm.add([1] * 20, SamplingParams(max_tokens=2), quiet=True)  # starts like a prompt of the warm-up
-    done = [update.completion for _ in range(9) for update in warm.step() if update.completion]
-    assert len(done) == 1 and done[0].stats.cached_tokens == 0
+    (done,) = finish(warm).values()
+    assert done.stats.cached_tokens == 0
 
 
 def test_eager_engine_needs_no_warm_up() -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from jetspec.models.draft_head import HeadConfig
 from jetspec.models.export import ENGINES, Engine, check_export, export_head, without_edge
 from jetspec.models.head_format import load_head, save_head
 from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
+from tests.models.test_head_format import Json, edit_config
 
 REFUSED = {"shifted": "slots", "adapter": "adapts"}
 YARN = RopeConfig(theta=1000.0, kind="yarn", factor=4.0, original_len=32)
@@ -45,49 +45,29 @@ def test_exported_head_is_read_back_or_refused(engine: Engine, name: str, tmp_pa
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), without_edge(head).parameters(), strict=True))
 
 
-def drop(*path: str) -> Callable[[dict[str, Any]], object]:
-    def change(raw: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            raw = raw[key]
-        del raw[path[-1]]
-
-    return change
-
-
-def put(value: object, *path: str) -> Callable[[dict[str, Any]], object]:
-    def change(raw: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            raw = raw[key]
-        raw[path[-1]] = value
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("engine", "change", "said"),
     [
-        ("vllm", drop("dflash_config", "causal"), r"vLLM 0\.26 would misread causal"),
-        ("vllm", put(False, "is_causal"), r"vLLM 0\.32 would misread causal"),
-        ("vllm", put([2, 3], "eagle_aux_hidden_state_layer_ids"), None),
-        ("vllm", put([1, 2], "eagle_aux_hidden_state_layer_ids"), "misread tap_layers"),
-        ("vllm", put(None, "rope_parameters"), None),
-        ("vllm", put({"rope_theta": 10.0}, "rope_parameters"), "misread rope"),
-        ("sglang", drop("is_causal"), "SGLang would misread causal"),
-        ("sglang", drop("layer_types"), "SGLang would misread causal"),
-        ("sglang", drop("dflash_config", "causal"), None),
-        ("speculators", drop("sliding_window_non_causal"), r"vLLM 0\.26 would misread causal"),
-        ("speculators", put([1, 2], "aux_hidden_state_layer_ids"), "misread tap_layers"),
-        ("speculators", put(4, "block_size"), "misread depth"),
+        ("vllm", lambda c: c["dflash_config"].pop("causal"), r"vLLM 0\.26 would misread causal"),
+        ("vllm", lambda c: c.update(is_causal=False), r"vLLM 0\.32 would misread causal"),
+        ("vllm", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[2, 3]), None),
+        ("vllm", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2]), "misread tap_layers"),
+        ("vllm", lambda c: c.update(rope_parameters=None), None),
+        ("vllm", lambda c: c.update(rope_parameters={"rope_theta": 10.0}), "misread rope"),
+        ("sglang", lambda c: c.pop("is_causal"), "SGLang would misread causal"),
+        ("sglang", lambda c: c.pop("layer_types"), "SGLang would misread causal"),
+        ("sglang", lambda c: c["dflash_config"].pop("causal"), None),
+        ("speculators", lambda c: c.pop("sliding_window_non_causal"), r"vLLM 0\.26 would misread causal"),
+        ("speculators", lambda c: c.update(aux_hidden_state_layer_ids=[1, 2]), "misread tap_layers"),
+        ("speculators", lambda c: c.update(block_size=4), "misread depth"),
     ],
 )
 def test_check_finds_misread_properties(
-    engine: Engine, change: Callable[[dict[str, Any]], object], said: str | None, tmp_path: Path
+    engine: Engine, change: Callable[[Json], object], said: str | None, tmp_path: Path
 ) -> None:
     head, folder = random_head(CAUSAL), tmp_path / "head"
     export_head(head, folder, engine, torch.float32, "owner/target")
-    raw = json.loads((folder / "config.json").read_text())
-    change(raw)
-    (folder / "config.json").write_text(json.dumps(raw))
+    edit_config(folder, change)
     if said is None:
         check_export(folder, engine, head, torch.float32)
         return

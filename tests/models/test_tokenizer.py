@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from jetspec.models.tokenizer import BYTE_OF, PRE_TOKENIZERS, Tokenizer, TooLong
+from jetspec.models.tokenizer import PRE_TOKENIZERS, Tokenizer, TooLong
 from tests.train.tiny_model import TEMPLATE, byte_tokenizer
 
 TEXTS = [
@@ -79,11 +79,11 @@ def write_folder(folder: Path, config: dict[str, Any], template: str | None = No
     return folder
 
 
-@given(st.text())
+@given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="▁"), min_size=1))
 @settings(max_examples=60)
 def test_round_trip(text: str) -> None:
-    for pre in PRE_TOKENIZERS.keys() - {"qwen2"}:  # that one normalises
-        tokenizer = GGUF[pre]
+    for kind in BOUNDED.keys() - {"qwen2"}:  # qwen2 normalises
+        tokenizer = BOUNDED[kind]
         assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
 
 
@@ -247,12 +247,6 @@ def test_sentencepiece_merges_by_score() -> None:
     assert tokenizer.encode("hello", add_special=True)[0] == 1
 
 
-@given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="▁"), min_size=1))
-@settings(max_examples=60)
-def test_sentencepiece_round_trip(text: str) -> None:
-    assert SENTENCEPIECE.decode(SENTENCEPIECE.encode(text), skip_special=False) == text
-
-
 SENTENCEPIECE = Tokenizer.from_gguf(sentencepiece_metadata())
 
 
@@ -283,11 +277,6 @@ def test_control_tokens_have_no_bytes() -> None:
     for tokenizer in (GGUF["gpt-2"], SENTENCEPIECE):
         assert all(not tokenizer.token_bytes()[id] for id in tokenizer.eos_tokens)
         assert len(tokenizer.token_bytes()) == tokenizer.vocab_size
-
-
-def test_byte_alphabet_equals_the_library() -> None:
-    assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(BYTE_OF.values()) == list(range(256))
 
 
 def test_folder(tmp_path: Path) -> None:

@@ -17,18 +17,13 @@ from jetspec.models.describe import describe, fits
 from jetspec.models.weights import INDEX, load_decoder, load_target, open_model
 from tests.models.paged import run_decoder
 from tests.models.test_decoder import make_model
+from tests.models.test_head_format import edit_config, edit_tensors
 from tests.models.test_tokenizer import BACKEND, write_folder
 
 
 def save_model(folder: Path, family: str = "llama", shards: bool = False, **changes: Any) -> Path:
     make_model(family, changes).save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
     return folder
-
-
-def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file) | {name.replace("__", "."): value for name, value in changes.items()}
-    save_file({name: value for name, value in tensors.items() if value is not None}, file)
 
 
 def test_loaded_decoder_is_ready_to_run(tmp_path: Path) -> None:
@@ -68,21 +63,17 @@ NORM = "model.norm.weight"
 
 @pytest.mark.parametrize("value", [None, torch.zeros(31), torch.zeros(32, dtype=torch.int32)])
 def test_mismatching_tensor_is_refused(value: Tensor | None, tmp_path: Path) -> None:
-    edit_tensors(save_model(tmp_path), model__norm__weight=value)
+    changed = {} if value is None else {NORM: value}
+    edit_tensors(save_model(tmp_path), lambda t: {name: t[name] for name in t if name != NORM} | changed)
     with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}: tensor {re.escape(NORM)}"):
         load_decoder(open_model(tmp_path))
 
 
 def test_huge_config_allocates_nothing(tmp_path: Path) -> None:
     save_model(tmp_path)
-    edit_config(tmp_path, vocab_size=1 << 24, hidden_size=1 << 20, head_dim=8)
+    edit_config(tmp_path, lambda c: c.update(vocab_size=1 << 24, hidden_size=1 << 20, head_dim=8))
     with pytest.raises(ValueError, match="has shape"):
         load_decoder(open_model(tmp_path))
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.mark.parametrize("kept", [0, 7, 200, -1])
@@ -104,7 +95,7 @@ def test_damaged_shard(kept: int | None, tmp_path: Path) -> None:
         load_decoder(open_model(tmp_path))
 
 
-def move_norm(folder: Path, file: object) -> None:
+def redirect_norm(folder: Path, file: object) -> None:
     """Points the index to another file for one tensor."""
     content = json.loads((folder / INDEX).read_text())
     content["weight_map"][NORM] = content["weight_map"]["model.embed_tokens.weight"] if file is None else file
@@ -112,14 +103,14 @@ def move_norm(folder: Path, file: object) -> None:
 
 
 def test_index_names_the_wrong_shard(tmp_path: Path) -> None:
-    move_norm(save_model(tmp_path, shards=True), None)
+    redirect_norm(save_model(tmp_path, shards=True), None)
     with pytest.raises(ValueError, match=re.escape(NORM)):
         load_decoder(open_model(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/tmp/a.safetensors", "a\\b.safetensors", "x.bin", "", 7])
 def test_index_stays_in_its_folder(name: Any, tmp_path: Path) -> None:
-    move_norm(save_model(tmp_path / "model", shards=True), name)
+    redirect_norm(save_model(tmp_path / "model", shards=True), name)
     with pytest.raises(ValueError, match=re.escape(repr(str(name)))):
         load_decoder(open_model(tmp_path / "model"))
 
@@ -163,7 +154,7 @@ def test_pickles_are_never_opened(name: str, tmp_path: Path) -> None:
 
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     save_model(tmp_path)
-    edit_config(tmp_path, auto_map={"AutoModelForCausalLM": "trap.Model"})
+    edit_config(tmp_path, lambda c: c.update(auto_map={"AutoModelForCausalLM": "trap.Model"}))
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
     load_decoder(open_model(tmp_path))
     assert not (tmp_path / "sprung").exists()
