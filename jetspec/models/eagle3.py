@@ -170,7 +170,7 @@ class Eagle3Head(DecoderStack):
         return self.grow(growing, depth, nodes, feature_BM, state.target, state.layers, temperature_B)
 
     def build(self, anchor_B: Tensor, drafted: GrowingTree, tree: TreeConfig) -> DraftTree:
-        return drafted.tree()
+        return drafted.tree(tree.budget)
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch, state: HeadState) -> None:
         assert state.feature_SM is not None

@@ -18,12 +18,19 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.data.corpus import Document, answer_spans
-from jetspec.models.decoder import Decoder
+from jetspec.models.decoder import Decoder, DecoderStack
+from jetspec.models.draft_head import HeadState
+from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head
+from jetspec.ops.select import force
 from jetspec.progress import progress_bar
-from jetspec.train.reading import BEYOND, RANKS, READINGS, Reading, first_choices, next_tokens
 from jetspec.tree import DraftTree
+from jetspec.types import BatchLayout, KVPages, TreeBatch
 
+RANKS = (1, 2, 4, 8, 16)
+"""Numbers of best candidates for which the share of true tokens among them is reported."""
+ABSENT, BEYOND = 1 << 30, -1
+"""Ranks of a token that is not a candidate, and of a position beyond the end of the text."""
 NEAR_NATS = 5.0
 """Largest difference between the log-probabilities of head and target for a top path that counts as near."""
 GREEDY_SHARE = 0.95
@@ -161,26 +168,32 @@ def score_head(
     return HeadScore.join([scorer.score(document, picked[first:last]) for document, (first, last) in bar])
 
 
-def is_greedy(target: Decoder, document: Document) -> bool:
-    """True if the target wrote its own first choices, up to a few near ties."""
-    agrees = first_choices(target, document.tokens)[document.written[1:]]
-    return bool(agrees.mean() >= GREEDY_SHARE) if len(agrees) else False
-
-
 class _Scorer:
     def __init__(self, target: Decoder, head: Head, trees: Mapping[str, TreeConfig], tree: TreeConfig) -> None:
-        self.target, self.head, self.trees, self.width = target, head, trees, tree.width
-        self.depth = head.head_config.draft_depth(tree.depth)
-        most = max(t.budget for t in trees.values())
-        # one pass of the head for all trees and the ranks
-        self.offer = replace(tree, budget=max(most, self.depth + 1))
-        self.chain = TreeConfig(budget=self.depth + 1, width=1)
-        self.read = READINGS[head.head_config.kind]
-        self.batch = max(1, MAX_FLOATS // self.read.floats_per_anchor(head, self.offer))
+        self.target, self.head, self.width = target, head, tree.width
+        self.depth = depth = head.head_config.draft_depth(tree.depth)
+        self.trees = {name: replace(each, depth=depth) for name, each in trees.items()}
+        self.chain = TreeConfig(budget=depth + 1, width=1, depth=depth)
+        width = max(tree.width, min(RANKS[-1], tree.shortlist or RANKS[-1]))
+        most = max(depth + 1, *(each.budget for each in trees.values()))
+        self.offer = replace(tree, budget=most, depth=depth, width=width)
+        """The largest tree. The shortlist is that of all trees, because scores depend on it."""
+        self.batch = max(1, MAX_FLOATS // self._floats_per_anchor())
+
+    def _floats_per_anchor(self) -> int:
+        """Numbers per anchor in the largest tensor of a draft."""
+        head, vocab = self.head, self.head.config.vocab_size
+        if isinstance(head, Eagle3Head):
+            return max(self.depth, self.width) * head.head_config.draft_vocab_size
+        return max(self.depth * vocab, self.offer.budget * (self.offer.shortlist or vocab) if head.edge else 0)
+
+    def _offer(self, tree: TreeConfig) -> TreeConfig:
+        """The draft from which a tree is built: one for all trees, or, with drafts step by step, one for each width."""
+        return replace(self.offer, width=tree.width) if isinstance(self.head, Eagle3Head) else self.offer
 
     def score(self, document: Document, picked: np.ndarray) -> HeadScore:
         """The score of one document. The target scores the top path at the anchors `picked`."""
-        reading = self.read(self.target, self.head, document.tokens)
+        reading = Reading(self.target, self.head, document.tokens)
         spans = answer_spans(document)
         anchors = np.concatenate([np.arange(start - 1, end - 1) for start, end in spans])
         ends = np.concatenate([np.full(end - start, end) for start, end in spans])
@@ -204,22 +217,132 @@ class _Scorer:
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Accepted lengths per tree, ranks and gaps, on the host."""
         at_B, stop_B = anchor_B.to(reading.token_T.device), end_B.to(reading.token_T.device)
-        drafted = reading.draft(at_B, self.offer)
-        next_BD = next_tokens(reading.token_T, at_B, stop_B, self.depth)
-        accepted = {name: follow(drafted.tree(tree), next_BD).cpu() for name, tree in self.trees.items()}
+        root_B, next_BD = reading.token_T[at_B], next_tokens(reading.token_T, at_B, stop_B, self.depth)
+        offers = {name: self._offer(tree) for name, tree in self.trees.items()}
+        drafted = {offer: reading.draft(at_B, offer) for offer in dict.fromkeys(offers.values())}
+        accepted = {
+            name: follow(self.head.build(root_B, drafted[offers[name]], tree), next_BD).cpu()
+            for name, tree in self.trees.items()
+        }
         gap_B = torch.empty(0)
         if picked_B.any():
             row_R = picked_B.nonzero()[:, 0].to(at_B.device)
             gap_B = self._gaps(reading, at_B[row_R], stop_B[row_R])
-        return accepted, drafted.ranks(next_BD).cpu(), gap_B
+        return accepted, reading.ranks(at_B, drafted.get(self.offer), next_BD).cpu(), gap_B
 
     def _gaps(self, reading: Reading, at_B: Tensor, stop_B: Tensor) -> Tensor:
         """log q - log p of the top paths up to the end of the text. q is the head's own, at draft temperature 1."""
-        chain = reading.draft(at_B, replace(self.offer, draft_temperature=1)).tree(self.chain)
+        drafted = reading.draft(at_B, replace(self._offer(self.chain), draft_temperature=1))
+        chain = self.head.build(reading.token_T[at_B], drafted, self.chain)
         assert chain.score_BN is not None
         length_B1 = (stop_B - at_B - 1)[:, None].clamp(max=self.depth)
         logp_BD = reading.logprob(at_B, chain.token_BN[:, 1:]).cumsum(1)
         return (chain.score_BN.gather(1, length_B1) - logp_BD.gather(1, length_B1 - 1))[:, 0].cpu()
+
+
+class Reading:
+    """A text with the K and V of target and head at every position.
+
+    Each position is one page. So anchors share the pages before them, have their own pages from there on, and one
+    forward serves them all.
+    """
+
+    def __init__(self, target: Decoder, head: Head, tokens: np.ndarray) -> None:
+        self.target, self.head = target, head
+        batch = whole(tokens, target.embedding.device)
+        self.token_T, self.position_T = batch.token_T, batch.position_T
+        self.target_pages = _make_pages(target, len(tokens))
+        tap_TX = target(batch, self.target_pages, head.head_config.tap_layers).tap_TX
+        assert tap_TX is not None
+        self.tap_TX = tap_TX
+        feature_TM = tap_TX.new_empty(len(tokens), head.feature_size) if head.feature_size else None
+        self.state = HeadState(target, _make_pages(head, len(tokens)), feature_TM, head.context_weights())
+        head.observe(tap_TX, batch, self.state)
+
+    def draft(self, anchor_B: Tensor, tree: TreeConfig) -> Any:
+        """Drafts of the head at these positions after the text before them, for its `build`."""
+        (depth_N,), bits_1NW = self.head.nodes(tree)
+        nodes, pages = self.place(anchor_B, depth_N, self.state.layers)
+        features = self.state.feature_SM
+        if bits_1NW is not None and features is not None:
+            nodes = replace(nodes, ancestor_BNW=bits_1NW.expand(len(anchor_B), -1, -1))
+            features = F.pad(features, (0, 0, 0, len(nodes.token_T)))
+        state = replace(self.state, layers=pages, feature_SM=features)
+        temperature_B = self.tap_TX.new_full(anchor_B.shape, tree.draft_temperature, dtype=torch.float32)
+        return self.head.draft(nodes, self.token_T[anchor_B], tree, state, temperature_B)
+
+    def ranks(self, anchor_B: Tensor, drafted: Any, next_BD: Tensor) -> Tensor:
+        """Rank of each next token among the candidates of its true parent, (B, D). `drafted` is of a block head."""
+        parent_BD = torch.cat((self.token_T[anchor_B, None], next_BD[:, :-1]), dim=1).clamp(min=0)
+        if isinstance(self.head, Eagle3Head):
+            offered_BDK = self._unrolled(self.head, anchor_B, parent_BD)
+        else:
+            depths = range(next_BD.shape[1])
+            offered_BDK = torch.cat([drafted.children(i + 1, parent_BD[:, i : i + 1], RANKS[-1])[0] for i in depths], 1)
+        found_BDK = offered_BDK == next_BD[..., None]
+        rank_BD = torch.where(found_BDK.any(-1), found_BDK.int().argmax(-1), ABSENT)
+        return torch.where(next_BD == BEYOND, BEYOND, rank_BD)
+
+    def _unrolled(self, head: Eagle3Head, anchor_B: Tensor, parent_BD: Tensor) -> Tensor:
+        """The best tokens below each parent, (B, D, K), from the pass that training uses; none below the first token,
+        which has no feature before it."""
+        embedded, drafted = (head.embed(x, self.target)[None] for x in (self.token_T, parent_BD))
+        visible_BT = (self.position_T > 0) & (self.position_T < anchor_B[:, None])
+        tap, position, anchor, visible = (x[None] for x in (self.tap_TX, self.position_T, anchor_B, visible_BT))
+        with force("reference"):
+            states = head.forward_unrolled(embedded, tap, position, anchor, drafted, visible)[0]
+        return head.best_tokens(states, RANKS[-1])[0].masked_fill((anchor_B == 0)[:, None, None], BEYOND)
+
+    def logprob(self, anchor_B: Tensor, path_BD: Tensor) -> Tensor:
+        """The target's log-probability of every token on paths that branch off after their anchors, (B, D)."""
+        token_BD = torch.cat((self.token_T[anchor_B, None], path_BD[:, :-1]), dim=1)
+        depth_D = torch.arange(token_BD.shape[1], device=token_BD.device)
+        batch, pages = self.place(anchor_B, depth_D, self.target_pages)
+        logits_TV = self.target.logits(self.target(replace(batch, token_T=token_BD.flatten()), pages).hidden_TM)
+        return logits_TV.float().log_softmax(-1).gather(1, path_BD.reshape(-1, 1)).view_as(path_BD)
+
+    def place(self, anchor_B: Tensor, depth_N: Tensor, pages: Sequence[KVPages]) -> tuple[TreeBatch, list[KVPages]]:
+        """Nodes at these depths below their anchors, still without tokens, and the pages of the text extended by pages
+        for them."""
+        B, N, T, device = len(anchor_B), len(depth_N), len(self.token_T), anchor_B.device
+        own_BN = T + torch.arange(B * N, device=device).view(B, N)
+        index_P, anchor_B1 = torch.arange(T + N, device=device), anchor_B[:, None]
+        page_BP = torch.where(index_P < anchor_B1, index_P, own_BN.gather(1, (index_P - anchor_B1).clamp(0, N - 1)))
+        layout = BatchLayout(page_BP, anchor_B, torch.arange(B + 1, device=device) * N, page_size=1, max_queries=N)
+        slot_T = own_BN.flatten()
+        batch = TreeBatch(torch.zeros_like(slot_T), (anchor_B1 + depth_N).flatten(), slot_T, layout, None)
+        padding = (0, 0, 0, 0, 0, 0, 0, B * N)
+        return batch, [KVPages(F.pad(page.k, padding), F.pad(page.v, padding)) for page in pages]
+
+
+def whole(tokens: np.ndarray, device: torch.device) -> TreeBatch:
+    """A text as a batch of one request, with one page per position."""
+    token_T = torch.as_tensor(tokens, dtype=torch.long, device=device)
+    position_T = torch.arange(len(tokens), device=device)
+    start_B1 = position_T.new_tensor([0, len(tokens)])
+    layout = BatchLayout(position_T[None], position_T.new_zeros(1), start_B1, page_size=1, max_queries=len(tokens))
+    return TreeBatch(token_T, position_T, position_T, layout, None)
+
+
+def _make_pages(model: DecoderStack, count: int) -> list[KVPages]:
+    c, like = model.config, model.norm.weight
+    shape = (count, 1, c.num_kv_heads, c.head_dim)
+    return [KVPages(like.new_empty(shape), like.new_empty(shape)) for _ in range(c.num_layers)]
+
+
+@torch.no_grad()
+def is_greedy(target: Decoder, document: Document) -> bool:
+    """True if the target wrote its own first choices, up to a few near ties."""
+    batch = whole(document.tokens, target.embedding.device)
+    choice_T = target.logits(target(batch, _make_pages(target, len(document.tokens))).hidden_TM).argmax(-1)
+    agrees = (choice_T[:-1] == batch.token_T[1:]).cpu().numpy()[document.written[1:]]
+    return bool(agrees.mean() >= GREEDY_SHARE) if len(agrees) else False
+
+
+def next_tokens(token_T: Tensor, anchor_B: Tensor, end_B: Tensor, depth: int) -> Tensor:
+    """The tokens after each anchor, (B, D); BEYOND from the end on."""
+    index_BD = anchor_B[:, None] + torch.arange(1, depth + 1, device=token_T.device)
+    return torch.where(index_BD < end_B[:, None], token_T[index_BD.clamp(max=len(token_T) - 1)], BEYOND)
 
 
 def follow(tree: DraftTree, next_BD: Tensor) -> Tensor:

@@ -25,12 +25,7 @@ from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import Head
 from jetspec.train import evaluate
-from jetspec.train.evaluate import (
-    HeadScore,
-    make_trees,
-    score_head,
-)
-from jetspec.train.reading import ABSENT, BEYOND, BlockReading, next_tokens
+from jetspec.train.evaluate import ABSENT, BEYOND, HeadScore, Reading, make_trees, next_tokens, score_head
 from jetspec.types import Completion, SamplingParams
 from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head
 from tests.models.paged import run_decoder
@@ -58,14 +53,21 @@ def trained_pair(edge: bool, causal: bool) -> tuple[Decoder, DraftHead]:
 
 def draft_loss(target: Decoder, head: DraftHead, document: Document) -> torch.Tensor:
     [(start, end)] = answer_spans(document)
-    reading, anchor = BlockReading(target, head, document.tokens), torch.arange(start - 1, end - 1)
-    hidden = reading.states(anchor)
+    reading, anchor = Reading(target, head, document.tokens), torch.arange(start - 1, end - 1)
+    hidden = states(reading, head, anchor)
     label = next_tokens(reading.token_T, anchor, torch.full_like(anchor, end), hidden.shape[1])
     logits = target.logits(hidden)
     if head.edge is not None:
         parent = torch.cat((reading.token_T[anchor, None], label[:, :-1]), 1).clamp(min=0)
         logits = logits + head.edge(hidden, parent)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=BEYOND)
+
+
+def states(reading: Reading, head: DraftHead, anchor_B: torch.Tensor) -> torch.Tensor:
+    """States for depths 1..D below each anchor, (B, D, M)."""
+    nodes, pages = reading.place(anchor_B, torch.arange(head.head_config.block_size), reading.state.layers)
+    block = replace(nodes, token_T=head.block_tokens(reading.token_T[anchor_B]).flatten())
+    return head.propose(block, reading.target, pages)
 
 
 def documents_of(target: Decoder, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Document]:
@@ -149,10 +151,10 @@ def test_gap_is_the_difference_of_logprobs() -> None:
     score = score_head(target, head, [document], ("16",), TreeConfig(width=4), num_gaps=1000)
     gaps = []
     with torch.inference_mode():
-        reading = BlockReading(target, head, document.tokens)
+        reading = Reading(target, head, document.tokens)
         for anchor in range(2, 10):
             length = min(head.head_config.depth, 10 - anchor)
-            logq = target.logits(reading.states(torch.tensor([anchor]))[0]).log_softmax(-1)
+            logq = target.logits(states(reading, head, torch.tensor([anchor]))[0]).log_softmax(-1)
             best, path = logq.max(-1)
             logits, _ = run_decoder(target, [*document.tokens[: anchor + 1].tolist(), *path.tolist()])
             logp = logits.log_softmax(-1)[anchor:-1].gather(1, path[:, None])[:, 0]
