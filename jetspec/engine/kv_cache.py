@@ -53,6 +53,10 @@ class PagePool:
     def num_available(self) -> int:
         return len(self.free_pages) + len(self.evictable)
 
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_available
+
     def allocate(self, count: int) -> list[int] | None:
         """Takes pages, evicting registered ones if necessary. Returns None when there are not enough."""
         if count > self.num_available:

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jetspec
@@ -81,28 +81,21 @@ class Server:
 
     def __init__(self, llm: LLM, config: ServeConfig) -> None:
         self.llm, self.config = llm, config
-        self.model_name = config.model_name or llm.model_name
-        self.created = int(time.time())
-        self.vocab = Vocabulary(llm.tokenizer)
-        self.metrics = Metrics(llm.engine, self.model_name)
-        self.compiler = Compiler(llm)
-        self.serializer = ThreadPoolExecutor(1, "serialize")
-        self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
-        self.builder = RequestBuilder(
-            llm.tokenizer,
-            llm.tree,
-            model_name=self.model_name,
-            max_len=llm.engine.max_len,
-            max_prompt=config.max_prompt,
-            max_tokens=config.max_tokens,
-        )
-        self.shape = api.TreeShape(
+        self.builder = RequestBuilder(llm, config)
+        self.model_name = self.builder.model_name
+        shape = api.TreeShape(
             drafter=llm.drafter,
             budget=llm.tree.budget,
             width=llm.tree.width,
             max_len=llm.engine.max_len,
             max_tokens=self.builder.max_tokens,
         )
+        self.card = api.ModelCard(id=self.model_name, created=int(time.time()), jetspec=shape)
+        self.vocab = Vocabulary(llm.tokenizer)
+        self.metrics = Metrics(llm.engine, self.model_name)
+        self.compiler = Compiler(llm)
+        self.serializer = ThreadPoolExecutor(1, "serialize")
+        self.worker = EngineThread(llm.engine, self.metrics, llm.config.max_batch, config.max_queue)
 
     def app(self) -> ASGIApp:
         app = FastAPI(
@@ -147,13 +140,13 @@ class Server:
 
         @app.get("/v1/models", responses=ERRORS)
         async def models() -> api.ModelList:
-            return api.ModelList(data=[self._card()])
+            return api.ModelList(data=[self.card])
 
         @app.get("/v1/models/{name:path}", responses=ERRORS)
         async def model(name: str) -> api.ModelCard:
             if name != self.model_name:
                 raise ApiError("there is no such model here", status=404, code="model_not_found")
-            return self._card()
+            return self.card
 
     def _add_operations(self, app: FastAPI) -> None:
         @app.get("/health", responses={503: {"model": api.Health}})
@@ -180,9 +173,6 @@ class Server:
             @app.get("/", include_in_schema=False)
             async def playground() -> Response:
                 return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
-
-    def _card(self) -> api.ModelCard:
-        return api.ModelCard(id=self.model_name, created=self.created, jetspec=self.shape)
 
     async def _generate(
         self,
@@ -216,7 +206,7 @@ class Server:
         if body.stream:
             has_usage = body.stream_options is not None and body.stream_options.include_usage
             events = self._events(handle, response, has_usage)
-            return EventStream(events, handle, partial(self._close, handle, response, fields))
+            return EventStream(events, partial(self._close, handle, response, fields))
         return await self._collect(request, handle, response, fields)
 
     async def _collect(
@@ -258,21 +248,16 @@ class Server:
             fields["answered"] = [done.text for done in response.completions.values()]
 
 
-class EventStream(Response):
-    """Response of server-sent events. A client that disconnects or is cut off cancels its request."""
+class EventStream(StreamingResponse):
+    """Server-sent events. A client that disconnects or is cut off ends them; `close` is always called."""
 
-    def __init__(self, events: AsyncGenerator[bytes], handle: RequestHandle, close: Callable[[], None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
-        self.events, self.handle, self.close = events, handle, close
+    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self.events) as events, cancel_on_disconnect(receive, self.handle):
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for data in events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await super().__call__(scope, receive, send)
         finally:
             self.close()
 

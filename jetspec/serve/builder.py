@@ -10,11 +10,12 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from jetspec.config import TreeConfig
+from jetspec.engine.llm import LLM
 from jetspec.grammar.bounds import check_bounds
 from jetspec.grammar.tools import BEGIN, check_functions, forced_call, free_calls
-from jetspec.models.tokenizer import Tokenizer, TooLong
+from jetspec.models.tokenizer import TooLong
 from jetspec.serve import protocol as api
+from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import ApiError
 from jetspec.serve.tools import template_arguments
 from jetspec.serve.worker import Job
@@ -31,48 +32,43 @@ SHARED = ("temperature", "top_p", "top_k", "min_p", "ignore_eos", "seed", "prese
 class RequestBuilder:
     """Turns API requests into jobs. Refuses by name whatever this server's model and engine do not support."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tree: TreeConfig,
-        *,
-        model_name: str,
-        max_len: int,
-        max_prompt: int | None = None,
-        max_tokens: int | None = None,
-    ) -> None:
-        self.tokenizer, self.tree, self.model_name = tokenizer, tree, model_name
-        self.vocab_size = tokenizer.vocab_size
-        if max_tokens is not None and max_tokens > max_len:
-            raise ValueError(f"max_tokens is {max_tokens}, but the context holds {max_len} tokens")
-        self.max_prompt = min(max_prompt or max_len, max_len - 1)
-        self.max_tokens = max_tokens or max_len
+    def __init__(self, llm: LLM, config: ServeConfig) -> None:
+        self.tokenizer, self.tree, max_len = llm.tokenizer, llm.tree, llm.engine.max_len
+        self.model_name = config.model_name or llm.model_name
+        if config.max_tokens is not None and config.max_tokens > max_len:
+            raise ValueError(f"max_tokens is {config.max_tokens}, but the context holds {max_len} tokens")
+        self.max_prompt = min(config.max_prompt or max_len, max_len - 1)
+        self.max_tokens = config.max_tokens or max_len
 
     def chat(self, request: api.ChatRequest, tenant: str) -> Job:
         self._check(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError("top_logprobs needs logprobs", param="top_logprobs")
+        template = self.tokenizer.chat_template
         tools, is_forced = chosen_tools(request)
         if tools or any(message.role == "tool" or message.tool_calls for message in request.messages):
-            check_template(self.tokenizer.chat_template)
+            check_template(template)
             check_call_ids(request.messages)
         grammar = self._grammar(request, tools, is_forced)
         variables: dict[str, Any] = {}
         if tools:  # as sent, without `strict`, which concerns decoding only
             sent = (tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in tools)
             variables["tools"] = list(sent)
-        if request.chat_template_kwargs:
-            variables |= template_options(request.chat_template_kwargs, self.tokenizer.chat_template)
+        options = request.chat_template_kwargs or api.TemplateOptions()
+        for name, value in options.model_dump(exclude_none=True).items():
+            if name not in (template or ""):
+                where = f"chat_template_kwargs.{name}"
+                raise ApiError(f"{where} is not supported: this model's chat template does not use it", param=where)
+            variables[name] = value
         messages = [template_message(message, f"messages.{i}") for i, message in enumerate(request.messages)]
         tokens = self._encode_chat(messages, FORCED_CALL if is_forced else "", variables)
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
         old, new = request.max_tokens, request.max_completion_tokens  # two names of one limit
         if old is not None and new is not None and old != new:
             why = f"max_tokens is {old}, but max_completion_tokens is {new}; give one of them"
             raise ApiError(why, param="max_tokens")
-        sampling = self._sampling(request, new or old, logprobs, grammar)
-        job = self._job(request, [tokens], tenant, sampling)
-        return replace(job, shows_logprobs=request.logprobs, reads_tools=bool(tools), in_call=is_forced)
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        job = self._job(request, [tokens], tenant, new or old, logprobs, grammar)
+        return replace(job, reads_tools=bool(tools), in_call=is_forced)
 
     def completion(self, request: api.CompletionRequest, tenant: str) -> Job:
         self._check(request)
@@ -80,9 +76,7 @@ class RequestBuilder:
         prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         is_given = "max_tokens" in request.model_fields_set
         limit = request.max_tokens if is_given else min(request.max_tokens, self.max_tokens)
-        tokens = [self._encode(prompt) for prompt in prompts]
-        job = self._job(request, tokens, tenant, self._sampling(request, limit, request.logprobs))
-        return replace(job, shows_logprobs=request.logprobs is not None)
+        return self._job(request, [self._encode(prompt) for prompt in prompts], tenant, limit, request.logprobs)
 
     def _grammar(self, request: api.ChatRequest, tools: list[api.Tool], is_forced: bool) -> Grammar | None:
         """The grammar of a completion: a forced call, calls of strict tools, or the response format."""
@@ -146,26 +140,23 @@ class RequestBuilder:
                 raise self._too_long() from error
 
     def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        if tokens and max(tokens) >= self.vocab_size:
+        if tokens and max(tokens) >= self.tokenizer.vocab_size:
             raise ApiError(f"token id {max(tokens)} is not in the vocabulary", param=param)
 
     def _job(
-        self, request: api.GenerationRequest, prompts: list[list[int]], tenant: str, sampling: SamplingParams
+        self,
+        request: api.GenerationRequest,
+        prompts: list[list[int]],
+        tenant: str,
+        limit: int | None,
+        logprobs: int | None,
+        grammar: Grammar | None = None,
     ) -> Job:
         for tokens in prompts:
             if not tokens:
                 raise ApiError("the prompt is empty", param="prompt")
             if len(tokens) > self.max_prompt:
                 raise self._too_long()
-        trace = bool(request.jetspec and request.jetspec.trace)
-        salt = json.dumps([tenant, request.cache_salt or ""]) if tenant or request.cache_salt else ""
-        return Job(prompts, sampling, request.n, self._tree_limits(request), trace, salt)
-
-    def _sampling(
-        self, request: api.GenerationRequest, limit: int | None, logprobs: int | None, grammar: Grammar | None = None
-    ) -> SamplingParams:
-        if request.jetspec and request.jetspec.trace and logprobs is None:
-            logprobs = 0
         if limit is not None and limit > self.max_tokens:
             raise ApiError(f"max_tokens is {limit}; here it may be at most {self.max_tokens}", param="max_tokens")
         if grammar and request.ignore_eos:
@@ -173,23 +164,28 @@ class RequestBuilder:
             raise ApiError(why, param="ignore_eos")
         bias = {int(token): value for token, value in request.logit_bias.items()}
         self._check_tokens(list(bias), "logit_bias")
-        return SamplingParams(
+        tree = request.jetspec or api.TreeOptions()
+        sampling = SamplingParams(
             **{name: getattr(request, name) for name in SHARED},
             max_tokens=limit or self.max_tokens,
             stop=tuple(request.stop),
             logit_bias=bias,
-            logprobs=logprobs,
+            logprobs=0 if tree.trace and logprobs is None else logprobs,
             grammar=grammar,
         )
-
-    def _tree_limits(self, request: api.GenerationRequest) -> TreeLimits | None:
-        tree = request.jetspec
-        if tree is None or (tree.budget is None and tree.width is None):
-            return None
-        for name, value, limit in (("budget", tree.budget, self.tree.budget), ("width", tree.width, self.tree.width)):
-            if value is not None and value > limit:
-                raise ApiError(f"{name} is {value}; this server's trees have {limit}", param=f"jetspec.{name}")
-        return TreeLimits(tree.budget or self.tree.budget, tree.width or self.tree.width)
+        for name, value, most in (("budget", tree.budget, self.tree.budget), ("width", tree.width, self.tree.width)):
+            if value is not None and value > most:
+                raise ApiError(f"{name} is {value}; this server's trees have {most}", param=f"jetspec.{name}")
+        limits = TreeLimits(tree.budget or self.tree.budget, tree.width or self.tree.width)
+        return Job(
+            prompts,
+            sampling,
+            count=request.n,
+            limits=limits if tree.budget or tree.width else None,
+            trace=tree.trace,
+            cache_salt=json.dumps([tenant, request.cache_salt or ""]) if tenant or request.cache_salt else "",
+            shows_logprobs=logprobs is not None,
+        )
 
     def _too_long(self) -> ApiError:
         why = f"the prompt is too long; it may have at most {self.max_prompt} tokens here"
@@ -235,16 +231,6 @@ def check_call_ids(messages: Sequence[api.Message]) -> None:
         if message.tool_call_id and message.tool_call_id not in ids:
             raise ApiError("no earlier call has this tool_call_id", param=f"messages.{number}.tool_call_id")
         ids.update(call.id for call in message.tool_calls or [])
-
-
-def template_options(options: api.TemplateOptions, template: str | None) -> dict[str, Any]:
-    """Variables for the chat template. One that it does not use is refused."""
-    given = options.model_dump(exclude_none=True)
-    for name in given:
-        if name not in (template or ""):
-            where = f"chat_template_kwargs.{name}"
-            raise ApiError(f"{where} is not supported: this model's chat template does not use it", param=where)
-    return given
 
 
 def template_message(message: api.Message, place: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Prometheus metrics of the server. To add one: create it in `Metrics.__init__` and update it in an `on_` method, or
-for a value that is read when scraped add a row to `_add_gauges`.
+"""Prometheus metrics of the server. To add one: create it in `Metrics.__init__` and update it in an `on_` method; a
+value that is read when scraped is a row of the gauges there.
 
 Quantities that vLLM publishes too have its names, prefix included, because dashboards and `vllm bench serve` read
 these. Those of tree decoding are named `jetspec:`.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -20,6 +22,7 @@ BETWEEN_TOKENS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5
 REQUEST_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 WINDOW_S = 10.0
 """Time over which rates are averaged."""
+M = TypeVar("M", Counter, Gauge, Histogram)
 COMPLETION_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -33,61 +36,44 @@ class Metrics:
         self._recent: deque[tuple[float, int]] = deque()
         """(end time, committed tokens) of the rounds in the window."""
 
-        self._requests = Counter("jetspec:requests", "HTTP requests.", ["route", "status"], registry=self.registry)
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.")
-        self._tokens = self._counter("vllm:generation_tokens", "Generated tokens.")
-        self._success = Counter(
-            "vllm:request_success", "Finished completions.", ["model_name", "finished_reason"], registry=self.registry
-        )
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
-        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
-        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._accepted_at = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position in the draft.",
-            ["model_name", "position"],
-            registry=self.registry,
-        )
-        self._rounds = Counter("jetspec:rounds", "Rounds, counted per completion.", registry=self.registry)
-        self._accepted_length = Histogram(
-            "jetspec:accepted_length",
-            "Draft tokens accepted per round.",
-            buckets=[*range(16), 31, 63, 255],
-            registry=self.registry,
-        )
-        self._first = self._latency("vllm:time_to_first_token_seconds", "Time to the first token.", FIRST_TOKEN_S)
-        self._between = self._latency(
-            "vllm:inter_token_latency_seconds", "Time of a round divided by its tokens.", BETWEEN_TOKENS_S
-        )
-        self._whole = self._latency("vllm:e2e_request_latency_seconds", "Time of a whole request.", REQUEST_S)
-        self._add_gauges(engine)
+        make = self._make
+        self._requests = make(Counter, "jetspec:requests", "HTTP requests.", "route", "status")
+        self._prompt_tokens = make(Counter, "vllm:prompt_tokens", "Prompt tokens.")
+        self._tokens = make(Counter, "vllm:generation_tokens", "Generated tokens.")
+        self._success = make(Counter, "vllm:request_success", "Finished completions.", "finished_reason")
+        self._drafts = make(Counter, "vllm:spec_decode_num_drafts", "Rounds with a draft.")
+        self._draft_tokens = make(Counter, "vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self._accepted = make(Counter, "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        per_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        self._accepted_at = make(Counter, per_position, "Draft tokens accepted, by position in the draft.", "position")
+        self._rounds = make(Counter, "jetspec:rounds", "Rounds, counted per completion.")
+        lengths = [*range(16), 31, 63, 255]
+        self._lengths = make(Histogram, "jetspec:accepted_length", "Draft tokens accepted per round.", buckets=lengths)
+        first, between = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
+        self._first = make(Histogram, first, "Time to the first token.", buckets=FIRST_TOKEN_S)
+        self._between = make(Histogram, between, "Time of a round divided by its tokens.", buckets=BETWEEN_TOKENS_S)
+        whole = "vllm:e2e_request_latency_seconds"
+        self._whole = make(Histogram, whole, "Time of a whole request.", buckets=REQUEST_S)
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(name, help, ["model_name"], registry=self.registry).labels(**self._model)
-
-    def _latency(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, help, ["model_name"], buckets=buckets, registry=self.registry).labels(**self._model)
-
-    def _add_gauges(self, engine: Engine) -> None:
-        """Values that are read when the metrics are scraped."""
+        # Values that are read when the metrics are scraped.
         pool, scheduler = engine.cache.pool, engine.scheduler
+        gauges: list[tuple[str, str, Callable[[], float]]] = [
+            ("vllm:num_requests_running", "Completions in the batch.", lambda: len(scheduler.running)),
+            ("vllm:num_requests_waiting", "Completions in the queue.", lambda: len(scheduler.waiting)),
+            ("vllm:kv_cache_usage_perc", "Share of pages in use, 0 to 1.", lambda: pool.num_used / pool.num_pages),
+            ("jetspec:pages_in_use", "Pages of the KV cache in use.", lambda: pool.num_used),
+            ("jetspec:pages", "Pages of the KV cache.", lambda: pool.num_pages),
+            ("jetspec:tokens_per_second", f"Mean of the last {WINDOW_S:g} s.", self.tokens_per_s),
+            ("jetspec:tokens_per_round", f"Mean of the last {WINDOW_S:g} s.", self.tokens_per_round),
+        ]
+        for name, help, read in gauges:
+            make(Gauge, name, help).set_function(read)
 
-        def pages_in_use() -> int:
-            return pool.num_pages - pool.num_available
-
-        gauges = {
-            "vllm:num_requests_running": ("Completions in the batch.", lambda: len(scheduler.running)),
-            "vllm:num_requests_waiting": ("Completions in the queue.", lambda: len(scheduler.waiting)),
-            "vllm:kv_cache_usage_perc": ("Share of pages in use, 0 to 1.", lambda: pages_in_use() / pool.num_pages),
-            "jetspec:pages_in_use": ("Pages of the KV cache in use.", pages_in_use),
-            "jetspec:pages": ("Pages of the KV cache.", lambda: pool.num_pages),
-            "jetspec:tokens_per_second": (f"Mean of the last {WINDOW_S:g} s.", self.tokens_per_s),
-            "jetspec:tokens_per_round": (f"Mean of the last {WINDOW_S:g} s.", self.tokens_per_round),
-        }
-        for name, (help, read) in gauges.items():
-            labels = self._model if name.startswith("vllm:") else {}
-            gauge = Gauge(name, help, list(labels), registry=self.registry)
-            (gauge.labels(**labels) if labels else gauge).set_function(read)
+    def _make(self, kind: type[M], name: str, help: str, *labels: str, **options: Any) -> M:
+        """Returns a metric. One with vLLM's name has its label, too, with a value unless there are other labels."""
+        model: dict[str, str] = self._model if name.startswith("vllm:") else {}
+        metric = kind(name, help, [*model, *labels], registry=self.registry, **options)
+        return metric.labels(**model) if model and not labels else metric
 
     def on_admission(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)
@@ -100,7 +86,7 @@ class Metrics:
             self._recent.popleft()
         self._tokens.inc(num)
         self._rounds.inc()
-        self._accepted_length.observe(update.accepted)
+        self._lengths.observe(update.accepted)
         if update.drafted:
             self._drafts.inc()
             self._draft_tokens.inc(update.drafted)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import hmac
 import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from email.message import Message as Header
 from typing import Any, NoReturn
 
@@ -24,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jetspec.gc_control import pause_collection
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import MAX_QUOTE, ApiError, client_disconnected, internal_error
 from jetspec.serve.log import log, request_fields
@@ -44,50 +43,60 @@ class Middleware:
     """
 
     def __init__(self, app: Starlette, config: ServeConfig, on_response: Callable[[str, int, float], None]) -> None:
-        self.app, self.config, self.on_response = _with_cors(app, config.origins), config, on_response
+        self.app, self.config, self.on_response = app, config, on_response
         self.routes = app.routes
         self.digests = [_digest(key) for key in config.keys]
         self.names = (*LOCAL_NAMES, _host_name(config.shown_host))
         self.num_active = 0
+        self.checked: ASGIApp = self._run_checked
+        if config.origins:  # pages of these can read errors, too; a preflight request carries no key
+            self.checked = CORSMiddleware(
+                self._run_checked,
+                allow_origins=config.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],  # client libraries send headers of their own; the origin decides
+                expose_headers=["Retry-After", "X-Request-Id"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        method = scope["method"]
-        if method == "HEAD":  # h11 leaves the body out of the response
+        exchange = Exchange(scope, send)
+        if scope["method"] == "HEAD":  # h11 leaves the body out of the response
             scope = {**scope, "method": "GET"}
-        exchange = Exchange(scope, method, send)
+        scope = {**scope, "exchange": exchange}
         token = request_fields.set(exchange.fields)
         try:
-            self._check(scope, exchange)
+            await self.checked(scope, receive, exchange.send)
+        finally:
+            request_fields.reset(token)
+            exchange.finish(self._route(scope), self.on_response)
+
+    async def _run_checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["exchange"]
+        try:
+            self._check(scope)
             self.num_active += 1
             try:
                 body = await self._read_body(scope, receive)
                 exchange.is_read = True
-                await self.app(scope, body, exchange.send)
+                await self.app(scope, body, send)
             finally:
                 self.num_active -= 1
         except ApiError as error:
-            await self._refuse(error, scope, receive, exchange.send)
+            await error.response()(scope, receive, send)
         except Exception as error:
             log.error("a handler failed", exc_info=error, extra={"fields": {"id": exchange.id}})
             if not exchange.status:
-                await self._refuse(internal_error(), scope, receive, exchange.send)
-        finally:
-            request_fields.reset(token)
-            exchange.finish(self._route(scope), self.on_response)
+                await internal_error().response()(scope, receive, send)
 
     def _route(self, scope: Scope) -> str:
         """Returns the path of a known route, else "other": clients must not add labels to the metrics."""
         found = scope.get("route") or next((r for r in self.routes if r.matches(scope)[0] is not Match.NONE), None)
         return getattr(found, "path", "other")
 
-    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends an error with CORS headers, so that pages of allowed origins can read it."""
-        await _with_cors(error.response(), self.config.origins)(scope, receive, send)
-
-    def _check(self, scope: Scope, exchange: Exchange) -> None:
+    def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy and this server could see different requests in the same bytes.
@@ -96,8 +105,8 @@ class Middleware:
             raise ApiError(f"the headers have more than {MAX_HEADERS} bytes")
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER)
         if self.digests:
-            if not (is_open or self._is_preflight(scope, headers)):
-                exchange.fields["tenant"] = self._tenant(headers.get("authorization", ""))
+            if not is_open:
+                request_fields.get()["tenant"] = self._tenant(headers.get("authorization", ""))
         elif self.config.is_local and _host_name(headers.get("host", "localhost")) not in self.names:
             # DNS rebinding: a web page can point a name of its own at this machine and then call the API from its
             # visitor's browser. Browsers always send the name; HTTP/1.0 need not.
@@ -106,11 +115,6 @@ class Middleware:
             raise ApiError("Expect may only be 100-continue", status=417)
         if self.num_active >= self.config.max_requests and not is_open:
             raise ApiError("too many requests at a time", status=429, code="too_many_requests", retry_after=1)
-
-    def _is_preflight(self, scope: Scope, headers: Headers) -> bool:
-        """A CORS preflight request carries no key and reaches no route."""
-        is_cors = "origin" in headers and "access-control-request-method" in headers
-        return bool(self.config.origins) and scope["method"] == "OPTIONS" and is_cors
 
     def _tenant(self, authorization: str) -> str:
         """Returns the number of the request's key; the log must not hold even a hash of a key.
@@ -161,11 +165,11 @@ class Middleware:
 class Exchange:
     """One request and its response: request id, status, duration, fields of the log line."""
 
-    def __init__(self, scope: Scope, method: str, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         self.id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        self.fields: dict[str, Any] = {"id": self.id, "method": method}
+        self.fields: dict[str, Any] = {"id": self.id, "method": scope["method"]}
         self.scope, self._send = scope, send
         self.start_s = time.perf_counter()
         self.status = 0
@@ -187,18 +191,6 @@ class Exchange:
         seconds = time.perf_counter() - self.start_s
         on_response(route, self.status, seconds)
         log.info("request", extra={"fields": self.fields | {"route": route, "status": self.status, "s": seconds}})
-
-
-def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    if not origins:
-        return app
-    return CORSMiddleware(
-        app,
-        allow_origins=origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],  # client libraries send headers of their own; the origin decides
-        expose_headers=["Retry-After", "X-Request-Id"],
-    )
 
 
 def _digest(key: str) -> bytes:
@@ -257,7 +249,8 @@ def parse_json(body: bytes) -> Any:
         raise ApiError(f"the body is not valid JSON: {name} is not a JSON number")
 
     try:
-        with _no_garbage_collection():
+        # A body of a million lists has no cycles, but collections during its parsing take ten times as long as that.
+        with pause_collection():
             return json.loads(body.decode(), object_pairs_hook=make_object, parse_constant=refuse_constant)
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not UTF-8, at byte {error.start}") from None
@@ -267,15 +260,3 @@ def parse_json(body: bytes) -> Any:
         raise ApiError("the body is nested too deeply") from None
     except ValueError:  # more digits than Python converts
         raise ApiError("a number in the body is too long") from None
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A body of a million lists has no cycles, but collections during its parsing take ten times as long as that."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

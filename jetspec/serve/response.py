@@ -8,13 +8,13 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from pydantic import BaseModel
+
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.serve import protocol as api
 from jetspec.serve.tools import ToolReader
 from jetspec.serve.worker import Job
 from jetspec.types import Completion, TokenLogprob, Update
-
-Chunk = api.ChatChunk | api.TextCompletion
 
 
 class SpeedMeter:
@@ -76,37 +76,48 @@ class TextOffsets:
         return offset
 
 
-def chat_logprobs(entries: list[TokenLogprob], vocab: Vocabulary) -> api.ChatLogprobs:
-    content: list[api.ChatTokenLogprob] = [
-        {**vocab.top(entry.token, entry.logprob), "top_logprobs": [vocab.top(*top) for top in entry.top]}
-        for entry in entries
-    ]
-    return api.ChatLogprobs.model_construct(content=content)
-
-
 class BaseResponse:
-    """Collects the updates of one HTTP request.
-
-    A subclass has `add` (record an update), `chunk` (record it and return its chunk, if there is one to send), `whole`
-    (the response with all completions) and `usage_chunk`.
-    """
+    """Collects the updates of one HTTP request. A subclass makes the choices of its kind of response."""
 
     prefix: ClassVar[str]
     """Beginning of the response id."""
+    whole_type: ClassVar[type[BaseModel]]
+    chunk_type: ClassVar[type[BaseModel]]
 
     def __init__(self, job: Job, vocab: Vocabulary, model: str) -> None:
-        self.vocab, self.job, self.shows_logprobs = vocab, job, job.shows_logprobs
-        self.head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self.vocab, self.job = vocab, job
+        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.speeds = [SpeedMeter() for _ in range(job.num_completions)]
         self.completions: dict[int, Completion] = {}
 
+    def add(self, index: int, update: Update) -> Any:
+        """Record an update."""
+        if update.completion:
+            self.completions[index] = update.completion
+
+    def chunk(self, index: int, update: Update) -> BaseModel | None:
+        """Record an update. Returns its chunk, if there is one to send."""
+        trace = self._trace(index, update)
+        choice = self._part(index, update, trace is not None)
+        return choice and self.chunk_type(**self.head, choices=[choice], jetspec=trace)
+
+    def usage_chunk(self) -> BaseModel:
+        return self.chunk_type(**self.head, choices=[], usage=self._usage())
+
+    def whole(self) -> BaseModel:
+        """The response with all completions."""
+        choices = [self._choice(index, done) for index, done in sorted(self.completions.items())]
+        return self.whole_type(**self.head, choices=choices, usage=self._usage())
+
+    def _part(self, index: int, update: Update, is_traced: bool) -> Any:
+        """Record an update. Returns the choice of its chunk; None if there is nothing to send."""
+
+    def _choice(self, index: int, done: Completion) -> Any:
+        """Returns the choice of a finished completion."""
+
     def _visible(self, logprobs: list[TokenLogprob] | None) -> list[TokenLogprob]:
         """Entries of the tokens that add to the text: not that of the end token, for instance."""
-        return [entry for entry in logprobs or [] if self.vocab.raw(entry.token)] if self.shows_logprobs else []
+        return [entry for entry in logprobs or [] if self.vocab.raw(entry.token)] if self.job.shows_logprobs else []
 
     def _usage(self) -> api.Usage:
         """Usage of all completions. Those of one prompt share it: counted once, with the first one's cached tokens."""
@@ -163,7 +174,7 @@ class ChatState:
 class ChatResponse(BaseResponse):
     """Response of `/v1/chat/completions`."""
 
-    prefix = "chatcmpl"
+    prefix, whole_type, chunk_type = "chatcmpl", api.ChatCompletion, api.ChatChunk
 
     def __init__(self, job: Job, vocab: Vocabulary, model: str) -> None:
         super().__init__(job, vocab, model)
@@ -172,90 +183,72 @@ class ChatResponse(BaseResponse):
 
     def add(self, index: int, update: Update) -> tuple[str, list[api.ToolCallDelta]]:
         """Record an update. Returns its text and its tool calls."""
-        state = self.states[index]
+        super().add(index, update)
+        state, done = self.states[index], update.completion
         text, found = update.text, list[api.FunctionCall]()
         if state.reader:
-            text, found = state.reader.push(text, is_last=update.completion is not None)
+            text, found = state.reader.push(text, is_last=done is not None)
         calls = [api.ResponseToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=call) for call in found]
         deltas = [api.ToolCallDelta(index=len(state.calls) + i, **vars(call)) for i, call in enumerate(calls)]
         state.text += text
         state.calls += calls
-        if update.completion:
-            self.completions[index] = update.completion
-            is_cut = state.reader is not None and state.reader.is_cut and update.completion.finish_reason == "length"
-            state.finish = "tool_calls" if state.calls and not is_cut else update.completion.finish_reason
+        if done:
+            is_cut = state.reader is not None and state.reader.is_cut and done.finish_reason == "length"
+            state.finish = "tool_calls" if state.calls and not is_cut else done.finish_reason
         return text, deltas
 
-    def chunk(self, index: int, update: Update) -> Chunk | None:
+    def _part(self, index: int, update: Update, is_traced: bool) -> api.ChatChunkChoice | None:
         """The first chunk has the role. It is sent with the first token: clients measure that time."""
         text, calls = self.add(index, update)
-        state, logprobs = self.states[index], self._visible(update.logprobs)
-        trace = self._trace(index, update)
-        if not (text or calls or update.completion or trace or logprobs):
+        state, entries = self.states[index], self._visible(update.logprobs)
+        if not (text or calls or update.completion or is_traced or entries):
             return None
         content = text or (None if state.is_begun or state.calls else "")  # a completion without any text has ""
         delta = api.Delta(role=None if state.is_begun else "assistant", content=content, tool_calls=calls or None)
         state.is_begun = True
-        choice = api.ChatChunkChoice(
-            index=index,
-            delta=delta,
-            logprobs=chat_logprobs(logprobs, self.vocab) if logprobs else None,
-            finish_reason=state.finish,
-        )
-        return api.ChatChunk(**self.head, choices=[choice], jetspec=trace)
+        logprobs = self._logprobs(entries) if entries else None
+        return api.ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=state.finish)
 
-    def whole(self) -> api.ChatCompletion:
-        choices = []
-        for index, state in enumerate(self.states):
-            assert state.finish is not None
-            content = state.text or (None if state.calls else "")
-            message = api.ResponseMessage(content=content, tool_calls=state.calls or None)
-            entries = self._visible(self.completions[index].logprobs)
-            logprobs = chat_logprobs(entries, self.vocab) if self.shows_logprobs else None
-            choices.append(api.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=state.finish))
-        return api.ChatCompletion(**self.head, choices=choices, usage=self._usage())
+    def _choice(self, index: int, done: Completion) -> api.ChatChoice:
+        state = self.states[index]
+        assert state.finish is not None
+        content = state.text or (None if state.calls else "")
+        message = api.ResponseMessage(content=content, tool_calls=state.calls or None)
+        logprobs = self._logprobs(self._visible(done.logprobs)) if self.job.shows_logprobs else None
+        return api.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=state.finish)
 
-    def usage_chunk(self) -> api.ChatChunk:
-        return api.ChatChunk(**self.head, choices=[], usage=self._usage())
+    def _logprobs(self, entries: list[TokenLogprob]) -> api.ChatLogprobs:
+        vocab = self.vocab
+        content: list[api.ChatTokenLogprob] = [
+            {**vocab.top(entry.token, entry.logprob), "top_logprobs": [vocab.top(*top) for top in entry.top]}
+            for entry in entries
+        ]
+        return api.ChatLogprobs.model_construct(content=content)
 
 
 class TextResponse(BaseResponse):
     """Response of `/v1/completions`."""
 
-    prefix = "cmpl"
+    prefix, whole_type, chunk_type = "cmpl", api.TextCompletion, api.TextCompletion
 
     def __init__(self, job: Job, vocab: Vocabulary, model: str) -> None:
         super().__init__(job, vocab, model)
         self.offsets = [TextOffsets() for _ in self.speeds]
 
-    def add(self, index: int, update: Update) -> None:
-        if update.completion:
-            self.completions[index] = update.completion
-
-    def chunk(self, index: int, update: Update) -> Chunk | None:
+    def _part(self, index: int, update: Update, is_traced: bool) -> api.TextChoice | None:
         self.add(index, update)
         finish = update.completion.finish_reason if update.completion else None
         logprobs = self._logprobs(update.logprobs, self.offsets[index])
-        trace = self._trace(index, update)
-        if not (update.text or finish or trace or logprobs):
+        if not (update.text or finish or is_traced or logprobs):
             return None
-        choice = api.TextChoice(index=index, text=update.text, logprobs=logprobs, finish_reason=finish)
-        return api.TextCompletion(**self.head, choices=[choice], jetspec=trace)
+        return api.TextChoice(index=index, text=update.text, logprobs=logprobs, finish_reason=finish)
 
-    def whole(self) -> api.TextCompletion:
-        choices = []
-        for index, done in sorted(self.completions.items()):
-            logprobs = self._logprobs(done.logprobs, TextOffsets())
-            choices.append(
-                api.TextChoice(index=index, text=done.text, logprobs=logprobs, finish_reason=done.finish_reason)
-            )
-        return api.TextCompletion(**self.head, choices=choices, usage=self._usage())
-
-    def usage_chunk(self) -> api.TextCompletion:
-        return api.TextCompletion(**self.head, choices=[], usage=self._usage())
+    def _choice(self, index: int, done: Completion) -> api.TextChoice:
+        logprobs = self._logprobs(done.logprobs, TextOffsets())
+        return api.TextChoice(index=index, text=done.text, logprobs=logprobs, finish_reason=done.finish_reason)
 
     def _logprobs(self, entries: list[TokenLogprob] | None, offsets: TextOffsets) -> api.TextLogprobs | None:
-        if not self.shows_logprobs:
+        if not self.job.shows_logprobs:
             return None
         entries, vocab = self._visible(entries), self.vocab
         return api.TextLogprobs(

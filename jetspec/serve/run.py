@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
@@ -82,6 +78,10 @@ class HttpServer(uvicorn.Server):
             )
         )
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or []:
@@ -106,26 +106,14 @@ class HttpServer(uvicorn.Server):
         self.worker.abort_all(shutting_down())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal starts the shutdown, the second aborts all requests, the third exits at once."""
+        """The first signal starts the shutdown, the second aborts all requests, the third exits at once.
+
+        Unlike uvicorn's method, it does not have the signal raised again after the shutdown: the exit status is 0.
+        """
         self.num_signals += 1
+        self.should_exit, self.force_exit = True, self.num_signals > 2
         if self.num_signals == 2:
             self.loop.call_soon_threadsafe(self.abort_all)
-        else:
-            super().handle_exit(sig, frame)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's, it does not raise the signal again after the shutdown: the exit status is 0."""
-        self.loop = asyncio.get_running_loop()
-        if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def serve(server: Server, listener: socket.socket) -> None:

@@ -62,8 +62,7 @@ class Live:
 
     @property
     def pages_in_use(self) -> int:
-        pool = self.llm.engine.cache.pool
-        return pool.num_pages - pool.num_available
+        return self.llm.engine.cache.pool.num_used
 
     def wait_for_rest(self) -> None:
         """Wait until no request is open and every page is free."""

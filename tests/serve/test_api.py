@@ -12,9 +12,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jetspec.config import TreeConfig
 from jetspec.engine.llm import LLM
 from jetspec.serve.builder import RequestBuilder
+from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import ApiError
 from jetspec.serve.protocol import ChatChunk, ChatCompletion, CompletionRequest, TextCompletion
 from jetspec.types import SamplingParams
@@ -266,8 +266,8 @@ def test_completion_ends_with_the_context(live: Live, limit: int | None) -> None
 def test_default_length_is_clipped_and_a_given_one_refused(alone: LLM) -> None:
     """For a request beyond the server's limit, and for that limit beyond the context."""
     with pytest.raises(ValueError, match="max_tokens"):
-        RequestBuilder(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=257)
-    builder = RequestBuilder(alone.tokenizer, TreeConfig(), model_name=NAME, max_len=256, max_tokens=8)
+        RequestBuilder(alone, ServeConfig(max_tokens=257))
+    builder = RequestBuilder(alone, ServeConfig(max_tokens=8))
     body = {"model": NAME, "prompt": "ab"}
     job = builder.completion(CompletionRequest.model_validate({**body, "max_tokens": None}), "")
     assert job.sampling.max_tokens == 8
