@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from jetspec.models.masked_attention import Visible, attend_masked, narrow
 from jetspec.ops import HeadNorm, Residual, Routed
 from jetspec.types import KVPages, TreeBatch
 
+C = TypeVar("C")
+S = TypeVar("S", bound="DecoderStack")
 Rope = tuple[Tensor, Tensor]
 """Cos and sin tables of the tokens' positions."""
 
@@ -328,3 +330,17 @@ class Decoder(DecoderStack):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return ops.linear(hidden, self.lm_head)
+
+
+def on_meta(make: Callable[[C], S], config: C) -> S:
+    """Makes a stack without memory for its weights."""
+    with torch.device("meta"):
+        return make(config)
+
+
+def filled(stack: S, state: Mapping[str, Tensor], device: torch.device | str) -> S:
+    """Gives a stack made by `on_meta` its weights, for inference."""
+    stack.load_state_dict(state, strict=False, assign=True)
+    if isinstance(stack, Decoder) and stack.config.tied_embedding:
+        stack.lm_head = stack.embedding
+    return stack.to(device).requires_grad_(False).eval()

@@ -6,22 +6,26 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from jetspec.models.decoder import Decoder
-from jetspec.models.eagle3_format import check_eagle3_fits, describe_eagle3, for_target, is_eagle3, read_eagle3_config
+from jetspec.models.decoder import Decoder, on_meta
 from jetspec.models.gguf import GGUFFile
-from jetspec.models.head_format import check_fits, describe_head, read_config
+from jetspec.models.head_folder import kind_of, refusal
+from jetspec.models.heads import format_of
 from jetspec.models.hub import resolve
 from jetspec.models.weights import OpenModel, load_tokenizer, open_model
 
 
 def describe(path_or_id: str | Path) -> dict[str, Any]:
-    """Returns facts about a target or a head; fetches its files if needed."""
+    """Returns facts about a target or a head; fetches its files if needed.
+
+    A head of a kind that JetSpec cannot run has only `format` and `problem`.
+    """
     path = resolve(path_or_id)
-    if (head := describe_eagle3(path) if is_eagle3(path) else describe_head(path)) is not None:
-        return {"kind": "head", "path": str(path)} | head
-    return {"kind": "target", "path": str(path)} | _describe_target(open_model(path))
+    if (kind := kind_of(path)) is None:
+        return {"kind": "target", "path": str(path)} | _describe_target(open_model(path))
+    format = format_of(path)
+    is_known = kind in format.kinds
+    facts = format.describe(path) if is_known else {"format": kind, "problem": refusal(path, kind)}
+    return {"kind": "head", "path": str(path)} | facts
 
 
 def fits(model: dict[str, Any], head: dict[str, Any]) -> list[str]:
@@ -31,9 +35,8 @@ def fits(model: dict[str, Any], head: dict[str, Any]) -> list[str]:
     if "problem" in head:
         return [head["problem"]]
     path, target = Path(head["path"]), open_model(Path(model["path"])).config
-    if is_eagle3(path):
-        return check_eagle3_fits(for_target(read_eagle3_config(path), target), target)
-    return check_fits(read_config(path), target)
+    format = format_of(path)
+    return format.misfits(format.for_target(format.read_config(path), target), target)
 
 
 def _describe_target(model: OpenModel) -> dict[str, Any]:
@@ -42,8 +45,7 @@ def _describe_target(model: OpenModel) -> dict[str, Any]:
     types: Counter[str] = Counter()
     if is_gguf := isinstance(model.tensors, GGUFFile):
         types.update(info.type.name for info in model.tensors.tensors.values())
-    with torch.device("meta"):
-        decoder = Decoder(config)
+    decoder = on_meta(Decoder, config)
     return {
         "format": "GGUF" if is_gguf else "safetensors",
         "family": config.family,

@@ -18,22 +18,8 @@ from jetspec.config import EAGLE3_DEPTH, EAGLE3_TAPS, MAX_DEPTH
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
 from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
-from jetspec.models.head_folder import (
-    HeadTensors,
-    Names,
-    agreed,
-    architectures,
-    layer_fields,
-    load_weights,
-    misfits,
-    published_tensors,
-    raw_config,
-    shared_facts,
-    table,
-    write_folder,
-)
-from jetspec.models.tensor_files import CONFIG_FILE, errors_name
-from jetspec.models.weights import DType
+from jetspec.models.head_folder import HeadFormat, HeadTensors, Names, TargetShape, agreed, layer_fields, table
+from jetspec.models.tensor_files import errors_name
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 EMBEDDING = "embed_tokens.weight"
@@ -47,34 +33,97 @@ NAMES = Names(
         "layers.0.hidden_norm.weight": "midlayer.hidden_norm.weight",
     },
     # The last two are copies of the target's, which speculators keeps for training.
-    others=frozenset({"d2t", "t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight"}),
+    ignored=frozenset({"d2t", "t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight"}),
     layer="midlayer.",
 )
 
 
-def is_eagle3(folder: Path) -> bool:
-    """Detects the layout by its architecture, or by a reduced vocabulary, which no other unnamed layout has."""
-    raw = raw_config(folder) if folder.is_dir() else {}
-    if (kind := raw.get("speculators_model_type")) is not None:
-        return bool(kind == "eagle3")
-    names = architectures(raw)
-    is_plain = names <= {"LlamaForCausalLM"} and "dflash_config" not in raw
-    return any("Eagle3" in name for name in names) or (is_plain and "draft_vocab_size" in raw)
+class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
+    """The published EAGLE-3 layout; reads that of the speculators library too."""
 
+    kinds = ("EAGLE-3", "speculators (eagle3)")
+    make = Eagle3Head
+    names = NAMES
 
-def load_eagle3(
-    folder: Path, config: Eagle3Config, dtype: DType = "auto", device: torch.device | str = "cpu"
-) -> Eagle3Head:
-    """Loads a head for inference. `config` is that of the folder, with tap layers."""
+    def read_config(self, folder: Path) -> Eagle3Config:
+        """Reads the config of a head's folder and checks every value.
 
-    def buffers(tensors: HeadTensors, dtype: torch.dtype) -> dict[str, Tensor]:
+        `tap_layers` is empty if the files name neither them nor the number of target layers; see `for_target`.
+        """
+        config = super().read_config(folder)
+        with errors_name(folder):
+            return replace(config, own_embedding=EMBEDDING in HeadTensors(folder, NAMES))
+
+    def parse(self, raw: Mapping[str, Any]) -> Eagle3Config:
+        if found := [key for key in UNSUPPORTED if raw.get(key)]:
+            raise ValueError(f"{found[0]} is not supported")
+        is_speculators = "speculators_model_type" in raw
+        layers = _layer_config(table(raw, "transformer_layer_config") if is_speculators else raw)
+        outer, own = Fields(raw), table(raw, "eagle_config")
+        target_hidden_size = outer.size("target_hidden_size", layers.hidden_size)
+        num_target_layers = outer.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
+        return Eagle3Config(
+            layers=layers,
+            tap_layers=_tap_layers(raw, own) or (eagle3_tap_layers(num_target_layers) if num_target_layers else ()),
+            draft_vocab_size=outer.integer("draft_vocab_size", 1, layers.vocab_size, layers.vocab_size),
+            depth=Fields(own).integer("ttt_length", 1, MAX_DEPTH, EAGLE3_DEPTH),
+            target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
+            num_target_layers=num_target_layers,
+            norm_before_residual=outer.flag("norm_before_residual"),
+        )
+
+    def write_config(self, config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
+        """Returns the contents of config.json, with the tapped layers under both keys that other readers know."""
+        c = config.layers
+        assert c.qkv_bias == c.out_bias and c.moe is None and not any(c.windows)
+        own = {TAPS: list(config.tap_layers), "use_aux_hidden_state": True, "ttt_length": config.depth}
+        out: dict[str, Any] = {
+            "architectures": [ARCHITECTURE],
+            "model_type": c.family,
+            **layer_fields(c, dtype),
+            "mlp_bias": c.mlp_bias,
+            "draft_vocab_size": config.draft_vocab_size,
+            "norm_before_residual": config.norm_before_residual,
+            "num_target_layers": config.num_target_layers,
+            "eagle_config": own,
+            TAPS: [layer + 1 for layer in config.tap_layers],
+        }
+        if config.target_hidden_size is not None:
+            out["target_hidden_size"] = config.target_hidden_size
+        return out
+
+    def facts(self, config: Eagle3Config, kind: str) -> dict[str, Any]:
+        return {
+            "format": "EAGLE-3" + (" (speculators)" if "speculators" in kind else ""),
+            "tap_layers": list(config.tap_layers) or "as the target decides",
+            "draft_vocab_size": config.draft_vocab_size,
+            "own_embedding": config.own_embedding,
+        }
+
+    def for_target(self, config: Eagle3Config, target: DecoderConfig) -> Eagle3Config:
+        """Adds the default tap layers, if the head's files name none."""
+        return config if config.tap_layers else replace(config, tap_layers=eagle3_tap_layers(target.num_layers))
+
+    def misfits(self, head: Eagle3Config, target: TargetShape) -> list[str]:
+        problems, size = super().misfits(head, target), head.layers.hidden_size
+        if size != target.hidden_size and not head.own_embedding:
+            problems.append(f"its hidden size is {size}, and it has no embedding of that size")
+        return problems
+
+    def buffers(self, config: Eagle3Config, tensors: HeadTensors, dtype: torch.dtype) -> dict[str, Tensor]:
         read = {"token_of": _read_vocabulary(tensors, config)}
         if config.own_embedding:
             shape = (config.layers.vocab_size, config.layers.hidden_size)
-            read["embedding"] = _read_tensor(tensors, EMBEDDING, shape).to(dtype)
+            read["embedding"] = tensors.exactly(EMBEDDING, shape).to(dtype)
         return read
 
-    return load_weights(Eagle3Head, config, folder, NAMES, dtype, device, buffers)
+    def buffer_tensors(self, head: Eagle3Head, dtype: torch.dtype) -> dict[str, Tensor]:
+        token = head.token_of.cpu()
+        flags = torch.zeros(head.config.vocab_size, dtype=torch.bool).scatter_(0, token, True)
+        tensors = {"d2t": token - torch.arange(len(token)), "t2d": flags}
+        if head.embedding is not None:
+            tensors[EMBEDDING] = head.embedding.to("cpu", torch.bfloat16 if dtype == torch.int8 else dtype, copy=True)
+        return tensors
 
 
 def _read_vocabulary(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
@@ -84,89 +133,17 @@ def _read_vocabulary(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
         if size != vocab_size:
             raise ValueError(f"tensor d2t is missing: it maps the {size} drafted tokens to {vocab_size} of the target")
         return torch.arange(size)
-    added = _read_tensor(tensors, "d2t", (size,))
+    added = tensors.exactly("d2t", (size,))
     if added.is_floating_point() or added.dtype == torch.bool:
         raise ValueError(f"tensor d2t is stored as {added.dtype}; it must hold whole numbers")
     token = torch.arange(size) + added.long()
     if token.min() < 0 or token.max() >= vocab_size or len(token.unique()) < size:
         raise ValueError(f"tensor d2t does not name {size} different tokens of a vocabulary of {vocab_size}")
     if "t2d" in tensors:
-        taken = _read_tensor(tensors, "t2d", (vocab_size,)).bool()
+        taken = tensors.exactly("t2d", (vocab_size,)).bool()
         if not torch.equal(taken.nonzero()[:, 0], token.sort().values):
             raise ValueError("tensors d2t and t2d contradict each other")
     return token
-
-
-def _read_tensor(tensors: HeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
-    value = tensors.tensor(name)
-    if value.shape != shape:
-        raise ValueError(f"tensor {name} has shape {tuple(value.shape)}; the config implies {shape}")
-    return value
-
-
-def save_eagle3(
-    head: Eagle3Head, folder: str | Path, dtype: torch.dtype = torch.bfloat16, card: str | None = None
-) -> None:
-    """Writes a head in the published layout, with a model card if given; see `write_folder`."""
-    tensors = published_tensors(head, NAMES, dtype)
-    token = head.token_of.cpu()
-    tensors["d2t"] = token - torch.arange(len(token))
-    tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).scatter_(0, token, True)
-    if head.embedding is not None:
-        tensors[EMBEDDING] = head.embedding.to("cpu", torch.bfloat16 if dtype == torch.int8 else dtype, copy=True)
-    write_folder(folder, write_eagle3_config(head.head_config, dtype), tensors, card)
-
-
-def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the contents of config.json, with the tapped layers under both keys that other readers know."""
-    c = config.layers
-    assert c.qkv_bias == c.out_bias and c.moe is None and not any(c.windows)
-    own = {TAPS: list(config.tap_layers), "use_aux_hidden_state": True, "ttt_length": config.depth}
-    out: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
-        "model_type": c.family,
-        **layer_fields(c, dtype),
-        "mlp_bias": c.mlp_bias,
-        "draft_vocab_size": config.draft_vocab_size,
-        "norm_before_residual": config.norm_before_residual,
-        "num_target_layers": config.num_target_layers,
-        "eagle_config": own,
-        TAPS: [layer + 1 for layer in config.tap_layers],
-    }
-    if config.target_hidden_size is not None:
-        out["target_hidden_size"] = config.target_hidden_size
-    return out
-
-
-def read_eagle3_config(folder: Path) -> Eagle3Config:
-    """Reads the config of a head's folder and checks every value.
-
-    `tap_layers` is empty if the files name neither them nor the number of target layers; see `for_target`.
-    """
-    raw = raw_config(folder)
-    with errors_name(folder / CONFIG_FILE):
-        config = _from_published(raw)
-    with errors_name(folder):
-        return replace(config, own_embedding=EMBEDDING in HeadTensors(folder, NAMES))
-
-
-def _from_published(raw: Mapping[str, Any]) -> Eagle3Config:
-    if found := [key for key in UNSUPPORTED if raw.get(key)]:
-        raise ValueError(f"{found[0]} is not supported")
-    is_speculators = "speculators_model_type" in raw
-    layers = _layer_config(table(raw, "transformer_layer_config") if is_speculators else raw)
-    outer, own = Fields(raw), table(raw, "eagle_config")
-    target_hidden_size = outer.size("target_hidden_size", layers.hidden_size)
-    num_target_layers = outer.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
-    return Eagle3Config(
-        layers=layers,
-        tap_layers=_tap_layers(raw, own) or (eagle3_tap_layers(num_target_layers) if num_target_layers else ()),
-        draft_vocab_size=outer.integer("draft_vocab_size", 1, layers.vocab_size, layers.vocab_size),
-        depth=Fields(own).integer("ttt_length", 1, MAX_DEPTH, EAGLE3_DEPTH),
-        target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
-        num_target_layers=num_target_layers,
-        norm_before_residual=outer.flag("norm_before_residual"),
-    )
 
 
 def _layer_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -192,26 +169,4 @@ def _tap_layers(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ..
     return agreed(found) or ()
 
 
-def describe_eagle3(folder: Path) -> dict[str, Any]:
-    """Returns facts about the head in a folder."""
-    config = read_eagle3_config(folder)
-    return {
-        "format": "EAGLE-3" + (" (speculators)" if "speculators_model_type" in raw_config(folder) else ""),
-        **shared_facts(Eagle3Head, config),
-        "tap_layers": list(config.tap_layers) or "as the target decides",
-        "draft_vocab_size": config.draft_vocab_size,
-        "own_embedding": config.own_embedding,
-    }
-
-
-def for_target(config: Eagle3Config, target: DecoderConfig) -> Eagle3Config:
-    """Adds the default tap layers for a target, if the head's files name none."""
-    return config if config.tap_layers else replace(config, tap_layers=eagle3_tap_layers(target.num_layers))
-
-
-def check_eagle3_fits(head: Eagle3Config, target: DecoderConfig) -> list[str]:
-    """Returns the reasons why a head does not fit a target."""
-    problems = misfits(head, target)
-    if head.layers.hidden_size != target.hidden_size and not head.own_embedding:
-        problems.append(f"its hidden size is {head.layers.hidden_size}, and it has no embedding of that size")
-    return problems
+EAGLE3 = Eagle3Format()

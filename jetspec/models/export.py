@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from jetspec.files import whole_folder
-from jetspec.models.decoder import DecoderConfig, RopeConfig
+from jetspec.models.decoder import DecoderConfig, RopeConfig, filled, on_meta
 from jetspec.models.draft_head import DraftHead, HeadConfig
 from jetspec.models.families import config_from_hf, rope_from_hf
 from jetspec.models.head_folder import (
@@ -85,11 +85,9 @@ def without_edge(head: DraftHead) -> DraftHead:
     """Returns the head without its edge term; the weights are shared."""
     if head.edge is None:
         return head
-    with torch.device("meta"):
-        plain = DraftHead(replace(head.head_config, edge=None))
+    plain = on_meta(DraftHead, replace(head.head_config, edge=None))
     state = {name: value for name, value in head.state_dict().items() if not name.startswith("edge.")}
-    plain.load_state_dict(state, assign=True)
-    return plain.requires_grad_(False).eval()
+    return filled(plain, state, head.norm.weight.device)
 
 
 def write_chain_config(config: HeadConfig, engine: Engine, dtype: torch.dtype, target: str | None) -> dict[str, Any]:

@@ -6,15 +6,17 @@ Configs are untrusted: every value is checked here, and not again later.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from jetspec.models.decoder import DecoderConfig, MoEConfig, RopeConfig
 from jetspec.models.gguf import GGUFFile
 
+Layout = Literal["hf", "gguf"]
 MAX_LAYERS, MAX_SIZE, MAX_VOCAB, MAX_LEN, MAX_EXPERTS = 1024, 1 << 20, 1 << 24, 1 << 30, 4096
 
 
@@ -48,14 +50,11 @@ FAMILIES: dict[str, Family] = {
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
-@dataclass(frozen=True)
-class Part:
-    """A stored tensor with its names in both layouts. Parameters consist of one or more, stacked along the rows."""
+class Part(NamedTuple):
+    """A stored tensor under its names in both layouts. Parameters consist of one or more, stacked along the rows."""
 
     hf: str
     gguf: str
-    is_rotated: bool = False
-    """Rotary positions apply to its rows; llama.cpp stores those of llama models in another order."""
 
 
 TOP: dict[str, tuple[Part, ...]] = {
@@ -66,8 +65,8 @@ TOP: dict[str, tuple[Part, ...]] = {
 LAYER: dict[str, tuple[Part, ...]] = {
     "input_norm": (Part("input_layernorm", "attn_norm"),),
     "attention.qkv": (
-        Part("self_attn.q_proj", "attn_q", is_rotated=True),
-        Part("self_attn.k_proj", "attn_k", is_rotated=True),
+        Part("self_attn.q_proj", "attn_q"),
+        Part("self_attn.k_proj", "attn_k"),
         Part("self_attn.v_proj", "attn_v"),
     ),
     "attention.out": (Part("self_attn.o_proj", "attn_output"),),
@@ -86,27 +85,30 @@ STACKED_EXPERTS = {"mlp.gate_up": "mlp.experts.gate_up_proj", "mlp.down": "mlp.e
 """Names in folders that store all experts of a layer as one tensor of our shape."""
 
 
-def parts_of(name: str, is_expert: bool) -> Iterator[Part]:
-    """Yields the stored tensors of a parameter. Names of single experts contain `{e}`."""
+def pieces(
+    config: DecoderConfig, name: str, value: Tensor, layout: Layout, stored: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the stored tensors of a parameter, each with its part of `value`. `stored` are the names that exist."""
+    is_expert = value.dim() == 3
     module, leaf = (name[:-5], ".bias") if name.endswith(".bias") else (name.removesuffix(".weight"), ".weight")
-    if module in TOP:
-        yield from (Part(part.hf + leaf, part.gguf + leaf) for part in TOP[module])
-        return
-    _, layer, inner = module.split(".", 2)
-    for part in (EXPERTS if is_expert else LAYER)[inner]:
-        yield Part(f"model.layers.{layer}.{part.hf}{leaf}", f"blk.{layer}.{part.gguf}{leaf}", part.is_rotated)
-
-
-def part_rows(config: DecoderConfig, num_parts: int, rows: int) -> list[int]:
-    """Returns the rows of each stored tensor of a parameter with `rows` rows: q, k and v, or equal parts."""
-    if num_parts == 3:
-        return [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
-    return [rows // num_parts] * num_parts
-
-
-def stacked_experts_name(name: str) -> str:
-    _, layer, inner = name.split(".", 2)
-    return f"model.layers.{layer}.{STACKED_EXPERTS[inner]}"
+    prefix, parts = "", TOP.get(module)
+    if parts is None:
+        _, layer, inner = module.split(".", 2)
+        prefix, parts = {"hf": "model.layers.", "gguf": "blk."}[layout] + layer + ".", LAYER[inner]
+        if is_expert:
+            parts, stacked = EXPERTS[inner], prefix + STACKED_EXPERTS[inner]
+            if stacked in stored:
+                yield stacked, value
+                return
+    rows = [value.shape[int(is_expert)] // len(parts)] * len(parts)
+    if len(parts) == 3:
+        rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    for part, rest in zip(parts, value.split(rows, int(is_expert)), strict=True):
+        full = prefix + getattr(part, layout) + leaf
+        if is_expert and layout == "hf":
+            yield from ((full.format(e=e), expert) for e, expert in enumerate(rest))
+        else:
+            yield full, rest
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

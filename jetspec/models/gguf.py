@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,8 +69,6 @@ class TensorInfo:
 class GGUFFile:
     """Metadata and tensors of a file, which is memory-mapped; tensors are read on demand."""
 
-    layout: Literal["gguf"] = "gguf"
-
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -90,7 +88,7 @@ class GGUFFile:
         self.tensors: dict[str, TensorInfo] = cursor.table(num_tensors, cursor.tensor_info)
         self._data_start = self._check_offsets(cursor)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:

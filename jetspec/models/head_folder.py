@@ -1,24 +1,28 @@
-"""Folders of draft heads: config.json, safetensors and optionally a model card. Shared by all layouts of heads.
+"""Folders of draft heads: config.json, safetensors and optionally a model card.
 
-Shapes and dtypes are checked before any tensor is read.
+A family of layouts is a `HeadFormat` in a module of its own, listed in heads.py. A tensor that the config does not
+imply is refused, except those that a format declares as ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from jetspec.files import some, whole_folder
-from jetspec.models.decoder import DecoderConfig, DecoderStack, RopeConfig
+from jetspec.models.decoder import DecoderConfig, DecoderStack, RopeConfig, filled, on_meta
 from jetspec.models.draft_head import HeadConfig
 from jetspec.models.eagle3 import Eagle3Config
-from jetspec.models.families import part_rows, parts_of
-from jetspec.models.gguf import PLAIN
+from jetspec.models.families import pieces
+from jetspec.models.gguf import PLAIN, GGUFFile
+from jetspec.models.hub import head_path, resolve
 from jetspec.models.tensor_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -29,7 +33,7 @@ from jetspec.models.tensor_files import (
     write_json,
     write_tensors,
 )
-from jetspec.models.weights import DType
+from jetspec.models.weights import DType, check_stored, read_weights
 
 CARD_FILE = "README.md"
 OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
@@ -40,6 +44,26 @@ H = TypeVar("H", bound=DecoderStack)
 C = TypeVar("C", HeadConfig, Eagle3Config)
 
 
+def kind_of(path: Path) -> str | None:
+    """Returns the kind of the head in a folder or GGUF file, by its characteristic keys; None: it is no head."""
+    if path.suffix == ".gguf":
+        is_head = GGUFFile(path).metadata.get("general.architecture") == "dflash"
+        return "GGUF (dflash)" if is_head else None
+    raw = raw_config(path)
+    names, own = architectures(raw), table(raw, "dflash_config")
+    is_unnamed = names <= {"LlamaForCausalLM"} and "dflash_config" not in raw
+    kinds = {
+        f"speculators ({raw.get('speculators_model_type')})": "speculators_model_type" in raw,
+        "DSpark": {"Qwen3DSparkModel", "DSparkDraftModel"} & names or "markov_rank" in {*raw, *own},
+        "DFlash2": "DFlash2DraftModel" in names or "selector_rank" in own,
+        "Domino": own.get("projector_type") == "domino",
+        "EAGLE-3": any("Eagle3" in name for name in names) or (is_unnamed and "draft_vocab_size" in raw),
+        "reduced vocabulary": "draft_vocab_size" in raw,
+        "DFlash": {"DFlashDraftModel", "Qwen3DFlashDraftModel"} & names or "dflash_config" in raw,
+    }
+    return next((kind for kind, found in kinds.items() if found), None)
+
+
 @dataclass(frozen=True)
 class Names:
     """Tensor names of a layout."""
@@ -48,7 +72,7 @@ class Names:
     """Published names of the parameters that a decoder does not have."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other published names, with the names that are written."""
-    others: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()
     """Other tensors, which are not parameters of the head."""
     layer: str = "layers.0."
     """Prefix of the first layer's tensors."""
@@ -58,12 +82,11 @@ class Names:
         name = self.aliases.get(name, name)
         return self.layer + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
-    def parts(self, name: str, c: DecoderConfig, rows: int) -> dict[str, int]:
-        """Names and rows of the stored tensors behind a parameter of so many rows."""
+    def pieces(self, c: DecoderConfig, name: str, value: Tensor) -> list[tuple[str, Tensor]]:
+        """Returns the stored tensors of a parameter, each with its part of `value`."""
         if name in self.own:
-            return {self.own[name]: rows}
-        names = [self.published(part.hf) for part in parts_of(name, is_expert=False)]
-        return dict(zip(names, part_rows(c, len(names), rows), strict=True))
+            return [(self.own[name], value)]
+        return [(self.published(stored), part) for stored, part in pieces(c, name, value, "hf")]
 
 
 class HeadTensors(TensorFiles):
@@ -80,82 +103,184 @@ class HeadTensors(TensorFiles):
         for path in paths:
             file = open_safetensors(path)
             for stored in file.keys():  # noqa: SIM118  the handle is no mapping
-                name = self.names.published(stored)
+                name = names.published(stored)
                 if name in self.entries:
                     raise ValueError(f"tensor {name} is stored twice")
                 self.entries[name] = file, stored
 
     def check(self, head: DecoderStack) -> None:
         """Raise ValueError unless names, shapes and dtypes are exactly those that the config implies."""
-        expected = {
-            name: tuple(part.shape)
-            for parameter, value in head.named_parameters()
-            for name, part in self.pieces(parameter, head.config, value)
-        }
-        for name, shape in list(expected.items()):
-            if name in self and self.dtype(name) == torch.int8:
-                expected[name + SCALE] = (shape[0], 1)
-        if missing := [name for name in expected if name not in self]:
-            raise ValueError(f"tensors are missing: {some(missing)}")
-        if unknown := [name for name in self.entries if name not in expected and name not in self.names.others]:
+        expected = check_stored(head, self, partial(self.pieces, head.config))
+        scales = {name + SCALE for name in expected if self.dtype(name) == torch.int8}
+        if unknown := [name for name in self.entries if name not in expected | scales | self.names.ignored]:
             raise ValueError(f"tensors are not part of the config: {some(unknown)}")
-        for name, shape in expected.items():
-            self.dtype(name)
-            if self.shape(name) != shape:
-                raise ValueError(f"tensor {name} has shape {self.shape(name)}; the config implies {shape}")
 
     def weights(self, head: DecoderStack, dtype: DType, device: torch.device | str) -> dict[str, Tensor]:
         """Reads all parameters of a head. `auto` is the dtype of the file, float32 for int8."""
         dtype = self.dtype("fc.weight") if dtype == "auto" else dtype
-        if dtype == torch.int8:
-            dtype = torch.float32
-        state = {}
-        for parameter, like in head.named_parameters():
-            state[parameter] = torch.empty(like.shape, dtype=dtype, device=device)
-            for name, part in self.pieces(parameter, head.config, state[parameter]):
-                value = self.tensor(name)
-                part.copy_(value.float() * self.tensor(name + SCALE).float() if value.dtype == torch.int8 else value)
-        return state
+        dtype = torch.float32 if dtype == torch.int8 else dtype
+        return read_weights(head, self, partial(self.pieces, head.config), dtype, device)
 
-    def pieces(self, name: str, c: DecoderConfig, out: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields stored tensors and the rows of a parameter that each fills. Some writers stack them as we do."""
-        parts = self.names.parts(name, c, len(out))
-        first = next(iter(parts))
-        stacked = first.replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
-        if len(parts) == 1 or stacked in self:
-            yield first if len(parts) == 1 else stacked, out
-        else:
-            yield from zip(parts, out.split(list(parts.values())), strict=True)
+    def pieces(self, c: DecoderConfig, name: str, value: Tensor) -> list[tuple[str, Tensor]]:
+        """Returns the stored tensors of a parameter. Some writers stack them as we do."""
+        parts = self.names.pieces(c, name, value)
+        stacked = parts[0][0].replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
+        return [(stacked, value)] if len(parts) > 1 and stacked in self else parts
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = super().shape(name)
+        if self.dtype(name) == torch.int8 and (
+            name + SCALE not in self or super().shape(name + SCALE) != (shape[0], 1)
+        ):
+            raise ValueError(f"tensor {name + SCALE} does not hold a factor per row")
+        return shape
+
+    def read(self, name: str, out: Tensor) -> None:
+        value = self.tensor(name)
+        out.copy_(value.float() * self.tensor(name + SCALE).float() if value.dtype == torch.int8 else value)
+
+    def exactly(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns a tensor of any dtype that must have this shape."""
+        value = self.tensor(name)
+        if value.shape != shape:
+            raise ValueError(f"tensor {name} has shape {tuple(value.shape)}; the config implies {shape}")
+        return value
 
 
-def load_weights(
-    kind: Callable[[C], H],
-    config: C,
-    folder: Path,
-    names: Names,
-    dtype: DType,
-    device: torch.device | str,
-    buffers: Callable[[HeadTensors, torch.dtype], dict[str, Tensor]] | None = None,
-) -> H:
-    """Loads a head of a kind from its folder, for inference. `buffers` reads the tensors that are not parameters."""
-    with torch.device("meta"):
-        head = kind(config)
-    with errors_name(folder):
-        tensors = HeadTensors(folder, names)
-        tensors.check(head)
-        state = tensors.weights(head, dtype, device)
-        if buffers is not None:
-            state |= buffers(tensors, state["fc.weight"].dtype)
-    head.load_state_dict(state, assign=True)
-    return head.to(device).requires_grad_(False).eval()
+class TargetShape(Protocol):
+    """Properties of a target that a head must fit."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+
+
+class HeadFormat(ABC, Generic[C, H]):
+    """Reads, writes and describes heads of one class in all their layouts."""
+
+    kinds: tuple[str, ...]
+    """Kinds that it reads, as `kind_of` names them."""
+    make: Callable[[C], H]
+    names: Names
+
+    @abstractmethod
+    def parse(self, raw: Mapping[str, Any]) -> C:
+        """Reads the contents of config.json and checks every value."""
+
+    @abstractmethod
+    def write_config(self, config: C, dtype: torch.dtype) -> dict[str, Any]:
+        """Returns the contents of config.json in the published layout."""
+
+    @abstractmethod
+    def facts(self, config: C, kind: str) -> dict[str, Any]:
+        """Returns the facts that heads of other formats do not have, and the name of the `format`."""
+
+    def for_target(self, config: C, target: DecoderConfig) -> C:
+        """Adds what the head's files leave to the target."""
+        return config
+
+    def buffers(self, config: C, tensors: HeadTensors, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Reads the tensors that are not parameters."""
+        return {}
+
+    def buffer_tensors(self, head: H, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns the tensors that are not parameters as they are written."""
+        return {}
+
+    def read_config(self, folder: Path) -> C:
+        """Reads the config of a head's folder and checks every value."""
+        kind = kind_of(folder)
+        if kind is None:
+            why = nested_head(folder) or f"it needs a {CONFIG_FILE} that names DFlashDraftModel"
+            raise ValueError(f"{folder} is not a draft head: {why}")
+        if kind not in self.kinds:
+            raise ValueError(refusal(folder, kind))
+        with errors_name(folder / CONFIG_FILE):
+            return self.parse(raw_config(folder))
+
+    def load(
+        self,
+        path_or_id: str | Path,
+        target: DecoderConfig | None = None,
+        dtype: DType = "auto",
+        device: torch.device | str = "cpu",
+    ) -> H:
+        """Loads a head by its name, folder or Hugging Face id, for inference.
+
+        `auto` is the dtype of the file, float32 for int8. A head that does not fit a given target is refused.
+        """
+        folder = resolve(head_path(path_or_id))
+        config = self.read_config(folder)
+        if target is not None:
+            config = self.for_target(config, target)
+            self.require_fit(path_or_id, config, target)
+        if not config.tap_layers:
+            raise ValueError(f"{folder} does not name its tap layers; load it together with its target")
+        head = on_meta(self.make, config)
+        with errors_name(folder):
+            tensors = HeadTensors(folder, self.names)
+            tensors.check(head)
+            state = tensors.weights(head, dtype, device)
+            state |= self.buffers(config, tensors, state["fc.weight"].dtype)
+        return filled(head, state, device)
+
+    def save(self, head: H, folder: str | Path, dtype: torch.dtype = torch.bfloat16, card: str | None = None) -> None:
+        """Writes a head in the published layout, with a model card if given; see `write_folder`.
+
+        `dtype` int8 stores 8-bit rows with a factor each: half the size, readable by JetSpec only.
+        """
+        config: Any = head.head_config
+        tensors = published_tensors(head, self.names, dtype) | self.buffer_tensors(head, dtype)
+        write_folder(folder, self.write_config(config, dtype), tensors, card)
+
+    def describe(self, folder: Path) -> dict[str, Any]:
+        """Returns facts about the head in a folder."""
+        config = self.read_config(folder)
+        shared = {
+            "format": "",
+            "parameters": sum(parameter.numel() for parameter in on_meta(self.make, config).parameters()),
+            "layers": config.layers.num_layers,
+            "hidden_size": config.layers.hidden_size,
+            "vocab_size": config.layers.vocab_size,
+            "depth": config.depth,
+            "tap_layers": list(config.tap_layers),
+            "num_target_layers": config.num_target_layers,
+            "target_hidden_size": config.target_hidden_size or config.layers.hidden_size,
+        }
+        return shared | self.facts(config, str(kind_of(folder)))
+
+    def require_fit(self, name: str | Path, head: C, target: TargetShape) -> None:
+        """Raise ValueError for a head that does not fit a target."""
+        if problems := self.misfits(head, target):
+            raise ValueError(f"{name} is a head for another model: {'; '.join(problems)}")
+
+    def misfits(self, head: C, target: TargetShape) -> list[str]:
+        """Returns the reasons why a head does not fit a target."""
+        problems = []
+        vocab_size, read_size = head.layers.vocab_size, head.target_hidden_size or head.layers.hidden_size
+        if read_size != target.hidden_size:
+            problems.append(f"it reads states of size {read_size}, the target's have {target.hidden_size}")
+        if vocab_size != target.vocab_size:
+            problems.append(f"its vocabulary has {vocab_size} tokens, the target's has {target.vocab_size}")
+        if head.num_target_layers not in (None, target.num_layers):
+            problems.append(f"it was made for {head.num_target_layers} layers, the target has {target.num_layers}")
+        if outside := [i for i in head.tap_layers if not 0 <= i < target.num_layers]:
+            problems.append(f"it taps layer {outside[0]}, the target has layers 0 to {target.num_layers - 1}")
+        return problems
+
+
+def refusal(path: Path, kind: str) -> str:
+    return f"{path} is a head of kind {kind}, which is not supported here; use a JetSpec or DFlash head"
 
 
 def published_tensors(head: DecoderStack, names: Names, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns the parameters of a head as they are written. int8: 8-bit rows with a factor each."""
     out: dict[str, Tensor] = {}
     for parameter, value in head.named_parameters():
-        stored = names.parts(parameter, head.config, len(value))
-        for name, part in zip(stored, value.detach().split(list(stored.values())), strict=True):
+        for name, part in names.pieces(head.config, parameter, value.detach()):
             out[name] = part.to("cpu", torch.float32 if dtype == torch.int8 else dtype, copy=True)
             if dtype == torch.int8 and part.dim() > 1:
                 # Multiples of a 127th of a row's largest entry; norms stay as they are.
@@ -188,6 +313,11 @@ def nested_head(folder: Path) -> str | None:
     return f"did you mean {inner}?" if (inner / CONFIG_FILE).is_file() else None
 
 
+def architectures(raw: Mapping[str, Any]) -> set[str]:
+    names = raw.get("architectures")
+    return set(map(str, names)) if isinstance(names, list) else set()
+
+
 def table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = raw.get(key) or {}
     if not isinstance(value, Mapping):
@@ -195,58 +325,11 @@ def table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def architectures(raw: Mapping[str, Any]) -> set[str]:
-    names = raw.get("architectures")
-    return set(map(str, names)) if isinstance(names, list) else set()
-
-
 def agreed(values: Mapping[str, T]) -> T | None:
     """Returns the value that several spellings of a key have; None if none is present."""
     if len(set(values.values())) > 1:
         raise ValueError("contradictory: " + ", ".join(f"{key} means {value}" for key, value in values.items()))
     return next(iter(values.values()), None)
-
-
-class TargetShape(Protocol):
-    """Properties of a target that a head must fit."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-
-
-def misfits(head: HeadConfig | Eagle3Config, target: TargetShape) -> list[str]:
-    """Returns the reasons why a head of any kind does not fit a target."""
-    problems = []
-    vocab_size, read_size = head.layers.vocab_size, head.target_hidden_size or head.layers.hidden_size
-    if read_size != target.hidden_size:
-        problems.append(f"it reads states of size {read_size}, the target's have {target.hidden_size}")
-    if vocab_size != target.vocab_size:
-        problems.append(f"its vocabulary has {vocab_size} tokens, the target's has {target.vocab_size}")
-    if head.num_target_layers not in (None, target.num_layers):
-        problems.append(f"it was made for {head.num_target_layers} layers, the target has {target.num_layers}")
-    if outside := [i for i in head.tap_layers if not 0 <= i < target.num_layers]:
-        problems.append(f"it taps layer {outside[0]}, the target has layers 0 to {target.num_layers - 1}")
-    return problems
-
-
-def shared_facts(kind: Callable[[C], DecoderStack], config: C) -> dict[str, Any]:
-    """Returns the facts about a head that all kinds have."""
-    with torch.device("meta"):
-        head = kind(config)
-    return {
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "layers": config.layers.num_layers,
-        "hidden_size": config.layers.hidden_size,
-        "vocab_size": config.layers.vocab_size,
-        "depth": config.depth,
-        "tap_layers": list(config.tap_layers),
-        "num_target_layers": config.num_target_layers,
-        "target_hidden_size": config.target_hidden_size or config.layers.hidden_size,
-    }
 
 
 def layer_fields(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:

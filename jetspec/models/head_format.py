@@ -1,13 +1,9 @@
-"""Reads and writes draft heads in the published JetSpec and DFlash layout, with our edge term.
-
-Other kinds of heads are recognised and refused by name.
-"""
+"""Draft heads in the published JetSpec and DFlash layout, with our edge term."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,27 +12,9 @@ from jetspec.config import MAX_DEPTH
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
 from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
-from jetspec.models.gguf import GGUFFile
-from jetspec.models.head_folder import (
-    Names,
-    TargetShape,
-    agreed,
-    architectures,
-    layer_fields,
-    load_weights,
-    misfits,
-    nested_head,
-    published_tensors,
-    raw_config,
-    shared_facts,
-    table,
-    write_folder,
-)
-from jetspec.models.hub import DEFAULT_MODEL, head_path, resolve, shipped_head
-from jetspec.models.tensor_files import CONFIG_FILE, errors_name
-from jetspec.models.weights import DType
+from jetspec.models.head_folder import HeadFormat, Names, TargetShape, agreed, layer_fields, table
+from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 
-ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
 MAX_BLOCK = 1 + MAX_DEPTH
 # Spellings of two flags, inside dflash_config and beside it.
 CAUSAL = ("dflash_config.causal_head", "dflash_config.causal", "is_causal")
@@ -56,120 +34,95 @@ NAMES = Names(
     },
     aliases={"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
     # Copies of the target's matrices, which some writers add.
-    others=frozenset({"embed_tokens.weight", "lm_head.weight"}),
+    ignored=frozenset({"embed_tokens.weight", "lm_head.weight"}),
 )
 
 
-def load_head(
-    path_or_id: str | Path,
-    target: DecoderConfig | None = None,
-    dtype: DType = "auto",
-    device: torch.device | str = "cpu",
-) -> DraftHead:
-    """Loads a head by its name, folder or Hugging Face id, for inference.
+class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
+    """The published JetSpec and DFlash layout, with our edge term."""
 
-    `auto` is the dtype of the file, float32 for int8. A head that does not fit a given target is refused.
-    """
-    folder = resolve(head_path(path_or_id))
-    config = read_config(folder)
-    if target is not None:
-        require_fit(path_or_id, config, target)
-    return load_weights(DraftHead, config, folder, NAMES, dtype, device)
+    kinds = ("DFlash",)
+    make = DraftHead
+    names = NAMES
 
+    def parse(self, raw: Mapping[str, Any]) -> HeadConfig:
+        own = table(raw, "dflash_config")
+        if unknown := [key for key in ("use_swa", "attention_sink_bias") if own.get(key)]:
+            raise ValueError(f"dflash_config.{unknown[0]} is not supported")
+        layers, outer, inner = _layers_config(raw), Fields(raw), Fields(own)
+        num_target_layers = outer.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
+        target_hidden_size = inner.size("target_hidden_size", layers.hidden_size)
+        causal, edge = _flag(raw, CAUSAL), None
+        if own.get("edge") is not None:
+            c = Fields(table(own, "edge"))
+            edge = EdgeConfig(c.size("rank"), c.flag("gate", True), c.real("gate_bias", -1e6, 1e6, 1.0))
+        return HeadConfig(
+            layers=layers,
+            tap_layers=_tap_layers(own, layers.num_layers, num_target_layers),
+            mask_token=inner.integer("mask_token_id", 0, layers.vocab_size - 1),
+            block_size=(outer if "block_size" in raw else inner).integer("block_size", 2, MAX_BLOCK),
+            causal=bool(causal),
+            causal_windows=causal is None and any(layers.windows),
+            shifted=bool(_flag(raw, SHIFTED)),
+            target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
+            num_target_layers=num_target_layers,
+            edge=edge,
+        )
 
-def shipped_head_name(target: DecoderConfig) -> str | None:
-    """Returns the name of a shipped head that was trained for a model of this shape, such as another quantisation."""
-    folder = shipped_head(DEFAULT_MODEL)
-    if folder is None:
-        return None
-    head = read_config(folder)
-    is_same = not check_fits(head, target) and (head.layers.rope, head.layers.max_len) == (target.rope, target.max_len)
-    return DEFAULT_MODEL if is_same else None
+    def write_config(self, config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
+        """Returns the contents of config.json, with the causal flag in all spellings that other readers know.
 
+        They apply the flag to every layer; without it, only layers with a window are causal.
+        """
+        c = config.layers
+        assert c.qk_norm and c.qkv_bias == c.out_bias and not c.mlp_bias and c.moe is None, "the layers are not Qwen3's"
+        windows = {window for window in c.windows if window is not None}
+        if len(windows) > 1:
+            raise ValueError(f"the layers have windows of {sorted(windows)}; the format holds a single size")
+        own: dict[str, Any] = {"target_layer_ids": list(config.tap_layers), "mask_token_id": config.mask_token}
+        if config.target_hidden_size is not None:
+            own["target_hidden_size"] = config.target_hidden_size
+        if config.shifted:
+            own["shift_label"] = True
+        if config.edge is not None:
+            own["edge"] = asdict(config.edge)
+        out: dict[str, Any] = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            **layer_fields(c, dtype),
+            "layer_types": ["sliding_attention" if c.window(i) else "full_attention" for i in range(c.num_layers)],
+            "sliding_window": next(iter(windows), None),
+            "use_sliding_window": bool(windows),
+            "max_window_layers": c.num_layers,
+            "num_target_layers": config.num_target_layers,
+            "block_size": config.block_size,
+            "dflash_config": own,
+        }
+        if not config.causal_windows:
+            out["is_causal"] = own["causal"] = own["causal_head"] = config.causal
+        return out
 
-def save_head(
-    head: DraftHead, folder: str | Path, dtype: torch.dtype = torch.bfloat16, card: str | None = None
-) -> None:
-    """Writes a head in the published layout, with a model card if given; see `write_folder`.
+    def facts(self, config: HeadConfig, kind: str) -> dict[str, Any]:
+        return {
+            "format": ("JetSpec" if config.causal else "DFlash") + (" with edges" if config.edge else ""),
+            "windows": list(config.layers.windows),
+            "block_size": config.block_size,
+            "mask_token": config.mask_token,
+            "causal": config.causal,
+            "shifted": config.shifted,
+            "edge_rank": config.edge.rank if config.edge else None,
+        }
 
-    `dtype` int8 stores 8-bit rows with a factor each: half the size, readable by JetSpec only.
-    """
-    write_folder(folder, write_config(head.head_config, dtype), published_tensors(head, NAMES, dtype), card)
-
-
-def describe_head(folder: str | Path) -> dict[str, Any] | None:
-    """Returns facts about the head in a folder, None if there is none.
-
-    A kind that JetSpec cannot run has only `format` and `problem`.
-    """
-    folder = Path(folder)
-    if kind := _foreign(folder):
-        return {"format": kind, "problem": _refusal(folder, kind)}
-    if not _is_head(raw_config(folder)):
-        return None
-    config = read_config(folder)
-    return {
-        "format": ("JetSpec" if config.causal else "DFlash") + (" with edges" if config.edge else ""),
-        **shared_facts(DraftHead, config),
-        "windows": list(config.layers.windows),
-        "block_size": config.block_size,
-        "mask_token": config.mask_token,
-        "causal": config.causal,
-        "shifted": config.shifted,
-        "edge_rank": config.edge.rank if config.edge else None,
-    }
-
-
-def require_fit(name: str | Path, head: HeadConfig, target: TargetShape) -> None:
-    """Raise ValueError for a head that does not fit a target."""
-    if problems := check_fits(head, target):
-        raise ValueError(f"{name} is a head for another model: {'; '.join(problems)}")
-
-
-def check_fits(head: HeadConfig, target: TargetShape) -> list[str]:
-    """Returns the reasons why a head does not fit a target."""
-    problems = misfits(head, target)
-    if head.layers.hidden_size != target.hidden_size:
-        problems.append(f"its hidden size is {head.layers.hidden_size}, the target's is {target.hidden_size}")
-    if head.mask_token >= target.vocab_size:
-        problems.append(f"its mask token {head.mask_token} is outside the target's vocabulary of {target.vocab_size}")
-    return problems
-
-
-def read_config(folder: Path) -> HeadConfig:
-    """Reads the config of a head's folder and checks every value."""
-    if kind := _foreign(folder):
-        raise ValueError(_refusal(folder, kind))
-    if not _is_head(raw := raw_config(folder)):
-        why = nested_head(folder) or f"it needs a {CONFIG_FILE} that names DFlashDraftModel"
-        raise ValueError(f"{folder} is not a draft head: {why}")
-    with errors_name(folder / CONFIG_FILE):
-        return _from_published(raw)
-
-
-def _from_published(raw: Mapping[str, Any]) -> HeadConfig:
-    own = table(raw, "dflash_config")
-    if unknown := [key for key in ("use_swa", "attention_sink_bias") if own.get(key)]:
-        raise ValueError(f"dflash_config.{unknown[0]} is not supported")
-    layers, outer, inner = _layers_config(raw), Fields(raw), Fields(own)
-    num_target_layers = outer.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
-    target_hidden_size = inner.size("target_hidden_size", layers.hidden_size)
-    causal, edge = _flag(raw, CAUSAL), None
-    if own.get("edge") is not None:
-        c = Fields(table(own, "edge"))
-        edge = EdgeConfig(c.size("rank"), c.flag("gate", True), c.real("gate_bias", -1e6, 1e6, 1.0))
-    return HeadConfig(
-        layers=layers,
-        tap_layers=_tap_layers(own, layers.num_layers, num_target_layers),
-        mask_token=inner.integer("mask_token_id", 0, layers.vocab_size - 1),
-        block_size=(outer if "block_size" in raw else inner).integer("block_size", 2, MAX_BLOCK),
-        causal=bool(causal),
-        causal_windows=causal is None and any(layers.windows),
-        shifted=bool(_flag(raw, SHIFTED)),
-        target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
-        num_target_layers=num_target_layers,
-        edge=edge,
-    )
+    def misfits(self, head: HeadConfig, target: TargetShape) -> list[str]:
+        problems, size = super().misfits(head, target), head.layers.hidden_size
+        if size != target.hidden_size:
+            problems.append(f"its hidden size is {size}, the target's is {target.hidden_size}")
+        if head.mask_token >= target.vocab_size:
+            problems.append(
+                f"its mask token {head.mask_token} is outside the target's vocabulary of {target.vocab_size}"
+            )
+        return problems
 
 
 def _layers_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -200,61 +153,16 @@ def _flag(raw: Mapping[str, Any], spellings: tuple[str, ...]) -> bool | None:
     return agreed({key: Fields(flat).flag(key) for key in spellings if flat.get(key) is not None})
 
 
-def write_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the contents of config.json, with the causal flag in all spellings that other readers know.
-
-    They apply the flag to every layer; without it, only layers with a window are causal.
-    """
-    c = config.layers
-    assert c.qk_norm and c.qkv_bias == c.out_bias and not c.mlp_bias and c.moe is None, "the layers are not Qwen3's"
-    windows = {window for window in c.windows if window is not None}
-    if len(windows) > 1:
-        raise ValueError(f"the layers have windows of {sorted(windows)}; the format holds a single size")
-    own: dict[str, Any] = {"target_layer_ids": list(config.tap_layers), "mask_token_id": config.mask_token}
-    if config.target_hidden_size is not None:
-        own["target_hidden_size"] = config.target_hidden_size
-    if config.shifted:
-        own["shift_label"] = True
-    if config.edge is not None:
-        own["edge"] = asdict(config.edge)
-    out: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        **layer_fields(c, dtype),
-        "layer_types": ["sliding_attention" if c.window(i) else "full_attention" for i in range(c.num_layers)],
-        "sliding_window": next(iter(windows), None),
-        "use_sliding_window": bool(windows),
-        "max_window_layers": c.num_layers,
-        "num_target_layers": config.num_target_layers,
-        "block_size": config.block_size,
-        "dflash_config": own,
-    }
-    if not config.causal_windows:
-        out["is_causal"] = own["causal"] = own["causal_head"] = config.causal
-    return out
+BLOCK = BlockFormat()
+load_head, save_head, read_config = BLOCK.load, BLOCK.save, BLOCK.read_config
+check_fits, require_fit, write_config = BLOCK.misfits, BLOCK.require_fit, BLOCK.write_config
 
 
-def _is_head(raw: Mapping[str, Any]) -> bool:
-    return bool(ARCHITECTURES & architectures(raw)) or "dflash_config" in raw
-
-
-def _foreign(path: Path) -> str | None:
-    """Returns the kind of a head in another layout, by its characteristic keys; None for ours."""
-    if path.suffix == ".gguf":
-        is_head = GGUFFile(path).metadata.get("general.architecture") == "dflash"
-        return "GGUF (dflash)" if is_head else None
-    raw = raw_config(path)
-    names, own = architectures(raw), table(raw, "dflash_config")
-    kinds = {
-        f"speculators ({raw.get('speculators_model_type')})": "speculators_model_type" in raw,
-        "DSpark": {"Qwen3DSparkModel", "DSparkDraftModel"} & names or "markov_rank" in {*raw, *own},
-        "DFlash2": "DFlash2DraftModel" in names or "selector_rank" in own,
-        "Domino": own.get("projector_type") == "domino",
-        "EAGLE-3": any("Eagle3" in name for name in names) or "draft_vocab_size" in raw,
-    }
-    return next((kind for kind, found in kinds.items() if found), None)
-
-
-def _refusal(path: Path, kind: str) -> str:
-    return f"{path} is a head of kind {kind}, which is not supported here; use a JetSpec or DFlash head"
+def shipped_head_name(target: DecoderConfig) -> str | None:
+    """Returns the name of a shipped head that was trained for a model of this shape, such as another quantisation."""
+    folder = shipped_head(DEFAULT_MODEL)
+    if folder is None:
+        return None
+    head = read_config(folder)
+    is_same = not check_fits(head, target) and (head.layers.rope, head.layers.max_len) == (target.rope, target.max_len)
+    return DEFAULT_MODEL if is_same else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,22 +12,16 @@ from jetspec.config import TreeConfig
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import ContextWeights, DraftHead, HeadState
 from jetspec.models.eagle3 import Eagle3Head
-from jetspec.models.eagle3_format import (
-    check_eagle3_fits,
-    for_target,
-    is_eagle3,
-    load_eagle3,
-    read_eagle3_config,
-    save_eagle3,
-)
-from jetspec.models.head_format import load_head, save_head
+from jetspec.models.eagle3_format import EAGLE3
+from jetspec.models.head_folder import HeadFormat, kind_of
+from jetspec.models.head_format import BLOCK
 from jetspec.models.hub import head_path, resolve
 from jetspec.models.weights import DType
 from jetspec.tree import DraftTree
 from jetspec.types import TreeBatch
 
 Head = DraftHead | Eagle3Head
-SAVE: dict[str, Callable[..., None]] = {"block": save_head, "eagle3": save_eagle3}
+FORMATS: tuple[HeadFormat[Any, Any], ...] = (BLOCK, EAGLE3)
 
 
 class HeadShape(Protocol):
@@ -87,6 +80,12 @@ class EngineHead(Protocol):
         """Writes committed tokens, with their tapped states, to the head's cache."""
 
 
+def format_of(folder: Path) -> HeadFormat[Any, Any]:
+    """Returns the format of a head's folder. The first one refuses other folders, with the reason."""
+    kind = kind_of(folder)
+    return next((format for format in FORMATS if kind in format.kinds), BLOCK)
+
+
 def load_any_head(
     path_or_id: str | Path,
     target: DecoderConfig | None = None,
@@ -94,19 +93,12 @@ def load_any_head(
     device: torch.device | str = "cpu",
 ) -> Head:
     """Loads a head by its name, folder or Hugging Face id, for inference. It must fit a given target."""
-    folder = resolve(head_path(path_or_id))
-    if not is_eagle3(folder):
-        return load_head(path_or_id, target, dtype, device)
-    config = read_eagle3_config(folder)
-    if target is not None:
-        config = for_target(config, target)
-        if problems := check_eagle3_fits(config, target):
-            raise ValueError(f"{path_or_id} is a head for another model: {'; '.join(problems)}")
-    if not config.tap_layers:
-        raise ValueError(f"{folder} does not name its tap layers; load it together with its target")
-    return load_eagle3(folder, config, dtype, device)
+    format = format_of(resolve(head_path(path_or_id)))
+    head: Head = format.load(path_or_id, target, dtype, device)
+    return head
 
 
 def save_any_head(head: Head, folder: str | Path, card: str | None = None) -> None:
     """Writes a head in the published layout of its kind, in bfloat16."""
-    SAVE[head.head_config.kind](head, folder, card=card)
+    format: HeadFormat[Any, Any] = BLOCK if isinstance(head, DraftHead) else EAGLE3
+    format.save(head, folder, card=card)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +24,6 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 class TensorFiles:
     """Tensors of safetensors files by name. Headers are read when a file is added, tensors on demand."""
 
-    layout: Literal["hf"] = "hf"
     dtypes: Mapping[str, torch.dtype] = PLAIN
     """Storage types that can be read."""
 
@@ -32,16 +31,16 @@ class TensorFiles:
         self.entries: dict[str, tuple[Any, str]] = {}
         """Per tensor, the open file and the name in it."""
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        file, stored = self.entries[name]
-        return tuple(file.get_slice(stored).get_shape())
+        """Returns the shape of a tensor, whose type can be read."""
+        self.dtype(name)
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        file, stored = self.entries[name]
-        kind = file.get_slice(stored).get_dtype()
+        kind = self._slice(name).get_dtype()
         if kind not in self.dtypes:
             raise ValueError(f"tensor {name} is stored as {kind}; {', '.join(self.dtypes)} can be read")
         return self.dtypes[kind]
@@ -49,6 +48,16 @@ class TensorFiles:
     def tensor(self, name: str) -> Tensor:
         file, stored = self.entries[name]
         return file.get_tensor(stored)
+
+    def read(self, name: str, out: Tensor) -> None:
+        out.copy_(self.tensor(name))
+
+    def _slice(self, name: str) -> Any:
+        file, stored = self.entries[name]
+        try:
+            return file.get_slice(stored)
+        except SafetensorError as error:
+            raise ValueError(f"tensor {name} is missing, though the index names it") from error
 
 
 def open_safetensors(path: Path) -> Any:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
-from jetspec.models.decoder import Decoder, DecoderConfig
-from jetspec.models.families import (
-    FAMILIES,
-    config_from_gguf,
-    config_from_hf,
-    dtype_from_hf,
-    part_rows,
-    parts_of,
-    stacked_experts_name,
-)
+from jetspec.files import some
+from jetspec.models.decoder import Decoder, DecoderConfig, DecoderStack, filled, on_meta
+from jetspec.models.families import FAMILIES, Layout, config_from_gguf, config_from_hf, dtype_from_hf, pieces
 from jetspec.models.gguf import GGUFFile
 from jetspec.models.hub import resolve
 from jetspec.models.tensor_files import CONFIG_FILE, WEIGHTS_FILE, TensorFiles, errors_name, open_safetensors, read_json
@@ -91,29 +84,48 @@ def load_decoder(model: OpenModel, dtype: DType = "auto", device: torch.device |
     """Reads the weights. `auto` is fp32 on the CPU, elsewhere the model's own dtype or bf16."""
     if dtype == "auto":
         dtype = torch.float32 if torch.device(device).type == "cpu" else model.dtype
-    with torch.device("meta"):
-        decoder = Decoder(model.config)
-    parameters = list(decoder.named_parameters())
+    c, decoder = model.config, on_meta(Decoder, model.config)
+    layout: Layout = "gguf" if isinstance(model.tensors, GGUFFile) else "hf"
+    find = partial(pieces, c, layout=layout, stored=model.tensors)
     with errors_name(model.tensors.path):
-        for name, parameter in parameters:  # check all shapes before memory is allocated for any
-            for piece in _pieces(model.config, name, parameter, model.tensors):
-                if piece.name not in model.tensors:
-                    raise ValueError(f"tensor {piece.name} is missing")
-                if (shape := model.tensors.shape(piece.name)) != piece.out.shape:
-                    raise ValueError(f"tensor {piece.name} has shape {shape}; the config implies {(*piece.out.shape,)}")
-        for name, parameter in parameters:
-            out = torch.empty(parameter.shape, dtype=dtype, device=device)
-            for piece in _pieces(model.config, name, out, model.tensors):
-                model.tensors.read(piece.name, piece.out)
-                if piece.permuted_heads:
-                    # llama.cpp rotates neighbouring rows of a head together; we rotate row i with row i + half.
-                    interleaved = piece.out.unflatten(0, (piece.permuted_heads, -1, 2))
-                    piece.out.copy_(interleaved.transpose(1, 2).flatten(0, 2).clone())
-            module, _, leaf = name.rpartition(".")
-            setattr(decoder.get_submodule(module), leaf, nn.Parameter(out, requires_grad=False))
-    if model.config.tied_embedding:
-        decoder.lm_head = decoder.embedding
-    return decoder.to(device).eval()
+        check_stored(decoder, model.tensors, find)
+        state = read_weights(decoder, model.tensors, find, dtype, device)
+    if layout == "gguf" and FAMILIES[c.family].architecture == "llama":
+        # llama.cpp rotates neighbouring rows of a head of q or k together; we rotate row i with row i + half.
+        heads = c.num_heads + c.num_kv_heads
+        for rows in (value[: heads * c.head_dim] for name, value in state.items() if ".qkv." in name):
+            rows.copy_(rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).clone())
+    return filled(decoder, state, device)
+
+
+Pieces = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+"""Maps a parameter's name and value to the stored tensors behind it, each with its part of the value."""
+
+
+def check_stored(stack: DecoderStack, tensors: TensorFiles | GGUFFile, find: Pieces) -> set[str]:
+    """Raise ValueError unless all tensors have the shapes that the config implies. Returns their names.
+
+    Checked before memory is allocated for any.
+    """
+    expected = {stored: part.shape for name, value in stack.named_parameters() for stored, part in find(name, value)}
+    if missing := [name for name in expected if name not in tensors]:
+        raise ValueError(f"tensors are missing: {some(missing)}")
+    for name, shape in expected.items():
+        if (found := tensors.shape(name)) != shape:
+            raise ValueError(f"tensor {name} has shape {found}; the config implies {(*shape,)}")
+    return set(expected)
+
+
+def read_weights(
+    stack: DecoderStack, tensors: TensorFiles | GGUFFile, find: Pieces, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Tensor]:
+    """Reads all parameters of a stack."""
+    state = {}
+    for name, like in stack.named_parameters():
+        state[name] = torch.empty(like.shape, dtype=dtype, device=device)
+        for stored, part in find(name, state[name]):
+            tensors.read(stored, part)
+    return state
 
 
 class SafetensorsFolder(TensorFiles):
@@ -132,16 +144,6 @@ class SafetensorsFolder(TensorFiles):
             if pickles:
                 raise ValueError(f"holds only pickle weights ({pickles[0]}), which can run code and are never opened")
             raise ValueError(f"holds no {WEIGHTS_FILE}")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        try:
-            return super().shape(name)
-        except SafetensorError as error:
-            raise ValueError(f"tensor {name} is missing, though the index names it") from error
-
-    def read(self, name: str, out: Tensor) -> None:
-        self.dtype(name)
-        out.copy_(self.tensor(name))
 
     def _add_shards(self) -> None:
         weight_map = read_json(self.path / INDEX).get("weight_map")
@@ -169,32 +171,4 @@ def declared_eos(folder: Path) -> frozenset[int]:
 def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yields a model's parameters as the tensors of a Hugging Face folder."""
     for name, parameter in decoder.named_parameters():
-        yield from ((piece.name, piece.out) for piece in _pieces(decoder.config, name, parameter, TensorFiles()))
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A stored tensor and the part of a parameter that it fills."""
-
-    name: str
-    out: Tensor
-    permuted_heads: int = 0
-    """Heads whose rows llama.cpp interleaved. 0: rows are in order."""
-
-
-def _pieces(config: DecoderConfig, name: str, out: Tensor, tensors: TensorFiles | GGUFFile) -> Iterator[_Piece]:
-    is_expert = out.dim() == 3
-    if is_expert and tensors.layout == "hf" and stacked_experts_name(name) in tensors:
-        yield _Piece(stacked_experts_name(name), out)
-        return
-    parts = list(parts_of(name, is_expert))
-    is_permuted = tensors.layout == "gguf" and FAMILIES[config.family].architecture == "llama"
-    axis = 1 if is_expert else 0
-    for part, piece in zip(parts, out.split(part_rows(config, len(parts), out.shape[axis]), axis), strict=True):
-        if tensors.layout == "gguf":
-            heads = len(piece) // config.head_dim if part.is_rotated and is_permuted else 0
-            yield _Piece(part.gguf, piece, heads)
-        elif is_expert:
-            yield from (_Piece(part.hf.format(e=e), expert) for e, expert in enumerate(piece))
-        else:
-            yield _Piece(part.hf, piece)
+        yield from pieces(decoder.config, name, parameter, "hf")

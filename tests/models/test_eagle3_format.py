@@ -16,7 +16,7 @@ from jetspec.engine.llm import LLM
 from jetspec.models.decoder import DecoderConfig, RopeConfig
 from jetspec.models.describe import describe, fits
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
-from jetspec.models.eagle3_format import save_eagle3
+from jetspec.models.eagle3_format import EAGLE3
 from jetspec.models.head_format import load_head
 from jetspec.models.heads import load_any_head
 from jetspec.types import SamplingParams
@@ -50,7 +50,7 @@ def random_eagle3(config: Eagle3Config, seed: int = 0) -> Eagle3Head:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_eagle3(random_eagle3(PLAIN), tmp_path / "head", torch.float32)
+    EAGLE3.save(random_eagle3(PLAIN), tmp_path / "head", torch.float32)
     return tmp_path / "head"
 
 
@@ -74,7 +74,7 @@ def load(folder: Path, target: DecoderConfig | None = None) -> Eagle3Head:
 @pytest.mark.parametrize("config", HEADS.values(), ids=HEADS.keys())
 def test_saved_head_is_loaded_again(config: Eagle3Config, tmp_path: Path) -> None:
     head = random_eagle3(config)
-    save_eagle3(head, tmp_path / "head", torch.float32)
+    EAGLE3.save(head, tmp_path / "head", torch.float32)
     assert_same(load(tmp_path / "head"), head)
 
 
@@ -174,7 +174,7 @@ def test_block_head_loader_refuses_eagle3(folder: Path) -> None:
 def test_llm_runs_an_eagle3_folder(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     layer = DecoderConfig("llama", VOCAB, 32, 1, 4, 2, 8, 64, max_len=256)
-    save_eagle3(random_eagle3(Eagle3Config(layer, (0, 0, 1), 100)), tmp_path / "head")
+    EAGLE3.save(random_eagle3(Eagle3Config(layer, (0, 0, 1), 100)), tmp_path / "head")
     assert fits(describe(model), describe(tmp_path / "head")) == []
     llm = LLM(model, tmp_path / "head", device="cpu")
     assert llm.drafter == "head" and isinstance(llm.head, Eagle3Head)

@@ -287,7 +287,7 @@ def test_hostile_files(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"block_count": 3}, r"tensor blk\.2\.attn_norm\.weight is missing"),
+        ({"block_count": 3}, r"missing: blk\.2\.attn_norm\.weight"),
         ({"embedding_length": 64}, "has shape"),
         ({"block_count": 4_000_000}, "block_count"),
         ({"attention.head_count": 0}, "head_count"),

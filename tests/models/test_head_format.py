@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetspec.models.decoder import DecoderConfig, RopeConfig
+from jetspec.models.describe import describe
 from jetspec.models.draft_head import HeadConfig
-from jetspec.models.head_format import check_fits, describe_head, load_head, save_head, shipped_head_name
+from jetspec.models.head_format import check_fits, load_head, save_head, shipped_head_name
 from jetspec.models.heads import load_any_head
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.models.hub import HEADS as HEADS_FOLDER
@@ -251,8 +252,8 @@ FOREIGN: dict[str, Json] = {
     "DSpark ": {"architectures": ["DSparkDraftModel"], "markov_rank": 256},
     "Domino": {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
     "speculators (dflash)": {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]},
-    "speculators (eagle3)": {"speculators_model_type": "eagle3"},
-    "EAGLE-3": {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
+    "speculators (dspark)": {"speculators_model_type": "dspark"},
+    "reduced vocabulary": {"architectures": ["DFlashDraftModel"], "draft_vocab_size": 32000},
 }
 
 
@@ -261,21 +262,19 @@ def test_other_kinds_of_heads_are_refused(name: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(FOREIGN[name]))
     message = refusal(folder)
     assert name.strip() in message and "not supported" in message
-    assert describe_head(folder) == {"format": name.strip(), "problem": message}
+    assert describe(folder) == {"kind": "head", "path": str(folder), "format": name.strip(), "problem": message}
 
 
 def test_gguf_head_is_refused_and_gguf_target_is_no_head(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "head.gguf", {}, {}, "dflash")
     assert "GGUF" in refusal(file)
-    assert (describe_head(file) or {})["format"] == "GGUF (dflash)"
-    assert describe_head(write_gguf(tmp_path / "target.gguf", {}, {})) is None
+    assert describe(file)["format"] == "GGUF (dflash)"
+    assert "not a draft head" in refusal(write_gguf(tmp_path / "target.gguf", {}, {}))
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    assert describe_head(tmp_path) is None
     assert "not a draft head" in refusal(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
-    assert describe_head(tmp_path) is None
     assert "not a draft head" in refusal(tmp_path)
 
 
@@ -359,8 +358,8 @@ def test_pickles_are_never_opened(folder: Path) -> None:
 def test_description(config: HeadConfig, tmp_path: Path) -> None:
     head = random_head(config)
     save_head(head, tmp_path / "head")
-    facts = describe_head(tmp_path / "head")
-    assert facts is not None and "problem" not in facts
+    facts = describe(tmp_path / "head")
+    assert facts["kind"] == "head" and "problem" not in facts
     assert facts["format"].startswith("JetSpec" if config.causal else "DFlash")
     assert facts["format"].endswith("edges") is (config.edge is not None)
     assert facts["parameters"] == sum(parameter.numel() for parameter in head.parameters())

@@ -65,7 +65,7 @@ NORM = "model.norm.weight"
 def test_mismatching_tensor_is_refused(value: Tensor | None, tmp_path: Path) -> None:
     changed = {} if value is None else {NORM: value}
     edit_tensors(save_model(tmp_path), lambda t: {name: t[name] for name in t if name != NORM} | changed)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}: tensor {re.escape(NORM)}"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}: tensor.*{re.escape(NORM)}"):
         load_decoder(open_model(tmp_path))
 
 
