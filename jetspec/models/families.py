@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,36 +50,27 @@ FAMILIES: dict[str, Family] = {
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
-class Part(NamedTuple):
-    """A stored tensor under its names in both layouts. Parameters consist of one or more, stacked along the rows."""
-
-    hf: str
-    gguf: str
-
-
-TOP: dict[str, tuple[Part, ...]] = {
-    "embedding": (Part("model.embed_tokens", "token_embd"),),
-    "norm": (Part("model.norm", "output_norm"),),
-    "lm_head": (Part("lm_head", "output"),),
+Parts = dict[str, str]
+"""Tensors of which a parameter consists, stacked along the rows: names in Hugging Face folders, with those in GGUF."""
+TOP: dict[str, Parts] = {
+    "embedding": {"model.embed_tokens": "token_embd"},
+    "norm": {"model.norm": "output_norm"},
+    "lm_head": {"lm_head": "output"},
 }
-LAYER: dict[str, tuple[Part, ...]] = {
-    "input_norm": (Part("input_layernorm", "attn_norm"),),
-    "attention.qkv": (
-        Part("self_attn.q_proj", "attn_q"),
-        Part("self_attn.k_proj", "attn_k"),
-        Part("self_attn.v_proj", "attn_v"),
-    ),
-    "attention.out": (Part("self_attn.o_proj", "attn_output"),),
-    "attention.q_norm": (Part("self_attn.q_norm", "attn_q_norm"),),
-    "attention.k_norm": (Part("self_attn.k_norm", "attn_k_norm"),),
-    "post_norm": (Part("post_attention_layernorm", "ffn_norm"),),
-    "mlp.gate_up": (Part("mlp.gate_proj", "ffn_gate"), Part("mlp.up_proj", "ffn_up")),
-    "mlp.down": (Part("mlp.down_proj", "ffn_down"),),
-    "mlp.router": (Part("mlp.gate", "ffn_gate_inp"),),
+LAYER: dict[str, Parts] = {
+    "input_norm": {"input_layernorm": "attn_norm"},
+    "attention.qkv": {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"},
+    "attention.out": {"self_attn.o_proj": "attn_output"},
+    "attention.q_norm": {"self_attn.q_norm": "attn_q_norm"},
+    "attention.k_norm": {"self_attn.k_norm": "attn_k_norm"},
+    "post_norm": {"post_attention_layernorm": "ffn_norm"},
+    "mlp.gate_up": {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"},
+    "mlp.down": {"mlp.down_proj": "ffn_down"},
+    "mlp.router": {"mlp.gate": "ffn_gate_inp"},
 }
-EXPERTS: dict[str, tuple[Part, ...]] = {
-    "mlp.gate_up": (Part("mlp.experts.{e}.gate_proj", "ffn_gate_exps"), Part("mlp.experts.{e}.up_proj", "ffn_up_exps")),
-    "mlp.down": (Part("mlp.experts.{e}.down_proj", "ffn_down_exps"),),
+EXPERTS: dict[str, Parts] = {
+    "mlp.gate_up": {"mlp.experts.{e}.gate_proj": "ffn_gate_exps", "mlp.experts.{e}.up_proj": "ffn_up_exps"},
+    "mlp.down": {"mlp.experts.{e}.down_proj": "ffn_down_exps"},
 }
 STACKED_EXPERTS = {"mlp.gate_up": "mlp.experts.gate_up_proj", "mlp.down": "mlp.experts.down_proj"}
 """Names in folders that store all experts of a layer as one tensor of our shape."""
@@ -103,8 +94,9 @@ def pieces(
     rows = [value.shape[int(is_expert)] // len(parts)] * len(parts)
     if len(parts) == 3:
         rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-    for part, rest in zip(parts, value.split(rows, int(is_expert)), strict=True):
-        full = prefix + getattr(part, layout) + leaf
+    names = parts.keys() if layout == "hf" else parts.values()
+    for part, rest in zip(names, value.split(rows, int(is_expert)), strict=True):
+        full = prefix + part + leaf
         if is_expert and layout == "hf":
             yield from ((full.format(e=e), expert) for e, expert in enumerate(rest))
         else:
@@ -264,7 +256,7 @@ def check_config(config: DecoderConfig) -> DecoderConfig:
         raise ValueError(f"{c.num_heads} heads cannot share {c.num_kv_heads} key/value heads evenly")
     if c.head_dim % 2:
         raise ValueError(f"head size {c.head_dim} is odd; rotary positions need pairs")
-    if c.num_heads * c.head_dim > MAX_SIZE or c.vocab_size > MAX_VOCAB:
+    if c.num_heads * c.head_dim > MAX_SIZE:
         raise ValueError("the config describes a model that is too large")
     if c.moe and c.moe.num_chosen > c.moe.num_experts:
         raise ValueError(f"{c.moe.num_chosen} experts per token, but only {c.moe.num_experts} exist")
