@@ -256,7 +256,7 @@ def check_config(config: DecoderConfig) -> DecoderConfig:
         raise ValueError(f"{c.num_heads} heads cannot share {c.num_kv_heads} key/value heads evenly")
     if c.head_dim % 2:
         raise ValueError(f"head size {c.head_dim} is odd; rotary positions need pairs")
-    if c.num_heads * c.head_dim > MAX_SIZE:
+    if c.num_heads * c.head_dim > MAX_SIZE or c.vocab_size > MAX_VOCAB:
         raise ValueError("the config describes a model that is too large")
     if c.moe and c.moe.num_chosen > c.moe.num_experts:
         raise ValueError(f"{c.moe.num_chosen} experts per token, but only {c.moe.num_experts} exist")
