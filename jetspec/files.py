@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+NAMED = 4
+"""Names that a message lists. It counts the others."""
+
 
 def read_text(path: Path) -> str:
     try:
@@ -90,8 +93,10 @@ def check_replaceable(folder: Path, own: Sequence[str]) -> None:
         raise ValueError(f"{folder} holds other files ({some(others)}); choose a folder of its own")
 
 
-def some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def some(names: Sequence[str]) -> str:
+    """The first `NAMED` of some names, and the number of the others."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def lock(file: IO[Any], refusal: str) -> None:

@@ -110,6 +110,6 @@ def test_descriptions_come_from_the_fields() -> None:
 
 def test_settings_are_checked_without_torch() -> None:
     """Wrong values are answered before the seconds that torch takes to load."""
-    modules = "jetspec.settings, jetspec.config, jetspec.train.config, jetspec.data.prompts"
+    modules = "jetspec.settings, jetspec.config, jetspec.train.config, jetspec.data.prompts, jetspec.data.config"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -17,16 +17,13 @@ from jetspec.aliases import current
 from jetspec.commands.options import Given, TargetConfig, check_model, examples, options
 from jetspec.commands.screen import duration, working
 from jetspec.config import EngineConfig
+from jetspec.data.config import AnswerOptions, Machines, RegenerateConfig, SynthesisOptions, SynthesizeConfig
+from jetspec.data.prompts import PromptData, PromptOptions
 
 if TYPE_CHECKING:
-    from jetspec.data.prompts import OnBad, Prompt, PromptData
-    from jetspec.data.regenerate import Check, RegenerateConfig
-    from jetspec.data.synthesize import SynthesizeConfig
     from jetspec.data.workers import Answer
     from jetspec.engine.llm import LLM
 
-CPU_BATCH, GPU_BATCH = 8, 2048
-MAX_ADMISSION_DELAY = 24
 SHARED_FRAC = 0.7
 """Share of a GPU's memory that the caches of several processes on it may take together."""
 TARGET_ONLY = ("max_tokens", "temperature", "top_p", "seed")
@@ -41,95 +38,6 @@ class DataCommands(TyperGroup):
 
 
 app = typer.Typer(cls=DataCommands, no_args_is_help=True, add_completion=False, name="data", help="Make training data.")
-
-
-@dataclass(frozen=True)
-class PromptOptions:
-    """Prompts to answer."""
-
-    hf_dataset: str | None = None
-    """Hugging Face dataset with prompts."""
-    split: str = "train"
-    """Split of that dataset."""
-    limit: int | None = None
-    """Only the first prompts, as many."""
-    shard: str = "0/1"
-    """I/N: only part I of N, I from 0, for several machines."""
-    on_bad: Literal["stop", "skip"] = "stop"
-    """Treatment of a prompt that cannot be used."""
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; it must be at least 1")
-
-
-@dataclass(frozen=True)
-class AnswerOptions:
-    """Answers to prompts."""
-
-    responses: Literal["target", "corpus"] = "target"
-    """Source of the answers: the target, or the data itself."""
-    max_tokens: int = 512
-    """Most tokens per answer."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
-    """Sample from the most probable tokens up to this total probability."""
-    seed: int = 0
-    """The same seed gives the same rows."""
-    max_len: int | None = None
-    """Longest conversation in tokens. By default the model's context."""
-
-
-@dataclass(frozen=True)
-class SynthesisOptions:
-    """Prompts that the target writes."""
-
-    prefix: tuple[str, ...] = ()
-    """First words of a prompt; repeatable, then used in turn. By default those of `prefixes`."""
-    prefixes: str = "builtin"
-    """builtin, the default: a built-in prefix, from sums to summaries, for every second prompt; none; or a file with
-    one per line, where an empty line is a free prompt."""
-    system: str | None = None
-    """System message to steer by. It is not part of the output."""
-    max_tokens: int = 256
-    """Most tokens per prompt; longer ones are dropped."""
-    temperature: float = 1.0
-    """Sampling temperature; 0 is greedy: one prompt per prefix."""
-    top_p: float = 1.0
-    """Sample from the most probable tokens up to this total probability."""
-    seed: int = 0
-    """The same seed gives the same prompts."""
-
-    def __post_init__(self) -> None:
-        if self.prefix and self.prefixes != "builtin":
-            raise ValueError("prefix and prefixes exclude each other; set one")
-
-
-@dataclass(frozen=True)
-class Machines:
-    """Processes and batch of the target. Neither changes the rows, except for near ties in 16 bits."""
-
-    jobs: int | None = None
-    """Processes. By default one per GPU; more share it."""
-    batch: int | None = None
-    """Answers decoded together. By default 8 on a CPU, 2048 on a GPU."""
-
-    def __post_init__(self) -> None:
-        if self.jobs is not None and self.jobs < 1:
-            raise ValueError(f"jobs is {self.jobs}; it must be at least 1")
-
-    def engine(self, place: str, max_len: int | None = None) -> EngineConfig:
-        """Large chunks of many prompts: throughput counts, not latency."""
-        usual = CPU_BATCH if place == "cpu" else GPU_BATCH
-        batch = usual if self.batch is None else self.batch
-        return EngineConfig(
-            max_batch=batch,
-            max_len=max_len,
-            prefill_chunk=max(512, 16 * batch),
-            prefix_cache=False,
-            max_admission_delay=MAX_ADMISSION_DELAY,
-        )
 
 
 @dataclass(frozen=True)
@@ -184,7 +92,7 @@ def regenerate(
     Each line of the data has a `prompt`, `turns` (a list of user messages), or a chat under `messages` or
     `conversations`. Each row of the output has the tokens of a whole conversation and the spans of the answers.
     """
-    prompts, answers, machine = settings.prompts, settings.answers, settings.machine
+    prompts, answers = settings.prompts, settings.answers
     if not data and not prompts.hf_dataset:
         raise typer.BadParameter("give --data, or --hf-dataset", param_hint="--data")
     unused = [f"answers.{name}" for name in given.get("answers", {}) if name in TARGET_ONLY]
@@ -195,19 +103,31 @@ def regenerate(
         if not path.exists():
             raise ValueError(f"{path}: there is no such file or folder")
     check_model(settings.model)
-    from jetspec.data.prompts import PromptData, parse_shard
-    from jetspec.data.regenerate import RegenerateConfig
+    from jetspec.data import regenerate as job
 
-    source = PromptData(
-        tuple(data or ()),
-        prompts.hf_dataset,
-        prompts.split,
-        prompts.limit,
-        parse_shard(prompts.shard),
-        answers.responses,
-    )
+    source = PromptData(tuple(data or ()), answers.responses, **vars(prompts))
     config = RegenerateConfig(settings.model.name, **vars(answers))
-    regenerate_data(out, source, config, settings.model, machine, on_bad=prompts.on_bad, dry_run=dry_run)
+    where, loads = target_loads(settings.model, settings.machine, max_len=answers.max_len)
+    if answers.responses == "corpus":
+        where, corpus = ["cpu"], job.load_corpus(config)
+        check: job.Check = corpus.converse
+        starts: list[Callable[[], Answer]] = [lambda: corpus.answer]
+    else:
+        check, starts = job.load_check(config), [partial(start_answers, load, config) for load in loads]
+    if not dry_run:
+        print(job.write_rows(out, source, config, check, starts).summary(out))
+        return
+    words, todo = job.plan(out, source, config, check, where)
+    print(words, flush=True)
+    if todo and answers.responses == "target":
+        llm = loads[0]()
+        with working("Answering a few prompts"):
+            # Processes that share a device count as one.
+            found = job.time_needed(llm, config, todo, llm.config.max_batch, len(set(where)))
+        if found is None:
+            print("the time is unknown: none of the prompts that were tried can be answered")
+        else:
+            print(f"which takes about {duration(found[0])}, judging by {found[1]}")
 
 
 @app.command(
@@ -231,78 +151,39 @@ def synthesize(
     words, with broken text, or that exist already are dropped. Answer them with `jetspec data regenerate`.
     """
     check_model(settings.model)
-    from jetspec.data.synthesize import SynthesizeConfig, read_prefixes
+    from jetspec.data.regenerate import read_tokenizer
+    from jetspec.data.synthesize import UserTurn, plan, write_prompts
 
-    asked = dict(vars(settings.prompts))
-    one_by_one, file = asked.pop("prefix"), asked.pop("prefixes")
-    config = SynthesizeConfig(settings.model.name, one_by_one or read_prefixes(file), **asked)
-    synthesize_data(out, count, config, settings.model, settings.machine, dry_run=dry_run)
-
-
-# -- regenerate
-
-
-def regenerate_data(
-    out: Path,
-    data: PromptData,
-    config: RegenerateConfig,
-    model: TargetConfig,
-    machine: Machines,
-    *,
-    on_bad: OnBad,
-    dry_run: bool,
-) -> None:
-    from jetspec.data.regenerate import load_check, load_corpus, places, plan, write_rows
-
-    config.sampling("")  # refuses bad settings before anything is read
-    where = places(model.device, machine.jobs)
-    if config.responses == "corpus":
-        where, corpus = ["cpu"], load_corpus(config)
-        check: Check = corpus.converse
-        starts: list[Callable[[], Answer]] = [lambda: corpus.answer]
+    config = SynthesizeConfig(settings.model.name, **vars(settings.prompts))
+    # A batch of more than the prompts to write would be discarded in part.
+    where, loads = target_loads(settings.model, settings.machine, count=count)
+    tokenizer, eos_tokens, _ = read_tokenizer(config.model)
+    turn = UserTurn(tokenizer, eos_tokens, config.system)
+    if dry_run:
+        print(plan(out, count, config, turn, where))
     else:
-        starts = [
-            partial(
-                load_answerer, config, machine.engine(place, config.max_len), model.dtype, place, where.count(place)
-            )
-            for place in where
-        ]
-        check = load_check(config)
-    if not dry_run:
-        print(write_rows(out, data, config, check, starts, on_bad).summary(out))
-        return
-    words, todo = plan(out, data, config, check, where, on_bad)
-    print(words, flush=True)
-    if todo and config.responses == "target":
-        print(time_needed(config, model.dtype, machine.engine(where[0], config.max_len), where, todo))
+        starts = [partial(start_prompts, load, config) for load in loads]
+        print(write_prompts(out, count, config, turn, starts).summary(out))
 
 
-def time_needed(
-    config: RegenerateConfig, dtype: str, engine: EngineConfig, where: Sequence[str], todo: Sequence[Prompt]
-) -> str:
-    """Time that the answers take, in words. Processes that share a device count as one."""
-    from jetspec.data.regenerate import probe
-
-    llm = load_target_alone(config.model, engine, dtype, where[0], where.count(where[0]))
-    with working("Answering a few prompts"):
-        found = probe(llm, config, todo, engine.max_batch)
-    if found is None:
-        return "the time is unknown: none of the prompts that were tried can be answered"
-    num_answers = sum(len(prompt.turns) for prompt in todo)
-    seconds = found.seconds_for(num_answers, config.max_tokens, len(set(where)))
-    return (
-        f"which takes about {duration(seconds)}, judging by the beginnings of answers to {found.prompts} prompts:"
-        f" {found.tokens_per_s:,.0f} tokens/s, {found.answer_tokens(config.max_tokens):,.0f} tokens per answer"
-    )
+# -- the target in one process or several
 
 
-def load_answerer(config: RegenerateConfig, engine: EngineConfig, dtype: str, device: str, sharing: int) -> Answer:
-    from jetspec.data.regenerate import regenerate
+def target_loads(
+    model: TargetConfig, machine: Machines, max_len: int | None = None, count: int | None = None
+) -> tuple[list[str], list[Callable[[], LLM]]]:
+    """The device of each process, and the function that loads the target there. `count`: answers in all, if known."""
+    from jetspec.data.workers import places
 
-    return partial(regenerate, load_target_alone(config.model, engine, dtype, device, sharing), config)
+    where = places(model.device, machine.jobs)
+    most = None if count is None else -(-count // len(where))
+    return where, [
+        partial(load_target_alone, model, machine.engine(place, max_len, most), place, where.count(place))
+        for place in where
+    ]
 
 
-def load_target_alone(model: str, engine: EngineConfig, dtype: str, device: str, sharing: int) -> LLM:
+def load_target_alone(model: TargetConfig, engine: EngineConfig, device: str, sharing: int) -> LLM:
     """The target without a drafter. `sharing` is the number of processes on the same device."""
     import torch
 
@@ -314,44 +195,20 @@ def load_target_alone(model: str, engine: EngineConfig, dtype: str, device: str,
             memory = torch.cuda.get_device_properties(device).total_memory
             engine = replace(engine, cache_gb=SHARED_FRAC * memory / 2**30 / sharing)
     is_worker = multiprocessing.parent_process() is not None
-    with nullcontext() if is_worker else working(f"Loading {model}"):
-        return LLM(model, drafter="none", engine=engine, dtype=dtype, device=device)
+    with nullcontext() if is_worker else working(f"Loading {model.name}"):
+        return LLM(model.name, drafter="none", engine=engine, dtype=model.dtype, device=device)
 
 
-# -- synthesize
+def start_answers(load: Callable[[], LLM], config: RegenerateConfig) -> Answer:
+    from jetspec.data.regenerate import regenerate
+
+    return partial(regenerate, load(), config)
 
 
-def synthesize_data(
-    out: Path, count: int, config: SynthesizeConfig, model: TargetConfig, machine: Machines, *, dry_run: bool
-) -> None:
-    from jetspec.data.regenerate import places, read_tokenizer
-    from jetspec.data.synthesize import UserTurn, plan, write_prompts
-
-    config.sampling("")  # refuses bad settings before anything is read
-    where = places(model.device, machine.jobs)
-    engines = [engine_for(count, len(where), machine, place) for place in where]
-    tokenizer, eos_tokens, _ = read_tokenizer(config.model)
-    turn = UserTurn(tokenizer, eos_tokens, config.system)
-    if dry_run:
-        print(plan(out, count, config, turn, where))
-        return
-    starts = [
-        partial(load_writer, config, engine, model.dtype, place, where.count(place))
-        for engine, place in zip(engines, where, strict=True)
-    ]
-    print(write_prompts(out, count, config, turn, starts).summary(out))
-
-
-def engine_for(count: int, jobs: int, machine: Machines, place: str) -> EngineConfig:
-    """Engine settings as for answers, with a batch of at most the prompts to write: more would be discarded."""
-    batch = min(machine.engine(place).max_batch, -(-count // jobs))
-    return replace(machine, batch=batch).engine(place)
-
-
-def load_writer(config: SynthesizeConfig, engine: EngineConfig, dtype: str, device: str, sharing: int) -> Answer:
+def start_prompts(load: Callable[[], LLM], config: SynthesizeConfig) -> Answer:
     from jetspec.data.synthesize import UserTurn, synthesize
 
-    llm = load_target_alone(config.model, engine, dtype, device, sharing)
+    llm = load()
     turn = UserTurn(llm.tokenizer, llm.target.eos_tokens, config.system)
     # The end of a user's turn may differ from that of an answer.
     llm.target = replace(llm.target, eos_tokens=turn.end_tokens)

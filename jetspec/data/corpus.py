@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import Generic, Self, TypeVar, overload
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jetspec.data.prompts import OnBad, text_lines
+from jetspec.files import NAMED, some
 
 T = TypeVar("T")
-
-ROW = re.compile(
-    r'\{"id": "([^"\\]*)", "token_ids": \[(\d[^\]]*\d)\], "spans": (\[\[[\d, \[\]]*\]\]), "finish": \["[a-z", ]*\]\}\s*'
-)
-"""The usual form of a row. The expression extracts its numbers faster than a general JSON parser."""
-LEADING_ZEROS = tuple(f", 0{digit}" for digit in range(10))
-"""Number prefixes that JSON does not allow."""
-ROWS_AT_ONCE = 1024
-NAMED_ROWS = 4
-"""Rows of one kind that a message names by file and line. It counts the others."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +63,7 @@ class Documents(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.start_D)
 
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Documents: ...
-
-    def __getitem__(self, index: int | slice) -> Document | Documents:
-        if isinstance(index, slice):
-            return self.take(np.arange(len(self))[index])
+    def __getitem__(self, index: int) -> Document:  # type: ignore[override]
         inside = slice(self.start_D[index], self.end_D[index])
         return Document(self.token_N[inside], self.written_N[inside])
 
@@ -160,14 +141,6 @@ class PackedBatch(OnDevice):
                 yield Document(self.token_RT[row, inside].numpy(), self.written_RT[row, inside].numpy())
 
 
-class Places(list[str]):
-    """File and line of rows of one kind. As text, the first of them and the number of the others."""
-
-    def __str__(self) -> str:
-        more = f" and {len(self) - NAMED_ROWS:,} more" if len(self) > NAMED_ROWS else ""
-        return ", ".join(self[:NAMED_ROWS]) + more
-
-
 CHANGES = {
     "cut": "cut: longer than row_len {max_len}",
     "lost": "left out: the cut took all answers",
@@ -184,26 +157,25 @@ class Tally:
     """Number of the rows of some files, and places of those changed or left out, by the name of the change."""
 
     rows: int = 0
-    places: dict[str, Places] = field(default_factory=lambda: {name: Places() for name in CHANGES})
+    places: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in CHANGES})
 
-    def kinds(self, max_len: int) -> dict[str, Places]:
+    def kinds(self, max_len: int) -> dict[str, list[str]]:
         """Changed and omitted rows, by the change and its reason."""
-        named = ((CHANGES[name].format(max_len=max_len), places) for name, places in self.places.items())
-        return {kind: places for kind, places in named if places}
+        return {CHANGES[name].format(max_len=max_len): places for name, places in self.places.items() if places}
 
     def summary(self, max_len: int) -> str:
         """One line per kind; empty if no row was changed."""
         kinds = self.kinds(max_len).items()
-        return "\n".join(f"{len(places):,} of {self.rows:,} rows {kind} ({places})" for kind, places in kinds)
+        return "\n".join(f"{len(places):,} of {self.rows:,} rows {kind} ({some(places)})" for kind, places in kinds)
 
     def listing(self, max_len: int) -> str:
         """One line per changed row."""
         kinds = self.kinds(max_len).items()
         return "".join(f"{place} {kind}\n" for kind, places in kinds for place in places)
 
-    def names_all(self, max_len: int) -> bool:
+    def names_all(self) -> bool:
         """True if the summary names every changed row."""
-        return all(len(places) <= NAMED_ROWS for places in self.kinds(max_len).values())
+        return all(len(places) <= NAMED for places in self.places.values())
 
 
 def read_documents(
@@ -223,20 +195,16 @@ def read_documents(
     tally = Tally() if tally is None else tally
     masked, found = tally.places["masked"], []
     for file, path in enumerate(paths):
-        lines = lines_of(Path(path))
-        while block := list(islice(lines, ROWS_AT_ONCE)):
-            documents: Sequence[Document | None] | None = parse_usual([line for _, line in block], vocab_size)
-            if documents is None:
-                documents = [parse_or_skip(line, f"{path}:{number}", vocab_size, on_bad) for number, line in block]
-            for (number, _), document in zip(block, documents, strict=True):
-                kept = keep(document, f"{path}:{number}", max_len, tally)
-                if kept is not None and mask_token is not None and (kept.tokens == mask_token).any():
-                    masked.append(f"{path}:{number}")
-                elif kept is not None:
-                    found.append((file, kept))
+        for number, line in lines_of(Path(path)):
+            where = f"{path}:{number}"
+            kept = keep(parse_or_skip(line, where, vocab_size, on_bad), where, max_len, tally)
+            if kept is not None and mask_token is not None and (kept.tokens == mask_token).any():
+                masked.append(where)
+            elif kept is not None:
+                found.append((file, kept))
     if masked and on_bad == "stop":
         raise ValueError(
-            f"the mask token {mask_token} occurs in {len(masked):,} rows of the data ({masked});"
+            f"the mask token {mask_token} occurs in {len(masked):,} rows of the data ({some(masked)});"
             " choose another head.mask_token, or leave such rows out with on_bad: skip"
         )
     if not found:
@@ -312,32 +280,6 @@ def parse(line: str | None, where: str, vocab_size: int) -> Document:
             raise ValueError(f"{where}: span [{start}, {end}) lies outside the {len(tokens)} tokens")
         written[start:end] = True
     return Document(tokens.astype(np.int64), written, id)
-
-
-def parse_usual(lines: Sequence[str | None], vocab_size: int) -> list[Document] | None:
-    """Documents of many rows in the usual form at once. None: one has another form, valid or not."""
-    rows = [found for line in lines if line is not None and (found := ROW.fullmatch(line))]
-    text = ", ".join(row[2] for row in rows)
-    if len(rows) < len(lines) or ", ," in text or any(zero in f", {text}" for zero in LEADING_ZEROS):
-        return None
-    try:
-        token_N = np.fromstring(text, np.int64, sep=",")
-        spans = json.loads(f"[{','.join(row[3] for row in rows)}]")
-    except ValueError:
-        return None
-    end_D = list(accumulate(row[2].count(", ") + 1 for row in rows))
-    if end_D[-1] != len(token_N) or token_N.min() < 0 or token_N.max() >= vocab_size:
-        return None
-    documents = [
-        Document(token_N[start:end], np.zeros(end - start, dtype=bool), row[1])
-        for row, (start, end) in zip(rows, pairwise((0, *end_D)), strict=True)
-    ]
-    for document, pairs in zip(documents, spans, strict=True):
-        for pair in pairs:
-            if len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= len(document.tokens):
-                return None
-            document.written[pair[0] : pair[1]] = True
-    return documents
 
 
 class PackedData:

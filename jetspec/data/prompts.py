@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jetspec.files import missing_package
+from jetspec.settings import at_least
 
 Responses = Literal["target", "corpus"]
 """Source of the answers: the target, or the data itself."""
@@ -63,18 +64,35 @@ class CutPrompt:
     turns: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Prompts to answer."""
+
+    hf_dataset: str | None = None
+    """Hugging Face dataset with prompts."""
+    split: str = "train"
+    """Split of that dataset."""
+    limit: int | None = None
+    """Only the first prompts, as many."""
+    shard: str = "0/1"
+    """I/N: only part I of N, I from 0, for several machines."""
+    on_bad: OnBad = "stop"
+    """Treatment of a prompt that cannot be used."""
+
+    def __post_init__(self) -> None:
+        at_least(1, "limit", self.limit)
+        parse_shard(self.shard)
+
+
 @dataclass(frozen=True)
-class PromptData:
-    """Sources of prompts and the selection from them. Every iteration reads them anew."""
+class PromptData(PromptOptions):
+    """Sources of prompts and the selection from them. Every iteration reads them anew.
+
+    Parts of a shard are chosen by id, so they do not depend on order.
+    """
 
     paths: tuple[Path, ...] = ()
     """JSONL files, gzipped or not, or folders of them."""
-    hf_dataset: str | None = None
-    split: str = "train"
-    limit: int | None = None
-    """Use only the first so many good prompts."""
-    shard: tuple[int, int] = (0, 1)
-    """Use part i of n. Parts are chosen by id, so they do not depend on order."""
     responses: Responses = "target"
 
     @property
@@ -84,7 +102,7 @@ class PromptData:
     def __iter__(self) -> Iterator[Prompt | BadPrompt]:
         ids: set[str] = set()
         is_empty = True
-        shard, num_shards = self.shard
+        shard, num_shards = parse_shard(self.shard)
         for where, default_id, raw in self._rows():
             is_empty = False
             if len(ids) == self.limit:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
+from jetspec.data.config import RegenerateConfig
 from jetspec.data.conversation import (
     PLACEHOLDER,
     Conversation,
@@ -30,42 +29,20 @@ from jetspec.data.conversation import (
     start_conversation,
     user_message,
 )
-from jetspec.data.prompts import BadPrompt, CutPrompt, OnBad, Prompt, PromptData, Responses, stable_hash
-from jetspec.data.rows import Row, RowFile, RunTally, read_ids, record_of, resumable_runs
-from jetspec.data.workers import Answer, Results, answer_all
+from jetspec.data.prompts import BadPrompt, CutPrompt, OnBad, Prompt, PromptData, parse_shard
+from jetspec.data.rows import JobFile, Row, RunTally
+from jetspec.data.workers import Answer, Results, answer_all, in_processes
 from jetspec.models.hub import resolve
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import load_tokenizer, open_model
 from jetspec.progress import print_above, progress_bar
-from jetspec.record import shown, write_record
+from jetspec.record import shown
 from jetspec.types import Completion, SamplingParams
 
 RUN_COUNTS = ("answered", "already", "skipped", "cut", "tokens", "seconds", "tokens_per_s")
 """Counts that the record of a run keeps."""
 WARM_UP_TOKENS, PROBE_TOKENS = 4, 64
 """Most tokens of an answer of a probe before the clock starts, and of a timed one."""
-
-
-@dataclass(frozen=True)
-class RegenerateConfig:
-    """Settings that, with the prompts, determine the rows."""
-
-    model: str
-    responses: Responses = "target"
-    max_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    max_len: int | None = None
-    """Longest conversation. None: the model's context."""
-
-    def longest(self, context: int) -> int:
-        return context if self.max_len is None else min(self.max_len, context)
-
-    def sampling(self, id: str) -> SamplingParams:
-        """Sampling parameters of a prompt. The seed depends on its id alone, so a row does not depend on the run."""
-        seed = stable_hash(f"{self.seed}/{id}") >> 1
-        return SamplingParams(self.temperature, self.top_p, max_tokens=self.max_tokens, seed=seed)
 
 
 Check = Callable[[Prompt], "Conversation | BadPrompt"]
@@ -163,6 +140,21 @@ class Corpus:
 # -- the whole run
 
 
+class RowFile(JobFile):
+    """The output of `jetspec data regenerate`."""
+
+    start = '{"id": '
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.ids: set[str] = set()
+        super().__init__(*args, **options)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        if not {"id", "token_ids", "spans"} <= row.keys():
+            raise ValueError("keys are missing")
+        self.ids.add(row["id"])
+
+
 @dataclass
 class Tally(RunTally):
     """Counts of one run."""
@@ -206,38 +198,31 @@ class Tally(RunTally):
 
 
 def write_rows(
-    out: Path,
-    data: PromptData,
-    config: RegenerateConfig,
-    check: Check,
-    starts: Sequence[Callable[[], Answer]],
-    on_bad: OnBad,
+    out: Path, data: PromptData, config: RegenerateConfig, check: Check, starts: Sequence[Callable[[], Answer]]
 ) -> Tally:
     """Answers every prompt without a row in `out`, and appends the rows to it.
 
     Each of `starts` loads an answerer, in a process of its own when there are several. The run is recorded in `out` +
     .meta.json.
     """
-    prompts = {"data": [shown(source) for source in data.sources], "limit": data.limit, "shard": list(data.shard)}
-    settings = _settings(config)
-    record = {"settings": settings, **prompts}
-    with record_of(out) as meta, closing(RowFile(out)) as rows:
-        runs = resumable_runs(meta, settings) if rows.ids else []
-        tally = count(data, rows.ids, check, on_bad)
-        write_record(meta, {**record, "runs": runs})
+    shard = list(parse_shard(data.shard))
+    about = {"data": [shown(source) for source in data.sources], "limit": data.limit, "shard": shard}
+    with closing(RowFile(out, _settings(config))) as rows:
+        tally = count(data, rows.ids, check)
+        rows.record(**about)
         if tally.todo:
             try:
                 _answer(rows, _unanswered(data, rows.ids | tally.unusable), starts, tally)
             except KeyboardInterrupt:
                 print(tally.interrupted(out), file=sys.stderr)
                 raise
-            write_record(meta, {**record, "runs": [*runs, tally.entry(RUN_COUNTS, len(starts))]})
+            rows.record(tally.entry(RUN_COUNTS, len(starts)), **about)
     return tally
 
 
-def count(data: PromptData, done: set[str], check: Check, on_bad: OnBad) -> Tally:
+def count(data: PromptData, done: set[str], check: Check) -> Tally:
     """Checks all prompts before the first is answered, so that bad ones are reported at once."""
-    tally = Tally(on_bad=on_bad)
+    tally = Tally(on_bad=data.on_bad)
     with progress_bar(data, desc="checking", unit=" prompts", leave=False) as bar:
         for prompt in bar:
             if isinstance(prompt, BadPrompt):
@@ -259,8 +244,7 @@ def _unanswered(data: PromptData, without: set[str]) -> Iterator[Prompt]:
 
 def _answer(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[[], Answer]], tally: Tally) -> None:
     results = answer_all(starts, prompts, tally)
-    bar = progress_bar(total=tally.todo, desc="answering", unit=" prompts")
-    with bar, closing(results):
+    with progress_bar(total=tally.todo, desc="answering", unit=" prompts") as bar, closing(results):
         for result in results:
             if isinstance(result, CutPrompt):
                 tally.cut_off(result)
@@ -277,33 +261,28 @@ def _answer(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[
 
 def _settings(config: RegenerateConfig) -> dict[str, Any]:
     """Settings that the rows depend on. Those of sampling do not count where the answers come from the data."""
-    settings = asdict(config) | {"model": shown(config.model)}
+    settings = {**vars(config), "model": shown(config.model)}
     names = settings if config.responses == "target" else ("model", "responses", "max_len")
     return {name: settings[name] for name in names}
 
 
 def plan(
-    out: Path, data: PromptData, config: RegenerateConfig, check: Check, places: Sequence[str], on_bad: OnBad
+    out: Path, data: PromptData, config: RegenerateConfig, check: Check, places: Sequence[str]
 ) -> tuple[str, list[Prompt]]:
     """A description of the run, made without loading the model, and the prompts that it would answer."""
-    done, _ = read_ids(out)
-    if done:
-        resumable_runs(out.with_name(f"{out.name}.meta.json"), _settings(config))
-    tally = count(data, done, check, on_bad)
+    done = RowFile(out, _settings(config), writes=False).ids
+    tally = count(data, done, check)
     todo = list(_unanswered(data, done | tally.unusable))
     most = config.max_tokens * sum(len(prompt.turns) for prompt in todo)
-    written = f"at most {most:,} to generate" if config.responses == "target" else "responses taken from the data"
-    asked = " before the first answers" if config.responses == "target" else ""
+    asked, written = " before the first answers", f"at most {most:,} to generate"
+    if config.responses == "corpus":
+        asked, written = "", "responses taken from the data"
     description = (
         f"would answer {tally.todo:,} prompts with {config.model}"
         f" ({tally.already:,} already in {out}, {tally.skipped:,} bad)\n"
         f"{tally.prompt_tokens:,} prompt tokens{asked}, {written}\n" + in_processes(places)
     )
     return description, todo
-
-
-def in_processes(places: Sequence[str]) -> str:
-    return f"in {len(places)} process{'es' if len(places) > 1 else ''} on {', '.join(dict.fromkeys(places))}"
 
 
 def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:
@@ -325,43 +304,15 @@ def load_check(config: RegenerateConfig) -> Check:
     return partial(start_conversation, tokenizer=tokenizer, max_prompt_tokens=config.longest(longest) - 1)
 
 
-def places(device: str, jobs: int | None) -> list[str]:
-    """The device of each process: all GPUs in turn unless one is named; by default one process per GPU."""
-    num_gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
-    names = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu" if device == "auto" else device]
-    return [names[i % len(names)] for i in range(jobs or len(names))]
-
-
 # -- the time that it takes
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Timing of a few answers of at most `PROBE_TOKENS` tokens."""
-
-    prompts: int
-    tokens: int
-    ends: int
-    """Answers that ended before the limit."""
-    seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-    def answer_tokens(self, most: int) -> float:
-        """Expected tokens of an answer of at most `most`, with the same probability to end at every token."""
-        chance = self.ends / self.tokens
-        return (1 - (1 - chance) ** most) / chance if chance else most
-
-    def seconds_for(self, answers: int, most: int, devices: int) -> float:
-        """Estimated seconds for so many answers of at most `most` tokens."""
-        return answers * self.answer_tokens(most) / (self.tokens_per_s * devices)
-
-
-def probe(answerer: Answerer, config: RegenerateConfig, prompts: Sequence[Prompt], batch: int) -> Probe | None:
-    """Times a full batch of prompts, spread evenly over all. Returns None if none of them can be answered."""
-    some = list(prompts[:: max(1, len(prompts) // batch)][:batch])
+def time_needed(
+    answerer: Answerer, config: RegenerateConfig, todo: Sequence[Prompt], batch: int, devices: int
+) -> tuple[float, str] | None:
+    """Estimated seconds for all answers and the grounds of the estimate, from the beginnings of a full batch of
+    answers, spread evenly over the prompts. None if no prompt of the batch can be answered."""
+    some = list(todo[:: max(1, len(todo) // batch)][:batch])
 
     def answers(most: int) -> list[Row]:
         short = replace(config, max_tokens=min(most, config.max_tokens))
@@ -370,6 +321,15 @@ def probe(answerer: Answerer, config: RegenerateConfig, prompts: Sequence[Prompt
     answers(WARM_UP_TOKENS)
     began = time.perf_counter()
     rows = answers(PROBE_TOKENS)
-    seconds = time.perf_counter() - began
-    tokens, ends = sum(row.num_written for row in rows), sum(row.finish.count("stop") for row in rows)
-    return Probe(len(rows), tokens, ends, seconds) if tokens else None
+    speed = sum(row.num_written for row in rows) / (time.perf_counter() - began)
+    if not speed:
+        return None
+    each = expected_tokens(rows, config.max_tokens)
+    grounds = f"the beginnings of answers to {len(rows)} prompts: {speed:,.0f} tokens/s, {each:,.0f} tokens per answer"
+    return sum(len(prompt.turns) for prompt in todo) * each / (speed * devices), grounds
+
+
+def expected_tokens(begun: Sequence[Row], most: int) -> float:
+    """Expected tokens of an answer of at most `most`, with the same probability to end at every token as in `begun`."""
+    chance = sum(row.finish.count("stop") for row in begun) / sum(row.num_written for row in begun)
+    return (1 - (1 - chance) ** most) / chance if chance else most

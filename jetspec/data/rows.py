@@ -1,4 +1,4 @@
-"""Rows on disk: conversations as token ids, one line of JSON each, in a file that survives any kill."""
+"""Rows on disk: one line of JSON each, in a file that survives any kill, with a record of the runs that wrote them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jetspec.files import lock, naming
+from jetspec.record import write_record
 
 SYNC_S = 5.0
 """Most seconds between two syncs to disk. Rows reach the operating system at once."""
-ROW_START = '{"id": '
-"""First characters of every row on disk."""
 
 
 @dataclass(frozen=True)
 class Row:
+    """A conversation as token ids."""
+
     id: str
     token_ids: list[int]
     spans: list[tuple[int, int]]
@@ -71,24 +71,39 @@ class LineFile(ABC):
         self.synced = time.monotonic()
 
 
-class RowFile(LineFile):
-    """The output of `jetspec data regenerate`."""
+class JobFile(LineFile):
+    """The output of a command that resumes, with the record FILE.meta.json of its runs. Rows of other settings are
+    refused. If not `writes`, it is only read."""
+
+    start: ClassVar[str]
+    """First characters of every row."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], writes: bool = True) -> None:
+        self.path, self.settings = path, settings
+        self.meta = path.with_name(f"{path.name}.meta.json")
+        self.runs: list[dict[str, Any]] = []
+        if writes:
+            super().__init__(path)
+        else:
+            self.read()
 
     def read(self) -> int:
-        self.ids, end = read_ids(self.path)
+        end = read_lines(self.path, self.start, self.add)
+        self.runs = resumable_runs(self.meta, self.settings) if end else []
         return end
 
+    @abstractmethod
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Takes a row that the file holds already."""
 
-def read_ids(path: Path) -> tuple[set[str], int]:
-    """Ids of all complete rows of a file, if it exists, and the end of the last one, in bytes."""
-    ids: set[str] = set()
+    def record(self, *runs: Mapping[str, Any], **about: Any) -> None:
+        """Writes the record: that of the earlier runs, and of `runs`."""
+        write_record(self.meta, {"settings": self.settings, **about, "runs": [*self.runs, *runs]})
 
-    def add(row: Mapping[str, Any]) -> None:
-        if not {"id", "token_ids", "spans"} <= row.keys():
-            raise ValueError("keys are missing")
-        ids.add(row["id"])
-
-    return ids, read_lines(path, ROW_START, add)
+    def close(self) -> None:
+        super().close()
+        if not self.path.exists():
+            self.meta.unlink(missing_ok=True)
 
 
 @dataclass
@@ -112,18 +127,7 @@ class RunTally:
         return {"jobs": jobs, **{name: getattr(self, name) for name in counts}}
 
 
-@contextmanager
-def record_of(out: Path) -> Iterator[Path]:
-    """Path of the record beside a file. The record is removed if the file does not exist afterwards."""
-    meta = out.with_name(f"{out.name}.meta.json")
-    try:
-        yield meta
-    finally:
-        if not out.exists():
-            meta.unlink(missing_ok=True)
-
-
-def earlier_runs(meta: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def earlier_runs(meta: Path, settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Earlier runs that wrote to a file, and the former values of those `settings` that have changed since.
 
     Rows of different settings must not be mixed. A file without a record passes.
@@ -139,7 +143,7 @@ def earlier_runs(meta: Path, settings: dict[str, Any]) -> tuple[list[dict[str, A
     return runs, changed
 
 
-def resumable_runs(meta: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def resumable_runs(meta: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Earlier runs that wrote to a file, which must have had the same settings."""
     runs, changed = earlier_runs(meta, settings)
     if changed:

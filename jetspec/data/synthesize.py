@@ -9,90 +9,36 @@ one, and a killed run resumes behind the last row.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count as count_from
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from jetspec.data.config import ID_START, SynthesizeConfig
 from jetspec.data.conversation import PLACEHOLDER, require_template, system_messages
 from jetspec.data.prompts import Prompt, stable_hash
-from jetspec.data.regenerate import in_processes
-from jetspec.data.rows import LineFile, Row, RunTally, read_lines, record_of, resumable_runs
-from jetspec.data.workers import Answer, Results, answer_all
-from jetspec.files import read_text
+from jetspec.data.rows import JobFile, Row, RunTally
+from jetspec.data.workers import Answer, Results, answer_all, in_processes
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.progress import progress_bar
-from jetspec.record import shown, write_record
-from jetspec.settings import read_settings
+from jetspec.record import shown
 from jetspec.types import Completion, SamplingParams
 
 Drop = Literal["unfinished", "garbled", "empty", "short", "repeated"]
 """Reason to drop an attempt: no end within the limit; control tokens or half a character in the text; nothing written;
 fewer than `MIN_WORDS`; a text that the file holds already."""
 
-BUILTIN_FILE = Path(__file__).with_name("prefixes.yaml")
 MIN_WORDS = 2
 GIVE_UP = 500
 """Attempts in a row without a new prompt that end a run."""
 SAMPLE = f'{PLACEHOLDER}Aa "<&>"\n\\{PLACEHOLDER}'
 """Stands for the user's text in a rendered turn: characters that a template might change, between two marks."""
-ID_START = "invented-"
-"""Part of the file format, as is `invent/` in seeds: files of earlier releases resume with the same prompts."""
-ROW_START = f'{{"id": "{ID_START}'
-"""First characters of every row on disk."""
 RUN_COUNTS = ("kept", "already", "dropped", "tokens", "seconds", "prompts_per_s")
 """Counts that the record of a run keeps."""
-
-
-@dataclass(frozen=True)
-class SynthesizeConfig:
-    """Settings that determine the prompts."""
-
-    model: str
-    prefixes: tuple[str, ...] = ("",)
-    """First words of the prompts, used in turn; after an empty one the target writes the whole prompt."""
-    system: str | None = None
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def attempt(self, number: int) -> Prompt:
-        """A prompt whose only turn is its prefix."""
-        id = f"{ID_START}s{self.seed}-{number:06}"
-        return Prompt(id, [self.prefixes[number % len(self.prefixes)]], [], self.system, id)
-
-    def sampling(self, id: str, stop: tuple[str, ...] = ()) -> SamplingParams:
-        """Sampling parameters of an attempt. Its seed differs from the one of its answer."""
-        seed = stable_hash(f"invent/{self.seed}/{id}") >> 1
-        return SamplingParams(self.temperature, self.top_p, max_tokens=self.max_tokens, seed=seed, stop=stop)
-
-
-# -- prefixes
-
-
-def builtin_prefixes() -> tuple[str, ...]:
-    """Prefixes of all kinds in turn, so that any stretch is balanced. Every second one is empty: a free prompt."""
-    kinds: dict[str, list[str]] = read_settings(BUILTIN_FILE)
-    in_turn = [prefix for row in zip(*kinds.values(), strict=True) for prefix in row]
-    return tuple(one for prefix in in_turn for one in (prefix, ""))
-
-
-def read_prefixes(name: str) -> tuple[str, ...]:
-    """The prefixes `builtin` or `none`, or those of a text file: one per line, an empty line for a free prompt."""
-    if name == "builtin":
-        return builtin_prefixes()
-    if name == "none":
-        return ("",)
-    prefixes = tuple(read_text(Path(name)).splitlines())
-    if not prefixes:
-        raise ValueError(f"{name} holds no prefixes")
-    return prefixes
 
 
 # -- a turn
@@ -185,30 +131,23 @@ def fingerprint(text: str) -> int:
 # -- the file
 
 
-class Content:
-    """Content of the complete rows of a file, if it exists."""
+class PromptFile(JobFile):
+    """The output of `jetspec data synthesize`."""
 
-    def __init__(self, path: Path) -> None:
+    start = f'{{"id": "{ID_START}'
+
+    def __init__(self, *args: Any, **options: Any) -> None:
         self.num_rows = self.next_attempt = 0
         self.seen: set[int] = set()
         """Fingerprints of the prompts."""
-        self.end = read_lines(path, ROW_START, self.add)
-        """End of the last row, in bytes."""
+        super().__init__(*args, **options)
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         number, (text,) = attempt_number(row["id"]), row["turns"]
         if number < self.next_attempt:
             raise ValueError("attempts are in order")
         self.seen.add(fingerprint(text))
         self.num_rows, self.next_attempt = self.num_rows + 1, number + 1
-
-
-class PromptFile(LineFile):
-    """The output of `jetspec data synthesize`."""
-
-    def read(self) -> int:
-        self.content = Content(self.path)
-        return self.content.end
 
 
 def attempt_number(id: str) -> int:
@@ -268,14 +207,12 @@ def write_prompts(
     Each of `starts` loads a writer, in a process of its own when there are several. The run is recorded in `out` +
     .meta.json.
     """
-    settings = _settings(config)
-    with record_of(out) as meta, closing(PromptFile(out)) as file:
-        runs = resumable_runs(meta, settings) if file.content.num_rows else []
-        tally = Tally(already=file.content.num_rows)
-        write_record(meta, {"settings": settings, "runs": runs})
+    with closing(PromptFile(out, _settings(config))) as file:
+        tally = Tally(already=file.num_rows)
+        file.record()
         if tally.already < count:
             _synthesize_until(file, count, config, turn, starts, tally)
-            write_record(meta, {"settings": settings, "runs": [*runs, tally.entry(RUN_COUNTS, len(starts))]})
+            file.record(tally.entry(RUN_COUNTS, len(starts)))
     return tally
 
 
@@ -287,15 +224,15 @@ def _synthesize_until(
     starts: Sequence[Callable[[], Answer]],
     tally: Tally,
 ) -> None:
-    first, seen = file.content.next_attempt, file.content.seen
+    first = file.next_attempt
     results = answer_all(starts, map(config.attempt, count_from(first)), tally)
     bar = progress_bar(total=count, initial=tally.already, desc="synthesizing", unit=" prompts")
     with bar, closing(results):
         for number, row in enumerate(in_order(results, first), first):
-            text, drop = read_attempt(turn, row, config.attempt(number).turns[0], seen)
+            text, drop = read_attempt(turn, row, config.attempt(number).turns[0], file.seen)
             if drop is None:
                 file.append({"id": row.id, "turns": [text]})
-                seen.add(fingerprint(text))
+                file.seen.add(fingerprint(text))
                 bar.update()
             tally.add(row, drop)
             bar.set_postfix_str(f"{tally.dropped.total():,} dropped", refresh=False)
@@ -316,19 +253,18 @@ def in_order(results: Results, first: int) -> Iterator[Row]:
 
 def _settings(config: SynthesizeConfig) -> dict[str, Any]:
     """Settings in the format of the record, where prefixes are `openings`."""
-    settings: dict[str, Any] = json.loads(json.dumps(asdict(replace(config, model=shown(config.model)))))
-    return {"openings" if name == "prefixes" else name: value for name, value in settings.items()}
+    names = ("system", "max_tokens", "temperature", "top_p", "seed")
+    settings = {name: getattr(config, name) for name in names}
+    return {"model": shown(config.model), "openings": [*config.openings], **settings}
 
 
 def plan(out: Path, count: int, config: SynthesizeConfig, turn: UserTurn, places: Sequence[str]) -> str:
     """A description of the run, made without loading the model."""
-    already = Content(out).num_rows
-    if already:
-        resumable_runs(out.with_name(f"{out.name}.meta.json"), _settings(config))
+    already = PromptFile(out, _settings(config), writes=False).num_rows
     todo = max(0, count - already)
     return (
         f"would synthesize {todo:,} prompts with {config.model} ({already:,} already in {out})\n"
         f"after {turn.before!r}\n"
-        f"with {len(config.prefixes):,} prefixes in turn, at most {config.max_tokens:,} tokens each\n"
+        f"with {len(config.openings):,} prefixes in turn, at most {config.max_tokens:,} tokens each\n"
         + in_processes(places)
     )

@@ -26,6 +26,17 @@ PROMPTS_PER_MESSAGE = 8
 """Prompts sent to a worker at a time: few, so that workers finish at about the same time."""
 
 
+def places(device: str, jobs: int | None) -> list[str]:
+    """The device of each process: all GPUs in turn unless one is named; by default one process per GPU."""
+    num_gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    names = [f"cuda:{i}" for i in range(num_gpus)] or ["cpu" if device == "auto" else device]
+    return [names[i % len(names)] for i in range(jobs or len(names))]
+
+
+def in_processes(places: Sequence[str]) -> str:
+    return f"in {len(places)} process{'es' if len(places) > 1 else ''} on {', '.join(dict.fromkeys(places))}"
+
+
 def answer_all(starts: Sequence[Callable[[], Answer]], prompts: Iterator[Prompt], tally: RunTally) -> Results:
     """Results of one answerer, or of several, each in a process of its own."""
 

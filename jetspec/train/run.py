@@ -64,7 +64,7 @@ def read_data(config: TrainConfig, vocab_size: int, head: Head, listed: Path | N
             write_whole(listed, listing)
         else:
             listed.unlink(missing_ok=True)
-        said.append("" if tally.names_all(config.row_len) else f"all of them are listed in {listed}")
+        said.append("" if tally.names_all() else f"all of them are listed in {listed}")
     for words in filter(None, (*said, *(foreign(path, config.model) for path in paths))):
         print(words, file=sys.stderr)
     return documents

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,22 +25,23 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
+from jetspec.data.config import RegenerateConfig
 from jetspec.data.conversation import start_conversation
-from jetspec.data.prompts import BadPrompt, CutPrompt, Prompt, PromptData, parse_prompt, parse_shard
+from jetspec.data.prompts import BadPrompt, CutPrompt, Prompt, PromptData, parse_prompt
 from jetspec.data.regenerate import (
     PROBE_TOKENS,
     Corpus,
-    Probe,
-    RegenerateConfig,
+    RowFile,
+    Tally,
+    expected_tokens,
     load_check,
-    places,
     plan,
-    probe,
     regenerate,
+    time_needed,
     write_rows,
 )
-from jetspec.data.rows import Row, RowFile, read_ids
-from jetspec.data.workers import Answer, Results, answer_in_processes
+from jetspec.data.rows import Row
+from jetspec.data.workers import Answer, Results, answer_in_processes, places
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.types import Completion, RoundStats, SamplingParams
 from tests.train.tiny_model import CONTEXT, END_TOKEN, byte_tokenizer, write_model
@@ -136,6 +137,18 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in rows}
 
 
+def written_ids(path: Path) -> set[str]:
+    return RowFile(path, {}, writes=False).ids
+
+
+def prompt_file(folder: Path, rows: Iterable[dict[str, Any]], **options: Any) -> PromptData:
+    return PromptData((write_jsonl(folder / "p.jsonl", rows),), **options)
+
+
+def write(out: Path, data: PromptData, *starts: Callable[[], Answer], config: RegenerateConfig = CONFIG) -> Tally:
+    return write_rows(out, data, config, CHECK, starts or [start_fake])
+
+
 def answered(results: Iterable[Row | BadPrompt | CutPrompt]) -> dict[str, Row]:
     rows = [result for result in results if isinstance(result, Row)]
     return {row.id: row for row in rows}
@@ -149,7 +162,7 @@ def good(data: Iterable[Prompt | BadPrompt]) -> list[Prompt]:
 
 
 def test_spans_are_the_answers_to_every_turn(tmp_path: Path) -> None:
-    prompts = good(PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(20)),)))
+    prompts = good(prompt_file(tmp_path, make_prompts(20)))
     rows = answered(start_fake()(iter(prompts)))
     assert rows.keys() == {prompt.id for prompt in prompts}
     for prompt in prompts:
@@ -203,7 +216,7 @@ def test_control_token_names_are_text_in_every_turn(responses: str) -> None:
 def test_full_context_ends_the_conversation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [{"id": "a", "turns": ["x"]}, {"id": "b", "turns": ["x" * 100, "y" * 400, "z"]}]
     file, out = write_jsonl(tmp_path / "p.jsonl", prompts), tmp_path / "out.jsonl"
-    tally = write_rows(out, PromptData((file,)), CONFIG, CHECK, [start_fake], "stop")
+    tally = write(out, PromptData((file,)))
     row = read_rows(out)["b"]
     assert len(row["spans"]) == len(row["finish"]) == 1
     assert row["spans"][0][1] == len(row["token_ids"])
@@ -224,21 +237,15 @@ def test_system_message_precedes_the_turns() -> None:
 
 
 def test_corpus_responses_are_kept_unchanged() -> None:
-    prompts = [parse({"id": "a", "turns": ["Hi"], "response": "Hello."}, "corpus")]
-    prompts += [parse({"id": "b", "turns": ["x"], "response": "y" * 400}, "corpus")]
-    row, bad = corpus(300).answer(iter(prompts))
-    assert isinstance(row, Row) and isinstance(bad, BadPrompt) and "longer than the context" in bad.reason
+    asked = {"Hello.": "", "y" * 400: "longer than the context", "n": "a response of one token ('n')"}
+    prompts = [parse({"turns": ["Hi"], "response": text}, "corpus") for text in asked]
+    row, *bad = corpus(300).answer(iter(prompts))
+    assert isinstance(row, Row)
     (start, end), *_ = row.spans
     assert row.token_ids[:start] == TOKENIZER.encode_chat([{"role": "user", "content": "Hi"}])
     assert row.token_ids[start:end] == [*TOKENIZER.encode("Hello."), END_TOKEN]
-
-
-def test_corpus_response_of_one_token_is_refused() -> None:
-    turns = ["x", "y"]
-    prompts = [parse({"turns": turns, "response": ["good", word]}, "corpus") for word in ("no", "n")]
-    row, bad = corpus(300).answer(iter(prompts))
-    assert isinstance(row, Row) and isinstance(bad, BadPrompt) and bad.where == "here:1"
-    assert "a response of one token ('n')" in bad.reason
+    for one, reason in zip(bad, [*asked.values()][1:], strict=True):
+        assert isinstance(one, BadPrompt) and one.where == "here:1" and reason in one.reason
 
 
 # -- reading
@@ -271,12 +278,11 @@ def test_bad_data_names_its_fault(line: bytes, fault: str, tmp_path: Path, capsy
     file, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps(row).encode() for row in make_prompts(4)]
     file.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
-    run = partial(write_rows, out, PromptData((file,)), CONFIG, CHECK, [start_fake])
     named = rf"{re.escape(str(file))}:3: .*{fault}"
     with pytest.raises(ValueError, match=named):
-        run("stop")
+        write(out, PromptData((file,)))
     assert not out.exists(), "bad data is reported before anything is answered"
-    tally = run("skip")
+    tally = write(out, PromptData((file,), on_bad="skip"))
     assert (tally.answered, tally.skipped) == (4, 1)
     assert re.search(named, capsys.readouterr().err)
     assert read_rows(out).keys() == {"p0", "p1", "p2", "p3"}
@@ -287,7 +293,7 @@ def test_file_without_prompts_is_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text(content)
     with pytest.raises(ValueError, match=rf"no prompts in {re.escape(str(file))}"):
-        write_rows(tmp_path / "out.jsonl", PromptData((file,)), CONFIG, CHECK, [start_fake], "skip")
+        write(tmp_path / "out.jsonl", PromptData((file,), on_bad="skip"))
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -322,13 +328,13 @@ def test_folders_gzip_and_missing_ids(tmp_path: Path) -> None:
 def test_edited_row_is_another_prompt(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"turns": ["one"]}, {"turns": ["two"], "response": "2"}]
     file, out = write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "out.jsonl"
-    write_rows(out, PromptData((file,)), CONFIG, CHECK, [start_fake], "stop")
+    write(out, PromptData((file,)))
     before = [prompt.id for prompt in good(PromptData((file,)))]
     assert [prompt.id for prompt in good(PromptData((file,), responses="corpus"))] == before[1:]
     write_jsonl(file, [{"turns": ["ONE"]}, rows[1]])
     after = [prompt.id for prompt in good(PromptData((file,)))]
     assert after[0] != before[0] and after[1] == before[1]
-    tally = write_rows(out, PromptData((file,)), CONFIG, CHECK, [start_fake], "stop")
+    tally = write(out, PromptData((file,)))
     assert (tally.answered, tally.already) == (1, 1)
 
 
@@ -345,7 +351,7 @@ def test_shards_part_the_first_prompts(
     tmp_path_factory: pytest.TempPathFactory, count: int, num_shards: int, limit: int | None
 ) -> None:
     file = write_jsonl(tmp_path_factory.mktemp("shards") / "p.jsonl", make_prompts(count))
-    parts = [good(PromptData((file,), limit=limit, shard=(i, num_shards))) for i in range(num_shards)]
+    parts = [good(PromptData((file,), limit=limit, shard=f"{i}/{num_shards}")) for i in range(num_shards)]
     ids = [prompt.id for part in parts for prompt in part]
     assert sorted(ids) == sorted(f"p{i}" for i in range(min(count, limit or count)))
 
@@ -353,7 +359,7 @@ def test_shards_part_the_first_prompts(
 @pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "a/b", "1/"])
 def test_bad_shards_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="shard"):
-        parse_shard(text)
+        PromptData(shard=text)
 
 
 def test_hugging_face_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,16 +377,16 @@ def test_hugging_face_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_truncated_file_is_completed_to_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jetspec.data.regenerate.write_record", lambda path, results: None)
-    data = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(3, most_turns=1)),))
+    monkeypatch.setattr("jetspec.data.rows.write_record", lambda path, results: None)
+    data = prompt_file(tmp_path, make_prompts(3, most_turns=1))
     whole = tmp_path / "whole.jsonl"
-    write_rows(whole, data, CONFIG, CHECK, [start_fake], "stop")
+    write(whole, data)
     content = whole.read_bytes()
     out = tmp_path / "out.jsonl"
     for size in range(len(content) + 1):
         out.write_bytes(content[:size])
-        done = read_ids(out)[0]
-        tally = write_rows(out, data, CONFIG, CHECK, [start_fake], "stop")
+        done = written_ids(out)
+        tally = write(out, data)
         assert tally.already == len(done) == content[:size].count(b"\n")
         assert tally.answered == 3 - len(done)
         assert read_rows(out) == read_rows(whole)
@@ -391,7 +397,7 @@ def test_foreign_file_is_not_touched(content: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(content)
     with pytest.raises(ValueError, match=r"out\.jsonl:1: .*another --out"):
-        RowFile(out)
+        RowFile(out, {})
     assert out.read_text() == content
 
 
@@ -404,55 +410,55 @@ def test_full_disk_leaves_complete_rows(model: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == f"jetspec: error: File too large: {out}"
-    before = read_ids(out)[0]
+    before = written_ids(out)
     assert 0 < len(before) < 40
     assert f"{len(before)} already there" in run(model, data, out).stdout
     assert len(read_rows(out)) == 40
 
 
 def test_interrupted_run_prints_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(9)),)), tmp_path / "out.jsonl"
-    write_rows(out, replace(data, limit=2), CONFIG, CHECK, [start_fake], "stop")
+    data, out = prompt_file(tmp_path, make_prompts(9)), tmp_path / "out.jsonl"
+    write(out, replace(data, limit=2))
 
     def answer_three(prompts: Iterator[Prompt]) -> Results:
         yield from islice(start_fake()(prompts), 3)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_rows(out, data, CONFIG, CHECK, [lambda: answer_three], "stop")
+        write(out, data, lambda: answer_three)
     assert f"5 of 9 prompts are answered in {out}" in capsys.readouterr().err and len(read_rows(out)) == 5
 
 
 def test_one_run_writes_to_a_regular_file(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
-    first = RowFile(tmp_path / "out.jsonl")
+    first = RowFile(tmp_path / "out.jsonl", {})
     with pytest.raises(ValueError, match=r"out\.jsonl"):
-        RowFile(tmp_path / "out.jsonl")
+        RowFile(tmp_path / "out.jsonl", {})
     first.close()
     assert list(tmp_path.iterdir()) == [], "a file without rows is removed"
     for path in (tmp_path, Path(os.devnull)):
         with pytest.raises(ValueError, match=re.escape(str(path))):
-            RowFile(path)
+            RowFile(path, {})
 
 
 def test_settings_are_not_mixed(tmp_path: Path) -> None:
-    data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(3)),)), tmp_path / "out.jsonl"
-    write_rows(out, data, CONFIG, CHECK, [start_fake], "stop")
+    data, out = prompt_file(tmp_path, make_prompts(3)), tmp_path / "out.jsonl"
+    write(out, data)
     before = out.read_bytes()
     for other, message in (
         (replace(CONFIG, seed=5), "seed 0, not 5"),
         (replace(CONFIG, max_len=64), "max_len None, not 64"),
     ):
         with pytest.raises(ValueError, match=message):
-            write_rows(out, data, other, CHECK, [start_fake], "stop")
+            write(out, data, config=other)
     assert out.read_bytes() == before
 
 
 def test_the_record_adds_up(tmp_path: Path) -> None:
-    data, out = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(8)),)), tmp_path / "out.jsonl"
-    write_rows(out, PromptData(data.paths, limit=5), CONFIG, CHECK, [start_fake], "stop")
-    write_rows(out, data, CONFIG, CHECK, [start_fake], "stop")
-    write_rows(out, data, CONFIG, CHECK, [start_fake], "stop")
+    data, out = prompt_file(tmp_path, make_prompts(8)), tmp_path / "out.jsonl"
+    write(out, replace(data, limit=5))
+    write(out, data)
+    write(out, data)
     record = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert [(run["answered"], run["already"]) for run in record["runs"]] == [(5, 0), (3, 5)]
     written = sum(end - start for row in read_rows(out).values() for start, end in row["spans"])
@@ -464,9 +470,9 @@ def test_the_record_adds_up(tmp_path: Path) -> None:
 
 
 def test_rows_do_not_depend_on_the_processes(tmp_path: Path) -> None:
-    data = PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(150)),))
+    data = prompt_file(tmp_path, make_prompts(150))
     out = tmp_path / "out.jsonl"
-    tally = write_rows(out, data, CONFIG, CHECK, [start_fake, partial(start_fake, 7)], "stop")
+    tally = write(out, data, start_fake, partial(start_fake, 7))
     assert tally.answered == 150
     expected = {id: json.loads(json.dumps(vars(row))) for id, row in answered(start_fake()(iter(good(data)))).items()}
     assert read_rows(out) == expected
@@ -488,7 +494,7 @@ def test_failed_worker_ends_the_run(start: Callable[[], Answer], error: type[Exc
 @pytest.mark.parametrize("whole", [True, False])
 def test_worker_exits_in_order(tmp_path: Path, whole: bool) -> None:
     """Also a terminated one: its GPU work has to finish."""
-    prompts = good(PromptData((write_jsonl(tmp_path / "p.jsonl", make_prompts(40)),)))
+    prompts = good(prompt_file(tmp_path, make_prompts(40)))
     results = answer_in_processes([partial(start_and_mark_the_end, tmp_path / "left")], iter(prompts))
     assert next(results)
     if whole:
@@ -514,15 +520,13 @@ def test_answer_length_is_estimated_from_short_answers(mean: float, most: int) -
     """For answers that end with the same probability at every token."""
     pick = random.Random(0)
     lengths = [int(pick.expovariate(1 / mean)) + 1 for _ in range(5000)]
-    begun = [min(length, PROBE_TOKENS) for length in lengths]
-    ends = sum(length <= PROBE_TOKENS for length in lengths)
-    found = Probe(len(begun), sum(begun), ends, seconds=10.0)
+    kinds = ["stop" if length <= PROBE_TOKENS else "length" for length in lengths]
+    begun = [Row("", [], [(0, min(length, PROBE_TOKENS))], [kind]) for length, kind in zip(lengths, kinds, strict=True)]
     truth = sum(min(length, most) for length in lengths) / len(lengths)
-    assert found.answer_tokens(most) == pytest.approx(truth, rel=0.1)
-    assert found.seconds_for(600, most, 1) == pytest.approx(2 * found.seconds_for(600, most, 2))
+    assert expected_tokens(begun, most) == pytest.approx(truth, rel=0.1)
 
 
-def test_probe_is_short_and_covers_all_prompts() -> None:
+def test_probe_is_short_and_covers_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[tuple[str, int]]()
 
     class Watched(FakeAnswerer):
@@ -532,11 +536,16 @@ def test_probe_is_short_and_covers_all_prompts() -> None:
                 yield conversation, completion
 
     prompts = [parse(row) for row in make_prompts(50, most_turns=1)]
-    found = probe(Watched(), replace(CONFIG, max_tokens=500), prompts, batch=5)
-    assert found is not None and found.prompts == 5 and found.tokens_per_s > 0
+    config, seconds = replace(CONFIG, max_tokens=500), list[float]()
+    monkeypatch.setattr(time, "perf_counter", partial(next, count()))
+    for devices in (1, 2):
+        found = time_needed(Watched(), config, prompts, batch=5, devices=devices)
+        assert found is not None and "5 prompts" in found[1]
+        seconds.append(found[0])
+    assert seconds[0] == pytest.approx(2 * seconds[1]) and seconds[1] > 0
     assert {id for id, _ in asked} == {f"p{i}" for i in range(0, 50, 10)}
     assert max(length for _, length in asked) <= PROBE_TOKENS
-    assert probe(FakeAnswerer(max_prompt_tokens=3), CONFIG, prompts, batch=5) is None
+    assert time_needed(FakeAnswerer(max_prompt_tokens=3), CONFIG, prompts, batch=5, devices=1) is None
 
 
 # -- the command, with a real engine
@@ -584,7 +593,7 @@ def test_killed_run_resumes(model: Path, tmp_path: Path) -> None:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-    before = read_ids(out)[0]
+    before = written_ids(out)
     assert 20 <= len(before) < 60
     result = run(model, data, out)
     assert f"{60 - len(before)} prompts answered, {len(before)} already there" in result.stdout
@@ -610,8 +619,8 @@ def test_dry_run_counts_prompts_that_do_not_fit(model: Path, tmp_path: Path, max
     longest = config.longest(CONTEXT) - 1
     frame = len(TOKENIZER.encode_chat([{"role": "user", "content": ""}]))
     texts = ["x" * (longest - frame), "x" * (longest - frame + 1), "x"]
-    data = PromptData((write_jsonl(tmp_path / "p.jsonl", [{"turns": [text]} for text in texts]),))
-    words, todo = plan(tmp_path / "out.jsonl", data, config, load_check(config), ["cpu"], "skip")
+    data = prompt_file(tmp_path, [{"turns": [text]} for text in texts], on_bad="skip")
+    words, todo = plan(tmp_path / "out.jsonl", data, config, load_check(config), ["cpu"])
     assert "would answer 2 prompts" in words and "1 bad" in words
     assert f"{longest + frame + 1} prompt tokens" in words
     assert [prompt.turns for prompt in todo] == [texts[:1], texts[2:]]

@@ -20,22 +20,18 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
+from jetspec.data.config import BUILTIN_FILE, SynthesizeConfig, builtin_prefixes, read_prefixes
 from jetspec.data.prompts import Prompt, PromptData
 from jetspec.data.rows import Row
 from jetspec.data.synthesize import (
-    BUILTIN_FILE,
     GIVE_UP,
-    Content,
     PromptFile,
-    SynthesizeConfig,
     Tally,
     UserTurn,
     around_user_text,
     attempt_number,
-    builtin_prefixes,
     fingerprint,
     read_attempt,
-    read_prefixes,
     synthesize,
     write_prompts,
 )
@@ -48,7 +44,7 @@ from tests.train.tiny_model import END_TOKEN, TEMPLATE, byte_tokenizer, write_mo
 
 TOKENIZER = byte_tokenizer()
 TURN = UserTurn(TOKENIZER, frozenset({END_TOKEN}))
-CONFIG = SynthesizeConfig("tiny", ("", "Why is", "List "), max_tokens=12)
+CONFIG = SynthesizeConfig("tiny", prefix=("", "Why is", "List "), max_tokens=12)
 
 
 def fake_completion(tokens: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -79,7 +75,7 @@ def with_template(template: str) -> Tokenizer:
 
 @pytest.fixture
 def no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jetspec.data.synthesize.write_record", lambda path, results: None)
+    monkeypatch.setattr("jetspec.data.rows.write_record", lambda path, results: None)
 
 
 # -- the turn
@@ -175,7 +171,7 @@ def test_prompts_start_with_their_prefixes(tmp_path: Path, no_record: None) -> N
     write(tmp_path / "p.jsonl", 30)
     for prompt in PromptData((tmp_path / "p.jsonl",)):
         assert isinstance(prompt, Prompt)
-        prefix = CONFIG.prefixes[attempt_number(prompt.id) % 3]
+        prefix = CONFIG.prefix[attempt_number(prompt.id) % 3]
         assert prompt.turns[0].startswith(prefix.strip()) and len(prompt.turns[0].split()) >= 2
 
 
@@ -197,7 +193,7 @@ def test_file_does_not_depend_on_batch_and_processes(
 ) -> None:
     folder = tmp_path_factory.mktemp("prompts")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jetspec.data.synthesize.write_record", lambda path, results: None)
+        patch.setattr("jetspec.data.rows.write_record", lambda path, results: None)
         write(folder / "whole.jsonl", 25)
         tally = write(folder / "part.jsonl", count, partial(start_fake, window))
         part, whole = ((folder / f"{name}.jsonl").read_bytes() for name in ("part", "whole"))
@@ -239,7 +235,7 @@ def test_the_record_adds_up(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "p.jsonl.meta.json").read_text())
     assert [(run["kept"], run["already"]) for run in record["runs"]] == [(5, 0), (3, 5)]
     assert [run["dropped"] for run in record["runs"]] == [dict(tally.dropped) for tally in tallies[:2]]
-    assert record["settings"]["openings"] == [*CONFIG.prefixes]
+    assert record["settings"]["openings"] == [*CONFIG.prefix]
 
 
 @pytest.mark.parametrize(
@@ -259,12 +255,12 @@ def test_foreign_file_is_not_touched(content: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(content)
     with pytest.raises(ValueError, match=r"out\.jsonl:1: .*another --out"):
-        PromptFile(out)
+        PromptFile(out, {})
     assert out.read_text() == content
 
 
 def test_run_without_new_prompts_ends(tmp_path: Path, no_record: None) -> None:
-    out, greedy = tmp_path / "out.jsonl", replace(CONFIG, prefixes=("",))
+    out, greedy = tmp_path / "out.jsonl", replace(CONFIG, prefix=("",))
 
     def same_again(attempts: Iterator[Any]) -> Results:
         for attempt in attempts:
@@ -272,7 +268,7 @@ def test_run_without_new_prompts_ends(tmp_path: Path, no_record: None) -> None:
 
     with pytest.raises(ValueError, match=rf"{GIVE_UP} repeated"):
         write(out, 2, lambda: same_again, config=greedy)
-    assert Content(out).num_rows == 1
+    assert PromptFile(out, {}, writes=False).num_rows == 1
 
 
 # -- the command, with a real engine

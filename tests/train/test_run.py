@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from jetspec.data.corpus import NAMED_ROWS
+from jetspec.files import NAMED
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import load_any_head, save_any_head
 from jetspec.train.config import HeadShape, TrainConfig
@@ -54,7 +54,7 @@ def test_single_prompt_cannot_be_held_out(tmp_path: Path) -> None:
     assert trainer.validation is None and len(trainer.data.documents) == 1
 
 
-@pytest.mark.parametrize("count", [0, NAMED_ROWS, NAMED_ROWS + 1])
+@pytest.mark.parametrize("count", [0, NAMED, NAMED + 1])
 def test_cut_rows_are_listed_at_every_start(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The message refers to the list only if it does not name all rows. An empty list is not written."""
     listed = tmp_path / "listed.txt"
@@ -65,7 +65,7 @@ def test_cut_rows_are_listed_at_every_start(count: int, tmp_path: Path, capsys: 
     expected = [f"{long}:{line} cut: longer than row_len 32" for line in range(1, count + 1)]
     assert (listed.read_text().splitlines() if listed.exists() else []) == expected
     assert listed.exists() == (count > 0)
-    assert (f"all of them are listed in {listed}\n" in capsys.readouterr().err) == (count > NAMED_ROWS)
+    assert (f"all of them are listed in {listed}\n" in capsys.readouterr().err) == (count > NAMED)
 
 
 def test_mask_token_in_the_data_is_refused(tmp_path: Path) -> None:
