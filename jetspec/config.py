@@ -14,6 +14,7 @@ Expand = Literal["optimal", "paper"]
 Score = Literal["accum_logp", "entropy", "hybrid"]
 DrafterName = Literal["head", "ngram", "none"]
 Execution = Literal["auto", "eager", "graph"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 MAX_BATCH = 4096
 MAX_BUDGET = 1024

@@ -11,13 +11,13 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from jetspec.aliases import RENAMED, current, renamed
 from jetspec.commands.screen import detail, working
-from jetspec.config import DrafterName, EngineConfig, TreeConfig
+from jetspec.config import DrafterName, DtypeName, EngineConfig, TreeConfig
 from jetspec.models.hub import DEFAULT_MODEL, check_name, head_path
 from jetspec.settings import Setting, describe_settings, parse_overrides, updated
 from jetspec.types import SamplingParams
@@ -30,7 +30,6 @@ Command = TypeVar("Command", bound=Callable[..., None])
 Given = dict[str, dict[str, Any]]
 """Settings that a command line names: section, field, value."""
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 SHORT = {"--model": "-m", "--temperature": "-t", "--max-tokens": "-n", "--port": "-p"}
 DEFAULT_TREES = """Unless set, the tree suits the device: on a CPU budget=16 and shortlist_parents=0,
 on a GPU batch_trees=8:32,24:16:8."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from jetspec.models.draft_head import DraftHead
 from jetspec.ops.transfer import upload
 from jetspec.profile.floor import Floor, count_experts, plain_floor, read_gb_per_s, round_floor
 from jetspec.profile.timing import Moment, as_graph, time_in_turns_ms, time_ms
+from jetspec.settings import at_least
 from jetspec.tree import accept
 from jetspec.types import SamplingParams
 
@@ -44,8 +45,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "rounds"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            at_least(1, name, getattr(self, name))
         SamplingParams(temperature=self.temperature)
 
 
@@ -119,61 +119,27 @@ def check(config: DecoderConfig, tree: TreeConfig, work: Workload) -> None:
 def profile(target: Decoder, head: DraftHead, tree: TreeConfig, work: Workload) -> Profile:
     """Measures plain steps, then rounds, so that memory holds one engine at a time."""
     check(target.config, tree, work)
-    device = target.embedding.device
-    plain = _profile_plain(target, work)
+    alone = StandingRound(Decoding(target, None, TreeConfig(budget=1), work).engine)
+    experts = count_experts(target, alone.verify_once)
+    plain = alone.times_beside("plain", plain_floor(target, work.batch, experts), experts, work.rounds)
+    del alone
     decoding = Decoding(target, head, tree, work)
     still = StandingRound(decoding.engine)
     experts = count_experts(target, still.verify_once)
     stages_ms = still.stages_ms(work.rounds)
     floor = round_floor(target, head, work.batch, tree.budget, experts)
-    timed = still.time_beside(floor, work.rounds)
-    loop = decoding.run(work.rounds)
     return Profile(
         budget=tree.budget,
         context=work.context,
         batch=work.batch,
         max_len=decoding.engine.max_len,
         temperature=work.temperature,
-        round_ms=timed.ms,
         stages_ms=stages_ms,
-        floor_round_ms=timed.floor_ms,
-        ratio_round_range=timed.ratio_range,
-        bytes_round=floor.num_bytes,
-        experts_round=mean_experts(experts),
+        **still.times_beside("round", floor, experts, work.rounds),
         **plain,
-        step_ms=loop.step_ms,
-        idle_frac=loop.idle_frac,
-        tokens_per_round=loop.tokens_per_round,
-        read_gb_per_s=read_gb_per_s(device, work.rounds),
+        **decoding.run(work.rounds),
+        read_gb_per_s=read_gb_per_s(still.device, work.rounds),
     )
-
-
-def _profile_plain(target: Decoder, work: Workload) -> dict[str, Any]:
-    """Fields of a plain step."""
-    still = StandingRound(Decoding(target, None, TreeConfig(budget=1), work).engine)
-    experts = count_experts(target, still.verify_once)
-    floor = plain_floor(target, work.batch, experts)
-    timed = still.time_beside(floor, work.rounds)
-    return {
-        "plain_ms": timed.ms,
-        "floor_plain_ms": timed.floor_ms,
-        "ratio_plain_range": timed.ratio_range,
-        "bytes_plain": floor.num_bytes,
-        "experts_plain": mean_experts(experts),
-    }
-
-
-def mean_experts(experts: Sequence[int]) -> float | None:
-    return statistics.fmean(experts) if experts else None
-
-
-@dataclass(frozen=True)
-class Loop:
-    """Measurements of the engine's loop."""
-
-    step_ms: float
-    idle_frac: float
-    tokens_per_round: float
 
 
 class Decoding:
@@ -204,8 +170,8 @@ class Decoding:
                     f"of {target.config.max_len}; lower the batch or the context"
                 )
 
-    def run(self, rounds: int) -> Loop:
-        """Runs the engine for `rounds` rounds, or until a request fills its context."""
+    def run(self, rounds: int) -> dict[str, Any]:
+        """Fields of a profile that the engine's loop measures, in `rounds` rounds or until a context is full."""
         engine, before, watched = self.engine, self.engine.runner, WatchedRound(self.engine.round, rounds)
         self.prepared = engine.runner = self._prepare(watched)  # graphs of a pool are destroyed together
         watched.reset()
@@ -216,7 +182,11 @@ class Decoding:
             count += 1
         whole_ms = began.ms_until(Moment(self.device))
         engine.runner = before
-        return Loop(whole_ms / count, watched.idle_frac(), statistics.fmean(tokens))
+        return {
+            "step_ms": whole_ms / count,
+            "idle_frac": watched.idle_frac(),
+            "tokens_per_round": statistics.fmean(tokens),
+        }
 
     def _prepare(self, round: Round) -> Runner:
         """A runner for the engine's batch. On a GPU its round is captured before it is timed."""
@@ -267,14 +237,6 @@ class WatchedRound(Round):
         return 1 - busy / (time_R2[-1][1] - time_R2[0][0])
 
 
-class TimedBeside(NamedTuple):
-    """Median times of a round and of its floor, and the range of their ratio over groups."""
-
-    ms: float
-    floor_ms: float
-    ratio_range: tuple[float, float]
-
-
 class StandingRound:
     """A round of an engine's batch, repeated from the same state, whole or stage by stage.
 
@@ -291,13 +253,19 @@ class StandingRound:
         row_B = upload(engine.decode_batch.rows, torch.int64, self.device)
         self.state = RoundState.of(self.table, row_B, engine.decode_batch.features, engine.decode_batch.requests)
 
-    def time_beside(self, floor: Floor, rounds: int) -> TimedBeside:
-        """Times the round and its floor in turns, so that a lower clock of the GPU affects both."""
-        graphs = [as_graph(run, self.device) for run in (self.whole, floor.run)]
-        turns = time_in_turns_ms(graphs, self.device, rounds)
+    def times_beside(self, kind: str, floor: Floor, experts: Sequence[int], rounds: int) -> dict[str, Any]:
+        """Fields of a profile: times of the round and of its floor, measured in turns, so that a lower clock of the GPU
+        affects both."""
+        turns = time_in_turns_ms([as_graph(run, self.device) for run in (self.whole, floor.run)], self.device, rounds)
         ms, floor_ms = (statistics.median(times) for times in zip(*turns, strict=True))
         ratios = [own / other for own, other in turns]
-        return TimedBeside(ms, floor_ms, (min(ratios), max(ratios)))
+        return {
+            f"{kind}_ms": ms,
+            f"floor_{kind}_ms": floor_ms,
+            f"ratio_{kind}_range": (min(ratios), max(ratios)),
+            f"bytes_{kind}": floor.num_bytes,
+            f"experts_{kind}": statistics.fmean(experts) if experts else None,
+        }
 
     def whole(self) -> None:
         self.packed_BD3 = self.round(self.state).packed

@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from jetspec.capture import GraphPool
+
 R = TypeVar("R")
 GROUPS = 5
 
@@ -56,16 +58,14 @@ def as_graph(run: Callable[[], object], device: torch.device) -> Callable[[], ob
     """
     if device.type == "cpu":
         return run
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    return graph.replay
+    pool = GraphPool(device)
+    pool.capture(run)
+
+    def replay() -> None:
+        pool.graphs[0].replay()  # the stream of the graph is its own as long as the pool lives
+
+    replay()
+    return replay
 
 
 class Captures(Protocol):

@@ -12,8 +12,8 @@ import typer
 from jetspec.aliases import RENAMED
 from jetspec.commands.app import app
 from jetspec.commands.options import Decoding, all_settings, read_options
-from jetspec.commands.profile import SHAPES
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
+from jetspec.profile.config import SHAPES
 from jetspec.settings import describe_settings
 from jetspec.train.config import TrainConfig
 from jetspec.types import SamplingParams

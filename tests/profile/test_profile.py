@@ -8,6 +8,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from jetspec.models.draft_head import DraftHead
 from jetspec.models.random_weights import random_target
 from jetspec.ops.select import Kernels, force
 from jetspec.profile import rounds as profile_module
+from jetspec.profile.config import OpOptions
 from jetspec.profile.floor import count_experts, plain_floor, round_floor
 from jetspec.profile.operations import (
     DEPTH,
@@ -32,7 +34,6 @@ from jetspec.profile.operations import (
     OPERATIONS,
     PAGE_SIZE,
     Inputs,
-    Setting,
     _max_difference,
     profile_operation,
 )
@@ -57,6 +58,10 @@ def models(
 ) -> tuple[Decoder, DraftHead]:
     target = random_target(config, dtype, device)
     return target, open_head(target, None, HeadShape(num_layers=2, block_size=6, edge_rank=edge))
+
+
+def inputs_of(config: DecoderConfig, **asked: Any) -> Inputs:
+    return Inputs(config, torch.float32, CPU, OpOptions(**{"budget": 20, "context": 30, "batch": 2, **asked}))
 
 
 def run(*args: str) -> Result:
@@ -140,8 +145,8 @@ def test_measuring_does_not_change_the_output() -> None:
         if measures:
             still = StandingRound(decoding.engine)
             still.stages_ms(5)
-            still.time_beside(plain_floor(target, WORK.batch, ()), 5)
-        assert decoding.run(10).step_ms > 0
+            still.times_beside("plain", plain_floor(target, WORK.batch, ()), (), 5)
+        assert decoding.run(10)["step_ms"] > 0
         texts.append([request.tokens[:40] for request in decoding.engine.requests.values()])
     assert texts[0] and texts[0] == texts[1]
 
@@ -165,7 +170,7 @@ def test_profile_frees_its_cache() -> None:
     target, head = models(DENSE)
     decoding = Decoding(target, head, TREE, WORK)
     still = StandingRound(decoding.engine)
-    still.time_beside(plain_floor(target, WORK.batch, ()), 1)
+    still.times_beside("plain", plain_floor(target, WORK.batch, ()), (), 1)
     decoding.run(2)
     cache = weakref.ref(decoding.engine.cache)
     del decoding, still
@@ -186,7 +191,7 @@ def test_cache_is_limited_to_the_default_of_the_engine(monkeypatch: pytest.Monke
 @torch.inference_mode()
 def test_context_with_two_free_positions_is_measured() -> None:
     loop = Decoding(*models(DENSE), TREE, Workload(context=DENSE.max_len - 2, batch=1, rounds=8)).run(8)
-    assert loop.step_ms > 0 and loop.idle_frac == 0, "there is but one round"
+    assert loop["step_ms"] > 0 and loop["idle_frac"] == 0, "there is but one round"
 
 
 @torch.inference_mode()
@@ -204,9 +209,9 @@ def test_idle_fraction_shows_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> Non
         return next_batch(self)
 
     monkeypatch.setattr(time, "perf_counter_ns", prepare)
-    assert decoding.run(5).idle_frac == pytest.approx(4 / 9)
+    assert decoding.run(5)["idle_frac"] == pytest.approx(4 / 9)
     monkeypatch.setattr(Scheduler, "next_batch", late)
-    assert decoding.run(5).idle_frac == pytest.approx(32 / 37)
+    assert decoding.run(5)["idle_frac"] == pytest.approx(32 / 37)
 
 
 def test_ratios_do_not_depend_on_the_clock_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,16 +276,15 @@ def test_random_routers_spread_tokens_over_experts() -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_runs_on_its_reference(name: str) -> None:
-    found = profile_operation(name, Setting(SPARSE, torch.float32, CPU, budget=20, context=30, batch=2), calls=5)
+    found = profile_operation(name, inputs_of(SPARSE), calls=5)
     assert found.name == name and found.num_bytes > 0 and found.reference_ms > 0
     assert found.kernel_ms is None and found.max_difference is None
     assert found.gb_per_s == pytest.approx(found.num_bytes / found.reference_ms / 1e6)
 
 
 def test_inputs_are_the_same_each_time() -> None:
-    setting = Setting(SPARSE, torch.float32, CPU, budget=20, context=30, batch=2)
     for name, make in OPERATIONS.items():
-        first, second = make(Inputs(setting)).run(), make(Inputs(setting)).run()
+        first, second = (make(inputs_of(SPARSE)).run() for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), name
 
 
@@ -288,10 +292,10 @@ def test_inputs_are_the_same_each_time() -> None:
 def test_compaction_input_copies_all_but_the_root(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Tensor, Tensor]] = []
     monkeypatch.setattr(ops, "compact_kv", lambda storage, source, target: calls.append((source, target)))
-    inputs = Inputs(Setting(DENSE, torch.float32, CPU, budget=budget, batch=3))
+    inputs = inputs_of(DENSE, budget=budget, batch=3)
     OPERATIONS["compact_kv"](inputs).run()
     ((source, target),) = calls
-    slots = Inputs(inputs.setting).placed(context=PAGE_SIZE).slot_T.view(3, budget)
+    slots = replace(inputs).placed(context=PAGE_SIZE).slot_T.view(3, budget)
     path = (source[:, :, None] == slots[:, None]).int().argmax(-1)
     assert torch.equal(slots.gather(1, path), source) and torch.equal(target, slots[:, : path.shape[1]])
     assert (path[:, 0] == 0).all() and (path.diff() > 0).all() and (source != target)[:, 1:].all()
@@ -318,8 +322,7 @@ def test_nan_is_a_difference(a: list[float], b: list[float], off: float) -> None
 def test_window_limits_attention() -> None:
     found = []
     for window in (None, 5, 1000):
-        inputs = Inputs(Setting(SPARSE, torch.float32, CPU, budget=20, context=30, batch=2, window=window))
-        operation = OPERATIONS["tree_attention"](inputs)
+        operation = OPERATIONS["tree_attention"](inputs_of(SPARSE, window=window))
         found.append((operation.run()[0], operation.num_bytes))
     assert torch.equal(found[0][0], found[2][0]) and not torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[2][1] > found[1][1]
@@ -329,8 +332,8 @@ def test_attention_input_has_the_default_length() -> None:
     """The choice of kernels depends on the longest sequence."""
     found = []
     for max_len in (None, 60):
-        inputs = Inputs(Setting(DENSE, torch.float32, CPU, budget=20, context=30, batch=2, max_len=max_len))
-        capacity = Inputs(inputs.setting).placed(30).layout.page_BP.shape[1] * PAGE_SIZE
+        inputs = inputs_of(DENSE, max_len=max_len)
+        capacity = replace(inputs).placed(30).layout.page_BP.shape[1] * PAGE_SIZE
         assert 0 <= capacity - (max_len or DENSE.max_len) - 20 < PAGE_SIZE
         found.append(OPERATIONS["tree_attention"](inputs))
     assert torch.equal(found[0].run()[0], found[1].run()[0]) and found[0].num_bytes == found[1].num_bytes
@@ -436,10 +439,10 @@ values."""
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_kernels_equal_their_references_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    setting = Setting(LARGER, dtype, torch.device("cuda"), budget=32, context=200)
-    assert profile_operation(name, setting, 50).kernel_ms is not None
+    inputs = Inputs(LARGER, dtype, torch.device("cuda"), OpOptions(budget=32, context=200))
+    assert profile_operation(name, inputs, 50).kernel_ms is not None
     atol, rtol = (5e-3, 0.0) if dtype == torch.float32 else (ROUNDED_16.get(name, 5e-3),) * 2
-    for found, expected in zip(values(name, setting, "triton"), values(name, setting, "reference"), strict=True):
+    for found, expected in zip(values(name, inputs, "triton"), values(name, inputs, "reference"), strict=True):
         if expected.is_floating_point():
             torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
         else:
@@ -447,6 +450,6 @@ def test_kernels_equal_their_references_on_a_gpu(name: str, dtype: torch.dtype) 
 
 
 @torch.inference_mode()
-def values(name: str, setting: Setting, kernels: Kernels) -> list[Tensor]:
+def values(name: str, inputs: Inputs, kernels: Kernels) -> list[Tensor]:
     with force(kernels):
-        return [value.clone() for value in OPERATIONS[name](Inputs(setting)).run()]
+        return [value.clone() for value in OPERATIONS[name](replace(inputs)).run()]
