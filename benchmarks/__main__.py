@@ -18,12 +18,12 @@ COMMANDS = {
     "serve": ("serve:app", "Servers under load: `check` for errors and leaks, `rates` for speed."),
     "engine": ("engine:app", "The engine's speed, batches and texts."),
     "soak": ("engine:soak", "Random arrivals, cancels and preemptions, checked for leaks and wrong texts."),
-    "lossless": ("lossless_check:lossless", "Greedy output against `generate` of transformers, token for token."),
+    "lossless": ("engine:lossless", "Greedy output against `generate` of transformers, token for token."),
     "cpu-speed": ("cpu_speed:cpu_speed", "Plain decoding on a CPU against transformers."),
     "vllm": ("vllm:vllm", "vLLM alone, with chains and with our trees."),
     "training": ("training:training", "Speed and memory of training."),
     "ablate": ("ablate:ablate", "Train one short head per setting, and score them alike."),
-    "tree-settings": ("tree_settings:tree_settings", "Tokens per round of a head's trees, by temperature and width."),
+    "tree-settings": ("ablate:tree_settings", "Tokens per round of a head's trees, by temperature and width."),
     "records": ("records:records", "Measure every record of the performance page."),
     "ship-head": ("ship_head:ship_head", "Put a trained head into the package."),
     "screenshots": ("screenshots:screenshots", "Take the playground's pictures."),
@@ -46,7 +46,7 @@ class Commands(OneLineErrors):
         found = getattr(loaded, attribute)
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
-        epilog = getattr(loaded, "GRADE_EPILOG" if name == "grade" else "EPILOG", None)
+        epilog = getattr(loaded, f"{attribute.upper()}_EPILOG", getattr(loaded, "EPILOG", None))
         single = typer.Typer(add_completion=False)
         single.command(name, epilog=epilog, context_settings=HELP)(found)
         return typer.main.get_command(single)

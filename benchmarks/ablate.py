@@ -1,5 +1,9 @@
-"""`ablate`: the paper's ablations on a small model. One short training per variant, at equal steps and equal data, each
-head scored on the same answers. One record per variant; existing ones are kept."""
+"""`ablate` and `tree-settings`: teacher-forced tokens per round, on the first questions of every task.
+
+`ablate` makes the paper's ablations on a small model: one short training per variant, at equal steps and equal data,
+each head scored on the same answers; one record per variant. `tree-settings` scores heads with trees of every draft
+temperature and width; one record per head. What records hold is not measured again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,17 +23,18 @@ import torch
 import typer
 
 from benchmarks.methods import kind_of
-from benchmarks.options import Questions, RecordFolder, Settings, TrainRecipe, examples
+from benchmarks.options import DEFAULT, Model, Questions, RecordFolder, Settings, TrainRecipe, examples, numbers
 from benchmarks.recipe import KINDS, USUAL
+from benchmarks.results import Record, read_record
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.data.answers import Answerer, fingerprint
 from jetspec.data.corpus import Document, Documents, PackedData
 from jetspec.data.prompts import find_tasks, read_questions
 from jetspec.engine.llm import LLM
 from jetspec.models.decoder import Decoder
-from jetspec.models.heads import Head, save_any_head
+from jetspec.models.heads import Head, load_any_head, save_any_head
 from jetspec.progress import progress_bar
-from jetspec.record import current_commit, write_record
+from jetspec.record import current_commit, shown_head, write_record
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.evaluate import score_head
 from jetspec.train.parallel import frozen_copy
@@ -37,10 +43,17 @@ from jetspec.train.trainer import Trainer
 
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval")
 BUDGETS = ("chain", "16", "32", "64", "128", "256")
-EPILOG = examples(
+TREE_BUDGETS = ("16", "64", "256")
+ABLATE_EPILOG = examples(
     "ablate --recipe jetspec/recipes/smollm2_135m.yaml --data-dir data/eval --out docs/results/ablations",
     "ablate ... --only causal,edge-128 --set steps=200 --keep-heads runs/ablations/heads",
 )
+TREE_SETTINGS_EPILOG = examples(
+    "tree-settings ddtree=runs/bench/bidirectional/head eagle3=runs/bench/eagle3/head --data-dir data/eval"
+    " --out docs/results/tree_settings"
+)
+Limit = Annotated[int, typer.Option(min=1, help="Questions per task.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 
 
 @dataclass(frozen=True)
@@ -104,8 +117,8 @@ def ablate(
     set_: Settings = [],  # noqa: B006
     regenerated: Annotated[Path | None, typer.Option(help="The target's answers to some prompts, for table 6.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="The corpus's answers to the same, for table 6.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 20,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 128,
+    limit: Limit = 20,
+    tokens: Tokens = 128,
     only: Annotated[str | None, typer.Option(help="Some of the variants, separated by commas.")] = None,
     keep_heads: Annotated[Path | None, typer.Option(help="Save each head as FOLDER/VARIANT, bfloat16.")] = None,
 ) -> None:
@@ -123,7 +136,11 @@ def ablate(
         raise ValueError(f"not {other[0]}: {reason}; choose among {', '.join(suited)}")
     if missing := [name for name in names if VARIANTS[name].text not in {None, *texts}]:
         raise ValueError(f"the variant {missing[0]} needs --{missing[0]} FILE")
-    todo = [name for name in names if not is_done(name, out, keep_heads)]
+    todo = [
+        name
+        for name in names
+        if not ((out / f"{name}.json").exists() and (keep_heads is None or (keep_heads / name).exists()))
+    ]
     if not todo:
         return
     if len(texts) == 1 and any(VARIANTS[name].text for name in todo):
@@ -131,7 +148,6 @@ def ablate(
     llm = LLM(base.model, drafter="none", engine=EngineConfig(max_batch=64, max_len=base.row_len + tokens))
     answers = write_answers(llm, data_dir, limit, tokens)
     target = llm.target.decoder
-    del llm.__dict__["engine"]  # its cache is not needed any more
     data: dict[Any, Documents] = {}
     with tempfile.TemporaryDirectory() as folder:
         shared = with_same_prompts(texts, Path(folder))
@@ -161,11 +177,6 @@ def with_same_prompts(texts: Mapping[str, Path], folder: Path) -> dict[str, Path
     return {text: folder / f"{text}.jsonl" for text in texts}
 
 
-def is_done(name: str, records: Path, heads: Path | None) -> bool:
-    """A variant has its record, and its head where heads are kept."""
-    return (records / f"{name}.json").exists() and (heads is None or (heads / name).exists())
-
-
 def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, list[Document]]:
     """The target's greedy answers, on which every head is scored."""
     decoder = llm.target.decoder
@@ -178,7 +189,9 @@ def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, 
         max_tokens=tokens,
     )
     tasks = find_tasks(folder, TASKS)
-    return {task: answerer.answers(task, read_questions(path, limit), None) for task, path in tasks.items()}
+    answers = {task: answerer.answers(task, read_questions(path, limit), None) for task, path in tasks.items()}
+    del llm.__dict__["engine"]  # its cache is not needed any more
+    return answers
 
 
 def run_variant(
@@ -212,6 +225,53 @@ def run_variant(
         **forced_rounds(target, scored, answers, tree, BUDGETS),
     }
     return scored, results
+
+
+def tree_settings(
+    heads: Annotated[list[str], typer.Argument(help="Record name and folder of a head.", metavar="NAME=HEAD")],
+    data_dir: Questions,
+    out: RecordFolder,
+    model: Model = DEFAULT,
+    limit: Limit = 20,
+    tokens: Tokens = 128,
+    draft_temperatures: Annotated[str, typer.Option("--draft-temperatures", "--heats")] = "0.6,0.8,1.0,1.2",
+    widths: Annotated[str, typer.Option(help="Children of a node.")] = "4,8,10,16",
+) -> None:
+    """Measure the trees of a head at every draft temperature and width.
+
+    `pages` makes a table of each record.
+    """
+    if wrong := [head for head in heads if "=" not in head]:
+        raise typer.BadParameter(f"heads are given as NAME=HEAD, not {wrong[0]}")
+    grid = list(product(numbers(draft_temperatures, float, 1e-6), numbers(widths)))
+    paths, commit = dict(head.split("=", 1) for head in heads), current_commit()
+    files = {name: out / f"{name}.json" for name in paths}
+    begun: dict[str, Record] = {name: read_record(file) if file.exists() else {} for name, file in files.items()}
+    trees = {name: {tree_key(tree): tree for tree in record.get("trees", [])} for name, record in begun.items()}
+    todo = {name: [setting for setting in grid if setting not in known] for name, known in trees.items()}
+    if not any(todo.values()):
+        return
+    llm = LLM(model, drafter="none", engine=EngineConfig(max_batch=64))
+    target = llm.target.decoder
+    place = target.embedding.device, target.embedding.dtype
+    loaded = {name: load_any_head(path, target.config).to(*place) for name, path in paths.items() if todo[name]}
+    answers = write_answers(llm, data_dir, limit, tokens)
+    for name, head in loaded.items():
+        about: dict[str, Any] = {"head": shown_head(paths[name]), "weights": fingerprint(head), "model": model}
+        about |= {"questions": limit, "tokens": tokens}
+        if begun[name] and any(begun[name].get(key) != value for key, value in {**about, "commit": commit}.items()):
+            other = "another commit, or with another head or other options: move it away"
+            raise ValueError(f"{files[name]} was begun by {other}")
+        for heat, width in progress_bar(todo[name], desc=name, unit="tree"):
+            tree = TreeConfig(draft_temperature=heat, width=width)
+            found = forced_rounds(target, head, answers, tree, TREE_BUDGETS, num_gaps=0)
+            trees[name][heat, width] = {"draft_temperature": heat, "width": width, **found}
+            in_order = [trees[name][key] for key in sorted(trees[name])]
+            write_record(files[name], {"name": name, **about, "trees": in_order}, commit)
+
+
+def tree_key(tree: Record) -> tuple[float, int]:
+    return tree["draft_temperature"], tree["width"]
 
 
 @torch.inference_mode()

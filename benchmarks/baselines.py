@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import torch
 from torch import Tensor
 
-from benchmarks.methods import Ask, EngineMethod, Method, Reply, Timed, find_head, open_engine, split_time, with_head_of
+from benchmarks.methods import (
+    Ask,
+    EngineMethod,
+    Method,
+    Reply,
+    Timed,
+    UnequalConditions,
+    find_head,
+    open_engine,
+    split_time,
+    with_head_of,
+)
 from benchmarks.recipe import MethodConfig
-from benchmarks.servers import ServerMethod, first_model
+from benchmarks.servers import BROKEN, STREAMED, Timing, first_model, stream_together
 from jetspec.engine.llm import LLM
 from jetspec.files import missing_package
 from jetspec.models.hub import resolve
+from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import Target
+from jetspec.types import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,12 +96,6 @@ def _read(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _load(path: Path, like: Tensor) -> PreTrainedModel:
-    """A copy, since hooks and settings stay with a model."""
-    model: PreTrainedModel = copy.deepcopy(_read(path, like.dtype)).to(like.device)
-    return model
-
-
 class TransformersMethod:
     """`generate` of transformers over the same weights: plain, with an assistant model, or with prompt lookup.
 
@@ -95,9 +105,11 @@ class TransformersMethod:
     def __init__(self, target: Target, max_len: int, assistant: str | None, lookup: int | None) -> None:
         embedding = target.decoder.embedding
         self.target, self.max_len, self.device = target, max_len, embedding.device
-        self.model = _load(target.path, embedding)
-        self.lookup = lookup
-        self.assistant = _load(resolve(assistant), embedding) if assistant else None
+        paths = [target.path, *([resolve(assistant)] if assistant else [])]
+        models = [
+            copy.deepcopy(_read(path, embedding.dtype)).to(self.device) for path in paths
+        ]  # hooks and settings stay
+        self.lookup, self.model, self.assistant = lookup, models[0], models[1] if assistant else None
         self.model.register_forward_hook(self._after_pass)
 
     def warm_up(self, asks: Sequence[Ask]) -> None:
@@ -176,13 +188,15 @@ class TransformersMethod:
 
 
 class RoundCounter:
-    """Streamer that counts the tokens of every round of assisted generation, after the prompt."""
+    """Streamer that notes the time and the tokens of every round of `generate`, after the prompt."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
+        self.times: list[float] = []
 
     def put(self, tokens: Tensor) -> None:
         self.lengths.append(tokens.numel())
+        self.times.append(time.perf_counter())
 
     def end(self) -> None:
         pass
@@ -201,3 +215,135 @@ class RoundCounter:
             lengths.append(min(length, num_tokens) - 1)
             num_tokens -= length
         return lengths
+
+
+@torch.inference_mode()
+def token_times(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> list[float]:
+    """Time of each of so many greedy tokens of `generate`, which never ends early."""
+    ids, counter = torch.tensor([list(prompt)], device=model.device), RoundCounter()
+    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    mask = torch.ones_like(ids)
+    model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, streamer=counter, **length)
+    return counter.times[1:]  # the streamer gets the prompt before the first token
+
+
+# -- servers
+
+NEUTRAL = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
+"""Servers fill what a request leaves open from the model's generation_config.json, or with values of their own."""
+BEYOND = {"top_k": -1, "min_p": 0, "repetition_penalty": 1}
+"""Likewise; these are none of OpenAI's fields, so a server may refuse them."""
+PROBE = "Write the numbers from one to twenty as words."
+PROBE_TOKENS = 16
+VERSION_TIMEOUT_S = 10
+
+
+class ServerMethod:
+    """A server that counts its own tokens and applies its own template.
+
+    Its prefill lasts until the last of the group has its first text, or one of them has more than that: a server that
+    serves them one after the other decodes by then. Answers in one piece show no prefill: all of the time is decoding.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, url: str, model: str | None, variables: Mapping[str, Any]) -> None:
+        self.tokenizer, self.url = tokenizer, url
+        self.model = model or first_model(url)
+        self.settings = neutral_sampling(url, self.model)
+        if variables:
+            self.settings["chat_template_kwargs"] = dict(variables)
+
+    def warm_up(self, asks: Sequence[Ask]) -> None:
+        self.decode(asks)
+
+    def decode(self, asks: Sequence[Ask]) -> Timed:
+        timings = stream_together(self.url, [chat_body(self.model, ask, self.settings) for ask in asks])
+        replies = [self._reply(*pair) for pair in zip(asks, timings, strict=True)]
+        began, ended = timings[0].arrived, max(timing.ended for timing in timings)
+        done = [
+            (reply.num_tokens, t.said) for reply, t in zip(replies, timings, strict=True) if isinstance(reply, Reply)
+        ]
+        prefilled = prefill_end([(count, [at for at, _ in said]) for count, said in done], began, ended)
+        early = 0  # tokens of first pieces that came during prefill, without the first of each
+        for count, said in done:
+            if said and said[0][0] <= prefilled:
+                early += max(0, min(len(self.tokenizer.encode_words(said[0][1])), count) - 1)
+        written = sum(count for count, _ in done)
+        return Timed(replies, *split_time(began, prefilled, ended, written, len(done), early))
+
+    def _reply(self, ask: Ask, timing: Timing) -> Reply | str:
+        if timing.error is not None:
+            return timing.error
+        if "prompt_tokens" not in timing.usage:
+            return "the server does not count the tokens of a prompt"
+        num_read, count = timing.usage["prompt_tokens"], timing.usage["completion_tokens"]
+        is_other = num_read != len(ask.prompt)
+        if is_other and ask.turn == 0:
+            raise UnequalConditions(
+                f"{self.url} read {num_read} prompt tokens where ours are {len(ask.prompt)}: it runs"
+                " another model or another chat template, so the two cannot be compared"
+            )
+        ids = self.tokenizer.encode_words(timing.text)
+        return Reply(ids, timing.text, timing.finish or "", count, None, num_read, other_prompt=is_other)
+
+
+def prefill_end(answers: Sequence[tuple[int, Sequence[float]]], began: float, ended: float) -> float:
+    """Time at which the prompts of a group were read, from the tokens of every answer and the times of its pieces."""
+    written = [(count, times) for count, times in answers if times]
+    if not written:
+        return ended
+    # A piece of two tokens may be a word and the end, and tells when prefill was over; a longer one does not.
+    if all(len(times) == 1 for _, times in written) and any(count > 2 for count, _ in written):
+        return began
+    return min([max(times[0] for _, times in written), *(times[1] for _, times in written if len(times) > 1)])
+
+
+def chat_body(model: str, ask: Ask, settings: Mapping[str, Any]) -> dict[str, Any]:
+    sampling = ask.sampling
+    drawn = {"temperature": sampling.temperature, "seed": (sampling.seed or 0) & 0x7FFFFFFF}
+    told = {"model": model, "messages": list(ask.messages), "max_tokens": sampling.max_tokens}
+    return {**told, **drawn, **STREAMED, **settings}
+
+
+def probe(url: str, model: str, settings: Mapping[str, Any], max_tokens: int) -> Timing:
+    ask = Ask([{"role": "user", "content": PROBE}], [], SamplingParams(0.0, max_tokens=max_tokens))
+    return stream_together(url, [chat_body(model, ask, settings)])[0]
+
+
+def neutral_sampling(url: str, model: str) -> dict[str, Any]:
+    """Settings that sample from the model's distribution alone; OpenAI's fields only where others are refused."""
+    for settings in ({**NEUTRAL, **BEYOND}, NEUTRAL):
+        status = probe(url, model, settings, 1).status
+        if status == 200:
+            return dict(settings)
+        if status is None or not 400 <= status < 500:
+            break
+    return {**NEUTRAL, **BEYOND}
+
+
+def left_open(settings: Mapping[str, Any]) -> list[str]:
+    """Settings that a server given these chooses by itself."""
+    return [name for name in (*NEUTRAL, *BEYOND) if name not in settings]
+
+
+def identify(url: str, model: str | None) -> dict[str, Any] | None:
+    """Model, version, settings and digest of a greedy answer, which tells weights apart. None: no server answers."""
+    try:
+        name = model or first_model(url)
+    except ValueError:
+        return None
+    settings = neutral_sampling(url, name)
+    answer = probe(url, name, settings, PROBE_TOKENS)
+    said = answer.text if answer.error is None else answer.error.partition(":")[0]
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    return {"model": name, "version": server_version(url), "sampling": settings, "probe": digest}
+
+
+def server_version(url: str) -> str | None:
+    """Version as vLLM and SGLang give theirs, llama.cpp its build. None: the server does not tell."""
+    root = url.rstrip("/").removesuffix("/v1")
+    for path, key in (("version", "version"), ("get_server_info", "version"), ("props", "build_info")):
+        try:
+            return str(httpx.get(f"{root}/{path}", timeout=VERSION_TIMEOUT_S).raise_for_status().json()[key])
+        except BROKEN:
+            continue
+    return None

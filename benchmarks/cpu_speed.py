@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 import typer
-from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
+from benchmarks.baselines import token_times
 from benchmarks.options import DEFAULT, Model, RecordFile, examples
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.drafter import OnDevice, RoundState
@@ -77,7 +75,7 @@ def cpu_speed(
     plain, tree = engine(1), engine(budget)
     timings: dict[str, list[float]] = {"plain_ms": [], "transformers_ms": [], "round_ms": []}
     for _ in range(repeats + WARM_UP):
-        times = Clock.of_generate(other, prompt, tokens + 1)
+        times = token_times(other, prompt, tokens + 1)
         timings["plain_ms"].append(round_ms(plain, prompt, tokens))
         timings["transformers_ms"].append((times[-1] - times[0]) / tokens * 1e3)
         timings["round_ms"].append(round_ms(tree, prompt, tokens))
@@ -108,32 +106,3 @@ def round_ms(engine: Engine, prompt: list[int], rounds: int) -> float:
     seconds = time.perf_counter() - began
     engine.cancel(request_id)
     return seconds / rounds * 1e3
-
-
-class Clock(BaseStreamer):
-    """Streamer that notes the time of each token of `generate`."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    @classmethod
-    @torch.inference_mode()
-    def of_generate(cls, model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> list[float]:
-        """Time of each of so many greedy tokens; it never ends early."""
-        ids, clock = torch.tensor([list(prompt)], device=model.device), cls()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=0,
-            streamer=clock,
-        )
-        return clock.times[1:]  # the streamer gets the prompt before the first token

@@ -1,4 +1,4 @@
-"""`engine` and `soak`: properties that must hold of the engine, measured, one record per command.
+"""`engine`, `soak` and `lossless`: properties that must hold of the engine, measured, one record per command.
 
 A text may differ from the plain one only at a near tie: in float32 where two logits are less than 1e-4 apart, in 16
 bits where they are within the rounding of two logits, in some reading of the text: see `benchmarks.precision`.
@@ -12,18 +12,22 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice
+from functools import cache, partial
+from itertools import cycle, islice, product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import typer
 from transformers import PreTrainedModel
 
-from benchmarks.cpu_speed import Clock
+from benchmarks.baselines import token_times
 from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers, with_options
-from benchmarks.precision import CachedLogits, FreshPass, PairNoise, Texts, find_differences, pair_noise, readings
+from benchmarks.precision import FreshPass, Judge, PairNoise, Texts, cached, find_differences, pair_noise, readings
 from benchmarks.soak import Soak, plain_texts
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
@@ -37,14 +41,17 @@ from jetspec.models.head_format import load_head
 from jetspec.models.hf_target import load_hf
 from jetspec.models.hub import resolve
 from jetspec.models.tokenizer import Tokenizer
-from jetspec.models.weights import load_target
+from jetspec.models.weights import Target, load_target
+from jetspec.profile.shapes import open_head
 from jetspec.profile.timing import without_capture
 from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
+from jetspec.train.config import HeadShape
 from jetspec.types import Completion, SamplingParams
 
 STRICT_TIE = 1e-4
-LONGEST_PROMPT = 1024
+LONGEST_PROMPT, LONGEST_LOSSLESS = 1024, 300
+"""Tokens of a prompt, and of one that `lossless` asks."""
 NOISE_TEXTS, NOISE_TOKENS = 16, 64
 """Answers that rounding is measured on, and the most tokens of each."""
 MAX_ADMISSION_DELAY = 8
@@ -96,8 +103,12 @@ class Decoded:
         return sum(map(len, self.texts.values()))
 
     @property
+    def rounds(self) -> int:
+        return sum(c.stats.rounds for c in self.completions.values())
+
+    @property
     def tokens_per_round(self) -> float:
-        return self.tokens / sum(c.stats.rounds for c in self.completions.values())
+        return self.tokens / self.rounds
 
     @property
     def decode_rate(self) -> float:
@@ -124,15 +135,15 @@ def decode(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str |
     return Decoded({name: done[name] for name in prompts}, seconds)
 
 
-def decode_timed(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str) -> Decoded:
-    """`decode`, repeated until no graph is captured on the way."""
-    return without_capture(engine.graphs, lambda: decode(engine, prompts, tokens, batch, label))
+def decode_timed(
+    engine: Engine, prompts: Texts, tokens: int, batch: int, label: str, most: int = MOST_RUNS
+) -> list[Decoded]:
+    """`decode`, first repeated until no graph is captured on the way, then, if short, for an odd number of runs.
 
-
-def decode_steadily(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str) -> list[Decoded]:
-    """`decode_timed`, short runs several times: an odd number of runs, the fastest first."""
-    runs = [decode_timed(engine, prompts, tokens, batch, label)]
-    while len(runs) < MOST_RUNS and sum(run.seconds for run in runs) < STEADY_S:
+    The fastest run comes first.
+    """
+    runs = [without_capture(engine.graphs, lambda: decode(engine, prompts, tokens, batch, label))]
+    while len(runs) < most and sum(run.seconds for run in runs) < STEADY_S:
         runs += [decode(engine, prompts, tokens, batch, label) for _ in range(2)]
     return sorted(runs, key=lambda run: run.seconds)
 
@@ -158,12 +169,6 @@ def first(prompts: Texts, count: int) -> Texts:
     return dict(list(prompts.items())[:count])
 
 
-def evenly(prompts: Texts, count: int) -> Texts:
-    """At most `count` prompts at even distances."""
-    names = list(prompts)
-    return {names[i]: prompts[names[i]] for i in range(0, len(names), -(-len(names) // count))}
-
-
 # -- near ties
 
 
@@ -172,32 +177,34 @@ class Ties:
     """Distinguishes near ties from mistakes."""
 
     prompts: Texts
-    judges: Sequence[CachedLogits]
+    judges: Sequence[Judge]
     noise: PairNoise
     limit: float
     """Largest distance of two logits at a near tie."""
 
+    @classmethod
+    def measure(cls, models: Models, prompts: Texts, plain: Texts, budget: int) -> Ties:
+        """Measure the rounding of passes over one token and over trees of this budget, on plain texts."""
+        fresh = FreshPass(models.target, None, longest(prompts) + longest(plain))
+        names = list(plain)[:: -(-len(plain) // NOISE_TEXTS)]
+        noise = pair_noise(fresh, [(prompts[name], plain[name][:NOISE_TOKENS]) for name in names], budget)
+        if models.target.embedding.dtype == torch.float32:
+            return cls(prompts, [cached(fresh.logits)], noise, STRICT_TIE)
+        return cls(prompts, list(map(cached, readings(fresh))), noise, noise.widest_tie)
+
     def __call__(self, plain: Texts, other: Texts) -> dict[str, Any]:
         """Differences of two decodings, each with its gap."""
         found = find_differences(self.prompts, plain, other, self.judges, self.limit)
-        return {
-            "different": len(found),
-            "mistakes": sum(not difference.tie for difference in found),
-            "differences": [asdict(difference) for difference in found],
-        }
+        mistakes = sum(not difference.tie for difference in found)
+        return {"different": len(found), "mistakes": mistakes, "differences": list(map(asdict, found))}
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"noise": asdict(self.noise), "tie_limit": self.limit}
-
-
-def measure_ties(models: Models, prompts: Texts, plain: Texts, budget: int) -> Ties:
-    """Measure the rounding of passes over one token and over trees of this budget, on plain texts of all prompts."""
-    fresh = FreshPass(models.target, None, longest(prompts) + longest(plain))
-    some = [(prompts[name], text[:NOISE_TOKENS]) for name, text in evenly(plain, NOISE_TEXTS).items()]
-    noise = pair_noise(fresh, some, budget)
-    if models.target.embedding.dtype == torch.float32:
-        return Ties(prompts, [CachedLogits(fresh)], noise, STRICT_TIE)
-    return Ties(prompts, [CachedLogits(judge) for judge in readings(fresh)], noise, noise.widest_tie)
+    def record(self, runs: Sequence[Mapping[str, Any]], best: Mapping[Any, float] | None = None) -> dict[str, Any]:
+        """Noise and verdict: every difference is a near tie, and the best budget beats plain decoding everywhere."""
+        found = {"noise": asdict(self.noise), "tie_limit": self.limit}
+        found["correct"] = not any(run["mistakes"] for run in runs)
+        if best is not None:
+            found |= {"faster": min(best.values()) > 1, "best_speedup": best, "runs": runs}
+        return found
 
 
 # -- measurements
@@ -221,10 +228,10 @@ def check_speed(
         for course in warm_up_batches(engine):  # prompts of every length
             course.run(engine)
         for name, prompts in sets.items():
-            done[name, budget] = decode_timed(engine, prompts, tokens, 1, f"{name}, budget {budget}")
+            (done[name, budget],) = decode_timed(engine, prompts, tokens, 1, f"{name}, budget {budget}", most=1)
     plain = {name: done[name, 1] for name in sets}
     texts = {name: text for decoded in plain.values() for name, text in decoded.texts.items()}
-    ties = measure_ties(models, everything, texts, max(budgets))
+    ties = Ties.measure(models, everything, texts, max(budgets))
     runs: list[dict[str, Any]] = [
         {
             "set": name,
@@ -238,15 +245,16 @@ def check_speed(
         for (name, budget), decoded in done.items()
     ]
     best = {name: max(run["speedup"] for run in runs if run["set"] == name) for name in sets}
-    found = {**ties.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
+    found = ties.record(runs, best)
     if other is not None:
-        for name, prompts in sets.items():
-            rates = transformers_rates(other, first(prompts, other_prompts), tokens)
-            for run in runs:
-                if run["set"] == name:
-                    run["transformers_tokens_per_s"] = statistics.median(rates)
-                    run["transformers_range"] = [min(rates), max(rates)]
-                    run["speedup_over_transformers"] = run["tokens_per_s"] / statistics.median(rates)
+        rates = {
+            name: transformers_rates(other, first(prompts, other_prompts), tokens) for name, prompts in sets.items()
+        }
+        for run in runs:
+            mine = rates[run["set"]]
+            run["transformers_tokens_per_s"] = statistics.median(mine)
+            run["transformers_range"] = [min(mine), max(mine)]
+            run["speedup_over_transformers"] = run["tokens_per_s"] / statistics.median(mine)
         found["transformers_prompts"] = min(other_prompts, *map(len, sets.values()))
     return found
 
@@ -286,9 +294,9 @@ def check_batches(
         alone = alone or decode(engine, first(prompts, waves * max(batches)), tokens, 1, "alone")
         for batch in batches:
             some, label = first(prompts, waves * batch), f"batch {batch}, budget {tree.budget}"
-            done[tree, batch] = decode_steadily(engine, some, tokens, batch, label)
+            done[tree, batch] = decode_timed(engine, some, tokens, batch, label)
     assert alone is not None
-    ties = measure_ties(models, prompts, alone.texts, max(trees).budget)
+    ties = Ties.measure(models, prompts, alone.texts, max(trees).budget)
     runs = []
     for (tree, batch), repeats in done.items():
         median = repeats[len(repeats) // 2]
@@ -306,13 +314,12 @@ def check_batches(
                 **ties(alone.texts, median.texts),
             }
         )
-    best = {batch: best_speedup([run for run in runs if run["batch"] == batch]) for batch in batches}
-    return {**ties.to_dict(), **verdict(runs, min(best.values())), "best_speedup": best, "runs": runs}
-
-
-def best_speedup(runs: Sequence[Mapping[str, Any]]) -> float:
-    plain = next(run["tokens_per_s"] for run in runs if run["budget"] == 1)
-    return float(max((run["tokens_per_s"] for run in runs if run["budget"] > 1), default=plain) / plain)
+    frame = pd.DataFrame(runs)
+    best = (
+        frame[frame.budget > 1].groupby("batch").tokens_per_s.max()
+        / frame[frame.budget == 1].groupby("batch").tokens_per_s.max()
+    ).fillna(1.0)
+    return ties.record(runs, best.to_dict())
 
 
 def check_strict(models: Models, prompts: Texts, batch: int, budget: int, tokens: int) -> dict[str, Any]:
@@ -320,7 +327,7 @@ def check_strict(models: Models, prompts: Texts, batch: int, budget: int, tokens
     config = engine_config(prompts, tokens, batch, max_admission_delay=MAX_ADMISSION_DELAY)
     plain = decode(models.engine(1, config), prompts, tokens, batch, "plain")
     other = decode(models.engine(budget, config), prompts, tokens, batch, f"budget {budget}")
-    ties = measure_ties(models, prompts, plain.texts, budget)
+    ties = Ties.measure(models, prompts, plain.texts, budget)
     found = ties(plain.texts, other.texts)
     gaps = [d["gap"] for d in found["differences"] if d["gap"] is not None]
     return {
@@ -329,24 +336,17 @@ def check_strict(models: Models, prompts: Texts, batch: int, budget: int, tokens
         "batch": batch,
         "budget": budget,
         "tokens_per_round": other.tokens_per_round,
-        **ties.to_dict(),
-        **verdict([found]),
+        **ties.record([found]),
         "widest_gap": max(gaps, default=0.0),
         **found,
     }
 
 
-def verdict(runs: Sequence[Mapping[str, Any]], speedup: float | None = None) -> dict[str, bool]:
-    """`correct`: every difference is a near tie. `faster`: the best budget beats plain decoding everywhere."""
-    correct = {"correct": not any(run["mistakes"] for run in runs)}
-    return correct if speedup is None else correct | {"faster": speedup > 1}
-
-
 def transformers_rates(model: PreTrainedModel, prompts: Texts, tokens: int) -> list[float]:
     """Tokens per second of `generate` for each prompt, after a warm-up of the same length."""
-    Clock.of_generate(model, next(iter(prompts.values())), tokens)
+    token_times(model, next(iter(prompts.values())), tokens)
     timed = progress_bar(prompts.values(), desc="transformers", leave=False)
-    clocks = (Clock.of_generate(model, prompt, tokens) for prompt in timed)
+    clocks = (token_times(model, prompt, tokens) for prompt in timed)
     return [(tokens - 1) / (times[-1] - times[0]) for times in clocks]
 
 
@@ -368,7 +368,8 @@ def check_soak(models: Models, prompts: Texts, batch: int, budget: int, tokens: 
 Prompts = Annotated[int, typer.Option(min=1, help="Prompts to draw, for `speed` of each set.")]
 Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 Budget = Annotated[int, typer.Option(min=2, help="Nodes of a tree.")]
-EPILOG = examples("soak --head HEAD --data DATA --out docs/results/engine_soak.json")
+SOAK_EPILOG = examples("soak --head HEAD --data DATA --out docs/results/engine_soak.json")
+LOSSLESS_EPILOG = examples("lossless --data data/eval --out docs/results/lossless_smollm2_cpu.json")
 app = typer.Typer(no_args_is_help=True)
 
 
@@ -501,23 +502,106 @@ def soak(
     )
 
 
+# -- against transformers
+
+
+def lossless(
+    data: Questions,
+    out: RecordFile,
+    model: Model = DEFAULT,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to draw.")] = 20,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
+    budgets: Annotated[str, typer.Option(help="Nodes of a tree; 1 is plain decoding.")] = "1,8,64",
+    batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,6",
+    device: Device = "cpu",
+    jobs: Annotated[int, typer.Option(min=1, help="Settings checked at the same time.")] = 1,
+    commit: Commit = None,
+) -> None:
+    """Compare greedy texts of every drafter with those of `generate` of transformers, token for token, in float32.
+
+    Every drafter, budget, batch size and prefix-cache setting must write the same. Exit status 1: a text differs.
+    """
+    sizes, widths = numbers(budgets, name="--budgets"), numbers(batches, name="--batches")
+    drafters = ("none", "ngram", "head", "edge head")
+    every = product(drafters, sizes, widths, (True, False))
+    settings = [setting for setting in every if (setting[1] == 1) == (setting[0] == "none")]
+    commit = commit or current_commit()  # now, because the checkout may change while this runs
+    target = loaded(model, device)
+    asked = list(draw(sorted(data.glob("*.jsonl")), prompts, target.tokenizer, LONGEST_LOSSLESS).values())
+    expected = transformers_greedy(model, asked, tokens, device, target.eos_tokens)
+    job = partial(check_setting, model, device, asked, expected, tokens)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        runs = list(pool.map(job, settings))
+    different = sum(int(run["different"]) for run in runs)
+    results = {"model": target.name, "prompts": len(asked), "tokens": tokens, "dtype": "float32"}
+    write_record(out, {**results, "different": different, "runs": runs}, commit)
+    print(json.dumps({"runs": len(runs), "different": different}))
+    if different:
+        raise typer.Exit(1)
+
+
+def transformers_greedy(
+    model: str, prompts: Sequence[Sequence[int]], tokens: int, device: str, eos: frozenset[int]
+) -> list[list[int]]:
+    other = load_hf(resolve(model), torch.float32, device)
+    greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": sorted(eos), "pad_token_id": 0}
+    written = []
+    for prompt in progress_bar(prompts, desc="transformers"):
+        ids = torch.tensor([list(prompt)], device=device)
+        out = other.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
+        written.append(out[0, len(prompt) :].tolist())
+    return written
+
+
+@cache
+def loaded(model: str, device: str) -> Target:
+    return load_target(model, torch.float32, torch.device(device))
+
+
+def check_setting(
+    model: str,
+    device: str,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    tokens: int,
+    setting: tuple[str, int, int, bool],
+) -> dict[str, Any]:
+    """Decode all prompts in one setting and count those that differ."""
+    drafter, budget, batch, prefix_cache = setting
+    target = loaded(model, device)
+    shape = HeadShape(edge_rank=32 if drafter == "edge head" else 0)
+    head = open_head(target.decoder, None, shape) if drafter.endswith("head") else None
+    config = EngineConfig(max_batch=batch, prefix_cache=prefix_cache, max_len=2048, cache_gb=4)
+    kind: Any = "head" if head else drafter
+    tree, ends = TreeConfig(budget=budget), target.eos_tokens
+    engine = Engine(target.decoder, head, drafter=kind, tree=tree, config=config, eos_tokens=ends)
+    done = decode(engine, {str(i): prompt for i, prompt in enumerate(prompts)}, tokens, len(prompts))
+    different = sum(text != expected[int(i)] for i, text in done.texts.items())
+    run = {"drafter": drafter, "budget": budget, "batch": batch, "prefix_cache": prefix_cache}
+    written = sum(map(len, expected))
+    print(run, f"different {different}, {written / done.rounds:.2f} tokens per round, {done.seconds:.0f} s", flush=True)
+    return {**run, "different": different, "tokens": written, "rounds": done.rounds, "seconds": done.seconds}
+
+
 # -- prompts
 
 
-def draw(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[str, list[int]]:
+def draw(files: Sequence[Path], count: int, tokenizer: Tokenizer, most: int = LONGEST_PROMPT) -> dict[str, list[int]]:
     """Prompts of first turns, by id."""
-    turns = draw_turns(files, count, tokenizer)
+    turns = draw_turns(files, count, tokenizer, most)
     return {name: encode(tokenizer, said[:1]) for name, said in turns.items()}
 
 
-def draw_turns(files: Sequence[Path], count: int, tokenizer: Tokenizer) -> dict[str, list[str]]:
+def draw_turns(
+    files: Sequence[Path], count: int, tokenizer: Tokenizer, most: int = LONGEST_PROMPT
+) -> dict[str, list[str]]:
     """User turns drawn over all files, the same for every run. Conversations with a long first turn are left out."""
     lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     random.Random(0).shuffle(lines)
-    short = (line for line in lines if len(encode(tokenizer, line["turns"][:1])) <= LONGEST_PROMPT)
+    short = (line for line in lines if len(encode(tokenizer, line["turns"][:1])) <= most)
     drawn = {line["id"]: line["turns"] for line in islice(short, count)}
     if len(drawn) < count:
-        held = f"{len(drawn)} conversations that begin with at most {LONGEST_PROMPT:,} tokens"
+        held = f"{len(drawn)} conversations that begin with at most {most:,} tokens"
         raise ValueError(f"{', '.join(file.name for file in files)}: {held}, of {count} requested")
     return drawn
 

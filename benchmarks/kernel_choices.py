@@ -2,9 +2,6 @@
 
 Rounds are captured as CUDA graphs and replayed in turns, so that clock changes of the GPU affect all of them alike. The
 first measurement is repeated as the last: their difference is the noise. Rows that a workload does not use are skipped.
-
-    python -m benchmarks kernel-choices --out docs/results/kernel_choices.json --seconds 900
-
 A record of the same commit, hardware and versions is continued.
 """
 
@@ -22,7 +19,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.options import RecordFile
+from benchmarks.options import RecordFile, examples
 from jetspec.config import TreeConfig
 from jetspec.models.decoder import Decoder
 from jetspec.ops import select
@@ -33,6 +30,9 @@ from jetspec.record import make_record, write_record
 from jetspec.train.config import HeadShape
 
 SAME = ("commit", "hardware", "versions")
+EMPTY = 0.01
+"""Share of a round below which a captured graph holds none of it."""
+EPILOG = examples("kernel-choices --out docs/results/kernel_choices.json --seconds 900")
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,17 @@ def measure(case: Case, target: Decoder) -> dict[str, Any]:
     still = StandingRound(Decoding(target, head, tree, Workload(case.context, case.batch, case.calls)).engine)
     with select.watch() as used:
         graphs = {"": as_graph(still.whole, still.device)}
-    failed: dict[str, float | None] = {}
     for name in sorted(used):
         with select.without(name):
             try:
                 graphs[name] = as_graph(still.whole, still.device)
             except Exception as error:  # some references read results on the host
-                failed[name] = None
                 print(f"  without {name}: {error!r:.120}", flush=True)
     turns = time_in_turns_ms([*graphs.values(), as_graph(still.whole, still.device)], still.device, case.calls)
     base, *others, repeated = (statistics.median(times) for times in zip(*turns, strict=True))
-    slower = {name: ms / base - 1 for name, ms in zip(list(graphs)[1:], others, strict=True)}
-    return {**asdict(case), "round_ms": base, "noise": repeated / base - 1, "without": {**slower, **failed}}
+    times = dict(zip(list(graphs)[1:], others, strict=True))
+    without = {name: times[name] / base - 1 if times.get(name, 0.0) > EMPTY * base else None for name in sorted(used)}
+    return {**asdict(case), "round_ms": base, "noise": repeated / base - 1, "without": without}
 
 
 def missing_cases(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[Case]]]:
@@ -105,12 +104,13 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
     """The largest gain of every row, and the workload."""
-    best: dict[str, tuple[float, str]] = {}
+    shares: dict[str, list[tuple[float, str]]] = {name: [] for result in results for name in result["without"]}
     for result in results:
         label = f"{result['shape']}, batch {result['batch']}, {result['nodes']} nodes, context {result['context']}"
         for name, share in result["without"].items():
-            best[name] = max(best.get(name, (-1.0, "")), (-1.0 if share is None else share, label))
-    return "\n".join(f"{name:40} {share:+7.1%}  {label}" for name, (share, label) in sorted(best.items()))
+            shares[name] += [] if share is None else [(share, label)]
+    told = {name: "{:+7.1%}  {}".format(*max(found)) if found else "not measurable" for name, found in shares.items()}
+    return "\n".join(f"{name:40} {told[name]}" for name in sorted(told))
 
 
 @torch.inference_mode()

@@ -48,41 +48,25 @@ class Limit:
     needs: Sequence[Need]
     at_least: bool = False
 
-    def found(self, folder: Path) -> Found:
+    def row(self, folder: Path) -> dict[str, str]:
+        """Row of the table, by the record of a folder."""
+        value, commit, told = None, None, "not measured"
         try:
             record = read_record(folder / f"{self.record}.json")
-        except ValueError:
-            return Found(self, None, None)
-        try:
             require(record, self.needs)
-            return Found(self, self.value(record), record["commit"])
+            value, commit = self.value(record), record["commit"]
+            told = number(value)
         except (NotMeasured, KeyError) as error:
-            return Found(self, None, None, missing=str(error.args[0]))
-
-
-@dataclass(frozen=True)
-class Found:
-    limit: Limit
-    value: float | None
-    commit: str | None
-    missing: str | None = None
-    """Conditions that an existing record does not meet."""
-
-    @property
-    def holds(self) -> bool:
-        if self.value is None:
-            return False
-        return self.value >= self.limit.bound if self.limit.at_least else self.value <= self.limit.bound
-
-    @property
-    def row(self) -> dict[str, str]:
-        told = f"not measured: {self.missing}" if self.missing else "not measured"
+            told = f"not measured: {error.args[0]}"
+        except ValueError:  # there is no such record
+            pass
+        holds = value is not None and (value >= self.bound if self.at_least else value <= self.bound)
         return {
-            "what": self.limit.name,
-            "asked": f"{'≥' if self.limit.at_least else '≤'} {number(self.limit.bound)}",
-            "measured": told if self.value is None else number(self.value),
-            "holds": "yes" if self.holds else "no",
-            "commit": self.commit[:7] if self.commit else "-",
+            "what": self.name,
+            "asked": f"{'≥' if self.at_least else '≤'} {number(self.bound)}",
+            "measured": told,
+            "holds": "yes" if holds else "no",
+            "commit": commit[:7] if commit else "-",
         }
 
 
@@ -92,8 +76,8 @@ def number(value: float) -> str:
 
 def check_limits(folder: Path) -> tuple[Table, bool]:
     """Table of all limits by the records of a folder. True: all hold."""
-    found = [limit.found(folder) for limit in limits(folder)]
-    return make_table([each.row for each in found], keep_empty=True), all(each.holds for each in found)
+    rows = [limit.row(folder) for limit in limits(folder)]
+    return make_table(rows, keep_empty=True), all(row["holds"] == "yes" for row in rows)
 
 
 # -- conditions on a record

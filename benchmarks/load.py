@@ -7,23 +7,22 @@ connections. Times are those of the client.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import numpy as np
 import typer
 from rich.table import Table
 
 from benchmarks.options import examples, with_options
 from benchmarks.plots import TIMES, draw_latencies
+from benchmarks.servers import CHAT, STREAMED, Timing, connect, first_model, follow
 from jetspec.commands.compare import DEMO_PROMPTS
 from jetspec.commands.screen import err, out, write_json
 from jetspec.data.prompts import read_questions
@@ -32,9 +31,6 @@ from jetspec.progress import progress_bar
 from jetspec.record import write_record
 
 PERCENTILES = (50, 95, 99)
-TIMEOUT_S = 600.0
-KEEP_ALIVE_S = 2.0
-"""Idle connections are not used again after this time: servers close theirs after a few seconds."""
 GIVEN_UP = "not answered in time"
 
 Message = dict[str, str]
@@ -66,8 +62,8 @@ class Load:
             raise ValueError(f"rate is {self.rate}; it must be positive")
 
     @property
-    def base_url(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1")
+    def api(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1") + "/v1"
 
     def arrivals(self) -> list[float]:
         """Seconds after the start at which requests arrive."""
@@ -100,9 +96,10 @@ def load(
         timings = asyncio.run(send_load(plan, chats, key, bar.update))
     summary = summarize(timings)
     if to is not None:
-        write_record(to, {"load": asdict(plan), **summary, "timings": [times_of(timing) for timing in timings]})
-        if summary["failed"] < len(timings):
-            draw_latencies([times_of(timing) for timing in timings if timing.error is None], to.with_suffix(".svg"))
+        rows = [times_of(timing) for timing in timings]
+        write_record(to, {"load": asdict(plan), **summary, "timings": rows})
+        if good := [row for row in rows if "error" not in row]:
+            draw_latencies(good, to.with_suffix(".svg"))
     if as_json:
         write_json(summary)
     else:
@@ -130,33 +127,6 @@ def read_chats(path: Path | None, count: int | None) -> list[list[Message]]:
     return chats
 
 
-@dataclass
-class Timing:
-    """Times of one request in seconds, or its error."""
-
-    arrived: float
-    chunks: list[float] = field(default_factory=list)
-    """Times of the pieces of text."""
-    ended: float = 0.0
-    tokens: int = 0
-    rounds: int = 0
-    error: str | None = None
-    text: str = ""
-
-    @property
-    def first_s(self) -> float:
-        return self.chunks[0] - self.arrived
-
-    @property
-    def whole_s(self) -> float:
-        return self.ended - self.arrived
-
-    @property
-    def between_s(self) -> float:
-        """Mean time between tokens, after the first."""
-        return (self.chunks[-1] - self.chunks[0]) / max(self.tokens - 1, 1)
-
-
 @dataclass(frozen=True)
 class Part:
     """Requests of a load that one of several processes sends: every `step`-th from `first` on."""
@@ -165,8 +135,8 @@ class Part:
     step: int = 1
     began: float | None = None
     """Start of the arrivals on `time.perf_counter`, which all processes share. None: now."""
-    max_wait_s: float | None = None
-    """Time after the last arrival at which unanswered requests are given up. None: never."""
+    max_wait_s: float = math.inf
+    """Time after the last arrival at which unanswered requests are given up."""
 
 
 WHOLE = Part()
@@ -181,17 +151,15 @@ async def send_load(
 ) -> list[Timing]:
     """Send all requests, taking chats by turns. A request that fails is counted, not repeated."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(
-        max_connections=load.concurrency,
-        max_keepalive_connections=load.concurrency,
-        keepalive_expiry=KEEP_ALIVE_S,
-    )
-    async with httpx.AsyncClient(base_url=load.base_url, headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
-        model = load.model or await first_model(client)
+    shared = {"model": load.model or first_model(load.api, headers), "max_tokens": load.max_tokens}
+    shared |= {"temperature": load.temperature, **STREAMED}
+    if load.budget is not None:
+        shared["jetspec"] = {"budget": load.budget}
+    async with connect(load.api, load.concurrency, headers) as client:
         slots = asyncio.Semaphore(load.concurrency)
         began = time.perf_counter() if part.began is None else part.began
         arrivals = load.arrivals()
-        end = math.inf if part.max_wait_s is None else began + arrivals[-1] + part.max_wait_s
+        end = began + arrivals[-1] + part.max_wait_s
 
         async def one(number: int) -> Timing:
             timing = Timing(began + arrivals[number])  # a client that wakes up late is slow, and that counts
@@ -200,7 +168,7 @@ async def send_load(
                 async with asyncio.timeout(end - time.perf_counter()), slots:
                     if load.rate is None:
                         timing.arrived = time.perf_counter()
-                    await follow(client, _body(load, model, chats[number % len(chats)]), timing)
+                    await follow(client, CHAT, {**shared, "messages": chats[number % len(chats)]}, timing)
             except TimeoutError:
                 timing.error = GIVEN_UP
             done()
@@ -209,106 +177,40 @@ async def send_load(
         return await asyncio.gather(*(one(number) for number in range(part.first, load.requests, part.step)))
 
 
-async def first_model(client: httpx.AsyncClient) -> str:
-    try:
-        answer = await client.get("/v1/models")
-    except httpx.HTTPError as error:
-        raise ValueError(f"no server answers at {client.base_url} ({type(error).__name__}); is it up?") from None
-    if answer.status_code != 200:
-        raise ValueError(f"{client.base_url} lists no models: {_reason(answer.status_code, answer.text)}")
-    try:
-        return str(answer.json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{client.base_url} is no OpenAI-compatible server") from None
-
-
-async def follow(client: httpx.AsyncClient, body: dict[str, Any], timing: Timing) -> None:
-    """Stream one chat, noting the time of each piece."""
-    try:
-        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            if answer.status_code != 200:
-                timing.error = _reason(answer.status_code, (await answer.aread()).decode(errors="replace"))
-                return
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    _note(json.loads(line.removeprefix("data: ")), timing)
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        timing.error = type(error).__name__
-    timing.ended = time.perf_counter()
-    if timing.error is None and not (timing.chunks and timing.tokens):
-        timing.error = "the stream has no text or no usage"
-
-
-def _note(chunk: dict[str, Any], timing: Timing) -> None:
-    if "error" in chunk:
-        timing.error = str(chunk["error"]["message"])
-        return
-    if any(choice["delta"].get("content") or choice.get("finish_reason") for choice in chunk["choices"]):
-        timing.chunks.append(time.perf_counter())
-        timing.text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-    if usage := chunk.get("usage"):
-        timing.tokens = usage["completion_tokens"]
-        timing.rounds = usage.get("jetspec", {}).get("rounds", 0)
-
-
-def _body(load: Load, model: str, chat: list[Message]) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": chat,
-        "max_tokens": load.max_tokens,
-        "temperature": load.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+def times_of(timing: Timing) -> dict[str, Any]:
+    """Milliseconds of a request, and its counts; or its error."""
+    if timing.error is not None:
+        return {"error": timing.error}
+    tokens, rounds = timing.usage["completion_tokens"], timing.usage.get("jetspec", {}).get("rounds", 0)
+    return {
+        "first_token_ms": (timing.chunks[0] - timing.arrived) * 1000,
+        "between_tokens_ms": (timing.chunks[-1] - timing.chunks[0]) / max(tokens - 1, 1) * 1000,
+        "whole_ms": (timing.ended - timing.arrived) * 1000,
+        "tokens": tokens,
+        "rounds": rounds,
     }
-    return body if load.budget is None else {**body, "jetspec": {"budget": load.budget}}
-
-
-def _reason(status: int, text: str) -> str:
-    """A server's error in one line."""
-    try:
-        return f"{status}: {json.loads(text)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return str(status)
 
 
 def summarize(timings: Sequence[Timing]) -> dict[str, Any]:
     """Percentiles in milliseconds, throughput over the whole time, and errors by kind."""
     good = [timing for timing in timings if timing.error is None]
-    summary: dict[str, Any] = {
-        "requests": len(timings),
-        "failed": len(timings) - len(good),
-        "errors": dict(Counter(timing.error for timing in timings if timing.error)),
-    }
+    errors = dict(Counter(timing.error for timing in timings if timing.error))
+    summary: dict[str, Any] = {"requests": len(timings), "failed": len(timings) - len(good), "errors": errors}
     if not good:
         return summary
-    seconds = max(t.ended for t in good) - min(t.arrived for t in good)
-    tokens, rounds = sum(t.tokens for t in good), sum(t.rounds for t in good)
+    rows, seconds = list(map(times_of, good)), max(t.ended for t in good) - min(t.arrived for t in good)
+    tokens, rounds = (sum(row[name] for row in rows) for name in ("tokens", "rounds"))
     return summary | {
         "seconds": seconds,
         "requests_per_s": len(good) / seconds,
         "tokens_per_s": tokens / seconds,
         "tokens_per_round": tokens / rounds if rounds else None,
-        "first_token_ms": percentiles([t.first_s for t in good]),
-        "between_tokens_ms": percentiles([t.between_s for t in good]),
-        "whole_ms": percentiles([t.whole_s for t in good]),
+        **{name: percentiles([row[name] for row in rows]) for name in TIMES},
     }
 
 
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    values = np.percentile(np.asarray(seconds) * 1000, PERCENTILES)
-    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
-
-
-def times_of(timing: Timing) -> dict[str, Any]:
-    if timing.error is not None:
-        return {"error": timing.error}
-    return {
-        "first_token_ms": timing.first_s * 1000,
-        "between_tokens_ms": timing.between_s * 1000,
-        "whole_ms": timing.whole_s * 1000,
-        "tokens": timing.tokens,
-        "rounds": timing.rounds,
-    }
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -316,9 +218,9 @@ def show(summary: dict[str, Any]) -> None:
         err().print(f"{count} × {error}", style="red", markup=False)
     if "seconds" not in summary:
         return
-    table = Table(box=None)
-    for name in ("milliseconds", *(f"p{p}" for p in PERCENTILES)):
-        table.add_column(name, justify="left" if name == "milliseconds" else "right")
+    table = Table("milliseconds", box=None)
+    for p in PERCENTILES:
+        table.add_column(f"p{p}", justify="right")
     for key, title in TIMES.items():
         table.add_row(title, *(f"{value:,.1f}" for value in summary[key].values()))
     out().print(table)

@@ -32,13 +32,13 @@ class Divergence:
     turn: int
     position: int
     """Common tokens of the turn before."""
-    gap: float | None
+    gap: float | None = None
     """Distance of the two tokens in the target's logits. None: one text ends earlier."""
-    least: float | None
+    least: float | None = None
     """Least gap of several readings, where the first is wider than a tie."""
-    moved: float | None
+    moved: float | None = None
     """Spread of these readings."""
-    tie: bool
+    tie: bool = False
     """Rounding alone may have decided between the tokens."""
     why: str | None = None
     """Another reason. Such an answer is listed, and counts neither as compared nor as a mistake."""
@@ -56,36 +56,30 @@ class LosslessCheck:
     def __init__(self, bench: Bench, plain: Sequence[Measured]) -> None:
         self.bench, self.plain = bench, plain
         self.methods = {method.name: method for method in bench.methods}
-        self._noise: PairNoise | None = None
         self._gaps: dict[Hashable, Gap] = {}
 
     @cached_property
     def fresh(self) -> FreshPass:
         return FreshPass(self.bench.llm.target.decoder, None, self.bench.max_len)
 
-    def tie_at(self, temperature: float) -> float:
-        """Largest distance of two tokens at a tie, measured at first use."""
-        self._noise = self._noise or self._measure_noise()
-        return self._noise.tie_at(temperature)
-
-    def _measure_noise(self) -> PairNoise:
-        """Measure rounding on first turns of plain answers, drawn evenly from all."""
+    @cached_property
+    def noise(self) -> PairNoise:
+        """Rounding, measured on first turns of plain answers, drawn evenly from all."""
         texts = []
         for measured in self.plain:
             prompts = self._prompts(measured.cell.task)
             for answer in measured.all_whole_answers:
                 asked = Conversation(prompts[answer["id"]], self.bench.llm.tokenizer, **self.bench.variables)
                 texts.append((asked.token_ids, answer["turn_tokens"][0][:NOISE_TOKENS]))
-        some = texts[:: -(-len(texts) // NOISE_TEXTS)]
         config = self.bench.config
         budgets = [budget or 1 for method in self.bench.methods for budget in config.budgets_of(method)]
-        return pair_noise(self.fresh, some, max(budgets))
+        return pair_noise(self.fresh, texts[:: -(-len(texts) // NOISE_TEXTS)], max(budgets))
 
     def noise_record(self) -> dict[str, Any] | None:
-        """Rounding for the record. None: it was not measured."""
-        if self._noise is None:
+        """Rounding for the record. None: no difference was found, and it was not measured."""
+        if "noise" not in self.__dict__:
             return None
-        return {**asdict(self._noise), "widest_tie": self._noise.widest_tie}
+        return {**asdict(self.noise), "widest_tie": self.noise.widest_tie}
 
     def of(self, mine: Measured, plain: Measured) -> dict[str, Any] | None:
         """Comparison of a cell. Repeats of a greedy answer count once; draws of another repeat are other answers."""
@@ -133,7 +127,7 @@ class LosslessCheck:
         talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
         for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
             if turn in mine.get("other_prompts", ()):
-                return Divergence(prompt.id, turn, 0, None, None, None, tie=False, why=OTHER_PROMPT)
+                return Divergence(prompt.id, turn, 0, why=OTHER_PROMPT)
             asked = talk.with_next_turn() if turn else talk.token_ids
             talk.token_ids = asked
             talk.answer(expected, plain["finish"][turn])
@@ -143,10 +137,10 @@ class LosslessCheck:
                 continue
             place, pair = divergence
             if pair is None:
-                return Divergence(prompt.id, turn, place, None, None, None, tie=False)
+                return Divergence(prompt.id, turn, place)
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
             gap = self.gap(*pair, (*asked, *given[:place]), sampling)
-            return Divergence(prompt.id, turn, place, *gap, tie=gap.is_tie(self.tie_at(temperature)))
+            return Divergence(prompt.id, turn, place, *gap, tie=gap.is_tie(self.noise.tie_at(temperature)))
         return None
 
     def gap(self, a: int, b: int, tokens: tuple[int, ...], sampling: SamplingParams) -> Gap:
@@ -154,28 +148,23 @@ class LosslessCheck:
         key = a, b, tokens, sampling if sampling.temperature > 0 else None
         if key not in self._gaps:
             judges = [drawn(reading, sampling) for reading in readings(self.fresh)]
-            self._gaps[key] = gap_by_all(a, b, tokens, judges, self.tie_at(sampling.temperature))
+            self._gaps[key] = gap_by_all(a, b, tokens, judges, self.noise.tie_at(sampling.temperature))
         return self._gaps[key]
 
 
-def drawn(fresh: Judge, sampling: SamplingParams) -> Judge:
-    """Judge of a gap: the target alone, or with the noise of the draw."""
-    return fresh if sampling.temperature == 0 else DrawnPass(fresh, sampling)
-
-
-@dataclass(frozen=True)
-class DrawnPass:
-    """A fresh pass with the noise of a draw: the drawn token has the best of these logits."""
-
-    fresh: Judge
-    sampling: SamplingParams
+def drawn(judge: Judge, sampling: SamplingParams) -> Judge:
+    """A judge with the noise of a draw: the drawn token has the best of these logits."""
+    if sampling.temperature == 0:
+        return judge
+    assert sampling.seed is not None
+    seed = sampling.seed
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Logits with noise behind these tokens, (1, V), in units of logits."""
-        assert self.sampling.seed is not None
-        logits_1V = self.fresh.logits(tokens)
-        row = RowSampling.of([self.sampling], [self.sampling.seed], logits_1V.device)
+    def logits(tokens: Sequence[int]) -> Tensor:
+        logits_1V = judge(tokens)
+        row = RowSampling.of([sampling], [seed], logits_1V.device)
         position = torch.tensor([len(tokens)], device=logits_1V.device)
-        drawn = filter_logits(logits_1V, row) + gumbel(row.seed_B, position, logits_1V.shape[-1])
-        return drawn * self.sampling.temperature
+        noisy = filter_logits(logits_1V, row) + gumbel(row.seed_B, position, logits_1V.shape[-1])
+        return noisy * sampling.temperature
+
+    return logits

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import check_found, check_ready, open_method
+from benchmarks.baselines import check_found, check_ready, identify, left_open, open_method
 from benchmarks.methods import (
     Ask,
     Method,
@@ -43,7 +43,6 @@ from benchmarks.rows import (
     kept_settings,
     questions_digest,
 )
-from benchmarks.servers import identify, left_open
 from benchmarks.tasks import BUILTIN, check_tasks, read_task
 from jetspec.data.answers import fingerprint
 from jetspec.data.conversation import Conversation, require_template
@@ -64,9 +63,8 @@ TURN_TOKENS = 64
 def check_inputs(config: BenchConfig, folder: Path, fresh: bool) -> None:
     """Refuse bad questions, missing heads and servers before the target is loaded."""
     check_tasks(config.tasks, data_dir_of(config))
-    for task in config.tasks:
-        if config.data_dir or task == BUILTIN:
-            questions_of(config, task)
+    for task in config.tasks if config.data_dir else {BUILTIN}.intersection(config.tasks):
+        questions_of(config, task)
     if config.head is not None:
         find_head(config.head)
     is_new = fresh or not (folder / ROWS_FILE).exists()
@@ -120,15 +118,12 @@ class Bench:
             check_ready(self.llm, method)
         with closing(GroupFile(self.folder / ROWS_FILE, fresh)) as file:
             wanted = list(self.groups())
-            todo = [
-                group for group in wanted if group.key not in file.rows or (retry_failed and file.failed(group.key))
-            ]
+            todo = [g for g in wanted if g.key not in file.rows or (retry_failed and file.failed(g.key))]
             is_held = held_settings({cell for cell, _, _ in file.rows})
             keep_settings(self.folder / RUN_FILE, settings, is_held, is_measured=bool(todo))
             check_prompts(file.rows.values())
-            names = {group.cell.method for group in todo}
             for method in self.methods:
-                if method.name in names:
+                if any(group.cell.method == method.name for group in todo):
                     check_ready(self.llm, method)
             with progress_bar(total=len(todo), unit="group", disable=not (progress and todo)) as bar:
                 command = len(self.runs()) - 1
@@ -138,23 +133,22 @@ class Bench:
             check_prompts(file.rows.values())
             return {group.key: file.rows[group.key] for group in wanted}
 
+    def _kept(self) -> dict[str, Any]:
+        return kept_settings(self.folder / RUN_FILE)
+
     def runs(self) -> list[dict[str, Any]]:
         """Commands that measured the rows, in order, each with its commit and date."""
-        return list(kept_settings(self.folder / RUN_FILE)["runs"])
+        return list(self._kept()["runs"])
 
     def weights(self) -> dict[str, Any]:
         """Fingerprints of target and heads, and the training of each head, from its card."""
-        settings = kept_settings(self.folder / RUN_FILE)["settings"]
-        heads = {
-            method.name: {"weights": settings[f"head of {method.name}"], **self._trained(method)}
-            for method in self.methods
-            if method.traits.head
-        }
+        settings, with_head = self._kept()["settings"], [method for method in self.methods if method.traits.head]
+        heads = {m.name: {"weights": settings[f"head of {m.name}"], **self._trained(m)} for m in with_head}
         return {"weights": settings["weights"], "heads": heads}
 
     def left_open(self) -> dict[str, list[str]]:
         """Sampling settings that each method's server chooses by itself, where a server answered."""
-        settings = kept_settings(self.folder / RUN_FILE)["settings"]
+        settings = self._kept()["settings"]
         servers = {method.name: settings.get(f"server of {method.name}") for method in self.methods}
         return {name: left_open(server.get("sampling", {})) for name, server in servers.items() if server}
 
@@ -337,7 +331,7 @@ def release_memory() -> None:
 
 def held_settings(cells: Collection[Cell]) -> Callable[[str], bool]:
     """Predicate: rows of these cells depend on a setting."""
-    held = {f"{part} {cell.method}" for cell in cells for part in ("method", "head of", "server of")}
+    parts = ("method", "head of", "server of", "tree of", "task")
+    held = {f"{part} {cell.method}" for cell in cells for part in parts[:3]}
     held |= {f"tree of {cell.method} {cell.budget}" for cell in cells} | {f"task {cell.task}" for cell in cells}
-    parts = ("method ", "head of ", "server of ", "tree of ", "task ")
-    return lambda name: name in held if name.startswith(parts) else bool(held)
+    return lambda name: name in held if name.startswith(tuple(f"{part} " for part in parts)) else bool(held)

@@ -11,10 +11,11 @@ wrong. Another reading is assumed to be as far beyond these as they are from eac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ a square unit, since a layer rounds the residual twice."""
 
 Texts = Mapping[str, Sequence[int]]
 """Tokens by the name of a prompt."""
+Judge = Callable[[Sequence[int]], Tensor]
+"""Logits behind a text, (1, V), that a gap is taken from."""
 
 
 class FreshPass:
@@ -60,20 +63,19 @@ class FreshPass:
         )
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], last: int = 1) -> Tensor:
-        """Logits behind each of the last tokens, (last, V), float32."""
-        with self._admitted(tokens) as request:
-            return self.target.logits(self._pass(request, len(tokens)).hidden_TM[-last:]).float()
+    def logits(self, tokens: Sequence[int], last: int = 1, size: int | None = None) -> Tensor:
+        """Logits behind each of the last tokens, (last, V), float32.
 
-    @torch.inference_mode()
-    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
-        """The same from several passes: over the text before the last tokens, then over these, `size` at a time."""
+        With a size, they are from several passes: over the text before the last tokens, then over these, `size` at a
+        time.
+        """
         parts = []
         with self._admitted(tokens) as request:
-            if before := len(tokens) - last:
-                self._pass(request, before)
+            if size is not None and len(tokens) > last:
+                self._pass(request, len(tokens) - last)
             while missing := len(tokens) - request.num_cached:
-                parts.append(self.target.logits(self._pass(request, min(size, missing)).hidden_TM).float())
+                hidden_TM = self._pass(request, min(size or missing, missing)).hidden_TM[-last:]
+                parts.append(self.target.logits(hidden_TM).float())
         return torch.cat(parts)
 
     @torch.inference_mode()
@@ -146,22 +148,20 @@ class Gap(NamedTuple):
         return self.least <= max(limit, self.moved)
 
 
-class Judge(Protocol):
-    """Source of the logits that a gap is taken from."""
+def cached(judge: Judge) -> Judge:
+    """A judge that reads each text once."""
+    read = cache(judge)
+    return lambda tokens: read(tuple(tokens))
 
-    def logits(self, tokens: Sequence[int]) -> Tensor: ...
 
-
-@dataclass(frozen=True)
-class RoundedPass:
+def rounded(fresh: FreshPass, seed: int) -> Judge:
     """A fresh pass by plain torch in which the input of every layer is rounded a little more, by a seed."""
 
-    fresh: FreshPass
-    seed: int
+    def logits(tokens: Sequence[int]) -> Tensor:
+        with force("reference"), rounding_more(fresh.target, seed):
+            return fresh.logits(tokens)
 
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        with force("reference"), rounding_more(self.fresh.target, self.seed):
-            return self.fresh.logits(tokens)
+    return logits
 
 
 @contextmanager
@@ -189,23 +189,9 @@ def round_more(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.ldexp(mantissa + step * unit, exponent).to(x.dtype)
 
 
-class CachedLogits:
-    """A judge that reads each text once."""
-
-    def __init__(self, judge: Judge) -> None:
-        self.judge = judge
-        self.read: dict[tuple[int, ...], Tensor] = {}
-
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        key = tuple(tokens)
-        if key not in self.read:
-            self.read[key] = self.judge.logits(tokens)
-        return self.read[key]
-
-
 def readings(fresh: FreshPass) -> list[Judge]:
     """Judges of a text: the fresh pass, and others with more rounding."""
-    return [fresh, *(RoundedPass(fresh, seed) for seed in range(READINGS))]
+    return [fresh.logits, *(rounded(fresh, seed) for seed in range(READINGS))]
 
 
 def find_differences(
@@ -234,21 +220,18 @@ def find_divergence(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tu
     return place, None if place in (len(plain), len(other)) else (plain[place], other[place])
 
 
-def gap_between(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:
-    """Distance of the worse of two tokens from the best logit after a text."""
-    logits_V = judge.logits(tokens)[0]
-    return float(logits_V.max() - torch.minimum(logits_V[a], logits_V[b]))
-
-
 def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], limit: float) -> Gap:
-    """Gap by the first judge, and where that is no tie, by the others. The gap of a wrong token is wide in all
-    readings, and changes little between them."""
-    first, *others = judges
-    gap = gap_between(a, b, tokens, first)
-    again = [gap_between(a, b, tokens, judge) for judge in others] if gap > limit else []
+    """Distance of the worse of two tokens from the best logit after a text: by the first judge, and where that is no
+    tie, by the others. The gap of a wrong token is wide in all readings, and changes little between them."""
+
+    def gap_by(judge: Judge) -> float:
+        logits_V = judge(tokens)[0]
+        return float(logits_V.max() - torch.minimum(logits_V[a], logits_V[b]))
+
+    gap = gap_by(judges[0])
+    again = list(map(gap_by, judges[1:])) if gap > limit else []
     known = [other for other in again if other < math.inf]  # without what a draw leaves out
-    moved = max(known) - min(known) if known else 0.0
-    return Gap(gap, min(again, default=gap), moved)
+    return Gap(gap, min(again, default=gap), max(known) - min(known) if known else 0.0)
 
 
 @dataclass(frozen=True)
@@ -285,7 +268,7 @@ def pair_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[i
         best_TK = fresh_TV.topk(min(CANDIDATES, fresh_TV.shape[-1]))
         behind.append(best_TK.values[:, :1] - best_TK.values)
         for size, off in moved.items():
-            off.append((fresh.logits_in_pieces(tokens, last, size) - fresh_TV).gather(1, best_TK.indices))
+            off.append((fresh.logits(tokens, last, size) - fresh_TV).gather(1, best_TK.indices))
     behind_PK, off_PK = torch.cat(behind), {size: torch.cat(off) for size, off in moved.items()}
     drawn = max(float((off.amax(1) - off.amin(1)).max()) for off in off_PK.values())
     rival_PK = behind_PK[:, 1:] <= drawn

@@ -12,7 +12,7 @@ import typer
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from benchmarks.options import examples
-from benchmarks.serve import ServerProcess
+from benchmarks.servers import ServerProcess
 from jetspec.models.hub import DEFAULT_MODEL
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import shlex
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,8 +26,9 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.load import GIVEN_UP, Load, Message, Part, Timing, read_chats, send_load, summarize
+from benchmarks.load import GIVEN_UP, Load, Message, Part, read_chats, send_load, summarize
 from benchmarks.options import DEFAULT, Device, Dtype, Model, RecordFile, examples, numbers, with_options
+from benchmarks.servers import COMPLETIONS, LEFT, STREAMED, ServerProcess, Timing, connect, follow
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.engine.sizes import batch_sizes
 from jetspec.record import current_commit, write_record
@@ -38,7 +37,7 @@ HANG_UPS = 0.1
 """Share of requests whose client disconnects early."""
 FAIR = 0.5
 """Least share of the median client's requests that the slowest client must complete."""
-WARM_UP_S, SETTLE_S = 1.0, 20.0
+WARM_UP_S = 1.0
 
 SERVERS: dict[str, tuple[str, ...]] = {"speculative": (), "plain": ("--drafter", "none")}
 """Servers of `rates`, by the options in which they differ."""
@@ -58,55 +57,6 @@ SHOWN_LOG = 2000
 app = typer.Typer(no_args_is_help=True)
 
 
-class ServerProcess:
-    """`jetspec serve` as a process, on a free port, with its log in a file."""
-
-    def __init__(self, model: str, *options: str) -> None:
-        command = [sys.executable, "-m", "jetspec", "serve", "--model", model, "--port", "0", *options]
-        self._log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115
-        self.process = subprocess.Popen(command, stderr=self._log)
-
-    def __enter__(self) -> ServerProcess:
-        while self.process.poll() is None:
-            if found := re.search(r"Serving (\S+) at (http://\S+)/v1", self.log):
-                self.model, self.url = found.groups()
-                return self
-            time.sleep(0.05)
-        raise RuntimeError(self.log)
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        finally:
-            self.process.kill()
-
-    @property
-    def log(self) -> str:
-        return Path(self._log.name).read_text()
-
-    def footprint(self) -> dict[str, int]:
-        """Numbers that must not grow."""
-        proc = Path(f"/proc/{self.process.pid}")
-        metrics = httpx.get(f"{self.url}/metrics", headers={"Connection": "close"}).text
-        pages = re.search(r"^jetspec:pages_in_use (\S+)", metrics, re.MULTILINE)
-        assert pages is not None
-        return {
-            "pages": int(float(pages[1])),
-            "threads": len(list((proc / "task").iterdir())),
-            "files": len(list((proc / "fd").iterdir())),
-        }
-
-    def settled(self, before: dict[str, int]) -> dict[str, int]:
-        """Footprint once nothing more is released."""
-        deadline = time.monotonic() + SETTLE_S
-        while True:
-            now = self.footprint()
-            if all(now[name] <= most for name, most in before.items()) or time.monotonic() > deadline:
-                return now
-            time.sleep(0.2)
-
-
 # -- check
 
 
@@ -124,45 +74,31 @@ class Check:
 
     url: str
     bodies: list[dict[str, Any]]
-    alone: list[str] = field(default_factory=list)
+    alone: list[str | None] = field(default_factory=list)
     """Answer to each request, sent alone."""
     problems: Counter[str] = field(default_factory=Counter)
     hang_ups: int = 0
 
     async def ask(self, http: httpx.AsyncClient, number: int, leave_after: int | None = None) -> str | None:
         """Streamed text of an answer. None: it failed, or the client left."""
-        pieces: list[str] = []
-        async with http.stream("POST", "/v1/completions", json=self.bodies[number]) as answer:
-            if answer.status_code != 200:
-                self.problems[f"status {answer.status_code}"] += 1
-                return None
-            async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
-                    return "".join(pieces)
-                if line:
-                    chunk = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        self.problems[chunk["error"]["message"]] += 1
-                        return None
-                    pieces.append(chunk["choices"][0]["text"])
-                if leave_after is not None and len(pieces) > leave_after:
-                    self.hang_ups += 1
-                    return None
-        self.problems["a stream without an end"] += 1
-        return None
+        answer = Timing(time.perf_counter())
+        await follow(http, COMPLETIONS, self.bodies[number], answer, leave_after)
+        if answer.error == LEFT:
+            self.hang_ups += 1
+        elif answer.error is not None:
+            self.problems[answer.error] += 1
+        return answer.text if answer.error is None else None
 
     async def run_alone(self) -> None:
-        async with self.http() as http:
-            self.alone = [await self.ask(http, number) or "" for number in range(len(self.bodies))]
+        async with connect(f"{self.url}/v1") as http:
+            self.alone = [await self.ask(http, number) for number in range(len(self.bodies))]
 
-    async def run_together(self, clients: Sequence[Client], seconds: float) -> None:
-        end = time.monotonic() + seconds
-        async with self.http() as http:
+    async def run_together(self, streams: int, seconds: float) -> list[Client]:
+        """Clients that send requests for so long."""
+        clients, end = [Client(number) for number in range(streams)], time.monotonic() + seconds
+        async with connect(f"{self.url}/v1") as http:
             await asyncio.gather(*(self.drive(http, client, end) for client in clients))
-
-    def http(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits)
+        return clients
 
     async def drive(self, http: httpx.AsyncClient, client: Client, end: float) -> None:
         """Send all requests in turn, each client from another one on, so that their progress can be compared."""
@@ -170,11 +106,7 @@ class Check:
         while time.monotonic() < end:
             number = (client.number + client.asked) % len(self.bodies)
             client.asked += 1
-            try:
-                text = await self.ask(http, number, rng.randrange(8) if rng.random() < HANG_UPS else None)
-            except httpx.HTTPError as error:
-                self.problems[type(error).__name__] += 1
-                continue
+            text = await self.ask(http, number, rng.randrange(8) if rng.random() < HANG_UPS else None)
             if text is None:
                 continue
             client.answered += 1
@@ -187,7 +119,7 @@ def requests_for(model: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Greedy requests of many lengths, some with a common prefix. They end at their limit, so work can be compared."""
     rng = random.Random(seed)
     shared = "".join(rng.choices("abcdefgh ", k=40))
-    greedy = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}
+    greedy = {"model": model, "temperature": 0, "ignore_eos": True, **STREAMED}
     bodies = []
     for _ in range(count):
         own = "".join(rng.choices("abcdefghij ", k=rng.randint(1, 60)))
@@ -200,10 +132,9 @@ def check(model: str, streams: int, seconds: float, num_requests: int = 40) -> d
     with ServerProcess(model, "--max-batch", "16", "--max-queue", str(streams)) as server:
         run = Check(server.url, requests_for(server.model, num_requests))
         asyncio.run(run.run_alone())
-        asyncio.run(run.run_together([Client(number) for number in range(streams)], WARM_UP_S))
+        asyncio.run(run.run_together(streams, WARM_UP_S))
         before = server.settled({"pages": 0})
-        clients = [Client(number) for number in range(streams)]
-        asyncio.run(run.run_together(clients, seconds))
+        clients = asyncio.run(run.run_together(streams, seconds))
         after = server.settled(before)
     asked = sorted(client.asked for client in clients)
     for name, value in after.items():
@@ -263,32 +194,6 @@ class Phase:
     chats: list[list[Message]]
 
 
-class Senders:
-    """Processes that send a load together. One process handles some thousand pieces of text per second."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
-
-    def __enter__(self) -> Senders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def send(self, load: Load, chats: list[list[Message]], max_wait_s: float) -> tuple[list[Timing], float]:
-        """Timings of all requests, and the largest CPU share of a process: near 1, the senders limit the rate."""
-        began = time.perf_counter() + HEAD_START_S
-        parts = [Part(first, self.count, began, max_wait_s) for first in range(self.count)]
-        sent = [self._pool.submit(send_part, load, chats, part) for part in parts]
-        timings = [Timing(began)] * load.requests
-        busy = []
-        for part, future in zip(parts, sent, strict=True):
-            timings[part.first :: part.step], share = future.result()
-            busy.append(share)
-        return timings, max(busy)
-
-
 def send_part(load: Load, chats: list[list[Message]], part: Part) -> tuple[list[Timing], float]:
     """Send a part of a load; timings, and the CPU share of this process."""
     wall, busy = time.perf_counter(), time.process_time()
@@ -341,7 +246,8 @@ class Rates:
         }
 
     def measure(self) -> None:
-        with Senders(self.clients) as senders:
+        """Measure both servers. Several processes send: one handles some thousand pieces of text per second."""
+        with ProcessPoolExecutor(self.clients, mp_context=get_context("spawn")) as senders:
             for name in SERVERS:
                 try:
                     with ServerProcess(self.model, *self.options(name)) as server:
@@ -357,7 +263,7 @@ class Rates:
         queue = ["--max-batch", str(self.max_batch), "--max-queue", str(MOST_OPEN)]
         return ["--device", self.device, "--dtype", self.dtype, *queue, *given, *SERVERS[name]]
 
-    def measure_server(self, name: str, server: ServerProcess, senders: Senders) -> None:
+    def measure_server(self, name: str, server: ServerProcess, senders: ProcessPoolExecutor) -> None:
         began = time.perf_counter()
         for phase in self.warm_up:
             timings, _ = self.send(phase, server, senders, COLD_S)
@@ -381,13 +287,21 @@ class Rates:
             self.save()
 
     def send(
-        self, phase: Phase, server: ServerProcess, senders: Senders, max_wait_s: float
+        self, phase: Phase, server: ServerProcess, senders: ProcessPoolExecutor, max_wait_s: float
     ) -> tuple[list[Timing], float]:
-        """Send one load. If the server dies, its requests fail."""
-        count = len(phase.chats)
-        most = -(-min(count, MOST_OPEN) // senders.count)
+        """Timings of one load, and the largest CPU share of a sending process: near 1, the senders limit the rate.
+
+        If the server dies, its requests fail.
+        """
+        count, began = len(phase.chats), time.perf_counter() + HEAD_START_S
+        most = -(-min(count, MOST_OPEN) // self.clients)
         load = Load(server.url, count, most, phase.rate, self.max_tokens, 0.0, None, server.model, self.seed)
-        return senders.send(load, phase.chats, max_wait_s)
+        parts = [Part(first, self.clients, began, max_wait_s) for first in range(self.clients)]
+        sent = [senders.submit(send_part, load, phase.chats, part) for part in parts]
+        timings, busy = [Timing(began)] * count, [future.result()[1] for future in sent]
+        for part, future in zip(parts, sent, strict=True):
+            timings[part.first :: part.step] = future.result()[0]
+        return timings, max(busy)
 
     def compare(self, rate: str) -> None:
         if any(rate not in texts for texts in self.texts.values()):

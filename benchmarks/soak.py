@@ -7,7 +7,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from benchmarks.precision import FreshPass, Texts, cached_rows, find_differences
 from jetspec.engine.engine import Engine
 from jetspec.engine.warm_up import warm_up_batches
 from jetspec.progress import progress_bar
-from jetspec.types import Completion, Request, SamplingParams
+from jetspec.types import Completion, SamplingParams
 
 KINDS = {
     "greedy": SamplingParams(),
@@ -85,7 +85,7 @@ class Soak:
     def run(self, rounds: int, checks: int) -> dict[str, Any]:
         """Run `rounds` rounds with `checks` checks in between."""
         self._warm_up()
-        at_rest = self._rest()
+        at_rest, bytes_at_rest = live_objects(self.engine), self._memory()
         count_calls(self.engine.runner, "launch_round", self.counts)
         count_calls(self.engine.scheduler, "preempt", self.counts)
         due = 0
@@ -102,8 +102,8 @@ class Soak:
                     self.resident.append(resident_bytes())
         while self.engine.has_work and not self.is_stuck:
             self._step()
-        self._check_rest(at_rest)
-        return self._results(at_rest.device_bytes)
+        self._check_rest(at_rest, bytes_at_rest)
+        return self._results(bytes_at_rest)
 
     def _warm_up(self) -> None:
         """Capture every graph and run every kernel, so that memory is constant from here on."""
@@ -120,10 +120,6 @@ class Soak:
         for kind in kinds:
             _complete(self.engine, {"0": prompt[:1]}, kind)
         self.fresh.rows(prompt)
-
-    def _rest(self) -> Rest:
-        captured = self.engine.graphs.num_captured if self.engine.graphs else 0
-        return Rest(live_objects(), self._memory(), captured)
 
     def _arrivals_and_cancels(self) -> None:
         chance = QUIET if self.counts["launch_round"] // PHASE % 2 else BUSY
@@ -160,7 +156,9 @@ class Soak:
             return
         self.counts[f"{kind}_different"] += 1
         if kind == "greedy":
-            (found,) = find_differences(self.prompts, {name: expected}, {name: done.token_ids}, [self.fresh], self.tie)
+            (found,) = find_differences(
+                self.prompts, {name: expected}, {name: done.token_ids}, [self.fresh.logits], self.tie
+            )
             if found.tie:
                 self.ties.append(vars(found))
             else:
@@ -181,19 +179,16 @@ class Soak:
         if not ready:
             return
         request = self.random.choice(ready)
-        off = self._row_error(request)
+        held, expected = cached_rows(self.engine.cache, request), self.fresh.rows(request.tokens[: request.num_cached])
+        # Largest error of K or V, as a share of the largest value of its layer.
+        errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(held, expected, strict=True)]
+        off = float(torch.stack(errors).max())
         self.worst_row = max(self.worst_row, off)
         self.counts["caches_compared"] += 1
         if not off < CLOSE:
             self.problems.append(f"the cache of a request of {request.num_cached} tokens is off by {off:.1e}")
 
-    def _row_error(self, request: Request) -> float:
-        """Largest error of K or V, as a share of the largest value of its layer."""
-        held, expected = cached_rows(self.engine.cache, request), self.fresh.rows(request.tokens[: request.num_cached])
-        off = [(a - b).abs().max() / b.abs().max() for a, b in zip(held, expected, strict=True)]
-        return float(torch.stack(off).max())
-
-    def _check_rest(self, at_rest: Rest) -> None:
+    def _check_rest(self, at_rest: Counter[str], bytes_at_rest: int) -> None:
         """Check that an idle engine holds nothing."""
         engine, pool = self.engine, self.engine.cache.pool
         self._check_pages()
@@ -209,7 +204,10 @@ class Soak:
             counted = self.counts.copy()
             self._warm_up()
             self.counts = counted
-            self.problems += at_rest.problems(self._rest())
+            for kind, more in sorted((live_objects(self.engine) - at_rest).items()):
+                self.problems.append(f"{more} more of {kind} live than at rest")
+            if (grown := self._memory() - bytes_at_rest) > SLACK_BYTES:
+                self.problems.append(f"{grown} bytes of device memory were not released")
         for event in ("finished", "cancelled", "preempt"):
             if not self.counts[event]:
                 self.problems.append(f"{event} never happened, and was not tested")
@@ -240,25 +238,13 @@ class Soak:
         }
 
 
-@dataclass(frozen=True)
-class Rest:
-    objects: Counter[str]
-    device_bytes: int
-    graphs: int
-
-    def problems(self, later: Rest) -> Iterator[str]:
-        for kind, grown in sorted((later.objects - self.objects).items()):
-            yield f"{grown} more of {kind} live than at rest"
-        if grown := later.graphs - self.graphs:
-            yield f"{grown} graphs were captured after all should have been"
-        if (grown := later.device_bytes - self.device_bytes) > SLACK_BYTES:
-            yield f"{grown} bytes of device memory were not released"
-
-
-def live_objects() -> Counter[str]:
+def live_objects(engine: Engine) -> Counter[str]:
+    """Objects of the engine by their class, and captured graphs."""
     gc.collect()
     kinds = (type(found) for found in gc.get_objects())
-    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith(OWN))
+    found = Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith(OWN))
+    found["captured graph"] = engine.graphs.num_captured if engine.graphs else 0
+    return found
 
 
 def resident_bytes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from benchmarks.options import RecordFile, Settings, TrainRecipe, examples
 from jetspec.data.corpus import PackedData
 from jetspec.models.decoder import Decoder
 from jetspec.models.weights import load_target
-from jetspec.profile.timing import without_capture
+from jetspec.profile.timing import Moment, without_capture
 from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
 from jetspec.train.config import TrainConfig, load_recipe
@@ -63,7 +62,13 @@ def measure(config: TrainConfig, target: Decoder, warmup: int) -> dict[str, Any]
     for _ in range(warmup):
         trainer.train_step()
     steps, label = config.steps - warmup, f"{config.rows} x {config.row_len} x {config.anchors}"
-    sums, seconds = without_capture(trainer.passes, lambda: take_steps(trainer, steps, label))
+
+    def timed() -> tuple[list[DraftLoss], float]:
+        began = Moment(device)
+        losses = [trainer.train_step() for _ in progress_bar(range(steps), desc=label, unit="step")]
+        return losses, began.ms_until(Moment(device)) / 1e3
+
+    sums, seconds = without_capture(trainer.passes, timed)
     positions = sum(float(part.reach_D.sum()) for part in sums)
     return {
         **{name: getattr(config, name) for name in ("rows", "row_len", "anchors")},
@@ -73,17 +78,3 @@ def measure(config: TrainConfig, target: Decoder, warmup: int) -> dict[str, Any]
         "drafted_per_s": len(sums) * config.rows * config.anchors * sums[0].reach_D.numel() / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
     }
-
-
-def take_steps(trainer: Trainer, steps: int, label: str) -> tuple[list[DraftLoss], float]:
-    """Losses of the steps, and their seconds."""
-    wait(trainer.device)
-    began = time.perf_counter()
-    sums = [trainer.train_step() for _ in progress_bar(range(steps), desc=label, unit="step")]
-    wait(trainer.device)
-    return sums, time.perf_counter() - began
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

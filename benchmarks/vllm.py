@@ -27,12 +27,19 @@ import torch
 import typer
 
 from benchmarks.options import RecordFile, examples, numbers, with_options
+from benchmarks.precision import find_divergence
 from benchmarks.tasks import BUILTIN_FILE
 from jetspec.data.prompts import read_questions
 from jetspec.files import write_whole
+from jetspec.models.export import export_head, save_target, write_chain_config, write_target_config
+from jetspec.models.head_format import load_head, write_config
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.tensor_files import CONFIG_FILE
+from jetspec.models.weights import load_target
+from jetspec.profile.shapes import SHAPES
 from jetspec.record import write_record
+from jetspec.train.config import HeadShape
+from jetspec.train.run import head_config
 from jetspec_vllm import OPTIONS, WORKER, register
 
 PLAIN, CHAIN, JUDGE = "plain", "chain", "judge"
@@ -103,10 +110,9 @@ def vllm(
         write_whole(options.root / f"{one}.json", json.dumps(found))
         return
     prepare(options)
-    lengths = [len(prompt) for prompt in options.prompts()]
     about = {"model": options.shape or DEFAULT_MODEL, **{n: getattr(options, n) for n in ("dtype", "tokens", "width")}}
-    about |= {"prompt_tokens": statistics.mean(lengths), "graphs": not options.eager, "compiled": options.compile}
-    about |= {"vllm": version("vllm"), "random_weights": options.shape is not None}
+    about |= {"prompt_tokens": statistics.mean(map(len, options.prompts())), "graphs": not options.eager}
+    about |= {"compiled": options.compile, "vllm": version("vllm"), "random_weights": options.shape is not None}
     results: list[dict[str, Any]] = []
     for method in methods.split(","):
         results.append(run_method(method, options))
@@ -124,7 +130,7 @@ def vllm(
 
 
 def prepare(options: Options) -> None:
-    """Write target, head and chain drafter as folders for vLLM, unless they exist."""
+    """Write target, head and chain drafter as folders for vLLM, and prompts, unless they exist."""
     if (options.root / "prompts.json").exists():
         return
     options.root.mkdir(parents=True, exist_ok=True)
@@ -135,10 +141,6 @@ def prepare(options: Options) -> None:
 
 def write_default(root: Path, dtype: torch.dtype) -> list[list[int]]:
     """Write the default model and its head; prompts are the built-in questions."""
-    from jetspec.models.export import export_head, save_target
-    from jetspec.models.head_format import load_head
-    from jetspec.models.weights import load_target
-
     target, head = load_target(DEFAULT_MODEL, torch.float32), load_head(shipped_head(DEFAULT_MODEL) or DEFAULT_MODEL)
     save_target(target, root / "target", dtype)
     export_head(head, root / "head", None, dtype)
@@ -149,19 +151,10 @@ def write_default(root: Path, dtype: torch.dtype) -> list[list[int]]:
 
 def write_shape(root: Path, shape: str, dtype: torch.dtype) -> list[list[int]]:
     """Write configs alone, for random weights in vLLM; prompts are random."""
-    from jetspec.models.export import write_chain_config, write_target_config
-    from jetspec.models.head_format import write_config
-    from jetspec.profile.shapes import SHAPES
-    from jetspec.train.config import HeadShape
-    from jetspec.train.run import head_config
-
     target = SHAPES[shape]
     head = head_config(HeadShape(mask_token=target.vocab_size - 1), target)
-    configs = {
-        "target": write_target_config(target, dtype),
-        "head": write_config(head, dtype),
-        "chain": write_chain_config(head, "vllm", dtype, None),
-    }
+    chain = write_chain_config(head, "vllm", dtype, None)
+    configs = {"target": write_target_config(target, dtype), "head": write_config(head, dtype), "chain": chain}
     for name, config in configs.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         write_whole(root / name / CONFIG_FILE, json.dumps(config, indent=1))
@@ -250,8 +243,7 @@ def measure(options: Options, method: str) -> dict[str, Any]:
         timings = [run(llm, questions, options.tokens) for questions in asked]
         if not all(timing.steps for timing in timings):
             raise ValueError(f"{options.tokens} tokens are written in too few steps to be timed; give more --tokens")
-        seconds, steps = sum(timing.seconds for timing in timings), sum(timing.steps for timing in timings)
-        tokens = sum(timing.tokens for timing in timings)
+        seconds, steps, tokens = (sum(getattr(t, name) for t in timings) for name in ("seconds", "steps", "tokens"))
         step_ms = [1e3 * timing.seconds / timing.steps for timing in timings]
         speeds = {"tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds / steps, "step_ms_of_runs": step_ms}
         found["batches"].append({"batch": batch, **speeds, "tokens_per_step": tokens / steps / batch})
@@ -277,16 +269,11 @@ def judge(options: Options) -> list[float | None]:
 # -- all methods
 
 
-def measured(out: Path, options: Options) -> dict[str, Any] | None:
-    """Result of an earlier run with the same options."""
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    return found if found.get("asked") == options.asked else None
-
-
 def run_method(method: str, options: Options) -> dict[str, Any]:
     """Measure a method in a process, unless it was measured before; an error is part of the result."""
     out, log = options.root / f"{method}.json", options.root / f"{method}.log"
-    if method != JUDGE and (before := measured(out, options)):
+    before: dict[str, Any] = json.loads(out.read_text()) if out.exists() and method != JUDGE else {}
+    if before.get("asked") == options.asked:
         return before
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks", "vllm", *words_of(options), "--out", str(out), "--one", method]
@@ -332,21 +319,21 @@ def judged(results: list[dict[str, Any]], options: Options) -> None:
     plain = next((result["texts"] for result in results if result["method"] == PLAIN and "texts" in result), None)
     if plain is None or options.shape is not None:
         return
-    prompts = options.prompts()
-    asked, places = [], []
+    prompts, asked = options.prompts(), []
     for result in results:
         result["differences"] = []
         for i, (text, expected) in enumerate(zip(result.get("texts", []), plain, strict=False)):
-            at = next((at for at, pair in enumerate(zip(text, expected, strict=False)) if pair[0] != pair[1]), None)
-            if at is not None:
-                asked.append((prompts[i % len(prompts)] + expected[:at], (expected[at], text[at])))
-                places.append((result, {"text": i, "token": at}))
+            place, pair = find_divergence(expected, text) or (0, None)
+            if pair is not None:
+                asked.append((prompts[i % len(prompts)] + expected[:place], pair))
+                result["differences"].append({"text": i, "token": place})
     if not asked:
         return
     write_whole(options.root / QUESTIONS, json.dumps(asked))
-    gaps = run_method(JUDGE, options)
-    for (result, place), gap in zip(places, gaps.get("gaps", [None] * len(places)), strict=True):
-        result["differences"].append({**place, "gap": gap})
+    places = [place for result in results for place in result["differences"]]
+    gaps = run_method(JUDGE, options).get("gaps", [None] * len(places))
+    for place, gap in zip(places, gaps, strict=True):
+        place["gap"] = gap
 
 
 def show(result: Mapping[str, Any]) -> None:

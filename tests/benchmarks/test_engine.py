@@ -18,14 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import engine as check
 from benchmarks import soak
-from benchmarks.precision import (
-    CachedLogits,
-    FreshPass,
-    RoundedPass,
-    Texts,
-    find_differences,
-    readings,
-)
+from benchmarks.precision import READINGS, FreshPass, Texts, cached, find_differences, readings
 from jetspec.config import EngineConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.kv_cache import KVCache
@@ -103,11 +96,10 @@ def test_ties_are_measured_on_plain_texts(monkeypatch: pytest.MonkeyPatch, dtype
     monkeypatch.setattr(check, "NOISE_TOKENS", 8)
     models = check.Models(tiny_decoder().to(dtype), tiny_head(TARGET).to(dtype))
     plain = check.decode(models.engine(1, check.engine_config(PROMPTS, TOKENS, 4)), PROMPTS, TOKENS, 4).texts
-    ties = check.measure_ties(models, PROMPTS, plain, 8)
-    assert ties.noise.positions == sum(len(text[:8]) for text in check.evenly(plain, 4).values())
-    rounded = [known.judge for known in ties.judges if isinstance(known.judge, RoundedPass)]
+    ties = check.Ties.measure(models, PROMPTS, plain, 8)
+    assert ties.noise.positions == sum(len(text[:8]) for text in list(plain.values())[::2])
     is_exact = dtype == torch.float32
-    assert is_exact == (not rounded) == (ties.limit == check.STRICT_TIE)
+    assert len(ties.judges) == (1 if is_exact else 1 + READINGS) and is_exact == (ties.limit == check.STRICT_TIE)
     assert is_exact or ties.limit == max(ties.noise.steps, ties.noise.trees) > 0
 
 
@@ -206,31 +198,30 @@ def test_a_difference_is_judged_by_a_fresh_pass_over_the_common_prefix() -> None
     logits_V = fresh.logits([1, 2, 3, 4])[0]
     best, second, *_, worst = logits_V.argsort(descending=True).tolist()
     prompts, plain = {"x": [1, 2]}, {"x": [3, 4, best, 9]}
-    (near,) = find_differences(prompts, plain, {"x": [3, 4, second, 8]}, [fresh], 1e9)
+    (near,) = find_differences(prompts, plain, {"x": [3, 4, second, 8]}, [fresh.logits], 1e9)
     assert (near.place, near.plain, near.other) == (2, best, second)
     assert near.gap == pytest.approx(float(logits_V[best] - logits_V[second]))
     assert near.gap is not None and near.tie
     for limit, tie in ((near.gap, True), (near.gap * 0.99, False)):
-        assert find_differences(prompts, plain, {"x": [3, 4, second]}, [fresh], limit)[0].tie == tie
+        assert find_differences(prompts, plain, {"x": [3, 4, second]}, [fresh.logits], limit)[0].tie == tie
     (far,) = find_differences(prompts, {"x": [3, 4, second]}, {"x": [3, 4, worst]}, readings(fresh), 0.0)
     assert far.gap == pytest.approx(float(logits_V[best] - logits_V[worst])) == pytest.approx(far.least, abs=1e-4)
-    (shorter,) = find_differences(prompts, plain, {"x": [3, 4]}, [fresh], 1e9)
+    (shorter,) = find_differences(prompts, plain, {"x": [3, 4]}, [fresh.logits], 1e9)
     assert shorter.gap is None and not shorter.tie
-    assert find_differences(prompts, plain, plain, [fresh], 1e9) == []
+    assert find_differences(prompts, plain, plain, [fresh.logits], 1e9) == []
 
 
 def test_a_common_prefix_is_read_once() -> None:
     fresh, read = FreshPass(TARGET, None, 64), list[list[int]]()
 
-    class Reader:
-        def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-            read.append(list(tokens))
-            return fresh.logits(tokens)
+    def reader(tokens: Sequence[int]) -> torch.Tensor:
+        read.append(list(tokens))
+        return fresh.logits(tokens)
 
-    reader = CachedLogits(Reader())
+    once = cached(reader)
     for other in ([3, 4, 7], [3, 4, 8, 9], [3, 5]):
         args = {"x": [1, 2]}, {"x": [3, 4, 6]}, {"x": other}
-        assert find_differences(*args, [reader], 0.0) == find_differences(*args, [fresh], 0.0)
+        assert find_differences(*args, [once], 0.0) == find_differences(*args, [fresh.logits], 0.0)
     assert read == [[1, 2, 3, 4], [1, 2, 3]]
 
 

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from typer.testing import Result as Done
 
-from benchmarks import precision
-from benchmarks.lossless import DrawnPass, LosslessCheck
+from benchmarks import lossless
+from benchmarks.lossless import LosslessCheck, drawn
 from benchmarks.methods import Reply
 from benchmarks.precision import (
     READINGS,
     FreshPass,
+    Gap,
     Judge,
     PairNoise,
-    gap_between,
+    gap_by_all,
     pair_noise,
     readings,
     round_more,
@@ -64,9 +65,9 @@ def test_the_noise_of_a_draw_is_that_of_the_engine(folder: Path, llm: LLM) -> No
     for answer in (answer for row in rows for answer in row["answers"]):
         prompt = llm.tokenizer.encode_chat([{"role": "user", "content": prompts[answer["id"]].turns[0]}])
         tokens = answer["turn_tokens"][0]
-        judge = DrawnPass(fresh, bench.config.sampling(0.8, 0, answer["id"], 0))
+        judge = drawn(fresh.logits, bench.config.sampling(0.8, 0, answer["id"], 0))
         for place, token in enumerate(tokens):
-            assert int(judge.logits([*prompt, *tokens[:place]]).argmax()) == token
+            assert int(judge([*prompt, *tokens[:place]]).argmax()) == token
 
 
 def test_a_greedy_answer_is_compared_once_however_often_it_was_repeated(
@@ -84,17 +85,15 @@ def test_a_greedy_answer_is_compared_once_however_often_it_was_repeated(
 def test_a_divergence_is_judged_once(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Any] = []
 
-    def look(a: int, b: int, tokens: Sequence[int], judge: Judge) -> float:
+    def look(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], limit: float) -> Gap:
         looked_at.append((a, b, tokens))
-        return gap_between(a, b, tokens, judge)
+        return gap_by_all(a, b, tokens, judges[:1], limit)
 
-    monkeypatch.setattr(precision, "gap_between", look)
-    monkeypatch.setattr(precision, "READINGS", 1)
+    monkeypatch.setattr(lossless, "gap_by_all", look)
     meddle(monkeypatch, slip)
     options: dict[str, Any] = {"budgets": [4, 6], "temperatures": [0, 1], "repeats": 3, "max_tokens": 4}
     results_of(make_bench(folder, "once_each", llm, **options))
-    places = 5 + 5 * 3  # of greedy texts, and of drawn ones, which are others in every repeat
-    assert len(looked_at) == 2 * places, "as it is, then rounded otherwise"
+    assert len(looked_at) == 5 + 5 * 3, "of greedy texts, and of drawn ones, which are others in every repeat"
 
 
 # -- ties
@@ -106,7 +105,7 @@ def test_pieces_of_a_text_are_the_whole_in_float32_and_nearly_so_in_16_bits(fold
     texts = [(tokens[:20], tokens[20:])]
     exact = FreshPass(llm.target.decoder, None, 64)
     for size in (1, 7, 100):
-        parts_TV = exact.logits_in_pieces(tokens, 40, size)
+        parts_TV = exact.logits(tokens, 40, size)
         torch.testing.assert_close(parts_TV, exact.logits(tokens, 40), atol=1e-4, rtol=0)
     assert pair_noise(exact, texts, 8).widest_tie < 1e-4
     rounded = FreshPass(LLM(folder / "model", device="cpu", dtype="bfloat16").target.decoder, None, 64)
@@ -120,11 +119,9 @@ class Moved:
         self.at_once = torch.tensor([[4.0] + [3.9] * rivals + [-5.0] * 3])
         self.off = torch.tensor([[0.0] + [near] * rivals + [-far] * 3])
 
-    def logits(self, tokens: Sequence[int], last: int = 1) -> Tensor:
-        return self.at_once.expand(last, -1)
-
-    def logits_in_pieces(self, tokens: Sequence[int], last: int, size: int) -> Tensor:
-        return (self.at_once + (self.off if size > 1 else self.off / 2)).expand(last, -1)
+    def logits(self, tokens: Sequence[int], last: int = 1, size: int | None = None) -> Tensor:
+        moved = 0 if size is None else self.off if size > 1 else self.off / 2
+        return (self.at_once + moved).expand(last, -1)
 
 
 def test_likely_tokens_are_judged_by_their_own_noise() -> None:
@@ -142,7 +139,7 @@ class Reading:
     def __init__(self, gap: float) -> None:
         self.gap, self.count = gap, 0
 
-    def logits(self, tokens: Sequence[int]) -> Tensor:
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
         self.count += 1
         return torch.tensor([[self.gap, 0.0, -9.0]])
 
@@ -171,8 +168,8 @@ def test_a_gap_that_is_wide_in_every_reading_and_moves_little_is_a_mistake(
 ) -> None:
     bench, made = make_bench(folder, "readings", llm), [Reading(gap) for gap in (first, *others)]
     check = LosslessCheck(bench, [])
-    monkeypatch.setattr("benchmarks.lossless.readings", lambda fresh: made)
-    check._noise = PairNoise(1.0, 0.5, 4.0, 9)
+    monkeypatch.setattr(lossless, "readings", lambda fresh: made)
+    check.noise = PairNoise(1.0, 0.5, 4.0, 9)
     plain = {"turn_tokens": [[1, 0, 0]], "finish": ["length"]}
     found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
     assert found is not None and (found.position, found.gap) == (1, first)
@@ -202,13 +199,13 @@ def test_readings_are_by_plain_torch_and_leave_the_target_as_it_was(folder: Path
     before, (first, *others) = fresh.logits(tokens), readings(fresh)
     with force("triton"):
         seen.clear()
-        found = [judge.logits(tokens) for judge in others]
+        found = [judge(tokens) for judge in others]
     assert seen == {False} and len({tuple(logits[0].tolist()) for logits in found}) == len(others) == READINGS
-    assert torch.equal(found[0], others[0].logits(tokens))
-    assert torch.equal(first.logits(tokens), before) and torch.equal(fresh.logits(tokens), before)
+    assert torch.equal(found[0], others[0](tokens))
+    assert torch.equal(first(tokens), before) and torch.equal(fresh.logits(tokens), before)
     exact = readings(FreshPass(llm.target.decoder, None, 64))
     for judge in exact:
-        torch.testing.assert_close(judge.logits(tokens), exact[0].logits(tokens), atol=1e-4, rtol=0)
+        torch.testing.assert_close(judge(tokens), exact[0](tokens), atol=1e-4, rtol=0)
 
 
 def wrong_in_rounds_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

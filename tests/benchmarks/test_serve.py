@@ -13,9 +13,10 @@ import pytest
 from typer.testing import Result
 
 from benchmarks import serve
-from benchmarks.load import GIVEN_UP, PERCENTILES, Timing
+from benchmarks.load import GIVEN_UP, PERCENTILES
 from benchmarks.plots import TIMES, draw_rates
 from benchmarks.serve import Phase, Rates, backlog, check_alive, warm_up_phases
+from benchmarks.servers import Timing
 from jetspec.serve.config import ServeConfig
 from tests.benchmarks.tiny_bench import invoke
 from tests.serve.live import Live, tiny_llm

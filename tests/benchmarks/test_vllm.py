@@ -56,12 +56,13 @@ def test_methods_are_compared_with_plain_decoding() -> None:
     assert "texts" in results[0] and "texts" not in plain
 
 
-def test_a_result_is_reused_for_the_same_options(tmp_path: Path) -> None:
-    out, options = tmp_path / "plain.json", make_options(tmp_path)
-    assert vllm.measured(out, options) is None
-    out.write_text(json.dumps({"method": "plain", "asked": options.asked}))
-    assert vllm.measured(out, options) == json.loads(out.read_text())
-    assert vllm.measured(out, make_options(tmp_path, tokens=128)) is None
+def test_a_result_is_reused_for_the_same_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = with_prompts(make_options(tmp_path), [])
+    before = {"method": "plain", "asked": options.asked}
+    (options.root / "plain.json").write_text(json.dumps(before))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert vllm.run_method("plain", options) == before
+    assert "error" in vllm.run_method("plain", make_options(tmp_path, tokens=128))
 
 
 def test_a_process_gets_the_same_options(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_wide_trees_in_long_contexts_equal_plain_decoding(device: str) -> None:
     assert noise.widest_tie < 0.5, "a test that excuses everything tests nothing"
     text = [*prompts["300"], *plain["300"]]
     for judge in readings(fresh):  # by the kernels, then by plain torch
-        torch.testing.assert_close(judge.logits(text), fresh.logits(text), atol=0.5, rtol=0)
+        torch.testing.assert_close(judge(text), fresh.logits(text), atol=0.5, rtol=0)
 
 
 @pytest.mark.gpu

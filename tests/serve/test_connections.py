@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.serve import ServerProcess
+from benchmarks.servers import ServerProcess
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.log import MAX_LINES, WINDOW_S, RateLimit, set_up_log
 from tests.serve.live import Live, streaming, tiny_llm, wait_until

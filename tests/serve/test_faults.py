@@ -20,7 +20,8 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.serve import ServerProcess, check
+from benchmarks.serve import check
+from benchmarks.servers import ServerProcess
 from jetspec.serve.config import ServeConfig
 from jetspec.types import SamplingParams, Update
 from tests.serve.live import NAME, Live, streaming, tiny_llm, wait_until

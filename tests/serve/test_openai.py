@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from benchmarks.serve import ServerProcess
+from benchmarks.servers import ServerProcess
 from jetspec.models.hub import DEFAULT_MODEL, default_model
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
