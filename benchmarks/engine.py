@@ -1,7 +1,7 @@
-"""`engine`, `soak` and `lossless`: properties that must hold of the engine, measured, one record per command.
+"""`engine`, `soak`, `lossless` and `cpu-speed`: properties of the engine, measured, one record per command.
 
 A text may differ from the plain one only at a near tie: in float32 where two logits are less than 1e-4 apart, in 16
-bits where they are within the rounding of two logits, in some reading of the text: see `benchmarks.precision`.
+bits where they are within the rounding of two logits, in some reading of the text: see `benchmarks.lossless`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks.baselines import token_times
+from benchmarks.lossless import FreshPass, Judge, PairNoise, Texts, cached, find_differences, pair_noise, readings
 from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers, with_options
-from benchmarks.precision import FreshPass, Judge, PairNoise, Texts, cached, find_differences, pair_noise, readings
 from benchmarks.soak import Soak, plain_texts
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
+from jetspec.engine.drafter import OnDevice, RoundState
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import DTYPES, GPU_TREE, choose_device
 from jetspec.engine.sizes import batch_sizes
@@ -47,6 +48,7 @@ from jetspec.profile.timing import without_capture
 from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
 from jetspec.train.config import HeadShape
+from jetspec.tree import DraftTree
 from jetspec.types import Completion, SamplingParams
 
 STRICT_TIE = 1e-4
@@ -61,6 +63,7 @@ SOAK_CHECKS, SOAK_PAGE = 100, 8
 SPEED_SETS, BATCH_SETS = ("gsm8k", "humaneval", "mt_bench"), ("gsm8k",)
 TURN_BATCH = 32
 """Conversations whose earlier turns are answered together."""
+CPU_PROMPT, CPU_WARM_UP = "Explain in a few sentences how a bicycle stays upright while it is moving.", 2
 
 
 @dataclass(frozen=True)
@@ -369,6 +372,7 @@ Prompts = Annotated[int, typer.Option(min=1, help="Prompts to draw, for `speed` 
 Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 Budget = Annotated[int, typer.Option(min=2, help="Nodes of a tree.")]
 SOAK_EPILOG = examples("soak --head HEAD --data DATA --out docs/results/engine_soak.json")
+CPU_SPEED_EPILOG = examples("cpu-speed --out docs/results/cpu_speed.json")
 LOSSLESS_EPILOG = examples("lossless --data data/eval --out docs/results/lossless_smollm2_cpu.json")
 app = typer.Typer(no_args_is_help=True)
 
@@ -569,7 +573,8 @@ def check_setting(
     """Decode all prompts in one setting and count those that differ."""
     drafter, budget, batch, prefix_cache = setting
     target = loaded(model, device)
-    shape = HeadShape(edge_rank=32 if drafter == "edge head" else 0)
+    layers = min(5, max(1, target.decoder.config.num_layers - 3))
+    shape = HeadShape(num_layers=layers, edge_rank=32 if drafter == "edge head" else 0)
     head = open_head(target.decoder, None, shape) if drafter.endswith("head") else None
     config = EngineConfig(max_batch=batch, prefix_cache=prefix_cache, max_len=2048, cache_gb=4)
     kind: Any = "head" if head else drafter
@@ -581,6 +586,76 @@ def check_setting(
     written = sum(map(len, expected))
     print(run, f"different {different}, {written / done.rounds:.2f} tokens per round, {done.seconds:.0f} s", flush=True)
     return {**run, "different": different, "tokens": written, "rounds": done.rounds, "seconds": done.seconds}
+
+
+# -- beside transformers on a CPU
+
+
+class FullTree(OnDevice):
+    """Drafter of a full binary tree, so that a round costs as much as its budget allows."""
+
+    tap_layers: tuple[int, ...] = ()
+
+    def __init__(self, budget: int) -> None:
+        self.lookahead, self.tree = budget, TreeConfig(budget)
+
+    def draft(self, state: RoundState) -> None:
+        return None
+
+    def build(self, state: RoundState, drafted: None) -> DraftTree:
+        node = torch.arange(self.lookahead)
+        token = torch.where(node == 0, state.anchor_B[:, None], node)
+        parent = ((node - 1).clamp(min=0) // 2).expand_as(token)
+        return DraftTree.from_parents(token, parent, torch.full_like(state.anchor_B, self.lookahead), max_depth=8)
+
+    def observe(self, *_: object) -> None:
+        raise AssertionError("nothing is tapped")
+
+
+def cpu_speed(
+    out: RecordFile,
+    model: Model = DEFAULT,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per timing.")] = 12,
+    repeats: Annotated[int, typer.Option(min=1, help="Timings of each.")] = 30,
+    budget: Annotated[int, typer.Option(min=2, help="Nodes of a tree.")] = 16,
+) -> None:
+    """Time plain decoding, `transformers`, and a round of a tree on a CPU, in turn."""
+    commit = current_commit()
+    target = load_target(model, torch.float32, torch.device("cpu"))
+    prompt = target.tokenizer.encode_chat([{"role": "user", "content": CPU_PROMPT}])
+    other = load_hf(resolve(model), torch.float32)
+
+    def engine(nodes: int) -> Engine:
+        config = EngineConfig(max_batch=1, max_len=1024, prefix_cache=False)
+        made = Engine(target.decoder, drafter="none", tree=TreeConfig(budget=nodes), config=config)
+        if nodes > 1:
+            made.drafter = made.round.drafter = FullTree(nodes)
+            made.scheduler.lookahead = nodes
+        return made
+
+    plain, tree, rows = engine(1), engine(budget), list[tuple[float, float, float]]()
+    for _ in range(repeats + CPU_WARM_UP):
+        times = token_times(other, prompt, tokens + 1)
+        transformers_ms = (times[-1] - times[0]) / tokens * 1e3
+        rows.append((round_ms(plain, prompt, tokens), transformers_ms, round_ms(tree, prompt, tokens)))
+    timings = pd.DataFrame(rows[CPU_WARM_UP:], columns=["plain_ms", "transformers_ms", "round_ms"])
+    ratios = timings.div(timings.plain_ms, axis=0).median()  # of neighbouring timings, which other load slows alike
+    over = {"transformers_over_plain": ratios.transformers_ms, "round_over_plain": ratios.round_ms}
+    results = {"model": target.name, "budget": budget, **timings.median().to_dict(), **over}
+    write_record(out, {**results, "all": timings.to_dict("list")}, commit)
+    print(json.dumps(results))
+
+
+def round_ms(engine: Engine, prompt: list[int], rounds: int) -> float:
+    """Milliseconds per round of a new request, without prefill and the first round."""
+    request_id = engine.add(prompt, SamplingParams(max_tokens=engine.max_len, ignore_eos=True))
+    engine.step()
+    began = time.perf_counter()
+    for _ in range(rounds):
+        engine.step()
+    seconds = time.perf_counter() - began
+    engine.cancel(request_id)
+    return seconds / rounds * 1e3
 
 
 # -- prompts

@@ -1,22 +1,291 @@
-"""Comparison of answers with those of plain decoding: equal, a tie of two logits, or a mistake."""
+"""Comparison of texts with those of plain decoding: equal, near ties of two logits, or mistakes.
+
+Near ties: two greedy texts may differ only where the target itself was undecided.
+
+Kernels that sum in another order differ a little, so the best of two nearly equal logits may be one for a plain step
+and the other for a verify pass. A third pass over the common text is the judge: if the distance of two logits changes
+by at most e from it to either of them, tokens that changed places are at most e apart in it. The value of e is measured
+on the target alone, at some positions. At others rounding does more, such as in a text that repeats itself: there the
+text is read several times more, each with some random rounding, by plain torch in place of our kernels, which may be
+wrong. Another reading is assumed to be as far beyond these as they are from each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.cells import Measured
 from benchmarks.measure import Bench
-from benchmarks.precision import FreshPass, Gap, Judge, PairNoise, find_divergence, gap_by_all, pair_noise, readings
 from jetspec.data.conversation import Conversation
 from jetspec.data.prompts import Prompt
+from jetspec.engine.chunk import Chunk, PackedChunks
+from jetspec.engine.kv_cache import KVCache
+from jetspec.models.decoder import Decoder, Hidden
+from jetspec.models.draft_head import DraftHead
+from jetspec.ops import Residual
+from jetspec.ops.select import force
 from jetspec.tree.sample import filter_logits, gumbel
-from jetspec.types import RowSampling, SamplingParams
+from jetspec.types import Request, RowSampling, SamplingParams
+
+PAGE_SIZE = 16
+CANDIDATES = 64
+"""Most likely tokens of a position: the rest of the vocabulary is noisier."""
+RIVALS = 64
+"""Least number of tokens near the best of their positions for a measurement of their rounding."""
+READINGS = 8
+"""Readings of a text besides the first. More would excuse more: their extremes decide."""
+ONE_IN = 6
+"""One number in so many changes by a unit of its last place: the mean square error of two roundings, each a twelfth of
+a square unit, since a layer rounds the residual twice."""
+
+Texts = Mapping[str, Sequence[int]]
+"""Tokens by the name of a prompt."""
+Judge = Callable[[Sequence[int]], Tensor]
+"""Logits behind a text, (1, V), that a gap is taken from."""
+
+
+class FreshPass:
+    """One pass over a whole text, as in a prefill: its logits, and its K and V."""
+
+    def __init__(self, target: Decoder, head: DraftHead | None, max_len: int) -> None:
+        self.target, self.head = target, head
+        self.cache = KVCache(
+            target.config,
+            head.config if head else None,
+            num_rows=1,
+            row_len=max_len,
+            num_pages=-(-max_len // PAGE_SIZE),
+            page_size=PAGE_SIZE,
+            dtype=target.embedding.dtype,
+            device=target.embedding.device,
+            prefix_cache=False,
+        )
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], last: int = 1, size: int | None = None) -> Tensor:
+        """Logits behind each of the last tokens, (last, V), float32.
+
+        With a size, they are from several passes: over the text before the last tokens, then over these, `size` at a
+        time.
+        """
+        parts = []
+        with self._admitted(tokens) as request:
+            if size is not None and len(tokens) > last:
+                self._pass(request, len(tokens) - last)
+            while missing := len(tokens) - request.num_cached:
+                hidden_TM = self._pass(request, min(size or missing, missing)).hidden_TM[-last:]
+                parts.append(self.target.logits(hidden_TM).float())
+        return torch.cat(parts)
+
+    @torch.inference_mode()
+    def rows(self, tokens: Sequence[int]) -> list[Tensor]:
+        """Expected contents of an engine's cache after these tokens; see `cached_rows`."""
+        with self._admitted(tokens) as request:
+            self._pass(request, len(tokens))
+            return cached_rows(self.cache, request)
+
+    @contextmanager
+    def _admitted(self, tokens: Sequence[int]) -> Iterator[Request]:
+        request = Request(0, list(tokens), len(tokens), SamplingParams(), seed=0, max_len=len(tokens))
+        if not self.cache.admit(request, tokens_ahead=1):
+            raise ValueError(f"{len(tokens)} tokens exceed the longest text of this pass")
+        try:
+            yield request
+        finally:
+            self.cache.release(request)
+
+    def _pass(self, request: Request, count: int) -> Hidden:
+        """Pass over the next tokens of a text."""
+        self.cache.flush()
+        chunks = PackedChunks.of([Chunk.of(request, count)], self.cache.device)
+        batch = self.cache.place_chunks(chunks)
+        taps = self.head.head_config.tap_layers if self.head else ()
+        out = self.target(batch, self.cache.target.layers, taps)
+        if self.head is not None and self.cache.head is not None and out.tap_TX is not None:
+            self.head.write_context(out.tap_TX, batch.position_T, batch.slot_T, self.cache.head.layers)
+        self.cache.advance(request, count)
+        return out
+
+
+def cached_rows(cache: KVCache, request: Request) -> list[Tensor]:
+    """A request's K, then V, of every layer of target and head, each in order of position."""
+    pages = torch.tensor(cache.pages_of[request.row], device=cache.device)
+    layers = cache.target.layers + (cache.head.layers if cache.head else ())
+    return [part[pages].flatten(0, 1)[: request.num_cached] for layer in layers for part in (layer.k, layer.v)]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Place where a text leaves the plain one."""
+
+    prompt: str
+    place: int
+    """Common tokens before."""
+    plain: int | None
+    other: int | None
+    gap: float | None
+    """Distance of the worse of the two tokens from the best logit of a fresh pass over the common text. None: one text
+    ends earlier, which no tie explains."""
+    least: float | None = None
+    """Least gap of several readings, where the first is wider than a tie."""
+    moved: float | None = None
+    """Spread of these readings."""
+    tie: bool = False
+    """Rounding alone may have decided between the two tokens."""
+
+
+class Gap(NamedTuple):
+    """Distance of two tokens after a text: by one reading, and where that is no tie, by others."""
+
+    first: float
+    least: float
+    moved: float
+    """Distance from the least to the widest of the others."""
+
+    def is_tie(self, limit: float) -> bool:
+        """Rounding may have decided: it changes logits by up to `limit`, or by the distance measured here."""
+        return self.least <= max(limit, self.moved)
+
+
+def cached(judge: Judge) -> Judge:
+    """A judge that reads each text once."""
+    read = cache(judge)
+    return lambda tokens: read(tuple(tokens))
+
+
+def rounded(fresh: FreshPass, seed: int) -> Judge:
+    """A fresh pass by plain torch in which the input of every layer is rounded a little more, by a seed."""
+
+    def logits(tokens: Sequence[int]) -> Tensor:
+        with force("reference"), rounding_more(fresh.target, seed):
+            return fresh.logits(tokens)
+
+    return logits
+
+
+@contextmanager
+def rounding_more(target: Decoder, seed: int) -> Iterator[None]:
+    generator = torch.Generator(target.embedding.device).manual_seed(seed)
+
+    def round_input(_: nn.Module, inputs: tuple[Residual, *tuple[Any, ...]]) -> tuple[Any, ...]:
+        residual, *others = inputs
+        return Residual(round_more(residual.x, generator)), *others
+
+    hooks = [layer.register_forward_pre_hook(round_input) for layer in target.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def round_more(x: Tensor, generator: torch.Generator) -> Tensor:
+    """One number in `ONE_IN` changed by a unit of its last place, half of them up."""
+    mantissa, exponent = torch.frexp(x.double())
+    draw = torch.randint(2 * ONE_IN, x.shape, generator=generator, device=x.device)
+    step = (draw == 0).double() - (draw == 1).double()
+    unit = mantissa.sign() * torch.finfo(x.dtype).eps / 2  # of a number from a half to one; zeros stay
+    return torch.ldexp(mantissa + step * unit, exponent).to(x.dtype)
+
+
+def readings(fresh: FreshPass) -> list[Judge]:
+    """Judges of a text: the fresh pass, and others with more rounding."""
+    return [fresh.logits, *(rounded(fresh, seed) for seed in range(READINGS))]
+
+
+def find_differences(
+    prompts: Texts, plain: Texts, other: Texts, judges: Sequence[Judge], limit: float
+) -> list[Difference]:
+    """First difference of every text from the plain one; behind it the prefix differs. `limit` is the widest tie."""
+    found = []
+    for name, text in other.items():
+        if (divergence := find_divergence(plain[name], text)) is None:
+            continue
+        place, pair = divergence
+        if pair is None:
+            found.append(Difference(name, place, None, None, None))
+        else:
+            gap = gap_by_all(*pair, [*prompts[name], *text[:place]], judges, limit)
+            found.append(Difference(name, place, *pair, *gap, gap.is_tie(limit)))
+    return found
+
+
+def find_divergence(plain: Sequence[int], other: Sequence[int]) -> tuple[int, tuple[int, int] | None] | None:
+    """Length of the common prefix, and the tokens behind it unless one text ends. None: the texts are equal."""
+    pairs = enumerate(zip(plain, other, strict=False))
+    place = next((i for i, (x, y) in pairs if x != y), min(len(plain), len(other)))
+    if place == len(plain) == len(other):
+        return None
+    return place, None if place in (len(plain), len(other)) else (plain[place], other[place])
+
+
+def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], limit: float) -> Gap:
+    """Distance of the worse of two tokens from the best logit after a text: by the first judge, and where that is no
+    tie, by the others. The gap of a wrong token is wide in all readings, and changes little between them."""
+
+    def gap_by(judge: Judge) -> float:
+        logits_V = judge(tokens)[0]
+        return float(logits_V.max() - torch.minimum(logits_V[a], logits_V[b]))
+
+    gap = gap_by(judges[0])
+    again = list(map(gap_by, judges[1:])) if gap > limit else []
+    known = [other for other in again if other < math.inf]  # without what a draw leaves out
+    return Gap(gap, min(again, default=gap), max(known) - min(known) if known else 0.0)
+
+
+@dataclass(frozen=True)
+class PairNoise:
+    """Largest change of the distance of two logits from a fresh pass to others, over a sample of positions."""
+
+    steps: float
+    """Change to passes over one token, of the best token and those that may take its place."""
+    trees: float
+    """The same to passes over as many tokens as a tree has."""
+    drawn: float
+    """Change between any two of the likeliest tokens, between which a draw may choose."""
+    positions: int
+
+    @property
+    def widest_tie(self) -> float:
+        """Largest distance at which rounding may exchange two tokens."""
+        return max(self.steps, self.trees)
+
+    def tie_at(self, temperature: float) -> float:
+        return self.drawn if temperature > 0 else self.widest_tie
+
+
+def pair_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int) -> PairNoise:
+    """Rounding of the target alone, which reads answers behind their prompts in pieces of one token and of a tree.
+
+    No engine is involved: a wrong one cannot be excused by its own noise. Tokens too unlikely to become the best are
+    left out, if the texts hold enough others: their noise is larger.
+    """
+    behind, moved = list[Tensor](), {1: list[Tensor](), budget: list[Tensor]()}
+    for prompt, answer in texts:
+        tokens, last = [*prompt, *answer[:-1]], len(answer)
+        fresh_TV = fresh.logits(tokens, last)
+        best_TK = fresh_TV.topk(min(CANDIDATES, fresh_TV.shape[-1]))
+        behind.append(best_TK.values[:, :1] - best_TK.values)
+        for size, off in moved.items():
+            off.append((fresh.logits(tokens, last, size) - fresh_TV).gather(1, best_TK.indices))
+    behind_PK, off_PK = torch.cat(behind), {size: torch.cat(off) for size, off in moved.items()}
+    drawn = max(float((off.amax(1) - off.amin(1)).max()) for off in off_PK.values())
+    rival_PK = behind_PK[:, 1:] <= drawn
+    if rival_PK.sum() < RIVALS:
+        return PairNoise(drawn, drawn, drawn, len(behind_PK))
+    near = {size: float((off[:, 1:] - off[:, :1]).abs()[rival_PK].max()) for size, off in off_PK.items()}
+    return PairNoise(near[1], near[budget], drawn, len(behind_PK))
+
+
+# -- answers of a benchmark
 
 OTHER_PROMPT = "other prompt"
 """Reason for a server that tokenized its own earlier answer differently."""

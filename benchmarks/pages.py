@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.ablate import TREE_BUDGETS, VARIANTS
 from benchmarks.document import NONE, make_table
 from benchmarks.limits import check_limits
 from benchmarks.load import PERCENTILES
@@ -29,6 +28,7 @@ from benchmarks.plots import TIMES, draw_lines, draw_rates
 from benchmarks.report import write_report
 from benchmarks.results import RESULTS_FILE, Record, commits_of, device_of, read_inputs, read_record
 from benchmarks.tables import glance_table, groups_of
+from benchmarks.training import TREE_BUDGETS, VARIANTS
 from jetspec.files import read_text, write_whole
 
 STAGES = ("draft", "build", "verify", "accept", "commit")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.precision import FreshPass, Texts, cached_rows, find_differences
+from benchmarks.lossless import FreshPass, Texts, cached_rows, find_differences
 from jetspec.engine.engine import Engine
 from jetspec.engine.warm_up import warm_up_batches
 from jetspec.progress import progress_bar

@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from benchmarks.lossless import find_divergence
 from benchmarks.options import RecordFile, examples, numbers, with_options
-from benchmarks.precision import find_divergence
 from benchmarks.tasks import BUILTIN_FILE
 from jetspec.data.prompts import read_questions
 from jetspec.files import write_whole

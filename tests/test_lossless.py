@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from benchmarks import lossless_check as check
+from benchmarks import engine as check
 from jetspec.models.export import save_target
 from jetspec.models.hub import DEFAULT_MODEL
 
@@ -34,5 +34,5 @@ def test_every_drafter_generates_the_text_of_transformers() -> None:
         save_target(target, Path(folder) / "model", torch.float32)
         expected = check.transformers_greedy(f"{folder}/model", prompts, TOKENS, "cpu", target.eos_tokens)
     for setting in (("none", 1, 3, True), ("ngram", 8, 1, True), ("head", 8, 3, False), ("edge head", 24, 2, True)):
-        run = check.check(model, "cpu", prompts, expected, TOKENS, setting)
+        run = check.check_setting(model, "cpu", prompts, expected, TOKENS, setting)
         assert run["different"] == 0, run

@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -26,92 +23,67 @@ from tests.benchmarks.tiny_bench import make_bench, results_of, write_questions
 from tests.train.tiny_model import CONTEXT
 
 
-class Server(ThreadingHTTPServer):
+class Server:
     """An OpenAI-compatible server in front of an LLM, as far as a benchmark asks one."""
 
+    url = "http://served/v1"
+
     def __init__(self, llm: LLM) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.llm, self.lock = llm.with_drafter("none"), threading.Lock()
+        self.llm = llm.with_drafter("none")
         self.extra_tokens = [0, 0]  # per turn
         self.version: str | None = None
         self.broken: str | None = None
         self.says: bytes | None = None
         self.refuses: tuple[str, ...] = ()
+        self.is_gone = False
         self.asked: list[dict[str, Any]] = []
 
-    @property
-    def says_other(self) -> bytes:
-        """Answer of other weights."""
-        events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": "other"}, "finish_reason": "stop"}]}]
-        events += [{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}]
-        return "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode()
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.is_gone:
+            raise httpx.ConnectError("gone")
+        if request.method == "GET":
+            is_list = request.url.path.endswith("/models")
+            return httpx.Response(200, json={"data": [{"id": "tiny"}]} if is_list else {"version": self.version})
+        body = json.loads(request.content)
+        self.asked.append(body)
+        if any(name in body for name in self.refuses):
+            return httpx.Response(400, text="no such field")
+        if self.broken and body["messages"][-1]["content"] == self.broken:
+            return httpx.Response(500, text="three is too much")
+        return httpx.Response(200, content=self.says or self.answer(body))
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        if not self.path.endswith("/models"):
-            self._send(json.dumps({"version": self.server.version} if self.server.version else {}))
-            return
-        self._send(json.dumps({"data": [{"id": "tiny"}]}))
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body)
-        if any(name in body for name in self.server.refuses):
-            self.send_error(400, explain="no such field")
-            return
-        if self.server.broken and body["messages"][-1]["content"] == self.server.broken:
-            self.send_error(500, explain="three is too much")
-            return
-        if self.server.says is not None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(self.server.says) + ("dies" in str(self.server.says))))
-            self.end_headers()
-            self.wfile.write(self.server.says)
-            return
+    def answer(self, body: dict[str, Any]) -> bytes:
         sampling = SamplingParams(body["temperature"], max_tokens=body["max_tokens"], seed=body["seed"])
-        with self.server.lock:
-            done = self.server.llm.chat(body["messages"], sampling)
+        done = self.llm.chat(body["messages"], sampling)
         middle = len(done.text) // 2
-        deltas = [{"delta": {"content": part}} for part in (done.text[:middle], done.text[middle:])]
-        usage = {"prompt_tokens": done.stats.prompt_tokens + self.server.extra_tokens[len(body["messages"]) // 2]}
-        usage["completion_tokens"] = len(done.token_ids)
-        events: list[dict[str, Any]] = [{"choices": [delta]} for delta in deltas]
-        events += [{"choices": [{"delta": {}, "finish_reason": done.finish_reason}]}, {"choices": [], "usage": usage}]
-        self._send("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
-
-    def _send(self, text: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        read = done.stats.prompt_tokens + self.extra_tokens[len(body["messages"]) // 2]
+        pieces = [done.text[:middle], done.text[middle:]]
+        return stream_of(pieces, done.finish_reason, read, len(done.token_ids))
 
 
-@contextmanager
-def serving(llm: LLM) -> Iterator[Server]:
-    server = Server(llm)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def stream_of(pieces: list[str], finish: str, read: int, written: int) -> bytes:
+    usage = {"prompt_tokens": read, "completion_tokens": written}
+    choices: list[dict[str, Any]] = [{"delta": {"content": piece}} for piece in pieces]
+    events: list[dict[str, Any]] = [{"choices": [each]} for each in (*choices, {"delta": {}, "finish_reason": finish})]
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in (*events, {"choices": [], "usage": usage})).encode()
 
 
-def test_a_server_is_a_method_like_any_other(folder: Path, llm: LLM) -> None:
-    with serving(llm) as server:
-        bench = make_bench(folder, "served", llm, url=server.url, tasks=["sums", "talk"], batches=[1, 2], repeats=1)
-        cells = results_of(bench)["cells"]
+@pytest.fixture
+def server(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A server that answers every request of this process."""
+    made = Server(llm)
+
+    async def answer(_: object, request: httpx.Request) -> httpx.Response:
+        return made(request)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", answer)
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", lambda _, request: made(request))
+    return made
+
+
+def test_a_server_is_a_method_like_any_other(folder: Path, llm: LLM, server: Server) -> None:
+    bench = make_bench(folder, "served", llm, url=server.url, tasks=["sums", "talk"], batches=[1, 2], repeats=1)
+    cells = results_of(bench)["cells"]
     own = {(c["task"], c["batch"]): c for c in cells if c["method"] == "plain"}
     served = [cell for cell in cells if cell["method"] == "server"]
     assert len(served) == 4 and all(body["model"] == "tiny" for body in server.asked)
@@ -126,14 +98,15 @@ def test_a_server_is_a_method_like_any_other(folder: Path, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("refuses", [(), ("min_p",), ("model",)], ids=["nothing", "other fields", "everything"])
-def test_a_server_is_told_to_draw_as_we_do(refuses: tuple[str, ...], folder: Path, llm: LLM, tmp_path: Path) -> None:
+def test_a_server_is_told_to_draw_as_we_do(
+    refuses: tuple[str, ...], folder: Path, llm: LLM, tmp_path: Path, server: Server
+) -> None:
     """Servers choose settings that a request leaves open."""
     neutral = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
     told = neutral if refuses == ("min_p",) else {**neutral, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
-    with serving(llm) as server:
-        server.refuses = refuses
-        bench = make_bench(folder, str(tmp_path / "run"), llm, methods=[f"server={server.url}"], limit=2, repeats=1)
-        record = results_of(bench)
+    server.refuses = refuses
+    bench = make_bench(folder, str(tmp_path / "run"), llm, methods=[f"server={server.url}"], limit=2, repeats=1)
+    record = results_of(bench)
     kept = json.loads((tmp_path / "run" / RUN_FILE).read_text())["settings"]["server of server"]
     assert kept["sampling"] == told
     asked = [body for body in server.asked if body["max_tokens"] == 8]
@@ -144,38 +117,31 @@ def test_a_server_is_told_to_draw_as_we_do(refuses: tuple[str, ...], folder: Pat
     assert len(record["cells"][1]["errors"]) == (2 if refuses == ("model",) else 0)
 
 
-def test_a_server_with_another_template_is_refused(folder: Path, llm: LLM) -> None:
-    with serving(llm) as server, pytest.raises(UnequalConditions, match="another model or another chat template"):
-        server.extra_tokens = [3, 0]
+def test_a_server_with_another_template_is_refused(folder: Path, llm: LLM, server: Server) -> None:
+    server.extra_tokens = [3, 0]
+    with pytest.raises(UnequalConditions, match="another model or another chat template"):
         make_bench(folder, "template", llm, methods=[f"server={server.url}"]).run()
 
 
 @pytest.mark.parametrize("other", ["weights", "version", "name"])
-def test_rows_of_another_server_at_the_same_address_are_not_mixed_in(folder: Path, llm: LLM, other: str) -> None:
+def test_rows_of_another_server_at_the_same_address_are_not_mixed_in(
+    folder: Path, llm: LLM, other: str, server: Server
+) -> None:
     def run(name: str | None = None) -> dict[Any, Any]:
         method = {"name": "server", "url": server.url, "served_model": name}
         return make_bench(folder, f"swapped {other}", llm, methods=[method], limit=2, repeats=1).run()
 
-    with serving(llm) as server:
-        server.version = "1.0"
-        before = run()
-        assert run() == before
-        if other == "weights":
-            server.says = server.says_other
-        if other == "version":
-            server.version = "1.1"
-        with pytest.raises(ValueError, match=r"another (server of|method) server; choose another --out"):
-            run("other" if other == "name" else None)
+    server.version = "1.0"
+    before = run()
+    assert run() == before
+    if other == "weights":
+        server.says = stream_of(["other"], "stop", 1, 2)
+    if other == "version":
+        server.version = "1.1"
+    with pytest.raises(ValueError, match=r"another (server of|method) server; choose another --out"):
+        run("other" if other == "name" else None)
+    server.is_gone = True
     assert run() == before, "a server that is gone leaves its rows as they are"
-
-
-def test_a_request_that_fails_is_a_row(folder: Path, llm: LLM) -> None:
-    with serving(llm) as server:
-        server.broken = "3 and 3 is"
-        bench = make_bench(folder, "broken", llm, methods=[f"server={server.url}"], batches=[5])
-        cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
-    assert {error["id"] for error in cell["errors"]} == {"sums-3"} and cell["questions"] == 5
-    assert all("500" in e["error"] and "three is too much" in e["error"] for e in cell["errors"])
 
 
 NONSENSE = {
@@ -190,14 +156,17 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("says", NONSENSE.values(), ids=NONSENSE)
-def test_nonsense_of_a_server_is_a_failed_answer(says: bytes, folder: Path, llm: LLM, tmp_path: Path) -> None:
-    with serving(llm) as server:
-        server.says = says
-        options: dict[str, Any] = {"methods": [f"server={server.url}"], "limit": 2, "repeats": 1}
-        bench = make_bench(folder, str(tmp_path / "run"), llm, **options)
-        cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
-    assert len(cell["errors"]) == 2 and cell["speedup"] is None and cell["tokens_per_s"]["mean"] is None
+@pytest.mark.parametrize("says", [None, *NONSENSE.values()], ids=["status 500", *NONSENSE])
+def test_a_request_that_fails_is_a_failed_answer(
+    says: bytes | None, folder: Path, llm: LLM, tmp_path: Path, server: Server
+) -> None:
+    server.says, server.broken = says, None if says else "1 and 1 is"
+    options: dict[str, Any] = {"methods": [f"server={server.url}"], "limit": 2, "repeats": 1, "batches": [2]}
+    bench = make_bench(folder, str(tmp_path / "run"), llm, **options)
+    cell = next(cell for cell in results_of(bench)["cells"] if cell["method"] == "server")
+    assert {error["id"] for error in cell["errors"]} == {"sums-1", *(["sums-0"] if says else [])}
+    assert cell["questions"] == 2 and cell["speedup"] is None
+    assert says or cell["errors"][0]["error"] == "500: three is too much"
 
 
 @pytest.mark.parametrize(
@@ -274,9 +243,8 @@ def test_a_missing_package_is_named_before_measuring(
 
 def test_assisted_generation_with_the_target_itself_as_assistant(folder: Path, llm: LLM) -> None:
     method = {"name": "transformers-assisted", "assistant": str(folder / "model")}
-    cells = results_of(make_bench(folder, "assisted", llm, methods=[method], limit=2, repeats=1))["cells"]
-    assisted = cells[1]
-    assert assisted["lossless"]["identical"] == 2 and assisted["tokens"] == cells[0]["tokens"]
+    plain, assisted = results_of(make_bench(folder, "assisted", llm, methods=[method], limit=2, repeats=1))["cells"]
+    assert assisted["lossless"]["identical"] == 2 and assisted["tokens"] == plain["tokens"]
     assert assisted["tokens_per_round"]["mean"] > 1.5
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import engine as check
 from benchmarks import soak
-from benchmarks.precision import READINGS, FreshPass, Texts, cached, find_differences, readings
+from benchmarks.lossless import READINGS, FreshPass, Texts, cached, find_differences, readings
 from jetspec.config import EngineConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.kv_cache import KVCache

@@ -16,19 +16,20 @@ from torch import Tensor
 from typer.testing import Result as Done
 
 from benchmarks import lossless
-from benchmarks.lossless import LosslessCheck, drawn
-from benchmarks.methods import Reply
-from benchmarks.precision import (
+from benchmarks.lossless import (
     READINGS,
     FreshPass,
     Gap,
     Judge,
+    LosslessCheck,
     PairNoise,
+    drawn,
     gap_by_all,
     pair_noise,
     readings,
     round_more,
 )
+from benchmarks.methods import Reply
 from benchmarks.run_record import Results
 from jetspec.engine.drafter import NoDrafter
 from jetspec.engine.engine import Engine

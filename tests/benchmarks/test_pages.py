@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks import pages
-from benchmarks.ablate import VARIANTS
 from benchmarks.pages import ENTRIES, STAGES, Entry, fill, put_between
 from benchmarks.plots import TIMES
+from benchmarks.training import VARIANTS
 from tests.benchmarks.run_folders import make_run
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.precision import FreshPass, find_differences, pair_noise, readings
+from benchmarks.lossless import FreshPass, find_differences, pair_noise, readings
 from jetspec.capture import GraphPool
 from jetspec.config import BatchTree, EngineConfig, Score, TreeConfig
 from jetspec.engine.engine import Engine
