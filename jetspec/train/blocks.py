@@ -1,13 +1,13 @@
 """Drafts to train on: their anchors, attention masks and labels.
 
 The block at anchor a is [x_a, MASK, ..] at positions a, a + 1, ..; its slots attend to the context strictly before a,
-as in decoding, where the anchor's own tap does not exist yet.
+as in decoding, where the anchor's own tap does not exist yet. Masks, which compare every query with every key, have
+operands of 32 bits: that takes half the time of 64 bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from jetspec import ops
 from jetspec.data.corpus import OnDevice, PackedBatch
 from jetspec.models.draft_head import HeadConfig
 from jetspec.models.eagle3 import Eagle3Config
-from jetspec.models.masked_attention import MaskFn, Visible, make_visible
+from jetspec.models.masked_attention import Visible, make_visible
 
 
 @dataclass(frozen=True)
@@ -53,50 +53,37 @@ class Blocks(Drafts):
     position_RQ: Tensor
 
 
-def sees_document(position_RT: Tensor) -> MaskFn:
+def document_mask(batch: PackedBatch) -> Visible:
     """Attention of the target in a packed row: the own document, up to the query."""
-    position_RT = narrow_ints(position_RT)
+    (R, T), position_RT = batch.token_RT.shape, batch.position_RT.int()
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= query - position_RT[row, query])
 
-    return sees
-
-
-def sees_block(blocks: Blocks, num_context: int, block_size: int, causal: bool) -> MaskFn:
-    """Attention of a slot: of `num_context` context rows those of its document before the anchor, and its own block."""
-    start_RA, end_RA = narrow_ints(blocks.start_RA), narrow_ints(blocks.end_RA)
-
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block = query // block_size
-        first = num_context + block * block_size
-        last = num_context + query if causal else first + block_size - 1
-        context = (key >= start_RA[row, block]) & (key < end_RA[row, block])
-        return context | ((key >= first) & (key <= last))
-
-    return sees
-
-
-def narrow_ints(x: Tensor) -> Tensor:
-    """Mask operands in 32 bits. A mask compares every query with every key, in half the time of 64 bits."""
-    return x.int()
-
-
-def document_mask(batch: PackedBatch) -> Visible:
-    R, T = batch.token_RT.shape
-    return make_visible(sees_document(batch.position_RT), R, T, T, batch.token_RT.device)
+    return make_visible(sees, R, T, T, position_RT.device)
 
 
 def block_mask(batch: PackedBatch, blocks: Blocks, head: HeadConfig) -> Visible:
+    """Attention of a slot: of the T context rows those of its document before the anchor, and its own block."""
     (R, Q), T = blocks.token_RQ.shape, batch.token_RT.shape[1]
-    return make_visible(sees_block(blocks, T, head.block_size, head.causal), R, Q, T + Q, blocks.token_RQ.device)
+    size, causal = head.block_size, head.causal
+    start_RA, end_RA = blocks.start_RA.int(), blocks.end_RA.int()
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block = query // size
+        first = T + block * size
+        last = T + query if causal else first + size - 1
+        context = (key >= start_RA[row, block]) & (key < end_RA[row, block])
+        return context | ((key >= first) & (key <= last))
+
+    return make_visible(sees, R, Q, T + Q, start_RA.device)
 
 
 def draft_mask(batch: PackedBatch, drafts: Drafts) -> Visible:
     """Attention of autoregressive drafts to the text: the document before the anchor, without its first token, which
     has no feature before it."""
     (R, A), T = drafts.end_RA.shape, batch.token_RT.shape[1]
-    start_RA, end_RA = narrow_ints(drafts.start_RA), narrow_ints(drafts.end_RA)
+    start_RA, end_RA = drafts.start_RA.int(), drafts.end_RA.int()
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key > start_RA[row, query]) & (key < end_RA[row, query])
@@ -176,14 +163,14 @@ def share_teachers(source_P: Tensor, chunk: int, multiple: int) -> tuple[Tensor,
     return teacher_CS, place_P
 
 
-def lay_out_chains(
-    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: Eagle3Config, multiple: int = 1
+def lay_out(
+    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig | Eagle3Config, multiple: int = 1
 ) -> Drafts:
-    """Drafts of an autoregressive head. It needs a feature before the anchor, so none starts at a document's first
-    token."""
+    """Drafts of a head of any kind, made on the host.
+
+    An autoregressive one needs a feature before the anchor, so none of its drafts starts at a document's first token.
+    """
+    if isinstance(head, HeadConfig):
+        return lay_out_blocks(batch, anchor_RA, valid_RA, head, multiple)
     valid_RA = valid_RA & (batch.position_RT.gather(1, anchor_RA) > 0)
     return lay_out_drafts(batch, anchor_RA, valid_RA, head.depth, multiple)
-
-
-LAY_OUT: dict[str, Callable[..., Drafts]] = {"block": lay_out_blocks, "eagle3": lay_out_chains}
-"""Layouts of the drafts of a head, made on the host, by the kind of the head."""

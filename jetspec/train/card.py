@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,27 +27,23 @@ def model_card(
     It names a licence for the default target only. For other targets its author decides.
     """
     record, model = make_record({}), shown(config.model)
-    command = record["command"]
-    if command.startswith("python -m jetspec "):
-        command = command.removeprefix("python -m ")
+    command = re.sub("^python -m (?=jetspec )", "", record["command"])
+    origin = {
+        "command": f"`{command}`",
+        "commit": record["commit"] or "unknown",
+        "date": record["date"],
+        "hardware": record["hardware"].get("gpu") or record["hardware"]["cpu"],
+    }
     licence = ["license: apache-2.0"] if config.model == TrainConfig.model else []
     sections = [
         "\n".join(("---", *licence, f"base_model: {model}", "tags: [speculative-decoding]", "---")),
         f"# Draft head for {model}",
         f"Drafts up to {head.depth} tokens {'in one pass' if head.kind == 'block' else 'step by step'} for "
         "JetSpec, which verifies them with the target: the text stays the target's own.",
-        "## Shape\n\n" + _table(SHAPES[head.kind](head)),
+        "## Shape\n\n" + _table(_shape(head)),
         "## Training\n\n" + _table(_training(config, steps, minutes, num_documents)),
         "## Results\n\n" + (_table(_results(results, steps)) if results else "Nothing was measured."),
-        "## Origin\n\n"
-        + _table(
-            {
-                "command": f"`{command}`",
-                "commit": record["commit"] or "unknown",
-                "date": record["date"],
-                "hardware": record["hardware"].get("gpu") or record["hardware"]["cpu"],
-            }
-        ),
+        "## Origin\n\n" + _table(origin),
     ]
     if licence:
         sections.append(
@@ -64,33 +59,26 @@ def read_card(card: str, section: str) -> dict[str, str]:
     return {name: value.strip("`") for name, value in rows}
 
 
-def _shape(head: HeadConfig) -> dict[str, Any]:
-    layers = head.layers
+def _shape(head: HeadConfig | Eagle3Config) -> dict[str, Any]:
+    taps = {"target layers read": ", ".join(map(str, head.tap_layers))}
+    sizes = {"hidden size": head.layers.hidden_size, "MLP size": head.layers.inner_size}
+    if isinstance(head, Eagle3Config):
+        return {
+            "kind": "EAGLE-3, one layer",
+            **sizes,
+            "steps unrolled in training": head.depth,
+            **taps,
+            "tokens it can draft": f"{head.draft_vocab_size:,} of {head.layers.vocab_size:,}",
+        }
     return {
-        "layers": layers.num_layers,
-        "hidden size": layers.hidden_size,
-        "MLP size": layers.inner_size,
+        "layers": head.layers.num_layers,
+        **sizes,
         "block size": head.block_size,
         "attention within a block": "causal" if head.causal else "bidirectional",
-        "target layers read": ", ".join(map(str, head.tap_layers)),
+        **taps,
         "mask token": head.mask_token,
         "edge rank": head.edge.rank if head.edge else "no edge term",
     }
-
-
-def _eagle3_shape(head: Eagle3Config) -> dict[str, Any]:
-    return {
-        "kind": "EAGLE-3, one layer",
-        "hidden size": head.layers.hidden_size,
-        "MLP size": head.layers.inner_size,
-        "steps unrolled in training": head.depth,
-        "target layers read": ", ".join(map(str, head.tap_layers)),
-        "tokens it can draft": f"{head.draft_vocab_size:,} of {head.layers.vocab_size:,}",
-    }
-
-
-SHAPES: dict[str, Callable[..., dict[str, Any]]] = {"block": _shape, "eagle3": _eagle3_shape}
-"""Descriptions of a head's shape, by its kind."""
 
 
 def _training(config: TrainConfig, steps: int, minutes: float, num_documents: int) -> dict[str, Any]:
@@ -107,26 +95,17 @@ def _training(config: TrainConfig, steps: int, minutes: float, num_documents: in
     }
 
 
-def _rows(file: DataFile) -> str:
-    often = f", each {file.times} times per pass" if file.times > 1 else ""
-    return f"{_num_rows(file.path):,} rows{often}"
-
-
 @cache
-def _num_rows(path: str) -> int:
+def _rows(file: DataFile) -> str:
     """Rows of a file, counted once per run: every checkpoint writes a card."""
-    return sum(1 for _ in lines_of(Path(path)))
+    often = f", each {file.times} times per pass" if file.times > 1 else ""
+    return f"{sum(1 for _ in lines_of(Path(file.path))):,} rows{often}"
 
 
 def _loss(config: LossConfig) -> str:
-    words = [config.kind.replace("_", " ")]
-    if config.temperature != 1:
-        words.append(f"temperature {config.temperature:g}")
-    if config.gamma is not None:
-        words.append(f"gamma {config.gamma:g}")
-    if config.dpace is not None:
-        words.append(f"D-PACE {config.dpace:g}")
-    return ", ".join(words)
+    named = {"temperature": (config.temperature, 1), "gamma": (config.gamma, None), "D-PACE": (config.dpace, None)}
+    words = [f"{name} {value:g}" for name, (value, default) in named.items() if value != default]
+    return ", ".join([config.kind.replace("_", " "), *words])
 
 
 KINDS = {
@@ -134,20 +113,21 @@ KINDS = {
     "validation": "validation, teacher-forced",
     "decode": "decoding, tokens per round",
 }
-FROM_ANYWHERE = {"chain": "chain from random places"}
-"""Names of numbers from random anchors. In decoding, rounds start more often at hard places."""
 
 
 def _results(results: dict[str, dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Losses and tokens per round, each with its step if that was an earlier one."""
-    return {
-        f"{title}: {FROM_ANYWHERE.get(name, name) if kind != 'decode' else name}": f"{value:.3f}"
-        + ("" if found["step"] == steps else f" at step {found['step']:,}")
-        for kind, title in KINDS.items()
-        if (found := results.get(kind))
-        for name, value in found.items()
-        if name in ("loss", "chain") or name.startswith("tree_")
-    }
+    """Losses and tokens per round, each with its step if that was an earlier one.
+
+    Chains of training and validation start at random places; in decoding, rounds start more often at hard ones.
+    """
+    rows = {}
+    for kind, title in KINDS.items():
+        for name, value in results.get(kind, {}).items():
+            if name in ("loss", "chain") or name.startswith("tree_"):
+                place = " from random places" if name == "chain" and kind != "decode" else ""
+                when = results[kind]["step"]
+                rows[f"{title}: {name}{place}"] = f"{value:.3f}" + (f" at step {when:,}" if when != steps else "")
+    return rows
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -35,7 +35,11 @@ STATE = {"step": int, "optimizers": list, "config": dict, "time": dict}
 
 def run_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Numbers]:
     """Weights and optimizer state on the host. A collective: sharded tensors are gathered from all processes."""
-    tensors = {f"head.{name}": _on_host(x) for name, x in head.state_dict().items()}
+
+    def on_host(x: Tensor) -> Tensor:
+        return whole(x.detach()).cpu().contiguous()
+
+    tensors = {f"head.{name}": on_host(x) for name, x in head.state_dict().items()}
     numbers: Numbers = [{} for _ in optimizers]
     name_of = {id(p): name for name, p in head.named_parameters()}
     for i, optimizer in enumerate(optimizers):
@@ -43,7 +47,7 @@ def run_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple
             name = name_of[id(parameter)]
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    tensors[f"optimizer.{i}.{name}.{key}"] = _on_host(value)
+                    tensors[f"optimizer.{i}.{name}.{key}"] = on_host(value)
                 else:
                     numbers[i].setdefault(name, {})[key] = float(value)
     return tensors, numbers
@@ -169,7 +173,3 @@ def load_checkpoint(
             if state and id(parameter) in mine:
                 optimizer.state[parameter] = state
     return raw
-
-
-def _on_host(x: Tensor) -> Tensor:
-    return whole(x.detach()).cpu().contiguous()

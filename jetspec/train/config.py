@@ -15,12 +15,17 @@ from jetspec.settings import apply_override, at_least, fraction, from_dict, posi
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 """Recipes of the package."""
-COUNTS = (
-    *("steps", "rows", "row_len", "anchors", "anchors_at_once", "accumulate"),
-    *("log_every", "validate_every", "save_every", "keep"),
-)
-"""Settings that must be at least 1."""
-
+LEAST = {
+    **dict.fromkeys(("steps", "rows", "row_len", "anchors", "anchors_at_once", "accumulate"), 1),
+    **dict.fromkeys(("log_every", "validate_every", "save_every", "keep"), 1),
+    **dict.fromkeys(("validation_rows", "seed"), 0),
+}
+HEAD_LEAST = {
+    **dict.fromkeys(("depth", "draft_vocab", "num_layers", "inner_size"), 1),
+    **dict.fromkeys(("mask_token", "edge_rank"), 0),
+    "block_size": 2,
+}
+"""Least values of settings of a recipe, and of its head."""
 BLOCK_ONLY = ("num_layers", "block_size", "causal", "mask_token", "edge_rank")
 EAGLE3_ONLY = ("depth", "draft_vocab")
 """Settings of one kind of head that do not apply to the other."""
@@ -69,17 +74,12 @@ class HeadShape:
         for name in others:
             if getattr(self, name) != getattr(HeadShape, name):
                 raise ValueError(f"head.{name} does not apply to a head of kind {self.kind}; leave it out")
-        at_least(1, "head.depth", self.depth)
-        at_least(1, "head.draft_vocab", self.draft_vocab)
+        for name, least in HEAD_LEAST.items():
+            at_least(least, f"head.{name}", getattr(self, name))
         if self.kind == "eagle3" and self.tap_layers is not None and len(self.tap_layers) != EAGLE3_TAPS:
             raise ValueError(f"head.tap_layers names {len(self.tap_layers)} layers; an EAGLE-3 head taps {EAGLE3_TAPS}")
-        at_least(1, "head.num_layers", self.num_layers)
-        at_least(2, "head.block_size", self.block_size)
         if self.block_size > 1 + MAX_DEPTH:
             raise ValueError(f"head.block_size is {self.block_size}; trees are at most {MAX_DEPTH} deep")
-        at_least(0, "head.mask_token", self.mask_token)
-        at_least(1, "head.inner_size", self.inner_size)
-        at_least(0, "head.edge_rank", self.edge_rank)
         if self.tap_layers is not None and not self.tap_layers:
             raise ValueError("head.tap_layers is empty; name at least one layer, or null for the usual ones")
         for layer in self.tap_layers or ():
@@ -213,10 +213,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError("data is empty; name at least one file of `jetspec data regenerate`")
-        for name in COUNTS:
-            at_least(1, name, getattr(self, name))
-        at_least(0, "validation_rows", self.validation_rows)
-        at_least(0, "seed", self.seed)
+        for name, least in LEAST.items():
+            at_least(least, name, getattr(self, name))
         positive("minutes", self.minutes, ", or null for no limit")
         if self.score and not self.validation_rows:
             raise ValueError("score needs held-out conversations; set validation_rows, or leave score out")

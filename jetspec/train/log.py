@@ -1,14 +1,19 @@
-"""The log of a run: lines of JSON, and the same numbers for TensorBoard if it is installed."""
+"""The log of a run, as lines of JSON and for TensorBoard if it is installed; its throughput and its time limit."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from jetspec.files import write_whole
+from jetspec.train.loss import DraftLoss
 
 LOG_FILE = "log.jsonl"
 
@@ -58,3 +63,62 @@ def _board(folder: Path, first: int) -> Any:
     except ImportError:
         return None
     return SummaryWriter(str(folder), purge_step=first)
+
+
+class Throughput:
+    """Predictions per second since the last `read`, which alone waits for the device."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.began, self.positions = time.perf_counter(), torch.zeros(())
+
+    def count(self, sums: DraftLoss) -> None:
+        self.positions = sums.reach_D.sum() + self.positions
+
+    def read(self) -> float:
+        found = float(self.positions) / (time.perf_counter() - self.began)
+        self.restart()
+        return found
+
+
+class TimeLimit:
+    """Time used of `minutes`, and progress of the learning rate schedule.
+
+    The schedule advances linearly in time, from its state after the first step of a part, which compiles, to 1.
+    """
+
+    def __init__(self, minutes: float | None, used_s: float = 0.0, done: float = 0.0) -> None:
+        self.minutes = minutes
+        self.used_s = used_s
+        """Seconds of all parts of the run, at the last update."""
+        self.done = done
+        """Completed share of the schedule."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.minutes is not None and self.used_s >= 60 * self.minutes
+
+    @property
+    def state(self) -> dict[str, float]:
+        """State that a checkpoint keeps."""
+        return {"used_s": self.used_s, "done": self.done}
+
+    def start(self) -> None:
+        """Starts the clock of a part of the run."""
+        self.origin: tuple[float, float] | None = None
+        self.began = time.monotonic() - self.used_s
+
+    def update(self) -> None:
+        """Reads the clock of the first process. A collective: all processes call it at the same steps."""
+        self.used_s = time.monotonic() - self.began
+        if dist.is_initialized():
+            box = [self.used_s]
+            dist.broadcast_object_list(box, src=0)
+            (self.used_s,) = box
+        if self.minutes is None:
+            return
+        used, done = self.origin = self.origin or (self.used_s, self.done)
+        left = 60 * self.minutes - used
+        self.done = min(1.0, done + (1 - done) * (self.used_s - used) / left) if left > 0 else 1.0

@@ -15,6 +15,7 @@ from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
+from jetspec.models.heads import Head
 from jetspec.ops.distill_loss import Student
 from jetspec.ops.select import force
 from jetspec.train.blocks import Blocks, Drafts, block_mask, draft_mask
@@ -67,6 +68,20 @@ class DraftLoss(NamedTuple):
         )
 
 
+class HeadWithLoss(nn.Module):
+    """A head with its loss: everything that backward passes through, as one module that can be sharded."""
+
+    def __init__(self, head: Head, config: LossConfig) -> None:
+        super().__init__()
+        self.head, self.config = head, config
+
+    def forward(self, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden) -> DraftLoss:
+        if isinstance(self.head, Eagle3Head):
+            return unrolled_loss(self.head, target, batch, drafts, states, self.config)
+        assert isinstance(drafts, Blocks)
+        return block_loss(self.head, target, batch, drafts, states, self.config)
+
+
 def block_loss(
     head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, states: Hidden, config: LossConfig
 ) -> DraftLoss:
@@ -99,10 +114,6 @@ def unrolled_loss(
     return distil(hidden, label, drafts, teacher_head, states, config, student_head_VM=own_head)
 
 
-LOSSES: dict[str, Callable[..., DraftLoss]] = {"block": block_loss, "eagle3": unrolled_loss}
-"""Losses by the kind of the head."""
-
-
 def distil(
     hidden: Tensor,
     label: Tensor,
@@ -115,11 +126,14 @@ def distil(
     """The loss from the states of the predictions. A label below 0 has no loss and counts as wrong."""
     at, valid, known = drafts.drafted_P, drafts.valid_RAD, (label >= 0) & drafts.taught_P
     label = label.clamp(min=0)
-    weight = position_weights(valid.shape[-1], config, hidden.device).expand(valid.shape)
-    if config.dpace is not None:
-        found = ops.label_prob(hidden, teacher_head, label, **student) * known
-        weight = prefix_weights(_spread(found, at, valid), valid, config.dpace)
-    weight = weight.flatten()[at] * known
+    weight_RAD = torch.ones(valid.shape, device=hidden.device)
+    if config.gamma is not None:
+        weight_RAD = weight_RAD * torch.exp(-torch.arange(valid.shape[-1], device=hidden.device) / config.gamma)
+    if config.dpace is not None:  # the expected accepted prefixes through a slot
+        prob = _spread(ops.label_prob(hidden, teacher_head, label, **student) * known, at, valid)
+        accepted = ((1 - config.dpace) * prob + config.dpace).cumprod(-1) * valid
+        weight_RAD = accepted.flip(-1).cumsum(-1).flip(-1)
+    weight = weight_RAD.flatten()[at] * known
     result = ops.distill_loss(
         hidden,
         states.hidden_TM.flatten(0, 1)[drafts.teacher_CS.flatten()],
@@ -166,15 +180,3 @@ def chain_states(head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: 
 def _spread(value_P: Tensor, at_P: Tensor, valid_RAD: Tensor) -> Tensor:
     """Values of the predictions at their indices, zeros elsewhere. Values of padding must be 0."""
     return value_P.new_zeros(valid_RAD.numel()).index_add(0, at_P, value_P).view(valid_RAD.shape)
-
-
-def position_weights(depth: int, config: LossConfig, device: torch.device) -> Tensor:
-    """Weights exp(-(k - 1) / gamma) for k = 1..D; ones without gamma."""
-    k = torch.arange(depth, device=device, dtype=torch.float32)
-    return torch.ones_like(k) if config.gamma is None else torch.exp(-k / config.gamma)
-
-
-def prefix_weights(prob_RAD: Tensor, valid_RAD: Tensor, smoothing: float) -> Tensor:
-    """D-PACE weights: the expected accepted prefixes through a slot, from smoothed probabilities of the labels."""
-    accepted = ((1 - smoothing) * prob_RAD + smoothing).cumprod(-1) * valid_RAD
-    return accepted.flip(-1).cumsum(-1).flip(-1)

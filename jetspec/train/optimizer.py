@@ -65,13 +65,15 @@ def orthogonal(x_NIJ: Tensor, coefficients: tuple[float, float, float], steps: i
 def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """AdamW for all trainable weights, or Muon for the matrices between hidden states and AdamW for the rest.
 
-    Muon updates a matrix as a whole, which does not suit the codebooks of the edge term: their rows belong to tokens,
-    and most have no gradient in a step. Weight decay applies to matrices only: norms and biases have their own scale.
+    Muon updates a matrix as a whole, which does not suit the codebooks of the edge term and the output matrix: their
+    rows belong to tokens, and most have no gradient in a step. Weight decay applies to matrices only: norms and biases
+    have their own scale.
     """
-    named = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
-    hidden = [p for name, p in named if is_hidden_matrix(name, p)] if config.kind == "muon" else []
-    chosen = {id(p) for p in hidden}
-    rest = [p for _, p in named if id(p) not in chosen]
+    hidden, rest = list[nn.Parameter](), list[nn.Parameter]()
+    for name, p in head.named_parameters():
+        if p.requires_grad:
+            is_hidden = p.dim() == 2 and not name.startswith(("edge.", "lm_head."))
+            (hidden if is_hidden and config.kind == "muon" else rest).append(p)
     groups = [
         {"params": [p for p in rest if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
@@ -84,11 +86,6 @@ def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.opti
     if hidden:
         optimizers.append(BatchedMuon(hidden, lr=config.lr, weight_decay=config.weight_decay))
     return optimizers
-
-
-def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """True for weights that map states to states: all matrices but those of the edge term and of the output."""
-    return parameter.dim() == 2 and not name.startswith(("edge.", "lm_head."))
 
 
 def lr_frac(step: float, steps: int, config: OptimizerConfig) -> float:

@@ -10,27 +10,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from jetspec.capture import CapturedFn, GraphPool
 from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, Hidden
-from jetspec.models.heads import Head
 from jetspec.train.blocks import Drafts, document_mask
-from jetspec.train.config import LossConfig
-from jetspec.train.loss import LOSSES, DraftLoss
-
-
-class HeadWithLoss(nn.Module):
-    """A head with its loss: everything that backward passes through, as one module that can be sharded."""
-
-    def __init__(self, head: Head, config: LossConfig) -> None:
-        super().__init__()
-        self.head, self.config = head, config
-
-    def forward(self, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden) -> DraftLoss:
-        return LOSSES[self.head.head_config.kind](self.head, target, batch, drafts, states, self.config)
+from jetspec.train.loss import DraftLoss, HeadWithLoss
 
 
 class Passes:
@@ -43,11 +30,12 @@ class Passes:
 
     def __init__(self, model: HeadWithLoss, target: Decoder, pool: GraphPool | None) -> None:
         self.model, self.target, self.pool = model, target, pool
+        self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.totals: list[Tensor] = []
         """Gradients that graphs add to."""
         self._encode = CapturedFn(self.target_states, pool)
-        self._backward = CapturedFn(self._draft_backward if pool is None else self._draft_add_gradients, pool)
+        self._backward = CapturedFn(self._draft_backward, pool)
 
     @property
     def num_captured(self) -> int:
@@ -56,20 +44,16 @@ class Passes:
     def encode(self, batch: PackedBatch) -> None:
         """Runs the target on a batch, for the calls of `backward` or `score` that follow."""
         self.size = batch.shapes
-        if self.pool is None:
-            self.batch = batch.to(self.target.embedding.device)
-            self.states = self._encode(self.size, self.batch)
-            return
-        if self.size not in self._encode:
-            batch = batch.to(self.target.embedding.device)
+        if self.pool is None or self.size not in self._encode:
+            batch = batch.to(self.device)
         self.states = self._encode(self.size, batch)
-        self.batch = self._encode.captured[self.size].inputs
+        self.batch = batch if self.pool is None else self._encode.captured[self.size].inputs
 
     def backward(self, drafts: Drafts) -> DraftLoss:
         """Adds the gradient of some drafts to that of the weights; returns their loss, detached."""
         key = (self.size, drafts.shapes)
         if self.pool is None:
-            return self._backward(key, drafts.to(self.target.embedding.device))
+            return self._backward(key, drafts.to(self.device))
         if key not in self._backward:
             self._capture_backward(key, drafts)
         pairs = zip(self.parameters, self.totals, strict=True)
@@ -81,7 +65,7 @@ class Passes:
         so that of `backward` is replayed."""
         if self.pool is not None:
             return self.backward(drafts)
-        return self._draft(drafts.to(self.target.embedding.device)).map(Tensor.detach)
+        return self._draft(drafts.to(self.device)).map(Tensor.detach)
 
     def zero_gradients(self) -> None:
         """Graphs add to gradients in place; eager passes allocate new ones."""
@@ -104,20 +88,17 @@ class Passes:
         return self.target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
 
     def _draft(self, drafts: Drafts) -> DraftLoss:
-        dtype, device = self.target.embedding.dtype, self.target.embedding.device
-        with nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype):
+        with nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype):
             loss: DraftLoss = self.model(self.target, self.batch, drafts, self.states)
         return loss
 
     def _draft_backward(self, drafts: Drafts) -> DraftLoss:
         loss = self._draft(drafts)
-        loss.loss_sum.backward()
-        return loss.map(Tensor.detach)
-
-    def _draft_add_gradients(self, drafts: Drafts) -> DraftLoss:
-        loss = self._draft(drafts)
-        found = torch.autograd.grad(loss.loss_sum, self.parameters, allow_unused=True, materialize_grads=True)
-        torch._foreach_add_(self.totals, found)
+        if self.pool is None:
+            loss.loss_sum.backward()
+        else:
+            found = torch.autograd.grad(loss.loss_sum, self.parameters, allow_unused=True, materialize_grads=True)
+            torch._foreach_add_(self.totals, found)
         return loss.map(Tensor.detach)
 
     def _capture_backward(self, key: Any, drafts: Drafts) -> None:
@@ -127,5 +108,5 @@ class Passes:
                 parameter.grad = torch.zeros_like(parameter)
         self.totals = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         before = [total.clone() for total in self.totals]
-        self._backward.capture(key, drafts.to(self.target.embedding.device))
+        self._backward.capture(key, drafts.to(self.device))
         torch._foreach_copy_(self.totals, before)

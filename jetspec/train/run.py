@@ -102,8 +102,7 @@ def frequent_tokens(documents: Documents, count: int) -> torch.Tensor:
 def start_head(config: TrainConfig, target: Decoder) -> Head:
     """A new head, or the one to start from, with a new edge term if the recipe adds one."""
     if config.start is None:
-        make = new_block_head if config.head.kind == "block" else new_eagle3_head
-        return make(config.head, target.config).init_weights(config.seed)
+        return new_head(config.head, target.config).init_weights(config.seed)
     loaded = load_any_head(config.start, target.config, dtype=torch.float32)
     check_agrees(config.head, loaded.head_config, config.start)
     if config.head.kind == "eagle3":
@@ -117,13 +116,6 @@ def start_head(config: TrainConfig, target: Decoder) -> Head:
         extended.load_state_dict(head.state_dict(), strict=False)
         return extended
     return head
-
-
-def check_taps(taps: tuple[int, ...], shape: HeadShape, target: DecoderConfig) -> None:
-    """Refuses layers that the target does not have."""
-    if not all(0 <= layer < target.num_layers for layer in taps):
-        named = f"is {list(taps)}" if shape.tap_layers else f"would be {list(taps)} by default"
-        raise ValueError(f"head.tap_layers {named}; the target has layers 0 to {target.num_layers - 1}")
 
 
 def check_agrees(shape: HeadShape, head: HeadConfig | Eagle3Config, start: str) -> None:
@@ -147,35 +139,34 @@ def check_agrees(shape: HeadShape, head: HeadConfig | Eagle3Config, start: str) 
             )
 
 
-def new_block_head(shape: HeadShape, target: DecoderConfig) -> DraftHead:
-    """A block head without weights, which must fit the target."""
-    if shape.mask_token is None:
+def new_head(shape: HeadShape, target: DecoderConfig) -> Head:
+    """A head without weights, which must fit the target."""
+    size = target.vocab_size
+    if shape.kind == "block" and shape.mask_token is None:
         raise ValueError(
             "head.mask_token is not set; give the id of a token that never occurs in text,"
             " such as a reserved one in the model's tokenizer.json"
         )
-    if shape.mask_token >= target.vocab_size:
-        raise ValueError(f"head.mask_token is {shape.mask_token}; the vocabulary of the target has {target.vocab_size}")
-    config = head_config(shape, target)
-    check_taps(config.tap_layers, shape, target)
-    return DraftHead(config)
+    for name, value, most in (("mask_token", shape.mask_token, size - 1), ("draft_vocab", shape.draft_vocab, size)):
+        if value is not None and value > most:
+            raise ValueError(f"head.{name} is {value}; the vocabulary of the target has {size}")
+    config = head_config(shape, target) if shape.kind == "block" else eagle3_config(shape, target)
+    if not all(0 <= layer < target.num_layers for layer in config.tap_layers):
+        named = f"{'is' if shape.tap_layers else 'would be'} {list(config.tap_layers)}"
+        default = "" if shape.tap_layers else " by default"
+        raise ValueError(f"head.tap_layers {named}{default}; the target has layers 0 to {target.num_layers - 1}")
+    return DraftHead(config) if isinstance(config, HeadConfig) else Eagle3Head(config)
 
 
-def new_eagle3_head(shape: HeadShape, target: DecoderConfig) -> Eagle3Head:
-    """An EAGLE-3 head without weights, of one layer shaped like the target's."""
-    vocab = min(DRAFT_VOCAB, target.vocab_size) if shape.draft_vocab is None else shape.draft_vocab
-    if vocab > target.vocab_size:
-        raise ValueError(f"head.draft_vocab is {vocab}; the vocabulary of the target has {target.vocab_size}")
-    taps = eagle3_tap_layers(target.num_layers) if shape.tap_layers is None else shape.tap_layers
-    check_taps(taps, shape, target)
-    config = Eagle3Config(
+def eagle3_config(shape: HeadShape, target: DecoderConfig) -> Eagle3Config:
+    """An EAGLE-3 head of one layer shaped like the target's."""
+    return Eagle3Config(
         layers=replace(layers_like(target, 1, shape.inner_size), family="llama", qk_norm=False),
-        tap_layers=taps,
-        draft_vocab_size=vocab,
+        tap_layers=shape.tap_layers or eagle3_tap_layers(target.num_layers),
+        draft_vocab_size=shape.draft_vocab or min(DRAFT_VOCAB, target.vocab_size),
         depth=shape.depth or EAGLE3_DEPTH,
         num_target_layers=target.num_layers,
     )
-    return Eagle3Head(config)
 
 
 def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:
@@ -183,10 +174,9 @@ def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:
 
     Without a mask token it uses the last id, which is sufficient to measure speed.
     """
-    taps = default_tap_layers(shape.num_layers, target.num_layers) if shape.tap_layers is None else shape.tap_layers
     return HeadConfig(
         layers=layers_like(target, shape.num_layers, shape.inner_size),
-        tap_layers=taps,
+        tap_layers=shape.tap_layers or default_tap_layers(shape.num_layers, target.num_layers),
         mask_token=target.vocab_size - 1 if shape.mask_token is None else shape.mask_token,
         block_size=shape.block_size,
         causal=shape.causal,

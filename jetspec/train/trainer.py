@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -25,18 +25,19 @@ from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.heads import Head, load_any_head, save_any_head
 from jetspec.ops.select import force
 from jetspec.progress import print_above, progress_bar
-from jetspec.train.blocks import LAY_OUT, Drafts, choose_anchors
+from jetspec.train.blocks import Drafts, choose_anchors, lay_out
 from jetspec.train.card import model_card
 from jetspec.train.checkpoint import checkpoints, load_checkpoint, run_state, save_checkpoint, settings
-from jetspec.train.clock import Throughput, TimeLimit
 from jetspec.train.config import TrainConfig
 from jetspec.train.evaluate import is_greedy, score_head
-from jetspec.train.log import RunLog, was_written
-from jetspec.train.loss import DraftLoss, Metrics
+from jetspec.train.log import RunLog, Throughput, TimeLimit, was_written
+from jetspec.train.loss import DraftLoss, HeadWithLoss, Metrics
 from jetspec.train.optimizer import lr_frac, make_optimizers
 from jetspec.train.parallel import frozen_copy, local, shard
-from jetspec.train.passes import HeadWithLoss, Passes
+from jetspec.train.passes import Passes
 
+MicroBatch = tuple[PackedBatch, list[Drafts]]
+"""Packed rows with their drafts, in groups that one pass of the head takes."""
 Score = Callable[[Head], dict[str, float]]
 """Decodes with a checkpoint and returns tokens per round by tree."""
 
@@ -44,14 +45,6 @@ SIZE_MULTIPLE = 1024
 """Captured passes have a multiple of so many predictions."""
 TREE_BUDGET, TREE_DOCUMENTS, TREE_TOKENS = 64, 8, 64
 """Budget of the trees of a validation, number of its answers, and tokens of each."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Packed rows with their drafts, in groups that one pass of the head takes."""
-
-    batch: PackedBatch
-    groups: list[Drafts]
 
 
 class Trainer:
@@ -226,10 +219,11 @@ class Trainer:
         self.passes.zero_gradients()
         parts = []
         for micro in range(self.config.accumulate):
-            made = self.micro_batches.take((self.step * self.config.accumulate + micro) * self.world + self.rank)
-            self.passes.encode(made.batch)
-            for group, drafts in enumerate(made.groups):
-                is_last = micro + 1 == self.config.accumulate and group + 1 == len(made.groups)
+            number = (self.step * self.config.accumulate + micro) * self.world + self.rank
+            batch, groups = self.micro_batches.take(number)
+            self.passes.encode(batch)
+            for group, drafts in enumerate(groups):
+                is_last = micro + 1 == self.config.accumulate and group + 1 == len(groups)
                 self.passes.sync_gradients(is_last)
                 parts.append(self.passes.backward(drafts))
         sums = DraftLoss.add_up(parts, across=True)
@@ -250,9 +244,9 @@ class Trainer:
         parts: list[DraftLoss] = []
         for first in range(0, len(self.validation.token_RT), self.config.rows):
             rows = self.validation.rows(first, self.config.rows).padded(self.config.rows)
-            made = self.micro_batch(rows, first)
-            self.passes.encode(made.batch)
-            parts += map(self.passes.score, made.groups)
+            batch, groups = self.micro_batch(rows, first)
+            self.passes.encode(batch)
+            parts += map(self.passes.score, groups)
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # normally part of a backward
         return self._finite(DraftLoss.add_up(parts, across=False))
@@ -293,11 +287,10 @@ class Trainer:
         anchor_RA, valid_RA = choose_anchors(batch, self.config.anchors, generator)
         parts = zip(*(x.split(self.config.anchors_at_once, dim=1) for x in (anchor_RA, valid_RA)), strict=True)
         multiple = 1 if self.passes.pool is None else SIZE_MULTIPLE
-        lay_out, config = LAY_OUT[self.head.head_config.kind], self.head.head_config
-        groups = [lay_out(batch, anchor, valid, config, multiple) for anchor, valid in parts]
+        groups = [lay_out(batch, anchor, valid, self.head.head_config, multiple) for anchor, valid in parts]
         if self.device.type == "cuda":
             batch, groups = batch.pinned(), [group.pinned() for group in groups]
-        return MicroBatch(batch, groups)
+        return batch, groups
 
     def _numbered_batch(self, number: int) -> MicroBatch:
         return self.micro_batch(self.data.batch(number * self.config.rows, self.config.rows), number)

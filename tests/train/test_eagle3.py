@@ -21,7 +21,7 @@ from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
 from jetspec.models.heads import load_any_head
 from jetspec.models.masked_attention import make_block_mask
-from jetspec.train.blocks import choose_anchors, document_mask, lay_out_chains
+from jetspec.train.blocks import choose_anchors, document_mask, lay_out
 from jetspec.train.config import HeadShape, LossConfig, TrainConfig
 from jetspec.train.evaluate import make_trees, rounds_of, score_head
 from jetspec.train.loss import DraftLoss, chain_states, unrolled_loss
@@ -47,7 +47,7 @@ def packed() -> PackedBatch:
 
 def states(head: Eagle3Head, batch: PackedBatch, anchors: int = 12) -> tuple[Any, Tensor]:
     anchor, valid = choose_anchors(batch, anchors, torch.Generator().manual_seed(0))
-    drafts = lay_out_chains(batch, anchor, valid, head.head_config)
+    drafts = lay_out(batch, anchor, valid, head.head_config)
     taps = head.head_config.tap_layers
     seen = TARGET.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
     return drafts, chain_states(head, TARGET, batch, drafts, seen)
@@ -72,9 +72,7 @@ def test_training_pass_equals_decoding(norm_first: bool) -> None:
 def test_drafts_start_after_the_first_token() -> None:
     batch = packed()
     anchor = torch.arange(26).repeat(2, 1)
-    drafts = lay_out_chains(
-        batch, anchor, torch.ones_like(anchor, dtype=torch.bool), tiny_eagle3(TARGET, depth=3).head_config
-    )
+    drafts = lay_out(batch, anchor, torch.ones_like(anchor, dtype=torch.bool), tiny_eagle3(TARGET, depth=3).head_config)
     assert not drafts.valid_RAD[batch.position_RT == 0].any()
     assert drafts.valid_RAD[batch.position_RT == 1].any()
 
@@ -125,7 +123,7 @@ def loss_and_gradients(
     """The loss of one batch, and its gradients."""
     host = packed()
     anchors = choose_anchors(host, 9, torch.Generator().manual_seed(seed))
-    drafts = lay_out_chains(host, *anchors, head.head_config).to(device)
+    drafts = lay_out(host, *anchors, head.head_config).to(device)
     batch = host.to(device)
     with torch.no_grad():
         taps = head.head_config.tap_layers

@@ -133,7 +133,7 @@ def test_every_checkpoint_exports_a_head(answers: Path, tmp_path: Path) -> None:
 def test_time_limit_ends_run_and_schedule(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock advances a second per reading, once per step. The second part resumes the first."""
     seconds = itertools.count()
-    monkeypatch.setattr("jetspec.train.clock.time", SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time))
+    monkeypatch.setattr("jetspec.train.log.time", SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time))
     out = tmp_path / "out"
     config = recipe(answers, out, steps=1000, minutes=20 / 60, save_every=5)
     first = make_trainer(config, TARGET)
