@@ -22,76 +22,34 @@ RENAMED: dict[str, dict[str, str]] = {
     "engine": {"patience": "max_admission_delay", "ahead": "overlap_rounds"},
     "command": {"invent": "synthesize"},
     "flag": {
-        "--depth": "--set tree.depth",
-        "--draft-temperature": "--set tree.draft_temperature",
         "--heat": "--set tree.draft_temperature",
-        "--shortlist": "--set tree.shortlist",
-        "--shortlist-parents": "--set tree.shortlist_parents",
         "--likely": "--set tree.shortlist_parents",
-        "--batch-trees": "--set tree.batch_trees",
         "--shrink": "--set tree.batch_trees",
-        "--budget": "--set tree.budget",
-        "--width": "--set tree.width",
-        "--expand": "--set tree.expand",
-        "--drafter": "--set model.drafter",
-        "--dtype": "--set model.dtype",
-        "--device": "--set model.device",
-        "--temperature": "--set sampling.temperature",
-        "--top-p": "--set sampling.top_p",
-        "--top-k": "--set sampling.top_k",
-        "--min-p": "--set sampling.min_p",
-        "--presence-penalty": "--set sampling.presence_penalty",
-        "--frequency-penalty": "--set sampling.frequency_penalty",
-        "--seed": "--set sampling.seed",
-        "--max-tokens": "--set sampling.max_tokens",
-        "--stop": "--set sampling.stop",
     },
-    "flag serve": {
-        "--allow-origin": "--set server.origins",
-        "--log-text": "--set server.log_text",
-        "--max-queue": "--set server.max_queue",
-        "--max-prompt": "--set server.max_prompt",
-        "--max-tokens": "--set server.max_tokens",
-        "--max-body": "--set server.max_body",
-        "--drain": "--set server.drain_s",
-    },
+    "flag serve": {"--allow-origin": "--set server.origins", "--drain": "--set server.drain_s"},
     "flag eval_head_command": {"--batch": "--set engine.max_batch"},
-    "flag regenerate": {
-        "--split": "--set prompts.split",
-        "--shard": "--set prompts.shard",
-        "--on-bad": "--set prompts.on_bad",
-        "--responses": "--set answers.responses",
-        "--top-p": "--set answers.top_p",
-        "--seed": "--set answers.seed",
-        "--max-len": "--set answers.max_len",
-        "--batch": "--set machine.batch",
-    },
-    "flag synthesize": {
-        "--opening": "--set prompts.prefix",
-        "--openings": "--set prompts.prefixes",
-        "--system": "--set prompts.system",
-        "--jobs": "--set machine.jobs",
-        "--top-p": "--set prompts.top_p",
-        "--seed": "--set prompts.seed",
-        "--batch": "--set machine.batch",
-    },
-    "flag profile": {
-        "--dtype": "--set profile.dtype",
-        "--device": "--set profile.device",
-        "--rounds": "--set profile.rounds",
-        "--max-len": "--set profile.max_len",
-        "--temperature": "--set profile.temperature",
-        "--head-layers": "--set head.num_layers",
-        "--block": "--set head.block_size",
-    },
-    "flag op": {
-        "--dtype": "--set profile.dtype",
-        "--device": "--set profile.device",
-        "--shortlist": "--set profile.shortlist",
-        "--window": "--set profile.window",
-        "--max-len": "--set profile.max_len",
-    },
+    "flag regenerate": {},
+    "flag synthesize": {"--opening": "--set prompts.prefix", "--openings": "--set prompts.prefixes"},
+    "flag profile": {"--head-layers": "--set head.num_layers", "--block": "--set head.block_size"},
+    "flag op": {},
 }
+FLAGS = {
+    "flag tree": "budget width depth expand draft_temperature shortlist shortlist_parents batch_trees",
+    "flag model": "drafter dtype device",
+    "flag sampling": "temperature top_p top_k min_p presence_penalty frequency_penalty seed max_tokens stop",
+    "flag serve server": "log_text max_queue max_prompt max_tokens max_body",
+    "flag regenerate prompts": "split shard on_bad",
+    "flag regenerate answers": "responses top_p seed max_len",
+    "flag regenerate machine": "batch",
+    "flag synthesize prompts": "system top_p seed",
+    "flag synthesize machine": "jobs batch",
+    "flag profile profile": "dtype device rounds max_len temperature",
+    "flag op profile": "dtype device shortlist window max_len",
+}
+"""Settings that had a flag of their own name, by its section and the group of the settings."""
+for place, names in FLAGS.items():
+    section, _, group = place.rpartition(" ")
+    RENAMED[section] |= {f"--{name.replace('_', '-')}": f"--set {group}.{name}" for name in names.split()}
 
 _warned: set[tuple[str, str]] = set()
 """(section, old name) of the warnings given in this process."""
@@ -136,11 +94,7 @@ def accepts_old_names(section: str) -> Callable[[type[T]], type[T]]:
 
         cls.__init__ = __init__  # type: ignore[assignment]
         for old in RENAMED[section]:
-            setattr(cls, old, property(functools.partial(_read_old, section, old)))
+            setattr(cls, old, property(lambda config, old=old: getattr(config, current(old, section))))  # type: ignore[misc]
         return cls
 
     return decorate
-
-
-def _read_old(section: str, old: str, config: Any) -> Any:
-    return getattr(config, current(old, section))

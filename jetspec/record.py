@@ -66,15 +66,16 @@ def module_command(words: Sequence[str]) -> str:
 
 
 def _from_here(word: str) -> str:
-    """A word of a command line, such as --out=PATH, NAME=PATH,NAME=PATH or data=[PATH, PATH], with relative paths."""
-    parts = re.split(r"([=,\[\]] *)", word)
-    return "".join(_path_from_here(Path(part)) if Path(part).is_absolute() else part for part in parts)
+    """A word of a command line, such as --out=PATH, NAME=PATH,NAME=PATH or data=[PATH, PATH], with relative paths, or
+    only the last part of a path that shares nothing but the root with this folder."""
 
+    def relative(part: str) -> str:
+        if not Path(part).is_absolute():
+            return part
+        shares = len(Path(os.path.commonpath((part, Path.cwd()))).parts) > 1
+        return os.path.relpath(part) if shares else Path(part).name
 
-def _path_from_here(path: Path) -> str:
-    """A relative path, or only the last part of a path that shares nothing but the root with this folder."""
-    shares = len(Path(os.path.commonpath((path, Path.cwd()))).parts) > 1
-    return os.path.relpath(path) if shares else path.name
+    return "".join(map(relative, re.split(r"([=,\[\]] *)", word)))
 
 
 def shown(path: str) -> str:
@@ -120,15 +121,10 @@ def hardware() -> dict[str, Any]:
     found: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
-        if has_mps():
+        # NVIDIA's MPS lets processes compute on a GPU at the same time.
+        if Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists():
             found["mps"] = True
     return found
-
-
-def has_mps() -> bool:
-    """True if NVIDIA's MPS runs, which lets processes compute on a GPU at the same time."""
-    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-    return (Path(folder) / "control").exists()
 
 
 def cpu_name() -> str:

@@ -58,7 +58,8 @@ def generate_reference(
         path, bonus = accept(drafted, logits, len(tokens), rows)
         tap = commit(target, path, cache, tap, new_tap)
 
-        written = cut([*drafted.token_BN[0, path[1:]].tolist(), bonus], left, ends)
+        written = [*drafted.token_BN[0, path[1:]].tolist(), bonus][:left]
+        written = written[: next((i for i, token in enumerate(written, 1) if token in ends), left)]
         tokens += written
         accepted_lengths.append(len(written) - 1)
         if written[-1] in ends:
@@ -84,7 +85,7 @@ def draft(
     All nodes of a depth share one distribution, unless the head has an edge term, which depends on the parent's token.
     """
     if head is None:
-        return no_children, []
+        return lambda depth, parent: ([], []), []
     hidden = draft_states(target, head, anchor, tap)
     base = target.logits(hidden).float() / draft_temperature
 
@@ -96,10 +97,6 @@ def draft(
         return token[:width].tolist(), logprob[:width].tolist()
 
     return children, torch.distributions.Categorical(logits=base).entropy().tolist()
-
-
-def no_children(depth: int, parent: int) -> tuple[list[int], list[float]]:
-    return [], []
 
 
 def draft_states(target: HFTarget, head: DraftHead, anchor: int, tap: Tensor) -> Tensor:
@@ -154,13 +151,6 @@ def commit(target: HFTarget, path: list[int], cache: DynamicCache, tap: Tensor, 
     prefix = len(tap)
     target.select(cache, [*range(prefix), *(prefix + node for node in path)])
     return torch.cat((tap, new_tap[path]))
-
-
-def cut(tokens: list[int], left: int, ends: Collection[int]) -> list[int]:
-    """Cut the tokens of a round to at most `left`, and after the first end token."""
-    kept = tokens[:left]
-    end = next((i for i, token in enumerate(kept) if token in ends), len(kept))
-    return kept[: end + 1]
 
 
 def concatenate_taps(head: DraftHead | None, layers: list[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
@@ -127,63 +127,51 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return raw
 
 
-def with_overrides(config: C, overrides: Sequence[str]) -> C:
-    """A dataclass with `section.field=value` applied, each section a field that holds another dataclass."""
-    return updated(config, parse_overrides(overrides))
-
-
-def updated(config: C, raw: dict[str, Any], where: str = "", root: type[Any] | None = None) -> C:
-    """A dataclass with the values of a mapping, each group a field that holds another dataclass."""
-    root, raw = root or type(config), _current_names(raw, where)
-    hints = _known(type(config), raw, where, root)
-    values = {}
-    for key, value in raw.items():
-        now = getattr(config, key)
-        if dataclasses.is_dataclass(now) and isinstance(value, dict):
-            values[key] = updated(now, value, f"{where}{key}.", root)
-        else:
-            values[key] = convert(hints[key], value, where + key, root)
-    return dataclasses.replace(config, **values)  # type: ignore[type-var]
-
-
 # -- dataclasses from mappings
 
 
 def from_dict(cls: type[C], raw: dict[str, Any], where: str = "", root: type[Any] | None = None) -> C:
     """A dataclass from a mapping. `where` is the path of its group, `root` the dataclass of all settings."""
-    root, raw = root or cls, _current_names(raw, where)
-    hints = _known(cls, raw, where, root)
-    values = {key: convert(hints[key], value, where + key, root) for key, value in raw.items()}
+    values = _values(cls, raw, where, root or cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    missing = [f.name for f in fields if f.name not in values and not _has_default(f)]
-    if missing:
+    given = {f.name for f in fields if f.default is not MISSING or f.default_factory is not MISSING} | values.keys()
+    if missing := [f.name for f in fields if f.name not in given]:
         raise ValueError(f"the recipe lacks {', '.join(where + name for name in missing)}")
     return cls(**values)
 
 
-def _current_names(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The same settings without names of an earlier release."""
+def updated(config: C, raw: dict[str, Any], where: str = "", root: type[Any] | None = None) -> C:
+    """A dataclass with the values of a mapping, each group a field that holds another dataclass."""
+    values = _values(type(config), raw, where, root or type(config), config)
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
+
+
+def _values(cls: type[Any], raw: dict[str, Any], where: str, root: type[Any], now: Any = None) -> dict[str, Any]:
+    """The fields of a dataclass in a mapping, as their types and under their current names. Groups start from those of
+    `now`."""
     section = where.rstrip(".").rpartition(".")[2]
-    return renamed(raw, section, where=where.rstrip(".")) if section in RENAMED else raw
-
-
-def _known(cls: type[Any], raw: dict[str, Any], where: str, root: type[Any]) -> dict[str, Any]:
-    """The types of the fields of a dataclass, if `raw` names no others. Names are compared in all groups of `root`."""
-    hints = typing.get_type_hints(cls)
-    for key in raw:
+    if section in RENAMED:
+        raw = renamed(raw, section, where=where.rstrip("."))
+    hints, values = typing.get_type_hints(cls), {}
+    for key, value in raw.items():
         if key not in hints:
             near = nearest_setting(root, where, str(key))
             hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(where + k for k in hints)}"
             raise ValueError(f"unknown setting {where}{key}; {hint}")
-    return hints
+        group = getattr(now, key, None)
+        if dataclasses.is_dataclass(group) and isinstance(value, dict):
+            values[key] = updated(group, value, f"{where}{key}.", root)
+        else:
+            values[key] = convert(hints[key], value, where + key, root)
+    return values
 
 
 def convert(hint: Any, value: Any, where: str, root: type[Any]) -> Any:
     """A YAML value as the type that a field declares, or a ValueError that names what was expected."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if (dataclasses.is_dataclass(hint) or origin in (dict, Mapping)) and not isinstance(value, dict):
+        raise ValueError(f"{where} must be a group of settings")
     if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} must be a group of settings")
         return from_dict(hint, value, where + ".", root)  # type: ignore[arg-type]
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in choices:
@@ -196,8 +184,6 @@ def convert(hint: Any, value: Any, where: str, root: type[Any]) -> Any:
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(map(str, choices))}")
         return value
     if origin in (dict, Mapping):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} must be a group of settings")
         keys = [convert(choices[0], key, where, root) for key in value]
         return {key: convert(choices[1], value[key], f"{where}.{key}", root) for key in keys}
     if origin is tuple:
@@ -214,26 +200,19 @@ def convert(hint: Any, value: Any, where: str, root: type[Any]) -> Any:
     raise ValueError(f"{where} is {value!r}; expected {getattr(hint, '__name__', hint)}")
 
 
-def _has_default(item: dataclasses.Field[Any]) -> bool:
-    return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
-
-
 # -- the nearest name
 
 
 def nearest_setting(root: type[Any], where: str, key: str) -> list[str]:
     """Paths of the settings named most like `key`. Of equally near ones those of the group `where` count."""
-    similarity = {path: similarity_of(key, path.rpartition(".")[2]) for path in setting_paths(root)}
+    initials = "".join(word[:1] for word in key.split("_")) if "_" in key else None  # `lr` is `learning_rate`
+    names = {path: path.rpartition(".")[2] for path in setting_paths(root)}
+    similarity = {
+        path: 1.0 if name == initials else SequenceMatcher(None, key, name).ratio() for path, name in names.items()
+    }
     best = max(similarity.values())
     near = [path for path, value in similarity.items() if value == best >= MIN_SIMILARITY]
-    return [path for path in near if path == where + path.rpartition(".")[2]] or near
-
-
-def similarity_of(key: str, name: str) -> float:
-    """From 0 to 1. Initials equal the words that they stand for: `lr` and `learning_rate`."""
-    words = key.split("_")
-    is_short = len(words) > 1 and "".join(word[:1] for word in words) == name
-    return 1.0 if is_short else SequenceMatcher(None, key, name).ratio()
+    return [path for path in near if path == where + names[path]] or near
 
 
 def setting_paths(hint: Any, where: str = "") -> Iterator[str]:
@@ -275,7 +254,7 @@ def describe_settings(cls: Any, where: str = "") -> list[Setting]:
             found += describe_settings(group, f"{where}{item.name}.")
             continue
         made = item.default_factory
-        default = item.default if made is dataclasses.MISSING else made()
+        default = item.default if made is MISSING else made()
         found.append(Setting(where + item.name, type_words(hint), default, docs.get(item.name, "")))
     return found
 

@@ -78,12 +78,14 @@ class SamplingParams:
     """Grammar that the text must follow. Default: free text."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 100:
-            raise ValueError(f"temperature is {self.temperature}; it must be between 0 and 100")
+        ranges = {"temperature": (0, 100), "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
+        if self.logprobs is not None:
+            ranges["logprobs"] = (0, MAX_LOGPROBS)
+        for name, (low, high) in ranges.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be between {low} and {high}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}; it must be between 0 and 1")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -92,15 +94,10 @@ class SamplingParams:
             raise ValueError("stop contains an empty string")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be between -2 and 2")
         if len(self.logit_bias) > MAX_BIASED_TOKENS:
             raise ValueError(f"logit_bias names {len(self.logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise ValueError("a value of logit_bias is not between -100 and 100")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ValueError(f"logprobs is {self.logprobs}; it must be between 0 and {MAX_LOGPROBS}")
         if self.grammar is not None and self.ignore_eos:
             raise ValueError("grammar and ignore_eos exclude each other: the grammar decides when the text ends")
 
@@ -208,17 +205,9 @@ class RoundStats:
         return self.completion_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "completion_tokens": self.completion_tokens,
-            "rounds": self.rounds,
-            "tokens_per_round": self.tokens_per_round,
-            "accepted_lengths": list(self.accepted_lengths),
-            "prefill_s": self.prefill_s,
-            "decode_s": self.decode_s,
-            "tokens_per_s": self.tokens_per_s,
-        }
+        counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "rounds", "tokens_per_round")
+        names = (*counts, "accepted_lengths", "prefill_s", "decode_s", "tokens_per_s")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)

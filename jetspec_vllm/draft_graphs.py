@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-import torch
 from torch import Tensor
 
 from jetspec.capture import CapturedFn, GraphPool
@@ -23,35 +22,6 @@ class DraftInputs:
     length_B: Tensor
     temperature_B: Tensor
     state_B: Tensor
-
-    @classmethod
-    def idle(
-        cls,
-        num_requests: int,
-        *,
-        path: int,
-        tap_size: int,
-        pages: int,
-        unused_state: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> DraftInputs:
-        """Padding requests: they write to page 0 and to an unused tree."""
-
-        def numbers(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
-        rows = num_requests * path
-        return cls(
-            tap_TX=torch.zeros(rows, tap_size, dtype=dtype, device=device),
-            position_T=numbers(rows),
-            slot_T=numbers(rows),
-            page_BP=torch.zeros(num_requests, pages, dtype=torch.int32, device=device),
-            anchor_B=numbers(num_requests),
-            length_B=numbers(num_requests),
-            temperature_B=torch.ones(num_requests, dtype=torch.float32, device=device),
-            state_B=torch.full((num_requests,), unused_state, device=device),
-        )
 
     def copy_(self, source: DraftInputs) -> None:
         """Overwrites the first requests by those of `source`, which may be fewer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,21 +46,6 @@ class HeadPages(AttentionLayerBase):
             head_size=self.head_dim,
             dtype=self.dtype,
         )
-
-
-class Borrowed:
-    """Embedding and output matrices of the target, which may be sharded over several processes."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def embed(self, token: Tensor) -> Tensor:
-        embedded: Tensor = self.target.embed_input_ids(token)
-        return embedded
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.target.compute_logits(hidden)
-        return logits
 
 
 class SlotTrees:
@@ -118,7 +104,9 @@ class TreeDrafter(DraftModelSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> DraftHead:
         head = self.load_head()
-        self.head, self.target = head, Borrowed(target_model)
+        self.head = head
+        self.target: Any = SimpleNamespace(embed=target_model.embed_input_ids, logits=target_model.compute_logits)
+        """Embedding and output matrices of the target, which may be sharded over several processes."""
         self.context_weights = head.context_weights()
         self.depth = min(head.head_config.draft_depth(self.tree.depth), self.tree.budget - 1)
         self.layers = {
@@ -165,14 +153,19 @@ class TreeDrafter(DraftModelSpeculator):
             layer.kv_cache = cache
 
     def idle_inputs(self, num_requests: int, path: int, pages: int) -> DraftInputs:
-        return DraftInputs.idle(
-            num_requests,
-            path=path,
-            tap_size=self.head.head_config.tap_size,
-            pages=pages,
-            unused_state=self.max_num_reqs,
-            dtype=self.dtype,
-            device=self.device,
+        """Padding requests: they write to page 0 and to an unused tree."""
+        zero_T, zero_B = (
+            torch.zeros(count, dtype=torch.int64, device=self.device) for count in (num_requests * path, num_requests)
+        )
+        return DraftInputs(
+            tap_TX=torch.zeros(len(zero_T), self.head.head_config.tap_size, dtype=self.dtype, device=self.device),
+            position_T=zero_T,
+            slot_T=zero_T.clone(),
+            page_BP=torch.zeros(num_requests, pages, dtype=torch.int32, device=self.device),
+            anchor_B=zero_B,
+            length_B=zero_B.clone(),
+            temperature_B=torch.ones(num_requests, dtype=torch.float32, device=self.device),
+            state_B=torch.full_like(zero_B, self.max_num_reqs),
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:

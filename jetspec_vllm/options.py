@@ -46,7 +46,7 @@ def refusals(config: Any) -> list[str]:
         return bool(getattr(part, name, None))
 
     brought = [point.name for point in entry_points(group=PROCESSORS)]
-    cache, dtype = config.cache_config.cache_dtype, dtype_name(model)
+    cache, dtype = config.cache_config.cache_dtype, str(model.dtype).removeprefix("torch.")
     backend = getattr(config.attention_config.backend, "name", None)
     found = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -77,11 +77,6 @@ def refusals(config: Any) -> list[str]:
         f"the attention backend {backend}": backend not in (None, "CUSTOM", "CPU_ATTN"),
     }
     return [name for name, is_asked in found.items() if is_asked]
-
-
-def dtype_name(model_config: Any) -> str:
-    """Dtype of the model as vLLM's options spell it."""
-    return str(model_config.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

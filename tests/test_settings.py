@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
-from jetspec.settings import describe_settings, from_dict, parse_overrides, read_settings, read_yaml, with_overrides
+from jetspec.settings import describe_settings, from_dict, parse_overrides, read_settings, read_yaml, updated
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,21 @@ def test_errors_name_the_setting(text: str, names: list[str]) -> None:
 @pytest.mark.parametrize("text", ["007", "0o7", "0x10", "1_000", "1:30", "1e", "١"])
 def test_numbers_are_decimal(text: str) -> None:
     """YAML reads some of these as numbers, and others than they seem to be."""
-    assert with_overrides(Run("a"), [f"start={text}"]).start == text
+    assert updated(Run("a"), parse_overrides([f"start={text}"])).start == text
     for name in ("steps", "minutes"):
         with pytest.raises(ValueError, match=name):
-            with_overrides(Run("a"), [f"{name}={text}"])
+            updated(Run("a"), parse_overrides([f"{name}={text}"]))
 
 
 @pytest.mark.parametrize("text", ["1", "1.5", "1e-3", "1E3", "2.", ".5", "+3"])
 def test_numbers_of_every_decimal_form_are_read(text: str) -> None:
-    assert with_overrides(Run("a"), [f"minutes={text}"]).minutes == float(text)
+    assert updated(Run("a"), parse_overrides([f"minutes={text}"])).minutes == float(text)
 
 
 def test_overrides_change_single_settings() -> None:
     run = Run("a", rate=Rate(betas=(0.1, 0.2)), tree=TreeConfig(width=3))
-    changed = with_overrides(
-        run, ["rate.lr=1e-3", "tree.budget=8", "tree.batch_trees=8:4,24:2:1", "steps=6", "steps=7"]
+    changed = updated(
+        run, parse_overrides(["rate.lr=1e-3", "tree.budget=8", "tree.batch_trees=8:4,24:2:1", "steps=6", "steps=7"])
     )
     assert changed.rate == Rate(1e-3, (0.1, 0.2)) and changed.steps == 7
     assert changed.tree == TreeConfig(8, 3, batch_trees=(BatchTree(8, 4), BatchTree(24, 2, 1)))
@@ -81,14 +81,14 @@ def test_overrides_change_single_settings() -> None:
 
 
 def test_old_names_are_read() -> None:
-    changed = with_overrides(Run("a"), ["tree.likely=3"])
+    changed = updated(Run("a"), parse_overrides(["tree.likely=3"]))
     assert changed.tree.shortlist_parents == 3 and from_dict(Run, {"name": "a", "tree": {"likely": 3}}) == changed
 
 
 @pytest.mark.parametrize("override", ["steps", "rate=[1", "steps.x=3", "tree.budgets=3", "tree.budget=0"])
 def test_wrong_overrides_are_refused(override: str) -> None:
     with pytest.raises(ValueError, match=override.partition("=")[0].rpartition(".")[2]):
-        with_overrides(Run("a"), [override])
+        updated(Run("a"), parse_overrides([override]))
 
 
 def test_files_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
