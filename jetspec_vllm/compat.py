@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +14,28 @@ from torch import Tensor
 SUPPORTED = ("0.26.0", "0.32.")
 """Exact versions, or prefixes of a series."""
 NAMES = ", ".join(version + "x" if version.endswith(".") else version for version in SUPPORTED)
+HOOKS = {
+    "model_runner:GPUModelRunner.__init__": "self vllm_config device",
+    "model_runner:GPUModelRunner.add_requests": "self scheduler_output",
+    "model_runner:GPUModelRunner.initialize_kv_cache": "self kv_cache_config",
+    "model_runner:GPUModelRunner.profile_run": "self",
+    "model_runner:GPUModelRunner.capture_model": "self",
+    "model_runner:GPUModelRunner.prepare_attn": "self input_batch",
+    "model_runner:GPUModelRunner.prepare_dummy_attn": "self input_batch",
+    "model_runner:GPUModelRunner.sample": "self hidden_states input_batch grammar_output",
+    "spec_decode.speculator:DraftModelSpeculator.__init__": "self vllm_config device",
+    "spec_decode.speculator:DraftModelSpeculator.load_draft_model": "self target_model target_attn_layer_names",
+    "spec_decode.speculator:DraftModelSpeculator.set_attn": "self model_state kv_cache_config block_tables",
+    "spec_decode.speculator:DraftModelSpeculator.init_cudagraph_manager": "self cudagraph_mode",
+    "spec_decode.speculator:DraftModelSpeculator.capture": "self",
+    "spec_decode.speculator:DraftModelSpeculator.propose": "self input_batch attn_metadata slot_mappings"
+    " last_hidden_states aux_hidden_states num_sampled num_rejected last_sampled next_prefill_tokens temperature seeds",
+    "sample.logprob:compute_topk_scores": "logits num_logprobs sampled_token_ids cu_num_logits logprob_token_ids_state"
+    " expanded_idx_mapping max_per_req_token_ids logits_mode",
+    "input_batch:get_num_sampled_and_rejected": "num_sampled seq_lens cu_num_logits idx_mapping prefill_len",
+    "sample.output:SamplerOutput": "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected",
+}
+"""Interfaces that all supported versions share, below `vllm.v1.worker.gpu`, with their first parameters."""
 
 
 def is_supported(version: str) -> bool:
@@ -35,48 +59,15 @@ def check_hook(hook: Callable[..., Any], *expected: str) -> None:
 
 
 def check_hooks() -> None:
-    """Check that every overridden or called method of vLLM exists with the expected parameters."""
+    """Check that every overridden or called interface of vLLM exists with the expected parameters."""
     try:
-        _check_hooks()
+        for place, expected in HOOKS.items():
+            module, _, name = place.partition(":")
+            check_hook(attrgetter(name)(import_module(f"vllm.v1.worker.gpu.{module}")), *expected.split())
+        sample = import_module("vllm.v1.worker.gpu.sample.sampler").Sampler.sample
+        check_hook(sample, "self", *sample_parameters(sample), "return_logprobs")
     except (ImportError, AttributeError) as error:
         raise ValueError(f"this vLLM lacks a hook ({error}); JetSpec's trees support vLLM {NAMES}") from error
-
-
-def _check_hooks() -> None:
-    """Hooks that all supported versions share."""
-    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-    from vllm.v1.worker.gpu.sample.output import SamplerOutput
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-
-    check_hook(GPUModelRunner.__init__, "self", "vllm_config", "device")
-    check_hook(GPUModelRunner.add_requests, "self", "scheduler_output")
-    check_hook(GPUModelRunner.initialize_kv_cache, "self", "kv_cache_config")
-    check_hook(GPUModelRunner.profile_run, "self")
-    check_hook(GPUModelRunner.capture_model, "self")
-    check_hook(GPUModelRunner.prepare_attn, "self", "input_batch")
-    check_hook(GPUModelRunner.prepare_dummy_attn, "self", "input_batch")
-    check_hook(GPUModelRunner.sample, "self", "hidden_states", "input_batch", "grammar_output")
-    check_hook(DraftModelSpeculator.__init__, "self", "vllm_config", "device")
-    check_hook(DraftModelSpeculator.load_draft_model, "self", "target_model", "target_attn_layer_names")
-    check_hook(DraftModelSpeculator.set_attn, "self", "model_state", "kv_cache_config", "block_tables")
-    check_hook(DraftModelSpeculator.init_cudagraph_manager, "self", "cudagraph_mode")
-    check_hook(DraftModelSpeculator.capture, "self")
-    check_hook(
-        DraftModelSpeculator.propose,
-        *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
-        *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),
-    )
-    check_hook(Sampler.sample, "self", *sample_parameters(Sampler.sample), "return_logprobs")
-    check_hook(
-        compute_topk_scores,
-        *("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state"),
-        *("expanded_idx_mapping", "max_per_req_token_ids", "logits_mode"),
-    )
-    check_hook(get_num_sampled_and_rejected, "num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len")
-    check_hook(SamplerOutput, "sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected")
 
 
 @cache

@@ -115,7 +115,8 @@ def check_same(saved: dict[str, Any], now: dict[str, Any], out: str, overridden:
     if "steps" in overridden and "steps" in changed:
         changed.remove("steps")
     if changed:
-        words = " and ".join(f"{name} {_shown(before[name])}, not {_shown(after[name])}" for name in changed)
+        values = {n: [x if isinstance(x, str) else json.dumps(x) for x in (before[n], after[n])] for n in changed}
+        words = " and ".join(f"{name} {old}, not {new}" for name, (old, new) in values.items())
         steps = f"--set steps={now['steps']} to change the length, or " if changed == ["steps"] else ""
         raise ValueError(f"the run in {out} was made with {words}; use {steps}--fresh or another out")
 
@@ -133,10 +134,6 @@ def _fixed(raw: dict[str, Any]) -> dict[str, Any]:
             found[name] = value
     found[" x ".join(BATCH)] = math.prod(raw.get(name, 1) for name in BATCH)
     return found
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def load_checkpoint(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,17 +16,13 @@ from jetspec.train.config import OptimizerConfig
 class BatchedMuon(torch.optim.Muon):
     """Muon on all matrices of one shape at once: one by one, they are too small for a GPU.
 
-    Its updates are scaled to the size of AdamW's. Sharded matrices are updated one by one.
+    Sharded matrices are updated one by one.
     """
 
-    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float) -> None:
-        super().__init__(params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> float | None:  # type: ignore[override]
         if any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
             return super().step(closure)
-        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for p in group["params"]:
@@ -35,9 +30,10 @@ class BatchedMuon(torch.optim.Muon):
                     alike[p.shape].append(p)
             for params in alike.values():
                 self._update(params, group)
-        return loss
+        return None
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Updates of the size of AdamW's, to matrices of one shape."""
         grads = [p.grad for p in params if p.grad is not None]
         for p in params:
             if "momentum_buffer" not in self.state[p]:
@@ -84,7 +80,8 @@ def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.opti
         fused = all(p.is_cuda for p in rest)
         optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused))
     if hidden:
-        optimizers.append(BatchedMuon(hidden, lr=config.lr, weight_decay=config.weight_decay))
+        more: Any = {"weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(BatchedMuon(hidden, lr=config.lr, **more))
     return optimizers
 
 

@@ -79,7 +79,9 @@ class Trainer:
         # Eager layers in a graph are slow, and a graph cannot hold the collectives of sharded weights.
         captures = self.device.type == "cuda" and compiles and not isinstance(self.model, FSDPModule)
         self.passes = Passes(self.model, target, GraphPool(self.device) if captures else None)
-        self.micro_batches = Prefetch(self._numbered_batch, stride=self.world)
+        self.micro_batches = Prefetch(
+            lambda number: self.micro_batch(data.batch(number * config.rows, config.rows), number), self.world
+        )
         self.folder = Path(config.out)
         self.results: dict[str, dict[str, Any]] = {}
         """The latest numbers of each kind of report, with their step."""
@@ -100,24 +102,19 @@ class Trainer:
                     f"steps is {self.config.steps}, and was {before}: the learning rate follows the new length",
                     file=sys.stderr,
                 )
-            self._check_data(state)
+            if state.get("data") not in (None, self._data):
+                count, now = state["data"]["conversations"], self._data["conversations"]
+                raise ValueError(
+                    f"the run in {self.folder} was made with {count:,} conversations, and its data now holds "
+                    f"{'other ones' if count == now else f'{now:,}'}; restore the data, or use --fresh or another out"
+                )
             self.step, self.limit = state["step"], TimeLimit(self.config.minutes, **state["time"])
             self.results = state.get("results", {})
         return self.step
 
-    def _check_data(self, state: dict[str, Any]) -> None:
-        """Refuses other data than before: held-out prompts could be among its rows."""
-        before, now = state.get("data"), self._data
-        if before not in (None, now):
-            count, new = before["conversations"], now["conversations"]
-            words = "other ones" if count == new else f"{new:,}"
-            raise ValueError(
-                f"the run in {self.folder} was made with {count:,} conversations, and its data now holds {words};"
-                " restore the data, or use --fresh or another out"
-            )
-
     @property
     def _data(self) -> dict[str, Any]:
+        """Mark of the data in a checkpoint: in other data, held-out prompts could be among the rows."""
         return {"conversations": len(self.data.documents), "digest": self.data.digest}
 
     def run(self) -> None:
@@ -143,7 +140,8 @@ class Trainer:
                 if self._due(config.log_every):
                     metrics = self._finite(sums)
                     bar.set_postfix(loss=f"{metrics.loss:.3f}", chain=f"{metrics.chain:.2f}")
-                    pace = {"positions_per_s": throughput.read(), "lr": self.lr, "minutes": self.limit.used_s / 60}
+                    lr, minutes = float(self.optimizers[0].param_groups[0]["lr"]), self.limit.used_s / 60
+                    pace = {"positions_per_s": throughput.read(), "lr": lr, "minutes": minutes}
                     self._report(log, "train", asdict(metrics) | pace)
                 if self.validation is not None and self._due(config.validate_every):
                     self._report(log, "validation", asdict(self.validate()) | self.tree_lengths())
@@ -291,13 +289,6 @@ class Trainer:
         if self.device.type == "cuda":
             batch, groups = batch.pinned(), [group.pinned() for group in groups]
         return batch, groups
-
-    def _numbered_batch(self, number: int) -> MicroBatch:
-        return self.micro_batch(self.data.batch(number * self.config.rows, self.config.rows), number)
-
-    @property
-    def lr(self) -> float:
-        return float(self.optimizers[0].param_groups[0]["lr"])
 
     def _average_gradients(self, weight_sum: Tensor) -> None:
         grads = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ from jetspec.config import EngineConfig
 from jetspec.data.corpus import Document, PackedBatch, PackedData
 from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
-from jetspec.train.blocks import Blocks, choose_anchors, document_mask, lay_out_blocks, lay_out_drafts
+from jetspec.models.eagle3 import Eagle3Head
+from jetspec.models.heads import Head
+from jetspec.train.blocks import Blocks, choose_anchors, document_mask, lay_out, lay_out_blocks, lay_out_drafts
 from jetspec.train.config import LossConfig
-from jetspec.train.loss import block_loss, block_states
+from jetspec.train.loss import HeadWithLoss, block_states, chain_states
 from jetspec.types import SamplingParams
-from tests.engine.tiny import make_engine, randomize, tiny_decoder, tiny_head
+from tests.engine.tiny import VOCAB, make_engine, randomize, tiny_decoder, tiny_eagle3, tiny_head
 
 TARGET = tiny_decoder()
 
@@ -126,34 +129,39 @@ def test_sources_of_predictions_are_deduplicated(chunk: int, multiple: int, monk
     assert drafts.teacher_CS.shape[1] == -(-max(sizes) // step) * step
 
 
-@pytest.mark.parametrize("name", ["causal", "bidirectional", "edge"])
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "edge", "eagle3"])
 @pytest.mark.parametrize("chunk", [5, 4096])
 def test_loss_equals_the_one_of_full_logits(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The teacher of a prediction is the target's distribution at the token before it."""
+    """The teacher of a prediction is the target's distribution at the token before it, over the head's vocabulary."""
     monkeypatch.setattr("jetspec.ops.CHUNK", chunk)
-    head, batch = variant(name).requires_grad_(True), packed()
-    blocks = lay_out_blocks(
-        batch, *choose_anchors(batch, 6, torch.Generator().manual_seed(0)), head.head_config, multiple=16
-    )
+    made: Head = tiny_eagle3(TARGET, depth=3, draft_vocab=20) if name == "eagle3" else variant(name)
+    head, batch = made.requires_grad_(True), packed()
+    anchors = choose_anchors(batch, 6, torch.Generator().manual_seed(0))
+    drafts = lay_out(batch, *anchors, head.head_config, multiple=16)
     with torch.no_grad():
         seen = captured(TARGET, batch, head.head_config.tap_layers)
-    loss = block_loss(head, TARGET, batch, blocks, seen, LossConfig(gamma=4.5))
+    loss = HeadWithLoss(head, LossConfig(gamma=4.5))(TARGET, batch, drafts, seen)
     loss.loss_sum.backward()
     found = {name: p.grad for name, p in head.named_parameters()}
     head.zero_grad()
 
-    hidden = block_states(head, TARGET, batch, blocks, seen)
-    logits = TARGET.logits(hidden)
-    if head.edge is not None:
-        parent = batch.token_RT.flatten()[blocks.source_RAD]
-        logits = logits + (head.edge.predecessor[parent] * head.edge.gates(hidden)) @ head.edge.successor.T
-    teacher = TARGET.logits(seen.hidden_TM.flatten(0, 1))[blocks.source_RAD].log_softmax(-1)
-    weight = blocks.valid_RAD * torch.exp(-torch.arange(head.head_config.depth) / 4.5)
+    if isinstance(head, Eagle3Head):
+        logits, vocabulary = head.lm_head(chain_states(head, TARGET, batch, drafts, seen)), head.token_of
+    else:
+        hidden = block_states(head, TARGET, batch, cast(Blocks, drafts), seen)
+        logits, vocabulary = TARGET.logits(hidden), torch.arange(VOCAB)
+        if head.edge is not None:
+            parent = batch.token_RT.flatten()[drafts.source_RAD]
+            logits = logits + (head.edge.predecessor[parent] * head.edge.gates(hidden)) @ head.edge.successor.T
+    teacher = TARGET.logits(seen.hidden_TM.flatten(0, 1))[drafts.source_RAD][..., vocabulary].log_softmax(-1)
+    known = torch.isin(drafts.label_RAD, vocabulary)
+    assert known[drafts.valid_RAD].all() == (name != "eagle3")
+    weight = drafts.valid_RAD * known * torch.exp(-torch.arange(drafts.valid_RAD.shape[-1]) / 4.5)
     loss_RAD = F.kl_div(logits.log_softmax(-1), teacher, reduction="none", log_target=True).sum(-1)
     expected = (loss_RAD * weight).sum()
     torch.testing.assert_close(loss.loss_sum, expected, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(loss.weight_sum, weight.sum())
-    hit = (logits.argmax(-1) == blocks.label_RAD) & blocks.valid_RAD
+    hit = (vocabulary[logits.argmax(-1)] == drafts.label_RAD) & drafts.valid_RAD
     assert torch.equal(loss.hit_D, hit.long().cumprod(-1).sum((0, 1)))
     expected.backward()
     for key, parameter in head.named_parameters():

@@ -19,21 +19,25 @@ from typer.testing import CliRunner, Result
 from jetspec.commands.app import app
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.data.answers import Answerer, decode
-from jetspec.data.corpus import Document, answer_spans
+from jetspec.data.corpus import Document, PackedData, answer_spans
 from jetspec.data.prompts import Prompt, find_tasks, read_questions
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import Head
 from jetspec.train import evaluate
-from jetspec.train.evaluate import ABSENT, BEYOND, HeadScore, Reading, make_trees, next_tokens, score_head
+from jetspec.train.blocks import choose_anchors, document_mask, lay_out
+from jetspec.train.config import LossConfig
+from jetspec.train.evaluate import ABSENT, BEYOND, HeadScore, make_trees, score_head
+from jetspec.train.loss import HeadWithLoss
 from jetspec.types import Completion, SamplingParams
 from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head
 from tests.models.paged import run_decoder
+from tests.train.test_blocks import decoded_states
 
 BUDGETS = ("chain", "2", "7", "40")
 PROMPTS = [[5], [7, 11, 3], [9, 9, 30, 2, 17, 8], [4, 40, 22, 13]]
 LENGTHS = (1, 9, 24, 25)
-TRAINING_STEPS = 25
+TRAINING_STEPS = 12
 
 
 @cache
@@ -41,33 +45,16 @@ def trained_pair(edge: bool, causal: bool) -> tuple[Decoder, DraftHead]:
     """A random target, and a head trained on its text until about half of its drafts are correct."""
     target = tiny_decoder()
     head = tiny_head(target, edge=edge, causal=causal).requires_grad_(True)
-    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
-    documents = documents_of(target, PROMPTS, LENGTHS)
+    data = PackedData(documents_of(target, PROMPTS, LENGTHS), 64, seed=0)
+    batch = data.batch(0, data.rows_per_pass)
+    drafts = lay_out(batch, *choose_anchors(batch, 64, torch.Generator()), head.head_config)
+    seen = target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), head.head_config.tap_layers)
+    optimizer, loss = torch.optim.Adam(head.parameters(), lr=0.01), HeadWithLoss(head, LossConfig(kind="sft"))
     for _ in range(TRAINING_STEPS):
         optimizer.zero_grad()
-        for document in documents:
-            draft_loss(target, head, document).backward()
+        loss(target, batch, drafts, seen).loss_sum.backward()
         optimizer.step()
     return target, head.requires_grad_(False)
-
-
-def draft_loss(target: Decoder, head: DraftHead, document: Document) -> torch.Tensor:
-    [(start, end)] = answer_spans(document)
-    reading, anchor = Reading(target, head, document.tokens), torch.arange(start - 1, end - 1)
-    hidden = states(reading, head, anchor)
-    label = next_tokens(reading.token_T, anchor, torch.full_like(anchor, end), hidden.shape[1])
-    logits = target.logits(hidden)
-    if head.edge is not None:
-        parent = torch.cat((reading.token_T[anchor, None], label[:, :-1]), 1).clamp(min=0)
-        logits = logits + head.edge(hidden, parent)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=BEYOND)
-
-
-def states(reading: Reading, head: DraftHead, anchor_B: torch.Tensor) -> torch.Tensor:
-    """States for depths 1..D below each anchor, (B, D, M)."""
-    nodes, pages = reading.place(anchor_B, torch.arange(head.head_config.block_size), reading.state.layers)
-    block = replace(nodes, token_T=head.block_tokens(reading.token_T[anchor_B]).flatten())
-    return head.propose(block, reading.target, pages)
 
 
 def documents_of(target: Decoder, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Document]:
@@ -86,33 +73,29 @@ def engine_rounds(target: Decoder, head: DraftHead, tree: TreeConfig) -> list[li
 
 
 @pytest.mark.parametrize(
-    ("causal", "edge", "expand"),
-    [(True, True, "optimal"), (True, False, "paper"), (False, True, "paper"), (False, False, "optimal")],
-    ids=["causal-edge", "causal", "bidirectional-edge", "bidirectional"],
+    ("causal", "edge", "changes"),
+    [
+        (True, True, {}),
+        (True, False, {"expand": "paper"}),
+        (False, True, {"expand": "paper"}),
+        (False, False, {}),
+        (True, True, {"width": 3, "depth": 3, "score": "entropy", "shortlist": 0}),
+        (True, True, {"width": 3, "depth": 3, "score": "hybrid", "entropy_weight": 0.5, "shortlist": 0}),
+    ],
 )
 def test_teacher_forced_rounds_equal_the_engine(
-    causal: bool, edge: bool, expand: str, monkeypatch: pytest.MonkeyPatch
+    causal: bool, edge: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, head = trained_pair(edge, causal)
-    tree = TreeConfig(width=4, expand=expand, shortlist=12)  # type: ignore[arg-type]
-    monkeypatch.setattr(evaluate, "MAX_FLOATS", 11 * VOCAB * head.head_config.depth)  # several batches of anchors
+    tree = TreeConfig(**{"width": 4, "shortlist": 12, **changes})
+    depth = head.head_config.draft_depth(tree.depth)
+    monkeypatch.setattr(evaluate, "MAX_FLOATS", 11 * VOCAB * depth)  # several batches of anchors
     score = score_head(target, head, documents_of(target, PROMPTS, LENGTHS), BUDGETS, tree)
-    for name, setting in make_trees(BUDGETS, tree, head.head_config.depth).items():
+    for name, setting in make_trees(BUDGETS, tree, depth).items():
         assert score.rounds[name] == engine_rounds(target, head, setting), name
-        kept = sum(len(rounds) + sum(rounds) for rounds in score.rounds[name])
-        assert kept == sum(LENGTHS)
+        assert sum(len(rounds) + sum(rounds) for rounds in score.rounds[name]) == sum(LENGTHS)
+    assert max(max(rounds) for rounds in score.rounds["chain"]) <= depth
     assert 1.3 < score.tokens_per_round["chain"] < score.tokens_per_round["40"] < 5
-
-
-@pytest.mark.parametrize("score_by", ["entropy", "hybrid"])
-def test_rounds_agree_for_other_scores_and_depths(score_by: str) -> None:
-    target, head = trained_pair(edge=True, causal=True)
-    weight = 0.5 if score_by == "hybrid" else 0.0
-    tree = TreeConfig(width=3, depth=3, score=score_by, entropy_weight=weight, shortlist=0)  # type: ignore[arg-type]
-    score = score_head(target, head, documents_of(target, PROMPTS, LENGTHS), ("chain", "12"), tree)
-    for name, setting in make_trees(("chain", "12"), tree, head.head_config.depth).items():
-        assert score.rounds[name] == engine_rounds(target, head, setting)
-    assert max(max(rounds) for rounds in score.rounds["chain"]) <= 3
 
 
 def test_end_token_ends_the_last_round() -> None:
@@ -151,10 +134,9 @@ def test_gap_is_the_difference_of_logprobs() -> None:
     score = score_head(target, head, [document], ("16",), TreeConfig(width=4), num_gaps=1000)
     gaps = []
     with torch.inference_mode():
-        reading = Reading(target, head, document.tokens)
         for anchor in range(2, 10):
             length = min(head.head_config.depth, 10 - anchor)
-            logq = target.logits(states(reading, head, torch.tensor([anchor]))[0]).log_softmax(-1)
+            logq = target.logits(decoded_states(target, head, document.tokens[: anchor + 1].tolist())).log_softmax(-1)
             best, path = logq.max(-1)
             logits, _ = run_decoder(target, [*document.tokens[: anchor + 1].tolist(), *path.tolist()])
             logp = logits.log_softmax(-1)[anchor:-1].gather(1, path[:, None])[:, 0]
@@ -228,18 +210,14 @@ def test_answers_are_cached_and_decoded_identically(tmp_path: Path) -> None:
     assert real.tokens_per_round == pytest.approx(forced.tokens_per_round["16"])
 
 
-def test_turn_beyond_the_context_ends_its_conversation() -> None:
-    target, _ = trained_pair(edge=False, causal=True)
-    documents = answerer(Chatter(target), max_prompt_tokens=20).answers("task", ASKED, None)
-    assert len(documents) == 2
-
-
-def test_question_beyond_the_context_is_refused_first() -> None:
-    chatter = Chatter(trained_pair(edge=False, causal=True)[0])
+def test_turns_beyond_the_context_are_left_out_and_questions_refused() -> None:
+    chatter = Chatter(trained_pair(edge=True, causal=True)[0])
+    assert len(answerer(chatter, max_prompt_tokens=20).answers("task", ASKED, None)) == 2
     asked = [Prompt("a", ["why"], [], None, "quiz.jsonl:1"), Prompt("b", ["why"], [], "be brief", "quiz.jsonl:2")]
+    calls = chatter.num_calls
     with pytest.raises(ValueError, match=r"quiz\.jsonl:2"):
         answerer(chatter, max_prompt_tokens=12).answers("task", asked, None)
-    assert not chatter.num_calls
+    assert chatter.num_calls == calls
     assert len(answerer(chatter, max_prompt_tokens=13).answers("task", asked, None)) == 2
 
 
@@ -302,11 +280,15 @@ def command(folder: Path, *words: str) -> Result:
 
 @pytest.mark.parametrize("head", ["mine", "eagle3"])
 def test_command_reports_both_numbers_and_they_agree(head: str, data_dir: Path, tmp_path: Path) -> None:
-    record = tmp_path / "results" / "mine.json"
-    result = command(data_dir, "--head", head, "--budgets", "chain,16", "--json", "--out", str(record))
+    record, words = tmp_path / "results" / "mine.json", ("--set", "tree.shortlist=9", "--json")
+    result = command(data_dir, "--head", head, "--budgets", "chain,16", *words, "--out", str(record))
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["head"] == head and found["tokens_per_round"].keys() == {"chat", "quiz"}
+    assert (
+        found["head"] == head
+        and found["tree"]["shortlist"] == 9
+        and found["tokens_per_round"].keys() == {"chat", "quiz"}
+    )
     for task, row in found["tokens_per_round"].items():
         assert row.keys() == {"chain", "16"}
         for budget, value in row.items():
@@ -316,12 +298,6 @@ def test_command_reports_both_numbers_and_they_agree(head: str, data_dir: Path, 
     written = json.loads(record.read_text())
     assert found.items() <= written.items() and "commit" in written
     assert len(list((tmp_path / "results" / "answers").iterdir())) == 2
-
-
-@pytest.mark.parametrize(("words", "shortlist"), [((), TreeConfig.shortlist), (("--set", "tree.shortlist=9"), 9)])
-def test_record_holds_the_shortlist(words: tuple[str, ...], shortlist: int, data_dir: Path) -> None:
-    result = command(data_dir, "--head", "mine", "--tasks", "quiz", "--budgets", "16", "--no-real", "--json", *words)
-    assert json.loads(result.stdout)["tree"]["shortlist"] == shortlist
 
 
 def test_table_shows_tasks_and_budgets(data_dir: Path) -> None:

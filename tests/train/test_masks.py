@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,116 +13,83 @@ from torch.nn.attention import flex_attention
 from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
-from jetspec.models.masked_attention import (
-    make_block_mask,
-)
-from jetspec.train.blocks import choose_anchors, document_mask, lay_out_blocks
+from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
+from jetspec.models.heads import Head
+from jetspec.models.masked_attention import make_block_mask
+from jetspec.train.blocks import choose_anchors, document_mask, lay_out
 from jetspec.train.config import LossConfig
-from jetspec.train.loss import DraftLoss, block_loss
-from tests.models.head_paged import make_head
+from jetspec.train.loss import DraftLoss, HeadWithLoss
+from tests.engine.tiny import randomize
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+VOCAB = 50
+COMPILATIONS = {"causal": 2, "causal windows": 4, "bidirectional windows": 4, "eagle3": 1}
+"""Kinds of heads, and most compilations of their layers: all layers of one window and all batches share one."""
 
 
-@pytest.fixture
-def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allows gradients of FlexAttention on a CPU without its compiler."""
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-
-
-def packed(rows: int, length: int, seed: int = 0) -> PackedBatch:
+def packed(rows: int, length: int, seed: int) -> PackedBatch:
     """Rows of three documents, then padding."""
     sizes = [length // 2, length // 8, length // 4]
     padding = length - sum(sizes)
     document = torch.repeat_interleave(torch.tensor([0, 1, 2, -1]), torch.tensor([*sizes, padding]))
     position = torch.cat([*(torch.arange(n) for n in sizes), torch.zeros(padding, dtype=torch.long)])
-    token = torch.randint(3, 50, (rows, length), generator=torch.Generator().manual_seed(seed))
+    token = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
     written = (document >= 0) & (position > 1)
     return PackedBatch(token, *(x.repeat(rows, 1) for x in (position, document, written)))
 
 
-def layers(num_layers: int = 3, windows: tuple[int | None, ...] = ()) -> DecoderConfig:
-    return DecoderConfig(
-        family="qwen3",
-        vocab_size=50,
-        hidden_size=32,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        inner_size=48,
-        max_len=512,
-        qk_norm=True,
-        windows=windows,
-    )
+def models(kind: str, device: torch.device) -> tuple[Decoder, Head]:
+    """Models with heads of size 16, the smallest of FlexAttention's kernels."""
+    shape = DecoderConfig("qwen3", VOCAB, 32, 3, 4, 2, 16, 48, max_len=512, qk_norm=True)
+    target = randomize(Decoder(replace(shape, windows=(9, None, None))), 3, 0.3)
+    layers, causal = replace(shape, windows=(5, None, 5) if "windows" in kind else ()), "bidirectional" not in kind
+    config = HeadConfig(layers, (0, 1), 2, 4, causal, causal_windows=not causal, edge=EdgeConfig(4))
+    single = Eagle3Config(replace(shape, family="llama", num_layers=1, qk_norm=False), (0, 1, 2), VOCAB, 4)
+    head: Head = Eagle3Head(single) if kind == "eagle3" else DraftHead(config)
+    return target.to(device), randomize(head, 4, 0.2).to(device).requires_grad_(True)
 
 
-def head_config(causal: bool = True, block_size: int = 4, windows: tuple[int | None, ...] = ()) -> HeadConfig:
-    return HeadConfig(
-        layers(windows=windows),
-        tap_layers=(0, 1),
-        mask_token=2,
-        block_size=block_size,
-        causal=causal,
-        causal_windows=not causal,
-        edge=EdgeConfig(4),
-    )
-
-
-def models(causal: bool, windows: tuple[int | None, ...], device: torch.device) -> tuple[Decoder, DraftHead]:
-    target = Decoder(layers(2, (9, None))).requires_grad_(False)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in target.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0, 0.3, generator=generator)
-    head = make_head(head_config(causal, windows=windows), seed=4)
-    return target.to(device), head.to(device)
-
-
-def loss_and_gradients(
-    target: Decoder, head: DraftHead, seed: int, device: torch.device
-) -> tuple[DraftLoss, dict[str, Tensor | None]]:
+def loss_and_gradients(target: Decoder, head: Head, seed: int) -> tuple[DraftLoss, dict[str, Tensor | None]]:
     """The loss of one batch, and its gradients."""
-    host = packed(2, 64, seed)
+    host, device = packed(2, 64, seed), target.embedding.device
     anchors = choose_anchors(host, 9, torch.Generator().manual_seed(seed))
-    batch, blocks = host.to(device), lay_out_blocks(host, *anchors, head.head_config).to(device)
+    batch, drafts = host.to(device), lay_out(host, *anchors, head.head_config).to(device)
     with torch.no_grad():
         taps = head.head_config.tap_layers
         seen = target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
     head.zero_grad()
-    result = block_loss(head, target, batch, blocks, seen, LossConfig())
+    result: DraftLoss = HeadWithLoss(head, LossConfig())(target, batch, drafts, seen)
     result.loss_sum.backward()
-    # copies, because Module.to moves gradients with the weights
-    return result, {name: None if p.grad is None else p.grad.clone() for name, p in head.named_parameters()}
+    return result, {name: p.grad for name, p in head.named_parameters()}
 
 
-@pytest.mark.parametrize(("causal", "windows"), [(True, ()), (True, (5, None, 5)), (False, (5, None, 5))])
-def test_compiled_layers_give_the_same_gradients(
-    causal: bool, windows: tuple[int | None, ...], flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, head = models(causal, windows, CPU)
-    plain = [loss_and_gradients(target, head, seed, CPU) for seed in range(3)]
+@pytest.mark.parametrize("kind", COMPILATIONS)
+def test_compiled_layers_give_the_same_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compiler of FlexAttention, which has no gradients on a CPU."""
+    target, head = models(kind, CPU)
+    plain = [loss_and_gradients(target, head, seed) for seed in range(3)]
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr("jetspec.train.blocks.make_visible", make_block_mask)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     for layer in head.layers:
         layer.compile(dynamic=False, backend=counter)
-    fast = [loss_and_gradients(target, head, seed, CPU) for seed in range(3)]
-    assert counter.frame_count <= 2 + len(set(windows)), "all layers and batches share a compilation"
+    fast = [loss_and_gradients(target, head, seed) for seed in range(3)]
+    assert 0 < counter.frame_count <= COMPILATIONS[kind]
     for (loss, grads), (expected, expected_grads) in zip(fast, plain, strict=True):
         torch.testing.assert_close(loss.loss_sum, expected.loss_sum, atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(grads, expected_grads, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
-def test_compiled_training_on_a_gpu_follows_the_cpu() -> None:
-    target, head = models(True, (), CPU)
-    expected, expected_grads = loss_and_gradients(target, head, 0, CPU)
-    target, head = target.to(CUDA), head.to(CUDA)
+@pytest.mark.parametrize("kind", ["causal", "eagle3"])
+def test_compiled_training_on_a_gpu_follows_the_cpu(kind: str) -> None:
+    expected, expected_grads = loss_and_gradients(*models(kind, CPU), 0)
+    target, head = models(kind, CUDA)
     for layer in head.layers:
         layer.compile(dynamic=False)
-    loss, grads = loss_and_gradients(target, head, 0, CUDA)
+    loss, grads = loss_and_gradients(target, head, 0)
     torch.testing.assert_close(loss.loss_sum.cpu(), expected.loss_sum, atol=1e-3, rtol=1e-4)
     for name, grad in grads.items():
-        assert grad is not None and expected_grads[name] is not None
+        assert grad is not None
         torch.testing.assert_close(grad.cpu(), expected_grads[name], atol=1e-3, rtol=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -37,9 +39,8 @@ def test_each_weight_has_one_optimizer(kind: str, edge: bool) -> None:
 def test_batched_updates_equal_single_ones() -> None:
     shapes = [(12, 8), (8, 12), (12, 8), (8, 8), (12, 8)]
     alone, together = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    settings = {"lr": 0.1, "weight_decay": 0.2}
-    optimizers = [torch.optim.Muon(alone, adjust_lr_fn="match_rms_adamw", **settings)]  # type: ignore[arg-type]
-    optimizers.append(BatchedMuon(together, **settings))
+    settings: Any = {"lr": 0.1, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
+    optimizers = [torch.optim.Muon(alone, **settings), BatchedMuon(together, **settings)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         for a, b in zip(alone, together, strict=True):

@@ -18,12 +18,7 @@ from jetspec.train.run import make_trainer
 from jetspec.train.trainer import Trainer
 from tests.engine.tiny import randomize
 from tests.rerun import RerunPool
-from tests.train.test_trainer import TARGET, recipe, weights, write_answers
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_answers(tmp_path_factory.mktemp("data") / "answers.jsonl")
+from tests.train.tiny_run import TARGET, recipe, weights
 
 
 def capturing(config: TrainConfig) -> Trainer:
