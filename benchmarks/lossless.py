@@ -32,7 +32,7 @@ from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.ops import Residual
 from jetspec.ops.select import force
-from jetspec.tree.sample import filter_logits, gumbel
+from jetspec.tree import filter_logits, gumbel
 from jetspec.types import Request, RowSampling, SamplingParams
 
 PAGE_SIZE = 16

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from jetspec.ops import select
 from tests.unwritten import fill_unwritten
 
 HOPPER = 90
@@ -159,45 +162,39 @@ def _storages(values: Any) -> Iterator[Any]:
             yield tensor.untyped_storage()
 
 
-def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
-    """Returns the PTX of a kernel. A kernel that takes part in dependent launch must wait before its first store."""
-    ptx = str(_compile(kernel, types, constants, HOPPER, options).asm["ptx"])
-    early = "OVERLAP" in kernel.arg_names
-    assert not early or 0 < ptx.index("griddepcontrol.wait") < ptx.index("st.global")
-    return ptx
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel that was launched, as compiled."""
+
+    name: str
+    ptx: str
+    shared: int
+    """Bytes of shared memory of a program."""
 
 
-def fetches_early(ptx: str) -> bool:
-    """Returns true if a kernel prefetches a weight before it waits."""
-    return 0 < ptx.index("cp.async.bulk.prefetch.L2") < ptx.index("griddepcontrol.wait")
-
-
-def _source(kernel: Any) -> Any:
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        return GluonASTSource
-    from triton.compiler import ASTSource
-
-    return ASTSource
-
-
-def shared_bytes(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, options: dict[str, int]
-) -> int:
-    """Returns the bytes of shared memory of a program, on a GPU of a compute capability."""
-    return int(_compile(kernel, types, constants, capability, options).metadata.shared)
-
-
-def _compile(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, options: dict[str, int]
-) -> Any:
-    """Compiles a kernel. Arguments in neither mapping are pointers to float32. All pointers are aligned."""
+def compiled(run: Callable[[], object], capability: int = HOPPER) -> list[Compiled]:
+    """Compiles the kernels that `run` launches, for a GPU that is absent. They are not executed, so that tensors may be
+    on the device "meta". A kernel that takes part in dependent launch must wait before its first store."""
     triton = pytest.importorskip("triton")
-    if "OVERLAP" in kernel.arg_names:
-        early = capability >= HOPPER
-        constants, options = {"OVERLAP": early, **constants}, {"launch_pdl": early, **options}
-    known = {name: types.get(name, "*fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(known.values()) if type.startswith("*")}
-    source = _source(kernel)(kernel, known, constants, aligned)
-    return triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32), options=options)
+    from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    target, found = triton.backends.compiler.GPUTarget("cuda", capability, 32), list[Compiled]()
+    backend = make_backend(target)
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        bound, types, _ = create_function_from_signature(self.signature, self.params, backend)(*args, **options)
+        parsed, *signature = self._pack_args(backend, options, bound, types, options)
+        source = (GluonASTSource if self.is_gluon() else ASTSource)(self, *signature)
+        made = triton.compile(source, target=target, options=vars(parsed))
+        ptx = str(made.asm["ptx"])
+        assert not options.get("OVERLAP") or 0 < ptx.index("griddepcontrol.wait") < ptx.index("st.global")
+        found.append(Compiled(self.fn.__name__, ptx, int(made.metadata.shared)))
+
+    device = select.Device("cuda", divmod(capability, 10), 132, 228 * 1024)
+    with pytest.MonkeyPatch.context() as patch, select.force("triton"), torch.no_grad():
+        patch.setattr(JITFunction, "run", launch)
+        patch.setattr(select, "device_of", lambda _: device)
+        run()
+    return found

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.layouts import LossKind, RowScores
+from jetspec.ops.overlap_triton import launch
 
 BLOCK = 1024
-NUM_WARPS = 8
 
 # Stands for no logit. Finite, since the difference of two infinities is NaN.
 LOWEST = tl.constexpr(-3.0e38)
@@ -36,15 +36,10 @@ def distill_loss_triton(
     assert z_RV.is_contiguous() and (u_SV is None or u_SV.is_contiguous())
     loss_R = torch.zeros(R, dtype=torch.float32, device=z_RV.device)
     hit_R, label_prob_R = torch.zeros_like(loss_R, dtype=torch.bool), torch.zeros_like(loss_R)
-    with torch.cuda.device_of(z_RV):
-        sizes = {"BLOCK": min(BLOCK, triton.next_power_of_2(V)), "num_warps": NUM_WARPS}
-        _distill_loss_kernel[(R,)](
-            *(z_RV, u_SV, None if teacher_of_R is None else teacher_of_R.contiguous(), label_R.contiguous()),
-            *(weight_R.contiguous(), loss_R, hit_R, label_prob_R, V, temperature),
-            KIND=kind,
-            WITH_GRAD=with_grad,
-            **sizes,
-        )
+    teacher_of_R = None if teacher_of_R is None else teacher_of_R.contiguous()
+    rows = z_RV, u_SV, teacher_of_R, label_R.contiguous(), weight_R.contiguous(), loss_R, hit_R, label_prob_R
+    sizes = {"BLOCK": min(BLOCK, triton.next_power_of_2(V)), "num_warps": 8}
+    launch(_distill_loss_kernel, (R,), *rows, V, temperature, KIND=kind, WITH_GRAD=with_grad, **sizes)
     return loss_R, hit_R, label_prob_R
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.layouts import Placement, SlotRows
+from jetspec.ops.overlap_triton import launch
 from jetspec.types import KVPages
 
 COMPACT_BLOCK = 128
@@ -33,13 +34,11 @@ def store_kv_triton(pages: KVPages, k_TGE: Tensor, v_TGE: Tensor, slot_T: Tensor
     check_slots(pages)
     k, v = k_TGE.flatten(1), v_TGE.flatten(1)  # views, also for slices of a wider row
     T, size = k.shape
+    sizes = {"SIZE": size, "E": k_TGE.shape[2], "ROW": pages.k.stride(1), "HEAD": pages.k.stride(2)}
+    sizes["BLOCK"] = triton.next_power_of_2(size)
     if T:
-        sizes = {"SIZE": size, "E": k_TGE.shape[2], "ROW": pages.k.stride(1), "HEAD": pages.k.stride(2)}
-        _store_kv_kernel[(T,)](
-            *(k, v, pages.k, pages.v, slot_T.contiguous(), k.stride(0), v.stride(0)),
-            **sizes,
-            BLOCK=triton.next_power_of_2(size),
-        )
+        tensors = k, v, pages.k, pages.v, slot_T.contiguous()
+        launch(_store_kv_kernel, (T,), *tensors, k.stride(0), v.stride(0), **sizes)
 
 
 @triton.jit
@@ -70,43 +69,32 @@ def _store_kv_kernel(
     tl.store(v_pages_ptr + target, v, mask=inside)
 
 
-def _compact_sizes(num: int, size: int) -> dict[str, int]:
-    return {"NUM": num, "SLOTS": triton.next_power_of_2(num), "SIZE": size, "BLOCK": COMPACT_BLOCK}
-
-
 def compact_kv_triton(storage: Tensor, source_BD1: Tensor, target_BD1: Tensor) -> None:
-    assert storage.is_contiguous() and source_BD1.shape == target_BD1.shape
+    assert storage.is_contiguous()
     _, L, pages, S, G, E = storage.shape
-    B, num = source_BD1.shape
-    if B and num:
-        _compact_kv_kernel[(B, 2 * L, triton.cdiv(G * E, COMPACT_BLOCK))](
-            *(storage, source_BD1.contiguous(), target_BD1.contiguous(), pages * S), **_compact_sizes(num, G * E)
-        )
+    _compact(storage, 2 * L, G * E, pages * S, source_BD1, target_BD1)
 
 
 def compact_rows_triton(layers: SlotRows, source_BD1: Tensor, target_BD1: Tensor) -> None:
     """Copy rows as 32-bit words, whatever their dtype."""
-    assert source_BD1.shape == target_BD1.shape
-    B, num = source_BD1.shape
     first = layers.rows_L[0]
     words = first.shape[1] * first.element_size() // 4
+    _compact(layers.address_L, len(layers.rows_L), words, None, source_BD1, target_BD1)
+
+
+def _compact(
+    storage: Tensor, planes: int, size: int, num_slots: int | None, source_BD1: Tensor, target_BD1: Tensor
+) -> None:
+    assert source_BD1.shape == target_BD1.shape
+    B, num = source_BD1.shape
+    sizes = {"NUM": num, "SLOTS": triton.next_power_of_2(num), "SIZE": size, "BLOCK": COMPACT_BLOCK}
     if B and num:
-        _compact_rows_kernel[(B, len(layers.rows_L), triton.cdiv(words, COMPACT_BLOCK))](
-            *(layers.address_L, source_BD1.contiguous(), target_BD1.contiguous()), **_compact_sizes(num, words)
-        )
+        grid = B, planes, triton.cdiv(size, COMPACT_BLOCK)
+        launch(_compact_kernel, grid, storage, source_BD1.contiguous(), target_BD1.contiguous(), num_slots, **sizes)
 
 
 @triton.jit
-def _compact_rows_kernel(
-    address_ptr, source_ptr, target_ptr, NUM: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """`_compact_kv_kernel` for layers at separate addresses."""
-    storage_ptr = tl.load(address_ptr + tl.program_id(1)).to(tl.pointer_type(tl.int32))
-    _copy_rows(storage_ptr, source_ptr, target_ptr, NUM, SLOTS, SIZE, BLOCK)
-
-
-@triton.jit
-def _compact_kv_kernel(
+def _compact_kernel(
     storage_ptr,
     source_ptr,
     target_ptr,
@@ -116,19 +104,15 @@ def _compact_kv_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of elements, in all slots of a row, of one layer's K or V."""
-    plane = tl.program_id(1).to(tl.int64)
-    _copy_rows(storage_ptr + plane * num_slots * SIZE, source_ptr, target_ptr, NUM, SLOTS, SIZE, BLOCK)
-
-
-@triton.jit
-def _copy_rows(
-    storage_ptr, source_ptr, target_ptr, NUM: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Copy a block of elements from source to target slots, through registers. SLOTS is NUM rounded up.
+    """Copy a block of elements of one layer's K or V in all slots of a row, through registers. SLOTS is NUM rounded up.
+    Without `num_slots`, `storage_ptr` holds the addresses of the layers.
 
     Only this program touches these elements. Its threads may not write before all of them have read.
     """
+    if num_slots is None:
+        storage_ptr = tl.load(storage_ptr + tl.program_id(1)).to(tl.pointer_type(tl.int32))
+    else:
+        storage_ptr += tl.program_id(1).to(tl.int64) * num_slots * SIZE
     row = tl.program_id(0)
     entry = tl.arange(0, SLOTS)
     source = tl.load(source_ptr + row * NUM + entry, mask=entry < NUM, other=0).to(tl.int64)
@@ -147,13 +131,10 @@ def place_triton(page_RP: Tensor, length_R: Tensor, row_B: Tensor, depth_BN: Ten
     (B, N), P = depth_BN.shape, page_RP.shape[1]
     assert page_RP.is_contiguous() and depth_BN.stride(1) == 1
     page_BP, position_BN, slot_BN = (torch.empty(B, n, dtype=torch.int64, device=row_B.device) for n in (P, N, N))
-    length_B = torch.empty(B, dtype=torch.int64, device=row_B.device)
-    sizes = {"PAGE_SIZE": page_size, "BLOCK": PLACE_BLOCK, "num_warps": 4}
-    _place_kernel[(B, triton.cdiv(max(P, N), PLACE_BLOCK))](
-        *(page_RP, length_R, row_B, depth_BN, page_BP, length_B, position_BN, slot_BN, N, P, depth_BN.stride(0)),
-        **sizes,
-    )
-    return Placement(page_BP, length_B, position_BN, slot_BN)
+    placed = Placement(page_BP, torch.empty(B, dtype=torch.int64, device=row_B.device), position_BN, slot_BN)
+    grid, sizes = (B, triton.cdiv(max(P, N), PLACE_BLOCK)), {"PAGE_SIZE": page_size, "BLOCK": PLACE_BLOCK}
+    launch(_place_kernel, grid, page_RP, length_R, row_B, depth_BN, *placed, N, P, depth_BN.stride(0), **sizes)
+    return placed
 
 
 @triton.jit(do_not_specialize=["N", "P", "depth_stride_b"])

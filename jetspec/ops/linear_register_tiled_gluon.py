@@ -12,7 +12,6 @@ Layout: x (T, K), weight (N, K) or, gated, (2 N, K) with the gate first, out (T,
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,7 +21,9 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from jetspec.ops.fragments_gluon import index, wait
 from jetspec.ops.layouts import REGISTER_BLOCK, RegisterTiles, register_tiles
 from jetspec.ops.linear_tiles_triton import Epilogue, TiledLinear
-from jetspec.ops.overlap_triton import overlap
+from jetspec.ops.overlap_triton import launch
+
+BLOCK = gl.constexpr(REGISTER_BLOCK)
 
 
 def _plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool, adds: bool) -> RegisterTiles | None:
@@ -31,15 +32,10 @@ def _plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool, adds: bool) -
 
 def _launch(tiles: RegisterTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     T, N = out.shape
-    with torch.cuda.device_of(x_TK):
-        sizes = {"K": x_TK.shape[1], "BLOCK_M": REGISTER_BLOCK, "BLOCK_N": REGISTER_BLOCK}
-        sizes |= epilogue.constants() | tiles._asdict()
-        _register_tiled_linear_kernel[(triton.cdiv(N, REGISTER_BLOCK), triton.cdiv(T, REGISTER_BLOCK))](
-            *(x_TK, weight, *epilogue.operands(out), *epilogue.sizes(out)),
-            num_warps=tiles.WARPS,
-            **sizes,
-            **overlap(x_TK),
-        )
+    grid = triton.cdiv(N, REGISTER_BLOCK), triton.cdiv(T, REGISTER_BLOCK)
+    operands = x_TK, weight, *epilogue.operands(out), *epilogue.sizes(out)
+    sizes = {"K": x_TK.shape[1], "GATED": epilogue.gated, "PARTS": epilogue.parts, "tiles": tiles}
+    launch(_register_tiled_linear_kernel, grid, *operands, **sizes, num_warps=tiles.WARPS)
 
 
 REGISTER_TILED = TiledLinear(_plan, _launch)
@@ -65,34 +61,30 @@ def _register_tiled_linear_kernel(
     K: gl.constexpr,
     GATED: gl.constexpr,
     PARTS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr,
-    C1: gl.constexpr,
-    C2: gl.constexpr,
-    C3: gl.constexpr,
+    tiles: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
     """16 outputs of 16 rows: every warp multiplies its own range of K, then the warps' sums are added."""
-    sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK_M, 8])
+    WARPS: gl.constexpr = tiles.WARPS
+    sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
     # Neighbouring threads hold neighbouring outputs, each with the sums of all warps.
-    per_thread: gl.constexpr = BLOCK_M * BLOCK_N // (32 * WARPS) if WARPS <= 8 else 1
-    lanes: gl.constexpr = BLOCK_N // per_thread
+    per_thread: gl.constexpr = BLOCK * BLOCK // (32 * WARPS) if WARPS <= 8 else 1
+    lanes: gl.constexpr = BLOCK // per_thread
     shared_out: gl.constexpr = gl.BlockedLayout(
         [WARPS, 1, per_thread], [1, 32 // lanes, lanes], [1, WARPS, 1], [2, 1, 0]
     )
     results: gl.constexpr = gl.SliceLayout(0, shared_out)
 
-    first, first_token = gl.program_id(0) * BLOCK_N, gl.program_id(1) * BLOCK_M
-    token = first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(1, results))
-    output = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, results))
+    first, first_token = gl.program_id(0) * BLOCK, gl.program_id(1) * BLOCK
+    token = first_token + gl.arange(0, BLOCK, gl.SliceLayout(1, results))
+    output = first + gl.arange(0, BLOCK, gl.SliceLayout(0, results))
     inside = (token < T)[:, None] & (output < N)[None, :]
     place = token[:, None] * N + output[None, :]
 
     # load the weight and all that the previous kernel does not write
-    weight = _load(weight_ptr, first, N - 1, K, WARPS, BLOCK_N, C1, C2, C3, 1, sums)
+    weight = _load(weight_ptr, first, N - 1, K, tiles, 1, sums)
     if GATED:
-        up_weight = _load(weight_ptr + N * K, first, N - 1, K, WARPS, BLOCK_N, C1, C2, C3, 1, sums)
+        up_weight = _load(weight_ptr + N * K, first, N - 1, K, tiles, 1, sums)
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + output, mask=output < N, other=0.0).to(gl.float32)
         if GATED:
@@ -102,10 +94,10 @@ def _register_tiled_linear_kernel(
     wait(OVERLAP)
 
     # load x, squares and residual
-    x = _load(x_ptr, first_token, T - 1, K, WARPS, BLOCK_M, C1, C2, C3, 0, sums)
+    x = _load(x_ptr, first_token, T - 1, K, tiles, 0, sums)
     if squares_ptr is not None:
         rows: gl.constexpr = gl.BlockedLayout([1, 1], [32 // lanes, lanes], [WARPS, 1], [1, 0])
-        square_token = first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(1, rows))
+        square_token = first_token + gl.arange(0, BLOCK, gl.SliceLayout(1, rows))
         part = gl.arange(0, PARTS, gl.SliceLayout(0, rows))
         known = (part < num_parts)[None, :] & (square_token < T)[:, None]
         squares = gl.load(squares_ptr + part[None, :] * T + square_token[:, None], mask=known, other=0.0)
@@ -113,10 +105,10 @@ def _register_tiled_linear_kernel(
         before = gl.load(total_ptr + place, mask=inside, other=0.0).to(gl.float32)
 
     # multiply, add the sums of all warps
-    zero = gl.zeros([WARPS, BLOCK_M, BLOCK_N], gl.float32, sums)
-    y = gl.sum(gl.convert_layout(_multiply(x, weight, zero, C2, C3), shared_out), 0)
+    zero = gl.zeros([WARPS, BLOCK, BLOCK], gl.float32, sums)
+    y = gl.sum(gl.convert_layout(_multiply(x, weight, zero, tiles), shared_out), 0)
     if GATED:
-        up = gl.sum(gl.convert_layout(_multiply(x, up_weight, zero, C2, C3), shared_out), 0)
+        up = gl.sum(gl.convert_layout(_multiply(x, up_weight, zero, tiles), shared_out), 0)
     # divide by the root mean square, bias, gate, residual
     if squares_ptr is not None:
         mean = gl.convert_layout(gl.sum(squares, 1), gl.SliceLayout(1, results)) / K
@@ -144,29 +136,18 @@ def _register_tiled_linear_kernel(
 
 
 @gluon.jit
-def _load(
-    ptr,
-    first,
-    last,
-    K: gl.constexpr,
-    WARPS: gl.constexpr,
-    ROWS: gl.constexpr,
-    C1: gl.constexpr,
-    C2: gl.constexpr,
-    C3: gl.constexpr,
-    OPERAND: gl.constexpr,
-    sums: gl.constexpr,
-):
+def _load(ptr, first, last, K: gl.constexpr, tiles: gl.constexpr, OPERAND: gl.constexpr, sums: gl.constexpr):
     """Loads rows of a factor from `first` on, in up to three parts of K. Rows past the last repeat it."""
-    part = _load_part(ptr, first, last, 0, K, WARPS, ROWS, C1, OPERAND, sums)
-    if C2 == 0:
+    WARPS: gl.constexpr = tiles.WARPS
+    part = _load_part(ptr, first, last, 0, K, WARPS, tiles.C1, OPERAND, sums)
+    if tiles.C2 == 0:
         return (part,)
     else:
-        second = _load_part(ptr, first, last, WARPS * C1, K, WARPS, ROWS, C2, OPERAND, sums)
-        if C3 == 0:
+        second = _load_part(ptr, first, last, WARPS * tiles.C1, K, WARPS, tiles.C2, OPERAND, sums)
+        if tiles.C3 == 0:
             return (part, second)
         else:
-            third = _load_part(ptr, first, last, WARPS * (C1 + C2), K, WARPS, ROWS, C3, OPERAND, sums)
+            third = _load_part(ptr, first, last, WARPS * (tiles.C1 + tiles.C2), K, WARPS, tiles.C3, OPERAND, sums)
             return (part, second, third)
 
 
@@ -178,16 +159,15 @@ def _load_part(
     start: gl.constexpr,
     K: gl.constexpr,
     WARPS: gl.constexpr,
-    ROWS: gl.constexpr,
     C: gl.constexpr,
     OPERAND: gl.constexpr,
     sums: gl.constexpr,
 ):
-    """Loads columns from `start` on, C for each warp: (WARPS, ROWS, C) on the left of a product, (WARPS, C, ROWS) on
+    """Loads columns from `start` on, C for each warp: (WARPS, BLOCK, C) on the left of a product, (WARPS, C, BLOCK) on
     its right. Both factors may permute K alike, so a thread holds up to eight neighbours, where the tensor core's own
     order has pairs: 16-byte loads."""
     layout: gl.constexpr = gl.DotOperandLayout(OPERAND, sums, 8 if C >= 64 else C // 8)
-    row = index(ROWS, 1 + OPERAND, layout)
+    row = index(BLOCK, 1 + OPERAND, layout)
     column = start + index(WARPS, 0, layout) * C + index(C, 2 - OPERAND, layout)
     place = gl.minimum(first + row, last) * K + column
     if start + WARPS * C <= K:
@@ -197,10 +177,10 @@ def _load_part(
 
 
 @gluon.jit
-def _multiply(x, weight, y, C2: gl.constexpr, C3: gl.constexpr):
+def _multiply(x, weight, y, tiles: gl.constexpr):
     y = mma_v2(x[0], weight[0], y)
-    if C2 > 0:
+    if tiles.C2 > 0:
         y = mma_v2(x[1], weight[1], y)
-    if C3 > 0:
+    if tiles.C3 > 0:
         y = mma_v2(x[2], weight[2], y)
     return y

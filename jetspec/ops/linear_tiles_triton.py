@@ -49,8 +49,10 @@ class Epilogue:
         num_parts = 0 if self.squares is None else len(self.squares)
         return *out.shape, num_parts, 0 if self.tap is None else self.tap.stride(0), self.eps
 
-    def constants(self) -> dict[str, Any]:
-        return {"GATED": self.gated, "PARTS": 1 if self.squares is None else triton.next_power_of_2(len(self.squares))}
+    @property
+    def parts(self) -> int:
+        """Sums of squares per row, rounded up to a power of two."""
+        return 1 if self.squares is None else triton.next_power_of_2(len(self.squares))
 
 
 @dataclass(frozen=True)

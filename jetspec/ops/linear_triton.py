@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from jetspec.ops.buffers import whole_tiles
 from jetspec.ops.layouts import STAGE_BYTES, Residual, copied, is_small
 from jetspec.ops.linear_tiles_triton import Epilogue, TiledLinear
-from jetspec.ops.overlap_triton import fetch, overlap, wait
+from jetspec.ops.overlap_triton import fetch, launch, wait
 from jetspec.ops.select import device_of, enabled
 
 BLOCK_K = 2048
@@ -67,12 +67,10 @@ def _launch_vector(
     block_k = min(2 * BLOCK_K if is_long else BLOCK_K, triton.next_power_of_2(K))
     block_n = max(1, PRODUCTS // block_k // (2 if gated else 1))
     sizes = {"K": K, "GATED": gated, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    _vector_linear_kernel[(triton.cdiv(N, block_n),)](
-        *(x.contiguous(), weight, bias, norm, None if total is None else total.contiguous(), out, N, eps),
-        num_warps=8 if is_long or norm is not None else 4,
-        **sizes,
-        **overlap(x),
-    )
+    sizes["num_warps"] = 8 if is_long or norm is not None else 4
+    total = None if total is None else total.contiguous()
+    grid = (triton.cdiv(N, block_n),)
+    launch(_vector_linear_kernel, grid, x.contiguous(), weight, bias, norm, total, out, N, eps, **sizes)
     return out
 
 
@@ -181,14 +179,9 @@ def _launch_rows(tiles: RowTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epi
     x_desc = TensorDescriptor.from_tensor(whole_tiles(x_TK, tiles.BLOCK_M), [tiles.BLOCK_M, tiles.BLOCK_K])
     weight_desc = TensorDescriptor.from_tensor(weight, [tiles.BLOCK_N, tiles.BLOCK_K])
     half_desc = TensorDescriptor.from_tensor(weight, [tiles.BLOCK_N // 2, tiles.BLOCK_K]) if tiles.HALF else None
-    with torch.cuda.device_of(x_TK):
-        _rows_linear_kernel[(triton.cdiv(N, tiles.width), triton.cdiv(T, tiles.BLOCK_M))](
-            *(weight, x_desc, weight_desc, half_desc, *epilogue.operands(out), K, *epilogue.sizes(out)),
-            EARLY=is_small(weight),
-            **epilogue.constants(),
-            **tiles._asdict(),
-            **overlap(x_TK),
-        )
+    operands = weight, x_desc, weight_desc, half_desc, *epilogue.operands(out), K, *epilogue.sizes(out)
+    sizes = {"GATED": epilogue.gated, "PARTS": epilogue.parts, "EARLY": is_small(weight), **tiles._asdict()}
+    launch(_rows_linear_kernel, (triton.cdiv(N, tiles.width), triton.cdiv(T, tiles.BLOCK_M)), *operands, **sizes)
 
 
 ROWS = TiledLinear(_plan_rows, _launch_rows)

@@ -16,6 +16,8 @@ multiprocessors, so that those that wait for each other run at once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -28,8 +30,24 @@ from jetspec.ops.buffers import barrier_counters, whole_tiles
 from jetspec.ops.fragments_gluon import grid_barrier, wait
 from jetspec.ops.layouts import WARP_INPUTS, WARP_ROWS, WarpTiles, is_small, small_weight_warp_tiles, warp_tiles
 from jetspec.ops.linear_tiles_triton import Epilogue, TiledLinear
-from jetspec.ops.overlap_triton import overlap
+from jetspec.ops.overlap_triton import launch
 from jetspec.ops.select import device_of, enabled
+
+BLOCK_M, BLOCK_K = gl.constexpr(WARP_ROWS), gl.constexpr(WARP_INPUTS)
+
+
+class Sizes(NamedTuple):
+    """Constants of the kernel: its tiles and blocks in flight, and those of the epilogue."""
+
+    BLOCK_N: int
+    HALF: bool
+    SPLITS: int
+    WIDTH: int
+    """Outputs of a tile."""
+    STAGES: int
+    SIDES: int
+    """Two, gate and up, if gated."""
+    PARTS: int
 
 
 def _plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool, adds: bool) -> WarpTiles | None:
@@ -49,18 +67,12 @@ def _launch(tiles: WarpTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogu
         assert row_tiles == 1, "programs that wait for each other run at once"
         part = x_TK.new_empty(programs, tiles.SPLITS, WARP_ROWS, tiles.width, dtype=torch.float32)
         barrier = barrier_counters(x_TK.device)
-    with torch.cuda.device_of(x_TK):
-        _warp_specialized_linear_kernel[(programs * tiles.SPLITS, row_tiles)](
-            *(_blocks(whole_tiles(x_TK, WARP_ROWS), WARP_ROWS), _blocks(weight, tiles.BLOCK_N), half_desc),
-            *(part, barrier, *epilogue.operands(out), K, *epilogue.sizes(out)),
-            BLOCK_M=WARP_ROWS,
-            BLOCK_K=WARP_INPUTS,
-            STAGES=tiles.stages(epilogue.gated),
-            num_warps=4,
-            **epilogue.constants(),
-            **tiles._asdict(),
-            **overlap(x_TK),
-        )
+    sides = 2 if epilogue.gated else 1
+    sizes = Sizes(*tiles, tiles.width, tiles.stages(epilogue.gated), sides, epilogue.parts)
+    descriptors = _blocks(whole_tiles(x_TK, WARP_ROWS), WARP_ROWS), _blocks(weight, tiles.BLOCK_N), half_desc
+    operands = part, barrier, *epilogue.operands(out), K, *epilogue.sizes(out)
+    grid = programs * tiles.SPLITS, row_tiles
+    launch(_warp_specialized_linear_kernel, grid, *descriptors, *operands, sizes=sizes, num_warps=4)
 
 
 WARP_SPECIALIZED = TiledLinear(_plan, _launch)
@@ -93,46 +105,39 @@ def _warp_specialized_linear_kernel(
     num_parts,
     tap_stride,
     eps,
-    GATED: gl.constexpr,
-    PARTS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HALF: gl.constexpr,
-    SPLITS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    sizes: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
-    """A tile of 128 rows and BLOCK_N (+ BLOCK_N / 2) outputs. GATED, one product makes gate and up: a block of shared
-    memory holds the weight rows of both, gate first."""
-    SIDES: gl.constexpr = 2 if GATED else 1
+    """A tile of 128 rows and BLOCK_N (+ BLOCK_N / 2) outputs. With two sides, one product makes gate and up: a block of
+    shared memory holds the weight rows of both, gate first."""
+    STAGES: gl.constexpr = sizes.STAGES
+    ROWS: gl.constexpr = sizes.SIDES * sizes.BLOCK_N
     dtype: gl.constexpr = x_desc.dtype
     x_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    blocks = gl.allocate_shared_memory(dtype, [STAGES, SIDES * BLOCK_N, BLOCK_K], weight_desc.layout)
+    blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_K], weight_desc.layout)
     halves = blocks
-    if HALF:
-        halves = gl.allocate_shared_memory(dtype, [STAGES, SIDES * BLOCK_N // 2, BLOCK_K], half_desc.layout)
+    if sizes.HALF:
+        halves = gl.allocate_shared_memory(dtype, [STAGES, ROWS // 2, BLOCK_K], half_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
 
-    tile, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
-    run = gl.cdiv(gl.cdiv(K, BLOCK_K), SPLITS)
+    tile, split = gl.program_id(0) // sizes.SPLITS, gl.program_id(0) % sizes.SPLITS
+    run = gl.cdiv(gl.cdiv(K, BLOCK_K), sizes.SPLITS)
     steps = gl.maximum(gl.minimum(gl.cdiv(K, BLOCK_K) - split * run, run), 0)
     work = tile, split, split * run, steps, gl.program_id(1) * BLOCK_M
 
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, HALF, BLOCK_K, STAGES, OVERLAP, GATED, PARTS, SPLITS)
     shared = x_blocks, blocks, halves, full, free
     read = squares_ptr, num_parts, eps
     places = bias_ptr, out_ptr, next_norm_ptr, scaled_ptr, tap_ptr, tap_stride
     outside = read, places, total_ptr, next_squares_ptr, part_ptr, barrier_ptr, T, N, K
     gl.warp_specialize(
         [
-            (_multiply_first, (shared, outside, work, sizes)),
-            (_multiply_second, (shared, outside, work, sizes)),
-            (_fetch, (x_desc, weight_desc, half_desc, shared, N, work, sizes)),
+            (_multiply, (shared, outside, work, sizes, OVERLAP, 0)),
+            (_multiply, (shared, outside, work, sizes, OVERLAP, 1)),
+            (_fetch, (x_desc, weight_desc, half_desc, shared, N, work, sizes, OVERLAP)),
         ],
         [4, 1],
         [168, 40],
@@ -140,17 +145,16 @@ def _warp_specialized_linear_kernel(
 
 
 @gluon.jit
-def _fetch(x_desc, weight_desc, half_desc, shared, N, work, sizes: gl.constexpr):
+def _fetch(x_desc, weight_desc, half_desc, shared, N, work, sizes: gl.constexpr, OVERLAP: gl.constexpr):
     """The producer warp: copies all blocks in turn."""
-    BLOCK_K: gl.constexpr = sizes[3]
-    STAGES: gl.constexpr = sizes[4]
+    STAGES: gl.constexpr = sizes.STAGES
     x_blocks, _, _, full, free = shared
     tile, _, begin, steps, row = work
     # copy the first weight blocks: the previous kernel does not write them
     num_first = gl.minimum(steps, STAGES)
     for step in range(num_first):
         _fetch_weight(weight_desc, half_desc, shared, N, tile, begin + step, step, sizes)
-    wait(sizes[5])
+    wait(OVERLAP)
     # copy the first blocks of x
     for step in range(num_first):
         column = (begin + step) * BLOCK_K
@@ -167,48 +171,30 @@ def _fetch(x_desc, weight_desc, half_desc, shared, N, work, sizes: gl.constexpr)
 @gluon.jit
 def _fetch_weight(weight_desc, half_desc, shared, N, tile, block, stage, sizes: gl.constexpr):
     """Copies the weight of a block, after announcing the bytes that will arrive with x."""
-    BLOCK_M: gl.constexpr = sizes[0]
-    BLOCK_N: gl.constexpr = sizes[1]
-    HALF: gl.constexpr = sizes[2]
-    BLOCK_K: gl.constexpr = sizes[3]
-    SIDES: gl.constexpr = 2 if sizes[6] else 1
-    WIDTH: gl.constexpr = BLOCK_N + BLOCK_N // 2 if HALF else BLOCK_N
+    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    SIDES: gl.constexpr = sizes.SIDES
     ROW: gl.constexpr = BLOCK_K * weight_desc.dtype.primitive_bitwidth // 8
     _, blocks, halves, full, _ = shared
-    first, column = tile * WIDTH, block * BLOCK_K
+    first, column = tile * sizes.WIDTH, block * BLOCK_K
     bar = full.index(stage)
-    mbarrier.expect(bar, (BLOCK_M + SIDES * WIDTH) * ROW)
+    mbarrier.expect(bar, (BLOCK_M + SIDES * sizes.WIDTH) * ROW)
     for side in gl.static_range(SIDES):
         part = blocks.index(stage).slice(side * BLOCK_N, BLOCK_N)
         tma.async_copy_global_to_shared(weight_desc, [side * N + first, column], bar, part)
-        if HALF:
+        if sizes.HALF:
             half = halves.index(stage).slice(side * BLOCK_N // 2, BLOCK_N // 2)
             tma.async_copy_global_to_shared(half_desc, [side * N + first + BLOCK_N, column], bar, half)
 
 
 @gluon.jit
-def _multiply_first(shared, outside, work, sizes: gl.constexpr):
-    _multiply(shared, outside, work, sizes, 0)
-
-
-@gluon.jit
-def _multiply_second(shared, outside, work, sizes: gl.constexpr):
-    _multiply(shared, outside, work, sizes, 1)
-
-
-@gluon.jit
-def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
+def _multiply(shared, outside, work, sizes: gl.constexpr, OVERLAP: gl.constexpr, GROUP: gl.constexpr):
     """A consumer group: the product of 64 rows, then the epilogue."""
-    BLOCK_N: gl.constexpr = sizes[1]
-    HALF: gl.constexpr = sizes[2]
-    STAGES: gl.constexpr = sizes[4]
-    GATED: gl.constexpr = sizes[6]
-    PARTS: gl.constexpr = sizes[7]
-    SPLITS: gl.constexpr = sizes[8]
-    SIDES: gl.constexpr = 2 if GATED else 1
-    WIDTH: gl.constexpr = BLOCK_N + BLOCK_N // 2 if HALF else BLOCK_N
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDES * BLOCK_N, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDES * BLOCK_N // 2, 16])
+    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    STAGES: gl.constexpr = sizes.STAGES
+    SPLITS: gl.constexpr = sizes.SPLITS
+    COLUMNS: gl.constexpr = sizes.SIDES * BLOCK_N
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 16])
     # The epilogue has the layout of the product, or, with split-K, that of memory.
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     lines: gl.constexpr = gl.BlockedLayout([1, BLOCK_N // 32], [1, 32], [4, 1], [1, 0])
@@ -219,55 +205,55 @@ def _multiply(shared, outside, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     read, places, total_ptr, next_squares_ptr, part_ptr, barrier_ptr, T, N, K = outside
     squares_ptr, num_parts, eps = read
     tile, split, _, steps, row = work
-    wait(sizes[5])
+    wait(OVERLAP)
     # With split-K each program runs the epilogue of some of the rows.
     OWN: gl.constexpr = 64 // SPLITS
-    first, first_token = tile * WIDTH, row + GROUP * 64 + split * OWN
+    first, first_token = tile * sizes.WIDTH, row + GROUP * 64 + split * OWN
 
     # prefetch the operands of the epilogue
     factor = gl.full([OWN], 1.0, gl.float32, rows)
     if squares_ptr is not None:
         square_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
-        part = gl.arange(0, PARTS, gl.SliceLayout(1, square_layout))[:, None]
+        part = gl.arange(0, sizes.PARTS, gl.SliceLayout(1, square_layout))[:, None]
         square_token = first_token + gl.arange(0, OWN, gl.SliceLayout(0, square_layout))[None, :]
         known = (part < num_parts) & (square_token < T)
         squares = gl.load(squares_ptr + part * T + square_token, mask=known, other=0.0)
         factor = gl.convert_layout(1 / gl.sqrt(gl.sum(squares, 0) / K + eps), rows)
     before = _load_before(total_ptr, first_token, first, T, N, OWN, BLOCK_N, own)
     half_before = before
-    if HALF:
+    if sizes.HALF:
         half_before = _load_before(total_ptr, first_token, first + BLOCK_N, T, N, OWN, BLOCK_N // 2, half_own)
 
     # multiply block by block
-    y = gl.zeros([64, SIDES * BLOCK_N], gl.float32, wide)
-    half_y = gl.zeros([64, SIDES * BLOCK_N // 2], gl.float32, narrow)
+    y = gl.zeros([64, COLUMNS], gl.float32, wide)
+    half_y = gl.zeros([64, COLUMNS // 2], gl.float32, narrow)
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         x = x_blocks.index(stage).slice(GROUP * 64, 64)
         y = warpgroup_mma(x, blocks.index(stage).permute((1, 0)), y, is_async=True)
-        if HALF:
+        if sizes.HALF:
             half_y = warpgroup_mma(x, halves.index(stage).permute((1, 0)), half_y, is_async=True)
             y, half_y = warpgroup_mma_wait(num_outstanding=2, deps=(y, half_y))
         else:
             y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
         # The products of the previous block are complete: its stage is free.
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=step > 0)
-    if HALF:
+    if sizes.HALF:
         y, half_y = warpgroup_mma_wait(num_outstanding=0, deps=(y, half_y))
     else:
         y = warpgroup_mma_wait(num_outstanding=0, deps=(y,))
 
     # epilogue: store, or add the partial sums of other splits, store and begin the next norm
     if next_squares_ptr is None:
-        _store(y, factor, first_token, first, places, T, N, GATED, BLOCK_N)
-        if HALF:
-            _store(half_y, factor, first_token, first + BLOCK_N, places, T, N, GATED, BLOCK_N // 2)
+        _store(y, factor, first_token, first, places, T, N, sizes.SIDES, BLOCK_N)
+        if sizes.HALF:
+            _store(half_y, factor, first_token, first + BLOCK_N, places, T, N, sizes.SIDES, BLOCK_N // 2)
     else:
         if SPLITS > 1:
             y = _add_splits(y, (part_ptr, barrier_ptr), tile * 2 + GROUP, split, BLOCK_N, SPLITS, wide, own)
         own_squares = _store_added(y, before, first_token, first, places, T, N, OWN, BLOCK_N, own)
-        if HALF:
+        if sizes.HALF:
             half_squares = _store_added(
                 half_y, half_before, first_token, first + BLOCK_N, places, T, N, OWN, BLOCK_N // 2, half_own
             )
@@ -298,13 +284,13 @@ def _add_splits(
 
 
 @gluon.jit
-def _store(y, factor, first_token, first, places, T, N, GATED: gl.constexpr, WIDTH: gl.constexpr):
-    """Stores outputs from `first` on of 64 rows, times `factor` of a norm; GATED, from gate and up side by side."""
+def _store(y, factor, first_token, first, places, T, N, SIDES: gl.constexpr, WIDTH: gl.constexpr):
+    """Stores outputs from `first` on of 64 rows, times `factor` of a norm; of two sides, gate and up side by side."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     bias_ptr, out_ptr, _, _, _, _ = places
     token, output = _indices(first_token, first, 64, WIDTH, layout)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
-    if GATED:
+    if SIDES == 2:
         gate, up = gl.split(gl.permute(gl.reshape(y, [64, 2, WIDTH]), [0, 2, 1]))
         gate, up = gl.convert_layout(gate, layout) * factor, gl.convert_layout(up, layout) * factor
         if bias_ptr is not None:

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.layouts import Residual, Routed
-from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.overlap_triton import launch, wait
 from jetspec.ops.select import device_of
 
 RANK_TABLE = 128 * 128
@@ -61,15 +61,9 @@ def route_triton(logits_TE: Tensor, num_chosen: int, normalize: bool, dtype: tor
     if T == 0:
         return expert_TK, weight_TK
     experts = triton.next_power_of_2(E)
-    with torch.cuda.device_of(logits_TE):
-        sizes = {"E": E, "CHOSEN": num_chosen, "NORMALIZE": normalize, "EXPERTS": experts}
-        _route_kernel[(T,)](
-            *(logits_TE.contiguous(), expert_TK, weight_TK),
-            **sizes,
-            OTHERS=min(experts, RANK_TABLE // experts),
-            num_warps=4 if E <= 128 else 8,
-            **overlap(logits_TE),
-        )
+    sizes = {"E": E, "CHOSEN": num_chosen, "NORMALIZE": normalize, "EXPERTS": experts}
+    sizes |= {"OTHERS": min(experts, RANK_TABLE // experts), "num_warps": 4 if E <= 128 else 8}
+    launch(_route_kernel, (T,), logits_TE.contiguous(), expert_TK, weight_TK, **sizes)
     return expert_TK, weight_TK
 
 
@@ -117,12 +111,9 @@ def add_mixture_triton(total_TM: Tensor, routed: Routed, gate_up: Tensor, down: 
         return Residual(total_TM)
     out_TKM = _mix(routed.x_TM.contiguous(), routed.expert_TK, routed.weight_TK.contiguous(), gate_up, down)
     T, K, M = out_TKM.shape
-    with torch.cuda.device_of(total_TM):
-        sizes = {"K": K, "M": M, "BLOCK": ADD_BLOCK, "num_warps": 2, **overlap(total_TM)}
-        _add_choices_kernel[(T, triton.cdiv(M, ADD_BLOCK))](
-            *(total_TM, out_TKM, tap, 0 if tap is None else tap.stride(0)),
-            **sizes,
-        )
+    tap_stride = 0 if tap is None else tap.stride(0)
+    grid, sizes = (T, triton.cdiv(M, ADD_BLOCK)), {"K": K, "M": M, "BLOCK": ADD_BLOCK, "num_warps": 2}
+    launch(_add_choices_kernel, grid, total_TM, out_TKM, tap, tap_stride, **sizes)
     return Residual(total_TM)
 
 
@@ -135,14 +126,14 @@ def _mix(x_TM: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, do
     programs = tiling.pop("programs") * device_of(x_TM.device).multiprocessors
     pair, tile_expert, num_tiles = group_pairs_triton(expert_TK, E, tiling["PAIRS"])
     groups = pair, tile_expert, num_tiles, num_pairs
-    sizes = {"M": M, "INNER": inner, **tiling, **overlap(x_TM)}
-    gated = torch.empty((num_pairs, inner), dtype=x_TM.dtype, device=x_TM.device)
-    out_TKM = torch.empty((T, K, M), dtype=x_TM.dtype, device=x_TM.device)
-    with torch.cuda.device_of(x_TM):
-        pieces = len(tile_expert) * triton.cdiv(2 * inner, tiling["ROWS"])
-        _gate_up_kernel[(min(pieces, programs),)](x_TM, gate_up, gated, *groups, K=K, **sizes)
-        pieces = len(tile_expert) * triton.cdiv(M, tiling["ROWS"])
-        _down_kernel[(min(pieces, programs),)](gated, down, weight_TK, out_TKM, *groups, **sizes)
+    sizes = {"K": K, "M": M, "INNER": inner, **tiling}
+    gated, out_TKM = x_TM.new_empty(num_pairs, inner), x_TM.new_empty(T, K, M)
+    for size, operands in (
+        (2 * inner, (x_TM, gate_up, None, gated)),
+        (M, (gated, down, weight_TK, out_TKM)),
+    ):
+        pieces = len(tile_expert) * triton.cdiv(size, tiling["ROWS"])
+        launch(_product_kernel, (min(pieces, programs),), *operands, *groups, **sizes)
     return out_TKM
 
 
@@ -167,14 +158,10 @@ def group_pairs_triton(expert_TK: Tensor, num_experts: int, tile_size: int) -> t
     pair = torch.empty(tiles * tile_size, dtype=torch.int32, device=expert_TK.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=expert_TK.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=expert_TK.device)
-    with torch.cuda.device_of(expert_TK):
-        _group_pairs_kernel[(num_experts,)](
-            *(expert_TK.contiguous(), pair, tile_expert, num_tiles, num_pairs),
-            TILE=tile_size,
-            BINS=triton.next_power_of_2(num_experts),
-            BLOCK=min(GROUP_BLOCK, max(128, triton.next_power_of_2(num_pairs))),
-            **overlap(expert_TK),
-        )
+    sizes = {"TILE": tile_size, "BINS": triton.next_power_of_2(num_experts)}
+    sizes["BLOCK"] = min(GROUP_BLOCK, max(128, triton.next_power_of_2(num_pairs)))
+    tensors = expert_TK.contiguous(), pair, tile_expert, num_tiles
+    launch(_group_pairs_kernel, (num_experts,), *tensors, num_pairs, **sizes)
     return pair, tile_expert, num_tiles
 
 
@@ -224,10 +211,11 @@ def _group_pairs_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _gate_up_kernel(
+def _product_kernel(
     x_ptr,
-    gate_up_ptr,
-    gated_ptr,
+    weight_ptr,
+    share_ptr,
+    out_ptr,
     pair_ptr,
     tile_expert_ptr,
     num_tiles_ptr,
@@ -240,17 +228,26 @@ def _gate_up_kernel(
     DEPTH: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """silu(gate x) * (up x) of every pair. A piece of work is a tile and some columns of gate and up."""
-    COLUMNS: tl.constexpr = ROWS // 2
-    PIECES: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
+    """silu(gate x) * (up x) of every pair or, with shares, share * (down x). A piece of work is a tile and some columns
+    of gate and up, or of down."""
+    SIZE: tl.constexpr = INNER if share_ptr is None else M
+    COLUMNS: tl.constexpr = ROWS // 2 if share_ptr is None else ROWS
+    PIECES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     wait(OVERLAP)
     for piece in range(tl.program_id(0), tl.load(num_tiles_ptr) * PIECES, tl.num_programs(0)):
         expert, tile_ptr, count = _open_tile(piece // PIECES, pair_ptr, tile_expert_ptr, num_pairs, PAIRS)
-        weight_ptr = gate_up_ptr + expert * 2 * INNER * M
-        places = x_ptr, weight_ptr, gated_ptr, tile_ptr, num_pairs, piece % PIECES * COLUMNS, K
+        if share_ptr is None:
+            expert_ptr = weight_ptr + expert * 2 * INNER * M
+            places = x_ptr, expert_ptr, out_ptr, tile_ptr, num_pairs, piece % PIECES * COLUMNS, K
+        else:
+            expert_ptr = weight_ptr + expert * M * INNER
+            places = x_ptr, expert_ptr, share_ptr, out_ptr, tile_ptr, num_pairs, piece % PIECES * COLUMNS
         for bits in tl.static_range(4, 7):
             if _suits(count, 1 << bits, PAIRS):
-                _gate_up(places, M, INNER, 1 << bits, COLUMNS, DEPTH)
+                if share_ptr is None:
+                    _gate_up(places, M, INNER, 1 << bits, COLUMNS, DEPTH)
+                else:
+                    _down(places, M, INNER, 1 << bits, COLUMNS, DEPTH)
 
 
 @triton.jit
@@ -269,48 +266,19 @@ def _gate_up(
     tl.store(gated_ptr + pair[None] * INNER + column[:, None], gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _down_kernel(
-    gated_ptr,
-    down_ptr,
-    weight_ptr,
-    out_ptr,
-    pair_ptr,
-    tile_expert_ptr,
-    num_tiles_ptr,
-    num_pairs,
-    M: tl.constexpr,
-    INNER: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
-):
-    """weight * (down gated) of every pair. A piece of work is a tile and some columns."""
-    PIECES: tl.constexpr = (M + ROWS - 1) // ROWS
-    wait(OVERLAP)
-    for piece in range(tl.program_id(0), tl.load(num_tiles_ptr) * PIECES, tl.num_programs(0)):
-        expert, tile_ptr, count = _open_tile(piece // PIECES, pair_ptr, tile_expert_ptr, num_pairs, PAIRS)
-        expert_ptr = down_ptr + expert * M * INNER
-        places = gated_ptr, expert_ptr, weight_ptr, out_ptr, tile_ptr, num_pairs, piece % PIECES * ROWS
-        for bits in tl.static_range(4, 7):
-            if _suits(count, 1 << bits, PAIRS):
-                _down(places, M, INNER, 1 << bits, ROWS, DEPTH)
-
-
 @triton.jit
 def _down(
     places, M: tl.constexpr, INNER: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):
     """One piece, from column `first` on."""
-    gated_ptr, down_ptr, weight_ptr, out_ptr, tile_ptr, num_pairs, first = places
+    gated_ptr, down_ptr, share_ptr, out_ptr, tile_ptr, num_pairs, first = places
     pair = tl.load(tile_ptr + tl.arange(0, PAIRS)).to(tl.int64)
     is_pair = pair < num_pairs
-    weight = tl.load(weight_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)
+    share = tl.load(share_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)
     column = first + tl.arange(0, COLUMNS)
     y = _product(down_ptr, column, column < M, gated_ptr, pair, is_pair, INNER, DEPTH)
     inside = (column < M)[:, None] & is_pair[None]
-    tl.store(out_ptr + pair[None] * M + column[:, None], y * weight[None], mask=inside)
+    tl.store(out_ptr + pair[None] * M + column[:, None], y * share[None], mask=inside)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 from jetspec.ops.buffers import new_rows
 from jetspec.ops.kv_write_triton import check_slots
 from jetspec.ops.layouts import HeadNorm, RotaryTables, equal_distance
-from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.overlap_triton import launch, wait
 from jetspec.types import KVPages
 
 ROPE_ROWS = 4
@@ -41,12 +41,10 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         block = triton.next_power_of_2(M)
         num_warps = min(max(block // 512, 1), 16)
         if rows < MANY_TOKENS or block > MANY_COLUMNS:
-            _rms_norm_kernel[(rows,)](x, weight, out, eps, M=M, BLOCK=block, num_warps=num_warps, **overlap(x))
+            launch(_rms_norm_kernel, (rows,), x, weight, out, eps, M=M, BLOCK=block, num_warps=num_warps)
         else:
-            grid, num_warps = (triton.cdiv(rows, NORM_ROWS),), min(2 * num_warps, 16)
-            _rms_norm_rows_kernel[grid](
-                x, weight, out, eps, rows, M=M, BLOCK=block, ROWS=NORM_ROWS, num_warps=num_warps
-            )
+            sizes = {"M": M, "BLOCK": block, "ROWS": NORM_ROWS, "num_warps": min(2 * num_warps, 16)}
+            launch(_rms_norm_rows_kernel, (triton.cdiv(rows, NORM_ROWS),), x, weight, out, eps, rows, **sizes)
     return out
 
 
@@ -86,9 +84,9 @@ def rope_triton(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.d
     cos = torch.empty((*position.shape, 1, 2 * half), dtype=dtype, device=position.device)
     signed_sin = torch.empty_like(cos)
     if rows := position.numel():
-        grid = (triton.cdiv(rows, ROPE_ROWS),)
         sizes = {"HALF": half, "PAIRS": triton.next_power_of_2(half), "ROWS": ROPE_ROWS}
-        _rope_kernel[grid](position, inv_freq, cos, signed_sin, rows, scale, **sizes)
+        grid = (triton.cdiv(rows, ROPE_ROWS),)
+        launch(_rope_kernel, grid, position, inv_freq, cos, signed_sin, rows, scale, **sizes)
     return cos, signed_sin
 
 
@@ -176,15 +174,12 @@ def _launch_rotate(
     at_once = HEADS if tokens < MANY_TOKENS else MANY_HEADS
     *weights, eps = (None, None, 0.0) if norm is None else (norm.q, norm.k, norm.eps)
     sizes = {"H": X - 2 * num_kv_heads, "G": num_kv_heads, "HALF": E // 2, "HEADS": at_once}
+    sizes["PAIRS"] = triton.next_power_of_2(E // 2)
+    sizes["ROW"], sizes["HEAD"] = (num_kv_heads * E, E) if slot is None else (k.stride(1), k.stride(2))
     if tokens:
-        _rotate_qkv_kernel[(tokens, triton.cdiv(heads, at_once), layers)](
-            *(qkv, cos, signed_sin, *weights, q, k, v, slot, eps, distance),
-            **sizes,
-            PAIRS=triton.next_power_of_2(E // 2),
-            ROW=num_kv_heads * E if slot is None else k.stride(1),
-            HEAD=E if slot is None else k.stride(2),
-            **(overlap(qkv) if early else {}),
-        )
+        args = qkv, cos, signed_sin, *weights, q, k, v, slot, eps, distance
+        grid = tokens, triton.cdiv(heads, at_once), layers
+        launch(_rotate_qkv_kernel, grid, *args, **sizes, **({} if early else {"OVERLAP": False}))
 
 
 @triton.jit
@@ -284,8 +279,8 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     *lead, double = gate_up.shape
     out = new_rows(gate_up.numel() // double, double // 2, like=gate_up).view(*lead, double // 2)
     if rows := gate_up.numel() // double:
-        grid = (rows, triton.cdiv(double // 2, SWIGLU_BLOCK))
-        _swiglu_kernel[grid](gate_up, out, INNER=double // 2, BLOCK=SWIGLU_BLOCK, **overlap(gate_up))
+        grid = rows, triton.cdiv(double // 2, SWIGLU_BLOCK)
+        launch(_swiglu_kernel, grid, gate_up, out, INNER=double // 2, BLOCK=SWIGLU_BLOCK)
     return out
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,9 +24,14 @@ from torch import Tensor
 from jetspec.ops.select import enabled
 
 
-def overlap(x: Tensor) -> dict[str, Any]:
-    """Launch options of a kernel that takes part, where the device of `x` can."""
-    return {"OVERLAP": True, "launch_pdl": True} if enabled("overlap", x.device) else {"OVERLAP": False}
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Runs a kernel on the device of its first tensor. It takes part if it has a constant OVERLAP, which is not given,
+    and the device can."""
+    x = next(arg for arg in args if isinstance(arg, Tensor))
+    if "OVERLAP" in kernel.arg_names and "OVERLAP" not in options:
+        options |= {"OVERLAP": True, "launch_pdl": True} if enabled("overlap", x.device) else {"OVERLAP": False}
+    with torch.cuda.device_of(x):
+        kernel[grid](*args, **options)
 
 
 @triton.jit

@@ -272,13 +272,13 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "compact_rows": (Choice("compact_rows", "kv_write_triton:compact_rows_triton"),),
     "place": (Choice("place", "kv_write_triton:place_triton", buys="SmolLM2 3 to 5 %"),),
     # Drafting
-    "topk_logprob": (Choice("topk_logprob", "topk_logprob_triton:topk_logprob_triton", _is_short_list),),
+    "topk_logprob": (Choice("topk_logprob", "shortlist_triton:topk_logprob_triton", _is_short_list),),
     "shortlist": (Choice("shortlist", "shortlist_triton:shortlist_triton", _has_short_factors),),
     "build_tree": (Choice("build_tree", "jetspec.tree.build_triton:build_tree_triton", _is_short_list),),
     # Acceptance
-    "choose_nodes": (Choice("choose_nodes", "jetspec.tree.sample_triton:choose_nodes_triton"),),
+    "choose_nodes": (Choice("choose_nodes", "jetspec.tree.accept_triton:choose_nodes_triton"),),
     "accept": (Choice("accept", "jetspec.tree.accept:accept_by_nodes"),),
-    "walk": (Choice("walk", "jetspec.tree.accept_triton:accept_triton"),),
+    "walk": (Choice("walk", "jetspec.tree.accept_triton:walk_triton"),),
     # Training
     "distill_loss": (Choice("distill_loss", "distill_loss_triton:distill_loss_triton"),),
     # Host

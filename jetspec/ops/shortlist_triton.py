@@ -1,7 +1,16 @@
-"""Triton kernels of `shortlist`: the log-sum-exp of every parent, then the best log-probability of every token.
+"""Triton kernels of `topk_logprob` and `shortlist`.
 
-Products of a few parents with all successor vectors are bound by reading these vectors, so they are computed twice
-rather than stored.
+Top-k is selection without a sort. A row is cut into groups; the leader of a group is its maximum. A bound that at least
+k leaders reach is reached by at least k tokens, so by all of the k best; and because groups are small, by few others.
+Tokens that reach the bound pass, and are ranked by counting the better ones. Keys are unique (`_keys`), so neither the
+set that passes nor the ranks depend on the order in which programs run.
+
+Layout, contiguous: logits are (R, V), in chunks of CHUNK, and divided by a temperature as they are loaded; keys of
+leaders (R, leaders), of passed tokens (R, capacity) with their count (R,); partial maxima and sums of exponentials (R,
+chunks); results (R, k).
+
+A shortlist takes the log-sum-exp of every parent, then the best log-probability of every token. Products of a few
+parents with all successor vectors are bound by reading these vectors, so they are computed twice rather than stored.
 
 Layout, contiguous: logits are (B, D, V), parents (B, D, P), gates (B, D, R), predecessor and successor vectors (V, R).
 The vocabulary is split into chunks of `span` tokens, and a chunk into tiles. The rows of a program are DEPTHS * PARENTS
@@ -12,14 +21,265 @@ pairs of a depth and a parent; index P is "no parent". Partial maxima and sums a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.overlap_triton import fetch, overlap, wait
-from jetspec.ops.topk_logprob import topk_logprob
+from jetspec.ops.layouts import power_of_2_below
+from jetspec.ops.overlap_triton import fetch, launch, wait
+from jetspec.ops.select import device_of
+from jetspec.ops.shortlist import topk_logprob
 from jetspec.types import EdgeFactors
+
+CHUNK = 4096
+"""Logits per load of a program."""
+LEADERS = 3
+"""Fewest groups per requested token, as far as the vocabulary allows: with fewer groups more tokens pass."""
+MAX_GROUP = 128
+"""Most logits per group."""
+PROGRAMS_PER_MULTIPROCESSOR = 3
+"""Programs that run at once. Every program computes the bound of its row, so more would only repeat that work."""
+MANY_ROWS = 128
+"""Rows that fill a GPU with one program each."""
+
+
+class Tiling(NamedTuple):
+    """Block sizes of the second and the third kernel."""
+
+    RUN: int
+    """Adjacent tokens of a thread, for which it reserves output slots with one atomic."""
+    OWN: int
+    """Keys ranked by one program."""
+    BLOCK: int
+    """Keys compared with them at once."""
+
+
+FEW, MANY = Tiling(RUN=8, OWN=16, BLOCK=256), Tiling(RUN=4, OWN=128, BLOCK=32)
+"""Tilings for few rows, with many programs per row, and for many rows."""
+
+# Stands for no logit. Finite, since the difference of two infinities is NaN.
+LOWEST = tl.constexpr(-3.0e38)
+# Below any key.
+BOTTOM = tl.constexpr(-(1 << 63))
+
+
+def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
+    R, V = logits_RV.shape
+    programs = device_of(logits.device).multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    tiling = FEW if R < MANY_ROWS else MANY
+    group = power_of_2_below(min(MAX_GROUP, CHUNK, V // (LEADERS * k)))
+    num_chunks = -(-V // CHUNK)
+    num_leaders = num_chunks * (CHUNK // group)
+    most_reaching = k + k // 8
+    capacity = min(V, most_reaching * group)
+    span = -(-num_chunks // max(1, programs // R))  # chunks per program of the second kernel
+
+    # Rows of a request share a temperature; one temperature may serve all requests, by a stride of 0.
+    scale = temperature_B, 0 if temperature_B is None else temperature_B.stride(0), logits.shape[-2] if R > 1 else 1
+
+    device = logits.device
+    leader_RL = torch.empty(R, num_leaders, dtype=torch.int64, device=device)
+    passed_RP = torch.empty(R, capacity, dtype=torch.int64, device=device)
+    count_R = torch.empty(R, dtype=torch.int32, device=device)
+    top_RC = torch.empty(R, num_chunks, dtype=torch.float32, device=device)
+    sum_RC = torch.empty_like(top_RC)
+    token_RK = torch.empty(R, k, dtype=torch.int64, device=device)
+    logprob_RK = torch.empty_like(token_RK, dtype=torch.float32)
+    sums = top_RC, sum_RC
+    groups = {"GROUP": group, "GROUPS": CHUNK // group}
+    launch(_leader_kernel, (R, num_chunks), logits_RV, leader_RL, count_R, *sums, *scale, V, **groups)
+    numbers = V, num_leaders, capacity, span, k, most_reaching
+    sizes = {"LEADERS": triton.next_power_of_2(num_leaders), "CHUNK": CHUNK, "RUN": tiling.RUN, "num_warps": 8}
+    grid = R, -(-num_chunks // span)
+    launch(_pass_kernel, grid, logits_RV, leader_RL, passed_RP, count_R, *scale, *numbers, **sizes)
+    tensors = passed_RP, count_R, *sums, token_RK, logprob_RK
+    sizes = {"CHUNKS": triton.next_power_of_2(num_chunks), "OWN": tiling.OWN, "BLOCK": tiling.BLOCK}
+    launch(_rank_kernel, (R, -(-most_reaching // tiling.OWN)), *tensors, capacity, num_chunks, k, **sizes)
+    shape = (*logits.shape[:-1], k)
+    return token_RK.view(shape), logprob_RK.view(shape)
+
+
+@triton.jit
+def _leader_kernel(
+    logits_ptr,
+    leader_ptr,
+    count_ptr,
+    top_ptr,
+    sum_ptr,
+    temperature_ptr,
+    temperature_stride,
+    rows_per_temperature,
+    V,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Keys of the leaders of a chunk, and its part of the log-sum-exp. Group g is every GROUPS-th token from g."""
+    wait(OVERLAP)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits_ptr += row * V
+    request = row // rows_per_temperature * temperature_stride
+    # leaders
+    group = tl.arange(0, GROUPS)
+    token = chunk * GROUP * GROUPS + tl.arange(0, GROUP)[:, None] * GROUPS + group[None, :]
+    out = row * tl.num_programs(1) + chunk
+    tl.store(leader_ptr + out * GROUPS + group, tl.max(_keys(logits_ptr, token, V, temperature_ptr, request), axis=0))
+    if chunk == 0:
+        tl.store(count_ptr + row, 0)
+
+    # partial log-sum-exp
+    logit = tl.load(logits_ptr + token, mask=token < V, other=-float("inf")).to(tl.float32)
+    logit = _scaled(logit, temperature_ptr, request)
+    top = tl.maximum(tl.max(logit), LOWEST)
+    tl.store(top_ptr + out, top)
+    tl.store(sum_ptr + out, tl.sum(tl.exp(logit - top)))
+
+
+@triton.jit
+def _pass_kernel(
+    logits_ptr,
+    leader_ptr,
+    passed_ptr,
+    count_ptr,
+    temperature_ptr,
+    temperature_stride,
+    rows_per_temperature,
+    V,
+    num_leaders,
+    capacity,
+    span,
+    k,
+    most_reaching,
+    LEADERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RUN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Bound of a row, and the keys that reach it in `span` of its chunks, in any order."""
+    # bound
+    wait(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, LEADERS)
+    leader = tl.load(leader_ptr + row * num_leaders + number, mask=number < num_leaders, other=BOTTOM)
+    bound = _bound(leader, k, most_reaching)
+
+    # collect keys
+    logits_ptr += row * V
+    request = row // rows_per_temperature * temperature_stride
+    start = tl.program_id(1) * span * CHUNK
+    for block in range(start, tl.minimum(start + span * CHUNK, V), CHUNK):
+        token = block + tl.arange(0, CHUNK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+        key = _keys(logits_ptr, token, V, temperature_ptr, request)
+        passes = (key >= bound) & (token < V)
+        order = tl.cumsum(passes.to(tl.int32), axis=1)
+        found = tl.max(order, axis=1)
+        first = tl.atomic_add(count_ptr + row + tl.zeros_like(found), found, mask=found > 0, sem="relaxed")
+        tl.store(passed_ptr + row * capacity + first[:, None] + order - 1, key, mask=passes)
+
+
+@triton.jit
+def _bound(leader, k, most_reaching):
+    """Find by bisection a key that k to `most_reaching` leaders reach. BOTTOM if there are fewer than k."""
+    low, high = tl.full([], BOTTOM, tl.int64), tl.max(leader)
+    reaching = most_reaching + 1
+    while (low < high) & (reaching > most_reaching):
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
+        count = tl.sum((leader >= middle).to(tl.int32))
+        enough = count >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+        reaching = tl.where(enough, count, reaching)
+    return low
+
+
+@triton.jit
+def _rank_kernel(
+    passed_ptr,
+    count_ptr,
+    top_ptr,
+    sum_ptr,
+    token_ptr,
+    logprob_ptr,
+    capacity,
+    num_chunks,
+    k,
+    CHUNKS: tl.constexpr,
+    OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Rank of each passed key among all of them; those of rank below k are results."""
+    wait(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    passed_ptr += row * capacity
+    count = tl.load(count_ptr + row)
+    log_sum = _log_sum_exp(top_ptr + row * num_chunks, sum_ptr + row * num_chunks, num_chunks, CHUNKS)
+    for start in range(tl.program_id(1) * OWN, count, tl.num_programs(1) * OWN):
+        index = start + tl.arange(0, OWN)
+        own = tl.load(passed_ptr + index, mask=index < count, other=BOTTOM)
+        # count better keys
+        better = tl.zeros([OWN, BLOCK], tl.int32)
+        for first in range(0, count, BLOCK):
+            other = first + tl.arange(0, BLOCK)
+            other = tl.load(passed_ptr + other, mask=other < count, other=BOTTOM)
+            better += (other[None, :] > own[:, None]).to(tl.int32)
+        # store the first k
+        rank = tl.sum(better, axis=1)
+        chosen = (index < count) & (rank < k)
+        tl.store(token_ptr + row * k + rank, _tokens(own), mask=chosen)
+        tl.store(logprob_ptr + row * k + rank, _logits(own) - log_sum, mask=chosen)
+
+
+@triton.jit
+def _log_sum_exp(top_ptr, sum_ptr, num_chunks, CHUNKS: tl.constexpr):
+    """Return the log-sum-exp of a row, from the maximum of every chunk and its sum of exponentials relative to it."""
+    chunk = tl.arange(0, CHUNKS)
+    top = tl.load(top_ptr + chunk, mask=chunk < num_chunks, other=LOWEST)
+    part = tl.load(sum_ptr + chunk, mask=chunk < num_chunks, other=0.0)
+    highest = tl.max(top)
+    return highest + tl.log(tl.sum(part * tl.exp(top - highest)))
+
+
+@triton.jit
+def _scaled(logit, temperature_ptr, place):
+    """Divide by a temperature, rounded as torch does; without temperatures return the input."""
+    if temperature_ptr is not None:
+        logit = tl.div_rn(logit, tl.load(temperature_ptr + place))
+    return logit
+
+
+@triton.jit
+def _keys(ptr, place, count, temperature_ptr, request):
+    """Return keys: the order-preserving integer of a logit above the complement of its token, 32 bits each. NaN has the
+    greatest key, as in torch; tokens past the end have the least."""
+    wide = tl.load(ptr + place, mask=place < count, other=0.0).to(tl.float32)
+    wide = _scaled(wide, temperature_ptr, request)
+    bits = _ordered(tl.where(wide == 0, 0.0, wide).to(tl.int32, bitcast=True))  # -0.0 equals 0.0
+    bits = tl.where(wide == wide, bits, 0x7FFFFFFF)
+    return tl.where(place < count, bits.to(tl.int64), -(1 << 31)) << 32 | (0x7FFFFFFF - place).to(tl.int64)
+
+
+@triton.jit
+def _tokens(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _logits(key):
+    return _ordered((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ordered(bits):
+    """Map the bits of a float to an integer of the same order, and back: negative ones flip all bits but the sign."""
+    return bits ^ ((bits >> 31) & ((1 << 31) - 1)).to(bits.dtype)
+
+
+# -- shortlists
 
 PROGRAMS = 1024
 """Programs, approximately, for the vocabulary of all requests: enough to fill a GPU. Each loads the parents first, so
@@ -31,9 +291,19 @@ MAX_PARENTS, MAX_TOKENS = 64, 64
 GATHER_BLOCK = 256
 """Shortlisted tokens per program of the last kernel."""
 
-# Stands for no logit. Finite, since the difference of two infinities is NaN.
-LOWEST = tl.constexpr(-3.0e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Sizes(NamedTuple):
+    """Depths, parents, ranks and their blocks, and tokens of a tile."""
+
+    D: int
+    P: int
+    R: int
+    RANKS: int
+    DEPTHS: int
+    PARENTS: int
+    TILE: int
 
 
 def shortlist_triton(
@@ -44,13 +314,9 @@ def shortlist_triton(
     token_BDC = topk_logprob(best_BDV, count)[0]
     logprob_BDC = torch.empty_like(token_BDC, dtype=torch.float32)
     B, D, V = logits_BDV.shape
-    with torch.cuda.device_of(logits_BDV):
-        _gather_logprob_kernel[(B * D, triton.cdiv(count, GATHER_BLOCK))](
-            *(logits_BDV, token_BDC, lse_BD, temperature_B, logprob_BDC, V, count, _stride(temperature_B)),
-            D=D,
-            BLOCK=GATHER_BLOCK,
-            **overlap(logits_BDV),
-        )
+    grid, tensors = (B * D, triton.cdiv(count, GATHER_BLOCK)), (logits_BDV, token_BDC, lse_BD, temperature_B)
+    sizes = V, count, _stride(temperature_B)
+    launch(_gather_logprob_kernel, grid, *tensors, logprob_BDC, *sizes, D=D, BLOCK=GATHER_BLOCK)
     return token_BDC, logprob_BDC
 
 
@@ -72,19 +338,13 @@ def best_logprob_triton(
         *(logits_BDV, root_B.contiguous(), parents_BDP.contiguous(), temperature_B),
         *(edge.gate_BDR.contiguous(), edge.predecessor_VR.contiguous(), edge.successor_VR.contiguous()),
     )
-    sizes = {"D": D, "P": P, "R": R, "RANKS": ranks, "DEPTHS": depths, "PARENTS": parents, "TILE": tile}
-    sizes |= {"num_warps": num_warps(depths * parents), **overlap(logits_BDV)}
-    stages = num_stages(ranks, itemsize)
-    with torch.cuda.device_of(logits_BDV):
-        _mass_kernel[(chunks, blocks, B)](
-            *(*inputs, top_BCDQ, total_BCDQ, V, span, _stride(temperature_B)), num_stages=stages, **sizes
-        )
-        _sum_kernel[(P + 1, D, B)](
-            *(top_BCDQ, total_BCDQ, lse_QBD, chunks), CHUNKS=triton.next_power_of_2(chunks), **overlap(logits_BDV)
-        )
-        _best_logprob_kernel[(chunks, blocks, B)](
-            *(*inputs, lse_QBD, best_BDV, V, span, _stride(temperature_B)), num_stages=stages, **sizes
-        )
+    grid, numbers = (chunks, blocks, B), (V, span, _stride(temperature_B))
+    options = {"sizes": Sizes(D, P, R, ranks, depths, parents, tile), "num_warps": num_warps(depths * parents)}
+    options["num_stages"] = num_stages(ranks, itemsize)
+    launch(_children_kernel, grid, *inputs, top_BCDQ, total_BCDQ, None, None, *numbers, **options)
+    sums = top_BCDQ, total_BCDQ, lse_QBD, chunks
+    launch(_sum_kernel, (P + 1, D, B), *sums, CHUNKS=triton.next_power_of_2(chunks))
+    launch(_children_kernel, grid, *inputs, None, None, lse_QBD, best_BDV, *numbers, **options)
     return best_BDV, lse_QBD[P]
 
 
@@ -117,7 +377,7 @@ def _stride(temperature_B: Tensor | None) -> int:
 
 
 @triton.jit
-def _mass_kernel(
+def _children_kernel(
     logits_ptr,
     root_ptr,
     parents_ptr,
@@ -127,42 +387,56 @@ def _mass_kernel(
     successor_ptr,
     top_ptr,
     total_ptr,
+    lse_ptr,
+    best_ptr,
     V,
     span,
     temperature_stride,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    RANKS: tl.constexpr,
-    DEPTHS: tl.constexpr,
-    PARENTS: tl.constexpr,
-    TILE: tl.constexpr,
+    sizes: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Maximum logit and sum of exponentials relative to it, over one chunk of the vocabulary, for each row."""
+    """One chunk of the vocabulary. Without log-sum-exps: the maximum logit of each row, and the sum of exponentials
+    relative to it. With them: the log-probability of each token, maximized over the parents of a depth and none."""
+    D: tl.constexpr = sizes.D
+    DEPTHS: tl.constexpr = sizes.DEPTHS
+    PARENTS: tl.constexpr = sizes.PARENTS
+    TILE: tl.constexpr = sizes.TILE
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     depth, parent = _rows(DEPTHS, PARENTS)
-    top = tl.full([DEPTHS * PARENTS], LOWEST, tl.float32)
-    total = tl.zeros([DEPTHS * PARENTS], tl.float32)
+    if lse_ptr is None:
+        top = tl.full([DEPTHS * PARENTS], LOWEST, tl.float32)
+        total = tl.zeros([DEPTHS * PARENTS], tl.float32)
+    else:
+        own_depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
     # prefetch successors, load parents
-    _fetch_successors(successor_ptr, chunk * span, V, R, TILE, OVERLAP)
+    _fetch_successors(successor_ptr, chunk * span, V, sizes.R, TILE, OVERLAP)
     wait(OVERLAP)
-    gated = _gated((root_ptr, parents_ptr, gate_ptr, predecessor_ptr), row, depth, parent, D, P, R, RANKS)
-    # online log-sum-exp over the tiles
+    gated = _gated((root_ptr, parents_ptr, gate_ptr, predecessor_ptr), row, depth, parent, sizes)
+    if lse_ptr is not None:
+        lse = tl.load(lse_ptr + (tl.minimum(parent, sizes.P) * tl.num_programs(2) + row) * D + tl.minimum(depth, D - 1))
     for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
         token = start + tl.arange(0, TILE)
-        successor = _successors(successor_ptr, token, V, R, RANKS)
-        z = _add_product(
-            _logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D), gated, successor
-        )
-        higher = tl.maximum(top, tl.max(z, 1))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp2(z * LOG2_E - (higher * LOG2_E)[:, None]), 1)
-        top = higher
-    # store partials
-    out = ((row * tl.num_programs(0) + chunk) * D + depth) * (P + 1) + parent
-    known = (depth < D) & (parent <= P)
-    tl.store(top_ptr + out, top, mask=known)
-    tl.store(total_ptr + out, total, mask=known)
+        successor = _successors(successor_ptr, token, V, sizes)
+        logits = _load_logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D)
+        # tensor cores; of fp32 factors with nearly fp32 precision
+        z = tl.dot(gated, successor, logits, input_precision="tf32x3")
+        if lse_ptr is None:
+            # online log-sum-exp over the tiles
+            higher = tl.maximum(top, tl.max(z, 1))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp2(z * LOG2_E - (higher * LOG2_E)[:, None]), 1)
+            top = higher
+        else:
+            # maximize over the parents of each depth, in the order of `_rows`
+            logprob = tl.reshape(z - lse[:, None], [DEPTHS // 2, 2, 2, PARENTS // 2, TILE])
+            best = tl.reshape(tl.max(tl.max(logprob, 1), 2), [DEPTHS, TILE])
+            place = (row * D + own_depth)[:, None] * V + token[None, :]
+            tl.store(best_ptr + place, best, mask=(own_depth < D)[:, None] & (token < V)[None, :])
+    if lse_ptr is None:
+        # store partials
+        out = ((row * tl.num_programs(0) + chunk) * D + depth) * (sizes.P + 1) + parent
+        known = (depth < D) & (parent <= sizes.P)
+        tl.store(top_ptr + out, top, mask=known)
+        tl.store(total_ptr + out, total, mask=known)
 
 
 @triton.jit
@@ -177,51 +451,6 @@ def _sum_kernel(top_ptr, total_ptr, lse_ptr, num_chunks, CHUNKS: tl.constexpr, O
     total = tl.load(total_ptr + place, mask=chunk < num_chunks, other=0.0)
     highest = tl.max(top)
     tl.store(lse_ptr + (parent * B + row) * D + depth, highest + tl.log(tl.sum(total * tl.exp(top - highest))))
-
-
-@triton.jit
-def _best_logprob_kernel(
-    logits_ptr,
-    root_ptr,
-    parents_ptr,
-    temperature_ptr,
-    gate_ptr,
-    predecessor_ptr,
-    successor_ptr,
-    lse_ptr,
-    best_ptr,
-    V,
-    span,
-    temperature_stride,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    RANKS: tl.constexpr,
-    DEPTHS: tl.constexpr,
-    PARENTS: tl.constexpr,
-    TILE: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
-):
-    """Log-probability of each token of a chunk, maximized over the parents of a depth and no parent."""
-    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    depth, parent = _rows(DEPTHS, PARENTS)
-    own_depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
-    # prefetch successors, load parents
-    _fetch_successors(successor_ptr, chunk * span, V, R, TILE, OVERLAP)
-    wait(OVERLAP)
-    gated = _gated((root_ptr, parents_ptr, gate_ptr, predecessor_ptr), row, depth, parent, D, P, R, RANKS)
-    lse = tl.load(lse_ptr + (tl.minimum(parent, P) * tl.num_programs(2) + row) * D + tl.minimum(depth, D - 1))
-    for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
-        token = start + tl.arange(0, TILE)
-        successor = _successors(successor_ptr, token, V, R, RANKS)
-        z = _add_product(
-            _logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D), gated, successor
-        )
-        # maximize over the parents of each depth, in the order of `_rows`
-        logprob = tl.reshape(z - lse[:, None], [DEPTHS // 2, 2, 2, PARENTS // 2, TILE])
-        best = tl.reshape(tl.max(tl.max(logprob, 1), 2), [DEPTHS, TILE])
-        place = (row * D + own_depth)[:, None] * V + token[None, :]
-        tl.store(best_ptr + place, best, mask=(own_depth < D)[:, None] & (token < V)[None, :])
 
 
 @triton.jit
@@ -265,7 +494,7 @@ def _rows(DEPTHS: tl.constexpr, PARENTS: tl.constexpr):
 
 
 @triton.jit
-def _logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D: tl.constexpr):
+def _load_logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D: tl.constexpr):
     """Return the logits of a tile of tokens for every row, -inf past the end of the vocabulary."""
     place = (row * D + tl.minimum(depth, D - 1))[:, None] * V + token[None, :]
     inside = tl.broadcast_to((token < V)[None, :], place.shape)
@@ -284,28 +513,24 @@ def _fetch_successors(successor_ptr, start, V, R: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def _successors(successor_ptr, token, V, R: tl.constexpr, RANKS: tl.constexpr):
+def _successors(successor_ptr, token, V, sizes: tl.constexpr):
     """Return the successor vectors of a tile of tokens, (RANKS, TILE)."""
-    rank = tl.arange(0, RANKS)
-    place = tl.minimum(token, V - 1).to(tl.int64)[None, :] * R + rank[:, None]
-    return tl.load(successor_ptr + place, mask=(rank < R)[:, None], other=0.0)
+    rank = tl.arange(0, sizes.RANKS)
+    place = tl.minimum(token, V - 1).to(tl.int64)[None, :] * sizes.R + rank[:, None]
+    return tl.load(successor_ptr + place, mask=(rank < sizes.R)[:, None], other=0.0)
 
 
 @triton.jit
-def _gated(places, row, depth, parent, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr):
+def _gated(places, row, depth, parent, sizes: tl.constexpr):
     """Return the gated predecessor vectors of the rows: of the root at depth 0, else of the parent; 0 for none."""
+    P: tl.constexpr = sizes.P
+    R: tl.constexpr = sizes.R
     root_ptr, parents_ptr, gate_ptr, predecessor_ptr = places
-    level = row * D + tl.minimum(depth, D - 1)
+    level = row * sizes.D + tl.minimum(depth, sizes.D - 1)
     previous = tl.load(parents_ptr + tl.maximum(level - 1, 0) * P + tl.minimum(parent, P - 1))
     token = tl.where(depth == 0, tl.load(root_ptr + row), previous)
-    rank = tl.arange(0, RANKS)[None, :]
+    rank = tl.arange(0, sizes.RANKS)[None, :]
     inside = (parent < P)[:, None] & (rank < R)
     gate = tl.load(gate_ptr + level[:, None] * R + rank, mask=inside, other=0.0).to(tl.float32)
     vector = tl.load(predecessor_ptr + token.to(tl.int64)[:, None] * R + rank, mask=inside, other=0.0)
     return (vector.to(tl.float32) * gate).to(predecessor_ptr.dtype.element_ty)
-
-
-@triton.jit
-def _add_product(logits, gated, successor):
-    """Add a product to logits on tensor cores; of fp32 factors with nearly fp32 precision."""
-    return tl.dot(gated, successor, logits, input_precision="tf32x3")

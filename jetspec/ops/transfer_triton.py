@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from jetspec.ops.overlap_triton import launch
 
 BLOCK = 1024
 
@@ -15,8 +16,7 @@ BLOCK = 1024
 def copy_to_host_triton(source: Tensor, target: Tensor) -> None:
     size, source = source.numel(), source.contiguous()
     assert target.is_contiguous()
-    with torch.cuda.device_of(source):
-        _copy_to_host_kernel[(triton.cdiv(size, BLOCK),)](source, target, size, BLOCK=BLOCK)
+    launch(_copy_to_host_kernel, (triton.cdiv(size, BLOCK),), source, target, size, BLOCK=BLOCK)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -27,8 +27,7 @@ def _copy_to_host_kernel(source_ptr, target_ptr, size, BLOCK: tl.constexpr):
 
 def note_time_triton(time_S: Tensor, count_1: Tensor) -> None:
     """It starts when all earlier kernels have finished."""
-    with torch.cuda.device_of(time_S):
-        _note_time_kernel[(1,)](time_S, count_1, len(time_S), num_warps=1)
+    launch(_note_time_kernel, (1,), time_S, count_1, len(time_S), num_warps=1)
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,12 +26,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from jetspec.ops.buffers import counters
 from jetspec.ops.fragments_gluon import index, wait
 from jetspec.ops.layouts import REGISTER_QUERIES, power_of_2_below
-from jetspec.ops.overlap_triton import overlap
+from jetspec.ops.overlap_triton import launch
 from jetspec.ops.select import device_of
 from jetspec.ops.tree_attention import Attention
 from jetspec.types import KVPages, TreeBatch
 
 MAX_SPLITS = 32
+BLOCK_M = tl.constexpr(REGISTER_QUERIES)
 AT_ONCE = tl.constexpr(128)
 """Numbers of other programs' results that a thread loads together: their latency dominates."""
 
@@ -60,18 +60,10 @@ def attend(
     programs, most_runs = tiles * call.key_heads, triton.cdiv(call.capacity, keys.WARPS * keys.C)
     splits = power_of_2_below(min(device_of(q_THE.device).multiprocessors // programs, MAX_SPLITS, most_runs))
     part, lse = call.partial(programs, splits, REGISTER_QUERIES, E)
-    with torch.cuda.device_of(q_THE):
-        _register_tiled_attention_kernel[(programs, splits)](
-            *(pages.k, pages.v, *call.operands(), part, lse, counters(q_THE.device)),
-            *(call.log2_scale, layout.first_seen, tiles, pages.k.stride(1), pages.k.stride(2), *call.strides()),
-            TREE=call.ancestor is not None,
-            SPLITS=splits,
-            BLOCK_M=REGISTER_QUERIES,
-            num_warps=keys.WARPS,
-            **call.constants(),
-            **keys._asdict(),
-            **overlap(q_THE),
-        )
+    tensors = pages.k, pages.v, *call.operands(), part, lse, counters(q_THE.device)
+    numbers = call.log2_scale, layout.first_seen, tiles, pages.k.stride(1), pages.k.stride(2), *call.strides()
+    sizes = {"TREE": call.ancestor is not None, "SPLITS": splits, **call.constants(), **keys._asdict()}
+    launch(_register_tiled_attention_kernel, (programs, splits), *tensors, *numbers, **sizes, num_warps=keys.WARPS)
     return call.out
 
 
@@ -105,7 +97,6 @@ def _register_tiled_attention_kernel(
     REPEAT: gl.constexpr,
     E: gl.constexpr,
     SPLITS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     WARPS: gl.constexpr,
     C: gl.constexpr,
     OVERLAP: gl.constexpr = False,
@@ -156,8 +147,8 @@ def _register_tiled_attention_kernel(
         return
 
     # load Q tile: rows past the last node repeat it and are not stored
-    node = _nodes(tile, count, REPEAT, BLOCK_M, scores)
-    q_token = start + _nodes(tile, count, REPEAT, BLOCK_M, q_layout)
+    node = _nodes(tile, count, REPEAT, scores)
+    q_token = start + _nodes(tile, count, REPEAT, q_layout)
     q_head = group * REPEAT + (tile * BLOCK_M + index(BLOCK_M, 1, q_layout)) % REPEAT
     q_place = q_token * q_stride_t + q_head * q_stride_h + index(E, 2, q_layout)
     q = gl.load(q_ptr + q_place + 0 * index(WARPS, 0, q_layout))
@@ -232,7 +223,7 @@ def _register_tiled_attention_kernel(
             gl.store(finished_ptr + gl.program_id(0), 0)
             # combine splits
             together: gl.constexpr = min(SPLITS, AT_ONCE // per_thread)
-            total, acc = _combine(lse_ptr, part_ptr, exists, busy, SPLITS, together, BLOCK_M, E, many_results)
+            total, acc = _combine(lse_ptr, part_ptr, exists, busy, SPLITS, together, E, many_results)
 
     # store output
     head = group * REPEAT + (tile * BLOCK_M + row) % REPEAT
@@ -265,7 +256,7 @@ def _transposed(x, LENGTH: gl.constexpr):
 
 
 @gluon.jit
-def _nodes(tile, count, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
+def _nodes(tile, count, REPEAT: gl.constexpr, layout: gl.constexpr):
     row = tile * BLOCK_M + index(BLOCK_M, 1, layout)
     return gl.maximum(gl.minimum(row // REPEAT, count - 1), 0)
 
@@ -302,15 +293,7 @@ def _ancestors(words_ptr, chunk, place, W, C: gl.constexpr):
 
 @gluon.jit
 def _combine(
-    lse_ptr,
-    part_ptr,
-    exists,
-    busy,
-    SPLITS: gl.constexpr,
-    TOGETHER: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    E: gl.constexpr,
-    layout: gl.constexpr,
+    lse_ptr, part_ptr, exists, busy, SPLITS: gl.constexpr, TOGETHER: gl.constexpr, E: gl.constexpr, layout: gl.constexpr
 ):
     """The online softmax over the partials of all splits, as in `tree_attention_triton`, for the rows that exist."""
     results: gl.constexpr = gl.SliceLayout(0, layout)

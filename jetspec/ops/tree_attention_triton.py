@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.buffers import counters
 from jetspec.ops.layouts import FEW_QUERY_ROWS, is_narrow, power_of_2_below
-from jetspec.ops.overlap_triton import overlap, wait
+from jetspec.ops.overlap_triton import launch, wait
 from jetspec.ops.select import device_of
 from jetspec.ops.tree_attention import Attention
 from jetspec.types import KVPages, TreeBatch
@@ -70,19 +69,14 @@ def attend(
     fitting = device.multiprocessors * WARPS_PER_MULTIPROCESSOR // (programs * tiling.num_warps)
     splits = choose_splits(fitting, layout.max_queries, max_blocks // tiling.min_run)
     part, lse = call.partial(programs, splits, tiling.BLOCK_M, tiling.BLOCK_E)
-    with torch.cuda.device_of(q_THE):
-        _tree_attention_kernel[(programs, splits)](
-            *(pages.k, pages.v, batch.position_T, None if call.ancestor is None else batch.is_tree_B),
-            *(*call.operands(), part, lse, counters(q_THE.device) if splits > 1 else None),
-            *(call.log2_scale, window or 0, layout.first_seen, layout.earlier, tiles),
-            *(pages.k.stride(1), pages.k.stride(2), *call.strides()),
-            TREE=call.ancestor is not None,
-            WINDOWED=window is not None,
-            SPLITS=splits,
-            **call.constants(),
-            **tiling._asdict(),
-            **overlap(q_THE),
-        )
+    is_tree_B = None if call.ancestor is None else batch.is_tree_B
+    finished = counters(q_THE.device) if splits > 1 else None
+    tensors = pages.k, pages.v, batch.position_T, is_tree_B, *call.operands(), part, lse, finished
+    numbers = call.log2_scale, window or 0, layout.first_seen, layout.earlier, tiles
+    strides = pages.k.stride(1), pages.k.stride(2), *call.strides()
+    sizes = {"TREE": call.ancestor is not None, "WINDOWED": window is not None, "SPLITS": splits}
+    sizes |= call.constants() | tiling._asdict()
+    launch(_tree_attention_kernel, (programs, splits), *tensors, *numbers, *strides, **sizes)
     return call.out
 
 

@@ -20,6 +20,8 @@ anew, as fast as it runs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -38,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jetspec.ops.buffers import MAX_BARRIER_PROGRAMS, barrier_counters
 from jetspec.ops.fragments_gluon import grid_barrier, index, wait
 from jetspec.ops.layouts import LONG_WARP_KEYS, WARP_KEYS, WARP_QUERIES, num_groups, num_tiles, power_of_2_below
-from jetspec.ops.overlap_triton import overlap
+from jetspec.ops.overlap_triton import launch
 from jetspec.ops.select import device_of, enabled
 from jetspec.ops.tree_attention import Attention
 from jetspec.types import KVPages, TreeBatch
@@ -50,9 +52,24 @@ FEW_STAGE_KEYS = {64: 256, 128: 192}
 MIN_RUN = 512
 """Keys that pay for a split of their own, with the combination it needs."""
 MAX_SPLITS = MAX_BARRIER_PROGRAMS
+BLOCK_M = gl.constexpr(WARP_QUERIES)
 
 # Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
 LOWEST = tl.constexpr(-3.0e38)
+
+
+class Sizes(NamedTuple):
+    """Constants of the kernel: the shape of pages and heads, splits and consumer groups, keys of a block, and blocks in
+    flight."""
+
+    PAGE_SIZE: int
+    G: int
+    REPEAT: int
+    E: int
+    SPLITS: int
+    GROUPS: int
+    BLOCK_N: int
+    STAGES: int
 
 
 def attend(
@@ -69,17 +86,13 @@ def attend(
     is_shared = tiles == 1 and programs > multiprocessors
     stage_keys = (FEW_STAGE_KEYS if is_shared else STAGE_KEYS)[E]
     part, lse = call.partial(programs * groups, splits, WARP_QUERIES, E)
-    sizes = {"SPLITS": splits, "GROUPS": groups, "BLOCK_M": WARP_QUERIES, "BLOCK_N": block_n}
-    sizes["STAGES"] = stage_keys // block_n
-    with torch.cuda.device_of(q_THE):
-        _warp_specialized_attention_kernel[(programs * splits,)](
-            *(_pages(pages.k), _pages(pages.v), *call.operands(), part, lse, barrier_counters(q_THE.device)),
-            *(call.log2_scale, tiles, len(pages.k) * batch.layout.page_size, *call.strides(), MIN_RUN // block_n),
-            num_warps=WARP_QUERIES // 16,
-            **sizes,
-            **call.constants(),
-            **overlap(q_THE),
-        )
+    blocks = {"SPLITS": splits, "GROUPS": groups, "BLOCK_N": block_n, "STAGES": stage_keys // block_n}
+    sizes = Sizes(**call.constants(), **blocks)
+    tensors = _pages(pages.k), _pages(pages.v), *call.operands(), part, lse, barrier_counters(q_THE.device)
+    slots = len(pages.k) * batch.layout.page_size
+    numbers = call.log2_scale, tiles, slots, *call.strides(), MIN_RUN // block_n
+    grid = (programs * splits,)
+    launch(_warp_specialized_attention_kernel, grid, *tensors, *numbers, sizes=sizes, num_warps=WARP_QUERIES // 16)
     return call.out
 
 
@@ -116,15 +129,7 @@ def _warp_specialized_attention_kernel(
     ancestor_stride_n,
     W,
     min_run,
-    PAGE_SIZE: gl.constexpr,
-    G: gl.constexpr,
-    REPEAT: gl.constexpr,
-    E: gl.constexpr,
-    SPLITS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    sizes: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
     """One tile of queries over a run of key blocks, of the prefix and of the tree alike.
@@ -132,13 +137,17 @@ def _warp_specialized_attention_kernel(
     The previous kernel writes q and the K and V in flight, but not lengths, pages and masks.
     """
     # read lengths, choose the run of key blocks
-    HALVES: gl.constexpr = E // 64
+    HALVES: gl.constexpr = sizes.E // 64
+    SPLITS: gl.constexpr = sizes.SPLITS
+    GROUPS: gl.constexpr = sizes.GROUPS
+    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    STAGES: gl.constexpr = sizes.STAGES
     dtype: gl.constexpr = k_desc.dtype
     number, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
     tile = number % tiles
     pair = number // tiles
-    request = (pair // G).to(gl.int64)
-    group = pair % G
+    request = (pair // sizes.G).to(gl.int64)
+    group = pair % sizes.G
     start = gl.load(start_ptr + request).to(gl.int64)
     count = (gl.load(start_ptr + request + 1) - start).to(gl.int32)
     cached = gl.load(cached_ptr + request).to(gl.int32)
@@ -151,11 +160,11 @@ def _warp_specialized_attention_kernel(
     busy = gl.cdiv(num_blocks, run)
     first = gl.where(apart & (split < GROUPS), 0, split * run)
     steps = gl.maximum(gl.minimum(num_blocks - first, run), 0)
-    if (tile * GROUPS + gl.where(apart, split, 0)) * BLOCK_M // REPEAT >= count:
+    if (tile * GROUPS + gl.where(apart, split, 0)) * BLOCK_M // sizes.REPEAT >= count:
         steps = 0 * steps
 
     # allocate stages and barriers
-    q_blocks = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK_M, E], k_desc.layout)
+    q_blocks = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK_M, sizes.E], k_desc.layout)
     k_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
     v_blocks = gl.allocate_shared_memory(dtype, [STAGES * HALVES, BLOCK_N, 64], k_desc.layout)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -170,7 +179,6 @@ def _warp_specialized_attention_kernel(
         mbarrier.init(v_free.index(stage), count=GROUPS)
 
     # start the producer warp and the consumer groups
-    sizes: gl.constexpr = (PAGE_SIZE, G, REPEAT, E, SPLITS, BLOCK_M, BLOCK_N, STAGES, OVERLAP, GROUPS)
     shared = q_blocks, k_blocks, v_blocks, k_full, v_full, k_free, v_free
     if ancestor_ptr is not None:
         ancestor_ptr += request * ancestor_stride_b
@@ -178,44 +186,47 @@ def _warp_specialized_attention_kernel(
     numbers = scale, q_stride_t, q_stride_h, ancestor_stride_n, W
     work = number, split, busy, tile, group, start, count, cached, first, steps, apart
     pages = page_ptr + request * page_stride_b, slots
-    fetch_work = k_desc, v_desc, pages, shared, group, first, steps, end, apart, sizes
+    copied = k_desc, v_desc, pages, shared, group, first, steps, end, apart
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend_first, (shared, places, numbers, work, sizes)),
-                (_attend_second, (shared, places, numbers, work, sizes)),
-                (_fetch, fetch_work),
+                (_attend, (shared, places, numbers, work, sizes, OVERLAP, 0)),
+                (_attend, (shared, places, numbers, work, sizes, OVERLAP, 1)),
+                (_fetch, (copied, sizes, OVERLAP)),
             ],
             [4, 1],
             [216, 40],
         )
     else:
-        gl.warp_specialize([(_attend_first, (shared, places, numbers, work, sizes)), (_fetch, fetch_work)], [1], [40])
+        gl.warp_specialize(
+            [(_attend, (shared, places, numbers, work, sizes, OVERLAP, 0)), (_fetch, (copied, sizes, OVERLAP))],
+            [1],
+            [40],
+        )
 
 
 @gluon.jit
-def _fetch(k_desc, v_desc, pages, shared, group, first, steps, end, apart, sizes: gl.constexpr):
+def _fetch(work, sizes: gl.constexpr, OVERLAP: gl.constexpr):
     """The producer warp: copies all blocks in turn, and looks up the pages of the next block ahead. It frees stages on
     behalf of a consumer group without rows."""
-    PAGE_SIZE: gl.constexpr = sizes[0]
-    E: gl.constexpr = sizes[3]
-    PAGES: gl.constexpr = sizes[6] // PAGE_SIZE
-    STAGES: gl.constexpr = sizes[7]
-    GROUPS: gl.constexpr = sizes[9]
+    PAGE_SIZE: gl.constexpr = sizes.PAGE_SIZE
+    PAGES: gl.constexpr = sizes.BLOCK_N // PAGE_SIZE
+    STAGES: gl.constexpr = sizes.STAGES
+    k_desc, v_desc, pages, shared, group, first, steps, end, apart = work
     _, k_blocks, v_blocks, k_full, v_full, k_free, v_free = shared
     slots = _slots(pages, first * PAGES, end, PAGE_SIZE, PAGES)
-    wait(sizes[8])
+    wait(OVERLAP)
     for step in range(steps):
         stage, parity = step % STAGES, (step // STAGES + 1) & 1
         next_slots = _slots(pages, (first + step + 1) * PAGES, end, PAGE_SIZE, PAGES)
-        if GROUPS > 1:
+        if sizes.GROUPS > 1:
             mbarrier.arrive(k_free.index(stage), pred=apart & (step >= STAGES))
             mbarrier.arrive(v_free.index(stage), pred=apart & (step >= STAGES))
         # load K block, load V block
         mbarrier.wait(k_free.index(stage), parity)
-        _fetch_block(k_desc, slots, k_blocks, k_full, stage, group, PAGES, E)
+        _fetch_block(k_desc, slots, k_blocks, k_full, stage, group, PAGES, sizes.E)
         mbarrier.wait(v_free.index(stage), parity)
-        _fetch_block(v_desc, slots, v_blocks, v_full, stage, group, PAGES, E)
+        _fetch_block(v_desc, slots, v_blocks, v_full, stage, group, PAGES, sizes.E)
         slots = next_slots
 
 
@@ -252,26 +263,13 @@ def _as_pages(blocks, PAGES: gl.constexpr):
 
 
 @gluon.jit
-def _attend_first(shared, places, numbers, work, sizes: gl.constexpr):
-    _attend(shared, places, numbers, work, sizes, 0)
-
-
-@gluon.jit
-def _attend_second(shared, places, numbers, work, sizes: gl.constexpr):
-    _attend(shared, places, numbers, work, sizes, 1)
-
-
-@gluon.jit
-def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.constexpr):
+def _attend(shared, places, numbers, work, sizes: gl.constexpr, OVERLAP: gl.constexpr, GROUP: gl.constexpr):
     """A consumer group: all of its rows. Every step multiplies the values of the previous step; the first one
     multiplies by zeros."""
-    PAGE_SIZE: gl.constexpr = sizes[0]
-    REPEAT: gl.constexpr = sizes[2]
-    E: gl.constexpr = sizes[3]
-    BLOCK_M: gl.constexpr = sizes[5]
-    BLOCK_N: gl.constexpr = sizes[6]
-    STAGES: gl.constexpr = sizes[7]
-    GROUPS: gl.constexpr = sizes[9]
+    REPEAT: gl.constexpr = sizes.REPEAT
+    E: gl.constexpr = sizes.E
+    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    STAGES: gl.constexpr = sizes.STAGES
     HALVES: gl.constexpr = E // 64
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, BLOCK_N, 16])
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, E, 16])
@@ -283,8 +281,8 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
     dtype: gl.constexpr = q_blocks.dtype
     k_blocks = k_halves._reinterpret(dtype, [STAGES, BLOCK_N, E], k_halves.layout)
     v_blocks = v_halves._reinterpret(dtype, [STAGES, BLOCK_N, E], v_halves.layout)
-    first_row = (tile * GROUPS + gl.where(apart, split, GROUP)) * BLOCK_M
-    wait(sizes[8])
+    first_row = (tile * sizes.GROUPS + gl.where(apart, split, GROUP)) * BLOCK_M
+    wait(OVERLAP)
     if (steps > 0) & ((GROUP == 0) | (apart == 0)):
         # load Q tile: rows past the last node repeat it and are not stored
         q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [BLOCK_M // 16, 1], [1, 0])
@@ -314,7 +312,7 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
             if step == steps - 1:
                 mbarrier.wait(v_full.index(stage), parity)
                 length = cached + count - (first + step) * BLOCK_N
-                _clear_rest(v_halves, stage * HALVES, length, PAGE_SIZE, HALVES, BLOCK_N, BLOCK_M // 16)
+                _clear_rest(v_halves, stage * HALVES, length, sizes)
             # weighted values of the previous block
             before = gl.maximum(step - 1, 0)
             mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
@@ -344,13 +342,13 @@ def _attend(shared, places, numbers, work, sizes: gl.constexpr, GROUP: gl.conste
 
 
 @gluon.jit
-def _clear_rest(
-    v_blocks, block, length, PAGE_SIZE: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr
-):
+def _clear_rest(v_blocks, block, length, sizes: gl.constexpr):
     """Zeroes the values behind the last node in its page: they may be NaN, which a weight of 0 would not remove."""
-    if length % PAGE_SIZE != 0 and length < BLOCK_N:
-        PAGES: gl.constexpr = BLOCK_N // PAGE_SIZE
-        layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    PAGE_SIZE: gl.constexpr = sizes.PAGE_SIZE
+    HALVES: gl.constexpr = sizes.E // 64
+    if length % PAGE_SIZE != 0 and length < sizes.BLOCK_N:
+        PAGES: gl.constexpr = sizes.BLOCK_N // PAGE_SIZE
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [BLOCK_M // 16, 1], [1, 0])
         exists = gl.arange(0, PAGE_SIZE, gl.SliceLayout(1, layout))[:, None] < length % PAGE_SIZE
         pages = _as_pages(v_blocks, PAGES)
         for half in gl.static_range(HALVES):
@@ -393,15 +391,13 @@ def _word(words_ptr, node, number, count, W):
 @gluon.jit
 def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     """Stores the output, or the partials of a split, and combines some rows once all splits have stored theirs."""
-    G: gl.constexpr = sizes[1]
-    REPEAT: gl.constexpr = sizes[2]
-    E: gl.constexpr = sizes[3]
-    SPLITS: gl.constexpr = sizes[4]
-    BLOCK_M: gl.constexpr = sizes[5]
+    REPEAT: gl.constexpr = sizes.REPEAT
+    E: gl.constexpr = sizes.E
+    SPLITS: gl.constexpr = sizes.SPLITS
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, E, 16])
     _, _, out_ptr, part_ptr, lse_ptr, barrier_ptr = places
     number, split, busy, _, group, start, count, _, _, _, _ = work
-    number = number * sizes[9] + GROUP
+    number = number * sizes.GROUPS + GROUP
     top = gl.convert_layout(top, gl.SliceLayout(1, outputs))
     total = gl.convert_layout(total, gl.SliceLayout(1, outputs))
     divisor = gl.where(total > 0, total, 1.0)
@@ -410,7 +406,7 @@ def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP
     column = gl.arange(0, E, gl.SliceLayout(0, outputs))[None, :]
     # store output
     if busy == 1:
-        out_place = _places_of_rows(first_row + row, start, group, G, REPEAT, E)[:, None] + column
+        out_place = _places_of_rows(first_row + row, start, group, sizes)[:, None] + column
         exists = ((first_row + row) // REPEAT < count)[:, None]
         gl.store(out_ptr + out_place, acc.to(out_ptr.dtype.element_ty), mask=exists)
     elif SPLITS > 1:
@@ -423,40 +419,31 @@ def _finish(acc, top, total, first_row, places, work, sizes: gl.constexpr, GROUP
         ROWS: gl.constexpr = BLOCK_M // SPLITS
         parts: gl.constexpr = gl.BlockedLayout([SPLITS, 1, E // 32], [1, 1, 32], [1, BLOCK_M // 16, 1], [2, 1, 0])
         for chunk in range(split, SPLITS, busy):
-            found = _combine(lse_ptr, part_ptr, number, chunk * ROWS, busy, SPLITS, BLOCK_M, ROWS, E, parts)
+            found = _combine(lse_ptr, part_ptr, number, chunk * ROWS, busy, sizes, parts)
             some = first_row + chunk * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(0, parts)))
-            some_place = _places_of_rows(some, start, group, G, REPEAT, E)[:, None]
+            some_place = _places_of_rows(some, start, group, sizes)[:, None]
             some_column = gl.arange(0, E, gl.SliceLayout(0, gl.SliceLayout(0, parts)))[None, :]
             inside = (some // REPEAT < count)[:, None]
             gl.store(out_ptr + some_place + some_column, found.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
-def _places_of_rows(row, start, group, G: gl.constexpr, REPEAT: gl.constexpr, E: gl.constexpr):
-    return ((start + row // REPEAT) * (G * REPEAT) + group * REPEAT + row % REPEAT) * E
+def _places_of_rows(row, start, group, sizes: gl.constexpr):
+    REPEAT: gl.constexpr = sizes.REPEAT
+    return ((start + row // REPEAT) * (sizes.G * REPEAT) + group * REPEAT + row % REPEAT) * sizes.E
 
 
 @gluon.jit
-def _combine(
-    lse_ptr,
-    part_ptr,
-    number,
-    first,
-    busy,
-    SPLITS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    ROWS: gl.constexpr,
-    E: gl.constexpr,
-    parts: gl.constexpr,
-):
+def _combine(lse_ptr, part_ptr, number, first, busy, sizes: gl.constexpr, parts: gl.constexpr):
     """Rows of a tile from `first` on: the partials of all splits, each weighted by its sum of exponentials.
 
     Other multiprocessors wrote them, so they are loaded from the L2 cache, all at once.
     """
+    SPLITS: gl.constexpr = sizes.SPLITS
     split = index(SPLITS, 0, parts)
-    part = (number * SPLITS + split) * BLOCK_M + first + index(ROWS, 1, parts)
+    part = (number * SPLITS + split) * BLOCK_M + first + index(BLOCK_M // SPLITS, 1, parts)
     lse = gl.load(lse_ptr + part, mask=split < busy, other=float("-inf"), cache_modifier=".cg")
-    values_ptr = part_ptr + part * E + index(E, 2, parts)
+    values_ptr = part_ptr + part * sizes.E + index(sizes.E, 2, parts)
     values = gl.load(values_ptr, mask=split < busy, other=0.0, cache_modifier=".cg")
     weight = gl.exp2(lse - gl.maximum(gl.max(lse, 0), LOWEST)[None, :, :])
     total = gl.sum(weight, 0)

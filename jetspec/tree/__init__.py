@@ -1,10 +1,8 @@
 """Draft trees: their representation, their construction from candidates, and the acceptance of a path by the target."""
 
-from jetspec.tree.accept import accept, walk
-from jetspec.tree.adjust import forbid, penalize
+from jetspec.tree.accept import accept, choose_nodes, choose_token, filter_logits, forbid, gumbel, penalize, walk
 from jetspec.tree.build import GrowingTree, build_tree, build_tree_reference
 from jetspec.tree.draft_tree import WORD, Acceptance, Candidates, DraftTree, children_of, pack_bits, unpack_bits
-from jetspec.tree.sample import choose_nodes, choose_token, filter_logits, gumbel
 
 __all__ = [
     "WORD",

@@ -1,7 +1,11 @@
-"""Triton kernel of `accept`: one program walks one tree.
+"""Triton kernels of acceptance: `choose_nodes`, the best token of every chunk of a row, then of the row, and `walk`,
+one program per tree.
 
-All tensors are contiguous int64: token, parent, depth and choice are (B, N), the path and the committed tokens are
-(B, D + 1) with D = `max_depth`, the length and the bonus are (B,).
+The filters need no sort: each keeps the tokens above some value, found by bisection over the bits of a float.
+
+Layout, contiguous: logits are (B * N, V); temperature, seed and the filters (B,), positions, thresholds and chosen
+tokens (B * N,), the keys of the chunks (B * N, chunks). For the walk, all int64: token, parent, depth and choice are
+(B, N), the path and the committed tokens (B, D + 1) with D = `max_depth`, the length and the bonus (B,).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,22 +17,207 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.overlap_triton import launch
 from jetspec.tree.draft_tree import Acceptance, DraftTree
+from jetspec.types import RowSampling
+
+CHUNK = 4096
+"""Logits per program of the choice."""
+BLOCK = 8192
+"""Logits per load of the threshold kernel."""
 
 
-def accept_triton(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
+def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
+    B, N, V = logits_BNV.shape
+    logits_BNV = logits_BNV.contiguous()
+    chunk = min(CHUNK, max(4, triton.next_power_of_2(V)))
+    num_chunks = -(-V // chunk)
+    key_BNC = torch.empty(B, N, num_chunks, dtype=torch.int64, device=logits_BNV.device)
+    token_BN = torch.empty(B, N, dtype=torch.int64, device=logits_BNV.device)
+    threshold_BN = _thresholds(logits_BNV, sampling) if sampling.any_filtered else None
+    tensors = logits_BNV, threshold_BN, position_BN.contiguous(), sampling.temperature_B, sampling.seed_B, key_BNC
+    launch(_choose_nodes_kernel, (B * N, num_chunks), *tensors, N, V, SAMPLED=sampling.any_sampled, CHUNK=chunk)
+    sizes = {"CHUNKS": triton.next_power_of_2(num_chunks), "num_warps": 1}
+    launch(_best_chunk_kernel, (B * N,), key_BNC, token_BN, num_chunks, **sizes)
+    return token_BN
+
+
+def _thresholds(logits_BNV: Tensor, sampling: RowSampling) -> Tensor:
+    """Return the least value, after temperature, that the filters of a row keep. -inf for rows without filters."""
+    B, N, V = logits_BNV.shape
+    threshold_BN = torch.empty(B, N, dtype=torch.float32, device=logits_BNV.device)
+    filters = sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B
+    sizes = {"BLOCK": min(BLOCK, triton.next_power_of_2(V)), "num_warps": 16}
+    launch(_threshold_kernel, (B * N,), logits_BNV, *filters, threshold_BN, N, V, **sizes)
+    return threshold_BN
+
+
+@triton.jit
+def _choose_nodes_kernel(
+    logits_ptr,
+    threshold_ptr,
+    position_ptr,
+    temperature_ptr,
+    seed_ptr,
+    key_ptr,
+    N,
+    V,
+    SAMPLED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Best token of a chunk, as a key: the order-preserving integer of its value above the complement of the token."""
+    # load logits
+    node, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(logits_ptr + node * V + token, mask=token < V, other=-float("inf")).to(tl.float32)
+    if SAMPLED:
+        # temperature, filters, noise
+        request = node // N
+        temperature = tl.load(temperature_ptr + request)
+        if temperature > 0:
+            value = _scaled(value, temperature)
+            if threshold_ptr is not None:
+                value = tl.where(value < tl.load(threshold_ptr + node), -float("inf"), value)
+            seed, position = tl.load(seed_ptr + request), tl.load(position_ptr + node)
+            value += _gumbel(seed, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
+    # argmax of the chunk
+    value = tl.where(value == 0, 0.0, value)  # -0 and 0 are equal
+    key = ordered(value.to(tl.int32, bitcast=True)).to(tl.int64) << 32 | (0x7FFFFFFF - token).to(tl.int64)
+    tl.store(key_ptr + node * tl.num_programs(1) + chunk, tl.max(key))
+
+
+@triton.jit
+def _best_chunk_kernel(key_ptr, token_ptr, num_chunks, CHUNKS: tl.constexpr):
+    """Best token of a row, from the keys of its chunks."""
+    node = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    key = tl.load(key_ptr + node * num_chunks + chunk, mask=chunk < num_chunks, other=-(1 << 63))
+    tl.store(token_ptr + node, 0x7FFFFFFF - (tl.max(key) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _gumbel(seed, position, block):
+    """Return the Gumbel noise of the four tokens of each block, in token order."""
+    words = _philox_words(seed, position, block)
+    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    # log1p(-u): the quotient corrects the rounding of 1 - u.
+    rest = 1 - uniform
+    log1p = tl.where(rest == 1, -uniform, tl.log(rest) * (uniform / (1 - rest)))
+    return -tl.log(-log1p)
+
+
+@triton.jit
+def _philox_words(seed, position, block):
+    """Return the words of `philox` at counters (block, position, 0, 0): four per block, one after another."""
+    zero = tl.zeros_like(block)
+    w0, w1, w2, w3 = tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def _threshold_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, N, V, BLOCK: tl.constexpr
+):
+    """Least value of a row that top-k, then top-p, then min-p keep, without the sort of `filter_logits`.
+
+    top-p keeps a value t if the values from the k-th largest up to t hold more than 1 - p of the mass. Both conditions
+    are monotone in t. Bisection is over the integers that are ordered like floats.
+    """
+    node = tl.program_id(0).to(tl.int64)
+    request = node // N
+    temperature = tl.load(temperature_ptr + request)
+    if temperature <= 0:
+        tl.store(threshold_ptr + node, -float("inf"))
+        return
+    row_ptr = logits_ptr + node * V
+    lane = tl.arange(0, BLOCK)
+    top_k, top_p, min_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request), tl.load(min_p_ptr + request)
+
+    # maximum
+    highest = tl.full([BLOCK], -float("inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        highest = tl.maximum(highest, _scaled_block(row_ptr, start + lane, V, temperature))
+    top = tl.max(highest)
+
+    # top-k
+    kth = -float("inf")
+    if (top_k > 0) & (top_k < V):
+        low, high = _bits(kth), _bits(top)  # at least k values from `low` up
+        while low < high:
+            middle = (low + high + 1) >> 1
+            bound = _float(middle)
+            count = tl.zeros([BLOCK], tl.int32)
+            for start in range(0, V, BLOCK):
+                value = _scaled_block(row_ptr, start + lane, V, temperature)
+                count += ((value >= bound) & (start + lane < V)).to(tl.int32)
+            enough = tl.sum(count) >= top_k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        kth = _float(low)
+
+    # top-p
+    least = kth
+    if top_p < 1:
+        dropped_mass = (1 - top_p) * _mass(row_ptr, V, temperature, kth, top, top, lane)
+        low, high = _bits(kth), _bits(top)  # `high` is kept
+        while low < high:
+            middle = (low + high) >> 1
+            enough = _mass(row_ptr, V, temperature, kth, _float(middle), top, lane) > dropped_mass
+            high = tl.where(enough, middle, high)
+            low = tl.where(enough, low, middle + 1)
+        least = _float(low)
+    # min-p
+    if min_p > 0:
+        least = tl.maximum(least, top + tl.log(min_p))
+    tl.store(threshold_ptr + node, least)
+
+
+@triton.jit
+def _mass(row_ptr, V, temperature, low, high, top, lane):
+    """Return the sum of exp(x - top) over the values x from `low` to `high`."""
+    total = tl.zeros_like(lane).to(tl.float32)
+    for start in range(0, V, lane.shape[0]):
+        value = _scaled_block(row_ptr, start + lane, V, temperature)
+        total += tl.where((value >= low) & (value <= high), tl.exp(value - top), 0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _scaled_block(row_ptr, index, V, temperature):
+    return _scaled(tl.load(row_ptr + index, mask=index < V, other=-float("inf")).to(tl.float32), temperature)
+
+
+@triton.jit
+def _scaled(logit, temperature):
+    return tl.div_rn(logit, tl.zeros_like(logit) + tl.maximum(temperature, 1e-6))
+
+
+@triton.jit
+def _bits(value):
+    """Return a float as an integer of the same order, wide enough to add two of them."""
+    return ordered(value.to(tl.int32, bitcast=True)).to(tl.int64)
+
+
+@triton.jit
+def _float(bits):
+    return ordered(bits.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ordered(bits):
+    """Map the bits of a float to an integer of the same order, and back: negative ones flip all bits but the sign."""
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+def walk_triton(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
     """`choice_BN` holds the target's token after every node."""
     B, N = choice_BN.shape
     path_BD1 = choice_BN.new_empty(B, tree.max_depth + 1)
     token_BD1 = torch.empty_like(path_BD1)
     length_B, bonus_B = choice_BN.new_empty(B), choice_BN.new_empty(B)
-    with torch.cuda.device_of(choice_BN):
-        _accept_kernel[(B,)](
-            *(tree.token_BN.contiguous(), tree.parent_BN.contiguous(), tree.depth_BN.contiguous()),
-            *(choice_BN.contiguous(), path_BD1, token_BD1, length_B, bonus_B, N, tree.max_depth),
-            NODES=triton.next_power_of_2(N),
-            num_warps=1 if N <= 256 else 4,
-        )
+    nodes = [x.contiguous() for x in (tree.token_BN, tree.parent_BN, tree.depth_BN, choice_BN)]
+    sizes = {"NODES": triton.next_power_of_2(N), "num_warps": 1 if N <= 256 else 4}
+    launch(_accept_kernel, (B,), *nodes, path_BD1, token_BD1, length_B, bonus_B, N, tree.max_depth, **sizes)
     return Acceptance(path_BD1, length_B, bonus_B, token_BD1)
 
 

@@ -11,12 +11,15 @@ indices of the same shape; entropies (B, D); tokens, parents, depths and scores 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jetspec.config import TreeConfig
+from jetspec.ops.overlap_triton import launch
 from jetspec.tree.draft_tree import WORD, Candidates, DraftTree
 from jetspec.tree.edge_triton import edge_children_triton
 
@@ -46,21 +49,14 @@ def build_tree_triton(anchor_B: Tensor, candidates: Candidates, config: TreeConf
     size_B = torch.empty_like(anchor_B)
     W = -(-N // WORD)
     ancestor_BNW = torch.empty(B, N, W, dtype=torch.int32, device=anchor_B.device)
-    with torch.cuda.device_of(anchor_B):
-        _build_tree_kernel[(B,)](
-            *(anchor_B, token_BDC, logprob, index_BDCK, entropy_BD),
-            *(token_BN, parent_BN, depth_BN, score_BN, size_B),
-            *(N, D, C, K, max_depth, config.entropy_weight),
-            SCORE=config.score,
-            PAPER=config.expand == "paper",
-            SLOTS=triton.next_power_of_2(N),
-            WIDTH=triton.next_power_of_2(max(K, 1)),
-            num_warps=1,
-            enable_fp_fusion=False,  # a product and a sum round twice in the reference
-        )
-        _ancestor_kernel[(B, -(-N // NODES))](
-            parent_BN, ancestor_BNW, N, W, max_depth, NODES=NODES, WORDS=triton.next_power_of_2(W), num_warps=1
-        )
+    inputs, nodes = (anchor_B, token_BDC, logprob, index_BDCK, entropy_BD), (token_BN, parent_BN, depth_BN, score_BN)
+    numbers = N, D, C, K, max_depth, config.entropy_weight
+    sizes: dict[str, Any] = {"SCORE": config.score, "PAPER": config.expand == "paper"}
+    sizes |= {"SLOTS": triton.next_power_of_2(N), "WIDTH": triton.next_power_of_2(max(K, 1)), "num_warps": 1}
+    # No fusion: a product and a sum round twice in the reference.
+    launch(_build_tree_kernel, (B,), *inputs, *nodes, size_B, *numbers, **sizes, enable_fp_fusion=False)
+    sizes = {"NODES": NODES, "WORDS": triton.next_power_of_2(W), "num_warps": 1}
+    launch(_ancestor_kernel, (B, -(-N // NODES)), parent_BN, ancestor_BNW, N, W, max_depth, **sizes)
     return DraftTree(token_BN, parent_BN, depth_BN, ancestor_BNW, size_B, max_depth, score_BN)
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.overlap_triton import launch
 from jetspec.tree.draft_tree import Candidates
 
 FEW_PARENTS = 16 * 512
@@ -50,16 +51,11 @@ def edge_children_triton(
     tiling = tiling or find_tiling(R, edge.successor_VR.dtype, B * max_depth * C)
     index_BDCK = torch.empty(B, D, C, width, dtype=torch.int32, device=anchor_B.device)
     logprob_BDCK = torch.empty_like(index_BDCK, dtype=torch.float32)
-    with torch.cuda.device_of(anchor_B):
-        _edge_children_kernel[(-(-C // tiling.PARENTS), max_depth, B)](
-            *(anchor_B, candidates.token_BDC.contiguous(), candidates.logprob_BDC.contiguous()),
-            *(edge.gate_BDR.contiguous(), edge.predecessor_VR.contiguous(), edge.successor_VR.contiguous()),
-            *(index_BDCK, logprob_BDCK, D, C, width),
-            R=R,
-            WIDTH=triton.next_power_of_2(width),
-            num_warps=4,
-            **tiling._asdict(),
-        )
+    factors = edge.gate_BDR, edge.predecessor_VR, edge.successor_VR
+    inputs = [x.contiguous() for x in (candidates.token_BDC, candidates.logprob_BDC, *factors)]
+    sizes = {"R": R, "WIDTH": triton.next_power_of_2(width), **tiling._asdict()}
+    grid = -(-C // tiling.PARENTS), max_depth, B
+    launch(_edge_children_kernel, grid, anchor_B, *inputs, index_BDCK, logprob_BDCK, D, C, width, **sizes)
     return index_BDCK, logprob_BDCK
 
 

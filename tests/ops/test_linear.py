@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,6 @@ from jetspec.ops.buffers import MAX_BARRIER_PROGRAMS, barrier_counters
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear
 from jetspec.ops.select import Device, Facts, force
 from tests.gluon import Blocks, Interpreted
-from tests.kernels import compile_for_hopper, fetches_early
 
 EPS = 1e-5
 
@@ -304,26 +302,6 @@ def gluon_kernel(name: str) -> Any:
     return importlib.import_module(f"jetspec.ops.{name}")
 
 
-@pytest.mark.parametrize(("inputs", "reads"), [(576, True), (1408, False), (24, False), (1024, True)])
-def test_register_tiled_kernel_compiles_for_hopper(inputs: int, reads: bool) -> None:
-    """The first product of an MLP, or the last, with one, two and three parts of K. The weight is loaded before
-    the kernel waits, the rows are after it, and both go to the tensor cores directly."""
-    module, tiles = gluon_kernel(REGISTER_TILED), layouts.register_tiles(inputs, reads)
-    assert tiles is not None
-    types = dict.fromkeys(("x_ptr", "weight_ptr", "total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr"), "*bf16")
-    types |= dict.fromkeys(("bias_ptr", "tap_ptr"), "*bf16") | {"eps": "fp32"}
-    types |= dict.fromkeys(("T", "N", "num_parts", "tap_stride"), "i32")
-    absent = ("total", "next_norm", "scaled", "next_squares", "tap") if reads else ("squares",)
-    constants: dict[str, Any] = {"K": inputs, "GATED": reads, "PARTS": 64 if reads else 1, "BLOCK_M": 16, "BLOCK_N": 16}
-    constants |= {f"{name}_ptr": None for name in absent} | tiles._asdict()
-    ptx = compile_for_hopper(module._register_tiled_linear_kernel, types, constants, num_warps=tiles.WARPS)
-    before, after = ptx.split("griddepcontrol.wait")
-    weights = 4 if reads else 2  # of 8 outputs each, beside 16 rows
-    steps = tiles.C1 // 16 + tiles.C2 // 16 + tiles.C3 // 16
-    assert before.count("mma.sync") == 0 and after.count("mma.sync") == weights * steps
-    assert loaded_registers(before) >= 2 * weights * steps and loaded_registers(after) >= 4 * steps
-
-
 @pytest.mark.parametrize(("rows", "size", "inner"), [(33, 72, 96), (16, 40, 1408), (2, 24, 16), (17, 200, 576)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_register_tiled_kernel(monkeypatch: pytest.MonkeyPatch, rows: int, size: int, inner: int, biased: bool) -> None:
@@ -357,40 +335,6 @@ def test_programs_of_a_small_weight_fill_a_gpu_if_they_can(outputs: int, rows: i
     programs = {tiles: -(-outputs // tiles.width) * -(-rows // 128) for tiles in layouts.WARP_WIDTHS}
     assert chosen.SPLITS == 1 and programs[chosen] >= min(enough, max(programs.values()))
     assert all(programs[wider] < enough for wider in layouts.WARP_WIDTHS if wider.width > chosen.width)
-
-
-@pytest.mark.parametrize(("kind", "outputs"), [("gated", 12288), ("added", 4096), ("split", 4096)])
-def test_warp_specialized_kernel_compiles_for_hopper(kind: str, outputs: int) -> None:
-    """The first product of an MLP, or the last, with half tiles and without. Weight blocks are copied before the
-    kernel waits."""
-    module, gated, added = gluon_kernel(WARP_SPECIALIZED), kind == "gated", kind in {"added", "split"}
-    tiles = layouts.warp_tiles(outputs, 14336 if kind == "split" else 0, 132)
-    assert tiles is not None and (tiles.SPLITS > 1) == (kind == "split")
-
-    def blocks(rows: int) -> str:
-        shape, language = [rows, layouts.WARP_INPUTS], module.gl
-        layout = language.NVMMASharedLayout.get_default_for(shape, language.bfloat16)
-        return f"tensordesc<bf16[{rows}, {layouts.WARP_INPUTS}],{layout!r}>"
-
-    types = {"x_desc": blocks(layouts.WARP_ROWS), "weight_desc": blocks(tiles.BLOCK_N), "eps": "fp32"}
-    types |= {"half_desc": blocks(tiles.BLOCK_N // 2)} | dict.fromkeys(
-        ("T", "N", "K", "num_parts", "tap_stride"), "i32"
-    )
-    pointers = ("bias_ptr", "total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr", "tap_ptr")
-    types |= dict.fromkeys(pointers, "*bf16") | {"barrier_ptr": "*i32"}
-    constants: dict[str, Any] = {
-        "BLOCK_M": layouts.WARP_ROWS,
-        "BLOCK_K": layouts.WARP_INPUTS,
-        "STAGES": tiles.stages(gated),
-    }
-    absent = {"squares"} if added else {"total", "next_norm", "scaled", "next_squares", "tap"}
-    absent |= set() if kind == "split" else {"part", "barrier"}
-    constants |= {"GATED": gated, "PARTS": 1 if added else 128, **tiles._asdict()}
-    constants |= {f"{name}_ptr": None for name in absent} | ({} if tiles.HALF else {"half_desc": None})
-    ptx = compile_for_hopper(module._warp_specialized_linear_kernel, types, constants, num_warps=4)
-    assert "setmaxnreg" in ptx and "wgmma.wait_group" in ptx
-    assert ptx.index("cp.async.bulk.tensor") < ptx.rindex("griddepcontrol.wait")
-    assert ptx.count("wgmma.mma_async") == 2 * (2 if tiles.HALF else 1) * (layouts.WARP_INPUTS // 16)
 
 
 def interpret_warp_specialized(
@@ -481,49 +425,8 @@ def test_warp_specialized_kernel_on_a_gpu(rows: int, size: int, inner: int, bias
         torch.testing.assert_close(got.float(), expected, atol=off, rtol=2 * tolerance)
 
 
-def loaded_registers(ptx: str) -> int:
-    """32-bit registers that are filled by loads of 32-bit words."""
-    found = re.findall(r"ld\.global(?:\.\w+)*?(?:\.(v[24]))?\.b32", ptx)
-    return sum(int(vector[1:]) if vector else 1 for vector in found)
-
-
-@pytest.mark.parametrize(("rows", "reads"), [(16, True), (64, False), (64, True)])
-def test_kernel_of_a_few_rows_compiles_for_hopper(rows: int, reads: bool) -> None:
-    """The first product of an MLP, or the last. Wide products go through the tensor cores' own queue (wgmma)."""
-    module = importlib.import_module("jetspec.ops.linear_triton")
-    kernel, tiling = (
-        module._rows_linear_kernel,
-        module.choose_row_tiles(rows, 12288 if reads else 4096, reads, 132)._asdict(),
-    )
-    options = {name: tiling.pop(name) for name in ("num_warps", "num_stages")}
-    block = {"x_desc": tiling["BLOCK_M"], "weight_desc": tiling["BLOCK_N"], "half_desc": tiling["BLOCK_N"] // 2}
-    types = {name: f"tensordesc<bf16[{size}, {tiling['BLOCK_K']}]>" for name, size in block.items()}
-    types |= dict.fromkeys(("total_ptr", "out_ptr", "next_norm_ptr", "scaled_ptr"), "*bf16") | {"eps": "fp32"}
-    types |= dict.fromkeys(("T", "N", "K", "num_parts", "tap_stride"), "i32") | {
-        "tap_ptr": "*bf16",
-        "weight_ptr": "*bf16",
-    }
-    absent = ("total", "next_norm", "scaled", "next_squares", "tap") if reads else ("squares",)
-    constants = {"EARLY": True, "GATED": reads, "PARTS": 128 if reads else 1, "bias_ptr": None} | {
-        f"{n}_ptr": None for n in absent
-    }
-    constants |= {} if tiling["HALF"] else {"half_desc": None}
-    ptx = compile_for_hopper(kernel, types, {**constants, **tiling}, **options)
-    assert "cp.async.bulk.tensor" in ptx and ("wgmma" in ptx) == (rows >= 64) and fetches_early(ptx)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (960, 576), (4096, 12288)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 def test_kernel_on_a_gpu(outputs: int, inputs: int, dtype: torch.dtype, tolerance: float) -> None:
     compare_vector(outputs, inputs, False, dtype, "cuda", tolerance)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_kernel_compiles_for_hopper(gated: bool) -> None:
-    pytest.importorskip("triton")
-    kernel = importlib.import_module("jetspec.ops.linear_triton")._vector_linear_kernel
-    types = dict.fromkeys(kernel.arg_names, "*bf16") | {"N": "i32", "eps": "fp32"}
-    constants = {"K": 4096, "GATED": gated, "BLOCK_N": 4 if gated else 8, "BLOCK_K": 1024, "bias_ptr": None}
-    ptx = compile_for_hopper(kernel, types, constants, num_warps=4)
-    assert ptx.index("ld.global") < ptx.index("griddepcontrol.wait")  # the weight

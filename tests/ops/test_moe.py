@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from jetspec.ops import Residual, Routed, add_linear, add_mixture, norm_linear, norm_route
 from jetspec.ops.moe import route, route_reference
 from jetspec.ops.select import STAND_IN, force, without
-from tests.kernels import compile_for_hopper
 
 EPS = 1e-5
 
@@ -175,55 +173,6 @@ def route_nan(experts: int) -> None:
 
 def test_nan_logits_still_have_experts(interpreter: Executor) -> None:
     interpreter.submit(route_nan, 6).result()
-
-
-# -- compilation
-
-POINTERS = {"pair_ptr": "*i32", "tile_expert_ptr": "*i32", "num_tiles_ptr": "*i32", "expert_ptr": "*i64"}
-NUMBERS = dict.fromkeys(("num_pairs", "tap_stride"), "i32")
-TENSORS = (
-    *("x_ptr", "gate_up_ptr", "gated_ptr", "down_ptr", "weight_ptr", "out_ptr"),
-    *("total_ptr", "choice_ptr", "tap_ptr", "logits_ptr"),
-)
-
-
-def compiled(kernel: Any, constants: dict[str, Any], dtype: str = "*bf16", **options: int) -> str:
-    types = dict.fromkeys(TENSORS, dtype) | POINTERS | NUMBERS
-    return compile_for_hopper(kernel, types, constants, **options)
-
-
-def test_grouping_compiles_for_hopper() -> None:
-    from jetspec.ops.moe_triton import GROUP_BLOCK, _group_pairs_kernel
-
-    assert "st.global" in compiled(_group_pairs_kernel, {"TILE": 64, "BINS": 128, "BLOCK": GROUP_BLOCK})
-
-
-@pytest.mark.parametrize(("tokens", "dtype"), [(1, "*bf16"), (64, "*bf16"), (64, "*fp32")])
-def test_products_compile_for_hopper(tokens: int, dtype: str) -> None:
-    """Weights go from the copies to the tensor cores' own queue, however few pairs there are."""
-    import jetspec.ops.moe_triton as kernels
-
-    narrow = dtype == "*bf16"
-    tiling = kernels._choose_tiling(tokens, 2 if narrow else 4)._asdict() | {"M": 2048, "INNER": 768}
-    options = {name: tiling.pop(name) for name in ("num_warps", "num_stages", "programs")}
-    del options["programs"]
-    for kernel, more in ((kernels._gate_up_kernel, {"K": 8}), (kernels._down_kernel, {})):
-        ptx = compiled(kernel, tiling | more, dtype, **options)
-        assert "cp.async" in ptx and ("wgmma" in ptx) == narrow
-
-
-def test_the_sum_compiles_for_hopper() -> None:
-    from jetspec.ops.moe_triton import ADD_BLOCK, _add_choices_kernel
-
-    assert "st.global" in compiled(_add_choices_kernel, {"K": 8, "M": 2048, "BLOCK": ADD_BLOCK})
-
-
-def test_router_compiles_for_hopper() -> None:
-    import jetspec.ops.moe_triton as kernels
-
-    experts = 512
-    sizes = {"E": experts, "EXPERTS": experts, "CHOSEN": 8, "NORMALIZE": True, "OTHERS": kernels.RANK_TABLE // experts}
-    assert "st.global" in compiled(kernels._route_kernel, sizes)
 
 
 # -- on a GPU

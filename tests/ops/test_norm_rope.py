@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from jetspec.ops import HeadNorm, rms_norm, rope, rotate, rotate_qkv, rotate_store, rotate_store_layers
 from jetspec.ops.select import force
 from jetspec.types import KVPages
-from tests.kernels import compile_for_hopper
 
 EPS = 1e-5
 # In bf16 the references round more often than the kernels: they differ by a few units in the last place.
@@ -221,40 +219,6 @@ def test_launch_sizes_for_many_tokens_equal_reference(interpreter: Executor, row
     x, weight = torch.randn(rows, size), torch.randn(size)
     inputs = heads((rows,), 12, 4, 16, True, torch.float32)
     interpreter.submit(compare_many, x, weight, inputs, 4).result()
-
-
-def test_norm_kernels_compile() -> None:
-    from jetspec.ops.norm_rope_triton import NORM_ROWS, _rms_norm_kernel, _rms_norm_rows_kernel
-
-    types = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"eps": "fp32", "num_rows": "i32"}
-    sizes = {"M": 576, "BLOCK": 1024}
-    few = {name: types[name] for name in types if name != "num_rows"}
-    assert "st.global" in compile_for_hopper(_rms_norm_kernel, few, sizes)
-    assert "st.global" in compile_for_hopper(_rms_norm_rows_kernel, types, sizes | {"ROWS": NORM_ROWS})
-
-
-def test_rope_kernel_compiles_without_approximate_cosines() -> None:
-    from jetspec.ops.norm_rope_triton import ROPE_ROWS, _rope_kernel
-
-    types = {"position_ptr": "*i64", "cos_ptr": "*bf16", "signed_sin_ptr": "*bf16", "num_rows": "i32", "scale": "fp32"}
-    ptx = compile_for_hopper(_rope_kernel, types, {"HALF": 40, "PAIRS": 64, "ROWS": ROPE_ROWS})
-    assert "st.global" in ptx and "cos.approx" not in ptx
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "size", "stored", "normed"),
-    [(32, 8, 128, True, True), (0, 8, 128, True, False), (32, 32, 96, False, True)],
-)
-def test_rotation_kernel_compiles(num_heads: int, num_kv_heads: int, size: int, stored: bool, normed: bool) -> None:
-    from jetspec.ops.norm_rope_triton import HEADS, _rotate_qkv_kernel
-
-    constants: dict[str, Any] = {"H": num_heads, "G": num_kv_heads, "HALF": size // 2, "HEADS": HEADS}
-    constants |= {"ROW": num_kv_heads * size, "HEAD": size, "PAIRS": 1 << (size // 2 - 1).bit_length()}
-    constants |= {} if stored else {"v_ptr": None, "slot_ptr": None}
-    constants |= {} if normed else {"q_norm_ptr": None, "k_norm_ptr": None}
-    types = {name: "*bf16" for name in _rotate_qkv_kernel.arg_names if name.endswith("_ptr")}
-    types |= {"slot_ptr": "*i64", "eps": "fp32", "distance": "i64"}
-    assert "st.global" in compile_for_hopper(_rotate_qkv_kernel, types, constants)
 
 
 @pytest.mark.gpu

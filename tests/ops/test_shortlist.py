@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 
 from jetspec.ops import shortlist
-from jetspec.ops.select import MAX_RANK, force
+from jetspec.ops.select import force
 from jetspec.types import EdgeFactors
-from tests.kernels import compile_for_hopper, fetches_early, shared_bytes
 
 
 def random_drafts(
@@ -109,44 +107,6 @@ def test_kernels_equal_the_definition(
     programs: int,
 ) -> None:
     interpreter.submit(compare, random_drafts(B, D, V, R), count, num_parents, temperature, 1e-4, programs).result()
-
-
-TYPES = dict.fromkeys(("root_ptr", "parents_ptr", "token_ptr"), "*i64") | dict.fromkeys(
-    ("V", "span", "temperature_stride", "num_chunks", "count"), "i32"
-)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "sizes"), [("_sum_kernel", {"CHUNKS": 256}), ("_gather_logprob_kernel", {"D": 15, "BLOCK": 256})]
-)
-def test_kernel_compiles(kernel: str, sizes: dict[str, int]) -> None:
-    from jetspec.ops import shortlist_triton
-
-    types = TYPES | {"logits_ptr": "*bf16"}
-    assert "st.global" in compile_for_hopper(getattr(shortlist_triton, kernel), types, sizes)
-
-
-@pytest.mark.parametrize("kernel", ["_mass_kernel", "_best_logprob_kernel"])
-@pytest.mark.parametrize(
-    ("dtype", "itemsize", "rank", "scaled"), [("bf16", 2, 128, True), ("bf16", 2, 256, True), ("fp32", 4, 128, False)]
-)
-def test_products_use_tensor_cores_and_fit_small_gpus(
-    kernel: str, dtype: str, itemsize: int, rank: int, scaled: bool
-) -> None:
-    """Without tensor cores an fp32 product takes far longer than reading its factors."""
-    from jetspec.ops import shortlist_triton
-
-    found: Any = getattr(shortlist_triton, kernel)
-    types = TYPES | dict.fromkeys(("logits_ptr", "predecessor_ptr", "successor_ptr"), f"*{dtype}")
-    tile, depths = shortlist_triton.num_tokens(rank, itemsize), shortlist_triton.num_depths(15, 8, rank, itemsize)
-    options = {"num_stages": shortlist_triton.num_stages(rank, itemsize)}
-    options["num_warps"] = shortlist_triton.num_warps(8 * depths)
-    sizes = {"D": 15, "P": 7, "R": rank, "RANKS": rank, "DEPTHS": depths, "TILE": tile, "PARENTS": 8}
-    constants: dict[str, Any] = sizes if scaled else {**sizes, "temperature_ptr": None}
-    assert rank <= MAX_RANK[itemsize]
-    ptx = compile_for_hopper(found, types, constants, **options)
-    assert "wgmma.mma_async" in ptx and fetches_early(ptx)
-    assert shared_bytes(found, types, constants, 89, options) <= 99 * 1024
 
 
 @pytest.mark.gpu

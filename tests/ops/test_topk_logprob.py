@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from concurrent.futures import Executor
 
 import pytest
@@ -11,14 +10,13 @@ from torch import Tensor
 
 from jetspec.ops import topk_logprob
 from jetspec.ops.select import force
-from tests.kernels import compile_for_hopper
 
 
 def compare(logits: Tensor, k: int, chunk: int = 0) -> None:
     """Compare with a stable sort, which orders ties as well. `chunk` overrides the size of a chunk."""
     with pytest.MonkeyPatch.context() as patch, force("triton"):
         if chunk:
-            patch.setattr("jetspec.ops.topk_logprob_triton.CHUNK", chunk)
+            patch.setattr("jetspec.ops.shortlist_triton.CHUNK", chunk)
         token, logprob = topk_logprob(logits, k)
     with force("reference"):
         expected = topk_logprob(logits, k)
@@ -30,7 +28,7 @@ def compare(logits: Tensor, k: int, chunk: int = 0) -> None:
 def compare_scaled(logits_BDV: Tensor, k: int, temperature_B: Tensor) -> None:
     """Compare with logits divided beforehand."""
     with pytest.MonkeyPatch.context() as patch, force("triton"):
-        patch.setattr("jetspec.ops.topk_logprob_triton.CHUNK", 64)
+        patch.setattr("jetspec.ops.shortlist_triton.CHUNK", 64)
         token, logprob = topk_logprob(logits_BDV, k, temperature_B)
     divided = logits_BDV.float() / temperature_B[:, None, None]
     assert torch.equal(token, divided.sort(descending=True, stable=True).indices[..., :k])
@@ -98,22 +96,6 @@ def test_nan_comes_first(interpreter: Executor, dtype: torch.dtype) -> None:
 def test_many_rows_equal_a_sort(interpreter: Executor) -> None:
     logits = torch.randn(130, 60, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     interpreter.submit(compare, logits, 10, 32).result()
-
-
-@pytest.mark.parametrize(("logits", "rows"), [("*bf16", "FEW"), ("*fp32", "MANY")])
-def test_kernels_compile(logits: str, rows: str) -> None:
-    module = importlib.import_module("jetspec.ops.topk_logprob_triton")
-    tiling = getattr(module, rows)
-    numbers = ("V", "num_leaders", "capacity", "span", "k", "most_reaching", "num_chunks")
-    types = dict.fromkeys((*numbers, "temperature_stride", "rows_per_temperature"), "i32")
-    types |= dict.fromkeys(("leader_ptr", "passed_ptr", "token_ptr"), "*i64")
-    types |= {"logits_ptr": logits, "count_ptr": "*i32", "temperature_ptr": "*fp32"}
-    groups = {"GROUP": 16, "GROUPS": module.CHUNK // 16}
-    assert "st.global" in compile_for_hopper(module._leader_kernel, types, groups)
-    sizes = {"LEADERS": 4096, "CHUNK": module.CHUNK, "RUN": tiling.RUN}
-    assert "st.global" in compile_for_hopper(module._pass_kernel, types, sizes, num_warps=8)
-    sizes = {"CHUNKS": 64, "OWN": tiling.OWN, "BLOCK": tiling.BLOCK}
-    assert "st.global" in compile_for_hopper(module._rank_kernel, types, sizes)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from torch import Tensor
 from jetspec.ops import copy_to_host
 from jetspec.ops.select import Kernels, force
 from jetspec.ops.transfer import Download
-from tests.kernels import compile_for_hopper
 
 
 def copied(source: Tensor, kernels: Kernels) -> Tensor:
@@ -26,14 +25,6 @@ def copied(source: Tensor, kernels: Kernels) -> Tensor:
 def test_copy_is_exact(interpreter: Executor, size: int, dtype: torch.dtype, kernels: Kernels) -> None:
     source = torch.arange(6 * size).view(3, 2 * size).to(dtype)[:, ::2]
     assert torch.equal(interpreter.submit(copied, source, kernels).result(), source)
-
-
-def test_kernel_compiles() -> None:
-    pytest.importorskip("triton")
-    from jetspec.ops.transfer_triton import BLOCK, _copy_to_host_kernel
-
-    types = {"source_ptr": "*i64", "target_ptr": "*i64", "size": "i32"}
-    assert "st.global" in compile_for_hopper(_copy_to_host_kernel, types, {"BLOCK": BLOCK}, num_warps=4)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,6 @@ from jetspec.ops.buffers import MAX_BARRIER_PROGRAMS, barrier_counters, counters
 from jetspec.ops.select import STAND_IN, Device, Facts, force
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 from tests.gluon import Blocks, Interpreted
-from tests.kernels import compile_for_hopper, shared_bytes
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -411,32 +410,6 @@ def test_programs_that_wait_for_each_other_run_at_once(
     assert programs % tiles == 0 and (programs == tiles or programs <= multiprocessors)
 
 
-@pytest.mark.parametrize(
-    ("size", "splits", "groups", "is_chain"), [(64, 1, 1, False), (128, 4, 2, False), (128, 16, 1, True)]
-)
-def test_warp_specialized_kernel_compiles_for_hopper(size: int, splits: int, groups: int, is_chain: bool) -> None:
-    """It fits into a multiprocessor. The next scores are multiplied while the softmax of the last block runs."""
-    pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.tree_attention_warp_specialized_gluon")
-    kernel, language = module._warp_specialized_attention_kernel, module.gl
-    layout = language.NVMMASharedLayout.get_default_for([16, 64], language.bfloat16)
-    types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<bf16[16, 64],{layout!r}>") | {"scale": "fp32", "W": "i32"}
-    types |= {"page_ptr": "*i64", "cached_ptr": "*i64", "start_ptr": "*i64", "ancestor_ptr": "*i32"}
-    types |= {"barrier_ptr": "*i32", "q_ptr": "*bf16", "out_ptr": "*bf16"}
-    numbers = [name for name in kernel.arg_names if name.islower() and name not in types and not name.endswith("_ptr")]
-    block_n = module.WARP_KEYS if groups == 1 else module.LONG_WARP_KEYS
-    constants: dict[str, Any] = {"PAGE_SIZE": 16, "G": 8, "REPEAT": 4, "E": size, "SPLITS": splits, "GROUPS": groups}
-    constants |= {"BLOCK_M": 64, "BLOCK_N": block_n, "STAGES": module.STAGE_KEYS[size] // block_n}
-    constants |= {} if splits > 1 else {"part_ptr": None, "lse_ptr": None}
-    constants |= {"ancestor_ptr": None} if is_chain else {}
-    types |= dict.fromkeys(numbers, "i32")
-    options = {"num_warps": 4}
-    ptx = compile_for_hopper(kernel, types, constants, **options)
-    assert "wgmma.wait_group.sync.aligned 1;" in ptx and "setmaxnreg" in ptx
-    assert ptx.count("wgmma.mma_async") == groups * (size + 2 * block_n) // 16
-    assert 0 < shared_bytes(kernel, types, constants, 90, options) <= 227 * 1024 - 1024
-
-
 HOPPER = Device("cuda", (9, 0), 132, 228 * 1024)
 VERIFY_FACTS = Facts(
     HOPPER,
@@ -482,45 +455,6 @@ def test_selection(changes: dict[str, Any], kernel: str) -> None:
     assert found is importlib.import_module(f"jetspec.ops.{name}").attend
 
 
-def register_tiled_arguments(module: Any, size: int, tree: bool, splits: int) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types and constants of the register-tiled kernel."""
-    kernel, keys = module._register_tiled_attention_kernel, module.KEYS[size]
-    pointers = {"page_ptr": "*i64", "cached_ptr": "*i64", "start_ptr": "*i64", "ancestor_ptr": "*i32"}
-    pointers |= {"finished_ptr": "*i32"} | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
-    numbers = {name: "i32" for name in kernel.arg_names if name.islower() and not name.endswith("_ptr")}
-    shape = {"TREE": tree, "PAGE_SIZE": 16, "G": 3, "REPEAT": 3, "E": size, "SPLITS": splits, "BLOCK_M": 16}
-    strides = {"q_stride_t": 960, "q_stride_h": size, "kv_stride_slot": 192, "kv_stride_g": size}
-    absent = [*(() if tree else ("ancestor_ptr",)), *(() if splits > 1 else ("part_ptr", "lse_ptr"))]
-    constants = {**shape, **keys._asdict(), **strides, **dict.fromkeys(absent)}
-    return {**pointers, **numbers, "scale": "fp32", "W": "i32"}, constants
-
-
-@pytest.mark.parametrize(("size", "tree", "splits"), [(64, False, 1), (128, True, 8)])
-def test_register_tiled_kernel_compiles_for_hopper(size: int, tree: bool, splits: int) -> None:
-    """Keys and values go from memory to tensor cores, the next keys are loaded before the last values are multiplied,
-    and slots are looked up before the kernel waits."""
-    pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.tree_attention_register_tiled_gluon")
-    kernel, keys = module._register_tiled_attention_kernel, module.KEYS[size]
-    types, constants = register_tiled_arguments(module, size, tree, splits)
-    before, after = compile_for_hopper(kernel, types, constants, num_warps=keys.WARPS).split("griddepcontrol.wait")
-    loads = keys.C * size // 32 // 8  # of keys, and of values, 16 bytes each
-    assert "ld.global.v4" not in before and after.count("ld.global.v4") == 3 * loads + size // 16
-    between = after[after.index("mma.sync") : after.rindex("mma.sync")]
-    assert between.count("ld.global.v4") == loads
-    assert before.count("ld.global.b64") == 3 + keys.C // 8 + keys.C // 4
-    assert after.count("mma.sync") == 2 * keys.C // 8 * size // 16
-
-
-@pytest.mark.parametrize("capability", [89, 120])
-def test_register_tiled_kernel_fits_other_gpus(capability: int) -> None:
-    pytest.importorskip("triton")
-    module = importlib.import_module("jetspec.ops.tree_attention_register_tiled_gluon")
-    options, kernel = {"num_warps": module.KEYS[128].WARPS}, module._register_tiled_attention_kernel
-    needed = shared_bytes(kernel, *register_tiled_arguments(module, 128, True, 8), capability, options)
-    assert 0 < needed <= 99 * 1024, "shared memory of a program on the smallest of them"
-
-
 @given(fitting=st.integers(0, 5000), max_queries=st.sampled_from([1, 256, 4096]), max_runs=st.integers(0, 500))
 def test_splits_fill_the_gpu_and_no_more(fitting: int, max_queries: int, max_runs: int) -> None:
     pytest.importorskip("triton")
@@ -529,61 +463,6 @@ def test_splits_fill_the_gpu_and_no_more(fitting: int, max_queries: int, max_run
     assert splits == 1 or splits <= min(fitting, max_runs)
     if max_queries <= 256:
         assert 2 * splits > min(fitting, kernel.MAX_SPLITS, max_runs)
-
-
-def arguments(
-    dtype: str, tiling: Any, shape: dict[str, Any], flagged: bool = False
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types and constants of a launch, for the compiler."""
-    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    blocks = {name: size for name, size in tiling._asdict().items() if not name.startswith("num_")}
-    absent = ["part_ptr", "lse_ptr", "finished_ptr"] if shape["SPLITS"] == 1 else []
-    absent += ([] if shape["TREE"] else ["ancestor_ptr"]) + ([] if flagged else ["is_tree_ptr"])
-    names = kernel._tree_attention_kernel.arg_names
-    numbers = ("window", "first_seen", "earlier", "tiles", "W", "min_run")
-    types = dict.fromkeys([n for n in names if "_stride_" in n or n in numbers], "i32") | {"scale": "fp32"}
-    types |= {f"{n}_ptr": "*i64" for n in ("page", "cached", "start", "position")} | {"ancestor_ptr": "*i32"}
-    types |= {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")} | {"finished_ptr": "*i32", "is_tree_ptr": "*i1"}
-    return types, {"PAGE_SIZE": 16, "G": 8, **shape, **blocks, **dict.fromkeys(absent)}
-
-
-def stages(tiling: Any) -> dict[str, int]:
-    return {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "queries", "repeat", "size", "tree", "windowed", "splits", "flagged"),
-    [
-        ("bf16", 256, 4, 128, True, False, 2, True),
-        ("bf16", 64, 3, 64, True, True, 4, False),
-        ("bf16", 2048, 4, 128, False, True, 1, False),
-        ("fp32", 16, 4, 128, True, False, 32, True),
-    ],
-)
-def test_kernel_compiles_for_hopper(
-    dtype: str, queries: int, repeat: int, size: int, tree: bool, windowed: bool, splits: int, flagged: bool
-) -> None:
-    pytest.importorskip("triton")
-    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    tiling = kernel._choose_tiling(queries * repeat, 8, size, 2 if dtype == "bf16" else 4)
-    shape = {"TREE": tree, "WINDOWED": windowed, "REPEAT": repeat, "E": size, "SPLITS": splits}
-    types, constants = arguments(dtype, tiling, shape, flagged)
-    ptx = compile_for_hopper(kernel._tree_attention_kernel, types, constants, **stages(tiling))
-    assert ("mma" in ptx) == (dtype == "bf16")
-
-
-@pytest.mark.parametrize(
-    ("rows", "size", "capability", "memory"), [(2048, 128, 89, 100), (2048, 256, 89, 100), (2048, 256, 90, 228)]
-)
-def test_tiles_fit_into_shared_memory(rows: int, size: int, capability: int, memory: int) -> None:
-    """The last 1024 bytes are reserved."""
-    pytest.importorskip("triton")
-    kernel = importlib.import_module("jetspec.ops.tree_attention_triton")
-    tiling = kernel._fit(kernel._choose_tiling(rows, 8, size, 2), memory * 1024)
-    shape = {"TREE": False, "WINDOWED": False, "REPEAT": 4, "E": size, "SPLITS": 1}
-    types, constants = arguments("bf16", tiling, shape)
-    needed = shared_bytes(kernel._tree_attention_kernel, types, constants, capability, stages(tiling))
-    assert 0 < needed <= (memory - 1) * 1024
 
 
 def on_gpu(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -16,7 +15,6 @@ from jetspec.config import TreeConfig
 from jetspec.ops.select import force
 from jetspec.tree import Acceptance, Candidates, DraftTree, accept, build_tree
 from jetspec.types import RowSampling, SamplingParams
-from tests.kernels import compile_for_hopper
 
 VOCAB = 5
 Draft = Callable[[Tensor, int], DraftTree]
@@ -204,13 +202,6 @@ def compare_walks(seed: int, batch: int, depth: int, budget: int, device: str = 
 @pytest.mark.parametrize(("batch", "depth", "budget"), [(1, 1, 1), (3, 2, 6), (2, 4, 23)])
 def test_kernel_equals_reference(interpreter: Executor, seed: int, batch: int, depth: int, budget: int) -> None:
     interpreter.submit(compare_walks, seed, batch, depth, budget).result()
-
-
-@pytest.mark.parametrize(("nodes", "warps"), [(128, 1), (1024, 4)])
-def test_kernel_compiles(nodes: int, warps: int) -> None:
-    kernel = importlib.import_module("jetspec.tree.accept_triton")._accept_kernel
-    types = dict.fromkeys(kernel.arg_names, "*i64") | {"N": "i32", "max_depth": "i32"}
-    assert "st.global" in compile_for_hopper(kernel, types, {"NODES": nodes}, num_warps=warps)
 
 
 @pytest.mark.gpu

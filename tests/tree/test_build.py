@@ -18,7 +18,6 @@ from jetspec.config import MAX_BUDGET, MAX_DEPTH, MAX_WIDTH, Expand, Score, Tree
 from jetspec.ops.select import force
 from jetspec.tree import Candidates, DraftTree, GrowingTree, build_tree, build_tree_reference
 from jetspec.types import EdgeFactors
-from tests.kernels import compile_for_hopper
 from tests.trees import validate
 
 VOCAB = 6
@@ -385,34 +384,6 @@ def test_kernel_ranks_children_by_their_edges(
     for logprob_BDC in (candidates.logprob_BDC, candidates.logprob_BDC.masked_fill(absent_BDC, -torch.inf)):
         problem = replace(candidates, logprob_BDC=logprob_BDC)
         interpreter.submit(compare_builders, problem, TreeConfig(12, width, expand=expand)).result()
-
-
-@pytest.mark.parametrize(
-    ("expand", "score", "edges"),
-    [
-        ("optimal", "accum_logp", True),
-        ("paper", "accum_logp", False),
-        ("optimal", "entropy", False),
-        ("paper", "hybrid", True),
-    ],
-)
-def test_search_kernel_compiles(expand: Expand, score: Score, edges: bool) -> None:
-    module = importlib.import_module("jetspec.tree.build_triton")
-    names = ("anchor_ptr", "token_ptr", "node_token_ptr", "node_parent_ptr", "node_depth_ptr", "size_ptr")
-    types = dict.fromkeys(names, "*i64") | dict.fromkeys(("N", "D", "C", "K", "max_depth"), "i32")
-    types |= {"index_ptr": "*i32", "entropy_weight": "fp32"}
-    constants: dict[str, Any] = {"SCORE": score, "PAPER": expand == "paper", "SLOTS": 128, "WIDTH": 8}
-    constants |= {} if edges else {"index_ptr": None}
-    constants |= {"entropy_ptr": None} if score == "accum_logp" else {}
-    options = {"num_warps": 1, "enable_fp_fusion": False}
-    assert "st.global" in compile_for_hopper(module._build_tree_kernel, types, constants, **options)
-
-
-def test_mask_kernel_compiles() -> None:
-    module = importlib.import_module("jetspec.tree.build_triton")
-    types = dict.fromkeys(("N", "W", "max_depth"), "i32") | {"parent_ptr": "*i64", "ancestor_ptr": "*i32"}
-    sizes = {"NODES": module.NODES, "WORDS": 32}
-    assert "st.global" in compile_for_hopper(module._ancestor_kernel, types, sizes, num_warps=1)
 
 
 def wide_candidates(batch: int, depth: int, shortlist: int, rank: int, dtype: torch.dtype) -> Candidates:

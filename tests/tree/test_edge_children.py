@@ -13,12 +13,8 @@ from jetspec.config import TreeConfig
 from jetspec.ops.select import force
 from jetspec.tree import Candidates, build_tree
 from jetspec.types import EdgeFactors
-from tests.kernels import HOPPER, compile_for_hopper, shared_bytes
 from tests.tree.test_build import to, wide_candidates
 from tests.trees import validate
-
-SHARED_BYTES = 100 << 10
-"""Shared memory per program that every supported GPU has."""
 
 
 def compare(candidates: Candidates, width: int, tile: tuple[int, int, int] | None = None, exact: bool = True) -> None:
@@ -74,23 +70,6 @@ def test_absent_and_nan_candidates_stay_so(interpreter: Executor, value: float) 
     for depth, kept in enumerate((37, 3, 0)):
         logprob_BDC[:, depth, kept:] = value
     interpreter.submit(compare, replace(candidates, logprob_BDC=logprob_BDC), 8, (16, 16, 16)).result()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rank", "parents", "width"),
-    [("bf16", 128, 15 * 256, 64), ("bf16", 512, 64 * 15 * 256, 8), ("fp32", 128, 15 * 256, 64)],
-)
-def test_kernel_compiles_and_fits_shared_memory(dtype: str, rank: int, parents: int, width: int) -> None:
-    module = importlib.import_module("jetspec.tree.edge_triton")
-    tiling = module.find_tiling(rank, torch.bfloat16 if dtype == "bf16" else torch.float32, parents)
-    types = dict.fromkeys(("D", "C", "K"), "i32") | {"anchor_ptr": "*i64", "token_ptr": "*i64", "index_ptr": "*i32"}
-    types |= dict.fromkeys(("predecessor_ptr", "successor_ptr"), f"*{dtype}")
-    sizes = tiling._asdict()
-    sizes |= {"R": rank, "WIDTH": width}
-    product = "wgmma" if tiling.PARENTS >= 64 else "mma.sync"
-    assert product in compile_for_hopper(module._edge_children_kernel, types, sizes)
-    used = shared_bytes(module._edge_children_kernel, types, sizes, HOPPER, {"num_warps": 4})
-    assert used <= SHARED_BYTES
 
 
 @pytest.mark.gpu

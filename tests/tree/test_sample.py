@@ -15,9 +15,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from jetspec.ops.select import force
 from jetspec.tree import choose_nodes, choose_token, filter_logits, gumbel
-from jetspec.tree.sample import philox
+from jetspec.tree.accept import philox
 from jetspec.types import RowSampling, SamplingParams
-from tests.kernels import compile_for_hopper
 
 
 def rows(*params: SamplingParams, seeds: list[int] | None = None) -> RowSampling:
@@ -154,7 +153,7 @@ def random_logits(num_rows: int, num_nodes: int, vocab: int, rounded: bool) -> t
 
 def compare_choices(logits_BNV: torch.Tensor, params: list[SamplingParams], chunk: int = 0, block: int = 0) -> float:
     """Return the share of equal choices. `chunk` and `block` override the sizes of the kernel."""
-    kernel: Any = importlib.import_module("jetspec.tree.sample_triton")
+    kernel: Any = importlib.import_module("jetspec.tree.accept_triton")
     kernel.CHUNK, kernel.BLOCK = chunk or kernel.CHUNK, block or kernel.BLOCK
     seeds = [((1 << 63) - 1) // (row + 1) for row in range(len(params))]  # both words of the key count
     sampling = RowSampling.of(params, seeds, logits_BNV.device)
@@ -179,7 +178,7 @@ def test_kernel_equals_reference(
 
 
 def compare_thresholds(logits_BV: torch.Tensor, params: list[SamplingParams]) -> None:
-    kernel: Any = importlib.import_module("jetspec.tree.sample_triton")
+    kernel: Any = importlib.import_module("jetspec.tree.accept_triton")
     kernel.BLOCK = 32
     sampling = replace(rows(*params), any_filtered=True)
     threshold_B = kernel._thresholds(logits_BV[:, None], sampling)[:, 0]
@@ -201,18 +200,6 @@ def test_kernel_finds_the_thresholds_of_the_filters(
 def test_kernel_applies_the_filters(interpreter: Executor) -> None:
     logits_BNV = random_logits(3, 1, 20, rounded=False)
     assert interpreter.submit(compare_choices, logits_BNV, FILTERED[:3], 16, 32).result() == 1
-
-
-@pytest.mark.parametrize(("logits", "sampled", "filtered"), [("*fp32", False, False), ("*bf16", True, True)])
-def test_kernels_compile(logits: str, sampled: bool, filtered: bool) -> None:
-    module = importlib.import_module("jetspec.tree.sample_triton")
-    ints = {"N": "i32", "V": "i32", "num_chunks": "i32"}
-    types = ints | {"logits_ptr": logits} | dict.fromkeys(["position_ptr", "seed_ptr", "key_ptr", "token_ptr"], "*i64")
-    constants = {"SAMPLED": sampled, "CHUNK": 4096} | ({} if filtered else {"threshold_ptr": None})
-    assert "st.global" in compile_for_hopper(module._choose_nodes_kernel, types, constants)
-    assert "st.global" in compile_for_hopper(module._best_chunk_kernel, types, {"CHUNKS": 64}, num_warps=1)
-    types["top_k_ptr"] = "*i64"
-    assert "st.global" in compile_for_hopper(module._threshold_kernel, types, {"BLOCK": 8192}, num_warps=16)
 
 
 @pytest.mark.gpu
