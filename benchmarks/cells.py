@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from statistics import median
 from typing import Any
 
@@ -32,16 +32,19 @@ class Measured:
         kept = [[row for row in rows if tuple(row["ids"]) in groups] for rows in self.repeats]
         return Measured(self.cell, kept)
 
-    def answers(self, repeat: int) -> dict[str, Answer]:
-        return {answer["id"]: answer for row in self.repeats[repeat] for answer in row["answers"]}
+    @cached_property
+    def answers(self) -> list[dict[str, Answer]]:
+        """Answers by question, for every repeat."""
+        return [{answer["id"]: answer for row in rows for answer in row["answers"]} for rows in self.repeats]
 
-    def whole_answers(self, repeat: int) -> list[Answer]:
-        """Answers that did not fail."""
-        return [answer for answer in self.answers(repeat).values() if not answer["error"]]
+    @cached_property
+    def whole_answers(self) -> list[list[Answer]]:
+        """Answers that did not fail, by repeat."""
+        return [[answer for answer in answers.values() if not answer["error"]] for answers in self.answers]
 
     @property
     def all_whole_answers(self) -> list[Answer]:
-        return [answer for repeat in range(len(self.repeats)) for answer in self.whole_answers(repeat)]
+        return list(chain(*self.whole_answers))
 
     @property
     def tokens(self) -> int:
@@ -50,21 +53,16 @@ class Measured:
     @cached_property
     def timed(self) -> list[list[Row]]:
         """Rows whose time is that of whole answers, by repeat: the share of an answer that failed is not known."""
-        return [[row for row in rows if _is_timed(row)] for rows in self.repeats]
 
-    @cached_property
-    def speed_by_repeat(self) -> list[float | None]:
-        """Tokens per second of decoding. None: everything failed."""
-        speeds: list[float | None] = []
-        for rows in self.timed:
-            seconds = sum(row["decode_s"] for row in rows)
-            tokens = sum(num_tokens(answer) for row in rows for answer in row["answers"])
-            speeds.append(tokens / seconds if seconds > 0 else None)
-        return speeds
+        def is_timed(answers: Sequence[Answer]) -> bool:
+            return not all(a["error"] for a in answers) and not any(a["error"] and num_tokens(a) for a in answers)
+
+        return [[row for row in rows if is_timed(row["answers"])] for rows in self.repeats]
 
     @property
     def speeds(self) -> list[float]:
-        return [speed for speed in self.speed_by_repeat if speed is not None]
+        """Tokens per second of the repeats in which not everything failed."""
+        return [speed for rows in self.timed if (speed := speed_of(rows)) is not None]
 
     @property
     def prefills(self) -> list[float]:
@@ -81,29 +79,15 @@ class Measured:
         """Commands of the folder that measured it, by repeat. None: a row does not tell."""
         return [{row.get("command") for row in rows} for rows in self.repeats]
 
-    @property
-    def errors(self) -> list[dict[str, Any]]:
-        return [
-            {"id": answer["id"], "repeat": repeat, "error": answer["error"]}
-            for repeat in range(len(self.repeats))
-            for answer in self.answers(repeat).values()
-            if answer["error"]
-        ]
-
-    @property
-    def counted(self) -> list[set[tuple[str, ...]]]:
-        """Questions behind its speed, by repeat: those of timed groups that did not fail."""
-        return [{tuple(a["id"] for a in row["answers"] if not a["error"]) for row in rows} for rows in self.timed]
-
-
-def _is_timed(row: Row) -> bool:
-    """There are whole answers, and none that failed half-way."""
-    answers = row["answers"]
-    return not all(a["error"] for a in answers) and not any(a["error"] and num_tokens(a) for a in answers)
-
 
 def num_tokens(answer: Answer) -> int:
     return sum(answer["tokens"])
+
+
+def speed_of(rows: Iterable[Row]) -> float | None:
+    """Tokens per second of decoding. None: no time was measured."""
+    seconds = sum(row["decode_s"] for row in rows)
+    return sum(num_tokens(answer) for row in rows for answer in row["answers"]) / seconds if seconds > 0 else None
 
 
 def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
@@ -112,12 +96,14 @@ def speedup(mine: Measured, base: Measured | None) -> dict[str, Any] | None:
 
     None where the two did not answer the same questions.
     """
-    if base is None:
+
+    def counted(one: Measured) -> list[set[tuple[str, ...]]]:
+        """Questions behind a speed, by repeat: those of timed groups that did not fail."""
+        return [{tuple(a["id"] for a in row["answers"] if not a["error"]) for row in rows} for rows in one.timed]
+
+    if base is None or counted(mine := mine.beside(base)) != counted(base := base.beside(mine)):
         return None
-    mine, base = mine.beside(base), base.beside(mine)
-    if mine.counted != base.counted:
-        return None
-    pairs = zip(mine.speed_by_repeat, base.speed_by_repeat, strict=True)
+    pairs = zip(map(speed_of, mine.timed), map(speed_of, base.timed), strict=True)
     ratios = [a / b for a, b in pairs if a is not None and b is not None]
     questions = question_speedups(mine, base)
     if mine.cell == base.cell:
@@ -141,30 +127,20 @@ def question_speedups(mine: Measured, base: Measured) -> dict[str, float]:
     """Ratio of speeds on every question, the median over repeats; none where questions were decoded together."""
     found: dict[str, list[float]] = {}
     for rows, others in zip(mine.timed, base.timed, strict=True):
-        speeds = {row["ids"][0]: row_speed(row) for row in others}
+        speeds = {row["ids"][0]: speed_of([row]) for row in others}
         for row in rows:
             if len(row["ids"]) > 1:
                 return {}
-            speed, other = row_speed(row), speeds[row["ids"][0]]
+            speed, other = speed_of([row]), speeds[row["ids"][0]]
             if speed and other:
                 found.setdefault(row["ids"][0], []).append(speed / other)
     return {id: median(ratios) for id, ratios in found.items()}
 
 
-def row_speed(row: Row) -> float | None:
-    """Tokens per second of decoding. None: no time was measured."""
-    tokens = sum(map(num_tokens, row["answers"]))
-    return tokens / row["decode_s"] if row["decode_s"] > 0 else None
-
-
 def tokens_per_round(mine: Measured) -> list[float]:
     """Per repeat, as far as rounds were counted."""
-    found = []
-    for repeat in range(len(mine.repeats)):
-        answers = [answer for answer in mine.whole_answers(repeat) if answer["rounds"]]
-        if rounds := sum(answer["rounds"] for answer in answers):
-            found.append(sum(map(num_tokens, answers)) / rounds)
-    return found
+    counted = [[answer for answer in answers if answer["rounds"]] for answers in mine.whole_answers]
+    return [sum(map(num_tokens, some)) / sum(answer["rounds"] for answer in some) for some in counted if some]
 
 
 def round_questions(mine: Measured) -> dict[str, tuple[int, int]]:

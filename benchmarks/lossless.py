@@ -360,8 +360,8 @@ class LosslessCheck:
         judged: dict[Hashable, list[Divergence | None]] = {}
         repeats_of: dict[Divergence, list[int]] = {}
         for repeat in range(len(mine.repeats)):
-            others = plain.answers(repeat)
-            for answer in mine.whole_answers(repeat):
+            others = plain.answers[repeat]
+            for answer in mine.whole_answers[repeat]:
                 id = answer["id"]
                 if others[id]["error"]:
                     continue

@@ -23,8 +23,7 @@ from benchmarks.recipe import KINDS, OLD_KEYS, PLAIN, BenchConfig, DtypeName, wi
 from benchmarks.report import print_summary, report_folder, write_report
 from benchmarks.results import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Inputs, Result, Run, commits_of
 from benchmarks.rows import kept_settings
-from benchmarks.run_record import Results
-from benchmarks.scores import grade_run
+from benchmarks.run_record import Results, grade_run
 from benchmarks.tables import Form, numbered
 from benchmarks.tasks import BUILTIN, GRADED_AS, TASKS
 from jetspec.commands.screen import err, working

@@ -1,21 +1,121 @@
-"""From rows to the record of a run: speeds, tokens per round, scores, and comparisons with plain decoding."""
+"""From rows to the record of a run: speeds, tokens per round, scores, and comparisons with plain decoding.
+
+Scores are those of a run that is being recorded, or of a finished one, graded again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
 from benchmarks.estimate import how_many, to_record
-from benchmarks.grade import grade
+from benchmarks.grade import MATH_TASKS, Grade, grade
 from benchmarks.lossless import LosslessCheck
-from benchmarks.measure import Bench
-from benchmarks.recipe import PLAIN, TRANSFORMERS, Cell
-from benchmarks.results import ROWS_FILE
-from benchmarks.rows import Key, Row, measured_by, read_lines
-from benchmarks.scores import Grader, Scores, with_progress
+from benchmarks.measure import Bench, questions_of
+from benchmarks.recipe import PLAIN, TRANSFORMERS, BenchConfig, Cell
+from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE, read_record
+from benchmarks.rows import Key, Row, kept_settings, measured_by, questions_digest, read_lines
+from benchmarks.tasks import GRADED_AS, TASKS
+from jetspec.data.prompts import Prompt
+from jetspec.progress import progress_bar
+from jetspec.record import GRADERS, make_record
+
+Grader = Callable[[str, Mapping[str, Any], str], Grade]
+Counts = Mapping[str, Any] | None
+"""The score of a cell in a record."""
+
+
+def is_graded(task: str) -> bool:
+    return task in TASKS and TASKS[task].grader is not None
+
+
+class Scores:
+    """Grades answers by task; equal answers to a question once. Only the first repeat of a cell counts."""
+
+    def __init__(self, questions: Mapping[str, Sequence[Prompt]], grader: Grader = grade) -> None:
+        self.rows = {task: {prompt.id: prompt.row for prompt in prompts} for task, prompts in questions.items()}
+        self.grader = grader
+        self.grades: dict[tuple[str, str, str], Grade] = {}
+        """By task, question, and the text of its answer."""
+        self.ungraded: dict[str, str] = {}
+        """Tasks whose answers could not be graded here, with the reason."""
+
+    def run_programs(self, cells: Collection[Measured], progress: bool = False) -> None:
+        """Grade programs, several at a time. Mathematics is left to `of`: its timeout needs the main thread."""
+        answers = {
+            (mine.cell.task, answer["id"], answer["text"][-1]): None
+            for mine in cells
+            if is_graded(mine.cell.task)
+            for answer in mine.whole_answers[0]
+            if self.rows[mine.cell.task][answer["id"]].get(GRADED_AS, mine.cell.task) not in MATH_TASKS
+        }
+
+        def try_grade(key: tuple[str, str, str]) -> None:
+            with suppress(ValueError):
+                self.grade(*key)
+
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+            options: Any = {"total": len(answers), "unit": "answer", "disable": not (progress and answers)}
+            list(progress_bar(pool.map(try_grade, answers), desc="running programs", **options))
+
+    def of(self, mine: Measured) -> Counts:
+        """Counts of right answers of a cell. None: nothing was graded."""
+        task = mine.cell.task
+        if not is_graded(task):
+            return None
+        try:
+            grades = [(self.grade(task, answer["id"], answer["text"][-1]), answer) for answer in mine.whole_answers[0]]
+        except ValueError as error:
+            self.ungraded[task] = str(error)
+            return None
+        graded = [(grade, answer) for grade, answer in grades if grade.correct is not None]
+        if not graded:
+            return None
+        right = [answer["id"] for grade, answer in graded if grade.correct]
+        return {
+            "correct": len(right),
+            "graded": len(graded),
+            "share": len(right) / len(graded),
+            "partial": sum(grade.is_partial for grade, _ in graded),
+            "cut": sum(answer["finish"][-1] == "length" for _, answer in graded),
+            "right": right,
+            "wrong": [answer["id"] for grade, answer in graded if not grade.correct],
+        }
+
+    def grade(self, task: str, id: str, text: str) -> Grade:
+        key = task, id, text
+        if key not in self.grades:
+            question = self.rows[task][id]
+            self.grades[key] = self.grader(question.get(GRADED_AS, task), question, text)
+        return self.grades[key]
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{task} is not graded: {why}" for task, why in self.ungraded.items()]
+
+
+def with_progress(cells: Collection[Measured], activity: str, progress: bool) -> Iterator[Measured]:
+    bar = progress_bar(cells, unit="cell", disable=not (progress and cells))
+    for mine in bar:
+        bar.set_description(f"{activity}: {mine.cell.method} {mine.cell.task}", refresh=sys.stderr.isatty())
+        yield mine
+
+
+def by_cell(rows: Mapping[Key, Row], repeats: int) -> dict[Cell, Measured]:
+    """Cells of the first repeats of rows, their groups in order."""
+    found: dict[Cell, list[list[Row]]] = {}
+    for (cell, repeat, _), row in sorted(rows.items(), key=lambda item: item[0][1:]):
+        if repeat < repeats:
+            found.setdefault(cell, [[] for _ in range(repeats)])[repeat].append(row)
+    return {cell: Measured(cell, rows) for cell, rows in found.items()}
 
 
 @dataclass
@@ -47,12 +147,19 @@ class Results:
     def _notes(self) -> Iterator[str]:
         """Notes on batches that were never full, and on rows of several commands or sources."""
         yield from self._short_batches()
-        yield from self._apart()
+        apart = {  # only within a command methods take turns
+            cell.method: None
+            for cell, measured in self.measured.items()
+            if measured.beside(plain := self.plain_of(cell)).commands != plain.beside(measured).commands
+        }
+        if apart:
+            names = ", ".join(apart)
+            yield f"measured, in part, by another command than the plain decoding that they are compared with: {names}"
         if unused := len(read_lines(self.bench.folder / ROWS_FILE)) - len(self.rows):
             yield f"the folder holds {how_many(unused, 'more group')} that this command did not ask for"
-        for name, fields in self.bench.left_open().items():
-            if fields:
-                yield f"{name} was asked without {', '.join(fields)}: what its server takes instead is not known"
+        for name, settings in self.bench.left_open().items():
+            if settings:
+                yield f"{name} was asked without {', '.join(settings)}: what its server takes instead is not known"
         if len(commits := self.bench.commits()) > 1:
             yield f"measured by several versions of the source, one after the other: {', '.join(commits)}"
 
@@ -69,47 +176,36 @@ class Results:
             subject = "there are" if is_all else f"{' and '.join(sorted(names))} got"
             yield f"{task} in batches of {batch}: {subject} only {how_many(count, 'question')}"
 
-    def _apart(self) -> Iterator[str]:
-        """Note on methods measured by another command than plain decoding: only within a command they take turns."""
-        apart: dict[str, None] = {}
-        for cell, measured in self.measured.items():
-            plain = self.measured[cell.beside(PLAIN, 1)]
-            if measured.beside(plain).commands != plain.beside(measured).commands:
-                apart[cell.method] = None
-        if apart:
-            names = ", ".join(apart)
-            yield f"measured, in part, by another command than the plain decoding that they are compared with: {names}"
+    def plain_of(self, cell: Cell) -> Measured:
+        return self.measured[cell.beside(PLAIN, 1)]
 
     @cached_property
     def measured(self) -> dict[Cell, Measured]:
-        found: dict[Cell, list[list[Row]]] = {}
-        for (cell, repeat, _), row in sorted(self.rows.items(), key=lambda item: item[0][1:]):
-            repeats = found.setdefault(cell, [[] for _ in range(self.bench.config.repeats)])
-            repeats[repeat].append(row)
-        order = [cell for method in self.bench.methods for cell in self.bench.config.cells(method)]
-        return {cell: Measured(cell, found[cell]) for cell in order}
+        found = by_cell(self.rows, self.bench.config.repeats)
+        return {cell: found[cell] for method in self.bench.methods for cell in self.bench.config.cells(method)}
 
     def cell(self, mine: Measured) -> dict[str, Any]:
-        plain = self.measured[mine.cell.beside(PLAIN, 1)]
-        rounds = round_questions(mine)
+        plain, rounds = self.plain_of(mine.cell), round_questions(mine)
         return {
             **asdict(mine.cell),
-            "questions": len(mine.answers(0)),
+            "questions": len(mine.answers[0]),
             "together": mine.fullest,
             "tokens": mine.tokens,
             "tokens_per_s": to_record(mine.speeds),
-            "tokens_per_round": {
-                **to_record(tokens_per_round(mine)),
-                "questions": list(rounds.values()),
-                "ids": list(rounds),
-            },
+            "tokens_per_round": to_record(tokens_per_round(mine))
+            | {"questions": list(rounds.values()), "ids": list(rounds)},
             "accepted": accepted_lengths(mine),
             "prefill_s": to_record(mine.prefills),
             "speedup": speedup(mine, plain),
             "speedup_transformers": speedup(mine, self.measured.get(mine.cell.beside(TRANSFORMERS, None))),
             "score": self.scores.of(mine),
             "lossless": self.lossless.of(mine, plain) if mine is not plain else None,
-            "errors": mine.errors,
+            "errors": [
+                {"id": answer["id"], "repeat": repeat, "error": answer["error"]}
+                for repeat, answers in enumerate(mine.answers)
+                for answer in answers.values()
+                if answer["error"]
+            ],
         }
 
     @cached_property
@@ -119,3 +215,57 @@ class Results:
     @cached_property
     def lossless(self) -> LosslessCheck:
         return LosslessCheck(self.bench, [measured for cell, measured in self.measured.items() if cell.method == PLAIN])
+
+
+def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dict[str, Any]:
+    """Record of a finished run with new scores; all else is kept. Neither its target nor its machine is needed."""
+    for name in (RESULTS_FILE, ROWS_FILE, RUN_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is no folder of a finished `benchmarks run`: it has no {name}")
+    record = read_record(folder / RESULTS_FILE)
+    if not {"cells", "recipe"} <= set(record):
+        raise ValueError(f"{folder} holds no answers to grade")
+    scores = Scores(read_questions(folder, record["recipe"], data_dir))
+    firsts = by_cell(read_lines(folder / ROWS_FILE), 1)
+    found = [Cell(**{field.name: raw[field.name] for field in fields(Cell)}) for raw in record["cells"]]
+    if lacking := next((cell for cell in found if cell not in firsts), None):
+        raise ValueError(f"{folder / ROWS_FILE} has no answers of {lacking.method} on {lacking.task}")
+    measured = [firsts[cell] for cell in found]
+    scores.run_programs(measured, progress)
+    cells = []
+    for raw, mine in zip(record["cells"], with_progress(measured, "grading", progress), strict=True):
+        cells.append({**raw, "score": scores.of(mine)})
+        check_kept(mine.cell.task, raw["score"], cells[-1]["score"], scores.ungraded)
+    now = make_record({})
+    versions = {name: version for name, version in now["versions"].items() if name in ("python", *GRADERS)}
+    graded = {key: now[key] for key in ("command", "date", "commit")} | {"versions": versions}
+    return {**record, "cells": cells, "ungraded": scores.notes, "graded": graded}
+
+
+def check_kept(task: str, before: Counts, now: Counts, why: Mapping[str, str]) -> None:
+    """Refuse scores of fewer answers or tests than before."""
+
+    def answered(score: Mapping[str, Any]) -> set[str]:
+        return {*score["right"], *score["wrong"]}
+
+    if before is not None and (now is None or answered(before) - answered(now) or now["partial"] > before["partial"]):
+        reason = why.get(task, "these questions have fewer references")
+        raise ValueError(f"{task} would lose scores that the run has: {reason}")
+
+
+def read_questions(folder: Path, recipe: Mapping[str, Any], data_dir: str | None) -> dict[str, list[Prompt]]:
+    """Questions of a run that have graders, from its recipe's folder or another."""
+    tasks = tuple(recipe["tasks"])
+    config = BenchConfig(
+        tasks=tasks, data_dir=data_dir or recipe["data_dir"], limit=recipe["limit"], skip=recipe["skip"]
+    )
+    if config.data_dir is not None and not Path(config.data_dir).is_dir():
+        raise ValueError(f"{config.data_dir} is not a folder of questions; name the one with --data-dir")
+    settings = kept_settings(folder / RUN_FILE)["settings"]
+    questions = {task: questions_of(config, task) for task in tasks if is_graded(task)}
+    if not questions:
+        raise ValueError(f"no task of {folder} has a grader: {', '.join(tasks)}")
+    for task, prompts in questions.items():
+        if questions_digest(prompts) != settings.get(f"task {task}"):
+            raise ValueError(f"the questions of {task} are not those that {folder} has answers to")
+    return questions

@@ -22,11 +22,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MAX_VERDICT = 1 << 16
@@ -65,21 +64,16 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits = Limits()) -> 
     order = {"program": program, "tests": list(tests), "password": password, **asdict(limits)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         said, ended = _run_child(json.dumps(order), folder, limits)
-    verdict = _find_verdict(said, password)
-    if verdict is None:
+    for line in said.splitlines():
+        with suppress(ValueError, TypeError, KeyError):
+            verdict = json.loads(line)
+            if verdict["password"] == password:
+                break
+    else:
         return Verdict(False, ended)
     if "unsafe" in verdict:
         raise ValueError(f"programs are not run here: {verdict['unsafe']}")
     return Verdict(bool(verdict["passed"]), str(verdict["why"]))
-
-
-def _find_verdict(said: str, password: str) -> Mapping[str, Any] | None:
-    for line in said.splitlines():
-        with suppress(ValueError, TypeError, KeyError):
-            verdict: Mapping[str, Any] = json.loads(line)
-            if verdict["password"] == password:
-                return verdict
-    return None
 
 
 def _run_child(order: str, folder: str, limits: Limits) -> tuple[str, str]:
@@ -97,28 +91,26 @@ def _run_child(order: str, folder: str, limits: Limits) -> tuple[str, str]:
             start_new_session=True,
         )
         os.close(writer)
+        status = -signal.SIGALRM
         try:
             child.communicate(order.encode(), timeout=limits.seconds + START_S)
-            ended = _end_reason(child.returncode, limits)
+            status = child.returncode
         except subprocess.TimeoutExpired:
-            ended = _end_reason(-signal.SIGALRM, limits)
+            pass
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.kill()
             child.wait()
         os.set_blocking(reader, False)
-        try:
-            return os.read(reader, MAX_VERDICT).decode("utf-8", "replace"), ended
-        except BlockingIOError:
-            return "", ended
+        said = b""
+        with suppress(BlockingIOError):
+            said = os.read(reader, MAX_VERDICT)
     finally:
         os.close(reader)
-
-
-def _end_reason(status: int, limits: Limits) -> str:
-    if status in (-signal.SIGALRM, -signal.SIGXCPU):
-        return f"took more than {limits.seconds:g} s"
+    ended = f"ended before the tests did, with status {status}"
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended before the tests did, with status {status}"
+        ended = f"was ended by {signal.Signals(-status).name}"
+    if status in (-signal.SIGALRM, -signal.SIGXCPU):
+        ended = f"took more than {limits.seconds:g} s"
+    return said.decode("utf-8", "replace"), ended

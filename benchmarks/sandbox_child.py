@@ -14,15 +14,19 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import product
 from types import CodeType, ModuleType
 from typing import Any
 
 NEW_USER, NEW_NET = 0x10000000, 0x40000000
 NO_NEW_PRIVILEGES, KEEP_CAPABILITIES = 38, 8
 """Options of prctl."""
-MAY_READ_ALL = 1 << 2
-"""The capability to read files of any mode, alone."""
+CHANGE_USER, READ_ALL = 1 << 0 | 1 << 6 | 1 << 7, 1 << 2
+"""Capabilities: to become another user and give it a folder, and to read files of any mode."""
+CAPABILITIES = struct.pack("=Ii", 0x20080522, 0)
+"""Version of the interface, and this process."""
 NOBODY = 65534
 MB = 1 << 20
 MAX_WHY = 300
@@ -47,10 +51,6 @@ NO_EVENT = ("mkfifo", "mknod")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-class Unsafe(Exception):
-    """A program must not run here."""
-
-
 def main() -> None:
     order = json.load(sys.stdin)
     pipe, write, encode = int(sys.argv[1]), os.write, json.JSONEncoder().encode
@@ -61,7 +61,7 @@ def main() -> None:
     leave = os._exit  # without the program's exit handlers
     try:
         shut_in(order)
-    except (Unsafe, OSError) as error:
+    except OSError as error:
         say({"unsafe": str(error)})
         leave(0)
     passed, why = judge(order["program"], order["tests"])
@@ -70,55 +70,42 @@ def main() -> None:
 
 
 def shut_in(order: dict[str, Any]) -> None:
-    """Apply all restrictions, then test that Python's library is readable, which programs need."""
-    leave_network()
+    """Apply all restrictions, then test that Python's library is readable, which programs need.
+
+    OSError: a program must not run here.
+    """
+    if sys.platform == "linux":  # an empty network namespace, where the kernel allows it
+        ctypes.CDLL(None).unshare(NEW_NET if os.geteuid() == 0 else NEW_NET | NEW_USER)
     is_nobody = drop_root()
     is_walled = wall_files(".")
     if not is_nobody and not is_walled:
         where = f"other users cannot read Python in {sys.base_prefix}, and this kernel has no Landlock"
-        raise Unsafe(f"root would run them as root: {where}; run as another user, or with a Python that all may read")
+        raise OSError(f"root would run them as root: {where}; run as another user, or with a Python that all may read")
     set_limits(order)
-    guard = make_guard(os.getcwd(), order["changes"])
-    remove_functions_without_event()
-    sys.addaudithook(guard)
+    guard_interpreter(os.getcwd(), order["changes"])
     with open(os.__file__, "rb"):
         pass
 
 
-def leave_network() -> None:
-    """Enter an empty network namespace, where the kernel allows it."""
-    if sys.platform == "linux":
-        flags = NEW_NET if os.geteuid() == 0 else NEW_NET | NEW_USER
-        unshare = getattr(ctypes.CDLL(None), "unshare", None)
-        if unshare is not None:
-            unshare(flags)
-
-
 def drop_root() -> bool:
-    """Become the user `nobody` if root, to whom limits do not apply. False: root stays, without capabilities."""
+    """Become the user `nobody` if root, to whom limits do not apply; where it cannot read Python's library, keep the
+    capability to read. False: root stays, without capabilities."""
     if os.geteuid() != 0:
         return True
     try:
-        become_nobody()
-    except OSError:
+        if keeps := not is_library_open_to_nobody():
+            set_capabilities(CHANGE_USER | READ_ALL)
+            ctypes.CDLL(None).prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
+        os.chown(".", NOBODY, NOBODY)
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    except (OSError, AttributeError):  # no such right, or no Linux
         set_capabilities(0)
         return False
+    if keeps:
+        set_capabilities(READ_ALL)
     return True
-
-
-def become_nobody() -> None:
-    """Change to the user `nobody`; where it cannot read Python's library, keep the capability to read."""
-    keeps = not is_library_open_to_nobody()
-    if keeps and not get_capabilities() & MAY_READ_ALL:
-        raise PermissionError
-    os.chown(".", NOBODY, NOBODY)
-    if keeps:
-        ctypes.CDLL(None).prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    if keeps:
-        set_capabilities(MAY_READ_ALL)
 
 
 def is_library_open_to_nobody() -> bool:
@@ -134,95 +121,66 @@ def is_library_open_to_nobody() -> bool:
         os.setegid(0)
 
 
-CAPABILITIES = struct.pack("=Ii", 0x20080522, 0)
-"""Version of the interface, and this process."""
-CAPABILITY_SETS = "=6I"
-"""Effective, permitted and inheritable sets, the low halves first."""
-
-
-def get_capabilities() -> int:
-    """Low half of the permitted set; 0 where the system has none."""
-    sets = ctypes.create_string_buffer(struct.calcsize(CAPABILITY_SETS))
-    capget = getattr(ctypes.CDLL(None), "capget", None)
-    if capget is None or capget(ctypes.create_string_buffer(CAPABILITIES), sets) != 0:
-        return 0
-    return int(struct.unpack_from(CAPABILITY_SETS, sets)[1])
-
-
 def set_capabilities(kept: int) -> None:
+    """Give up all capabilities but these, which this process must have. Only Linux has any."""
     capset = getattr(ctypes.CDLL(None), "capset", None)
-    sets = struct.pack(CAPABILITY_SETS, kept, kept, 0, 0, 0, 0)
-    if capset is not None and capset(ctypes.create_string_buffer(CAPABILITIES), sets) != 0:
-        raise Unsafe("the rights of root cannot be given up")
+    if capset is not None and capset(CAPABILITIES, struct.pack("=6I", kept, kept, 0, 0, 0, 0)) != 0:
+        raise OSError("the rights of root cannot be given up")
 
 
-class Landlock:
-    """Landlock rules: file accesses without a rule are refused to this process for good, even to root.
+CREATE, ADD, RESTRICT = 444, 445, 446
+"""System calls of Landlock, whose numbers are the same on all processors."""
+READ = 1 << 2 | 1 << 3
+"""Read files and folders."""
+WRITE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 13 | 1 << 14
+"""Write, remove, create folders, files and links, rename, truncate: no devices, pipes or sockets."""
+OF_FILES = 1 << 1 | 1 << 2 | 1 << 14
+"""Rights of a regular file."""
+KNOWN = (0, 13, 14, 15, 15, 16)
+"""Number of rights in each version of Landlock from 0 on; later ones have all."""
 
-    They cover opening, creating, renaming and removing, not changes of a file's mode, owner or times.
-    """
 
-    CREATE, ADD, RESTRICT = 444, 445, 446
-    """Numbers of system calls, the same on all processors."""
-    READ = 1 << 2 | 1 << 3
-    """Read files and folders."""
-    WRITE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 13 | 1 << 14
-    """Write, remove, create folders, files and links, rename, truncate: no devices, pipes or sockets."""
-    OF_FILES = 1 << 1 | 1 << 2 | 1 << 14
-    """Rights of a regular file."""
-    KNOWN = (0, 13, 14, 15, 15, 16)
-    """Number of rights in each version from 0 on; later ones have all."""
+def landlock(number: int, *args: Any) -> int:
+    """System call; negative: refused."""
+    whole = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in (number, *args)]
+    return int(ctypes.CDLL(None).syscall(*whole)) if sys.platform == "linux" else -1
 
-    def __init__(self) -> None:
-        self.libc = ctypes.CDLL(None)
-        self.version = self.call(self.CREATE, None, 0, 1) if sys.platform == "linux" else 0
 
-    def call(self, number: int, *args: Any) -> int:
-        """System call; negative: refused."""
-        whole = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
-        return int(self.libc.syscall(ctypes.c_long(number), *whole))
-
-    def open(self) -> int:
-        """Create a rule set that allows nothing: no file, no TCP, no signal or socket to other processes."""
-        self.handled = (1 << self.KNOWN[min(self.version, len(self.KNOWN) - 1)]) - 1
-        tcp, others = (3 if self.version >= 4 else 0), (3 if self.version >= 6 else 0)
-        return self.call(self.CREATE, struct.pack("=QQQ", self.handled, tcp, others), 24, 0)
-
-    def allow(self, rules: int, path: str, rights: int) -> bool:
-        """Allow rights on a path, if it exists."""
-        try:
-            place = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return True
-        rights &= self.handled if os.path.isdir(path) else self.OF_FILES & self.handled
-        refused = self.call(self.ADD, rules, 1, struct.pack("=Qi", rights, place), 0)
-        os.close(place)
-        return refused == 0
-
-    def enforce(self, rules: int) -> bool:
-        is_final = self.libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
-        return is_final and self.call(self.RESTRICT, rules, 0) == 0
+def landlock_version() -> int:
+    return landlock(CREATE, None, 0, 1)
 
 
 def wall_files(folder: str) -> bool:
-    """Allow writing in the folder, reading there and in Python's folders. False: this kernel has no Landlock."""
-    wall = Landlock()
-    if wall.version < 1:
+    """Allow this process to write in the folder and to read there and in Python's folders: no other file, no TCP, no
+    signal or socket to other processes, for good, even to root. False: this kernel has no Landlock.
+
+    The rules cover opening, creating, renaming and removing, not changes of a file's mode, owner or times.
+    """
+    if (version := landlock_version()) < 1:
         return False
-    rules = wall.open()
-    allowed = dict.fromkeys((*READABLE, *READABLE_FILES), wall.READ)
-    allowed |= {folder: wall.READ | wall.WRITE, os.devnull: wall.READ | wall.WRITE}
-    added = [wall.allow(rules, path, rights) for path, rights in allowed.items()]
-    stands = rules >= 0 and all(added) and wall.enforce(rules)
-    if rules >= 0:
-        os.close(rules)
-    return stands
+    handled = (1 << KNOWN[min(version, len(KNOWN) - 1)]) - 1
+    tcp, others = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
+    rules = landlock(CREATE, struct.pack("=QQQ", handled, tcp, others), 24, 0)
+    if rules < 0:
+        return False
+    allowed = dict.fromkeys((*READABLE, *READABLE_FILES), READ) | {folder: READ | WRITE, os.devnull: READ | WRITE}
+    refused = 0
+    for path, rights in allowed.items():
+        try:
+            place = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # not on this system
+        rights &= handled if os.path.isdir(path) else OF_FILES & handled
+        refused |= landlock(ADD, rules, 1, struct.pack("=Qi", rights, place), 0)
+        os.close(place)
+    refused = refused or ctypes.CDLL(None).prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or landlock(RESTRICT, rules, 0)
+    os.close(rules)
+    return refused == 0
 
 
 def set_limits(order: dict[str, Any]) -> None:
-    seconds = int(order["seconds"]) + 1
     limits = {
-        "RLIMIT_CPU": seconds,
+        "RLIMIT_CPU": int(order["seconds"]) + 1,
         "RLIMIT_AS": order["memory_mb"] * MB,
         "RLIMIT_FSIZE": order["file_mb"] * MB,
         "RLIMIT_NOFILE": order["open_files"],
@@ -230,24 +188,18 @@ def set_limits(order: dict[str, Any]) -> None:
         "RLIMIT_CORE": 0,
     }
     for name, value in limits.items():
-        try:
+        with suppress(AttributeError, ValueError, OSError):  # not on this system
             resource.setrlimit(getattr(resource, name), (value, value))
-        except (AttributeError, ValueError, OSError):
-            continue  # not on this system
     signal.setitimer(signal.ITIMER_REAL, order["seconds"])  # by default the alarm ends the process
 
 
-def remove_functions_without_event() -> None:
-    for name in NO_EVENT:
-        for module in (os, posix):
-            vars(module).pop(name, None)
-
-
-def make_guard(folder: str, max_changes: int) -> Callable[[str, tuple[Any, ...]], None]:
-    """Audit hook. It holds references to the functions that it calls, as the program may replace those names.
+def guard_interpreter(folder: str, max_changes: int) -> None:
+    """Add an audit hook. It holds references to the functions that it calls, as the program may replace those names.
 
     No event names the `dir_fd` of `os.open`. So `os.open` opens nothing outside, and every `dir_fd` is inside.
     """
+    for name, module in product(NO_EVENT, (os, posix)):
+        vars(module).pop(name, None)
     resolve, join, fsdecode, devices = os.path.realpath, os.path.join, os.fsdecode, (os.devnull, *READABLE_FILES)
     root, library = resolve(folder), [resolve(path) for path in READABLE]
     left = [max_changes]
@@ -283,7 +235,7 @@ def make_guard(folder: str, max_changes: int) -> Callable[[str, tuple[Any, ...]]
                 raise PermissionError(f"{event} outside its folder is not allowed here")
             count(event)
 
-    return guard
+    sys.addaudithook(guard)
 
 
 def judge(program: str, tests: Sequence[str]) -> tuple[bool, str]:
@@ -307,10 +259,9 @@ def judge(program: str, tests: Sequence[str]) -> tuple[bool, str]:
 
 
 def describe(error: BaseException) -> str:
-    try:
+    text = ""
+    with suppress(BaseException):  # of an exception class of the program
         text = " ".join(str(error).split())
-    except BaseException:  # of an exception class of the program
-        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.grade import Grade
 from benchmarks.recipe import BenchConfig
 from benchmarks.run import ungraded
-from benchmarks.scores import check_kept
+from benchmarks.run_record import check_kept
 from jetspec.engine.llm import LLM
 from tests.benchmarks.tiny_bench import invoke, make_bench, results_of, write_questions
 

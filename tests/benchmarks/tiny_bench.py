@@ -20,8 +20,7 @@ from benchmarks.measure import Bench
 from benchmarks.methods import Ask, Method, Reply, Timed
 from benchmarks.recipe import BenchConfig, MethodConfig
 from benchmarks.rows import Key, Row
-from benchmarks.run_record import Results
-from benchmarks.scores import Grader
+from benchmarks.run_record import Grader, Results
 from jetspec.engine.llm import LLM
 from jetspec.models.head_format import save_head
 from jetspec.settings import from_dict
