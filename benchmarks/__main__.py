@@ -55,16 +55,15 @@ class Commands(OneLineErrors):
         with formatter.section("Commands"):
             formatter.write_dl([(name, help) for name, (_, help) in COMMANDS.items()])
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Plain help: the rich one would import every command."""
-        self.format_usage(ctx, formatter)
-        self.format_help_text(ctx, formatter)
-        self.format_options(ctx, formatter)  # and the commands
-
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, context_settings=HELP
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings=HELP,
+    rich_markup_mode=None,  # rich help would import every command
 )
 
 

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.estimate import to_record
+from benchmarks.recipe import distinct
 from benchmarks.results import ROWS_FILE, RUN_FILE
 from benchmarks.rows import KeyedFile, Row, keep_settings, kept_settings, measured_by
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
-from jetspec.models.decoder import Decoder
 from jetspec.profile.rounds import Decoding, StandingRound, Workload
 from jetspec.profile.shapes import open_head, open_target, shape_of
 from jetspec.progress import progress_bar
@@ -54,8 +54,7 @@ class CostConfig:
         for name in ("head_layers", "rounds", "repeats"):
             at_least(1, name, getattr(self, name))
         for name in ("contexts", "depths"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must name at least one")
+            distinct(name, getattr(self, name))
         for context in self.contexts:
             at_least(1, "a context", context)
         for depth in self.depths:
@@ -72,29 +71,7 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
     """A row per context and depth. Existing rows are not timed again, unless `fresh` deletes them."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    settings = _settings(config, dtype, device)
-    with closing(CostFile(folder / ROWS_FILE, fresh)) as file:
-        wanted = [(context, depth) for depth, context in product(config.depths, config.contexts)]
-        todo = [chain for chain in wanted if chain not in file.rows]
-        has_rows = bool(file.rows)
-        keep_settings(folder / RUN_FILE, settings, lambda _: has_rows, is_measured=bool(todo))
-        if todo:
-            with progress_bar(
-                total=len(todo), desc=f"building {shown(config.shape)}", unit="chain", disable=not progress
-            ) as bar:
-                target = open_target(config.shape, "random", dtype, device)
-                bar.set_description("timing chains")
-                command = len(kept_settings(folder / RUN_FILE)["runs"]) - 1
-                for context, depth in todo:
-                    cost = measure_cost(target, config, context, depth)
-                    file.append({**cost, "command": command, "date": date_now()})
-                    bar.update()
-        return [file.rows[chain] for chain in wanted]
-
-
-def _settings(config: CostConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """All settings that rows depend on, beside their keys."""
-    return {
+    settings = {  # all that rows depend on, beside their keys
         "shape": asdict(shape_of(config.shape)),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
@@ -102,10 +79,21 @@ def _settings(config: CostConfig, dtype: torch.dtype, device: torch.device) -> d
         "versions": package_versions(),
         **{name: getattr(config, name) for name in ("head_layers", "rounds", "repeats")},
     }
+    with closing(CostFile(folder / ROWS_FILE, fresh)) as file:
+        wanted = [(context, depth) for depth, context in product(config.depths, config.contexts)]
+        todo = [chain for chain in wanted if chain not in file.rows]
+        has_rows = bool(file.rows)
+        keep_settings(folder / RUN_FILE, settings, lambda _: has_rows, is_measured=bool(todo))
+        command = len(kept_settings(folder / RUN_FILE)["runs"]) - 1
+        target = open_target(config.shape, "random", dtype, device) if todo else None
+        for context, depth in progress_bar(todo, desc="timing chains", unit="chain", disable=not (progress and todo)):
+            cost = measure_cost(target, config, context, depth)
+            file.append({**cost, "command": command, "date": date_now()})
+        return [file.rows[chain] for chain in wanted]
 
 
 @torch.inference_mode()
-def measure_cost(target: Decoder, config: CostConfig, context: int, depth: int) -> dict[str, Any]:
+def measure_cost(target: Any, config: CostConfig, context: int, depth: int) -> dict[str, Any]:
     head = open_head(target, None, HeadShape(num_layers=config.head_layers, block_size=depth + 1))
     chain = TreeConfig(budget=depth + 1, width=1)
     still = StandingRound(Decoding(target, head, chain, Workload(context, rounds=1)).engine)

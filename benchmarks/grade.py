@@ -12,14 +12,14 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.sandbox import Limits, run_tests
+from benchmarks.sandbox import run_tests
 from jetspec.files import missing_package
 
 MATH_TASKS = ("gsm8k", "math500", "aime24", "aime25")
-LIMITS = Limits()
 NEEDS_MATH_VERIFY = str(missing_package("math-verify", "bench", "grading mathematics"))
 MATH_TIMEOUT_S = 5
 """Limit for one expression; the library can take very long."""
@@ -33,9 +33,8 @@ MBPP_TESTS = "Your code should pass these tests:\n"
 
 @dataclass(frozen=True)
 class Grade:
-    correct: bool | None
+    correct: bool | None = None
     """None: the question has no grader."""
-    why: str
     is_partial: bool = False
     """Fewer tests were run than the task is known for, so scores are higher than published ones."""
 
@@ -44,29 +43,26 @@ def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
     """Grade an answer to a question of a task. `answer` is the text of the last turn."""
     if task in MATH_TASKS:
         expected = question.get("answer")
-        return Grade(None, "the question has no answer") if expected is None else _grade_math(str(expected), answer)
-    try:
+        return Grade() if expected is None else Grade(_is_right(str(expected), answer))
+    with suppress(SyntaxError):  # of the question's own code
         if task == "humaneval":
             return _grade_humaneval(question, answer)
         if task == "mbpp":
             return _grade_mbpp(question, answer)
-    except SyntaxError as error:
-        return Grade(None, f"the question's own code is broken: {error}")
-    return Grade(None, f"answers of {task} have no grader")
+    return Grade()
 
 
-def _grade_math(expected: str, answer: str) -> Grade:
-    """Grade by the last box; in a text without one, by the answer that the library finds."""
+def _is_right(expected: str, answer: str) -> bool:
+    """Grade mathematics by the last box; in a text without one, by the answer that the library finds."""
     found = last_boxed(answer)
     if found:
         found = SHORT_FRACTION.sub(r"\\frac{\1}{\2}", found)
-    wanted, values = _parse(_boxed(expected)), _parse(_boxed(found) if found else answer)
+    wanted, values = (_parse(text) for text in (f"\\boxed{{{expected}}}", f"\\boxed{{{found}}}" if found else answer))
     if not found:
-        found = next((value for value in reversed(values) if isinstance(value, str)), None)
-    if not found:
-        return Grade(False, "no final answer was found")
-    correct = _same_text(expected, found) or (not TWO_NUMBERS.search(found) and _same_value(wanted, values))
-    return Grade(correct, f"found {found}, expected {expected}")
+        found = next((value for value in reversed(values) if isinstance(value, str)), "")
+    return bool(found) and (
+        _same_text(expected, found) or (not TWO_NUMBERS.search(found) and _same_value(wanted, values))
+    )
 
 
 def last_boxed(text: str) -> str | None:
@@ -77,10 +73,6 @@ def last_boxed(text: str) -> str | None:
             if depth == 0:
                 return text[match.end() : end].strip()
     return None
-
-
-def _boxed(text: str) -> str:
-    return f"\\boxed{{{text}}}"
 
 
 def _same_text(a: str, b: str) -> bool:
@@ -119,46 +111,40 @@ def _math_timeout() -> int | None:
 def _grade_mbpp(question: Mapping[str, Any], answer: str) -> Grade:
     _, found, tests = str(question["turns"][0]).partition(MBPP_TESTS)
     if not found:
-        return Grade(None, "the question has no tests")
+        return Grade()
     code = find_code(answer, lambda name: re.search(rf"\b{re.escape(name)}\b", tests) is not None)
-    return _run(code, [ast.unparse(statement) for statement in ast.parse(tests).body])
+    return Grade(run_tests(code, [ast.unparse(statement) for statement in ast.parse(tests).body]).passed)
 
 
 def _grade_humaneval(question: Mapping[str, Any], answer: str) -> Grade:
     prompt = "".join(find_blocks(str(question["turns"][0]))[:1])
     functions = [node for node in ast.parse(prompt).body if isinstance(node, ast.FunctionDef)]
     if not functions:
-        return Grade(None, "the question has no function to complete")
+        return Grade()
     name = question.get("entry_point") or functions[-1].name
     code = find_code(answer, name.__eq__)
     # Code without the function is its body, behind the prompt.
     program = f"{prompt}\n{code}" if name in defined_names(code) else prompt + code
     if question.get("test"):
-        return _run(program, [question["test"], f"check({name})"])
-    docstring, reference = ast.get_docstring(functions[-1]) or "", prompt + str(question.get("answer", ""))
-    tests = docstring_tests(name, docstring, reference)
-    return replace(_run(program, tests), is_partial=True) if tests else Grade(None, "the question has no tests")
-
-
-def docstring_tests(name: str, docstring: str, reference: str) -> list[str]:
-    """A test per call in the docstring with literal arguments: program and reference agree."""
-    calls = list(dict.fromkeys(_literal_calls(name, docstring)))
+        return Grade(run_tests(program, [question["test"], f"check({name})"]).passed)
+    calls = dict.fromkeys(_literal_calls(name, ast.get_docstring(functions[-1]) or ""))
     if not calls:
-        return []
-    return [f"{EXPECTED}\nexpected = Expected({reference!r})", *(f"expected.check({name!r}, {c!r})" for c in calls)]
+        return Grade()
+    setup = f"{EXPECTED}\nexpected = Expected({prompt + str(question.get('answer', ''))!r})"
+    checks = (f"expected.check({name!r}, {call!r})" for call in calls)
+    return Grade(run_tests(program, [setup, *checks]).passed, is_partial=True)
 
 
 EXPECTED = '''
 class Expected:
-    """Values of the reference solution, compared with the program's, floats up to rounding."""
+    """Values of the reference solution."""
 
     def __init__(self, source):
         self.names = {}
         exec(source, self.names)
 
     def check(self, name, arguments):
-        given = eval(f"{name}({arguments})", globals())
-        wanted = eval(f"{name}({arguments})", self.names)
+        given, wanted = (eval(f"{name}({arguments})", names) for names in (globals(), self.names))
         assert self.same(given, wanted), f"{name}({arguments}) is {given!r:.80}, not {wanted!r:.80}"
 
     def same(self, a, b):
@@ -168,6 +154,7 @@ class Expected:
             return len(a) == len(b) and all(map(self.same, a, b))
         return a == b
 '''
+"""Test of a call in the docstring with literal arguments: program and reference agree, floats up to rounding."""
 
 
 def _literal_calls(name: str, docstring: str) -> list[str]:
@@ -202,8 +189,3 @@ def find_blocks(text: str) -> list[str]:
 def defined_names(code: str) -> set[str]:
     """Functions and classes of code, by a pattern, since it may have syntax errors."""
     return set(re.findall(r"^(?:async\s+)?(?:def|class)\s+(\w+)", code, re.MULTILINE))
-
-
-def _run(program: str, tests: list[str]) -> Grade:
-    verdict = run_tests(program, tests, LIMITS)
-    return Grade(verdict.passed, verdict.why)

@@ -7,13 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from benchmarks.recipe import HeadKind, MethodConfig
 from jetspec.config import EngineConfig
 from jetspec.engine.llm import LLM
 from jetspec.engine.sizes import batch_sizes
-from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_folder import nested_head
 from jetspec.models.hub import HUGGING_FACE_ID, head_path, resolve
 from jetspec.profile.timing import without_capture
@@ -128,11 +127,15 @@ class Unopened:
 
 
 def with_head_of(llm: LLM, method: MethodConfig) -> LLM:
-    """The target with the head of a method; unchanged for a method without one."""
+    """The target with the head of a method, if that is of its kind; unchanged for a method without one."""
     if method.traits.head is None:
         return llm
     found = llm if method.head is None else llm.with_head(method.head)
-    check_head(method, found.head)
+    if found.head is None:
+        raise ValueError(f"{method.name} needs a head: name it as {method.name}=FOLDER, or with `head` in the recipe")
+    if (kind := kind_of(found.head)) != method.traits.head:
+        whose = "the model's own head" if method.head is None else method.head
+        raise ValueError(f"{method.name} needs a head of kind {method.traits.head}, and {whose} is of kind {kind}")
     return found
 
 
@@ -156,18 +159,8 @@ def open_engine(llm: LLM, method: MethodConfig, budget: int, batch: int, max_len
     return opened
 
 
-def check_head(method: MethodConfig, head: object | None) -> None:
-    """Refuse a head of another kind than the method's."""
-    if head is None:
-        raise ValueError(f"{method.name} needs a head: name it as {method.name}=FOLDER, or with `head` in the recipe")
-    if (found := kind_of(head)) != method.traits.head:
-        whose = "the model's own head" if method.head is None else method.head
-        raise ValueError(f"{method.name} needs a head of kind {method.traits.head}, and {whose} is of kind {found}")
-
-
-def kind_of(head: object) -> HeadKind:
-    if not isinstance(head, DraftHead):
+def kind_of(head: Any) -> HeadKind:
+    config = head.head_config
+    if config.kind == "eagle3":
         return "eagle3"
-    if not head.head_config.causal:
-        return "bidirectional"
-    return "edge" if head.edge is not None else "causal"
+    return "bidirectional" if not config.causal else "edge" if config.edge else "causal"

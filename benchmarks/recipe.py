@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, Literal
 
 from benchmarks.tasks import BUILTIN, TASKS
@@ -101,13 +101,8 @@ KINDS: dict[str, Kind] = {
 with a causal head: as published, where a tree has all children of the best nodes, or with the best nodes alone, without
 an edge term or with one. Published small trees of JetSpec: those of 16 nodes are chains; of 32 nothing is stated."""
 
-USUAL: dict[HeadKind, str] = {
-    "edge": "jetspec-edge",
-    "causal": "jetspec",
-    "bidirectional": "ddtree",
-    "eagle3": "eagle3",
-}
-"""Method of a head when none is named."""
+USUAL: dict[HeadKind, str] = {kind.head: name for name, kind in KINDS.items() if kind.head}
+"""Method of a head when none is named: the last above."""
 
 SHORT = {**{name: "head" for name, kind in KINDS.items() if kind.head}, "transformers-assisted": "assistant"}
 SHORT["server"] = "url"
@@ -162,18 +157,14 @@ class MethodConfig:
         given = {key for key, value in vars(self).items() if value is not None} - every
         for key in sorted(given - set(self.traits.takes)):
             raise ValueError(f"method {self.name!r}: {key} means nothing to {self.kind_name}")
-        if self.kind_name == "server" and self.url is None:
-            raise ValueError(f"method {self.name!r} needs a url, such as http://localhost:8000/v1")
-        if self.kind_name == "transformers-assisted" and self.assistant is None:
-            raise ValueError(f"method {self.name!r} needs an assistant: a smaller model of the same vocabulary")
-        at_least(1, f"lookup_tokens of {self.name}", self.lookup_tokens)
-        at_least(1, f"limit of {self.name}", self.limit)
-        distinct(f"temperatures of {self.name}", self.temperatures)
-        distinct(f"tasks of {self.name}", self.tasks)
-        for budget in self.budgets or ():
-            self.tree(budget)
-        for batch in self.batches or ():
-            at_least(1, f"a batch of {self.name}", batch)
+        needed = SHORT.get(self.kind_name, "head")
+        if needed != "head" and getattr(self, needed) is None:
+            example = {"url": "http://localhost:8000/v1", "assistant": "a smaller model of the same vocabulary"}[needed]
+            raise ValueError(f"method {self.name!r} needs its {needed}, such as {example}: {self.kind_name}=VALUE")
+        for key in ("lookup_tokens", "limit"):
+            at_least(1, f"{key} of {self.name}", getattr(self, key))
+        for key in ("temperatures", "tasks"):
+            distinct(f"{key} of {self.name}", getattr(self, key))
 
     @classmethod
     def parse(cls, text: str) -> MethodConfig:
@@ -181,8 +172,6 @@ class MethodConfig:
         name, equals, value = text.partition("=")
         if equals and name not in SHORT:
             raise ValueError(f"method {text!r}: {name} takes nothing behind an equals sign")
-        if not equals and SHORT.get(name) in ("assistant", "url"):
-            raise ValueError(f"method {name!r} needs its {SHORT[name]}: {name}=VALUE")
         return cls(name, **({SHORT[name]: value} if equals else {}))  # type: ignore[arg-type]
 
     @property
@@ -271,11 +260,11 @@ class BenchConfig:
             distinct(name, getattr(self, name))
         for temperature in self.temperatures:
             SamplingParams(temperature)
-        for batch in self.batches:
-            at_least(1, "a batch", batch)
         for budget in self.budgets:
             TreeConfig(budget=budget)
         methods = self.all_methods()
+        for batch in self.batches_of(methods[0]):
+            at_least(1, "a batch", batch)
         names = [method.name for method in methods]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two methods are called {twice.pop()}; give one of them another name")
@@ -289,9 +278,9 @@ class BenchConfig:
         for own in ("limit", "temperatures", "tasks"):
             if name == PLAIN and getattr(method, own) is not None:
                 raise ValueError(f"plain decoding has no {own} of its own, as all others are compared with it")
-        for setting in ("temperatures", "tasks"):
-            if other := [value for value in getattr(method, setting) or () if value not in getattr(self, setting)]:
-                raise ValueError(f"{name}: {setting} {other[0]} is not among the recipe's")
+        for own in ("temperatures", "tasks"):
+            if other := [value for value in getattr(method, own) or () if value not in getattr(self, own)]:
+                raise ValueError(f"{name}: {own} {other[0]} is not among the recipe's")
         if method.traits.one_at_a_time and max(self.batches_of(method)) > 1:
             raise ValueError(f"{name} decodes one prompt at a time; give it batches: [1]")
         for budget in self.budgets_of(method):
@@ -320,7 +309,7 @@ class BenchConfig:
         if method.name != PLAIN:
             return method.batches or self.batches
         own = [m.batches or () for m in self.methods or () if isinstance(m, MethodConfig)]
-        return tuple(sorted({*self.batches, *(batch for batches in own for batch in batches)}))
+        return tuple(sorted({*self.batches, *chain(*own)}))
 
     def cells(self, method: MethodConfig) -> list[Cell]:
         """Cells of a method, grouped by budget and batch size, which an engine is made for."""
@@ -334,11 +323,11 @@ class BenchConfig:
 
     def to_dict(self, methods: Sequence[MethodConfig]) -> dict[str, Any]:
         """Settings for the record: methods with their trees, without the paths of one machine."""
+        settled = []
+        for method in methods:
+            trees = [asdict(method.tree(budget)) for budget in self.budgets_of(method) if budget and method.is_ours]
+            head = {"head": shown_head(method.head)} if method.head else {}
+            kind = {"kind": method.kind_name, "about": method.traits.about, "trees": trees}
+            settled.append({**method.to_dict(), **head, **kind})
         named = {"model": shown(self.model), "data_dir": self.data_dir and shown(self.data_dir)}
-        named["head"] = self.head and shown_head(self.head)
-        return {**asdict(self), **named, "methods": [self._settled(method) for method in methods]}
-
-    def _settled(self, method: MethodConfig) -> dict[str, Any]:
-        trees = [asdict(method.tree(budget)) for budget in self.budgets_of(method) if budget and method.is_ours]
-        head = {"head": shown_head(method.head)} if method.head else {}
-        return {**method.to_dict(), **head, "kind": method.kind_name, "about": method.traits.about, "trees": trees}
+        return {**asdict(self), **named, "head": self.head and shown_head(self.head), "methods": settled}

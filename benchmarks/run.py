@@ -126,15 +126,13 @@ def read_plan(recipe: Path | None, changes: Mapping[str, Any]) -> Plan:
         old = next(old for old in OLD_KEYS if f"'{old}':" in str(written))
         say(f"{recipe}: {old} is called {OLD_KEYS[old]} now; the old name works for one more release")
     raw = {**renamed, **changes}
-    plans = {"methods": BenchConfig, "costs": CostConfig}
+    plans: dict[str, type[Plan]] = {"methods": BenchConfig, "costs": CostConfig}
     if (measure := raw.pop("measure", "methods")) not in plans:
         raise ValueError(f"measure is {measure!r}; choose one of {', '.join(plans)}")
-    settings = {name: {setting.name for setting in fields(config)} for name, config in plans.items()}
-    elsewhere = set().union(*settings.values()) - settings[measure]
-    if idle := [name for name in changes if name in elsewhere]:
+    known = [field.name for field in fields(plans[measure])]
+    if idle := [name for name in changes if name in SETTINGS and name not in known]:
         raise ValueError(f"a recipe with measure: {measure} has no {', '.join(idle)}")
-    plan: Plan = from_dict(plans[measure], raw, "")
-    return plan
+    return from_dict(plans[measure], raw)
 
 
 def run_plan(
@@ -194,15 +192,15 @@ def finish(inputs: Inputs, folder: Path, report: bool) -> None:
 
 def ungraded(config: BenchConfig) -> Iterator[str]:
     """Warnings about tasks that will have no scores, before anything is measured."""
-    mathematics = [task for task in config.tasks if has_mathematics(config, task)]
+
+    def is_mathematical(task: str) -> bool:
+        """A question is, as far as they are on this machine."""
+        rows = [prompt.row for prompt in questions_of(config, task)] if config.data_dir or task == BUILTIN else [{}]
+        return any(row.get(GRADED_AS, task) in MATH_TASKS for row in rows)
+
+    mathematics = [task for task in config.tasks if is_mathematical(task)]
     if mathematics and find_spec("math_verify") is None:
         yield f"no scores of {', '.join(mathematics)}: {NEEDS_MATH_VERIFY}"
-
-
-def has_mathematics(config: BenchConfig, task: str) -> bool:
-    """A task has mathematical questions, as far as they are on this machine."""
-    rows = [prompt.row for prompt in questions_of(config, task)] if config.data_dir or task == BUILTIN else [{}]
-    return any(row.get(GRADED_AS, task) in MATH_TASKS for row in rows)
 
 
 def is_lossless(config: BenchConfig, run: Run) -> bool:

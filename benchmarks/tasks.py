@@ -25,37 +25,28 @@ GRADED_AS = "graded_as"
 
 
 @dataclass(frozen=True)
-class HubSource:
-    """Dataset of a task on Hugging Face, and the conversion of its rows."""
-
-    name: str
-    question: Callable[[Row], dict[str, Any]]
+class Task:
+    grader: Grader | None = None
+    """Grading: as mathematics, or by running tests. None: answers are not graded."""
+    hub: str | None = None
+    """Dataset on Hugging Face."""
+    question: Callable[[Row], dict[str, Any]] = dict
+    """Conversion of its rows."""
+    limit: int = 80
+    """Default number of questions."""
     split: str = "test"
     part: str | None = None
     file: str | None = None
     """One of its JSON files, where the dataset needs a script that `datasets` does not run any more."""
 
 
-@dataclass(frozen=True)
-class Task:
-    grader: Grader | None = None
-    """Grading: as mathematics, or by running tests. None: answers are not graded."""
-    limit: int = 80
-    """Default number of questions."""
-    hub: HubSource | None = None
-
-
-def _math(problem: str, answer: str) -> dict[str, Any]:
+def _math(row: Row) -> dict[str, Any]:
     wording = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-    return {"turns": [problem + wording], "answer": answer}
+    return {"turns": [row["problem"] + wording], "answer": str(row["answer"])}
 
 
 def _gsm8k(row: Row) -> dict[str, Any]:
-    return _math(row["question"], row["answer"].rpartition("####")[2].strip().replace(",", ""))
-
-
-def _problem(row: Row) -> dict[str, Any]:
-    return _math(row["problem"], str(row["answer"]))
+    return _math({"problem": row["question"], "answer": row["answer"].rpartition("####")[2].strip().replace(",", "")})
 
 
 def _humaneval(row: Row) -> dict[str, Any]:
@@ -78,29 +69,27 @@ def _livecodebench(row: Row) -> dict[str, Any]:
 
 
 TASKS: dict[str, Task] = {
-    "gsm8k": Task("math", hub=HubSource("openai/gsm8k", _gsm8k, part="main")),
-    "math500": Task("math", hub=HubSource("HuggingFaceH4/MATH-500", _problem)),
-    "aime24": Task("math", 30, HubSource("HuggingFaceH4/aime_2024", _problem, split="train")),
-    "aime25": Task("math", 30, HubSource("yentinglin/aime_2025", _problem, split="train")),
-    "humaneval": Task("tests", hub=HubSource("openai/openai_humaneval", _humaneval)),
-    "mbpp": Task("tests", hub=HubSource("google-research-datasets/mbpp", _mbpp)),
-    "livecodebench": Task(hub=HubSource("livecodebench/code_generation_lite", _livecodebench, file="test.jsonl")),
-    "mt_bench": Task(
-        hub=HubSource("HuggingFaceH4/mt_bench_prompts", lambda row: {"turns": list(row["prompt"])}, "train")
-    ),
+    "gsm8k": Task("math", "openai/gsm8k", _gsm8k, part="main"),
+    "math500": Task("math", "HuggingFaceH4/MATH-500", _math),
+    "aime24": Task("math", "HuggingFaceH4/aime_2024", _math, 30, "train"),
+    "aime25": Task("math", "yentinglin/aime_2025", _math, 30, "train"),
+    "humaneval": Task("tests", "openai/openai_humaneval", _humaneval),
+    "mbpp": Task("tests", "google-research-datasets/mbpp", _mbpp),
+    "livecodebench": Task(None, "livecodebench/code_generation_lite", _livecodebench, file="test.jsonl"),
+    "mt_bench": Task(None, "HuggingFaceH4/mt_bench_prompts", lambda row: {"turns": list(row["prompt"])}, split="train"),
     "alpaca_eval": Task(
-        hub=HubSource("tatsu-lab/alpaca_eval", lambda row: {"turns": [row["instruction"]]}, file="alpaca_eval.json")
+        None, "tatsu-lab/alpaca_eval", lambda row: {"turns": [row["instruction"]]}, file="alpaca_eval.json"
     ),
     "spec_bench": Task(),
-    BUILTIN: Task("tests", 28),
+    BUILTIN: Task("tests", limit=28),
 }
 
 
 def check_tasks(names: Sequence[str], data_dir: Path | None) -> None:
     """Refuse a task without questions, before anything is loaded."""
-    if data_dir is not None and not data_dir.is_dir():
-        raise ValueError(f"{data_dir} is not a folder of questions; --data-dir needs one with TASK.jsonl files")
     if data_dir is not None:
+        if not data_dir.is_dir():
+            raise ValueError(f"{data_dir} is not a folder of questions; --data-dir needs one with TASK.jsonl files")
         find_tasks(data_dir, [name for name in names if name != BUILTIN] or None)
         return
     for name in names:
@@ -119,8 +108,7 @@ def read_task(name: str, data_dir: Path | None, limit: int | None, skip: int = 0
     elif data_dir is not None:
         found = read_questions(find_tasks(data_dir, [name])[name], count)
     else:
-        assert task.hub is not None
-        found = _read_hub(name, task.hub, count)
+        found = _read_hub(name, task, count)
     if len(found) <= skip:
         raise ValueError(
             f"{name} has {len(found)} questions, none of them behind the first {skip}; choose a smaller skip"
@@ -128,19 +116,17 @@ def read_task(name: str, data_dir: Path | None, limit: int | None, skip: int = 0
     return found[skip:]
 
 
-def _read_hub(name: str, hub: HubSource, count: int) -> list[Prompt]:
+def _read_hub(name: str, task: Task, count: int) -> list[Prompt]:
+    assert task.hub is not None
     try:
-        rows = list(islice(load_rows(hub.name, hub.split, hub.part, hub.file), count))
-        questions = [{"id": f"{name}-{i:05d}", **hub.question(row)} for i, row in enumerate(rows)]
+        rows = list(islice(load_rows(task.hub, task.split, task.part, task.file), count))
+        questions = [{"id": f"{name}-{i:05d}", **task.question(row)} for i, row in enumerate(rows)]
     except Exception as error:  # the library raises many kinds, each with its own base class
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(
             f"{name} cannot be read from Hugging Face ({reason}); give a folder with {name}.jsonl as --data-dir"
         ) from error
-    prompts = []
-    for question in questions:
-        prompt = parse_prompt(question, f"{hub.name}:{question['id']}", question["id"])
-        if isinstance(prompt, BadPrompt):
-            raise ValueError(f"{prompt.where} {prompt.reason}")
-        prompts.append(prompt)
-    return prompts
+    found = [parse_prompt(question, f"{task.hub}:{question['id']}", question["id"]) for question in questions]
+    if bad := next((prompt for prompt in found if isinstance(prompt, BadPrompt)), None):
+        raise ValueError(f"{bad.where} {bad.reason}")
+    return [prompt for prompt in found if isinstance(prompt, Prompt)]

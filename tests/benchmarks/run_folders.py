@@ -24,6 +24,7 @@ FIXED = {name: kind.budgets for name, kind in KINDS.items() if kind.budgets}
 """Budgets of methods that do not follow the recipe."""
 TASKS = ("gsm8k", "humaneval", "mt_bench")
 GRADED = ("gsm8k", "math500", "humaneval", "mbpp")
+TIE = {"turn": 0, "position": 17, "gap": 0.0312, "least": 0.0312, "moved": 0.0, "tie": True, "why": None}
 RIGHT, WRONG = [f"question-{i}" for i in range(12)], [f"question-{i}" for i in range(12, 40)]
 
 
@@ -80,7 +81,7 @@ def make_result(cell: Cell) -> Result:
 
 
 def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0.02) -> dict[str, Any]:
-    method, task, temperature, budget, batch = cell.method, cell.task, cell.temperature, cell.budget, cell.batch
+    method, task, temperature, budget, batch = asdict(cell).values()
     alpha = QUALITY.get(method, 0.0) + 0.03 * ((budget or 16).bit_length() - 6) - 0.05 * temperature
     alpha -= {"mt_bench": 0.08}.get(task, 0)
     accepted = [0] * (DEPTH + 1)
@@ -96,25 +97,11 @@ def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0
     wobble = 0.2 if method == "ngram" else noise
     ratios = [per_round / cost * rng.gauss(1, wobble) for _ in range(repeats)]
     speedup = make_speedup([1.0] if method == "plain" else ratios)
-    compared, greedy = 40, temperature == 0
-    check = "greedy tokens" if greedy else "seeded tokens"
-    missed = (
-        [
-            {
-                "id": f"{task}-00003",
-                "repeats": [0, 2],
-                "turn": 0,
-                "position": 17,
-                "gap": 0.0312,
-                "least": 0.0312,
-                "moved": 0.0,
-                "tie": True,
-                "why": None,
-            }
-        ]
-        if method == "ddtree" and greedy
-        else []
-    )
+    greedy = temperature == 0
+    missed = [{"id": f"{task}-00003", "repeats": [0, 2], **TIE}] if method == "ddtree" and greedy else []
+    counts = {"compared": 40, "identical": 40 - len(missed), "ties": len(missed), "different": missed}
+    lossless = {"check": "greedy tokens" if greedy else "seeded tokens", **counts}
+    score = {"correct": 12, "graded": 40, "share": 0.3, "partial": 0, "cut": 3, "right": RIGHT, "wrong": WRONG}
     return {
         **asdict(cell),
         "questions": 40,
@@ -126,18 +113,8 @@ def make_cell(rng: random.Random, cell: Cell, repeats: int = 3, noise: float = 0
         "prefill_s": {"mean": 0.02, "sd": 0.001, "values": [0.02] * repeats},
         "speedup": speedup,
         "speedup_transformers": {**make_speedup([3 * value for value in speedup["values"]]), "over": "transformers"},
-        "score": {"correct": 12, "graded": 40, "share": 0.3, "partial": 0, "cut": 3, "right": RIGHT, "wrong": WRONG}
-        if task in GRADED
-        else None,
-        "lossless": {
-            "check": check,
-            "compared": compared,
-            "identical": compared - len(missed),
-            "ties": len(missed),
-            "different": missed,
-        }
-        if method != "plain" and (greedy or method != "transformers")
-        else None,
+        "score": score if task in GRADED else None,
+        "lossless": lossless if method != "plain" and (greedy or method != "transformers") else None,
         "errors": [],
     }
 

@@ -34,62 +34,57 @@ def math(expected: str, answer: str) -> Grade:
     return grade("math500", {"answer": expected}, answer)
 
 
-@pytest.mark.parametrize(
-    ("expected", "answer"),
-    [
-        ("18", r"So it is $\boxed{18}$."),
-        ("18", r"First \boxed{20}, no: \boxed{18}"),
-        ("18", r"\boxed{$18}"),
-        ("18", r"\boxed{18 \text{ dollars}}"),
-        ("18", "She makes 9 * 2 = $18.00 every day."),
-        ("1080", "That is 1,080 in all."),
-        ("-3", "The answer is -3."),
-        ("2", "x = 7-5"),
-        (r"\frac{3}{4}", r"The answer is $\frac{3}{4}$."),
-        (r"11\sqrt{2}", r"So it is $11\sqrt{2}$, which is all."),
-        ("11", "She pays $5 and he pays $6, together 11 dollars."),
-        ("70000", "A profit of $200,000 - $130,000 = $70,000."),
-        ("18", "The answer is 18. It took 3 steps."),
-        ("2 1/2", r"\boxed{2  1/2}"),
-        ("10,000", r"\boxed{10{,}000}"),
-        ("10,\\!000", r"\boxed{10000}"),
-        (r"\text{the even ones}", r"\boxed{the  even ones}"),
-        ("18", r"It is 18, so \boxed{"),
-        (r"\frac{14}{3}", r"\boxed{\dfrac{14}{3}}"),
-        (r"\frac{14}{3}", r"\boxed{14/3}"),
-        ("p - q", r"\boxed{-q + p}"),
-        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \frac{\pi}{2})}"),
-        (r"\text{Evelyn}", r"\boxed{Evelyn}"),
-        ("x=5", r"\boxed{5}"),
-        (r"\frac{1}{2}", r"\boxed{\frac 1 2}"),
-        (r"\frac{1}{2}", r"\boxed{\dfrac12}"),
-        (r"\frac{1}{2}", r"\boxed{\frac1 2}"),
-        (r"\frac{1}{2}", r"\boxed{\frac12}"),
-        (r"\frac{1}{2}", r"\boxed{\cfrac 1 2}"),
-        (r"\frac{\pi}{2}", r"\boxed{\frac \pi 2}"),
-    ],
-)
-def test_right_mathematics_in_many_forms(expected: str, answer: str) -> None:
-    assert math(expected, answer).correct
+RIGHT = [
+    ("18", r"So it is $\boxed{18}$."),
+    ("18", r"First \boxed{20}, no: \boxed{18}"),
+    ("18", r"\boxed{$18}"),
+    ("18", r"\boxed{18 \text{ dollars}}"),
+    ("18", "She makes 9 * 2 = $18.00 every day."),
+    ("1080", "That is 1,080 in all."),
+    ("-3", "The answer is -3."),
+    ("2", "x = 7-5"),
+    (r"\frac{3}{4}", r"The answer is $\frac{3}{4}$."),
+    (r"11\sqrt{2}", r"So it is $11\sqrt{2}$, which is all."),
+    ("11", "She pays $5 and he pays $6, together 11 dollars."),
+    ("70000", "A profit of $200,000 - $130,000 = $70,000."),
+    ("18", "The answer is 18. It took 3 steps."),
+    ("2 1/2", r"\boxed{2  1/2}"),
+    ("10,000", r"\boxed{10{,}000}"),
+    ("10,\\!000", r"\boxed{10000}"),
+    (r"\text{the even ones}", r"\boxed{the  even ones}"),
+    ("18", r"It is 18, so \boxed{"),
+    (r"\frac{14}{3}", r"\boxed{\dfrac{14}{3}}"),
+    (r"\frac{14}{3}", r"\boxed{14/3}"),
+    ("p - q", r"\boxed{-q + p}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \frac{\pi}{2})}"),
+    (r"\text{Evelyn}", r"\boxed{Evelyn}"),
+    ("x=5", r"\boxed{5}"),
+    (r"\frac{1}{2}", r"\boxed{\frac 1 2}"),
+    (r"\frac{1}{2}", r"\boxed{\dfrac12}"),
+    (r"\frac{1}{2}", r"\boxed{\frac1 2}"),
+    (r"\frac{1}{2}", r"\boxed{\frac12}"),
+    (r"\frac{1}{2}", r"\boxed{\cfrac 1 2}"),
+    (r"\frac{\pi}{2}", r"\boxed{\frac \pi 2}"),
+]
+WRONG = [
+    ("18", r"18? No: \boxed{17}"),
+    ("18", "no idea"),
+    ("18", ""),
+    ("2", r"\boxed{2^{2^{2^{2}}}}"),
+    ("p - q", "p - r"),
+    ("4", r"The answer is $\frac{3}{4}$."),
+    ("2", r"So it is $11\sqrt{2}$."),
+    ("5", "x = 7-5"),
+    ("12", r"\boxed{1 2}"),
+    ("3", r"\boxed{1 2}"),
+]
 
 
 @pytest.mark.parametrize(
-    ("expected", "answer"),
-    [
-        ("18", r"18? No: \boxed{17}"),
-        ("18", "no idea"),
-        ("18", ""),
-        ("2", r"\boxed{2^{2^{2^{2}}}}"),
-        ("p - q", "p - r"),
-        ("4", r"The answer is $\frac{3}{4}$."),
-        ("2", r"So it is $11\sqrt{2}$."),
-        ("5", "x = 7-5"),
-        ("12", r"\boxed{1 2}"),
-        ("3", r"\boxed{1 2}"),
-    ],
+    ("expected", "answer", "correct"), [*((*case, True) for case in RIGHT), *((*case, False) for case in WRONG)]
 )
-def test_wrong_mathematics(expected: str, answer: str) -> None:
-    assert math(expected, answer).correct is False
+def test_mathematics_in_many_forms(expected: str, answer: str, correct: bool) -> None:
+    assert math(expected, answer).correct is correct
 
 
 def test_mathematics_is_graded_in_any_thread() -> None:
@@ -111,25 +106,22 @@ def humaneval(answer: str, **more: Any) -> bool | None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "correct"),
     [
-        f"```python\n{REFERENCE}```",
-        "Here:\n```python\ndef largest(numbers, least=0):\n    return max([least] + numbers)\n```\nIt works.",
-        "```\ndef largest(numbers: List[float], least=0):\n    return shift(max([least] + numbers)) - 100\n```",
-        "```python\nprint('first')\n```\n```python\ndef largest(n, l=0): return max([l, *n])\n```",
-        "```python\ndef largest(n, l=0): return max([l, *n]) + 1e-12",
-        "def largest(n, l=0): return max([l, *n])",
+        (f"```python\n{REFERENCE}```", True),
+        ("Here:\n```python\ndef largest(numbers, least=0):\n    return max([least] + numbers)\n```\nIt works.", True),
+        ("```\ndef largest(numbers: List[float], least=0):\n    return shift(max([least] + numbers)) - 100\n```", True),
+        ("```python\nprint('first')\n```\n```python\ndef largest(n, l=0): return max([l, *n])\n```", True),
+        ("```python\ndef largest(n, l=0): return max([l, *n]) + 1e-12", True),
+        ("def largest(n, l=0): return max([l, *n])", True),
+        ("", False),
+        ("I cannot.", False),
+        ("```python\ndef largest(n, l=0): return 3.5\n```", False),
+        ("```python\n```", False),
     ],
 )
-def test_programs_are_found_wherever_they_stand(answer: str) -> None:
-    assert humaneval(answer)
-
-
-@pytest.mark.parametrize(
-    "answer", ["", "I cannot.", "```python\ndef largest(n, l=0): return 3.5\n```", "```python\n```"]
-)
-def test_wrong_programs(answer: str) -> None:
-    assert humaneval(answer) is False
+def test_programs_are_found_wherever_they_stand(answer: str, correct: bool) -> None:
+    assert humaneval(answer) is correct
 
 
 def test_tests_of_the_question_go_before_its_docstring() -> None:
@@ -155,14 +147,10 @@ def test_a_question_that_cannot_be_read_has_no_grade(prompt: str) -> None:
 def test_mbpp_runs_the_tests_of_the_prompt() -> None:
     question = {"turns": [MBPP]}
     assert grade("mbpp", question, "```python\ndef double(x):\n    return x * 2\n```").correct
-    wrong = grade("mbpp", question, "```python\ndef double(x):\n    return x + 2\n```")
-    assert wrong.correct is False and wrong.why.startswith("test 2: TypeError")
+    assert grade("mbpp", question, "```python\ndef double(x):\n    return x + 2\n```").correct is False
+    assert grade("mbpp", question, "```python\nimport os\nos._exit(0)\n```").correct is False
     assert grade("mbpp", {"turns": ["Write it."]}, "").correct is None
     assert grade("mbpp", {"turns": [f"{MBPP}\nassert ("]}, "").correct is None
-
-
-def test_a_program_that_leaves_early_has_not_passed() -> None:
-    assert grade("mbpp", {"turns": [MBPP]}, "```python\nimport os\nos._exit(0)\n```").correct is False
 
 
 def test_the_block_that_defines_the_name_is_taken() -> None:

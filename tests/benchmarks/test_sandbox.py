@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,6 @@ def test_common_code_is_allowed(program: str) -> None:
         ("import os; os.kill(os.getppid(), 9)", "not allowed"),
         ("open('big', 'w').write('x' * (1 << 24))", "File too large"),
         ("import sys; sys.exit(0)", "SystemExit"),
-        ("import os; os._exit(0)", "ended before the tests did, with status 0"),
         ("def f(x):\n    import os\n    os._exit(0)", "ended before the tests did, with status 0"),
         ("def f(x", "SyntaxError"),
         ("class E(Exception):\n    def __str__(self): raise self\nraise E", "E"),
@@ -72,10 +70,7 @@ def test_failures_are_contained_and_named(program: str, why: str) -> None:
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
 def test_a_slow_program_is_ended(program: str) -> None:
-    began = time.monotonic()
-    verdict = run_tests(f"{program}\n", [TEST], BRIEF)
-    assert not verdict.passed and "took more than 0.5 s" in verdict.why
-    assert time.monotonic() - began < 30
+    assert "took more than 0.5 s" in run_tests(f"{program}\n", [TEST], BRIEF).why
 
 
 WALLED = """
@@ -110,7 +105,7 @@ def run_walled(wall: str, attempt: str, folder: Path) -> bool:
     return ended.returncode == 0
 
 
-WRITING = [
+ATTEMPTS = [
     "open({path!r}, 'w').write('x')",
     "os.open({path!r}, os.O_CREAT | os.O_WRONLY)",
     "os.mkdir({path!r})",
@@ -120,43 +115,31 @@ WRITING = [
     "open('a', 'w').close(); os.rename('a', {path!r})",
     "pathlib.Path({path!r}).write_text('x')",
     "open('a', 'w').close(); shutil.copy('a', {path!r})",
-    "os.open({name!r}, os.O_CREAT | os.O_WRONLY, dir_fd=os.open({parent!r}, os.O_RDONLY))",
-    "os.mkdir({name!r}, dir_fd=os.open({parent!r}, os.O_RDONLY))",
-]
-REMOVING = [
-    "os.remove({path!r})",
-    "os.remove({name!r}, dir_fd=os.open({parent!r}, os.O_RDONLY))",
-    "os.truncate({path!r}, 0)",
-    "os.rename({path!r}, 'mine')",
+    "os.open('escaped', os.O_CREAT | os.O_WRONLY, dir_fd=os.open({parent!r}, os.O_RDONLY))",
+    "os.mkdir('escaped', dir_fd=os.open({parent!r}, os.O_RDONLY))",
+    "os.remove({kept!r})",
+    "os.remove('kept', dir_fd=os.open({parent!r}, os.O_RDONLY))",
+    "os.truncate({kept!r}, 0)",
+    "os.rename({kept!r}, 'mine')",
     "shutil.rmtree({parent!r})",
     "shutil.rmtree({parent!r}, ignore_errors=True)",
+    "open({kept!r}).read()",
+    "os.open({kept!r}, os.O_RDONLY)",
 ]
 
 
-@pytest.mark.parametrize("wall", WALLS)
-@pytest.mark.parametrize("attempt", WRITING)
-def test_nothing_is_written_outside_the_folder(attempt: str, wall: str, tmp_path: Path) -> None:
-    path = tmp_path / "escaped"
-    words = {"path": str(path), "name": path.name, "parent": str(tmp_path)}
-    assert not run_walled(wall, attempt.format(**words), tmp_path)
-    assert not path.exists()
+def words_of(folder: Path) -> dict[str, str]:
+    """Names for attempts, of a folder with a file."""
+    (folder / "kept").write_text("x")
+    return {"path": str(folder / "escaped"), "kept": str(folder / "kept"), "parent": str(folder)}
 
 
 @pytest.mark.parametrize("wall", WALLS)
-@pytest.mark.parametrize("attempt", REMOVING)
-def test_a_file_outside_is_not_removed(attempt: str, wall: str, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.write_text("x")
-    run_walled(wall, attempt.format(path=str(kept), name=kept.name, parent=str(tmp_path)), tmp_path)
-    assert kept.read_text() == "x"
-
-
-@pytest.mark.parametrize("wall", WALLS)
-@pytest.mark.parametrize("attempt", ["open({path!r}).read()", "os.open({path!r}, os.O_RDONLY)"])
-def test_files_outside_are_not_read(attempt: str, wall: str, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("x")
-    assert not run_walled(wall, attempt.format(path=str(secret)), tmp_path)
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_files_outside_are_neither_read_nor_changed(attempt: str, wall: str, tmp_path: Path) -> None:
+    ended = run_walled(wall, attempt.format(**words_of(tmp_path)), tmp_path)
+    assert ended == ("ignore_errors" in attempt)
+    assert (tmp_path / "kept").read_text() == "x" and not (tmp_path / "escaped").exists()
 
 
 def test_no_folder_outside_is_opened_for_paths_to_start_from(tmp_path: Path) -> None:
@@ -171,13 +154,12 @@ def test_a_file_of_the_library_is_not_changed_through_its_descriptor(attempt: st
     assert not run_walled(INTERPRETER, f"f = open(os.__file__)\n{attempt}", tmp_path)
 
 
-@pytest.mark.parametrize("attempt", [WRITING[0], WRITING[9], "import shutil; shutil.rmtree({parent!r})"])
+@pytest.mark.parametrize("attempt", [ATTEMPTS[0], ATTEMPTS[9], "import shutil; shutil.rmtree({parent!r})"])
 def test_all_restrictions_apply_to_a_program(attempt: str, tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
-    (tmp_path / "kept").touch()
+    program = attempt.format(**words_of(tmp_path))
     os.chmod(tmp_path / "kept", 0o666)
-    words = {"path": str(tmp_path / "escaped"), "name": "escaped", "parent": str(tmp_path)}
-    verdict = run_tests(f"import os\n{attempt.format(**words)}{RIGHT}", [TEST], BRIEF)
+    verdict = run_tests(f"import os\n{program}{RIGHT}", [TEST], BRIEF)
     assert not verdict.passed and "not allowed" in verdict.why
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 

@@ -29,7 +29,7 @@ def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: 
         assert task == "gsm8k"
         graded.append((question["id"], text))
         right = {"0": True, "1": False, "2": True}.get(question["answer"])
-        return Grade(right, "", is_partial=question["answer"] == "1")
+        return Grade(right, is_partial=question["answer"] == "1")
 
     bench = make_bench(folder, "graded", llm, tasks=["gsm8k", "sums"], repeats=2)
     rows = bench.run()
@@ -65,7 +65,7 @@ def test_programs_are_graded_several_at_a_time_and_mathematics_in_the_main_threa
         if task == "mbpp":
             both.wait()
         graded.append(question["id"])
-        return Grade(True, "")
+        return Grade(True)
 
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     bench = make_bench(folder, "together", llm, tasks=["gsm8k", "mbpp"], methods=["ngram"], repeats=1)
