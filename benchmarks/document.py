@@ -1,148 +1,77 @@
-"""A report as blocks, written as Markdown or as one HTML page without any other file."""
+"""Markdown tables, and a report as one HTML page without any other file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from html import escape
+from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
-import pandas as pd
 from jinja2 import Environment, FileSystemLoader
+from markdown_it import MarkdownIt
 
 NONE = "-"
 """Text of a cell without a value."""
-
-
-@dataclass(frozen=True)
-class Heading:
-    text: str
-    level: int = 2
-    kind: ClassVar[str] = "heading"
-
-    @property
-    def anchor(self) -> str:
-        return "".join(c if c.isalnum() else "-" for c in self.text.lower())
-
-
-@dataclass(frozen=True)
-class Text:
-    text: str
-    kind: ClassVar[str] = "text"
-
-
-@dataclass(frozen=True)
-class Note:
-    """A warning that stands before the numbers."""
-
-    text: str
-    kind: ClassVar[str] = "note"
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """Cells are text. Columns behind the first `text_columns` are aligned right; `bold` holds (row, column)."""
-
-    frame: pd.DataFrame
-    caption: str = ""
-    text_columns: int = 1
-    bold: frozenset[tuple[int, int]] = frozenset()
-    wraps: bool = False
-    """Cells are prose, broken into lines."""
-    kind: ClassVar[str] = "table"
-
-    @property
-    def columns(self) -> list[str]:
-        return list(self.frame.columns)
-
-    @property
-    def rows(self) -> list[tuple[str, ...]]:
-        return list(self.frame.itertuples(index=False, name=None))
-
-    def to_markdown(self) -> str:
-        """Columns padded to one width, unless cells are prose."""
-
-        def text(row: int, column: int, cell: str) -> str:
-            safe = cell.replace("|", "\\|")
-            return f"**{safe}**" if (row, column) in self.bold else safe
-
-        lines = enumerate((self.columns, *self.rows), -1)
-        cells = [[text(r, c, cell) for c, cell in enumerate(line)] for r, line in lines]
-        widths = [0 if self.wraps else max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-        is_left = [column < self.text_columns for column in range(len(widths))]
-        rule = [
-            "-" * max(width, 3) if left else "-" * max(width - 1, 3) + ":"
-            for left, width in zip(is_left, widths, strict=True)
-        ]
-
-        def padded(line: Sequence[str]) -> str:
-            columns = zip(line, widths, is_left, strict=True)
-            return "| " + " | ".join(c.ljust(width) if left else c.rjust(width) for c, width, left in columns) + " |"
-
-        return "\n".join(padded(line) for line in (cells[0], rule, *cells[1:]))
 
 
 def make_table(
     rows: Iterable[Mapping[str, str]],
     caption: str = "",
     text_columns: int = 1,
-    bold: Iterable[tuple[int, int]] = (),
     wraps: bool = False,
     keep_empty: bool = False,
-) -> Table:
-    """Table of rows by column name. Columns without a value in any row are left out."""
-    frame = pd.DataFrame(list(rows), dtype=object)
-    kept = list(frame.columns) if keep_empty else [name for name in frame.columns if (frame[name] != NONE).any()]
-    texts = sum(name in kept for name in frame.columns[:text_columns])
-    return Table(frame[kept], caption, texts, frozenset(bold), wraps)
+) -> str:
+    """Markdown table of rows by column name, and its caption. Empty without rows.
+
+    Columns behind the first `text_columns` are aligned right. Those without a value in any row are left out, unless
+    `keep_empty`. Cells are padded to one width, unless `wraps`: they are prose.
+    """
+    rows = list(rows)
+    columns = []
+    for place, name in enumerate(rows[0] if rows else ()):
+        cells = [cell.replace("|", "\\|") for cell in (name, *(row[name] for row in rows))]
+        if not keep_empty and set(cells[1:]) == {NONE}:
+            continue
+        is_left, width = place < text_columns, 0 if wraps else max(3, *map(len, cells))
+        rule = "-" * max(width, 3) if is_left else "-" * max(width - 1, 3) + ":"
+        cells.insert(1, rule)
+        columns.append([cell.ljust(width) if is_left else cell.rjust(width) for cell in cells])
+    lines = "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+    return f"{lines}\n\n{caption}" if lines and caption else lines
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A picture; `svg` needs nothing else, as a file or inside a page."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
-    kind: ClassVar[str] = "plot"
+def folded(title: str, content: str) -> str:
+    """A part of a report that is folded at first."""
+    return f"<details><summary>{escape(title)}</summary>\n\n{content}\n\n</details>"
 
 
-@dataclass(frozen=True)
-class Details:
-    """Content of a page that is folded at first: a table, or text."""
+def to_html(title: str, text: str, pictures: Mapping[str, str]) -> str:
+    """One page of a report's Markdown from `report.html.j2`, with its pictures, SVG by name, inside.
 
-    title: str
-    content: Table | str
-    kind: ClassVar[str] = "details"
+    HTML in the text is escaped, but for that of folded parts.
+    """
 
+    def picture(self: Any, tokens: Any, index: int, *_: Any) -> str:
+        name = Path(tokens[index].attrs["src"]).stem
+        return f'<span class="plot" id="plot-{name}">{pictures[name]}</span>'
 
-Block = Heading | Text | Note | Table | Plot | Details
+    def html_block(self: Any, tokens: Any, index: int, *_: Any) -> str:
+        found = tokens[index].content
+        return found if found.startswith(("<details><summary>", "</details>")) else escape(found)
 
-
-def to_markdown(title: str, blocks: Sequence[Block], plot_folder: str) -> str:
-    return "\n\n".join([f"# {title}", *(block_markdown(block, plot_folder) for block in blocks)]) + "\n"
-
-
-def block_markdown(block: Block, plot_folder: str) -> str:
-    match block:
-        case Heading(text, level):
-            return f"{'#' * level} {text}"
-        case Text(text):
-            return text
-        case Note(text):
-            return f"> **Note:** {text}"
-        case Table():
-            return block.to_markdown() + (f"\n\n{block.caption}" if block.caption else "")
-        case Plot(name, title, caption, _):
-            return f"![{title}]({plot_folder}/{name}.svg)\n\n{caption}"
-        case Details(title, content):
-            inner = content.to_markdown() if isinstance(content, Table) else f"```json\n{content}\n```"
-            return f"<details><summary>{escape(title)}</summary>\n\n{inner}\n\n</details>"
-
-
-def to_html(title: str, blocks: Sequence[Block]) -> str:
-    """One page from `report.html.j2`; all text is escaped."""
+    reader = MarkdownIt("commonmark").enable("table")
+    reader.add_render_rule("image", picture)
+    reader.add_render_rule("html_block", html_block)
+    reader.add_render_rule("html_inline", lambda self, tokens, index, *_: escape(tokens[index].content))
+    reader.add_render_rule("table_open", lambda *_: '<div class="wide"><table>')
+    reader.add_render_rule("table_close", lambda *_: "</table></div>")
+    tokens, sections = reader.parse(text), dict[str, str]()
+    for token, content in pairwise(tokens):
+        if token.type == "heading_open":
+            anchor = "".join(c if c.isalnum() else "-" for c in content.content.lower())
+            token.attrSet("id", anchor)
+            sections |= {anchor: content.content} if token.tag == "h2" else {}
+    body = reader.renderer.render(tokens, reader.options, {})
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    return environment.get_template("report.html.j2").render(title=title, blocks=blocks) + "\n"
+    return environment.get_template("report.html.j2").render(title=title, sections=sections, body=body) + "\n"

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.document import Table, make_table
+from benchmarks.document import make_table
 from benchmarks.results import Record, read_record
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.record import is_whole_commit
@@ -74,7 +74,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def check_limits(folder: Path) -> tuple[Table, bool]:
+def check_limits(folder: Path) -> tuple[str, bool]:
     """Table of all limits by the records of a folder. True: all hold."""
     rows = [limit.row(folder) for limit in limits(folder)]
     return make_table(rows, keep_empty=True), all(row["holds"] == "yes" for row in rows)

@@ -116,7 +116,7 @@ def origin(record: Record) -> str:
 
 
 def table(rows: Iterable[Mapping[str, str]], text_columns: int = 1, **options: Any) -> str:
-    return make_table(rows, text_columns=text_columns, keep_empty=True, **options).to_markdown()
+    return make_table(rows, text_columns=text_columns, keep_empty=True, **options)
 
 
 # -- the engine
@@ -167,7 +167,7 @@ def speed_table(record: Record) -> str:
     count = next(iter(record["results"].values())).get("transformers_prompts")
     prompts = "prompt" if count == 1 else "prompts"
     note = f"`transformers`: the median of {count} {prompts} of each set.\n\n" if count else ""
-    return note + make_table(rows).to_markdown()
+    return note + make_table(rows)
 
 
 def over_transformers(run: Record) -> str:
@@ -335,7 +335,7 @@ def rounds_by_task(values: Mapping[str, Mapping[str, float]]) -> str:
         {"task": task, **{titles[name]: f"{row[name]:.2f}" for name in budgets}}
         for task, row in {**values, "mean": mean}.items()
     ]
-    return make_table(rows, wraps=True).to_markdown()
+    return make_table(rows, wraps=True)
 
 
 def tree_tables(folder: str) -> Maker:
@@ -351,19 +351,17 @@ def tree_tables(folder: str) -> Maker:
 def tree_table(record: Record) -> str:
     trees = record["trees"]
     best = {budget: max(tree["mean"][budget] for tree in trees) for budget in TREE_BUDGETS}
-    bold = {
-        (r, 2 + c)
-        for r, tree in enumerate(trees)
-        for c, budget in enumerate(TREE_BUDGETS)
-        if tree["mean"][budget] == best[budget]
-    }
     rows = [
         {
             "draft temperature": f"{tree['draft_temperature']:g}",
             "width": f"{tree['width']}",
-            **{f"{budget} nodes": f"{tree['mean'][budget]:.3f}" for budget in TREE_BUDGETS},
+            **{
+                f"{budget} nodes": f"**{mean[budget]:.3f}**" if mean[budget] == best[budget] else f"{mean[budget]:.3f}"
+                for budget in TREE_BUDGETS
+            },
         }
         for tree in trees
+        for mean in (tree["mean"],)
     ]
     known = {(tree["draft_temperature"], tree["width"]) for tree in trees}
     temperatures, widths = (sorted(set(values)) for values in zip(*known, strict=True))
@@ -372,7 +370,7 @@ def tree_table(record: Record) -> str:
     return (
         f"`{record['name']}`, {record['head']}, on the first {record['questions']} questions of each task with answers"
         f" of up to {record['tokens']} tokens (commit {record['commit'][:7]}):\n\n"
-        f"{table(rows, text_columns=0, bold=bold)}{missing}"
+        f"{table(rows, text_columns=0)}{missing}"
     )
 
 
@@ -544,14 +542,13 @@ def benchmark(folder: str) -> Maker:
         where = place.records / folder
         if not (where / RESULTS_FILE).exists():
             return None
-        (run,) = read_inputs([where]).runs
+        (run,) = read_inputs([where])
         link = os.path.relpath(where / "report.md", place.page.parent)
         began, ended = (datetime.fromisoformat(date) for date in (run.record["runs"][0]["date"], run.record["date"]))
         when = f"from {began:%Y-%m-%d %H:%M:%S} to {ended:%Y-%m-%d %H:%M:%S} UTC"
         parts = [f"{run.setting} Commit {commits_of(run.record)}, {when}. All of it: [{link}]({link})."]
         for title, cells in groups_of(run.cells):
-            glance = glance_table(cells, run.widest_tie)
-            parts += [f"{title[0].upper()}{title[1:]}:", glance.to_markdown(), glance.caption]
+            parts += [f"{title[0].upper()}{title[1:]}:", glance_table(cells, run.widest_tie)]
         return "\n\n".join(parts)
 
     return make
@@ -571,7 +568,7 @@ ENTRIES: tuple[Entry, ...] = (
     *entries("docs/results/methods.md", {name: benchmark(name) for name in ("bench_smollm2", "bench_qwen25_coder")}),
     Entry("docs/results/methods.md", "bench_quick", benchmark("bench_quick")),
     *entries("docs/results/methods.md", {name: tree_tables(name) for name in ("tree_settings", "tree_settings_wide")}),
-    Entry("docs/results/engine.md", "limits", lambda place: check_limits(place.records)[0].to_markdown()),
+    Entry("docs/results/engine.md", "limits", lambda place: check_limits(place.records)[0]),
     *tables_of(
         "docs/results/engine.md",
         {

@@ -54,7 +54,7 @@ def records(
     """
     if check:
         table, holds = check_limits(out)
-        print(table.to_markdown())
+        print(table)
         raise typer.Exit(0 if holds else 1)
     if data is None:
         raise typer.BadParameter("give --data FOLDER")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.estimate import Estimate, how_many
 from benchmarks.recipe import PLAIN, Cell, with_new_keys
 
 Record = Mapping[str, Any]
+T = TypeVar("T")
 RESULTS_FILE, ROWS_FILE, RUN_FILE = "results.json", "rows.jsonl", "run.json"
 FEW_REPEATS = 3
 """Fewer repeats leave even large differences within chance."""
@@ -23,6 +24,11 @@ PARTIAL_NOTE = (
     f"{PARTIAL_MARK} Questions without tests, graded by the calls in their docstrings: higher than published scores, "
     "and only good for comparing methods."
 )
+
+
+def from_record(cls: type[T], raw: Record, **values: Any) -> T:
+    """A dataclass whose fields are those of a record, but for the given ones."""
+    return cls(**{field.name: raw[field.name] for field in fields(cls) if field.name not in values}, **values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,9 @@ class Score:
     """Answers graded by fewer tests than the task is known for."""
     cut: int
     """Answers that reached the limit of tokens."""
-    right: frozenset[str]
+    right: Sequence[str]
     """Questions answered correctly."""
-    wrong: frozenset[str]
+    wrong: Sequence[str]
 
     @property
     def share(self) -> Estimate:
@@ -50,11 +56,6 @@ class Score:
     def mark(self) -> str:
         return PARTIAL_MARK if self.partial else ""
 
-    @classmethod
-    def read(cls, raw: Record) -> Score:
-        questions = frozenset(raw["right"]), frozenset(raw["wrong"])
-        return cls(raw["correct"], raw["graded"], raw["partial"], raw["cut"], *questions)
-
 
 @dataclass(frozen=True)
 class Lossless:
@@ -66,20 +67,12 @@ class Lossless:
     identical: int
     ties: int
     """Texts that differ only where rounding decided between two tokens."""
-    different: tuple[Record, ...]
-
-    @classmethod
-    def read(cls, raw: Record) -> Lossless:
-        return cls(raw["check"], raw["compared"], raw["identical"], raw["ties"], tuple(raw["different"]))
+    different: Sequence[Record]
 
     @property
     def mistakes(self) -> int:
         """Texts that differ where the target was decided."""
         return self.compared - self.identical - self.ties
-
-    @property
-    def widest_gap(self) -> float | None:
-        return max((d["gap"] for d in self.different if d["gap"] is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class Result(Cell):
     """None: every answer failed."""
     tokens_per_round: Estimate | None
     """Over all rounds, with its standard error over questions. None: rounds were not counted."""
-    accepted: tuple[int, ...]
+    accepted: Sequence[int]
     """Rounds by accepted length, from 0."""
     prefill_s: Estimate | None
     speedup: Estimate | None
@@ -102,22 +95,21 @@ class Result(Cell):
     speedup_transformers: Estimate | None
     score: Score | None
     lossless: Lossless | None
-    errors: tuple[Record, ...]
+    errors: Sequence[Record]
     """Answers that failed: `id`, `repeat`, `error`."""
 
     @classmethod
     def read(cls, raw: Record) -> Result:
         rounds = raw["tokens_per_round"]
-        read: dict[str, Any] = {
+        return from_record(
+            cls,
+            raw,
             **{name: Estimate.of(raw[name]["values"]) for name in ("tokens_per_s", "prefill_s")},
-            "tokens_per_round": Estimate.of_parts(rounds["questions"], rounds.get("ids") or ()),
+            tokens_per_round=Estimate.of_parts(rounds["questions"], rounds.get("ids") or ()),
             **{name: Estimate.read_ratios(raw[name]) for name in ("speedup", "speedup_transformers")},
-            "accepted": tuple(raw["accepted"]),
-            "score": Score.read(raw["score"]) if raw["score"] else None,
-            "lossless": Lossless.read(raw["lossless"]) if raw["lossless"] else None,
-            "errors": tuple(raw["errors"]),
-        }
-        return cls(**read, **{f.name: raw[f.name] for f in fields(cls) if f.name not in read})
+            score=from_record(Score, raw["score"]) if raw["score"] else None,
+            lossless=from_record(Lossless, raw["lossless"]) if raw["lossless"] else None,
+        )
 
     @property
     def key(self) -> Cell:
@@ -146,19 +138,30 @@ class Result(Cell):
     def batch_text(self) -> str:
         return str(self.batch) if self.together == self.batch else f"{self.together} of {self.batch}"
 
-    @property
-    def round_cost(self) -> float | None:
-        """Time of a round in plain steps: its tokens over how much faster they came."""
-        return self.tokens_per_round.mean / self.speedup.mean if self.tokens_per_round and self.speedup else None
+
+@dataclass(frozen=True)
+class DraftCost:
+    """Times of drafting and verifying at one setting."""
+
+    context: int
+    depth: int
+    """Tokens drafted in a pass."""
+    budget: int
+    batch: int
+    draft_ms: Estimate
+    verify_ms: Estimate
+    c_percent: Estimate
+    """Cost of a drafted token, in percent of a verify pass."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A benchmark: its record and its cells."""
+    """A record: the cells of a benchmark, the costs of drafting, or the scores of a head."""
 
     name: str
     record: Record
-    cells: tuple[Result, ...]
+    cells: Sequence[Result] = ()
+    costs: Sequence[DraftCost] = ()
 
     @property
     def recipe(self) -> Record:
@@ -177,11 +180,16 @@ class Run:
 
     @property
     def model(self) -> str:
-        return str(self.record.get("model") or self.recipe.get("model") or "unknown")
+        return str(self.record.get("model") or self.record.get("shape") or self.recipe.get("model") or "unknown")
 
     @property
     def device(self) -> str:
         return device_of(self.record)
+
+    @property
+    def gaps(self) -> list[float]:
+        """log q - log p of a head's top paths, of all tasks, in nats."""
+        return [gap for task in self.record["details"].values() for gap in task["top_path"].get("gaps_nats", ())]
 
     @property
     def setting(self) -> str:
@@ -212,9 +220,6 @@ class Run:
         methods = self.recipe.get("methods") or ()
         return next((method for method in methods if method["name"] == name and "trees" in method), None)
 
-    def cell(self, key: Cell) -> Result | None:
-        return next((cell for cell in self.cells if cell.key == key), None)
-
 
 def skipped(skip: int | Mapping[str, int], tasks: Iterable[str]) -> str:
     """Number of questions passed over, per task where they differ."""
@@ -225,78 +230,6 @@ def skipped(skip: int | Mapping[str, int], tasks: Iterable[str]) -> str:
         by_count.setdefault(skip.get(task, 0), []).append(task)
     parts = [f"{count} of {', '.join(some)}" for count, some in by_count.items() if count]
     return f", behind the first {' and '.join(parts)}" if parts else ""
-
-
-@dataclass(frozen=True)
-class HeadRecord:
-    name: str
-    record: Record
-
-    @property
-    def mean(self) -> Mapping[str, float]:
-        """Tokens per round over all tasks, by tree."""
-        return {tree: float(value) for tree, value in self.record["mean"].items()}
-
-    @property
-    def tokens_per_round(self) -> Mapping[str, Mapping[str, float]]:
-        """By task and tree."""
-        tasks = self.record["tokens_per_round"].items()
-        return {task: {tree: float(row[tree]) for tree in self.mean} for task, row in tasks}
-
-    @property
-    def gaps(self) -> list[float]:
-        """log q - log p of top paths, of all tasks, in nats."""
-        return [gap for task in self.record["details"].values() for gap in task["top_path"].get("gaps_nats", ())]
-
-
-@dataclass(frozen=True)
-class DraftCost:
-    """Times of drafting and verifying at one setting."""
-
-    context: int
-    depth: int
-    """Tokens drafted in a pass."""
-    budget: int
-    batch: int
-    draft_ms: Estimate
-    verify_ms: Estimate
-    c_percent: Estimate
-    """Cost of a drafted token, in percent of a verify pass."""
-
-
-@dataclass(frozen=True)
-class CostRecord:
-    """Times of a run with `measure: costs`, or of `jetspec profile`."""
-
-    name: str
-    record: Record
-
-    @property
-    def model(self) -> str:
-        return str(self.record["model"] if "costs" in self.record else self.record["shape"])
-
-    @property
-    def device(self) -> str:
-        return device_of(self.record)
-
-    @property
-    def costs(self) -> list[DraftCost]:
-        if "costs" in self.record:
-            names = "draft_ms", "verify_ms", "c_percent"
-            return [
-                DraftCost(
-                    *(raw["context"], raw["depth"], raw["depth"] + 1, 1),
-                    *(Estimate(raw[name]["mean"], raw[name]["sd"]) for name in names),
-                )
-                for raw in self.record["costs"]
-            ]
-        depth = self.record["head"]["block_size"] - 1  # a block holds the token that is known, then drafts
-        found = []
-        for run in self.record["runs"]:
-            draft, verify = run["stages_ms"]["draft"], run["stages_ms"]["verify"]
-            times = map(Estimate, (draft, verify, 100 * draft / (depth * verify)))
-            found.append(DraftCost(run["context"], depth, run["budget"], run["batch"], *times))
-        return found
 
 
 def commits_of(record: Record) -> str:
@@ -311,50 +244,51 @@ def device_of(record: Record) -> str:
     return str(hardware.get("gpu") or hardware.get("cpu") or "unknown")
 
 
-@dataclass(frozen=True)
-class Inputs:
-    runs: list[Run]
-    heads: list[HeadRecord]
-    costs: list[CostRecord]
-
-    @property
-    def records(self) -> list[Run | HeadRecord | CostRecord]:
-        return [*self.runs, *self.heads, *self.costs]
-
-
-def read_inputs(paths: Iterable[Path]) -> Inputs:
-    """Runs and records, told apart by their content. Two of one name differ by a prime."""
-    found, seen = Inputs([], [], []), set[str]()
+def read_inputs(paths: Iterable[Path]) -> list[Run]:
+    """Runs and records. Two of one name differ by a prime."""
+    found: dict[str, Run] = {}
     for path in paths:
         file = path / RESULTS_FILE if path.is_dir() else path
-        record = read_record(file)
         name = path.stem if path.is_file() and path.name != RESULTS_FILE else file.resolve().parent.name
-        while name in seen:
+        while name in found:
             name += "'"
-        seen.add(name)
+        record = read_record(file)
+        if not ({"cells", "details", "costs"} & set(record) or {"shape", "runs"} <= set(record)):
+            raise ValueError(f"{file} is no result of `benchmarks run`, `jetspec eval-head` or `jetspec profile`")
         try:
-            _add(found, file, name, record)
-        except (KeyError, TypeError, AttributeError) as error:
+            found[name] = _read_run(name, record)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{file} is damaged ({error!r})") from None
-    return found
+    return list(found.values())
 
 
-def _add(found: Inputs, file: Path, name: str, record: Record) -> None:
-    """Read a whole record, so that a fault is found before anything is printed."""
+def _read_run(name: str, record: Record) -> Run:
+    """A whole record, so that a fault is found before anything is printed."""
     if "cells" in record:
-        found.runs.append(Run(name, record, _read_cells(file, list(record["cells"]))))
+        run = Run(name, record, cells=[Result.read(cell) for cell in record["cells"]])
     elif "details" in record:
-        head = HeadRecord(name, record)
-        if not head.mean or not head.tokens_per_round or not all(map(math.isfinite, head.gaps)):
-            raise ValueError(f"{file} holds no results of a head")
-        found.heads.append(head)
-    elif "costs" in record or {"shape", "runs"} <= set(record):
-        costs = CostRecord(name, record)
-        if not costs.costs:
-            raise ValueError(f"{file} has no costs")
-        found.costs.append(costs)
+        run = Run(name, record)
+        rows = [record["mean"], *record["tokens_per_round"].values()]
+        numbers = [float(row[tree]) for row in rows for tree in record["mean"]]
+        if len(rows) > 1 and numbers and all(map(math.isfinite, run.gaps)):
+            return run
     else:
-        raise ValueError(f"{file} is no result of `benchmarks run`, `jetspec eval-head` or `jetspec profile`")
+        run = Run(name, record, costs=list(_read_costs(record)))
+    if not (run.cells or run.costs):
+        raise ValueError("it has no cells, scores or costs")
+    return run
+
+
+def _read_costs(record: Record) -> Iterator[DraftCost]:
+    """Times of a run with `measure: costs`, or of `jetspec profile`."""
+    for raw in record.get("costs", ()):
+        times = [Estimate(raw[name]["mean"], raw[name]["sd"]) for name in ("draft_ms", "verify_ms", "c_percent")]
+        yield DraftCost(raw["context"], raw["depth"], raw["depth"] + 1, 1, *times)
+    for run in () if "costs" in record else record["runs"]:
+        depth = record["head"]["block_size"] - 1  # a block holds the token that is known, then drafts
+        draft, verify = run["stages_ms"]["draft"], run["stages_ms"]["verify"]
+        times = [Estimate(time) for time in (draft, verify, 100 * draft / (depth * verify))]
+        yield DraftCost(run["context"], depth, run["budget"], run["batch"], *times)
 
 
 def read_record(file: Path) -> Record:
@@ -372,15 +306,3 @@ def read_record(file: Path) -> Record:
     if not isinstance(record, Mapping):
         raise ValueError(f"{file} is not a record")
     return record
-
-
-def _read_cells(file: Path, raw: Iterable[Record]) -> tuple[Result, ...]:
-    cells = []
-    for number, cell in enumerate(raw):
-        try:
-            cells.append(Result.read(cell))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}: cell {number} cannot be read ({error!r})") from None
-    if not cells:
-        raise ValueError(f"{file} has no cells")
-    return tuple(cells)

@@ -21,7 +21,7 @@ from benchmarks.measure import Bench, check_inputs, questions_of
 from benchmarks.options import Output, examples, numbers
 from benchmarks.recipe import KINDS, OLD_KEYS, PLAIN, BenchConfig, DtypeName, with_new_keys
 from benchmarks.report import print_summary, report_folder, write_report
-from benchmarks.results import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Inputs, Result, Run, commits_of
+from benchmarks.results import PARTIAL_NOTE, RESULTS_FILE, RUN_FILE, Result, Run, commits_of
 from benchmarks.rows import kept_settings
 from benchmarks.run_record import Results, grade_run
 from benchmarks.tables import Form, numbered
@@ -147,12 +147,12 @@ def run_plan(
         raise
     inputs = show_run(folder, form)
     if before and kept_settings(folder / RUN_FILE)["runs"] == before:
-        record = inputs.records[0].record
+        record = inputs[0].record
         done = datetime.fromisoformat(record["date"])
         when = f"{done:%Y-%m-%d %H:%M:%S} UTC at commit {commits_of(record)}"
         say(f"nothing was left to measure: all of it was measured by {when}, and --fresh measures again")
     finish(inputs, folder, report)
-    return isinstance(plan, CostConfig) or is_lossless(plan, inputs.runs[0])
+    return isinstance(plan, CostConfig) or is_lossless(plan, inputs[0])
 
 
 def measure(plan: Plan, folder: Path, fresh: bool, retry_failed: bool) -> None:
@@ -174,14 +174,14 @@ def measure(plan: Plan, folder: Path, fresh: bool, retry_failed: bool) -> None:
     write_record(folder / RESULTS_FILE, record)
 
 
-def show_run(folder: Path, form: Form) -> Inputs:
+def show_run(folder: Path, form: Form) -> list[Run]:
     inputs = print_summary([folder], form)
-    for line in (line for found in inputs.runs for line in remarks(found)):
+    for line in (line for found in inputs if found.cells for line in remarks(found)):
         say(line)
     return inputs
 
 
-def finish(inputs: Inputs, folder: Path, report: bool) -> None:
+def finish(inputs: list[Run], folder: Path, report: bool) -> None:
     """Write the report of a run, or print the command for it."""
     if report:
         write_report(inputs, report_folder(folder))

@@ -7,47 +7,44 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from itertools import groupby
-from operator import attrgetter
 from typing import Any, Literal
 
 import pandas as pd
 from scipy import stats
 
-from benchmarks.document import NONE, Table, make_table
+from benchmarks.document import NONE, make_table
 from benchmarks.estimate import NO_DIFFERENCE, Estimate, how_many, speedup_text
 from benchmarks.grade import MATH_TASKS
 from benchmarks.paper import SHAPES, Pair, paper_costs
 from benchmarks.recipe import KINDS, PLAIN, TRANSFORMERS, Cell
-from benchmarks.results import (
-    PARTIAL_NOTE,
-    RESULTS_FILE,
-    CostRecord,
-    DraftCost,
-    HeadRecord,
-    Inputs,
-    Lossless,
-    Record,
-    Result,
-    Run,
-    Score,
-)
+from benchmarks.results import PARTIAL_NOTE, RESULTS_FILE, DraftCost, Record, Result, Run, Score
 from benchmarks.tasks import BUILTIN
 
 Form = Literal["md", "csv", "json", "jsonl"]
-Value = Callable[[Result], Estimate | None]
+Field = Literal["tokens_per_s", "speedup", "speedup_transformers", "tokens_per_round"]
+"""A value of a cell."""
 BOLD = "Bold: the best of a column, and all less than two standard deviations of their difference behind it."
 OVER_REPEATS = f"Mean ± standard deviation over repeats of the same questions. {BOLD}"
 OVER_QUESTIONS = f"Mean ± standard error over questions. {BOLD}"
-PAIRED = "Methods that answered the same questions are compared question by question."
 RARE = 0.01
 """Probability under which chance alone is ruled out."""
 MOST_DIFFERENCES = 300
 """Differences listed in a report; in 16 bits most texts part from plain ones at a tie, sooner or later."""
+LOSSLESS_COUNTS = ("compared", "identical", "ties", "mistakes")
 LOSSLESS_CAPTION = (
     "Beside plain decoding; a greedy answer counts once, however often it was repeated. Gap: distance of two tokens in "
     "the target's logits where a text first differs. Where that is wider than a tie, the least of several readings "
     "decides, each rounded a little more by chance; it is a tie as well if these are as far from each other as it is "
     "wide."
+)
+SCORE_CAPTION = (
+    "value: share of right answers. stderr: its standard error by Laplace's rule, (correct + 1) of (n + 2). cut:"
+    " answers that the limit of tokens ended. against plain: same where the same questions were answered right;"
+    " else the difference, and how many questions were won and lost."
+)
+AGAINST_CAPTION = (
+    "The two runs took no turns: tokens/s differ with the state of the machine, too, as those of plain decoding"
+    " show. The verdict is on the speedups, each over the plain decoding of its own run."
 )
 
 
@@ -61,6 +58,11 @@ def text_of(value: Estimate | float | int | str | None, digits: int = 2) -> str:
 
 def text_of_speedup(value: Estimate | None) -> str:
     return speedup_text(value) if value else NONE
+
+
+def numbered(indices: Iterable[int]) -> str:
+    """Indices counted from 1."""
+    return ", ".join(str(index + 1) for index in indices)
 
 
 # -- cells, grouped
@@ -89,14 +91,25 @@ def by_key(key: str, cells: Iterable[Result]) -> dict[Any, list[Result]]:
 by_method, by_budget = partial(by_key, "method"), partial(by_key, "budget")
 
 
-def over_tasks(
-    values: Sequence[Estimate | None],
-    count: int,
-    mean: Callable[[Iterable[Estimate]], Estimate] = Estimate.average,
-) -> Estimate | None:
+def merged(
+    rows: Iterable[Mapping[str, Any]], column: str, join: Callable[[list[Any]], str] = ", ".join
+) -> list[dict[str, str]]:
+    """Rows that differ in one column alone become one, whose values there are joined."""
+    found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(text for name, text in row.items() if name != column), []).append(row)
+    return [{**alike[0], column: join([row[column] for row in alike])} for alike in found.values()]
+
+
+def known(cells: Iterable[Result], field: Field) -> list[Estimate]:
+    return [value for cell in cells if (value := getattr(cell, field)) is not None]
+
+
+def over_tasks(cells: Iterable[Result], field: Field, tasks: int) -> Estimate | None:
     """Mean over tasks. None where one has no value: a failure on the hardest would raise the mean."""
-    known = [value for value in values if value is not None]
-    return mean(known) if len(known) == count else None
+    values = known(cells, field)
+    mean = Estimate.independent if field == "tokens_per_round" else Estimate.average
+    return mean(values) if len(values) == tasks else None
 
 
 def on_all_tasks(cells: Sequence[Result]) -> list[Result]:
@@ -111,7 +124,7 @@ def at_best(cells: Sequence[Result]) -> list[Result]:
     best = {}
     for method, own in by_method(cells).items():
         budgets = by_budget(own)
-        if any(cell.tokens_per_s for cell in own):
+        if known(own, "tokens_per_s"):
             best[method] = max(budgets, key=lambda b: (-len(failures(budgets[b])), mean_speed(budgets[b]).mean))
     return [cell for cell in cells if cell.method in best and cell.budget == best[cell.method]]
 
@@ -130,15 +143,14 @@ def near_best(best: Result, cells: Sequence[Result]) -> list[str]:
 
 def mean_speed(cells: Iterable[Result]) -> Estimate:
     """Speed over the tasks that have one."""
-    speeds = [cell.tokens_per_s for cell in cells if cell.tokens_per_s is not None]
+    speeds = known(cells, "tokens_per_s")
     return Estimate.average(speeds) if speeds else Estimate(0.0)
 
 
 def mean_speedup(cells: Iterable[Result]) -> Estimate:
     """Speedup over plain decoding with its error over questions; near nothing where that is not known."""
-    speedups = [cell.speedup for cell in cells if cell.speedup is not None]
-    mean = Estimate.average(speedups) if speedups else None
-    return mean.questions if mean and mean.questions else Estimate(0.0)
+    speedups = known(cells, "speedup")
+    return Estimate.average(speedups).questions or Estimate(0.0) if speedups else Estimate(0.0)
 
 
 def failures(cells: Iterable[Result]) -> set[tuple[str, str, int]]:
@@ -146,126 +158,108 @@ def failures(cells: Iterable[Result]) -> set[tuple[str, str, int]]:
     return {(cell.task, *place) for cell in cells for place in cell.failed}
 
 
-speedup_of, rounds_of = attrgetter("speedup"), attrgetter("tokens_per_round")
-
-
 # -- by task
 
 
+def task_tables(cells: Sequence[Result]) -> dict[str, str]:
+    """Speedups, speeds and tokens per round by task, as far as cells have them."""
+    faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
+    counted = [cell for cell in cells if cell.tokens_per_round is not None and not cell.is_plain]
+    speedups, rounds = known(faster, "speedup"), known(counted, "tokens_per_round")
+    spread = (OVER_REPEATS, "≈: not shown to differ from plain decoding.", judged_by(speedups), pairing(speedups))
+    about = "Accepted drafts, and the target's own token."
+    made = {
+        "Speedup over plain decoding": matrix(faster, "speedup", speedup_text, spread),
+        "Tokens per second": matrix(cells, "tokens_per_s", lambda value: value.text(1), (OVER_REPEATS,)),
+        "Tokens per round": matrix(
+            counted, "tokens_per_round", Estimate.text, (OVER_QUESTIONS, pairing(rounds)), about
+        ),
+    }
+    return {title: table for title, table in made.items() if table}
+
+
 def matrix(
-    cells: Sequence[Result],
-    value: Value,
-    show: Callable[[Estimate], str],
-    spread: str = OVER_REPEATS,
-    mean: Callable[[Iterable[Estimate]], Estimate] = Estimate.average,
-    about: str = "",
-) -> Table:
+    cells: Sequence[Result], field: Field, show: Callable[[Estimate], str], spread: Iterable[str], about: str = ""
+) -> str:
     """A row per method and budget, a column per task, and one for their mean where there are several."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
-    at = {(cell.label, cell.task): cell for cell in cells}
-    values: dict[str, dict[str, Estimate | None]] = {}
-    for label in dict.fromkeys(cell.label for cell in cells):
-        numbers = {task: value(cell) if (cell := at.get((label, task))) else None for task in tasks}
-        means = {"mean": over_tasks(list(numbers.values()), len(tasks), mean)} if len(tasks) > 1 else {}
-        values[label] = numbers | means
-    columns = list(next(iter(values.values())))
-    bold = {(r, c) for c, name in enumerate(columns, 1) for r in _best([row[name] for row in values.values()])}
-    varies = any(number is not None and number.sd is not None for row in values.values() for number in row.values())
-    rows = [
-        {"method, budget": label, **{name: show(number) if number else NONE for name, number in row.items()}}
-        for label, row in values.items()
-    ]
-    return make_table(rows, " ".join(filter(None, (about, spread if varies else ""))), bold=bold, keep_empty=True)
+    rows, columns = by_key("label", cells), dict[str, dict[str, Estimate | None]]()
+    for task in tasks:
+        columns[task] = {row: getattr(cell, field) for row, own in rows.items() for cell in own if cell.task == task}
+    if len(tasks) > 1:
+        columns["mean"] = {row: over_tasks(own, field, len(tasks)) for row, own in rows.items()}
+    best = {name: _best(values) for name, values in columns.items()}
+    varies = any(value and value.sd is not None for values in columns.values() for value in values.values())
+
+    def text(name: str, row: str) -> str:
+        value = columns[name].get(row)
+        shown = show(value) if value else NONE
+        return f"**{shown}**" if row in best[name] else shown
+
+    texts = [{"method, budget": row, **{name: text(name, row) for name in columns}} for row in rows]
+    return make_table(texts, " ".join(filter(None, (about, *(spread if varies else ())))), keep_empty=True)
 
 
-def _best(column: Sequence[Estimate | None]) -> list[int]:
+def _best(column: Mapping[str, Estimate | None]) -> set[str]:
     """Rows of the highest value and those near it; none where no deviation is known."""
-    known = [(number.mean, row) for row, number in enumerate(column) if number is not None and number.sd is not None]
-    if not known:
-        return []
-    best = column[max(known)[1]]
-    assert best is not None
-    return [row for _, row in known if (number := column[row]) is not None and best.is_near(number)]
+    varying = {row: value for row, value in column.items() if value is not None and value.sd is not None}
+    best = max(varying.values(), key=lambda value: value.mean, default=None)
+    return {row for row, value in varying.items() if best is not None and best.is_near(value)}
 
 
-def speedup_table(cells: Sequence[Result]) -> Table | None:
-    """Speedups by task. None: nothing has one."""
-    faster = [cell for cell in cells if cell.speedup and not cell.is_plain]
-    speedups = [cell.speedup for cell in faster]
-    judged = (judged_by(speedups), pairing(speedups))
-    spread = " ".join(filter(None, (OVER_REPEATS, "≈: not shown to differ from plain decoding.", *judged)))
-    return matrix(faster, speedup_of, speedup_text, spread) if faster else None
-
-
-def speed_table(cells: Sequence[Result]) -> Table:
-    return matrix(cells, lambda cell: cell.tokens_per_s, lambda value: value.text(1))
-
-
-def rounds_table(cells: Sequence[Result]) -> Table | None:
-    """Tokens per round by task. None: no method has rounds."""
-    having = [cell for cell in cells if cell.tokens_per_round is not None and not cell.is_plain]
-    if not having:
-        return None
-    about = "Accepted drafts, and the target's own token."
-    spread = f"{OVER_QUESTIONS} {pairing(map(rounds_of, having))}".rstrip()
-    return matrix(having, rounds_of, Estimate.text, spread, Estimate.independent, about)
-
-
-def judged_by(speedups: Iterable[Estimate | None], what: str = "speedups") -> str:
+def judged_by(speedups: Sequence[Estimate], what: str = "speedups") -> str:
     """Caption: the errors that claims about speedups rest on; empty where there are none."""
-    known = [value for value in speedups if value is not None]
-    if not known:
+    if not speedups:
         return ""
-    over = [value for value in known if value.questions]
+    over = [value for value in speedups if value.questions]
     if not over:
         return f"Other questions may move {what} further than repeats of these do."
-    some = "" if len(over) == len(known) else ", where there were several"
+    some = "" if len(over) == len(speedups) else ", where there were several"
     return f"{what[0].upper() + what[1:]} are also judged by their standard error over questions{some}."
 
 
-def pairing(values: Iterable[Estimate | None]) -> str:
+def pairing(values: Iterable[Estimate]) -> str:
     """Caption: values are compared question by question."""
-    return PAIRED if any(v and (v.asked or (v.questions and v.questions.asked)) for v in values) else ""
+    paired = any(value.asked or (value.questions and value.questions.asked) for value in values)
+    return "Methods that answered the same questions are compared question by question." if paired else ""
 
 
 # -- at a glance
 
 
-def glance_table(cells: Sequence[Result], widest_tie: float | None = None) -> Table:
+def glance_table(cells: Sequence[Result], widest_tie: float | None = None) -> str:
     """Every method at its best budget, over all tasks. Tokens closer than `widest_tie` are a tie."""
     asked = {method: sum({c.task: c.questions for c in own}.values()) for method, own in by_method(cells).items()}
     unlike = len(set(asked.values())) > 1
-    tasks = {cell.task for cell in cells}
-    graded = {task: max((c.score.graded for c in cells if c.task == task and c.score), default=0) for task in tasks}
-    rows, speedups, others = [], [], []
+    graded = {task: most_graded(own) for task, own in by_key("task", cells).items()}
+    rows, speedups, others = [], list[Estimate](), list[Estimate]()
     for method, group in by_method(at_best(in_order(cells))).items():
-        speed = over_tasks([cell.tokens_per_s for cell in group], len(tasks))
-        speedups.append(None if method == PLAIN else over_tasks([c.speedup for c in group], len(tasks)))
-        other = [c.speedup_transformers for c in group]
-        others.append(None if method == TRANSFORMERS else over_tasks(other, len(tasks)))
-        rounds = over_tasks([cell.tokens_per_round for cell in group], len(tasks), Estimate.independent)
-        own_graded = {cell.task: cell.score.graded for cell in group if cell.score}
-        all_graded = all(own_graded.get(task, 0) == graded[task] for task in tasks)
-        scores = [cell.score.share for cell in group if cell.score and all_graded]
-        marks = max((cell.score.mark for cell in group if cell.score), default="")
+        speedup = None if method == PLAIN else over_tasks(group, "speedup", len(graded))
+        other = None if method == TRANSFORMERS else over_tasks(group, "speedup_transformers", len(graded))
+        speedups += [speedup] if speedup else []
+        others += [other] if other else []
+        scores = [cell.score for cell in group if cell.score]
+        own_graded = {cell.task: most_graded([cell]) for cell in group}
+        all_graded = scores and all(own_graded.get(task, 0) == count for task, count in graded.items())
+        share = Estimate.independent(score.share for score in scores).text(3) if all_graded else NONE
         rows.append(
             {
                 "method": method,
                 "best budget": " ".join((text_of(group[0].tree), *near_best(group[0], cells))),
                 "questions": str(asked[method]) if unlike else NONE,
-                "tokens/s": text_of(speed, 1),
-                "speedup": text_of_speedup(speedups[-1]),
-                "over transformers": text_of_speedup(others[-1]),
-                "tokens per round": text_of(rounds),
-                "score": Estimate.independent(scores).text(3) + marks if scores else NONE,
-                "same text as plain": same_text([cell.lossless for cell in group if cell.lossless]),
+                "tokens/s": text_of(over_tasks(group, "tokens_per_s", len(graded)), 1),
+                "speedup": text_of_speedup(speedup),
+                "over transformers": text_of_speedup(other),
+                "tokens per round": text_of(over_tasks(group, "tokens_per_round", len(graded))),
+                "score": share + max(score.mark for score in scores) if all_graded else NONE,
+                "same text as plain": same_text(group),
                 "failed": text_of(sum(len(cell.errors) for cell in group) or None),
             }
         )
     shown = {word.rstrip(",") for row in rows for cell in row.values() for word in cell.split()}
     tie_width = "" if widest_tie is None else f", here at most {widest_tie:.3g} apart"
     legend = (
-        (len(tasks) > 1, "Means over tasks, of speedups geometric, and only where all tasks have a value."),
+        (len(graded) > 1, "Means over tasks, of speedups geometric, and only where all tasks have a value."),
         (
             True,
             "±: standard deviation over repeats of the same questions; of tokens per round and scores, standard error"
@@ -277,19 +271,23 @@ def glance_table(cells: Sequence[Result], widest_tie: float | None = None) -> Ta
         (judged_by(others) != judged_by(speedups), judged_by(others, "those over transformers")),
         (unlike, "Speedups over a method that was asked less are on its questions."),
         (shown & {"tie", "ties"}, f"Ties: texts that part where rounding decides between two tokens{tie_width}."),
+        (is_partial(cells), PARTIAL_NOTE),
     )
-    caption = " ".join(text for is_needed, text in legend if is_needed and text)
-    return make_table(rows, caption + partial_note(cells))
+    return make_table(rows, " ".join(text for is_needed, text in legend if is_needed and text))
 
 
-def partial_note(cells: Iterable[Result]) -> str:
-    """Footnote of a table with a marked score."""
-    return f" {PARTIAL_NOTE}" if any(cell.score and cell.score.partial for cell in cells) else ""
+def most_graded(cells: Iterable[Result]) -> int:
+    return max((cell.score.graded for cell in cells if cell.score), default=0)
 
 
-def same_text(checks: Sequence[Lossless]) -> str:
+def is_partial(cells: Iterable[Result]) -> bool:
+    """A score is marked, which needs a footnote."""
+    return any(cell.score and cell.score.partial for cell in cells)
+
+
+def same_text(cells: Iterable[Result]) -> str:
     """Number of texts equal to those of plain decoding, then ties and mistakes."""
-    if not checks:
+    if not (checks := [cell.lossless for cell in cells if cell.lossless]):
         return NONE
     ties, mistakes = sum(c.ties for c in checks), sum(c.mistakes for c in checks)
     same = f"{sum(c.identical for c in checks)}/{sum(c.compared for c in checks)}"
@@ -299,51 +297,47 @@ def same_text(checks: Sequence[Lossless]) -> str:
 # -- every cell
 
 
-def cells_table(runs: Sequence[Run], details: bool = False) -> Table:
+def cells_table(runs: Sequence[Run], details: bool = False) -> str:
     """A row per cell, under the name of its run where there are several."""
-    named = len(runs) > 1
-    rows = [
-        {**({"run": run.name} if named else {}), **_cell_row(cell), **(_detail_row(cell) if details else {})}
-        for run in runs
-        for cell in in_order(run.cells)
-    ]
-    return make_table(rows, text_columns=3 if named else 2)
+    rows = []
+    for run, cell in ((each, cell) for each in runs for cell in in_order(each.cells)):
+        score, prefill, speedup = cell.score, cell.prefill_s, cell.speedup
+        row = {
+            "run": run.name if len(runs) > 1 else NONE,
+            "method": cell.method,
+            "task": cell.task,
+            "temp": f"{cell.temperature:g}",
+            "budget": text_of(cell.tree),
+            "batch": cell.batch_text,
+            "tokens/s": text_of(cell.tokens_per_s, 1),
+            "tokens/round": text_of(cell.tokens_per_round),
+            "speedup": text_of_speedup(None if cell.is_plain else speedup),
+            "over transformers": text_of_speedup(None if cell.method == TRANSFORMERS else cell.speedup_transformers),
+            "score": f"{score.correct}/{score.graded}{score.mark}" if score else NONE,
+            "same text": same_text([cell]),
+            "failed": text_of(len(cell.errors) or None),
+        }
+        if details:
+            # The time of a round in plain steps: its tokens over how much faster they came.
+            steps = cell.tokens_per_round.mean / speedup.mean if cell.tokens_per_round and speedup else None
+            row |= {
+                "a round in plain steps": text_of(steps),
+                "prefill s per question": text_of(prefill.times(1 / cell.questions) if prefill else None, 4),
+                "questions": str(cell.questions),
+                "tokens": str(cell.tokens),
+            }
+        rows.append(row)
+    return make_table(rows, text_columns=3)
 
 
-def _cell_row(cell: Result) -> dict[str, str]:
-    score = cell.score
-    return {
-        "method": cell.method,
-        "task": cell.task,
-        "temp": f"{cell.temperature:g}",
-        "budget": text_of(cell.tree),
-        "batch": cell.batch_text,
-        "tokens/s": text_of(cell.tokens_per_s, 1),
-        "tokens/round": text_of(cell.tokens_per_round),
-        "speedup": text_of_speedup(None if cell.is_plain else cell.speedup),
-        "over transformers": text_of_speedup(None if cell.method == TRANSFORMERS else cell.speedup_transformers),
-        "score": f"{score.correct}/{score.graded}{score.mark}" if score else NONE,
-        "same text": same_text([cell.lossless] if cell.lossless else []),
-        "failed": str(len(cell.errors)) if cell.errors else NONE,
-    }
-
-
-def _detail_row(cell: Result) -> dict[str, str]:
-    return {
-        "a round in plain steps": text_of(cell.round_cost),
-        "prefill s per question": text_of(cell.prefill_s.times(1 / cell.questions) if cell.prefill_s else None, 4),
-        "questions": str(cell.questions),
-        "tokens": str(cell.tokens),
-    }
-
-
-def summary(inputs: Inputs, form: Form) -> str:
+def summary(inputs: Sequence[Run], form: Form) -> str:
     """All cells of all runs for stdout; where there are no runs, costs of drafting."""
+    runs = [run for run in inputs if run.cells]
     if form == "md":
-        costs = [cost_table(record, beside_paper=False) for record in inputs.costs]
-        return "\n".join(t.to_markdown() + "\n" for t in ([cells_table(inputs.runs)] if inputs.runs else costs))
-    rows = [flat_cell(run, cell) for run in inputs.runs for cell in in_order(run.cells)]
-    rows = rows or [flat_cost(record, cost) for record in inputs.costs for cost in record.costs]
+        costs = [cost_table(run, beside_paper=False) for run in inputs if run.costs]
+        return "\n".join(f"{table}\n" for table in ([cells_table(runs)] if runs else costs))
+    rows = [flat_cell(run, cell) for run in runs for cell in in_order(run.cells)]
+    rows = rows or [flat_cost(run, cost) for run in inputs for cost in run.costs]
     if form == "json":
         return json.dumps(rows, indent=1) + "\n"
     if form == "jsonl":
@@ -375,11 +369,11 @@ def flat_cell(run: Run, cell: Result) -> dict[str, Any]:
     }
 
 
-def flat_cost(record: CostRecord, cost: DraftCost) -> dict[str, Any]:
+def flat_cost(run: Run, cost: DraftCost) -> dict[str, Any]:
     found = {name: getattr(cost, name) for name in ("context", "depth", "budget", "batch")}
     for name in ("draft_ms", "verify_ms", "c_percent"):
         found |= _flat(name, getattr(cost, name), has_median=False)
-    return {"run": record.name, "model": record.model, "device": record.device, **found}
+    return {"run": run.name, "model": run.model, "device": run.device, **found}
 
 
 def _flat(name: str, value: Estimate | None, has_median: bool = True) -> dict[str, float | None]:
@@ -390,9 +384,10 @@ def _flat(name: str, value: Estimate | None, has_median: bool = True) -> dict[st
 # -- beside others
 
 
-def paper_table(pairs: Sequence[Pair]) -> Table:
+def paper_table(pairs: Sequence[Pair]) -> str:
     """Our cells beside rows of one of the paper's tables. A setting that all rows share goes to the caption."""
-    remarks = remarks_of(pairs)
+    pairs = sorted(pairs, key=lambda p: p.cell.task)
+    remarks = list(dict.fromkeys(pair.remark for pair in pairs if pair.remark))
     rows = [
         {
             "task": cell.task,
@@ -409,25 +404,20 @@ def paper_table(pairs: Sequence[Pair]) -> Table:
             "paper's tokens/s": text_of(row.tokens_per_s, 1),
             "remark": f"({1 + remarks.index(pair.remark)})" if pair.remark else NONE,
         }
-        for pair in sorted(pairs, key=lambda p: p.cell.task)
+        for pair in pairs
         for cell, row in ((pair.cell, pair.row),)
     ]
     same = {name: rows[0][name] for name in ("temperature", "batch") if len({row[name] for row in rows}) == 1}
-    told = ", ".join(f"{name} {value}" for name, value in same.items())
-    kept = [{name: text for name, text in row.items() if name not in same} for row in rows]
-    return make_table(kept, f"All at {told}." if told else "", text_columns=3)
+    told = [f"All at {', '.join(f'{name} {value}' for name, value in same.items())}."] if same else []
+    told += [f"({number}) {remark}." for number, remark in enumerate(remarks, 1)]
+    return make_table([row | dict.fromkeys(same, NONE) for row in rows], "\n\n".join(told), text_columns=3)
 
 
-def remarks_of(pairs: Sequence[Pair]) -> list[str]:
-    return list(dict.fromkeys(pair.remark for pair in sorted(pairs, key=lambda p: p.cell.task) if pair.remark))
-
-
-def against_table(a: Run, b: Run) -> Table:
+def against_table(a: Run, b: Run) -> str:
     """Cells that both runs have. The verdict is on speedups, each over the plain decoding of its own run."""
-    rows = []
+    rows, others = [], {cell.key: cell for cell in b.cells}
     for cell in in_order(a.cells):
-        other = b.cell(cell.key)
-        if other is None:
+        if (other := others.get(cell.key)) is None:
             continue
         mine, its = cell.tokens_per_s, other.tokens_per_s
         gains = (None, None) if cell.is_plain else (cell.speedup, other.speedup)
@@ -441,7 +431,7 @@ def against_table(a: Run, b: Run) -> Table:
                 "batch": str(cell.batch),
                 "A tokens/s": text_of(mine, 1),
                 "B tokens/s": text_of(its, 1),
-                "B over A": its.over(mine).text() if mine and its else NONE,
+                "B over A": text_of(its.over(mine) if mine and its else None),
                 "A speedup": text_of_speedup(gains[0]),
                 "B speedup": text_of_speedup(gains[1]),
                 "verdict": NONE if cell.is_plain else verdict(*gains),
@@ -450,11 +440,7 @@ def against_table(a: Run, b: Run) -> Table:
                 **{f"{run} score": s.share.text(3) + s.mark if s else NONE for run, s in scores},
             }
         )
-    caption = (
-        "The two runs took no turns: tokens/s differ with the state of the machine, too, as those of plain decoding"
-        " show. The verdict is on the speedups, each over the plain decoding of its own run."
-    )
-    return make_table(rows, caption, text_columns=2)
+    return make_table(rows, AGAINST_CAPTION, text_columns=2)
 
 
 def verdict(a: Estimate | None, b: Estimate | None) -> str:
@@ -467,14 +453,14 @@ def verdict(a: Estimate | None, b: Estimate | None) -> str:
     return ("B gains more" if b.mean > a.mean else "A gains more") if differs else NO_DIFFERENCE
 
 
-def head_table(head: HeadRecord) -> Table:
+def head_table(head: Run) -> str:
     """Teacher-forced tokens per round, a column per tree."""
-    tasks = {**head.tokens_per_round, "mean": head.mean}.items()
-    rows = [{"task": task, **{tree: text_of(row[tree]) for tree in head.mean}} for task, row in tasks]
+    tasks = {**head.record["tokens_per_round"], "mean": head.record["mean"]}.items()
+    rows = [{"task": task, **{tree: text_of(float(row[tree])) for tree in head.record["mean"]}} for task, row in tasks]
     return make_table(rows, "Tokens per round on the target's own text.")
 
 
-def cost_table(record: CostRecord, beside_paper: bool) -> Table:
+def cost_table(run: Run, beside_paper: bool) -> str:
     """Cost of a drafted token, beside the paper's at the same context and depth."""
     paper = paper_costs()[1] if beside_paper else {}
     rows = [
@@ -485,10 +471,9 @@ def cost_table(record: CostRecord, beside_paper: bool) -> Table:
             "c in %": cost.c_percent.text(3),
             "paper's": text_of(paper.get((cost.context, cost.depth)), 3),
         }
-        for cost in record.costs
+        for cost in run.costs
     ]
-    caption = "c: time of a draft pass over the tokens that it drafts and the time of a verify pass."
-    return make_table(rows, caption, text_columns=0)
+    return make_table(rows, text_columns=0)
 
 
 # -- settings, scores, texts, failures
@@ -506,40 +491,34 @@ def names_of(cells: Sequence[Result], everyone: Iterable[Result]) -> str:
     )
 
 
-def score_table(run: Run) -> Table | None:
-    """Shares of right answers beside those of plain decoding; methods of equal rows share one. None: no scores."""
-    graded = in_order(cell for cell in run.cells if cell.score)
-    if not graded:
-        return None
+def score_table(run: Run) -> str:
+    """Shares of right answers beside those of plain decoding; methods of equal rows share one."""
+    graded = sorted(in_order(cell for cell in run.cells if cell.score), key=lambda cell: cell.task)
     plain_scores = {(c.task, c.temperature, c.batch): c.score for c in graded if c.is_plain}
-    rows: dict[tuple[str, ...], list[Result]] = {}
-    for cell in sorted(graded, key=lambda c: c.task):
+    rows = []
+    for cell in graded:
         assert cell.score is not None
-        plain, share = plain_scores.get((cell.task, cell.temperature, cell.batch)), cell.score.share
-        row = (
-            *(cell.task, f"{cell.temperature:g}", str(cell.batch), metric_of(cell.task)),
-            *(str(cell.score.graded), str(cell.score.cut), f"{share.mean:.4f}{cell.score.mark}"),
-            *(
-                f"± {text_of(share.sd, 4)}",
-                NONE if cell.is_plain or plain is None else score_verdict(cell.score, plain),
-            ),
+        score, plain = cell.score, plain_scores.get((cell.task, cell.temperature, cell.batch))
+        rows.append(
+            {
+                "task": cell.task,
+                "method": cell,
+                "temperature": f"{cell.temperature:g}",
+                "batch": str(cell.batch),
+                "metric": metric_of(cell.task),
+                "n": str(score.graded),
+                "cut": str(score.cut),
+                "value": f"{score.share.mean:.4f}{score.mark}",
+                "stderr": f"± {text_of(score.share.sd, 4)}",
+                "against plain": NONE if cell.is_plain or plain is None else score_verdict(score, plain),
+            }
         )
-        rows.setdefault(row, []).append(cell)
-    columns = ("temperature", "batch", "metric", "n", "cut", "value", "stderr", "against plain")
-    caption = (
-        "value: share of right answers. stderr: its standard error by Laplace's rule, (correct + 1) of (n + 2). cut:"
-        " answers that the limit of tokens ended. against plain: same where the same questions were answered right;"
-        " else the difference, and how many questions were won and lost."
-    )
-    lines = [
-        {
-            "task": task,
-            "method": names_of(cells, [cell for cell in graded if cell.task == task]),
-            **dict(zip(columns, rest, strict=True)),
-        }
-        for (task, *rest), cells in rows.items()
-    ]
-    return make_table(lines, caption + partial_note(graded), text_columns=5, wraps=True, keep_empty=True)
+
+    def names(cells: list[Result]) -> str:
+        return names_of(cells, by_key("task", graded)[cells[0].task])
+
+    caption = f"{SCORE_CAPTION} {PARTIAL_NOTE}" if is_partial(graded) else SCORE_CAPTION
+    return make_table(merged(rows, "method", names), caption, text_columns=5, wraps=True, keep_empty=True)
 
 
 def metric_of(task: str) -> str:
@@ -550,9 +529,10 @@ def metric_of(task: str) -> str:
 
 def score_verdict(score: Score, plain: Score) -> str:
     """Comparison with plain decoding question by question, by a sign test."""
-    if score.right | score.wrong != plain.right | plain.wrong:
+    right, plain_right = set(score.right), set(plain.right)
+    if right.union(score.wrong) != plain_right.union(plain.wrong):
         return "other questions"  # some failed, or a method was asked fewer
-    won, lost = len(score.right - plain.right), len(plain.right - score.right)
+    won, lost = len(right - plain_right), len(plain_right - right)
     if not won and not lost:
         return "same"
     difference = f"{score.share.mean - plain.share.mean:+.4f}, {won} won, {lost} lost"
@@ -560,8 +540,8 @@ def score_verdict(score: Score, plain: Score) -> str:
     return difference if is_rare else f"{difference} ({NO_DIFFERENCE})"
 
 
-def methods_table(run: Run) -> Table | None:
-    """Kind, head and trees of every method. None: the record does not tell."""
+def methods_table(run: Run) -> str:
+    """Kind, head and trees of every method. Empty: the record does not tell."""
     methods = [found for name in dict.fromkeys(cell.method for cell in run.cells) if (found := run.method(name))]
     rows = [
         {
@@ -573,17 +553,17 @@ def methods_table(run: Run) -> Table | None:
         }
         for method in methods
     ]
-    return make_table(rows, text_columns=5, wraps=True) if rows else None
+    return make_table(rows, text_columns=5, wraps=True)
 
 
-def heads_table(run: Run) -> Table | None:
-    """Training of each head, from its card. None: there are no heads."""
+def heads_table(run: Run) -> str:
+    """Training of each head, from its card."""
     names = ("data", "steps", "batch per process", "optimizer")
     rows = [
         {"method": method, **{key: head.get(key, NONE) for key in names}, "commit": head.get("commit", NONE)[:7]}
         for method, head in (run.record.get("heads") or {}).items()
     ]
-    return make_table(rows, text_columns=6, wraps=True) if rows else None
+    return make_table(rows, text_columns=6, wraps=True)
 
 
 def unlike_heads(run: Run) -> str | None:
@@ -605,7 +585,7 @@ def asked_text(method: Record) -> str:
 
 def trees_text(method: Record) -> str:
     """Budgets of one shape together: `16: width 1; 64, 256: width 7, all children of the best nodes`."""
-    budgets: dict[str, list[str]] = {}
+    rows = []
     takes = KINDS[method["kind"]].takes if method["kind"] in KINDS else ()
     for tree in method["trees"] if method["kind"] != PLAIN else ():
         draft_temperature = tree.get("draft_temperature", 1)
@@ -619,41 +599,39 @@ def trees_text(method: Record) -> str:
             ("shortlist" in takes, f"shortlist {tree['shortlist'] or 'all'}"),
             ("shortlist" in takes, f"parents {tree.get('shortlist_parents', 0)}"),
         )
-        budgets.setdefault(", ".join(text for is_told, text in shape if is_told), []).append(str(tree["budget"]))
-    return "; ".join(f"{', '.join(some)}: {shape}" for shape, some in budgets.items())
+        told = ", ".join(text for is_told, text in shape if is_told)
+        rows.append({"budgets": str(tree["budget"]), "shape": told})
+    return "; ".join(f"{row['budgets']}: {row['shape']}" for row in merged(rows, "budgets"))
 
 
-def lossless_table(run: Run) -> Table | None:
-    """Texts over all tasks; methods of equal rows share one. None: nothing was compared."""
+def lossless_table(run: Run) -> str:
+    """Texts over all tasks; methods of equal rows share one."""
     compared = in_order(cell for cell in run.cells if cell.lossless and not cell.is_plain)
-    rows: dict[tuple[str, ...], list[Result]] = {}
-    for (temperature, batch, _), group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
-        cells = list(group)
-        checks = [cell.lossless for cell in cells if cell.lossless]
-        gaps = [check.widest_gap for check in checks if check.widest_gap is not None]
-        counts = [sum(getattr(check, name) for check in checks) for name in LOSSLESS_COUNTS]
-        widest = f"{max(gaps):.4g}" if gaps else NONE
-        row = (f"{temperature:g}", str(batch), checks[0].check, *map(str, counts), widest)
-        rows.setdefault(row, []).append(cells[0])
-    if not rows:
-        return None
+    rows, everyone = [], list[Result]()
+    for _, group in groupby(compared, key=lambda c: (c.temperature, c.batch, c.label)):
+        cell, *others = group
+        everyone.append(cell)
+        checks = [each.lossless for each in (cell, *others) if each.lossless]
+        gaps = [d["gap"] for check in checks for d in check.different if d["gap"] is not None]
+        rows.append(
+            {
+                "method, budget": cell,
+                "temperature": f"{cell.temperature:g}",
+                "batch": str(cell.batch),
+                "check": checks[0].check,
+                **{name: str(sum(getattr(check, name) for check in checks)) for name in LOSSLESS_COUNTS},
+                "widest gap": f"{max(gaps):.4g}" if gaps else NONE,
+            }
+        )
     caption = LOSSLESS_CAPTION
     if run.widest_tie is not None:
         caption += f" Ties: at most {run.widest_tie:.3g} apart, which rounding as measured in this run may decide."
         caption += " Mistakes: the rest."
-    everyone = [cell for cells in rows.values() for cell in cells]  # one of each, whatever tasks it has
-    columns = ("temperature", "batch", "check", *LOSSLESS_COUNTS, "widest gap")
-    lines = [
-        {"method, budget": names_of(cells, everyone), **dict(zip(columns, row, strict=True))}
-        for row, cells in rows.items()
-    ]
+    lines = merged(rows, "method, budget", lambda cells: names_of(cells, everyone))
     return make_table(lines, caption, text_columns=4, wraps=True, keep_empty=True)
 
 
-LOSSLESS_COUNTS = ("compared", "identical", "ties", "mistakes")
-
-
-def differences_table(run: Run) -> Table | None:
+def differences_table(run: Run) -> str:
     """Texts that differ from the plain one: mistakes first, then the widest gaps."""
     found = [(cell, d) for cell in run.cells if cell.lossless for d in cell.lossless.different]
     found.sort(key=lambda one: (one[1]["tie"], -(one[1]["gap"] or 0.0)))
@@ -674,24 +652,22 @@ def differences_table(run: Run) -> Table | None:
         for cell, d in found[:MOST_DIFFERENCES]
     ]
     told = f"The first {len(rows)} of {len(found)}: mistakes, then the widest. All are in {RESULTS_FILE}."
-    return make_table(rows, told if len(rows) < len(found) else "", text_columns=2) if rows else None
+    return make_table(rows, told if len(rows) < len(found) else "", text_columns=2)
 
 
-def numbered(indices: Iterable[int]) -> str:
-    """Indices counted from 1."""
-    return ", ".join(str(index + 1) for index in indices)
-
-
-def errors_table(run: Run) -> Table | None:
+def errors_table(run: Run) -> str:
     """Every failure once, with the repeats in which it came."""
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for cell in run.cells:
-        for error in cell.errors:
-            place = (cell.task, error["id"], cell.label, f"{cell.temperature:g}", str(cell.batch), error["error"])
-            rows.setdefault(place, []).append(error["repeat"])
-    columns = ("task", "question", "method", "temperature", "batch")
-    lines: list[Mapping[str, str]] = [
-        {**dict(zip(columns, place, strict=True)), "repeats": numbered(repeats), "failure": failure}
-        for (*place, failure), repeats in rows.items()
+    rows = [
+        {
+            "task": cell.task,
+            "question": error["id"],
+            "method": cell.label,
+            "temperature": f"{cell.temperature:g}",
+            "batch": str(cell.batch),
+            "repeats": error["repeat"],
+            "failure": error["error"],
+        }
+        for cell in run.cells
+        for error in cell.errors
     ]
-    return make_table(lines, text_columns=7, wraps=True) if lines else None
+    return make_table(merged(rows, "repeats", numbered), text_columns=7, wraps=True)

@@ -28,6 +28,13 @@ TIE = {"turn": 0, "position": 17, "gap": 0.0312, "least": 0.0312, "moved": 0.0, 
 RIGHT, WRONG = [f"question-{i}" for i in range(12)], [f"question-{i}" for i in range(12, 40)]
 
 
+def read_table(markdown: str) -> list[dict[str, str]]:
+    """Rows of a table by name of column."""
+    lines = [line.strip("|").split("|") for line in markdown.splitlines() if line.startswith("|")]
+    head, _, *rows = [[cell.strip(" *") for cell in line] for line in lines]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
 def make_run(
     folder: Path,
     *,

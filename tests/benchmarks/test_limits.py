@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.limits import check_limits, limits
 from jetspec.models.hub import DEFAULT_MODEL
+from tests.benchmarks.run_folders import read_table
 from tests.benchmarks.tiny_bench import invoke
 
 
@@ -72,8 +73,8 @@ def set_in(path: Path, place: str, value: Any) -> None:
 
 def test_limits_that_are_just_kept_hold(records: Path) -> None:
     table, holds = check_limits(records)
-    assert holds and len(table.rows) == len(list(limits(records)))
-    assert all(row[3:] == ("yes", "0123456") for row in table.rows)
+    assert holds and len(rows := read_table(table)) == len(list(limits(records)))
+    assert all((row["holds"], row["commit"]) == ("yes", "0123456") for row in rows)
     assert invoke("records", "--check", "--out", records).exit_code == 0
 
 
@@ -91,14 +92,15 @@ def test_limits_that_are_just_kept_hold(records: Path) -> None:
 def test_a_broken_limit_does_not_hold(records: Path, name: str, place: str, value: Any, measured: str) -> None:
     set_in(records / f"{name}.json", place, value)
     table, holds = check_limits(records)
-    assert [row[2] for row in table.rows if row[3] == "no"] == [measured] and not holds
+    assert [row["measured"] for row in read_table(table) if row["holds"] == "no"] == [measured] and not holds
     assert invoke("records", "--check", "--out", records).exit_code == 1
 
 
 def test_a_missing_record_does_not_hold(records: Path) -> None:
     (records / "engine_speed.json").unlink()
     set_in(records / "profile_qwen3_30b_a3b.json", "runs.0.context", 512)
-    assert [row[2][:12] for row in check_limits(records)[0].rows if row[3] == "no"] == ["not measured"] * 3
+    rows = read_table(check_limits(records)[0])
+    assert [row["measured"][:12] for row in rows if row["holds"] == "no"] == ["not measured"] * 3
 
 
 @pytest.mark.parametrize(
@@ -134,5 +136,5 @@ def test_a_record_of_another_setting_does_not_count(
     records: Path, name: str, place: str, value: Any, rows: int
 ) -> None:
     set_in(records / f"{name}.json", place, value)
-    found = [row for row in check_limits(records)[0].rows if row[3] == "no"]
-    assert len(found) == rows and all(row[2].startswith("not measured: ") for row in found)
+    found = [row["measured"] for row in read_table(check_limits(records)[0]) if row["holds"] == "no"]
+    assert len(found) == rows and all(text.startswith("not measured: ") for text in found)
