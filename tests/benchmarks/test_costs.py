@@ -16,17 +16,7 @@ from benchmarks.costs import CostConfig, measure_cost
 from benchmarks.report import print_summary
 from benchmarks.results import ROWS_FILE
 from benchmarks.run import run_plan
-from jetspec.models.decoder import Decoder
 from tests.train.tiny_model import write_model
-
-
-@pytest.fixture
-def folder_of_methods(tmp_path: Path) -> Path:
-    """Rows of `measure: methods`, as far as they matter here."""
-    folder = tmp_path / "methods"
-    folder.mkdir()
-    (folder / ROWS_FILE).write_text('{"cell": {"method": "plain"}, "repeat": 0, "group": 0}\n')
-    return folder
 
 
 def tiny_plan(folder: Path, **changes: Any) -> CostConfig:
@@ -42,9 +32,6 @@ def test_the_table_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "c in %" in head and len(lines) == 2 * 3
     record = json.loads((tmp_path / "run" / "results.json").read_text())
     assert record["model"] == "model" and str(tmp_path) not in json.dumps(record)
-    assert {(cost["context"], cost["depth"]) for cost in record["costs"]} == {
-        (c, d) for c in (8, 32) for d in (1, 3, 7)
-    }
     for cost in record["costs"]:
         pairs = zip(cost["draft_ms"]["values"], cost["verify_ms"]["values"], strict=True)
         assert cost["c_percent"]["values"] == pytest.approx([100 * d / (cost["depth"] * v) for d, v in pairs])
@@ -59,7 +46,7 @@ def test_a_stopped_run_resumes_and_repeats_no_timing(
 ) -> None:
     plan, run, timed = tiny_plan(tmp_path), tmp_path / "run", list[tuple[int, int]]()
 
-    def stop_after_two(target: Decoder, config: CostConfig, context: int, depth: int) -> dict[str, Any]:
+    def stop_after_two(target: Any, config: CostConfig, context: int, depth: int) -> dict[str, Any]:
         if len(timed) == 2:
             raise KeyboardInterrupt
         timed.append((context, depth))
@@ -85,18 +72,17 @@ def test_a_stopped_run_resumes_and_repeats_no_timing(
     assert "nothing was left to measure" in capsys.readouterr().err
 
 
-def test_fresh_deletes_rows_and_other_settings_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder_of_methods: Path
-) -> None:
+def test_fresh_deletes_rows_and_other_settings_are_refused(tmp_path: Path) -> None:
     plan, run = tiny_plan(tmp_path, contexts=(8,), depths=(1,)), tmp_path / "run"
     run_plan(plan, run, "md")
     before = (run / ROWS_FILE).read_bytes()
+    (tmp_path / ROWS_FILE).write_text('{"cell": {"method": "plain"}, "repeat": 0, "group": 0}\n')
     with pytest.raises(ValueError, match="made with another rounds; choose another --out, or --fresh"):
         run_plan(replace(plan, rounds=6), run, "md")
     with pytest.raises(ValueError, match="--retry-failed is for questions"):
         run_plan(plan, run, "md", retry_failed=True)
     with pytest.raises(ValueError, match="not a row of such a benchmark"):
-        run_plan(plan, folder_of_methods, "md")
+        run_plan(plan, tmp_path, "md")
     assert (run / ROWS_FILE).read_bytes() == before
     run_plan(replace(plan, rounds=6), run, "md", fresh=True)
     after = (run / ROWS_FILE).read_bytes()

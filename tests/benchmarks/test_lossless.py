@@ -47,10 +47,6 @@ def slip(reply: Reply) -> Reply:
     return replace(reply, token_ids=ids)
 
 
-def cell_of(results: dict[str, Any], method: str = "ngram") -> dict[str, Any]:
-    return next(cell for cell in results["cells"] if cell["method"] == method)
-
-
 def run_command(folder: Path, name: str, *words: str) -> Done:
     usual = ["--model", str(folder / "model"), "--data-dir", str(folder / "eval"), "--device", "cpu", "-n", "12"]
     return invoke("run", *usual, "--methods", "ngram", "--out", folder / name, *words)
@@ -71,19 +67,9 @@ def test_the_noise_of_a_draw_is_that_of_the_engine(folder: Path, llm: LLM) -> No
             assert int(judge([*prompt, *tokens[:place]]).argmax()) == token
 
 
-def test_a_greedy_answer_is_compared_once_however_often_it_was_repeated(
+def test_a_greedy_answer_is_compared_once_and_a_divergence_is_judged_once(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meddle(monkeypatch, slip)
-    options: dict[str, Any] = {"temperatures": [0, 1], "repeats": 3, "max_tokens": 4}
-    cells = results_of(make_bench(folder, "slips", llm, **options))["cells"]
-    greedy, drawn = (cell["lossless"] for cell in cells if cell["method"] == "ngram")
-    assert (greedy["compared"], drawn["compared"]) == (5, 15), "draws of another repeat are other answers"
-    assert greedy["identical"] == greedy["ties"] == 0 and len(greedy["different"]) == 5
-    assert all(found["repeats"] == [0, 1, 2] and found["position"] == 2 for found in greedy["different"])
-
-
-def test_a_divergence_is_judged_once(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Any] = []
 
     def look(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], limit: float) -> Gap:
@@ -93,8 +79,12 @@ def test_a_divergence_is_judged_once(folder: Path, llm: LLM, monkeypatch: pytest
     monkeypatch.setattr(lossless, "gap_by_all", look)
     meddle(monkeypatch, slip)
     options: dict[str, Any] = {"budgets": [4, 6], "temperatures": [0, 1], "repeats": 3, "max_tokens": 4}
-    results_of(make_bench(folder, "once_each", llm, **options))
-    assert len(looked_at) == 5 + 5 * 3, "of greedy texts, and of drawn ones, which are others in every repeat"
+    cells = results_of(make_bench(folder, "slips", llm, **options))["cells"]
+    for greedy, seeded in ([c["lossless"] for c in cells if c["lossless"] and c["budget"] == n] for n in (4, 6)):
+        assert (greedy["compared"], seeded["compared"]) == (5, 15), "draws of another repeat are other answers"
+        assert greedy["identical"] == greedy["ties"] == 0 and len(greedy["different"]) == 5
+        assert all(found["repeats"] == [0, 1, 2] and found["position"] == 2 for found in greedy["different"])
+    assert len(looked_at) == 5 + 15, "once for both budgets"
 
 
 # -- ties
@@ -146,36 +136,29 @@ class Reading:
 
 
 @pytest.mark.parametrize(
-    ("first", "others", "least", "moved", "tie"),
+    ("gaps", "judged"),
     [
-        (0.5, [9.0, 9.0], 0.5, 0.0, True),
-        (3.0, [2.0, 0.25, 0.5, 2.0], 0.25, 1.75, True),
-        (9.0, [2.5, 2.0, 1.5, 1.25], 1.25, 1.25, True),
-        (9.0, [2.25, 2.0, 1.5, 1.5], 1.5, 0.75, False),
-        (9.0, [9.5, 8.0, 8.5, 9.0], 8.0, 1.5, False),
-        (9.0, [9.5, math.inf, 8.5, 9.0], 8.5, 1.0, False),
-        (math.inf, [math.inf] * 4, math.inf, 0.0, False),
+        ((0.5, 9.0, 9.0), (0.5, 0.0, True)),
+        ((3.0, 2.0, 0.25, 0.5, 2.0), (0.25, 1.75, True)),
+        ((9.0, 2.5, 2.0, 1.5, 1.25), (1.25, 1.25, True)),
+        ((9.0, 2.25, 2.0, 1.5, 1.5), (1.5, 0.75, False)),
+        ((9.0, 9.5, 8.0, 8.5, 9.0), (8.0, 1.5, False)),
+        ((9.0, 9.5, math.inf, 8.5, 9.0), (8.5, 1.0, False)),
+        ((math.inf,) * 5, (math.inf, 0.0, False)),
     ],
 )
 def test_a_gap_that_is_wide_in_every_reading_and_moves_little_is_a_mistake(
-    folder: Path,
-    llm: LLM,
-    monkeypatch: pytest.MonkeyPatch,
-    first: float,
-    others: list[float],
-    least: float,
-    moved: float,
-    tie: bool,
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, gaps: tuple[float, ...], judged: tuple[float, float, bool]
 ) -> None:
-    bench, made = make_bench(folder, "readings", llm), [Reading(gap) for gap in (first, *others)]
+    bench, made = make_bench(folder, "readings", llm), [Reading(gap) for gap in gaps]
     check = LosslessCheck(bench, [])
     monkeypatch.setattr(lossless, "readings", lambda fresh: made)
     check.noise = PairNoise(1.0, 0.5, 4.0, 9)
     plain = {"turn_tokens": [[1, 0, 0]], "finish": ["length"]}
     found = check.first_difference(bench.questions["sums"][0], plain, {"turn_tokens": [[1, 1, 0]]}, 0, 0.0, False)
-    assert found is not None and (found.position, found.gap) == (1, first)
-    assert (found.least, found.moved, found.tie) == (least, moved, tie)
-    assert [reading.count for reading in made[1:]] == [int(first > 1)] * len(others), "a tie is read no further"
+    assert found is not None and (found.position, found.gap) == (1, gaps[0])
+    assert (found.least, found.moved, found.tie) == judged
+    assert {reading.count for reading in made[1:]} == {int(gaps[0] > 1)}, "a tie is read no further"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

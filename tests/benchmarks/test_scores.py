@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +30,19 @@ def test_scores_are_those_of_the_grader_and_equal_texts_are_graded_once(folder: 
         right = {"0": True, "1": False, "2": True}.get(question["answer"])
         return Grade(right, is_partial=question["answer"] == "1")
 
+    def missing(task: str, question: Mapping[str, Any], text: str) -> Grade:
+        raise ValueError("grading needs a package")
+
     bench = make_bench(folder, "graded", llm, tasks=["gsm8k", "sums"], repeats=2)
     rows = bench.run()
-    cells = results_of(bench, rows, grader)["cells"]
-    scores = {(cell["method"], cell["task"]): cell["score"] for cell in cells}
+    ungraded = results_of(bench, rows, missing)
+    assert all(cell["score"] is None for cell in ungraded["cells"])
+    assert ungraded["ungraded"] == ["gsm8k is not graded: grading needs a package"] and not ungraded["notes"]
+    scores = scores_of(results_of(bench, rows, grader))
     firsts = [row["answers"][0] for (cell, repeat, _), row in rows.items() if (cell.method, repeat) == ("plain", 0)]
     cut = sum(one["finish"] == ["length"] for one in firsts if one["id"] in ("gsm8k-0", "gsm8k-1", "gsm8k-2"))
-    expected = {
-        "correct": 2,
-        "graded": 3,
-        "share": pytest.approx(2 / 3),
-        "partial": 1,
-        "cut": cut,
-        "right": ["gsm8k-0", "gsm8k-2"],
-        "wrong": ["gsm8k-1"],
-    }
+    expected = {"correct": 2, "graded": 3, "share": pytest.approx(2 / 3), "partial": 1, "cut": cut}
+    expected |= {"right": ["gsm8k-0", "gsm8k-2"], "wrong": ["gsm8k-1"]}
     assert scores["plain", "gsm8k"] == scores["ngram", "gsm8k"] == expected
     assert scores["plain", "sums"] is None
     assert len(graded) == len(set(graded)) == 5
@@ -74,17 +71,6 @@ def test_programs_are_graded_several_at_a_time_and_mathematics_in_the_main_threa
     assert sorted(graded) == sorted(f"{task}-{i}" for task in ("gsm8k", "mbpp") for i in range(4))
 
 
-def test_a_missing_grader_costs_the_score_and_says_so(folder: Path, llm: LLM) -> None:
-    def grader(task: str, question: Mapping[str, Any], text: str) -> Grade:
-        raise ValueError("grading needs a package")
-
-    write_questions(folder, "mbpp", [["def f():"]])
-    bench = make_bench(folder, "ungraded", llm, tasks=["mbpp"])
-    results = results_of(bench, grader=grader)
-    assert all(cell["score"] is None for cell in results["cells"])
-    assert results["ungraded"] == ["mbpp is not graded: grading needs a package"] and not results["notes"]
-
-
 def test_missing_graders_are_named_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     config = BenchConfig(tasks=("gsm8k", "mt_bench", "aime25"))
     assert list(ungraded(config)) == []
@@ -108,8 +94,7 @@ def measure(folder: Path, out: Path, *words: str) -> dict[str, Any]:
 
 
 def read(out: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((out / "results.json").read_text())
-    return record
+    return dict(json.loads((out / "results.json").read_text()))
 
 
 def scores_of(record: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
@@ -145,18 +130,14 @@ def test_answers_are_graded_later_on_another_machine(
 
 
 @pytest.mark.parametrize(
-    ("now", "is_kept"),
-    [
-        ({"right": ["b"], "wrong": ["a", "c"], "partial": 0}, True),
-        ({"right": ["a", "c"], "wrong": [], "partial": 0}, False),
-        ({"right": ["a"], "wrong": ["b"], "partial": 1}, False),
-        (None, False),
-    ],
+    "now",
+    [{"right": ["a", "c"], "wrong": [], "partial": 0}, {"right": ["a"], "wrong": ["b"], "partial": 1}, None],
 )
-def test_fewer_answers_or_tests_are_less(now: dict[str, Any] | None, is_kept: bool) -> None:
+def test_fewer_answers_or_tests_are_less(now: dict[str, Any] | None) -> None:
     before = {"right": ["a"], "wrong": ["b"], "partial": 0}
     check_kept("mbpp", None, now, {})
-    with nullcontext() if is_kept else pytest.raises(ValueError, match="mbpp would lose scores"):
+    check_kept("mbpp", before, {"right": ["b"], "wrong": ["a", "c"], "partial": 0}, {})
+    with pytest.raises(ValueError, match="mbpp would lose scores"):
         check_kept("mbpp", before, now, {})
 
 
@@ -169,7 +150,6 @@ def test_fewer_answers_or_tests_are_less(now: dict[str, Any] | None, is_kept: bo
         (lambda run, data: (run / "rows.jsonl").write_text(""), "has no answers of plain on gsm8k"),
         (lambda run, data: (run / "run.json").unlink(), "it has no run.json"),
         (lambda run, data: (run / "results.json").write_text('{"cells": []}'), "holds no answers"),
-        (lambda run, data: (run / "results.json").write_text('{"costs": []}'), "holds no answers"),
     ],
 )
 def test_a_run_that_cannot_be_graded_is_status_2(folder: Path, tmp_path: Path, spoil: Any, why: str) -> None:
