@@ -8,17 +8,16 @@ ones, so a shape is enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from benchmarks.estimate import to_record
-from benchmarks.recipe import distinct
+from benchmarks.recipe import DtypeName, distinct
 from benchmarks.results import ROWS_FILE, RUN_FILE
 from benchmarks.rows import KeyedFile, Row, keep_settings, kept_settings, measured_by
 from jetspec.config import TreeConfig
@@ -48,7 +47,7 @@ class CostConfig:
     """Calls per timing."""
     repeats: int = 3
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: DtypeName = "auto"
 
     def __post_init__(self) -> None:
         for name in ("head_layers", "rounds", "repeats"):
@@ -67,14 +66,14 @@ class CostFile(KeyedFile[tuple[int, int]]):
         return int(row["context"]), int(row["depth"])
 
 
-def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progress: bool = False) -> list[Row]:
-    """A row per context and depth. Existing rows are not timed again, unless `fresh` deletes them."""
+def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progress: bool = False) -> dict[str, Any]:
+    """Record of a row per context and depth. Existing rows are not timed again, unless `fresh` deletes them."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    where = {"dtype": str(dtype).removeprefix("torch."), "device": device.type}
     settings = {  # all that rows depend on, beside their keys
         "shape": asdict(shape_of(config.shape)),
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
+        **where,
         "hardware": hardware(),
         "versions": package_versions(),
         **{name: getattr(config, name) for name in ("head_layers", "rounds", "repeats")},
@@ -89,7 +88,15 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
         for context, depth in progress_bar(todo, desc="timing chains", unit="chain", disable=not (progress and todo)):
             cost = measure_cost(target, config, context, depth)
             file.append({**cost, "command": command, "date": date_now()})
-        return [file.rows[chain] for chain in wanted]
+        costs, runs = [file.rows[chain] for chain in wanted], kept_settings(folder / RUN_FILE)["runs"]
+    return {
+        **measured_by(costs, runs),
+        "model": shown(config.shape),
+        **where,
+        "recipe": {**asdict(config), "shape": shown(config.shape)},
+        "costs": costs,
+        "runs": runs,
+    }
 
 
 @torch.inference_mode()
@@ -104,18 +111,4 @@ def measure_cost(target: Any, config: CostConfig, context: int, depth: int) -> d
         "draft_ms": to_record([time["draft"] for time in times]),
         "verify_ms": to_record([time["verify"] for time in times]),
         "c_percent": to_record([100 * time["draft"] / (depth * time["verify"]) for time in times]),
-    }
-
-
-def cost_results(config: CostConfig, costs: Sequence[Row], runs: Sequence[Row]) -> dict[str, Any]:
-    """Record of the rows; `runs` are the commands that measured."""
-    device = choose_device(config.device)
-    return {
-        **measured_by(costs, runs),
-        "model": shown(config.shape),
-        "dtype": str(choose_dtype(config.dtype, device)).removeprefix("torch."),
-        "device": device.type,
-        "recipe": {**asdict(config), "shape": shown(config.shape)},
-        "costs": list(costs),
-        "runs": list(runs),
     }

@@ -52,9 +52,7 @@ class Estimate:
     def of_ratios(cls, values: Sequence[float], questions: Mapping[str, float] | None = None) -> Estimate | None:
         """Geometric mean of the ratios of repeats; `questions` holds the ratio of each question by name."""
         found = cls.of([math.log(value) for value in values])
-        logs = {name: math.log(value) for name, value in (questions or {}).items()}
-        asked = cls._over_questions(list(logs.values()))
-        asked = asked and replace(asked, is_ratio=True, asked=(logs,))
+        asked = cls._over_questions(list(map(math.log, (questions or {}).values())), list(questions or {}), True)
         return found and replace(found, values=tuple(values), is_ratio=True, questions=asked)
 
     @classmethod
@@ -65,18 +63,16 @@ class Estimate:
             return None
         ratio, count = sum(a for a, _ in parts) / below, len(parts)
         each = [ratio + (a - ratio * b) * count / below for a, b in parts]
-        found = cls._over_questions(each)
-        if found is None:
-            return cls(ratio)
-        return replace(found, asked=(dict(zip(names, each, strict=True)),) if names else ())
+        return cls._over_questions(each, names) or cls(ratio)
 
     @classmethod
-    def _over_questions(cls, values: Sequence[float]) -> Estimate | None:
+    def _over_questions(cls, values: Sequence[float], names: Sequence[str], is_ratio: bool = False) -> Estimate | None:
         """Mean with its standard error in place of the deviation. None: one question tells nothing of others."""
         found = cls.of(values)
         if found is None or found.spread is None:
             return None
-        return cls(found.center, found.error, found.error, found.freedom)
+        asked = (dict(zip(names, values, strict=True)),) if names else ()
+        return cls(found.center, found.error, found.error, found.freedom, is_ratio=is_ratio, asked=asked)
 
     @classmethod
     def read_ratios(cls, raw: Mapping[str, Any] | None) -> Estimate | None:

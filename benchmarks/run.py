@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.costs import CostConfig, cost_results, measure_costs
+from benchmarks.costs import CostConfig, measure_costs
 from benchmarks.estimate import how_many
 from benchmarks.grade import MATH_TASKS, NEEDS_MATH_VERIFY
 from benchmarks.measure import Bench, check_inputs, questions_of
@@ -169,8 +169,7 @@ def measure(plan: Plan, folder: Path, fresh: bool, retry_failed: bool) -> None:
     else:
         if retry_failed:
             raise ValueError("--retry-failed is for questions; a failure here stops the run, and is not in its folder")
-        costs = measure_costs(plan, folder, fresh, progress=True)
-        record = cost_results(plan, costs, kept_settings(folder / RUN_FILE)["runs"])
+        record = measure_costs(plan, folder, fresh, progress=True)
     write_record(folder / RESULTS_FILE, record)
 
 
@@ -216,7 +215,12 @@ def is_lossless(config: BenchConfig, run: Run) -> bool:
 
 
 def remarks(run: Run) -> Iterator[str]:
-    """Remarks on a run that its table does not hold."""
+    """Remarks on a run that its table does not hold; last the number of texts that differ at ties, then the first that
+    differ elsewhere."""
+
+    def place(cell: Result) -> str:
+        return f"{cell.label} at temperature {cell.temperature:g}, batch {cell.batch},"
+
     yield from run.notes
     if run.few_repeats:
         yield run.few_repeats
@@ -230,30 +234,21 @@ def remarks(run: Run) -> Iterator[str]:
         yield f"up to {cut} graded answers of a cell were cut at {run.recipe['max_tokens']} tokens, scores may be low"
     if any(cell.score and cell.score.partial for cell in run.cells):
         yield PARTIAL_NOTE
-    yield from lossless_remarks(run)
-
-
-def lossless_remarks(run: Run) -> Iterator[str]:
-    """Number of texts that differ at ties, then the first that differ elsewhere."""
     checked = [(cell, cell.lossless) for cell in run.cells if cell.lossless]
     if ties := sum(check.ties for _, check in checked):
         limit = "" if run.widest_tie is None else f", of two tokens at most {run.widest_tie:.2g} apart"
         yield f"{how_many(ties, 'text')} left that of {PLAIN} at a tie{limit}; the report lists them"
     for cell, check in checked:
         if not check.compared:
-            yield f"{_place(cell)} has no answer on {cell.task} that could be compared with that of {PLAIN}"
+            yield f"{place(cell)} has no answer on {cell.task} that could be compared with that of {PLAIN}"
     found = [(cell, each) for cell, check in checked for each in check.different if not each["tie"]]
     for cell, each in found[:SHOWN]:
-        place = f"{each['id']}, turn {each['turn'] + 1}, from token {each['position'] + 1} on"
+        where = f"{each['id']}, turn {each['turn'] + 1}, from token {each['position'] + 1} on"
         gap = "one text ends earlier" if each["gap"] is None else f"{each['gap']:.2g} apart in the target's logits"
         how = each["why"] or f"{gap}, no tie"
-        yield f"{_place(cell)} differs from {PLAIN} in {place} (repeats: {numbered(each['repeats'])}): {how}"
+        yield f"{place(cell)} differs from {PLAIN} in {where} (repeats: {numbered(each['repeats'])}): {how}"
     if len(found) > SHOWN:
         yield f"{len(found) - SHOWN} more texts differ from {PLAIN}; the report lists them"
-
-
-def _place(cell: Result) -> str:
-    return f"{cell.label} at temperature {cell.temperature:g}, batch {cell.batch},"
 
 
 def say(line: str) -> None:
