@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import pages
-from benchmarks.pages import ENTRIES, STAGES, Entry, fill, put_between
+from benchmarks.pages import PAGES, STAGES, fill, put_between
 from benchmarks.plots import TIMES
 from benchmarks.training import VARIANTS
 from tests.benchmarks.run_folders import make_run
@@ -30,18 +30,14 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def entry_of(mark: str, page: str | None = None) -> Entry:
-    return next(entry for entry in ENTRIES if entry.mark == mark and page in (None, entry.page))
-
-
-def make(root: Path, mark: str, record: dict[str, Any] | None = None, page: str | None = None) -> str:
-    """The page of an entry after filling, from a record of its name."""
-    entry = entry_of(mark, page)
+def make(root: Path, mark: str, record: dict[str, Any] | None = None, page: str = "") -> str:
+    """The page of a mark after filling, from a record of its name."""
+    page = page or next(page for page, makers in PAGES.items() if mark in makers)
     if record is not None:
         (root / "docs" / "results" / f"{mark}.json").write_text(json.dumps({**ORIGIN, **record}))
-    path = root / entry.page
+    path = root / page
     path.write_text(f"before\n<!-- {mark}: begin -->\nold\n<!-- {mark}: end -->\nafter\n")
-    fill(entry, root)
+    fill(root, page, mark)
     text = path.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
     return text
@@ -52,14 +48,13 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
-@pytest.mark.parametrize("page", dict.fromkeys(entry.page for entry in ENTRIES))
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_agree_with_their_records(page: str, tmp_path: Path) -> None:
     """Filling a page again changes nothing."""
     shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
     shutil.copy(ROOT / page, tmp_path / page)
-    for entry in ENTRIES:
-        if entry.page == page:
-            fill(entry, tmp_path)
+    for mark in PAGES[page]:
+        fill(tmp_path, page, mark)
     assert (tmp_path / page).read_text() == (ROOT / page).read_text()
     for picture in (tmp_path / "docs").glob("plots/*.svg"):
         assert (ROOT / "docs" / "plots" / picture.name).exists()
@@ -68,13 +63,13 @@ def test_pages_agree_with_their_records(page: str, tmp_path: Path) -> None:
 def test_every_mark_of_a_page_has_a_maker() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs" / "results").glob("*.md")):
         marks = {line.split()[1].rstrip(":") for line in page.read_text().splitlines() if line.endswith("begin -->")}
-        assert marks == {entry.mark for entry in ENTRIES if ROOT / entry.page == page}
+        assert marks == set(PAGES.get(page.relative_to(ROOT).as_posix(), ()))
 
 
 def test_a_table_without_a_record_is_kept(root: Path) -> None:
-    for entry in ENTRIES:
-        if entry.mark not in ("limits", "ablations"):
-            assert "old" in make(root, entry.mark, page=entry.page)
+    for page, makers in PAGES.items():
+        for mark in makers:
+            assert "old" in make(root, mark, page=page) or mark == "limits"
 
 
 def test_a_page_without_marks_is_refused() -> None:
